@@ -1,0 +1,21 @@
+"""The errors a user can meet. Each message names the value and says what to change."""
+
+
+class MegatronAsyncError(Exception):
+    """Base of every error this package raises on purpose; the command line exits with status 2."""
+
+
+class ConfigError(MegatronAsyncError, ValueError):
+    """A configuration value is invalid, or two values contradict each other."""
+
+
+class RequestError(MegatronAsyncError, ValueError):
+    """A request cannot be served as asked; other requests are not affected."""
+
+
+class CheckpointError(MegatronAsyncError, ValueError):
+    """A model directory is missing, corrupt, or of an architecture that is not supported."""
+
+
+class IntegrityError(MegatronAsyncError, RuntimeError):
+    """An internal invariant does not hold: a bug in this package, never a user's mistake."""
