@@ -1,0 +1,240 @@
+"""Text to token ids and back, whole or token by token."""
+
+from __future__ import annotations
+
+import codecs
+import functools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from megatron_async.errors import CheckpointError, RequestError
+
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+
+_SUPPORTED_DECODERS = ("ByteLevel", "Metaspace", "Replace", "ByteFallback", "Fuse", "Strip")
+
+
+@functools.cache
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's printable stand-in characters, one for each of the 256 bytes."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + n): byte for n, byte in enumerate(others)
+    }
+
+
+def _token_to_bytes(token: str) -> bytes:
+    byte_of = _byte_of_character()
+    try:
+        return bytes([byte_of[character] for character in token])
+    except KeyError:
+        return token.encode("utf-8")
+
+
+def _decoder_types(decoder: dict[str, Any] | None) -> list[str]:
+    """Names of the decoding steps; a step that looks past the next token is an error."""
+    if decoder is None:
+        return []
+    if decoder.get("type") == "Sequence":
+        return [name for step in decoder["decoders"] for name in _decoder_types(step)]
+    name = str(decoder.get("type"))
+    if name not in _SUPPORTED_DECODERS or (name == "Strip" and decoder.get("stop")):
+        raise ValueError(
+            f"decoder {json.dumps(decoder)} is not supported; supported are "
+            f"{', '.join(_SUPPORTED_DECODERS)} (Strip at the start alone)"
+        )
+    return [name]
+
+
+class DetokenizeStream:
+    """Text of a growing sequence of token ids.
+
+    Invariant: for any ids, the pushed texts and the flushed one, joined, are exactly
+    ``Tokenizer.detokenize`` of all ids. The cost of a token does not grow with the sequence.
+    """
+
+    def push(self, token_id: int) -> str:
+        """Text that ``token_id`` completes; empty while a character is incomplete."""
+        raise NotImplementedError
+
+    def flush(self) -> str:
+        """Text held back, with U+FFFD for incomplete bytes. The stream ends here."""
+        raise NotImplementedError
+
+
+class _ByteLevelStream(DetokenizeStream):
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        return self._utf8.decode(self._token_bytes(token_id))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", True)
+
+
+class _WindowStream(DetokenizeStream):
+    """For decoders that see a token's left neighbour, or the start of the text, and no more.
+
+    Invariant: ``_context`` is the last group of tokens that gave text, so text of
+    ``_context + _held`` beyond that of ``_context`` is what ``_held`` adds to the whole. A run of
+    byte tokens is held to its end, since a later byte can turn the whole run into U+FFFD.
+    """
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, skipped: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = skipped
+        self._context: list[int] = []
+        self._held: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None or token_id in self._skipped:
+            return ""
+        self._held.append(token_id)
+        if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return ""
+        return self.flush()
+
+    def flush(self) -> str:
+        if not self._held:
+            return ""
+        window = self._context + self._held
+        before = self._tokenizer.decode(self._context, skip_special_tokens=False)
+        text = self._tokenizer.decode(window, skip_special_tokens=False)[len(before) :]
+        self._context = self._held if text else window
+        self._held = []
+        return text
+
+
+class Tokenizer:
+    """A Hugging Face ``tokenizer.json`` under the attribute names megatron's tokenizers have.
+
+    Raises:
+        CheckpointError: a file is missing or corrupt, or its decoder is not supported.
+    """
+
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        *,
+        bos_token: str | None = None,
+        eos_token: str | None = None,
+    ) -> None:
+        self._tokenizer = tokenizer
+        try:
+            decoder_types = _decoder_types(json.loads(tokenizer.to_str()).get("decoder"))
+            if "ByteLevel" in decoder_types and len(decoder_types) > 1:
+                raise ValueError("decoder ByteLevel is supported alone, not in a longer Sequence")
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"tokenizer: {error}") from error
+        self._byte_level = bool(decoder_types) and decoder_types[0] == "ByteLevel"
+        self.special_ids = frozenset(
+            token_id
+            for token_id, token in tokenizer.get_added_tokens_decoder().items()
+            if token.special
+        )
+        self._bytes_of_id: dict[int, bytes] = {}
+        self.bos_id = self._special_id("bos_token", bos_token)
+        eos_id = self._special_id("eos_token", eos_token)
+        self.eos_ids: tuple[int, ...] = () if eos_id is None else (eos_id,)
+
+    @classmethod
+    def from_directory(cls, path: str | Path) -> Tokenizer:
+        """Read ``tokenizer.json`` and, where there is one, ``tokenizer_config.json``."""
+        file = Path(path) / TOKENIZER_FILE
+        config_file = Path(path) / TOKENIZER_CONFIG_FILE
+        if not file.is_file():
+            raise CheckpointError(f"{file}: no such file")
+        try:
+            # Parsed from bytes: a file that vanishes or is cut short is an ordinary OSError.
+            tokenizer = tokenizers.Tokenizer.from_buffer(file.read_bytes())
+        except Exception as error:  # the library raises bare Exception for a corrupt file
+            raise CheckpointError(f"{file}: not a valid tokenizer file: {error}") from error
+        config: Any = {}
+        if config_file.is_file():
+            try:
+                config = json.loads(config_file.read_bytes())
+            except (OSError, ValueError) as error:
+                raise CheckpointError(f"{config_file}: not valid JSON: {error}") from error
+            if not isinstance(config, dict):
+                raise CheckpointError(f"{config_file}: must hold a JSON object")
+        names: dict[str, str | None] = {}
+        for field in ("bos_token", "eos_token"):
+            value = config.get(field)
+            value = value.get("content") if isinstance(value, dict) else value
+            if value is not None and not isinstance(value, str):
+                raise CheckpointError(f"{config_file}: {field}={value!r} must be a string")
+            names[field] = value
+        try:
+            return cls(tokenizer, **names)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+
+    def tokenize(self, text: str, add_bos: bool = False) -> list[int]:
+        """Token ids of ``text``; no special token is added but, with ``add_bos``, the first.
+
+        Raises:
+            RequestError: ``text`` is not valid Unicode, or ``add_bos`` is asked for and the
+                tokenizer has no such token.
+        """
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        except (TypeError, UnicodeEncodeError) as error:
+            raise RequestError(f"text is not a string of valid Unicode: {error}") from error
+        if not add_bos:
+            return ids
+        if self.bos_id is None:
+            raise RequestError("add_bos=True: this tokenizer has no bos_token")
+        return [self.bos_id, *ids]
+
+    def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ``ids``; invalid UTF-8 becomes U+FFFD, ids past the vocabulary give nothing."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return text
+
+    def stream(self, skip_special_tokens: bool = True) -> DetokenizeStream:
+        """A new stream, which agrees with :meth:`detokenize` for the same argument."""
+        skipped = self.special_ids if skip_special_tokens else frozenset()
+        if not self._byte_level:
+            return _WindowStream(self._tokenizer, skipped)
+        return _ByteLevelStream(lambda i: b"" if i in skipped else self._token_bytes(i))
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included; a model's embedding may have more rows."""
+        size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
+        return size
+
+    @property
+    def bos(self) -> int | None:
+        """Megatron's name of :attr:`bos_id`."""
+        return self.bos_id
+
+    @property
+    def eod(self) -> int | None:
+        """Megatron's name of the first of :attr:`eos_ids`."""
+        return self.eos_ids[0] if self.eos_ids else None
+
+    def _special_id(self, field: str, token: str | None) -> int | None:
+        if token is None:
+            return None
+        token_id: int | None = self._tokenizer.token_to_id(token)
+        if token_id is None:
+            raise CheckpointError(f"{field}={token!r} is not in the vocabulary")
+        return token_id
+
+    def _token_bytes(self, token_id: int) -> bytes:
+        found = self._bytes_of_id.get(token_id)
+        if found is None:
+            token = self._tokenizer.id_to_token(token_id)
+            found = b"" if token is None else _token_to_bytes(token)
+            self._bytes_of_id[token_id] = found
+        return found
