@@ -1,0 +1,88 @@
+"""Make a ``GPTModel`` that a megatron-core user has built serveable, in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_async.errors import ConfigError
+from megatron_async.models.attention import PagedSelfAttention
+from megatron_async.models.build import attach_rotary
+from megatron_async.models.gpt import GPTModel
+from megatron_async.models.rope import RotaryTable
+
+from megatron.core.models.gpt.gpt_model import GPTModel as MegatronGPTModel  # isort: skip
+from megatron.core.transformer.attention import SelfAttention  # isort: skip
+
+# Config field, the value that is supported, what to do about any other.
+_REQUIRED: tuple[tuple[str, Any, str], ...] = (
+    ("multi_latent_attention", False, "use grouped-query attention"),
+    ("attention_output_gate", False, "build the model without the gate"),
+    ("window_size", None, "use full attention"),
+    ("rotary_interleaved", False, "permute the query and key weights to half-split pairs"),
+    ("flash_decode", False, "set it to False: the context attends by itself"),
+    ("cuda_graph_impl", "none", "set it to 'none': whole steps are captured by the engine"),
+    ("context_parallel_size", 1, "load the model without context parallelism"),
+    ("sequence_parallel", False, "load the model without sequence parallelism"),
+    ("pipeline_model_parallel_size", 1, "load the model without pipeline parallelism"),
+    ("fp8", None, "load the model in bfloat16"),
+)
+
+
+def adapt_model(model: Any) -> GPTModel:
+    """Turn a megatron-core ``GPTModel`` into ours, weights untouched; ours is returned as it is.
+
+    Its attention layers become :class:`PagedSelfAttention`, its class :class:`GPTModel`. Rotary
+    embeddings ("rope"), learned ones and none are supported.
+
+    Raises:
+        ConfigError: the model has a part that cannot be served; the message names it. The model
+            is unchanged then.
+    """
+    if isinstance(model, GPTModel):
+        return model
+    if type(model) is not MegatronGPTModel:
+        raise ConfigError(
+            f"model is a {type(model).__name__}, not megatron.core's GPTModel: pass the GPTModel "
+            "itself (unwrap_model() takes it out of Float16Module and DistributedDataParallel)"
+        )
+    config = model.config
+    for name, supported, advice in _REQUIRED:
+        value = getattr(config, name, supported)
+        if value != supported:
+            raise ConfigError(f"model config {name}={value!r} is not supported: {advice}")
+    softmax = getattr(getattr(config, "softmax_type", "vanilla"), "name", None)
+    if (softmax or getattr(config, "softmax_type", "vanilla")) != "vanilla":
+        raise ConfigError(
+            f"model config softmax_type={config.softmax_type!r} is not supported: use 'vanilla'"
+        )
+    if model.position_embedding_type not in ("rope", "learned_absolute", "none"):
+        raise ConfigError(
+            f"position_embedding_type={model.position_embedding_type!r} is not supported: "
+            "use 'rope', 'learned_absolute' or 'none'"
+        )
+    layers = list(model.decoder.layers)
+    if model.mtp_process:
+        layers += [layer.transformer_layer for layer in model.mtp.layers]
+    for layer in layers:
+        if type(layer.self_attention) is not SelfAttention:
+            raise ConfigError(
+                f"layer {layer.layer_number} has {type(layer.self_attention).__name__}: build the "
+                "layers with megatron.core's SelfAttention, as get_gpt_layer_local_spec() does"
+            )
+
+    for layer in layers:
+        layer.self_attention.__class__ = PagedSelfAttention
+    model.__class__ = GPTModel
+    attach_rotary(model, None)
+    if model.position_embedding_type == "rope":
+        rotary = model.rotary_pos_emb
+        table = RotaryTable(
+            rotary.inv_freq,
+            model.max_sequence_length,
+            rotary.seq_len_interpolation_factor or 1.0,
+        )
+        attach_rotary(model, table.to(next(model.parameters()).device))
+        # GPTModel computes no rotary embeddings of its own from here on.
+        model.position_embedding_type = "none"
+    adapted: GPTModel = model
+    return adapted

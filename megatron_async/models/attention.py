@@ -1,0 +1,138 @@
+"""megatron-core self-attention whose keys and values live in the inference context."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_async.errors import ConfigError
+from megatron_async.models import compat  # noqa: F401  (before megatron)
+from megatron_async.models.rope import RotaryTable, apply_rope
+
+from megatron.core.transformer.attention import SelfAttention  # isort: skip
+from megatron.core.transformer.transformer_layer import (  # isort: skip
+    get_transformer_layer_offset,
+)
+
+
+class AttentionContext(Protocol):
+    """What :class:`PagedSelfAttention` needs of an inference context."""
+
+    position_ids: Tensor
+
+    def attend(
+        self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float
+    ) -> Tensor:
+        """Store ``k``, ``v`` ``[T, kv_heads, head_dim]`` and attend with ``q`` ``[T, heads,
+        head_dim]`` to all tokens of each row's own sequence up to its own position.
+
+        ``layer_index`` counts this pipeline stage's layers from 0; multi-token prediction layers
+        come after the decoder's. Returns ``[T, heads, head_dim]``.
+        """
+        ...
+
+
+class NoCoreAttention(torch.nn.Module):
+    """Stands in for megatron's core attention, which :class:`PagedSelfAttention` never calls."""
+
+    def __init__(self, **_: Any) -> None:
+        super().__init__()
+
+
+class PagedSelfAttention(SelfAttention):  # type: ignore[misc]
+    """Causal self-attention: over a whole sequence, or through an inference context.
+
+    Projections, grouping and query/key norms are megatron's.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.attach(None)
+
+    def attach(self, rotary: RotaryTable | None) -> None:
+        """Take the model's rotary table (shared, not owned); None for no rotation."""
+        # Not a submodule: the model owns and moves the one table that all its layers read.
+        self.__dict__["rotary"] = rotary
+        offset = 0
+        if self.config.pipeline_model_parallel_size > 1:
+            offset = get_transformer_layer_offset(self.config)
+        self.layer_index = self.layer_number - 1 - offset
+        scale = self.config.softmax_scale
+        self.softmax_scale = 1 / math.sqrt(self.config.kv_channels) if scale is None else scale
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        key_value_states: Tensor | None = None,
+        inference_context: AttentionContext | None = None,
+        rotary_pos_emb: Any = None,
+        rotary_pos_cos: Tensor | None = None,
+        rotary_pos_sin: Tensor | None = None,
+        rotary_pos_cos_sin: Tensor | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+        sequence_len_offset: Tensor | None = None,
+        *,
+        inference_params: AttentionContext | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend; only ``hidden_states`` and the context are read, the mask is always causal.
+
+        Args:
+            hidden_states: without a context ``[S, B, hidden]``, positions 0 to S-1; with one,
+                ``[T, 1, hidden]``: the tokens of all sequences one after the other, their
+                positions in ``inference_context.position_ids`` (int64 ``[T]``).
+
+        Returns:
+            The projected output, like ``hidden_states``, and the bias still to be added.
+
+        Raises:
+            ConfigError: packed sequences or an attention bias are asked for.
+        """
+        if packed_seq_params is not None or attention_bias is not None:
+            raise ConfigError(
+                "PagedSelfAttention is causal over whole sequences: pass neither "
+                "packed_seq_params nor attention_bias"
+            )
+        context = inference_context if inference_context is not None else inference_params
+        query, key, value = self.get_query_key_value_tensors(hidden_states)
+        if context is None:
+            output = self._causal(query, key, value)
+        else:
+            output = self._with_context(context, query, key, value)
+        projected: tuple[Tensor, Tensor | None] = self.linear_proj(output.flatten(2))
+        return projected
+
+    def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        rotary = self.__dict__["rotary"]
+        if rotary is not None:
+            cos, sin = rotary.prefix(query.shape[0])
+            query, key = apply_rope(query, cos, sin), apply_rope(key, cos, sin)
+        groups = query.shape[2] // key.shape[2]
+        if groups > 1:
+            key, value = (x.repeat_interleave(groups, dim=2) for x in (key, value))
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        output = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            dropout_p=self.config.attention_dropout if self.training else 0.0,
+            is_causal=True,
+            scale=self.softmax_scale,
+        )
+        return output.permute(2, 0, 1, 3).contiguous()
+
+    def _with_context(
+        self, context: AttentionContext, query: Tensor, key: Tensor, value: Tensor
+    ) -> Tensor:
+        query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
+        rotary = self.__dict__["rotary"]
+        if rotary is not None:
+            cos, sin = rotary.lookup(context.position_ids)
+            query, key = apply_rope(query, cos, sin), apply_rope(key, cos, sin)
+        output = context.attend(self.layer_index, query, key, value, self.softmax_scale)
+        return output.unsqueeze(1)

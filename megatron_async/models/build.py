@@ -1,0 +1,160 @@
+"""From a :class:`ModelConfig` to a megatron-core model on a device."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megatron_async.errors import ConfigError
+from megatron_async.models import compat
+from megatron_async.models.attention import PagedSelfAttention
+from megatron_async.models.config import ModelConfig
+from megatron_async.models.gpt import GPTModel
+from megatron_async.models.rope import RotaryTable
+from megatron_async.models.spec import gpt_block_spec, mtp_block_spec
+
+from megatron.core import parallel_state  # isort: skip
+from megatron.core.transformer.transformer_block import get_num_layers_to_build  # isort: skip
+from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
+
+
+def transformer_config(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device | str
+) -> TransformerConfig:
+    """megatron's config of the model, for the parallel sizes that are initialised.
+
+    Linear biases are not in it: the layer spec decides them (:mod:`megatron_async.models.spec`).
+
+    Raises:
+        ConfigError: a size does not divide by the tensor-parallel size.
+    """
+    tensor = parallel_state.get_tensor_model_parallel_world_size()
+    for name in ("num_attention_heads", "num_kv_heads", "ffn_hidden_size", "vocab_size"):
+        if getattr(config, name) % tensor:
+            raise ConfigError(
+                f"{name}={getattr(config, name)} does not divide by the tensor parallel size "
+                f"{tensor}: use a smaller one"
+            )
+    on_cpu = torch.device(device).type == "cpu"
+    return TransformerConfig(
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_kv_heads,
+        kv_channels=config.head_dim,
+        ffn_hidden_size=config.ffn_hidden_size,
+        normalization=config.normalization,
+        layernorm_epsilon=config.norm_epsilon,
+        qk_layernorm=config.qk_norm,
+        add_qkv_bias=config.qkv_bias,
+        add_bias_linear=False,
+        gated_linear_unit=config.activation == "swiglu",
+        activation_func=F.silu if config.activation == "swiglu" else F.gelu,
+        use_te_activation_func=True,  # the MLP takes its activation from the layer spec
+        mtp_num_layers=config.mtp_num_layers or None,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        use_cpu_initialization=on_cpu,
+        perform_initialization=on_cpu,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+    )
+
+
+def build_model(
+    config: ModelConfig,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    initialize: bool = True,
+) -> GPTModel:
+    """A model in training mode, all parameters on ``device`` in ``dtype``, rotary table in fp32.
+
+    megatron's parallel state is initialised for one process if nobody has done so.
+
+    Args:
+        device: where the parameters are allocated; large models are never on the host first.
+        dtype: of the parameters and activations.
+        initialize: draw the weights (from torch's default generator on the CPU, from
+            ``torch.initial_seed()`` on a GPU); if False their values are undefined.
+
+    Raises:
+        ConfigError: see :func:`transformer_config`.
+    """
+    if not parallel_state.model_parallel_is_initialized():
+        compat.ensure_parallel_state()
+    device = torch.device(device)
+    megatron_config = transformer_config(config, dtype, device)
+    megatron_config.perform_initialization &= initialize
+    on_device: Any = contextlib.nullcontext()
+    if device.type == "cuda":
+        on_device = torch.cuda.device(device)
+    with on_device:
+        model = GPTModel(
+            config=megatron_config,
+            transformer_layer_spec=gpt_block_spec(
+                config, get_num_layers_to_build(megatron_config), device
+            ),
+            mtp_block_spec=mtp_block_spec(config, device),
+            vocab_size=config.vocab_size,
+            max_sequence_length=config.max_sequence_length,
+            share_embeddings_and_output_weights=config.tie_word_embeddings,
+            position_embedding_type=(
+                "none" if config.position_embedding == "rope" else "learned_absolute"
+            ),
+            pre_process=parallel_state.is_pipeline_first_stage(),
+            post_process=parallel_state.is_pipeline_last_stage(),
+        )
+        is_rotary = config.position_embedding == "rope"
+        attach_rotary(model, RotaryTable.from_config(config) if is_rotary else None)
+        model.to(device=device, dtype=dtype)
+        if initialize and not megatron_config.perform_initialization:
+            _initialize_on_device(model, device)
+    return model
+
+
+def attach_rotary(model: GPTModel, rotary: RotaryTable | None) -> None:
+    """Give the model its rotary table (None for no rotation), which all attention layers read."""
+    model.rotary = rotary
+    for module in model.modules():
+        if isinstance(module, PagedSelfAttention):
+            module.attach(rotary)
+
+
+def _initialize_on_device(model: GPTModel, device: torch.device) -> None:
+    # megatron's own GPU initialisation needs its CUDA random state tracker. Same distributions
+    # here; norms are already ones and zeros. Each rank draws its own shards; the learned position
+    # embedding is replicated, and drawn first while the ranks' generators agree.
+    config = model.config
+    seed = torch.initial_seed() & (2**63 - 1)
+    generator = torch.Generator(device)
+
+    def draw(parameter: torch.Tensor, std: float) -> None:
+        torch.nn.init.normal_(parameter, std=std, generator=generator)
+
+    std = config.init_method_std
+    output_std = std / math.sqrt(2 * config.num_layers)
+    generator.manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("position_embeddings.weight"):
+                draw(parameter, std)
+        generator.manual_seed(seed + 1 + parallel_state.get_tensor_model_parallel_rank())
+        for name, parameter in model.named_parameters():
+            if name.endswith("position_embeddings.weight"):
+                continue
+            if parameter.dim() == 2:
+                is_output = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+                draw(parameter, output_std if is_output else std)
+            elif "linear" in name and name.endswith(".bias"):
+                parameter.zero_()

@@ -1,0 +1,118 @@
+"""Everything megatron-core needs to run without a launcher, and on machines without CUDA.
+
+:func:`apply` must run before the first import of any other megatron module, so each module of
+this package that imports megatron imports this one first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from megatron_async.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+_QUIET = (
+    ".*Transformer Engine and Apex are not installed.*",
+    ".*Apex is not installed.*",
+    ".*`inference_params` renamed to `inference_context`.*",
+    ".*MLP requires ffn_hidden_size.*",
+    ".*tp_group is None, using default tp group.*",
+    ".*full scope is deprecated.*",
+    ".*custom_layers.transformer_engine.*",
+)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@functools.cache
+def apply() -> None:
+    """Install the shims; calling it again does nothing.
+
+    Without CUDA, ``torch.cuda.current_device`` names the CPU and ``torch.cuda.synchronize`` does
+    nothing, because megatron allocates on the "current device". With CUDA neither is touched.
+    """
+    for message in _QUIET:
+        warnings.filterwarnings("ignore", message=message)
+    if not torch.cuda.is_available():
+        cuda: Any = torch.cuda
+        cuda.current_device = lambda: torch.device("cpu")
+        cuda.synchronize = lambda device=None: None
+    with _quiet():
+        from megatron.core import jit
+
+        # megatron's fuser is torch.compile: each new shape would cost seconds. It decorates at
+        # import time, hence the order: jit first, then whatever uses it.
+        if "megatron.core.models.gpt.gpt_model" in sys.modules:
+            logger.info("megatron-core was imported before megatron_async: its jit fuser stays on")
+        jit.disable_jit_fuser()
+        import megatron.core.models.gpt.gpt_model  # noqa: F401
+        from megatron.core.transformer.moe import moe_utils
+
+        # Without Transformer Engine the name is unbound, and MoE routing raises NameError.
+        if not hasattr(moe_utils, "te_general_gemm"):
+            moe_utils.te_general_gemm = None
+
+
+def ensure_parallel_state(tensor: int = 1) -> None:
+    """Initialise ``torch.distributed`` and megatron's ``parallel_state`` where they are not yet.
+
+    One process needs neither a launcher nor a port. More than one needs the environment of a
+    launcher (``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``MASTER_PORT``).
+
+    Args:
+        tensor: tensor-parallel size.
+
+    Raises:
+        ConfigError: the number of processes does not fit, or megatron is already initialised
+            with another tensor-parallel size.
+    """
+    apply()
+    from megatron.core import parallel_state
+
+    if not dist.is_initialized():
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        if world_size > 1:
+            dist.init_process_group(backend)
+        elif tensor > 1:
+            raise ConfigError(
+                f"tensor parallel size {tensor} needs {tensor} processes: start with "
+                f"torchrun --nproc-per-node {tensor}"
+            )
+        else:
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    if not parallel_state.model_parallel_is_initialized():
+        if dist.get_world_size() % tensor:
+            raise ConfigError(
+                f"tensor parallel size {tensor} does not divide the number of processes "
+                f"{dist.get_world_size()}"
+            )
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=tensor, create_gloo_process_groups=False
+        )
+    actual = parallel_state.get_tensor_model_parallel_world_size()
+    if actual != tensor:
+        raise ConfigError(
+            f"megatron is initialised with tensor parallel size {actual}, not {tensor}: "
+            "use that size, or call parallel_state.destroy_model_parallel() first"
+        )
+
+
+apply()

@@ -1,0 +1,125 @@
+"""megatron ``ModuleSpec`` trees for the architectures of :class:`ModelConfig`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_async.models import compat  # noqa: F401  (before megatron)
+from megatron_async.models.activation import GELU, GELUTanh, SwiGLU
+from megatron_async.models.attention import NoCoreAttention, PagedSelfAttention
+from megatron_async.models.config import ModelConfig
+from megatron_async.models.norm import norm_class
+
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add  # isort: skip
+from megatron.core.tensor_parallel.layers import (  # isort: skip
+    ColumnParallelLinear,
+    RowParallelLinear,
+)
+from megatron.core.transformer.attention import SelfAttentionSubmodules  # isort: skip
+from megatron.core.transformer.enums import AttnMaskType  # isort: skip
+from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
+from megatron.core.transformer.mlp import MLP, MLPSubmodules  # isort: skip
+from megatron.core.transformer.multi_token_prediction import (  # isort: skip
+    MultiTokenPredictionBlock,
+    MultiTokenPredictionBlockSubmodules,
+    MultiTokenPredictionLayer,
+    MultiTokenPredictionLayerSubmodules,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
+from megatron.core.transformer.transformer_layer import (  # isort: skip
+    TransformerLayer,
+    TransformerLayerSubmodules,
+)
+
+_ACTIVATIONS: dict[str, type[torch.nn.Module]] = {
+    "swiglu": SwiGLU,
+    "gelu": GELU,
+    "gelu_tanh": GELUTanh,
+}
+
+
+# megatron has one ``add_bias_linear`` for the attention's output and the MLP. It stays off in our
+# configs, and these classes decide for each part alone.
+class BiasedColumnParallelLinear(ColumnParallelLinear):  # type: ignore[misc]
+    """Column-parallel linear with a bias, whatever the config says."""
+
+    def __init__(self, *args: Any, bias: bool = True, **kwargs: Any) -> None:
+        super().__init__(*args, bias=True, **kwargs)
+
+
+class BiasedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
+    """Row-parallel linear with a bias, whatever the config says."""
+
+    def __init__(self, *args: Any, bias: bool = True, **kwargs: Any) -> None:
+        super().__init__(*args, bias=True, **kwargs)
+
+
+def gpt_layer_spec(config: ModelConfig, device: torch.device | str = "cpu") -> ModuleSpec:
+    """One transformer layer, with :class:`PagedSelfAttention` and megatron's own linears."""
+    norm = norm_class(config.normalization, torch.device(device))
+    mlp_column = BiasedColumnParallelLinear if config.mlp_bias else ColumnParallelLinear
+    mlp_row = BiasedRowParallelLinear if config.mlp_bias else RowParallelLinear
+    attention_row = BiasedRowParallelLinear if config.attention_output_bias else RowParallelLinear
+    head_norm = norm if config.qk_norm else IdentityOp
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=norm,
+            self_attention=ModuleSpec(
+                module=PagedSelfAttention,
+                params={"attn_mask_type": AttnMaskType.causal},
+                submodules=SelfAttentionSubmodules(
+                    linear_qkv=ColumnParallelLinear,
+                    core_attention=NoCoreAttention,
+                    linear_proj=attention_row,
+                    q_layernorm=head_norm,
+                    k_layernorm=head_norm,
+                ),
+            ),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=norm,
+            mlp=ModuleSpec(
+                module=MLP,
+                submodules=MLPSubmodules(
+                    linear_fc1=mlp_column,
+                    linear_fc2=mlp_row,
+                    activation_func=_ACTIVATIONS[config.activation],
+                ),
+            ),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def gpt_block_spec(
+    config: ModelConfig, num_layers: int, device: torch.device | str = "cpu"
+) -> TransformerBlockSubmodules:
+    """The decoder: ``num_layers`` layers (those of this pipeline stage) and the final norm."""
+    return TransformerBlockSubmodules(
+        layer_specs=[gpt_layer_spec(config, device)] * num_layers,
+        layer_norm=norm_class(config.normalization, torch.device(device)),
+    )
+
+
+def mtp_block_spec(config: ModelConfig, device: torch.device | str = "cpu") -> ModuleSpec | None:
+    """The multi-token prediction layers (DeepSeek-V3, arXiv:2412.19437); None if there are none."""
+    if config.mtp_num_layers == 0:
+        return None
+    norm = norm_class(config.normalization, torch.device(device))
+    layer = ModuleSpec(
+        module=MultiTokenPredictionLayer,
+        submodules=MultiTokenPredictionLayerSubmodules(
+            enorm=norm,
+            hnorm=norm,
+            eh_proj=ColumnParallelLinear,
+            transformer_layer=gpt_layer_spec(config, device),
+            layer_norm=norm,
+        ),
+    )
+    return ModuleSpec(
+        module=MultiTokenPredictionBlock,
+        submodules=MultiTokenPredictionBlockSubmodules(layer_specs=[layer] * config.mtp_num_layers),
+    )

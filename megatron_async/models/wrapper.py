@@ -1,0 +1,83 @@
+"""One forward of a megatron-core model over the tokens of a batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_async.models.adapt import adapt_model
+from megatron_async.models.gpt import GPTModel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVCacheSpec:
+    """What one token needs in the KV cache of this rank.
+
+    ``num_layers`` counts the multi-token prediction layers too, after the decoder's;
+    ``num_kv_heads`` is this tensor-parallel rank's share.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+class GPTInferenceWrapper:
+    """The model side of the engine: token ids in, logits out, keys and values in the context.
+
+    Args:
+        model: one of :func:`~megatron_async.models.build.build_model`, or a megatron-core
+            ``GPTModel``, which is adapted in place. It is set to evaluation mode.
+        inference_context: used by :meth:`forward` when it is given none.
+
+    Raises:
+        ConfigError: the model has a part that cannot be served; the message names it.
+    """
+
+    def __init__(self, model: Any, inference_context: Any = None) -> None:
+        self.model: GPTModel = adapt_model(model).eval()
+        self.inference_context = inference_context
+        self.vocab_size: int = self.model.vocab_size
+        self.max_sequence_length: int = self.model.max_sequence_length
+        parameter = next(self.model.parameters())
+        self.device: torch.device = parameter.device
+        attention = self.model.decoder.layers[0].self_attention
+        num_mtp_layers = len(self.model.mtp.layers) if self.model.mtp_process else 0
+        self.kv_cache_spec = KVCacheSpec(
+            num_layers=len(self.model.decoder.layers) + num_mtp_layers,
+            num_kv_heads=attention.num_query_groups_per_partition,
+            head_dim=attention.hidden_size_per_attention_head,
+            dtype=parameter.dtype,
+        )
+
+    @torch.no_grad()
+    def forward(self, token_ids: Tensor, position_ids: Tensor, context: Any = None) -> Tensor:
+        """Run the model once; nothing in it waits for the device.
+
+        Args:
+            token_ids: int64 ``[T]``, the tokens of all rows one after the other.
+            position_ids: int64 ``[T]``, their positions.
+            context: holds keys and values; see
+                :class:`~megatron_async.models.attention.AttentionContext`. If its
+                ``materialize_only_last_token_logits`` is set, its ``last_token_logits([1, T,
+                hidden]) -> [R, hidden]`` selects the rows that get logits.
+
+        Returns:
+            Logits ``[R, vocab]`` (or ``[T, vocab]``) in the model's dtype.
+        """
+        if context is None:
+            context = self.inference_context
+        logits: Tensor = self.model(
+            token_ids.unsqueeze(0),
+            position_ids.unsqueeze(0),
+            None,
+            inference_context=context,
+            runtime_gather_output=True,
+        )
+        return logits.squeeze(0)
+
+    __call__ = forward
