@@ -1,0 +1,1 @@
+"""Sampling whose tokens are a pure function of logits, parameters, seed and position."""

@@ -1,0 +1,137 @@
+"""Token sampling as a pure function of (logits row, parameters, seed, position).
+
+A token is the argmax of ``logit / temperature`` plus Gumbel noise (Gumbel 1954; Maddison et al.,
+"A* Sampling", NeurIPS 2014) whose bits come from a counter. It depends on nothing else: not on
+the batch, the row, the device or what was sampled before, so nothing is ever rewound.
+
+The rules shared by all implementations:
+
+- A NaN logit counts as ``-inf``; ids with ``-inf`` are never chosen unless the whole row is
+  ``-inf``, which gives token 0.
+- Equal scores go to the lowest id.
+- ``inverse_temperature`` not above zero is greedy and ignores the filters; ``top_k <= 0`` or at
+  least the vocabulary is off; ``top_p <= 0`` or ``>= 1`` is off. NaN parameters are off.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from megatron_async.sampling import filters, noise
+from megatron_async.sampling.cpu import sample_tokens_cpu
+
+MAX_VOCAB_SIZE = 1 << 19
+"""Beyond this the integer masses of a row could overflow."""
+
+_LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def sample_tokens(
+    logits: Tensor,
+    inverse_temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    *,
+    vocab_size: int | None = None,
+) -> Tensor:
+    """Sample one token for every row of ``logits``.
+
+    On CUDA this neither synchronises nor depends on values for its shapes, so a CUDA graph can
+    capture it. On the CPU the work depends on what the rows ask for.
+
+    Args:
+        logits: ``[R, V]`` float32, bfloat16 or float16.
+        inverse_temperature: float32 ``[R]``; 0 is greedy.
+        top_k: int32 ``[R]``; 0 is off.
+        top_p: float32 ``[R]``; 0 and 1 are off.
+        seed: int64 ``[R]``, the request's seed.
+        position: int64 ``[R]``, the index of the sampled token in its sequence.
+        vocab_size: only ids below it are candidates; ``V`` if not given.
+
+    Returns:
+        int64 ``[R]``.
+
+    Raises:
+        ValueError: a shape, a dtype or the vocabulary size is not supported.
+    """
+    logits = _candidates(logits, vocab_size)
+    parameters = (inverse_temperature, top_k, top_p, seed, position)
+    _check_parameters(logits, *parameters)
+    if logits.is_cuda and _has_triton():
+        from megatron_async.kernels.sample import sample_tokens_triton
+
+        return sample_tokens_triton(logits, *parameters)
+    if logits.is_cuda:
+        return sample_tokens_reference(logits, *parameters)
+    return sample_tokens_cpu(logits, *parameters)
+
+
+def sample_tokens_reference(
+    logits: Tensor,
+    inverse_temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    *,
+    vocab_size: int | None = None,
+) -> Tensor:
+    """``sample_tokens`` in plain torch on any device, all work for every row."""
+    x = filters.without_nan(_candidates(logits, vocab_size))
+    sampled = inverse_temperature > 0.0
+    factor = torch.where(sampled, inverse_temperature, 1.0)
+    threshold = filters.filter_threshold(x, factor, top_k, top_p)
+    scores = filters.scale_logits(x, factor) + noise.gumbel(seed, position, x.shape[1])
+    dropped = (x < threshold[:, None]) | (x == -torch.inf)
+    scores = scores.masked_fill(dropped, -torch.inf)
+    return torch.where(sampled[:, None], scores, x).argmax(1)
+
+
+def _candidates(logits: Tensor, vocab_size: int | None) -> Tensor:
+    if logits.dim() != 2 or logits.dtype not in _LOGIT_DTYPES:
+        raise ValueError(
+            f"logits must be [rows, vocabulary] of float32, bfloat16 or float16; got "
+            f"{tuple(logits.shape)} of {logits.dtype}"
+        )
+    size = logits.shape[1] if vocab_size is None else vocab_size
+    if not 1 <= size <= min(logits.shape[1], MAX_VOCAB_SIZE):
+        raise ValueError(
+            f"vocab_size {size} must be at least 1, at most the {logits.shape[1]} columns of "
+            f"logits and at most {MAX_VOCAB_SIZE}"
+        )
+    return logits[:, :size]
+
+
+def _check_parameters(
+    logits: Tensor,
+    inverse_temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    seed: Tensor,
+    position: Tensor,
+) -> None:
+    for name, tensor, dtype in (
+        ("inverse_temperature", inverse_temperature, torch.float32),
+        ("top_k", top_k, torch.int32),
+        ("top_p", top_p, torch.float32),
+        ("seed", seed, torch.int64),
+        ("position", position, torch.int64),
+    ):
+        if tensor.shape != logits.shape[:1] or tensor.dtype != dtype:
+            raise ValueError(
+                f"{name} must be {dtype} of shape [{logits.shape[0]}]; got {tensor.dtype} of "
+                f"shape {list(tensor.shape)}"
+            )
+        if tensor.device != logits.device:
+            raise ValueError(f"{name} is on {tensor.device}, logits on {logits.device}")
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None

@@ -1,0 +1,172 @@
+"""The Triton sampling kernel against the torch reference, bit for bit.
+
+On a GPU the kernel is compiled. Without one, ``TRITON_INTERPRET=1`` runs it on the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_async.sampling.sample import sample_tokens, sample_tokens_reference
+
+pytest.importorskip("triton", reason="the kernel needs triton")
+
+from megatron_async.kernels.sample import BLOCK, sample_tokens_triton
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device and a compiler"
+    ),
+]
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("cuda", marks=gpu),
+        pytest.param(
+            "cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+        ),
+    ]
+)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
+def random_logits(
+    rows: int, vocab_size: int, dtype: torch.dtype, generator: torch.Generator
+) -> Tensor:
+    """Rows of different spread, some with ties, NaN, infinities or nothing finite."""
+    x = torch.randn(rows, vocab_size, generator=generator)
+    x *= torch.tensor([0.0, 0.1, 1.0, 3.0, 10.0])[torch.arange(rows) % 5, None]
+    kind = torch.arange(rows) % 7
+    rare = torch.rand(rows, vocab_size, generator=generator) < 0.05
+    x[kind == 1] = x[kind == 1].round()
+    x[(kind == 2)[:, None] & rare] = torch.nan
+    x[(kind == 3)[:, None] & rare] = -torch.inf
+    x[(kind == 4)[:, None] & rare] = -0.0
+    x[(kind == 5) & (torch.arange(rows) >= 21)] = -torch.inf
+    x[(kind == 6)[:, None] & rare] = 1e-40
+    return x.to(dtype)
+
+
+def random_parameters(
+    rows: int, vocab_size: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def pick(values: list[float], dtype: torch.dtype) -> Tensor:
+        index = torch.randint(len(values), (rows,), generator=generator)
+        return torch.tensor(values, dtype=dtype)[index]
+
+    return (
+        pick([0.0, 0.1, 1.0, 1.0, 1 / 0.7, 20.0, torch.inf, torch.nan], torch.float32),
+        pick([0, 0, 0, 1, 2, 50, vocab_size - 1, vocab_size, 1 << 30, -1], torch.int32),
+        pick([0.0, 0.0, 1e-9, 0.3, 0.9, 0.95, 0.9999, 1.0, torch.nan], torch.float32),
+        torch.randint(-(1 << 62), 1 << 62, (rows,), generator=generator),
+        torch.randint(-5, 1 << 40, (rows,), generator=generator),
+    )
+
+
+def on(device: torch.device, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(t.to(device) for t in tensors)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", [1, 5, 264, BLOCK + 1])
+def test_kernel_equals_reference(dtype: torch.dtype, vocab_size: int, device: torch.device) -> None:
+    rows = 14 if device.type == "cpu" else 70
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = random_logits(rows, vocab_size, dtype, generator)
+    arguments = random_parameters(rows, vocab_size, generator)
+    expected = sample_tokens_reference(logits, *arguments)
+    tokens = sample_tokens_triton(logits.to(device), *on(device, arguments))
+    assert torch.equal(tokens.cpu(), expected)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_kernel_reads_strided_rows_split_over_programs(rows: int, device: torch.device) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    padded = torch.randn(rows, 3 * BLOCK, generator=generator)
+    padded[:, 2 * BLOCK + 17 :] = 100.0
+    logits = padded[:, : 2 * BLOCK + 17]
+    for inverse_temperature in (0.0, 1.0):
+        arguments = random_parameters(rows, logits.shape[1], generator)
+        arguments = (torch.full((rows,), inverse_temperature), *arguments[1:])
+        expected = sample_tokens_reference(logits, *arguments)
+        on_device = padded.to(device)[:, : logits.shape[1]]
+        tokens = sample_tokens_triton(on_device, *on(device, arguments))
+        assert torch.equal(tokens.cpu(), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestOnGpu:
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize(
+        ("rows", "vocab_size"),
+        [(1, 32_000), (8, 32_000), (64, 32_000), (1, 151_936), (28, 151_936), (300, 1_000)],
+    )
+    def test_large_cases_equal_reference(
+        self, dtype: torch.dtype, rows: int, vocab_size: int
+    ) -> None:
+        for case in range(8 if rows == 1 else 2):
+            generator = torch.Generator().manual_seed(case)
+            logits = random_logits(rows, vocab_size, dtype, generator)
+            arguments = random_parameters(rows, vocab_size, generator)
+            device_arguments = on(torch.device("cuda"), arguments)
+            expected = sample_tokens(logits, *arguments)
+            assert torch.equal(sample_tokens(logits.cuda(), *device_arguments).cpu(), expected)
+            reference = sample_tokens_reference(logits.cuda(), *device_arguments)
+            assert torch.equal(reference.cpu(), expected)
+
+    def test_a_row_does_not_depend_on_its_batch(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        logits = random_logits(64, 5_000, torch.bfloat16, generator).cuda()
+        arguments = on(torch.device("cuda"), random_parameters(64, 5_000, generator))
+        tokens = sample_tokens(logits, *arguments)
+        for rows in (torch.randperm(64).cuda(), torch.tensor([13]).cuda()):
+            subset = sample_tokens(logits[rows], *(a[rows] for a in arguments))
+            assert torch.equal(subset, tokens[rows])
+
+    @pytest.mark.parametrize("sample", [sample_tokens, sample_tokens_reference])
+    def test_captured_graph_equals_reference(self, sample) -> None:  # type: ignore[no-untyped-def]
+        rows, columns, vocab_size = 16, 4_096, 4_001
+        cuda = torch.device("cuda")
+
+        def case(seed: int) -> tuple[Tensor, ...]:
+            generator = torch.Generator().manual_seed(seed)
+            logits = random_logits(rows, columns, torch.float32, generator)
+            return (logits, *random_parameters(rows, vocab_size, generator))
+
+        static = on(cuda, case(0))
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            sample(*static, vocab_size=vocab_size)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            tokens = sample(*static, vocab_size=vocab_size)
+        for seed in range(1, 6):
+            inputs = case(seed)
+            for target, source in zip(static, inputs, strict=True):
+                target.copy_(source)
+            graph.replay()
+            expected = sample_tokens_reference(*inputs, vocab_size=vocab_size)
+            assert torch.equal(tokens.cpu(), expected)
+
+    def test_sampling_does_not_synchronise(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        logits = random_logits(8, 3_000, torch.float32, generator).cuda()
+        arguments = on(torch.device("cuda"), random_parameters(8, 3_000, generator))
+        for sample in (sample_tokens, sample_tokens_reference):
+            sample(logits, *arguments)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                sample(logits, *arguments)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
