@@ -1,0 +1,139 @@
+"""Builds an engine from a model directory and a configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_async.config import EngineConfig
+from megatron_async.context import GIB, DynamicInferenceContext
+from megatron_async.controller import Progress, TextGenerationController
+from megatron_async.errors import ConfigError
+
+if TYPE_CHECKING:
+    from megatron_async.engine import DynamicInferenceEngine
+
+DEFAULT_CACHE_GIB = {"cpu": 1.0, "cuda": 16.0}
+
+
+def resolve_device(name: str | None) -> torch.device:
+    """The torch device that ``name`` means; None takes a GPU where there is one.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device={name!r} is not known; use cpu, cuda or cuda:N") from None
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(f"device={name!r} but PyTorch finds no GPU; use cpu")
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        if device.index >= torch.cuda.device_count():
+            raise ConfigError(
+                f"device={name!r} but there are {torch.cuda.device_count()} GPUs; use a lower index"
+            )
+        torch.cuda.set_device(device)
+    return device
+
+
+def build_context(
+    wrapper: Any, config: EngineConfig, device: torch.device
+) -> DynamicInferenceContext:
+    """The cache and slots for a wrapped model.
+
+    Raises:
+        ConfigError: a length exceeds the model's, or the cache cannot hold what is asked.
+    """
+    length = config.max_sequence_length or wrapper.max_sequence_length
+    if length > wrapper.max_sequence_length:
+        raise ConfigError(
+            f"max_sequence_length={length} exceeds the model's {wrapper.max_sequence_length}; "
+            "lower it or leave it out"
+        )
+    spec = wrapper.kv_cache_spec
+    block_count = config.block_count
+    if block_count is None and config.buffer_size_gb is None:
+        per_request = -(-length // config.block_size_tokens)
+        elements = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
+        block_bytes = elements * spec.dtype.itemsize * config.block_size_tokens
+        affordable = int(DEFAULT_CACHE_GIB[device.type] * GIB) // block_bytes
+        block_count = max(per_request, min(config.max_requests * per_request, affordable))
+    return DynamicInferenceContext(
+        params_dtype=spec.dtype,
+        num_layers=spec.num_layers,
+        kv_channels=spec.head_dim,
+        num_attention_heads=spec.num_kv_heads,
+        max_sequence_length=length,
+        buffer_size_gb=config.buffer_size_gb,
+        block_count=block_count,
+        max_requests=config.max_requests,
+        max_tokens=config.effective_max_tokens,
+        block_size_tokens=config.block_size_tokens,
+        num_cuda_graphs=config.num_cuda_graphs,
+        device=device,
+    )
+
+
+def engine_from_pretrained(
+    path: str | Path, config: EngineConfig, *, progress: Progress | None = None
+) -> DynamicInferenceEngine:
+    """See :meth:`DynamicInferenceEngine.from_pretrained`."""
+    from megatron_async.checkpoint import load_pretrained
+    from megatron_async.models.wrapper import GPTInferenceWrapper
+
+    device = resolve_device(config.device)
+    dtype = None if config.dtype is None else getattr(torch, config.dtype)
+    pretrained = load_pretrained(path, device=device, dtype=dtype)
+    return _assemble(
+        GPTInferenceWrapper(pretrained.model),
+        pretrained.tokenizer,
+        config,
+        device,
+        eos_token_ids=pretrained.eos_token_ids,
+        model_name=pretrained.name,
+        progress=progress,
+    )
+
+
+def engine_like(
+    engine: DynamicInferenceEngine, config: EngineConfig, *, progress: Progress | None = None
+) -> DynamicInferenceEngine:
+    """See :meth:`DynamicInferenceEngine.with_config`."""
+    return _assemble(
+        engine.controller.inference_wrapped_model,
+        engine.controller.tokenizer,
+        config,
+        engine.context.device,
+        eos_token_ids=engine.eos_token_ids,
+        model_name=engine.model_name,
+        progress=progress,
+    )
+
+
+def _assemble(
+    wrapper: Any,
+    tokenizer: Any,
+    config: EngineConfig,
+    device: torch.device,
+    *,
+    eos_token_ids: tuple[int, ...] | None,
+    model_name: str,
+    progress: Progress | None,
+) -> DynamicInferenceEngine:
+    from megatron_async.engine import DynamicInferenceEngine
+
+    return DynamicInferenceEngine(
+        TextGenerationController(wrapper, tokenizer),
+        build_context(wrapper, config, device),
+        config=config,
+        eos_token_ids=eos_token_ids,
+        model_name=model_name,
+        progress=progress,
+    )

@@ -1,0 +1,117 @@
+"""The engine's configuration: frozen, validated once, every error says what to change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_async.errors import ConfigError
+
+DEFAULT_ASYNC_DEPTH = 1
+MAX_DEPTH = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """How requests are scheduled and how much memory they may take.
+
+    Attributes:
+        inference_async_scheduling: launch a step before the last one is committed. Off by default.
+        depth: steps in flight whose tokens the host has not committed; None means 1 with
+            asynchronous scheduling and 0 without.
+        max_requests: slots, which is also the most rows of one forward.
+        max_tokens: most tokens of one forward.
+        max_sequence_length: most tokens of a request, prompt and generation; None takes the
+            model's.
+        block_size_tokens: tokens of a KV-cache block.
+        buffer_size_gb: size of the KV cache in GiB. Give this or ``block_count``; with neither,
+            the cache holds ``max_requests`` full sequences, at most 1 GiB on a CPU and 16 GiB on
+            a GPU, and never less than one full sequence.
+        block_count: usable blocks of the KV cache.
+        prefill_chunk_tokens: a longer prompt is prefilled in chunks of this size. Chunks depend on
+            the prompt alone, never on what else is running.
+        random_seed: seed of the requests that bring none.
+        num_cuda_graphs: most row buckets captured; None captures all.
+        device: ``"cpu"``, ``"cuda"``, ``"cuda:N"``; None takes a GPU where there is one.
+        dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None takes the checkpoint's on a GPU
+            and float32 on a CPU.
+        jitter_seed: CPU only, for tests: sleep random times around device work.
+        debug: poison consumed buffers and check invariants at every step.
+
+    Raises:
+        ConfigError: a value is out of range, or two contradict each other.
+    """
+
+    inference_async_scheduling: bool = False
+    depth: int | None = None
+    max_requests: int = 64
+    max_tokens: int | None = None
+    max_sequence_length: int | None = None
+    block_size_tokens: int = 64
+    buffer_size_gb: float | None = None
+    block_count: int | None = None
+    prefill_chunk_tokens: int = 256
+    random_seed: int = 0
+    num_cuda_graphs: int | None = None
+    device: str | None = None
+    dtype: str | None = None
+    jitter_seed: int | None = None
+    debug: bool = False
+
+    def __post_init__(self) -> None:
+        self._at_least("max_requests", 1)
+        self._at_least("block_size_tokens", 1)
+        self._at_least("prefill_chunk_tokens", 1)
+        self._at_least("max_sequence_length", 2, optional=True)
+        self._at_least("block_count", 1, optional=True)
+        self._at_least("num_cuda_graphs", 1, optional=True)
+        self._at_least("depth", 0, optional=True)
+        self._at_least("max_tokens", 1, optional=True)
+        if self.depth is not None and self.depth > MAX_DEPTH:
+            raise ConfigError(f"depth={self.depth} must be at most {MAX_DEPTH}")
+        if self.depth and not self.inference_async_scheduling:
+            raise ConfigError(
+                f"depth={self.depth} needs asynchronous scheduling; turn on "
+                "inference_async_scheduling or leave depth out"
+            )
+        if self.depth == 0 and self.inference_async_scheduling:
+            raise ConfigError(
+                "depth=0 is serial decoding and contradicts inference_async_scheduling; "
+                "use a depth of at least 1 or turn it off"
+            )
+        if self.buffer_size_gb is not None:
+            if self.block_count is not None:
+                raise ConfigError(
+                    f"buffer_size_gb={self.buffer_size_gb} and block_count={self.block_count} "
+                    "contradict each other; set one of them"
+                )
+            if not self.buffer_size_gb > 0:
+                raise ConfigError(f"buffer_size_gb={self.buffer_size_gb} must be positive")
+        least = self.max_requests + self.prefill_chunk_tokens
+        if self.max_tokens is not None and self.max_tokens < least:
+            raise ConfigError(
+                f"max_tokens={self.max_tokens} must be at least max_requests + "
+                f"prefill_chunk_tokens = {least}, so that a chunk fits beside the decoding rows"
+            )
+        if self.dtype not in (None, "float32", "bfloat16", "float16"):
+            raise ConfigError(f"dtype={self.dtype!r} must be float32, bfloat16 or float16")
+
+    def _at_least(self, name: str, low: int, *, optional: bool = False) -> None:
+        value = getattr(self, name)
+        if optional and value is None:
+            return
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise ConfigError(f"{name}={value!r} must be an integer of at least {low}")
+
+    @property
+    def effective_depth(self) -> int:
+        """Steps that may be in flight uncommitted: 0 is serial decoding."""
+        if not self.inference_async_scheduling:
+            return 0
+        return DEFAULT_ASYNC_DEPTH if self.depth is None else self.depth
+
+    @property
+    def effective_max_tokens(self) -> int:
+        """Most tokens of one forward; by default room for four chunks beside full decode rows."""
+        if self.max_tokens is not None:
+            return self.max_tokens
+        return self.max_requests + 4 * self.prefill_chunk_tokens

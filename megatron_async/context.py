@@ -1,0 +1,245 @@
+"""Device-resident state, addressed by slot, and what the model sees of one forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from megatron.core.inference.contexts import BaseInferenceContext
+
+from megatron_async.cache.block_allocator import NULL_BLOCK
+from megatron_async.errors import ConfigError
+from megatron_async.kernels import paged_attention
+from megatron_async.requests import MAX_STOP_TOKEN_IDS
+
+GIB = 1024**3
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillSegment:
+    """Tokens ``first .. first + length`` of the forward are positions ``start ..`` of ``slot``."""
+
+    slot: int
+    first: int
+    length: int
+    start: int
+
+
+class DynamicInferenceContext(BaseInferenceContext):
+    """KV cache and per-slot state on the device. Names of the arguments are megatron-core's.
+
+    The last slot, ``null_slot``, belongs to padding rows: it is always finished, and its block
+    table points at the null block.
+
+    Args:
+        params_dtype: dtype of keys and values.
+        num_layers: attention layers of this rank, MTP layers included.
+        kv_channels: head dimension.
+        num_attention_heads: heads in the KV cache (megatron's query groups) of this rank.
+        max_sequence_length: most tokens of a request.
+        buffer_size_gb: size of the KV cache in GiB. This or ``block_count``.
+        max_requests: slots.
+        max_tokens: most tokens of a forward; None leaves it to the engine.
+        block_size_tokens: tokens of a block.
+        block_count: usable blocks, the null block not counted.
+        num_cuda_graphs: most row buckets to capture; None is all.
+        device: where the state lives; None takes the current GPU, or the CPU without one.
+
+    Raises:
+        ConfigError: the cache cannot hold a single request of ``max_sequence_length``... or a
+            value is out of range.
+    """
+
+    def __init__(
+        self,
+        *,
+        params_dtype: torch.dtype,
+        num_layers: int,
+        kv_channels: int,
+        num_attention_heads: int,
+        max_sequence_length: int,
+        buffer_size_gb: float | None = None,
+        max_requests: int = 64,
+        max_tokens: int | None = None,
+        block_size_tokens: int = 64,
+        block_count: int | None = None,
+        num_cuda_graphs: int | None = None,
+        materialize_only_last_token_logits: bool = True,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(materialize_only_last_token_logits=True)
+        if not materialize_only_last_token_logits:
+            raise ConfigError(
+                "materialize_only_last_token_logits=False is not supported by this version; "
+                "leave it out"
+            )
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(device)
+        self.max_sequence_length = max_sequence_length
+        self.max_requests = max_requests
+        self.max_tokens = max_tokens
+        self.block_size_tokens = block_size_tokens
+        self.num_cuda_graphs = num_cuda_graphs
+        self.params_dtype = params_dtype
+
+        token_bytes = 2 * num_layers * num_attention_heads * kv_channels * params_dtype.itemsize
+        block_bytes = token_bytes * block_size_tokens
+        if block_count is None:
+            if buffer_size_gb is None:
+                raise ConfigError("give buffer_size_gb or block_count")
+            block_count = int(buffer_size_gb * GIB) // block_bytes - 1
+            if block_count < 1:
+                raise ConfigError(
+                    f"buffer_size_gb={buffer_size_gb} holds no KV block: a block of "
+                    f"{block_size_tokens} tokens takes {block_bytes / GIB:.6f} GiB and one more "
+                    "is kept for padding; raise it or lower block_size_tokens"
+                )
+        self.block_count = block_count
+        self.max_blocks_per_request = -(-max_sequence_length // block_size_tokens)
+        self.null_slot = max_requests
+
+        # KV cache: [layers, key or value, blocks, tokens, heads, head dimension].
+        self.kv_cache = torch.zeros(
+            num_layers,
+            2,
+            block_count + 1,
+            block_size_tokens,
+            num_attention_heads,
+            kv_channels,
+            dtype=params_dtype,
+            device=self.device,
+        )
+        slots = max_requests + 1
+
+        def per_slot(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(slots, *shape, dtype=dtype, device=self.device)
+
+        self.last_token = per_slot(dtype=torch.int64)
+        self.kv_length = per_slot(dtype=torch.int64)
+        self.finished = per_slot(dtype=torch.bool)
+        self.block_table = per_slot(self.max_blocks_per_request, dtype=torch.int64)
+        self.inverse_temperature = per_slot(dtype=torch.float32)
+        self.top_k = per_slot(dtype=torch.int32)
+        self.top_p = per_slot(dtype=torch.float32)
+        self.seed = per_slot(dtype=torch.int64)
+        self.max_total = per_slot(dtype=torch.int64)
+        self.stop_ids = per_slot(MAX_STOP_TOKEN_IDS, dtype=torch.int64)
+        self.reset()
+
+        # Metadata of the forward that runs now; set by `begin_forward` in stream order.
+        self.position_ids = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.token_slots = self.position_ids
+        self.slot_mapping = self.position_ids
+        self._decode_rows = 0
+        self._decode_tables = self.block_table[:1]
+        self._decode_lengths = self.position_ids
+        self._decode_lengths_host: list[int] | None = None
+        self._segments: tuple[PrefillSegment, ...] = ()
+        self.last_token_index: torch.Tensor | None = None
+
+    def reset(self) -> None:
+        """Forget all slots; nothing may be in flight."""
+        for state in (self.last_token, self.kv_length, self.inverse_temperature, self.top_k):
+            state.zero_()
+        for state in (self.top_p, self.seed, self.max_total):
+            state.zero_()
+        self.block_table.fill_(NULL_BLOCK)
+        self.finished.fill_(True)
+        self.stop_ids.fill_(-1)
+
+    # --- one forward ----------------------------------------------------------------------------
+
+    def begin_forward(
+        self,
+        token_slots: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        decode_rows: int,
+        segments: tuple[PrefillSegment, ...] = (),
+        last_token_index: torch.Tensor | None = None,
+        read_lengths: bool = False,
+    ) -> None:
+        """Set the metadata of a forward over T tokens; runs on the device's stream.
+
+        Args:
+            token_slots: [T] int64 slot of each token; padding has the null slot.
+            positions: [T] int64 position of each token in its sequence.
+            decode_rows: the first so many tokens are one row each.
+            segments: prefill chunks that follow, known to the host.
+            last_token_index: [R] int64 token whose logits row r wants; None means token r.
+            read_lengths: the device may be read by the caller, so lengths may steer shapes.
+        """
+        block_size = self.block_size_tokens
+        blocks = self.block_table[token_slots, positions // block_size]
+        # A dead row writes to the null block, so its overshoot harms nothing at any depth.
+        blocks = torch.where(self.finished[token_slots], NULL_BLOCK, blocks)
+        self.slot_mapping = blocks * block_size + positions % block_size
+        self.token_slots = token_slots
+        self.position_ids = positions
+        self._decode_rows = decode_rows
+        self._decode_tables = self.block_table[token_slots[:decode_rows]]
+        self._decode_lengths = positions[:decode_rows] + 1
+        self._decode_lengths_host = self._decode_lengths.tolist() if read_lengths else None
+        self._segments = segments
+        self.last_token_index = last_token_index
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        softmax_scale: float,
+    ) -> torch.Tensor:
+        """Append key and value [T, Hkv, D] to ``layer`` of the cache and attend with query
+        [T, Hq, D]. Returns [T, Hq, D]; rows of padding tokens hold anything finite."""
+        keys, values = self.kv_cache[layer]
+        paged_attention.append_kv(keys, values, key, value, self.slot_mapping)
+        rows = self._decode_rows
+        if rows == query.shape[0]:
+            return self._attend_decode(query, keys, values, softmax_scale)
+        out = torch.zeros_like(query)
+        if rows:
+            out[:rows] = self._attend_decode(query[:rows], keys, values, softmax_scale)
+        for segment in self._segments:
+            tokens = slice(segment.first, segment.first + segment.length)
+            out[tokens] = paged_attention.paged_prefill_attention(
+                query[tokens],
+                keys,
+                values,
+                self.block_table[segment.slot],
+                segment.start,
+                softmax_scale,
+            )
+        return out
+
+    def _attend_decode(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        if self._decode_lengths_host is not None:
+            return paged_attention.paged_decode_attention_by_length(
+                query, keys, values, self._decode_tables, self._decode_lengths_host, scale
+            )
+        return paged_attention.paged_decode_attention(
+            query, keys, values, self._decode_tables, self._decode_lengths, scale
+        )
+
+    # --- what megatron-core's GPTModel and TransformerBlock ask ------------------------------------
+
+    def is_static_batching(self) -> bool:
+        return False
+
+    def is_decode_only(self) -> bool:
+        """True when the forward that runs now has one token for each row."""
+        return not self._segments
+
+    def using_cuda_graph_this_step(self) -> bool:
+        """megatron-core's own graphs stay off: the whole step is captured instead."""
+        return False
+
+    def last_token_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Rows of [1, T, H] that are sampled: [R, H]."""
+        if self.last_token_index is None:
+            return hidden_states[0]
+        return hidden_states[0, self.last_token_index]

@@ -1,0 +1,183 @@
+"""Launches plans and hands back their tokens: the one place between scheduler and device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_async.context import DynamicInferenceContext, PrefillSegment
+from megatron_async.device.protocol import Device
+from megatron_async.errors import RequestError
+from megatron_async.graphs import CPU_ROW_MULTIPLE, StepGraphs, row_buckets
+from megatron_async.packet import PacketLayout, StepShape, write_packet
+from megatron_async.program import RESULT_FIELDS, StepProgram
+from megatron_async.ticket import Plan, StepResult, Ticket
+
+Progress = Callable[[Iterable[int], int], Iterable[int]]
+"""Wraps an iterable of known length to show a progress bar."""
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A launched step whose tokens the host has not taken."""
+
+    ticket: Ticket
+    controller: TextGenerationController
+
+    def wait(self) -> tuple[Plan, StepResult]:
+        """Block until the ticket's tokens are on the host. Oldest ticket first, once each."""
+        return self.ticket.plan, self.controller.take(self.ticket)
+
+
+class TextGenerationController:
+    """Owns a model's step program: packets, graphs and results. Name is megatron-core's.
+
+    Args:
+        inference_wrapped_model: a :class:`~megatron_async.models.wrapper.GPTInferenceWrapper`, a
+            megatron-core ``GPTModel``, or any object with ``vocab_size`` and ``forward``.
+        tokenizer: an object with ``tokenize``, ``detokenize``, ``eod`` (and ``bos``), or None when
+            prompts are token ids.
+    """
+
+    def __init__(self, inference_wrapped_model: Any, tokenizer: Any = None) -> None:
+        if isinstance(inference_wrapped_model, torch.nn.Module):
+            from megatron_async.models.wrapper import GPTInferenceWrapper
+
+            inference_wrapped_model = GPTInferenceWrapper(inference_wrapped_model)
+        self.inference_wrapped_model = inference_wrapped_model
+        self.tokenizer = tokenizer
+        self.wait_ns = 0
+        self.last_graph_rows: int | None = None
+        self._pending: Ticket | None = None
+
+    # --- text ----------------------------------------------------------------------------------------
+
+    def tokenize_prompt(self, prompt: str, add_BOS: bool = False) -> list[int]:
+        """Token ids of a text prompt.
+
+        Raises:
+            RequestError: the model came without a tokenizer, or it knows no begin token.
+        """
+        if self.tokenizer is None:
+            raise RequestError("the model has no tokenizer; give the prompt as token ids")
+        ids = list(self.tokenizer.tokenize(prompt))
+        if add_BOS:
+            bos = getattr(self.tokenizer, "bos", None)
+            if bos is None:
+                raise RequestError(
+                    "add_BOS=True but the tokenizer has no begin token; leave it out"
+                )
+            if ids[:1] != [bos]:
+                ids.insert(0, bos)
+        return ids
+
+    # --- set-up ----------------------------------------------------------------------------------------
+
+    def attach(
+        self,
+        device: Device,
+        context: DynamicInferenceContext,
+        *,
+        max_tokens: int,
+        depth: int,
+        poison: bool,
+        progress: Progress | None = None,
+    ) -> None:
+        """Build rings and graphs for an engine. Nothing may be in flight."""
+        self.device = device
+        self.context = context
+        buckets = row_buckets(
+            context.max_requests, captures=device.captures, count=context.num_cuda_graphs
+        )
+        max_rows = buckets[-1]
+        max_tokens = -(-max_tokens // CPU_ROW_MULTIPLE) * CPU_ROW_MULTIPLE
+        max_grants = max_rows + max_tokens // context.block_size_tokens + max_rows
+        self._layout = PacketLayout(max_rows, max_tokens, max_grants)
+        # A packet is consumed and a result taken before its ticket is committed, and no more than
+        # depth + 1 tickets are ever in flight: the rings never wrap onto a live entry.
+        entries = depth + 2
+        self._packets = device.packet_ring(entries, self._layout.width)
+        self._results = device.result_ring(entries, RESULT_FIELDS * max_rows)
+        self._program = StepProgram(
+            device,
+            context,
+            self.inference_wrapped_model,
+            self._layout,
+            self._packets,
+            self._results,
+            logits_dtype=getattr(
+                self.inference_wrapped_model, "logits_dtype", context.params_dtype
+            ),
+            poison=poison,
+        )
+        self._graphs = StepGraphs(device, self._program, buckets)
+        captured: Iterable[int] = self._graphs.capture()
+        for _ in captured if progress is None else progress(captured, len(buckets)):
+            pass
+        device.enqueue(context.reset, "reset")
+        device.synchronize()
+
+    # --- one step ----------------------------------------------------------------------------------------
+
+    def launch(self, plan: Plan) -> InFlight:
+        """Queue S of the pending logits, H2D and F of ``plan``; returns at once."""
+        shape = self._shape(plan)
+        packet = self._packets.claim(plan.number)
+        write_packet(packet, self._layout, plan, shape, self.context.null_slot)
+        self.device.mark_ticket(plan.number)
+        self.last_graph_rows = shape.rows if plan.is_decode_only else None
+        pending, self._pending = self._pending, Ticket(plan.number, plan, shape.rows)
+        if plan.is_decode_only and pending is not None and pending.row_bucket == shape.rows:
+            self._graphs.step(shape.rows).replay()
+        else:
+            if pending is not None:
+                self._sample(pending)
+            if plan.is_decode_only:
+                self._graphs.forward(shape.rows).replay()
+            else:
+                self._launch_mixed(plan, shape)
+        return InFlight(self._pending, self)
+
+    def take(self, ticket: Ticket) -> StepResult:
+        """Wait for the tokens of ``ticket``. Its S rides at the head of the next launch; when
+        there was none, as always at depth 0, it is launched now."""
+        if self._pending is ticket:
+            self._pending = None
+            self._sample(ticket)
+        rows = ticket.row_bucket
+        started = time.perf_counter_ns()
+        values = self._results.wait(ticket.number, RESULT_FIELDS * rows)
+        self.wait_ns += time.perf_counter_ns() - started
+        return StepResult(*values.reshape(RESULT_FIELDS, rows).tolist())
+
+    def poison_blocks(self, blocks: list[int]) -> None:
+        """Queue garbage for freed KV blocks (debug mode)."""
+        self.device.enqueue(lambda: self._program.poison_blocks(blocks), "poison")
+
+    def _sample(self, pending: Ticket) -> None:
+        self._graphs.sample(pending.row_bucket).replay()
+
+    def _shape(self, plan: Plan) -> StepShape:
+        rows = self._graphs.bucket(len(plan.rows))
+        if plan.is_decode_only:
+            return StepShape(rows, rows, rows, 0, 0)
+        tokens = -(-plan.num_tokens // CPU_ROW_MULTIPLE) * CPU_ROW_MULTIPLE
+        return StepShape(rows, tokens, plan.decode_rows, len(plan.admissions), len(plan.grants))
+
+    def _launch_mixed(self, plan: Plan, shape: StepShape) -> None:
+        segments = []
+        first = plan.decode_rows
+        for chunk in plan.prefills:
+            segments.append(PrefillSegment(chunk.slot, first, len(chunk.tokens), chunk.start))
+            first += len(chunk.tokens)
+        program = self._program
+
+        def work() -> None:
+            program.load_mixed(shape)
+            program.forward_mixed(shape, tuple(segments))
+
+        self.device.enqueue(work, "H2D F mixed")

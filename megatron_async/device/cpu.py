@@ -1,0 +1,185 @@
+"""The CPU as a device: one worker thread is the stream, so launches really are asynchronous.
+
+Two test modes find races that a fast machine hides. *Jitter* sleeps a random time around each
+piece of device work and each host wait. *Poison* fills consumed buffers with garbage and checks
+that every packet and every result is written once and taken once.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from megatron_async.device.protocol import Graph, Ints
+from megatron_async.errors import IntegrityError
+
+POISON = -0x5A5A5A5B
+"""What consumed int32 buffers are filled with."""
+
+MAX_JITTER_SECONDS = 2e-4
+
+
+class Span(NamedTuple):
+    """One piece of work in the timeline; times in nanoseconds of ``time.perf_counter_ns``."""
+
+    name: str
+    ticket: int
+    start_ns: int
+    end_ns: int
+
+
+class CpuDevice:
+    """An ordered worker thread with the interface of a GPU stream."""
+
+    captures = False
+
+    def __init__(
+        self, *, jitter_seed: int | None = None, poison: bool = False, record: bool = False
+    ) -> None:
+        self.torch_device = torch.device("cpu")
+        self.poison = poison
+        self.timeline: list[Span] | None = [] if record else None
+        self._jitter = None if jitter_seed is None else random.Random(jitter_seed)
+        self._work: queue.SimpleQueue[tuple[Callable[[], None], str, int] | None]
+        self._work = queue.SimpleQueue()
+        self._ticket = -1
+        self.failure: BaseException | None = None
+        self.changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="cpu-stream", daemon=True)
+        self._thread.start()
+
+    def enqueue(self, work: Callable[[], None], name: str) -> None:
+        self.raise_failure()
+        self._work.put((work, name, self._ticket))
+
+    def capture(self, work: Callable[[], None], name: str) -> Graph:
+        return _RecordedCall(self, work, name)
+
+    def packet_ring(self, entries: int, width: int) -> CpuPacketRing:
+        return CpuPacketRing(self, entries, width)
+
+    def result_ring(self, entries: int, width: int) -> CpuResultRing:
+        return CpuResultRing(self, entries, width)
+
+    def mark_ticket(self, ticket: int) -> None:
+        self._ticket = ticket
+
+    def synchronize(self) -> None:
+        done = threading.Event()
+        self._work.put((done.set, "synchronize", self._ticket))
+        while not done.wait(timeout=0.1):
+            self.raise_failure()
+        self.raise_failure()
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._work.put(None)
+            self._thread.join()
+
+    def raise_failure(self) -> None:
+        """Raise what device work raised, if it did."""
+        if self.failure is not None:
+            raise self.failure
+
+    def sleep_jitter(self) -> None:
+        """Sleep a random time when jitter is on."""
+        if self._jitter is not None and self._jitter.random() < 0.5:
+            time.sleep(self._jitter.random() * MAX_JITTER_SECONDS)
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while (item := self._work.get()) is not None:
+                work, name, ticket = item
+                if self.failure is not None and name != "synchronize":
+                    continue
+                self.sleep_jitter()
+                start = time.perf_counter_ns()
+                try:
+                    work()
+                except BaseException as error:  # handed to the host at its next call
+                    self.failure = error
+                    with self.changed:
+                        self.changed.notify_all()
+                if self.timeline is not None:
+                    self.timeline.append(Span(name, ticket, start, time.perf_counter_ns()))
+
+
+class _RecordedCall:
+    def __init__(self, device: CpuDevice, work: Callable[[], None], name: str) -> None:
+        self._device = device
+        self._work = work
+        self._name = name
+
+    def replay(self) -> None:
+        self._device.enqueue(self._work, self._name)
+
+
+class CpuPacketRing:
+    """Packets from the host to the worker thread; the counters make each entry's life visible."""
+
+    def __init__(self, device: CpuDevice, entries: int, width: int) -> None:
+        self._device = device
+        self._ring = torch.zeros(entries, width, dtype=torch.int32)
+        self._views = [entry.numpy() for entry in self._ring]
+        self._claimed = 0
+        self._consumed = 0
+
+    def claim(self, number: int) -> Ints:
+        self._device.raise_failure()
+        if number != self._claimed:
+            raise IntegrityError(f"packet {number} claimed, {self._claimed} is next")
+        if number - self._consumed >= len(self._views):
+            raise IntegrityError(f"packet {number} would overwrite one not consumed yet")
+        self._claimed += 1
+        return self._views[number % len(self._views)]
+
+    def read(self, into: torch.Tensor, width: int) -> None:
+        entry = self._ring[self._consumed % len(self._views)]
+        into[:width].copy_(entry[:width])
+        if self._device.poison:
+            entry.fill_(POISON)
+        self._consumed += 1
+
+
+class CpuResultRing:
+    """Results from the worker thread to the host, taken once and in order."""
+
+    def __init__(self, device: CpuDevice, entries: int, width: int) -> None:
+        self._device = device
+        self._ring = torch.zeros(entries, width, dtype=torch.int32)
+        self._published = 0
+        self._taken = 0
+
+    def publish(self, record: torch.Tensor) -> None:
+        entries = self._ring.shape[0]
+        if self._published - self._taken >= entries:
+            raise IntegrityError(f"result {self._published} would overwrite one not taken yet")
+        self._ring[self._published % entries, : record.numel()].copy_(record)
+        with self._device.changed:
+            self._published += 1
+            self._device.changed.notify_all()
+
+    def wait(self, number: int, width: int) -> Ints:
+        if number != self._taken:
+            raise IntegrityError(f"result {number} taken, {self._taken} is next")
+        device = self._device
+        device.sleep_jitter()
+        with device.changed:
+            while self._published <= number:
+                device.raise_failure()
+                device.changed.wait(timeout=1.0)
+        entry = self._ring[number % self._ring.shape[0]]
+        values: Ints = entry[:width].numpy().copy()
+        if device.poison:
+            if np.any(values == POISON):
+                raise IntegrityError(f"result {number} holds a consumed value")
+            entry.fill_(POISON)
+        self._taken += 1
+        return values

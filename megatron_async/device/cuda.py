@@ -1,0 +1,141 @@
+"""A CUDA GPU: one stream, graphs that share a memory pool, pinned rings read by device counters."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from megatron_async.device.protocol import Graph, Ints
+from megatron_async.errors import IntegrityError
+
+WARM_UP_RUNS = 2
+SPINS_BETWEEN_CHECKS = 2000
+
+
+class CudaDevice:
+    """Launches on one stream; graphs are captured from the same stream into one pool."""
+
+    captures = True
+
+    def __init__(self, torch_device: torch.device) -> None:
+        self.torch_device = torch_device
+        self.stream = torch.cuda.Stream(torch_device)
+        self._pool = torch.cuda.graph_pool_handle()
+        self._rings: list[_Counted] = []
+
+    def enqueue(self, work: Callable[[], None], name: str) -> None:
+        with torch.inference_mode(), torch.cuda.stream(self.stream):
+            work()
+
+    def capture(self, work: Callable[[], None], name: str) -> Graph:
+        with torch.inference_mode(), torch.cuda.stream(self.stream):
+            for _ in range(WARM_UP_RUNS):
+                work()
+            self.stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=self.stream):
+                work()
+        # Warm-up ran for real: put the rings back to where they were.
+        for ring in self._rings:
+            ring.rewind()
+        return _CudaGraph(graph, self.stream)
+
+    def packet_ring(self, entries: int, width: int) -> CudaPacketRing:
+        ring = CudaPacketRing(self, entries, width)
+        self._rings.append(ring)
+        return ring
+
+    def result_ring(self, entries: int, width: int) -> CudaResultRing:
+        ring = CudaResultRing(self, entries, width)
+        self._rings.append(ring)
+        return ring
+
+    def mark_ticket(self, ticket: int) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        self.stream.synchronize()
+
+    def close(self) -> None:
+        self.stream.synchronize()
+
+
+class _CudaGraph:
+    def __init__(self, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
+        self._graph = graph
+        self._stream = stream
+
+    def replay(self) -> None:
+        with torch.cuda.stream(self._stream):
+            self._graph.replay()
+
+
+class _Counted:
+    """A ring with a counter on the device; the host keeps its own count of what it launched."""
+
+    def __init__(self, device: CudaDevice, entries: int, width: int) -> None:
+        self._device = device
+        self._ring = torch.zeros(entries, width, dtype=torch.int32, pin_memory=True)
+        self._counter = torch.zeros(1, dtype=torch.int64, device=device.torch_device)
+        self._done = 0
+
+    def rewind(self) -> None:
+        self._device.stream.synchronize()
+        self._counter.fill_(self._done)
+        torch.cuda.synchronize(self._device.torch_device)
+
+
+class CudaPacketRing(_Counted):
+    """Packets in pinned memory. An entry is free again when the ticket that used it is committed:
+    the engine never has more tickets in flight than the ring has entries."""
+
+    def __init__(self, device: CudaDevice, entries: int, width: int) -> None:
+        super().__init__(device, entries, width)
+        self._views = [entry.numpy() for entry in self._ring]
+
+    def claim(self, number: int) -> Ints:
+        if number != self._done:
+            raise IntegrityError(f"packet {number} claimed, {self._done} is next")
+        self._done += 1
+        return self._views[number % len(self._views)]
+
+    def read(self, into: torch.Tensor, width: int) -> None:
+        from megatron_async.kernels.rings import read_packet
+
+        read_packet(self._ring, self._counter, into, width)
+
+
+class CudaResultRing(_Counted):
+    """Results in pinned memory with a sequence number that the host polls: the tokens' way back
+    does not wait for the forward behind them, and no CUDA call is made to see them."""
+
+    def __init__(self, device: CudaDevice, entries: int, width: int) -> None:
+        super().__init__(device, entries, width)
+        self._sequence = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._seen = self._sequence.numpy()
+
+    def publish(self, record: torch.Tensor) -> None:
+        from megatron_async.kernels.rings import publish
+
+        publish(self._ring, self._sequence, self._counter, record)
+
+    def rewind(self) -> None:
+        super().rewind()
+        self._sequence.fill_(self._done)
+
+    def wait(self, number: int, width: int) -> Ints:
+        if number != self._done:
+            raise IntegrityError(f"result {number} taken, {self._done} is next")
+        seen = self._seen
+        spins = 0
+        while (int(seen[0]) - (number + 1)) & 0x80000000:
+            spins += 1
+            if spins % SPINS_BETWEEN_CHECKS == 0:
+                self._device.stream.query()  # raises when a kernel has failed
+                time.sleep(0)
+        self._done += 1
+        entry = self._ring[number % self._ring.shape[0], :width]
+        values: Ints = entry.numpy().copy()
+        return values

@@ -1,0 +1,79 @@
+"""What the engine needs of a device. Everything a device does, it does in the order of its stream.
+
+Two implementations: ``cuda`` (streams, graphs, pinned rings) and ``cpu`` (a worker thread is the
+stream), so that the same engine, races included, runs without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Ints = npt.NDArray[np.int32]
+
+
+class Graph(Protocol):
+    """Device work recorded once and replayed many times."""
+
+    def replay(self) -> None:
+        """Put the work on the stream and return at once."""
+
+
+class PacketRing(Protocol):
+    """Pinned buffers through which the host feeds the device, one entry a step."""
+
+    def claim(self, number: int) -> Ints:
+        """Host: the entry of step ``number`` to write, [width] int32.
+
+        Raises:
+            IntegrityError: the entry's last packet has not been consumed (WAR hazard).
+        """
+
+    def read(self, into: torch.Tensor, width: int) -> None:
+        """Device: copy the first ``width`` elements of the next entry into ``into``, consume it."""
+
+
+class ResultRing(Protocol):
+    """Pinned buffers through which the device answers, one entry for each S."""
+
+    def publish(self, record: torch.Tensor) -> None:
+        """Device: hand out ``record`` [n] int32 as the next result."""
+
+    def wait(self, number: int, width: int) -> Ints:
+        """Host: block until result ``number`` is there and copy its first ``width`` elements.
+
+        Each result is taken once, in order. The only place where the host waits for the device.
+        """
+
+
+class Device(Protocol):
+    """A place to run a step on."""
+
+    torch_device: torch.device
+    captures: bool
+    """True when shapes inside a graph are fixed and no device value may steer the host."""
+
+    def enqueue(self, work: Callable[[], None], name: str) -> None:
+        """Run ``work`` on the stream after all that was enqueued before; returns at once."""
+
+    def capture(self, work: Callable[[], None], name: str) -> Graph:
+        """Record ``work`` as a graph. ``work`` may run several times while it is captured."""
+
+    def packet_ring(self, entries: int, width: int) -> PacketRing:
+        """A ring of ``entries`` packets of ``width`` int32."""
+
+    def result_ring(self, entries: int, width: int) -> ResultRing:
+        """A ring of ``entries`` results of at most ``width`` int32."""
+
+    def mark_ticket(self, ticket: int) -> None:
+        """Work enqueued from now on belongs to this ticket (for timelines)."""
+
+    def synchronize(self) -> None:
+        """Wait until the stream is empty; raises what device work raised."""
+
+    def close(self) -> None:
+        """Release threads and graphs."""

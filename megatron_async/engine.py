@@ -1,0 +1,354 @@
+"""The engine: one loop for serial and asynchronous decoding, and the API around it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_async.config import EngineConfig
+from megatron_async.context import DynamicInferenceContext
+from megatron_async.controller import InFlight, Progress, TextGenerationController
+from megatron_async.device import open_device
+from megatron_async.device.protocol import Device
+from megatron_async.errors import RequestError
+from megatron_async.intake import Intake
+from megatron_async.observability.counters import EngineCounters, NotOverlapped
+from megatron_async.output import OutputBook, TokenOutput
+from megatron_async.requests import DynamicInferenceRequest, RequestFuture, SamplingParams
+from megatron_async.scheduler.scheduler import Commit, Limits, Scheduler
+from megatron_async.ticket import Plan, StepResult
+
+Prompt = str | list[int] | torch.Tensor
+
+
+class DynamicInferenceEngine:
+    """Decodes many requests at once. Names and arguments are megatron-core's where it has them.
+
+    Args:
+        controller: model and tokenizer. A controller serves one engine.
+        context: cache and per-slot state; its sizes win over those of ``config``.
+        random_seed: of the requests that bring no seed of their own; None takes ``config``'s.
+        config: scheduling and debugging.
+        eos_token_ids: tokens that end a request which names no ``termination_id``; None takes the
+            tokenizer's ``eod``.
+        progress: shows the capture of graphs.
+        device: where steps run; None opens the context's.
+    """
+
+    def __init__(
+        self,
+        controller: TextGenerationController,
+        context: DynamicInferenceContext,
+        random_seed: int | None = None,
+        *,
+        config: EngineConfig | None = None,
+        eos_token_ids: tuple[int, ...] | None = None,
+        model_name: str = "model",
+        progress: Progress | None = None,
+        device: Device | None = None,
+    ) -> None:
+        self.config = config or EngineConfig(max_requests=context.max_requests)
+        self.controller = controller
+        self.context = context
+        self.model_name = model_name
+        self.eos_token_ids = eos_token_ids
+        self.depth = self.config.effective_depth
+        self.counters = EngineCounters()
+        self.device = device or open_device(context.device, self.config)
+        limits = Limits(
+            max_requests=context.max_requests,
+            max_tokens=context.max_tokens or self.config.effective_max_tokens,
+            prefill_chunk_tokens=self.config.prefill_chunk_tokens,
+            block_size=context.block_size_tokens,
+            block_count=context.block_count,
+        )
+        controller.attach(
+            self.device,
+            context,
+            max_tokens=limits.max_tokens,
+            depth=self.depth,
+            poison=self.config.debug,
+            progress=progress,
+        )
+        self.scheduler = Scheduler(limits, debug=self.config.debug)
+        self._intake = Intake(
+            controller,
+            limits,
+            vocab_size=controller.inference_wrapped_model.vocab_size,
+            max_sequence_length=context.max_sequence_length,
+            random_seed=self.config.random_seed if random_seed is None else random_seed,
+            eos_token_ids=eos_token_ids,
+        )
+        self._book = OutputBook(controller.tokenizer)
+        self._in_flight: deque[InFlight] = deque()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._keys = itertools.count()
+        self._request_ids = itertools.count()
+        self._outputs: list[TokenOutput] = []
+        self._finished: list[DynamicInferenceRequest] = []
+        self._listeners: dict[int, deque[TokenOutput]] = {}
+        self._step_lock = threading.Lock()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str | Path,
+        config: EngineConfig | None = None,
+        *,
+        progress: Progress | None = None,
+    ) -> DynamicInferenceEngine:
+        """An engine for a model directory: ours, Hugging Face's, or a megatron checkpoint.
+
+        ``path`` ``"tiny"`` is the embedded model.
+
+        Raises:
+            CheckpointError: the directory is missing, corrupt or not supported.
+            ConfigError: the configuration does not suit the model or the machine.
+        """
+        from megatron_async.assembly import engine_from_pretrained
+
+        return engine_from_pretrained(path, config or EngineConfig(), progress=progress)
+
+    def with_config(
+        self, config: EngineConfig, *, progress: Progress | None = None
+    ) -> DynamicInferenceEngine:
+        """Another engine over the same weights."""
+        from megatron_async.assembly import engine_like
+
+        return engine_like(self, config, progress=progress)
+
+    # --- the loop ------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        """Launch a step, then commit what is in flight beyond ``depth``; depth 0 is serial."""
+        while self._inbox:
+            self._inbox.popleft()()
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self._in_flight.append(self.controller.launch(plan))
+            self._launched(plan)
+        # With nothing to launch the oldest step is taken: its commit is what makes room.
+        allowed = self.depth if plan is not None else max(len(self._in_flight) - 1, 0)
+        while len(self._in_flight) > allowed:
+            self._commit(*self._in_flight.popleft().wait())
+
+    def _commit(self, plan: Plan, result: StepResult) -> None:
+        commits = self.scheduler.commit(plan, result)
+        discarded = sum(commit.discarded for commit in commits)
+        self.counters.committed(len(commits) - discarded, discarded, self._not_overlapped())
+        self._emit(commits)
+
+    def _launched(self, plan: Plan) -> None:
+        self.counters.launched(plan, self.scheduler.waiting_count)
+        self._book.launched(plan)
+
+    def _emit(self, commits: list[Commit]) -> None:
+        outputs, finished = self._book.commit(commits)
+        self._outputs += outputs
+        self._finished += finished
+        if self._listeners:
+            for output in outputs:
+                listener = self._listeners.get(output.request_id)
+                if listener is not None:
+                    listener.append(output)
+        retired, blocks = self.scheduler.take_retired()
+        self._book.close(retired)
+        if self.config.debug:
+            self.scheduler.check()
+            if blocks:
+                self.controller.poison_blocks(blocks)
+
+    def _not_overlapped(self) -> NotOverlapped | None:
+        if self._in_flight:
+            return None
+        if self.depth == 0:
+            return NotOverlapped.SERIAL
+        if self.scheduler.waiting_count:
+            return NotOverlapped.NO_CAPACITY
+        return NotOverlapped.DRAINED
+
+    # --- requests ------------------------------------------------------------------------------------
+
+    def add_request(
+        self, request_id: int, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> RequestFuture:
+        """Queue a request; it is taken up at the next step. Callable from any thread.
+
+        Returns:
+            A future of the finished request: ``await`` it, or step until it is done.
+
+        Raises:
+            RequestError: the request cannot be served; other requests are not affected.
+        """
+        if isinstance(request_id, bool) or not isinstance(request_id, int) or request_id < 0:
+            raise RequestError(f"request_id={request_id!r} must be an integer of at least 0")
+        if self._book.key_of(request_id) is not None:
+            raise RequestError(f"request_id={request_id} is in use; choose another")
+        key = next(self._keys)
+        request, sequence = self._intake.accept(key, request_id, prompt, sampling_params)
+        future = self._book.open(key, request)
+        self._inbox.append(lambda: self.scheduler.add(sequence))
+        return future
+
+    def abort_request(self, request_id: int) -> bool:
+        """End a request at the next step; its tokens in flight are discarded.
+
+        Returns:
+            False when the request is not known or has ended.
+        """
+        key = self._book.key_of(request_id)
+        if key is None:
+            return False
+        self._inbox.append(lambda: self._abort(key))
+        return True
+
+    def _abort(self, key: int) -> None:
+        commit = self.scheduler.abort(key)
+        if commit is not None:
+            self._emit([commit])
+
+    def get_request(self, request_id: int) -> DynamicInferenceRequest:
+        """The record of a request that has not ended; ended ones belong to who took them.
+
+        Raises:
+            RequestError: there is no such request.
+        """
+        request = self._book.request(request_id)
+        if request is None:
+            raise RequestError(f"request_id={request_id} is not known, or has ended")
+        return request
+
+    def has_unfinished_requests(self) -> bool:
+        """A request has not ended, or a step in flight has not been committed."""
+        return bool(self._inbox or self._in_flight or self.scheduler.has_unfinished)
+
+    # --- stepping ------------------------------------------------------------------------------------
+
+    def step_modern(self) -> dict[str, Any]:
+        """Run one step.
+
+        Returns:
+            ``active_request_ids``; ``finished_request_records``, the requests that ended;
+            ``tokens``, a list of :class:`TokenOutput` in order of commit; ``step_time`` in
+            seconds; ``cuda_graph_request_count``, the row bucket replayed, or None.
+        """
+        with self._step_lock:
+            started = time.perf_counter_ns()
+            self._step()
+            outputs, self._outputs = self._outputs, []
+            finished, self._finished = self._finished, []
+            elapsed = time.perf_counter_ns() - started
+            self.counters.step_ns += elapsed
+            self.counters.wait_ns = self.controller.wait_ns
+            if not self.has_unfinished_requests():
+                self.scheduler.check_idle()
+        return {
+            "active_request_ids": self._book.active_request_ids,
+            "finished_request_records": finished,
+            "tokens": outputs,
+            "step_time": elapsed * 1e-9,
+            "cuda_graph_request_count": self.controller.last_graph_rows,
+        }
+
+    async def async_step(self) -> dict[str, Any]:
+        """:meth:`step_modern` that lets other coroutines run afterwards."""
+        result = self.step_modern()
+        await asyncio.sleep(0)
+        return result
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[DynamicInferenceRequest]:
+        """Decode all prompts and return their requests in the same order.
+
+        Args:
+            sampling_params: for all prompts, or one for each.
+
+        Raises:
+            RequestError: one of the prompts cannot be served; then none is started.
+        """
+        if not isinstance(sampling_params, Sequence):
+            sampling_params = [sampling_params] * len(prompts)  # type: ignore[list-item]
+        if len(sampling_params) != len(prompts):
+            raise RequestError(
+                f"{len(prompts)} prompts and {len(sampling_params)} sampling_params; give one "
+                "for all, or one for each"
+            )
+        futures: list[RequestFuture] = []
+        ids: list[int] = []
+        try:
+            for prompt, params in zip(prompts, sampling_params, strict=True):
+                ids.append(self._free_id())
+                futures.append(self.add_request(ids[-1], prompt, params))
+        except RequestError:
+            for request_id in ids:
+                self.abort_request(request_id)
+            raise
+        while self.has_unfinished_requests():
+            self.step_modern()
+        return [future.result() for future in futures]
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: int | None = None,
+    ) -> AsyncIterator[TokenOutput]:
+        """Decode one prompt and yield its tokens as they are committed.
+
+        Several streams may run at once: whichever is waited for steps the engine for all. Leaving
+        the iteration early aborts the request.
+
+        Raises:
+            RequestError: the request cannot be served.
+        """
+        if request_id is None:
+            request_id = self._free_id()
+        arrived = self._listeners[request_id] = deque()
+        try:
+            self.add_request(request_id, prompt, sampling_params)
+            while True:
+                while arrived:
+                    output = arrived.popleft()
+                    yield output
+                    if output.finish_reason is not None:
+                        return
+                await self.async_step()
+        finally:
+            del self._listeners[request_id]
+            self.abort_request(request_id)
+
+    def _free_id(self) -> int:
+        return next(i for i in self._request_ids if self._book.key_of(i) is None)
+
+    # --- whole engine ----------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Abort every request, take what is in flight, and start the counters anew."""
+        for request_id in self._book.active_request_ids:
+            self.abort_request(request_id)
+        while self.has_unfinished_requests():
+            self.step_modern()
+        self.counters = EngineCounters()
+        self.controller.wait_ns = 0
+
+    def close(self) -> None:
+        """Release the device's threads and graphs; the engine cannot be used afterwards."""
+        self.device.close()
+
+    def __enter__(self) -> DynamicInferenceEngine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()

@@ -1,0 +1,128 @@
+"""Attention over a paged KV cache: the readable references.
+
+A block table maps a sequence's positions to blocks: position p lies in block ``table[p // bs]`` at
+offset ``p % bs`` (the layout of vLLM's PagedAttention, Kwon et al. 2023). The references compute
+in the cache's dtype with PyTorch's scaled dot product attention.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+LENGTH_MULTIPLE = 64
+"""Rows are attended over their KV length rounded up to this many tokens. The padded length of a
+row depends on that row alone, so its result does not depend on the rows beside it."""
+
+
+def append_kv(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Write key and value [T, Hkv, D] to positions ``slot_mapping`` [T] (block * bs + offset).
+
+    The caches are [blocks, bs, Hkv, D]. Padding and dead tokens point into the null block, where
+    several of them may collide.
+    """
+    key_cache.flatten(0, 1).index_copy_(0, slot_mapping, key)
+    value_cache.flatten(0, 1).index_copy_(0, slot_mapping, value)
+
+
+def paged_decode_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """One query token a row: query [R, Hq, D], block_table [R, C] int64, lengths [R] int64.
+
+    Row r attends to its first ``lengths[r]`` positions. Returns [R, Hq, D]. All shapes are static,
+    so this can be captured; it reads all C blocks of every row.
+    """
+    rows, columns = block_table.shape
+    block_size = key_cache.shape[1]
+    keys = key_cache[block_table].flatten(1, 2)
+    values = value_cache[block_table].flatten(1, 2)
+    positions = torch.arange(columns * block_size, device=query.device)
+    mask = positions[None, :] < lengths[:, None]
+    # What lies beyond a row's length may be anything, NaN included, and 0 * NaN would spread.
+    beyond = ~mask[:, :, None, None]
+    keys = keys.masked_fill(beyond, 0)
+    values = values.masked_fill(beyond, 0)
+    out = scaled_dot_product_attention(
+        query[:, :, None],
+        keys.transpose(1, 2),
+        values.transpose(1, 2),
+        attn_mask=mask[:, None, None],
+        scale=scale,
+        enable_gqa=True,
+    )
+    return out[:, :, 0]
+
+
+def paged_decode_attention_by_length(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: list[int],
+    scale: float,
+) -> torch.Tensor:
+    """:func:`paged_decode_attention` for a device whose lengths the caller may read: rows of
+    like length are attended together, over no more blocks than they have."""
+    block_size = key_cache.shape[1]
+    unit = -(-LENGTH_MULTIPLE // block_size)
+    groups: dict[int, list[int]] = {}
+    for row, length in enumerate(lengths):
+        blocks = -(-length // block_size)
+        columns = min(-(-blocks // unit) * unit, block_table.shape[1])
+        groups.setdefault(columns, []).append(row)
+    out = torch.empty_like(query)
+    for columns, rows in groups.items():
+        index = torch.tensor(rows)
+        out[index] = paged_decode_attention(
+            query[index],
+            key_cache,
+            value_cache,
+            block_table[index, :columns],
+            torch.tensor([lengths[row] for row in rows]),
+            scale,
+        )
+    return out
+
+
+def paged_prefill_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    start: int,
+    scale: float,
+) -> torch.Tensor:
+    """A chunk of one sequence: query [T, Hq, D] at positions ``start .. start + T``.
+
+    ``block_table`` [C] int64 covers at least start + T positions, whose keys and values (the
+    chunk's own included) are in the cache already. Causal. Returns [T, Hq, D].
+    """
+    tokens = query.shape[0]
+    length = start + tokens
+    block_size = key_cache.shape[1]
+    blocks = block_table[: -(-length // block_size)]
+    keys = key_cache[blocks].flatten(0, 1)[:length]
+    values = value_cache[blocks].flatten(0, 1)[:length]
+    positions = torch.arange(length, device=query.device)
+    mask = positions[None, :] <= positions[start:, None]
+    out = scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        keys.transpose(0, 1)[None],
+        values.transpose(0, 1)[None],
+        attn_mask=mask[None, None],
+        scale=scale,
+        enable_gqa=True,
+    )
+    return out[0].transpose(0, 1)

@@ -1,0 +1,1 @@
+"""What the engine did: counters, and later traces and metrics."""

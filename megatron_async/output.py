@@ -1,0 +1,147 @@
+"""Turns commits into what users see: request records, text as it grows, resolved futures."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+from megatron_async.requests import (
+    DynamicInferenceEventType,
+    DynamicInferenceRequest,
+    FinishReason,
+    RequestFuture,
+    Status,
+)
+from megatron_async.scheduler.scheduler import Commit
+from megatron_async.ticket import Plan
+
+STATUS_OF = {
+    FinishReason.STOP: Status.COMPLETED,
+    FinishReason.LENGTH: Status.COMPLETED,
+    FinishReason.ABORT: Status.FAILED,
+}
+
+
+class TokenOutput(NamedTuple):
+    """One committed token, or the end of a request, or both.
+
+    ``text`` is what became readable with this token (None without a tokenizer); a stop token adds
+    no text. ``token_id`` is None when the request ended without a token.
+    """
+
+    request_id: int
+    token_id: int | None
+    text: str | None
+    finish_reason: FinishReason | None
+
+
+class Entry:
+    """A live request: its record, its future and its text so far."""
+
+    __slots__ = ("future", "last_time", "pieces", "request", "started", "stream")
+
+    def __init__(self, request: DynamicInferenceRequest, tokenizer: Any) -> None:
+        self.request = request
+        self.future = RequestFuture()
+        make_stream = getattr(tokenizer, "stream", None)
+        self.stream = make_stream() if make_stream is not None else None
+        self.pieces: list[str] = []
+        self.started = self.last_time = time.perf_counter()
+
+
+class OutputBook:
+    """The records of all requests that still have a row in flight or to come, by scheduler key."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._entries: dict[int, Entry] = {}
+        self._keys: dict[int, int] = {}
+
+    def open(self, key: int, request: DynamicInferenceRequest) -> RequestFuture:
+        """Start the record of a request."""
+        entry = Entry(request, self._tokenizer)
+        self._entries[key] = entry
+        self._keys[request.request_id] = key
+        request.add_event(DynamicInferenceEventType.ADD)
+        return entry.future
+
+    def key_of(self, request_id: int) -> int | None:
+        """The scheduler's key of a request that has not ended."""
+        return self._keys.get(request_id)
+
+    def request(self, request_id: int) -> DynamicInferenceRequest | None:
+        """The record of a request that has not ended."""
+        key = self._keys.get(request_id)
+        return None if key is None else self._entries[key].request
+
+    @property
+    def active_request_ids(self) -> list[int]:
+        """Ids of the requests that have not ended."""
+        return list(self._keys)
+
+    def launched(self, plan: Plan) -> None:
+        """Count the rows of a launched plan whose logits will be sampled."""
+        entries = self._entries
+        keys = plan.rows.keys
+        for key in keys[: plan.decode_rows]:
+            entries[key].request.counters.launched += 1
+        for chunk in plan.prefills:
+            if chunk.samples:
+                entries[keys[chunk.row]].request.counters.launched += 1
+
+    def commit(
+        self, commits: list[Commit]
+    ) -> tuple[list[TokenOutput], list[DynamicInferenceRequest]]:
+        """Apply commits in order; returns the outputs and the requests that ended."""
+        outputs: list[TokenOutput] = []
+        finished: list[DynamicInferenceRequest] = []
+        now = time.perf_counter()
+        for commit in commits:
+            entry = self._entries[commit.key]
+            request = entry.request
+            if commit.discarded:
+                request.counters.discarded += 1
+                continue
+            text = None if entry.stream is None else ""
+            if commit.token is not None:
+                request.generated_tokens.append(commit.token)
+                request.counters.committed += 1
+                request.tpot.append(now - entry.last_time)
+                entry.last_time = now
+                request.status = Status.ACTIVE_AND_GENERATING_TOKENS
+                if entry.stream is not None and commit.reason is not FinishReason.STOP:
+                    text = entry.stream.push(commit.token)
+            if commit.reason is not None:
+                if entry.stream is not None:
+                    text = (text or "") + entry.stream.flush()
+                self._finish(entry, commit.reason, text, now)
+                finished.append(request)
+            elif text:
+                entry.pieces.append(text)
+            outputs.append(TokenOutput(request.request_id, commit.token, text, commit.reason))
+        return outputs, finished
+
+    def _finish(self, entry: Entry, reason: FinishReason, text: str | None, now: float) -> None:
+        request = entry.request
+        request.finish_reason = reason
+        request.status = STATUS_OF[reason]
+        request.latency = now - entry.started
+        if entry.stream is not None:
+            request.generated_text = "".join(entry.pieces) + (text or "")
+        elif self._tokenizer is not None:
+            tokens = request.generated_tokens
+            request.generated_text = self._tokenizer.detokenize(
+                tokens[:-1] if reason is FinishReason.STOP else tokens
+            )
+        aborted = reason is FinishReason.ABORT
+        request.add_event(
+            DynamicInferenceEventType.FAIL if aborted else DynamicInferenceEventType.FINISH
+        )
+        del self._keys[request.request_id]
+        if not entry.future.done():
+            entry.future.set_result(request)
+
+    def close(self, keys: list[int]) -> None:
+        """Drop the records of requests whose last ticket has retired."""
+        for key in keys:
+            del self._entries[key]

@@ -1,0 +1,234 @@
+"""What a user asks for and what a user gets back, with megatron-core's names."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import math
+import time
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from megatron_async.errors import RequestError
+
+MAX_STOP_TOKEN_IDS = 8
+"""Stop-token ids a request may have: the width of the stop set kept on the device."""
+
+
+class Status(Enum):
+    """Where a request stands."""
+
+    WAITING_IN_QUEUE = 1
+    ACTIVE_AND_GENERATING_TOKENS = 2
+    ACTIVE_BUT_NOT_GENERATING_TOKENS = 3
+    COMPLETED = 4
+    FAILED = 5
+
+
+class FinishReason(str, Enum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class DynamicInferenceEventType(Enum):
+    """Lifecycle events of a request."""
+
+    ADD = auto()
+    PAUSE = auto()
+    EVICT = auto()
+    FINISH = auto()
+    FAIL = auto()
+    ERROR_TRANSIENT = auto()
+    ERROR_NONTRANSIENT = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicInferenceEvent:
+    """One lifecycle event; ``timestamp`` in seconds since the epoch, for people to read only."""
+
+    type: DynamicInferenceEventType
+    timestamp: float = field(default_factory=time.time)
+    payload: Any = None
+
+
+@dataclass(kw_only=True)
+class SamplingParams:
+    """How one request is sampled and when it ends. Names are megatron-core's.
+
+    Attributes:
+        temperature: divides the logits; 0 means greedy.
+        top_k: keep the k most likely tokens; 0 is off, 1 is greedy.
+        top_p: keep the smallest set of tokens with this probability mass; 0 and 1 are off.
+        num_tokens_to_generate: most tokens to generate. When this and ``num_tokens_total`` are
+            None, the model's maximum sequence length is the limit.
+        num_tokens_total: most tokens of prompt and generation together.
+        termination_id: token that ends the request; None takes the model's own end tokens, -1
+            means none.
+        stop_token_ids: further tokens that end the request.
+        add_BOS: put the tokenizer's begin token before a text prompt.
+        seed: of this request's randomness; None derives one from the engine's seed and the
+            request id. The same seed gives the same tokens whatever else is being decoded.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 0.0
+    return_log_probs: bool = False
+    skip_prompt_log_probs: bool = False
+    return_segments: bool = False
+    num_tokens_to_generate: int | None = 30
+    num_tokens_total: int | None = None
+    termination_id: int | None = None
+    top_n_logprobs: int = 0
+    add_BOS: bool = False
+    stop_words: list[str] | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        default = type(self).__dataclass_fields__["num_tokens_to_generate"].default
+        if self.num_tokens_total is not None and self.num_tokens_to_generate == default:
+            self.num_tokens_to_generate = None
+
+    @property
+    def greedy(self) -> bool:
+        """True when no randomness is involved."""
+        return self.temperature == 0 or self.top_k == 1
+
+    def validate(self) -> None:
+        """Check every value by itself and against the others.
+
+        Raises:
+            RequestError: names the value and what to change.
+        """
+
+        def integer(name: str, low: int, *, optional: bool = False) -> None:
+            value = getattr(self, name)
+            if optional and value is None:
+                return
+            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+                raise RequestError(f"{name}={value!r} must be an integer of at least {low}")
+
+        def number(name: str, low: float, high: float) -> None:
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise RequestError(f"{name}={value!r} must be a number")
+            if not (math.isfinite(value) and low <= value <= high):
+                raise RequestError(f"{name}={value!r} must lie between {low:g} and {high:g}")
+
+        number("temperature", 0.0, 1e6)
+        number("top_p", 0.0, 1.0)
+        integer("top_k", 0)
+        integer("num_tokens_to_generate", 1, optional=True)
+        integer("num_tokens_total", 1, optional=True)
+        integer("termination_id", -1, optional=True)
+        integer("top_n_logprobs", 0)
+        if 0 < self.temperature < 1e-5:
+            raise RequestError(
+                f"temperature={self.temperature!r} is too small to divide by; "
+                "use 0 for greedy decoding"
+            )
+        if self.num_tokens_to_generate is not None and self.num_tokens_total is not None:
+            raise RequestError(
+                f"num_tokens_to_generate={self.num_tokens_to_generate} and "
+                f"num_tokens_total={self.num_tokens_total} contradict each other; set one of them"
+            )
+        if self.seed is not None:
+            if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+                raise RequestError(f"seed={self.seed!r} must be an integer")
+            if not -(2**63) <= self.seed < 2**63:
+                raise RequestError(f"seed={self.seed} must fit into 64 bits")
+        for token in self.stop_token_ids:
+            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+                raise RequestError(f"stop_token_ids has {token!r}; every id must be at least 0")
+        for name in ("return_log_probs", "return_segments", "top_n_logprobs", "stop_words"):
+            if getattr(self, name):
+                raise RequestError(
+                    f"{name}={getattr(self, name)!r} is not supported by this version; leave it out"
+                )
+
+    def add_attributes(self, attribute_value_pair: dict[str, Any]) -> None:
+        """Set several attributes at once; an unknown name is an error."""
+        names = {f.name for f in dataclasses.fields(self)}
+        for name, value in attribute_value_pair.items():
+            if name not in names:
+                raise RequestError(f"unknown sampling parameter {name}={value!r}")
+            setattr(self, name, value)
+
+    def serialize(self) -> dict[str, Any]:
+        """All fields as a plain dictionary."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def deserialize(cls, data: dict[str, Any]) -> SamplingParams:
+        """The inverse of :meth:`serialize`."""
+        params = cls()
+        params.add_attributes(data)
+        return params
+
+
+@dataclass(slots=True)
+class RequestCounters:
+    """Tokens of one request: rows launched to sample one, committed, discarded."""
+
+    launched: int = 0
+    committed: int = 0
+    discarded: int = 0
+
+
+@dataclass(kw_only=True, eq=False)
+class DynamicInferenceRequest:
+    """One request: what was asked, what has been committed so far, and how it ended.
+
+    ``generated_tokens`` grows only by commits, in order. ``latency`` is in seconds,
+    ``tpot`` lists the seconds between successive commits of this request.
+    """
+
+    request_id: int
+    prompt: str | None = None
+    prompt_tokens: list[int] = field(default_factory=list)
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    generated_tokens: list[int] = field(default_factory=list)
+    generated_text: str | None = None
+    generated_log_probs: list[float] | None = None
+    prompt_log_probs: list[float] | None = None
+    generated_top_n_logprobs: list[dict[str, float]] | None = None
+    prompt_top_n_logprobs: list[dict[str, float]] | None = None
+    finish_reason: FinishReason | None = None
+    status: Status = Status.WAITING_IN_QUEUE
+    arrival_time: float = field(default_factory=time.time)
+    latency: float | None = None
+    tpot: list[float] = field(default_factory=list)
+    events: list[DynamicInferenceEvent] = field(default_factory=list)
+    counters: RequestCounters = field(default_factory=RequestCounters)
+
+    @property
+    def generated_length(self) -> int:
+        """Number of tokens generated so far."""
+        return len(self.generated_tokens)
+
+    def succeeded(self) -> bool:
+        """The request ran to its end."""
+        return self.status is Status.COMPLETED
+
+    def add_event(self, type: DynamicInferenceEventType, payload: Any = None) -> None:
+        """Append a lifecycle event."""
+        self.events.append(DynamicInferenceEvent(type, payload=payload))
+
+    def merge(self, tokenizer: Any = None) -> DynamicInferenceRequest:
+        """This request: megatron-core's records are merged from parts, ours have only one."""
+        return self
+
+
+class RequestFuture(concurrent.futures.Future[DynamicInferenceRequest]):
+    """Result of ``add_request``: ``result()`` for threads, ``await`` for coroutines."""
+
+    def __await__(self) -> Generator[Any, None, DynamicInferenceRequest]:
+        import asyncio
+
+        return asyncio.wrap_future(self).__await__()

@@ -1,0 +1,53 @@
+"""What a request must produce, decoded alone: a few lines of Python, no cache and no scheduler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from megatron_async.sampling.sample import sample_tokens_reference
+from tests.support.hash_model import hash_history, hash_logits
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request of a random workload."""
+
+    prompt: tuple[int, ...]
+    max_new: int
+    stop_ids: tuple[int, ...] = ()
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 0.0
+    seed: int = 0
+
+
+def decode_alone(
+    ask: Ask, logits_of: Callable[[list[int]], list[float]] | None = None
+) -> tuple[list[int], str]:
+    """Tokens and finish reason of one request."""
+    tokens = list(ask.prompt)
+    generated: list[int] = []
+    while True:
+        row = logits_of(tokens) if logits_of else hash_logits(hash_history(tokens))
+        if ask.temperature == 0 or ask.top_k == 1:
+            token = max(range(len(row)), key=lambda v: (row[v], -v))
+        else:
+            token = int(
+                sample_tokens_reference(
+                    torch.tensor([row]),
+                    torch.tensor([1.0 / ask.temperature]),
+                    torch.tensor([ask.top_k], dtype=torch.int32),
+                    torch.tensor([ask.top_p]),
+                    torch.tensor([ask.seed]),
+                    torch.tensor([len(tokens)]),
+                )
+            )
+        tokens.append(token)
+        generated.append(token)
+        if token in ask.stop_ids:
+            return generated, "stop"
+        if len(generated) == ask.max_new:
+            return generated, "length"
