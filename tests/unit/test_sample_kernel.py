@@ -6,6 +6,7 @@ On a GPU the kernel is compiled. Without one, ``TRITON_INTERPRET=1`` runs it on 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -134,7 +135,7 @@ class TestOnGpu:
             assert torch.equal(subset, tokens[rows])
 
     @pytest.mark.parametrize("sample", [sample_tokens, sample_tokens_reference])
-    def test_captured_graph_equals_reference(self, sample) -> None:  # type: ignore[no-untyped-def]
+    def test_captured_graph_equals_reference(self, sample: Callable[..., Tensor]) -> None:
         rows, columns, vocab_size = 16, 4_096, 4_001
         cuda = torch.device("cuda")
 
@@ -145,6 +146,7 @@ class TestOnGpu:
 
         static = on(cuda, case(0))
         side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             sample(*static, vocab_size=vocab_size)
         torch.cuda.synchronize()
