@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from megatron.core.inference.contexts import BaseInferenceContext
 
 from megatron_async.cache.block_allocator import NULL_BLOCK
 from megatron_async.errors import ConfigError
 from megatron_async.kernels import paged_attention
+from megatron_async.models import compat  # noqa: F401  (before megatron)
 from megatron_async.requests import MAX_STOP_TOKEN_IDS
+
+from megatron.core.inference.contexts import BaseInferenceContext  # isort: skip
 
 GIB = 1024**3
 
@@ -46,8 +48,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         device: where the state lives; None takes the current GPU, or the CPU without one.
 
     Raises:
-        ConfigError: the cache cannot hold a single request of ``max_sequence_length``... or a
-            value is out of range.
+        ConfigError: a value is out of range, or the buffer holds no block.
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         self.finished.fill_(True)
         self.stop_ids.fill_(-1)
 
-    # --- one forward ----------------------------------------------------------------------------
+    # --- one forward --------------------------------------------------------------------------
 
     def begin_forward(
         self,
@@ -225,7 +226,7 @@ class DynamicInferenceContext(BaseInferenceContext):
             query, keys, values, self._decode_tables, self._decode_lengths, scale
         )
 
-    # --- what megatron-core's GPTModel and TransformerBlock ask ------------------------------------
+    # --- what megatron-core's GPTModel and TransformerBlock ask -------------------------------
 
     def is_static_batching(self) -> bool:
         return False

@@ -54,7 +54,7 @@ class TextGenerationController:
         self.last_graph_rows: int | None = None
         self._pending: Ticket | None = None
 
-    # --- text ----------------------------------------------------------------------------------------
+    # --- text ---------------------------------------------------------------------------------
 
     def tokenize_prompt(self, prompt: str, add_BOS: bool = False) -> list[int]:
         """Token ids of a text prompt.
@@ -75,7 +75,7 @@ class TextGenerationController:
                 ids.insert(0, bos)
         return ids
 
-    # --- set-up ----------------------------------------------------------------------------------------
+    # --- set-up -------------------------------------------------------------------------------
 
     def attach(
         self,
@@ -121,7 +121,7 @@ class TextGenerationController:
         device.enqueue(context.reset, "reset")
         device.synchronize()
 
-    # --- one step ----------------------------------------------------------------------------------------
+    # --- one step -----------------------------------------------------------------------------
 
     def launch(self, plan: Plan) -> InFlight:
         """Queue S of the pending logits, H2D and F of ``plan``; returns at once."""

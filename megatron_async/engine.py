@@ -125,7 +125,7 @@ class DynamicInferenceEngine:
 
         return engine_like(self, config, progress=progress)
 
-    # --- the loop ------------------------------------------------------------------------------------
+    # --- the loop -----------------------------------------------------------------------------
 
     def _step(self) -> None:
         """Launch a step, then commit what is in flight beyond ``depth``; depth 0 is serial."""
@@ -175,7 +175,12 @@ class DynamicInferenceEngine:
             return NotOverlapped.NO_CAPACITY
         return NotOverlapped.DRAINED
 
-    # --- requests ------------------------------------------------------------------------------------
+    @property
+    def max_sequence_length(self) -> int:
+        """Most tokens of a request, prompt and generation together."""
+        return self.context.max_sequence_length
+
+    # --- requests -----------------------------------------------------------------------------
 
     def add_request(
         self, request_id: int, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -230,7 +235,7 @@ class DynamicInferenceEngine:
         """A request has not ended, or a step in flight has not been committed."""
         return bool(self._inbox or self._in_flight or self.scheduler.has_unfinished)
 
-    # --- stepping ------------------------------------------------------------------------------------
+    # --- stepping -----------------------------------------------------------------------------
 
     def step_modern(self) -> dict[str, Any]:
         """Run one step.
@@ -332,7 +337,7 @@ class DynamicInferenceEngine:
     def _free_id(self) -> int:
         return next(i for i in self._request_ids if self._book.key_of(i) is None)
 
-    # --- whole engine ----------------------------------------------------------------------------------
+    # --- whole engine -------------------------------------------------------------------------
 
     def reset(self) -> None:
         """Abort every request, take what is in flight, and start the counters anew."""

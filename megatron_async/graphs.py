@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 
 from megatron_async.device.protocol import Device, Graph
 from megatron_async.program import StepProgram
@@ -51,9 +52,10 @@ class StepGraphs:
         """Capture bucket after bucket, the largest first (it sizes the shared memory pool);
         yields each when it is done. Nothing may be in flight."""
         for rows in reversed(self.buckets):
-            self._sample[rows] = self._capture(lambda: self._program.sample(rows), "S")
-            self._forward[rows] = self._capture(lambda: self._forward_work(rows), "H2D F")
-            self._step[rows] = self._capture(lambda: self._step_work(rows), "S H2D F")
+            capture = self._device.capture
+            self._sample[rows] = capture(partial(self._program.sample, rows), "S")
+            self._forward[rows] = capture(partial(self._forward_work, rows), "H2D F")
+            self._step[rows] = capture(partial(self._step_work, rows), "S H2D F")
             yield rows
 
     def sample(self, rows: int) -> Graph:
@@ -67,9 +69,6 @@ class StepGraphs:
     def step(self, rows: int) -> Graph:
         """S -> H2D -> F: the full decode iteration, when the bucket is that of the step before."""
         return self._step[rows]
-
-    def _capture(self, work: Callable[[], None], name: str) -> Graph:
-        return self._device.capture(work, name)
 
     def _forward_work(self, rows: int) -> None:
         self._program.load_decode(rows)

@@ -157,7 +157,7 @@ class Intake:
         unique = tuple(dict.fromkeys((*ids, *params.stop_token_ids)))
         if len(unique) > MAX_STOP_TOKEN_IDS:
             raise RequestError(
-                f"{len(unique)} stop-token ids were given; at most {MAX_STOP_TOKEN_IDS} are possible"
+                f"{len(unique)} stop-token ids were given; the most is {MAX_STOP_TOKEN_IDS}"
             )
         return unique
 

@@ -69,7 +69,7 @@ class StepProgram:
             layout.max_rows, model.vocab_size, dtype=logits_dtype, device=on
         )
 
-    # --- S -----------------------------------------------------------------------------------------
+    # --- S ------------------------------------------------------------------------------------
 
     def sample(self, rows: int) -> None:
         """Sample the pending logits of the last forward's ``rows`` rows and hand the tokens out."""
@@ -98,7 +98,7 @@ class StepProgram:
             logits.fill_(float("nan") if logits.is_floating_point() else -1)
         self._results.publish(torch.stack([tokens, live, ended]).to(torch.int32).flatten())
 
-    # --- H2D ---------------------------------------------------------------------------------------
+    # --- H2D ----------------------------------------------------------------------------------
 
     def load_decode(self, rows: int) -> None:
         """Take the packet of a step that decodes one token in each of ``rows`` rows."""
@@ -141,7 +141,7 @@ class StepProgram:
         context.kv_length[slots] = 0
         context.finished[slots] = False
 
-    # --- F -----------------------------------------------------------------------------------------
+    # --- F ------------------------------------------------------------------------------------
 
     def forward_decode(self, rows: int) -> None:
         """One token of each row: the slot's last token at the slot's length."""

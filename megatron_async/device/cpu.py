@@ -127,7 +127,7 @@ class CpuPacketRing:
     def __init__(self, device: CpuDevice, entries: int, width: int) -> None:
         self._device = device
         self._ring = torch.zeros(entries, width, dtype=torch.int32)
-        self._views = [entry.numpy() for entry in self._ring]
+        self._views: list[Ints] = [entry.numpy() for entry in self._ring]
         self._claimed = 0
         self._consumed = 0
 

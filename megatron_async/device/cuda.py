@@ -78,6 +78,7 @@ class _Counted:
     def __init__(self, device: CudaDevice, entries: int, width: int) -> None:
         self._device = device
         self._ring = torch.zeros(entries, width, dtype=torch.int32, pin_memory=True)
+        self._views: list[Ints] = [entry.numpy() for entry in self._ring]
         self._counter = torch.zeros(1, dtype=torch.int64, device=device.torch_device)
         self._done = 0
 
@@ -90,10 +91,6 @@ class _Counted:
 class CudaPacketRing(_Counted):
     """Packets in pinned memory. An entry is free again when the ticket that used it is committed:
     the engine never has more tickets in flight than the ring has entries."""
-
-    def __init__(self, device: CudaDevice, entries: int, width: int) -> None:
-        super().__init__(device, entries, width)
-        self._views = [entry.numpy() for entry in self._ring]
 
     def claim(self, number: int) -> Ints:
         if number != self._done:
@@ -136,6 +133,4 @@ class CudaResultRing(_Counted):
                 self._device.stream.query()  # raises when a kernel has failed
                 time.sleep(0)
         self._done += 1
-        entry = self._ring[number % self._ring.shape[0], :width]
-        values: Ints = entry.numpy().copy()
-        return values
+        return self._views[number % len(self._views)][:width].copy()

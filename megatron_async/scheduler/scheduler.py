@@ -68,7 +68,7 @@ class Scheduler:
         self._retired_keys: list[int] = []
         self._freed_blocks: list[int] = []
 
-    # --- arrivals and departures, applied between two plans -------------------------------------
+    # --- arrivals and departures, applied between two plans -----------------------------------
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request; the caller has checked that it can fit an empty cache."""
@@ -102,7 +102,7 @@ class Scheduler:
         """Requests that have not been admitted yet."""
         return len(self._waiting)
 
-    # --- plan ------------------------------------------------------------------------------------
+    # --- plan ---------------------------------------------------------------------------------
 
     def plan(self) -> Plan | None:
         """Decide the next step; None when no row can be launched."""
@@ -227,7 +227,7 @@ class Scheduler:
         sequence.blocks.append(block)
         return BlockGrant(sequence.slot, len(sequence.blocks) - 1, block)
 
-    # --- commit ----------------------------------------------------------------------------------
+    # --- commit -------------------------------------------------------------------------------
 
     def commit(self, plan: Plan, result: StepResult) -> list[Commit]:
         """Take the tokens of a launched plan, end requests, and retire the plan's ticket."""
@@ -285,7 +285,7 @@ class Scheduler:
         blocks, self._freed_blocks = self._freed_blocks, []
         return keys, blocks
 
-    # --- checks ----------------------------------------------------------------------------------
+    # --- checks -------------------------------------------------------------------------------
 
     @staticmethod
     def _check_device_agrees(key: int, reason: FinishReason | None, live: int, ended: int) -> None:
