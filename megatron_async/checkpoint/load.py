@@ -1,0 +1,131 @@
+"""One call from a path to a model that is ready to serve."""
+
+from __future__ import annotations
+
+import importlib.resources
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_async.checkpoint import huggingface, native
+from megatron_async.checkpoint.files import SINGLE_FILE, read_json, weight_files
+from megatron_async.errors import CheckpointError
+from megatron_async.models.config import ModelConfig
+from megatron_async.tokenizer import TOKENIZER_FILE, Tokenizer
+
+EMBEDDED = "tiny"
+
+_SUPPORTED = (
+    "supported are Hugging Face directories of Llama, Qwen2 and Qwen3 with safetensors weights, "
+    "this package's own, and megatron dist_checkpointing ones with this package's config.json"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pretrained:
+    """A model in evaluation mode, without gradients, and what is needed to use it.
+
+    ``model`` is a megatron-core ``GPTModel`` built from ``config``. ``tokenizer`` is None where
+    the directory has none: token ids alone can be served then.
+    """
+
+    model: Any
+    config: ModelConfig
+    tokenizer: Tokenizer | None
+    eos_token_ids: tuple[int, ...]
+    name: str
+
+
+def _resolve(path: str | Path) -> Path:
+    if path != EMBEDDED:
+        directory = Path(path)
+        if not directory.is_dir():
+            raise CheckpointError(f"{path}: not a directory; {_SUPPORTED}")
+        return directory
+    embedded = importlib.resources.files("megatron_async") / "assets" / EMBEDDED
+    if not isinstance(embedded, Path) or not embedded.is_dir():
+        raise CheckpointError(
+            f"{EMBEDDED}: this installation has no embedded model ({embedded}); for a directory "
+            f"of that name write ./{EMBEDDED}"
+        )
+    return embedded
+
+
+def load_pretrained(
+    path: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> Pretrained:
+    """Load a model directory; its format is recognised from its files.
+
+    Only safetensors and tensors in ``torch.load(weights_only=True)`` are read: no code in a
+    checkpoint ever runs. The weights are streamed, one tensor at a time. Where megatron's
+    parallel state is initialised, each tensor-parallel rank takes its share.
+
+    Args:
+        path: a directory, or "tiny" for the embedded model.
+        device: where the parameters go.
+        dtype: of the parameters. None means float32 on the CPU, elsewhere the checkpoint's own
+            (bfloat16 if it does not say).
+
+    Raises:
+        CheckpointError: the directory is missing, corrupt, of an unknown format, or asks for
+            something that is not supported; the message names it.
+    """
+    directory = _resolve(path)
+    config_file = directory / "config.json"
+    if not config_file.is_file():
+        if (directory / "metadata.json").is_file():
+            raise CheckpointError(
+                f"{directory}: a dist_checkpointing directory needs a config.json that describes "
+                "the model; write it with megatron_async.checkpoint.native.write_config"
+            )
+        weight_files(directory)
+        raise CheckpointError(f"{directory}: has no config.json; {_SUPPORTED}")
+    values = read_json(config_file)
+    own = "format" in values
+    if own:
+        description = native.describe(directory, values)
+        distributed = not (directory / SINGLE_FILE).is_file() and any(
+            (directory / file).exists() for file in ("metadata.json", ".metadata", "common.pt")
+        )
+    elif "model_type" in values or "architectures" in values:
+        description = huggingface.describe(directory, values)
+        distributed = False
+    else:
+        raise CheckpointError(
+            f"{config_file}: has neither format nor model_type nor architectures; {_SUPPORTED}"
+        )
+    if not distributed:
+        weight_files(directory)
+    tokenizer = None
+    if (directory / TOKENIZER_FILE).is_file():
+        tokenizer = Tokenizer.from_directory(directory)
+    eos_token_ids = description.eos_token_ids
+    if not eos_token_ids and tokenizer is not None:
+        eos_token_ids = tokenizer.eos_ids
+    device = torch.device(device)
+    if dtype is None:
+        dtype = torch.float32 if device.type == "cpu" else description.dtype
+
+    # Importing megatron takes seconds: not before all that can fail without it has passed.
+    from megatron_async.models.build import build_model
+
+    model = build_model(description.config, device=device, dtype=dtype, initialize=False)
+    if distributed:
+        from megatron_async.checkpoint.distributed import load_weights as load_distributed
+
+        load_distributed(directory, model)
+    elif own:
+        native.load_weights(directory, description.config, model)
+    else:
+        from megatron_async.checkpoint.huggingface_weights import load_weights
+
+        load_weights(directory, description.config, model)
+    return Pretrained(
+        model=model.eval().requires_grad_(False),
+        config=description.config,
+        tokenizer=tokenizer,
+        eos_token_ids=eos_token_ids,
+        name=directory.resolve().name,
+    )

@@ -1,0 +1,142 @@
+"""This package's own format: megatron-core state-dict names in one safetensors file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from megatron_async.checkpoint.files import (
+    SINGLE_FILE,
+    Description,
+    dtype_name,
+    load_safetensors,
+    parse_dtype,
+    parse_token_ids,
+)
+from megatron_async.checkpoint.targets import TensorParallel
+from megatron_async.errors import CheckpointError
+from megatron_async.models.config import ModelConfig
+
+FORMAT = "megatron_async"
+FORMAT_VERSION = 1
+
+_FIELDS = {"format", "format_version", "model", "eos_token_ids", "bos_token_id", "dtype"}
+
+
+def write_config(
+    path: str | Path,
+    config: ModelConfig,
+    *,
+    eos_token_ids: Sequence[int] = (),
+    bos_token_id: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Write the ``config.json`` that native and ``dist_checkpointing`` directories need."""
+    values = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "model": config.to_dict(),
+        "eos_token_ids": list(eos_token_ids),
+        "bos_token_id": bos_token_id,
+        "dtype": dtype_name(dtype),
+    }
+    (Path(path) / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+
+
+def copy_tokenizer_files(path: str | Path, tokenizer_files: Iterable[str | Path]) -> None:
+    """Copy ``tokenizer.json`` and its like beside the weights, under their own names."""
+    for file in map(Path, tokenizer_files):
+        shutil.copyfile(file, Path(path) / file.name)
+
+
+def save_native(
+    path: str | Path,
+    model: torch.nn.Module,
+    config: ModelConfig,
+    *,
+    tokenizer_files: Iterable[str | Path] = (),
+    eos_token_ids: Sequence[int] = (),
+    bos_token_id: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Save ``model``, built from ``config``, as a native directory; it is made if need be.
+
+    Args:
+        tokenizer_files: copied beside the weights (tokenizer.json, tokenizer_config.json).
+        dtype: of the stored weights; the first parameter's if None.
+
+    Raises:
+        CheckpointError: the model is split over tensor-parallel processes.
+    """
+    if TensorParallel.current().size > 1:
+        raise CheckpointError(
+            f"{path}: a tensor-parallel model is in no process as a whole; use save_distributed"
+        )
+    directory = Path(path)
+    directory.mkdir(parents=True, exist_ok=True)
+    # Parameters shared between modules appear once in named_parameters.
+    parameters = dict(model.named_parameters())
+    dtype = dtype or next(iter(parameters.values())).dtype
+    tensors = {
+        name: parameter.detach().to("cpu", dtype).contiguous()
+        for name, parameter in parameters.items()
+    }
+    save_file(tensors, directory / SINGLE_FILE, metadata={"format": "pt"})
+    copy_tokenizer_files(directory, tokenizer_files)
+    # Last: a directory with a config.json is a whole one.
+    write_config(
+        directory, config, eos_token_ids=eos_token_ids, bos_token_id=bos_token_id, dtype=dtype
+    )
+
+
+def describe(directory: Path, values: dict[str, Any]) -> Description:
+    """Architecture, end-of-sequence ids and dtype; ``values`` is the content of config.json.
+
+    Raises:
+        CheckpointError: the format, its version or a field is unknown, or a value is invalid.
+    """
+    path = directory / "config.json"
+    if values.get("format") != FORMAT or values.get("format_version") != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path}: format={values.get('format')!r}, "
+            f"format_version={values.get('format_version')!r} is not supported; supported: "
+            f"{FORMAT!r}, {FORMAT_VERSION}"
+        )
+    unknown = sorted(set(values) - _FIELDS)
+    if unknown:
+        raise CheckpointError(f"{path}: unknown field {unknown[0]}")
+    if not isinstance(values.get("model"), dict):
+        raise CheckpointError(f"{path}: model must be an object")
+    try:
+        config = ModelConfig.from_dict(values["model"])
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    parse_token_ids(path, "bos_token_id", values.get("bos_token_id"))
+    eos_token_ids = parse_token_ids(path, "eos_token_ids", values.get("eos_token_ids"))
+    return Description(config, eos_token_ids, parse_dtype(path, values.get("dtype")))
+
+
+def load_weights(directory: Path, config: ModelConfig, model: torch.nn.Module) -> None:
+    """Fill ``model``, built from ``config``, with the weights of a native directory.
+
+    Raises:
+        CheckpointError: see :func:`megatron_async.checkpoint.files.load_safetensors`.
+    """
+    parallel = TensorParallel.current()
+    gated = config.activation == "swiglu"
+    targets = {
+        name: parallel.target(
+            name,
+            parameter.detach(),
+            list(parameter.shape),
+            groups=2 if gated and ".linear_fc1." in name else 1,
+        )
+        for name, parameter in model.named_parameters()
+    }
+    load_safetensors(directory, targets)

@@ -1,0 +1,165 @@
+"""This package's own format, and how a path is recognised."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from safetensors import safe_open
+from tokenizers import decoders, models
+
+from megatron_async.checkpoint import load_pretrained, save_native
+from megatron_async.errors import CheckpointError
+from megatron_async.models.build import build_model
+from megatron_async.models.config import ModelConfig, RopeScaling
+
+BASE: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_kv_heads": 2,
+    "head_dim": 8,
+    "ffn_hidden_size": 48,
+    "vocab_size": 64,
+    "max_sequence_length": 128,
+}
+SCALING = RopeScaling(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
+)
+CONFIGS = {
+    "plain": ModelConfig(**BASE),
+    "tied_mtp": ModelConfig(**BASE, tie_word_embeddings=True, mtp_num_layers=2),
+    "biased": ModelConfig(
+        **BASE, qk_norm=True, qkv_bias=True, attention_output_bias=True, mlp_bias=True
+    ),
+    "scaled": ModelConfig(**BASE, rope_scaling=SCALING),
+    "gpt": ModelConfig(
+        **BASE,
+        normalization="LayerNorm",
+        activation="gelu_tanh",
+        position_embedding="learned_absolute",
+    ),
+}
+
+
+def build(name: str) -> Any:
+    torch.manual_seed(len(name))
+    model = build_model(CONFIGS[name], device="cpu", dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    return model
+
+
+def tokenizer_files(path: Path) -> list[Path]:
+    path.mkdir()
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
+    return [path / "tokenizer.json", path / "tokenizer_config.json"]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_native_roundtrip_is_exact(tmp_path: Path, name: str) -> None:
+    model = build(name)
+    files = tokenizer_files(tmp_path / "tokenizer")
+    save_native(
+        tmp_path / "a" / "model", model, CONFIGS[name], tokenizer_files=files, eos_token_ids=[2, 5]
+    )
+    loaded = load_pretrained(tmp_path / "a" / "model")
+    assert loaded.config == CONFIGS[name]
+    assert loaded.eos_token_ids == (2, 5)
+    assert loaded.name == "model"
+    assert loaded.tokenizer is not None and loaded.tokenizer.tokenize("ab") == [0, 1]
+    expected, actual = dict(model.named_parameters()), dict(loaded.model.named_parameters())
+    assert expected.keys() == actual.keys()
+    assert all(torch.equal(expected[key], actual[key]) for key in expected)
+
+
+def test_tied_weights_are_stored_once_and_mtp_is_stored(tmp_path: Path) -> None:
+    save_native(tmp_path, build("tied_mtp"), CONFIGS["tied_mtp"])
+    with safe_open(tmp_path / "model.safetensors", "pt") as opened:
+        names = list(opened.keys())
+    assert "embedding.word_embeddings.weight" in names
+    assert not any(name.startswith("output_layer") for name in names)
+    assert any(name.startswith("mtp.layers.1.") for name in names)
+
+
+def test_stored_dtype_is_as_asked_and_config_says_so(tmp_path: Path) -> None:
+    save_native(tmp_path, build("plain"), CONFIGS["plain"], dtype=torch.bfloat16, bos_token_id=1)
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert values["format"] == "megatron_async" and values["format_version"] == 1
+    assert values["dtype"] == "bfloat16" and values["bos_token_id"] == 1
+    with safe_open(tmp_path / "model.safetensors", "pt") as opened:
+        stored = opened.get_tensor("decoder.final_layernorm.weight")
+    assert stored.dtype == torch.bfloat16
+    loaded = dict(load_pretrained(tmp_path).model.named_parameters())
+    assert torch.equal(loaded["decoder.final_layernorm.weight"], stored.float())
+
+
+def test_eos_ids_of_the_tokenizer_serve_where_the_config_has_none(tmp_path: Path) -> None:
+    files = tokenizer_files(tmp_path / "tokenizer")
+    save_native(tmp_path / "m", build("plain"), CONFIGS["plain"], tokenizer_files=files)
+    assert load_pretrained(tmp_path / "m").eos_token_ids == (2,)
+
+
+def test_corrupt_tokenizer_is_an_error(tmp_path: Path) -> None:
+    save_native(tmp_path, build("plain"), CONFIGS["plain"])
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a valid tokenizer file"):
+        load_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": "other"}, "format='other', format_version=1 is not supported"),
+        ({"format_version": 2}, "format_version=2 is not supported; supported: 'megatron_async'"),
+        ({"model": None}, "model must be an object"),
+        ({"model": {**BASE, "num_layers": 0}}, r"config.json: model config: num_layers=0"),
+        ({"model": {**BASE, "depth": 1}}, "unexpected keyword argument 'depth'"),
+        ({"model": {**BASE, "vocab_size": 65}}, r"shape \[64, 32\], expected \[65, 32\]"),
+        ({"model": {**BASE, "num_layers": 3}}, "tensor decoder.layers.2.* and 5 more is missing"),
+        ({"model": {**BASE, "num_layers": 1}}, "unexpected tensor decoder.layers.1"),
+        ({"dtype": "int4"}, "dtype='int4' is not one of float32, bfloat16, float16"),
+        ({"eos_token_ids": [1, -2]}, r"eos_token_ids=\[1, -2\] must be a token id"),
+        ({"bos_token_id": 1.5}, "bos_token_id=1.5 must be a token id"),
+        ({"speed": "fast"}, "unknown field speed"),
+    ],
+)
+def test_wrong_config_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    save_native(tmp_path, build("plain"), CONFIGS["plain"])
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**values, **changes}))
+    with pytest.raises(CheckpointError, match=message) as raised:
+        load_pretrained(tmp_path)
+    assert str(tmp_path) in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_name_tiny_is_the_embedded_model_or_a_clear_error() -> None:
+    try:
+        assert load_pretrained("tiny").name == "tiny"
+    except CheckpointError as error:
+        assert "no embedded model" in str(error)
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, megatron_async; before = set(sys.modules); import megatron_async.checkpoint; "
+        "print({name.split('.')[0] for name in set(sys.modules) - before})"
+    )
+    root = Path(__file__).parents[2]
+    out = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert "megatron_async" in out.stdout
+    assert not {"torch", "megatron", "safetensors"} & set(ast.literal_eval(out.stdout))
