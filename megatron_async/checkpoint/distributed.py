@@ -1,0 +1,250 @@
+"""megatron-core ``dist_checkpointing`` directories (format ``torch_dist``)."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from megatron_async.checkpoint.distributed_metadata import (
+    StoredChunk,
+    StoredTensor,
+    read_metadata,
+)
+from megatron_async.checkpoint.files import one_line, read_json
+from megatron_async.checkpoint.native import copy_tokenizer_files, write_config
+from megatron_async.errors import CheckpointError
+from megatron_async.models import compat
+from megatron_async.models.config import ModelConfig
+
+from megatron.core import dist_checkpointing, parallel_state  # isort: skip
+from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip
+from megatron.core.dist_checkpointing.mapping import (  # isort: skip
+    ShardedTensor,
+    apply_factories,
+)
+from megatron.core.dist_checkpointing.strategies import torch as torch_strategy  # isort: skip
+from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy  # isort: skip
+from megatron.core.enums import ModelType  # isort: skip
+from megatron.core.transformer import enums  # isort: skip
+from megatron.core.transformer.mlp import MLP  # isort: skip
+
+BACKEND_FILE = "metadata.json"
+COMMON_FILE = "common.pt"
+
+# Our layers have separate norms; megatron's checkpoints name them as the fused layers do.
+_STORED_NAMES = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+# Classes without behaviour that a training script's arguments hold.
+_COMMON_GLOBALS: list[Any] = [
+    argparse.Namespace,
+    ModelType,
+    enums.AttnBackend,
+    enums.AttnMaskType,
+    enums.LayerType,
+]
+_NOT_WEIGHTS = re.compile(r"(optimizer|chained_\d+|rng_state|rerun_state_machine)\b")
+
+
+class _SyncSaveStrategy(SaveShardedStrategy):  # type: ignore[misc]
+    """``torch_dist`` written by the calling process: no worker process, no ``__main__`` guard."""
+
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1)
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        return True
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
+        by_key, _, _ = torch_strategy._replace_state_dict_keys_with_sharded_keys(
+            sharded_state_dict, keep_only_main_replica=True
+        )
+        dcp_save(
+            torch_strategy.mcore_to_pyt_state_dict(by_key, is_loading=False),
+            storage_writer=FileSystemWriter(checkpoint_dir),
+            planner=torch_strategy.MCoreSavePlanner(
+                dedup_replicated_tensors=False, flatten_state_dict=False
+            ),
+            no_dist=torch.distributed.get_world_size() == 1,
+        )
+
+
+def _no_state(*args: Any, **kwargs: Any) -> dict[str, Any]:
+    return {}
+
+
+def _sharded_state_dict(model: Any, metadata: dict[str, Any]) -> dict[str, Any]:
+    # megatron's MLP asks each child for its part, an activation that is a plain module too.
+    for module in model.modules():
+        if isinstance(module, MLP):
+            for child in module.children():
+                if not hasattr(child, "sharded_state_dict") and not list(child.parameters()):
+                    child.sharded_state_dict = _no_state
+    sharded: dict[str, Any] = model.sharded_state_dict(metadata=metadata)
+    return sharded
+
+
+def _stored_name(key: str) -> str:
+    for ours, theirs in _STORED_NAMES.items():
+        key = key.replace(f".{ours}", f".{theirs}")
+    return key
+
+
+def save_distributed(
+    path: str | Path,
+    model: Any,
+    config: ModelConfig,
+    *,
+    tokenizer_files: Iterable[str | Path] = (),
+    eos_token_ids: Sequence[int] = (),
+    bos_token_id: int | None = None,
+) -> None:
+    """Save ``model`` as ``megatron.core.dist_checkpointing.save`` does, with our config.json.
+
+    All ranks call it; the weights keep their dtype. The directory is made if need be.
+    """
+    directory = Path(path)
+    if not parallel_state.model_parallel_is_initialized():
+        compat.ensure_parallel_state()
+    directory.mkdir(parents=True, exist_ok=True)
+    sharded_state_dict = _sharded_state_dict(model, {})
+    for value in nested_values(sharded_state_dict):
+        if hasattr(value, "key"):
+            value.key = _stored_name(value.key)
+    dist_checkpointing.save(
+        sharded_state_dict, str(directory), sharded_strategy=_SyncSaveStrategy()
+    )
+    if torch.distributed.get_rank() == 0:
+        copy_tokenizer_files(directory, tokenizer_files)
+        write_config(
+            directory,
+            config,
+            eos_token_ids=eos_token_ids,
+            bos_token_id=bos_token_id,
+            dtype=next(model.parameters()).dtype,
+        )
+
+
+def _restricted_load(path: Path, data: bytes, what: str) -> Any:
+    try:
+        with torch.serialization.safe_globals(_COMMON_GLOBALS):
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as error:  # a corrupt archive can raise anything
+        found = re.search(r"GLOBAL ([\w.]+)", str(error))
+        reason = f"{found[1]} is not allowed" if found else one_line(error)
+        raise CheckpointError(f"{path}: {what} refused: {reason}") from error
+
+
+def _read_chunk(name: str, chunk: StoredChunk) -> torch.Tensor:
+    try:
+        with open(chunk.file, "rb") as file:
+            file.seek(chunk.start)
+            data = file.read(chunk.length)
+    except OSError as error:
+        raise CheckpointError(f"{chunk.file}: cannot be read: {error.strerror}") from error
+    if len(data) != chunk.length:
+        raise CheckpointError(f"{chunk.file}: truncated: {name} is not complete")
+    tensor = _restricted_load(chunk.file, data, name)
+    if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != chunk.sizes:
+        raise CheckpointError(f"{chunk.file}: {name} is not a tensor of {list(chunk.sizes)}")
+    if not tensor.is_floating_point():
+        raise CheckpointError(f"{chunk.file}: {name} has dtype {tensor.dtype}, not a float")
+    return tensor
+
+
+def _fill(name: str, stored: StoredTensor, parts: list[ShardedTensor]) -> None:
+    """Copy the stored tensor's chunks into this rank's ``parts`` of it, one chunk at a time."""
+    for chunk in stored.chunks:
+        pieces = []
+        for part in parts:
+            extent = (1,) * part.prepend_axis_num + tuple(part.local_shape)
+            begin = [max(a, b) for a, b in zip(chunk.offsets, part.global_offset, strict=True)]
+            end = [
+                min(a + n, b + m)
+                for a, n, b, m in zip(
+                    chunk.offsets, chunk.sizes, part.global_offset, extent, strict=True
+                )
+            ]
+            if all(b < e for b, e in zip(begin, end, strict=True)):
+                pieces.append((part, extent, begin, end))
+        if not pieces:
+            continue
+        source = _read_chunk(name, chunk)
+        for part, extent, begin, end in pieces:
+            to = _window(begin, end, part.global_offset)
+            part.data.detach().view(extent)[to].copy_(source[_window(begin, end, chunk.offsets)])
+
+
+def _window(begin: list[int], end: list[int], origin: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, origin, strict=True))
+
+
+def _parts(model: Any, stored: dict[str, StoredTensor]) -> dict[str, list[ShardedTensor]]:
+    """This rank's parts of the stored tensors by stored name; each ``data`` is a view.
+
+    Layers are stored stacked or each under its own name, gate and up projections as one tensor
+    or two: as the names in ``stored`` tell.
+    """
+    metadata = {
+        "non_homogeneous_layers": any(name.startswith("decoder.layers.0.") for name in stored),
+        "singleton_local_shards": any(name.endswith(".linear_fc1.weight_w") for name in stored),
+    }
+    sharded = _sharded_state_dict(model, metadata)
+    apply_factories(sharded)
+    parts: dict[str, list[ShardedTensor]] = {}
+    for part in nested_values(sharded):
+        if isinstance(part, ShardedTensor):
+            name = part.key if part.key in stored else _stored_name(part.key)
+            parts.setdefault(name, []).append(part)
+    return parts
+
+
+def load_weights(directory: Path, model: Any) -> None:
+    """Fill this rank's part of ``model`` from a directory of ``dist_checkpointing.save``.
+
+    Optimizer state beside the weights is skipped, as are stored objects.
+
+    Raises:
+        CheckpointError: a file is missing or corrupt, holds a pickle of anything but plain data,
+            or a tensor is missing, unexpected or of the wrong shape.
+    """
+    if not parallel_state.model_parallel_is_initialized():
+        compat.ensure_parallel_state()
+    backend = read_json(directory / BACKEND_FILE).get("sharded_backend")
+    if backend != "torch_dist":
+        raise CheckpointError(
+            f"{directory / BACKEND_FILE}: sharded_backend={backend!r} is not supported; "
+            "supported: 'torch_dist'"
+        )
+    common = directory / COMMON_FILE
+    try:
+        data = common.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{common}: cannot be read: {error.strerror}") from error
+    _restricted_load(common, data, "content")
+    stored = {k: v for k, v in read_metadata(directory).items() if not _NOT_WEIGHTS.match(k)}
+    parts = _parts(model, stored)
+    missing, unexpected = set(parts) - set(stored), set(stored) - set(parts)
+    if missing:
+        raise CheckpointError(f"{directory}: tensor {min(missing)} is missing")
+    if unexpected:
+        raise CheckpointError(f"{directory}: unexpected tensor {min(unexpected)}")
+    for name, named_parts in parts.items():
+        shape = tuple(named_parts[0].global_shape)
+        if stored[name].shape != shape:
+            raise CheckpointError(
+                f"{directory}: {name} has shape {list(stored[name].shape)}, expected {list(shape)}"
+            )
+    with torch.no_grad():
+        for name, named_parts in parts.items():
+            _fill(name, stored[name], named_parts)

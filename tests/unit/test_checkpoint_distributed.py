@@ -1,0 +1,243 @@
+"""megatron dist_checkpointing directories: exact both ways, and clear errors."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_async.checkpoint import load_pretrained, save_distributed
+from megatron_async.checkpoint.distributed_metadata import read_metadata
+from megatron_async.checkpoint.native import write_config
+from megatron_async.errors import CheckpointError
+from megatron_async.models.build import build_model
+from megatron_async.models.config import ModelConfig
+
+CONFIG = ModelConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    ffn_hidden_size=48,
+    vocab_size=64,
+    max_sequence_length=128,
+    qk_norm=True,
+)
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied_mtp": {"tie_word_embeddings": True, "mtp_num_layers": 2},
+    "biased": {"qkv_bias": True, "attention_output_bias": True, "mlp_bias": True},
+    "gelu": {"activation": "gelu", "normalization": "LayerNorm"},
+}
+
+# A program of a megatron user: stock model, stock save, nothing of this package.
+STOCK = """
+import dataclasses, json, sys
+import torch
+if not torch.cuda.is_available():
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    torch.cuda.synchronize = lambda device=None: None
+from megatron.core import jit
+jit.disable_jit_fuser()
+from megatron.core import dist_checkpointing, parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+def build():
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    config = TransformerConfig(
+        num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, kv_channels=8,
+        ffn_hidden_size=48, normalization="RMSNorm", qk_layernorm=True, add_bias_linear=False,
+        gated_linear_unit=True, activation_func=torch.nn.functional.silu,
+        use_cpu_initialization=True, bias_activation_fusion=False, bias_dropout_fusion=False,
+        masked_softmax_fusion=False, gradient_accumulation_fusion=False)
+    return GPTModel(
+        config=config, vocab_size=64, max_sequence_length=128, position_embedding_type="none",
+        transformer_layer_spec=get_gpt_layer_local_spec(
+            qk_layernorm=True, normalization="RMSNorm"),
+        share_embeddings_and_output_weights=False)
+
+if __name__ == "__main__":
+    action, directory, tensors, metadata = sys.argv[1:]
+    model = build()
+    sharded = model.sharded_state_dict(metadata=json.loads(metadata))
+    if action == "save":
+        for parameter in model.parameters():
+            parameter.data.copy_(torch.randn_like(parameter))
+        sharded["args"] = {"iteration": 3}
+        dist_checkpointing.save(sharded, directory)
+        torch.save(dict(model.named_parameters()), tensors)
+    else:
+        model.load_state_dict(dist_checkpointing.load(sharded, directory))
+        torch.save(dict(model.named_parameters()), tensors)
+"""
+
+
+def build(config: ModelConfig) -> Any:
+    torch.manual_seed(0)
+    model = build_model(config, device="cpu", dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter))
+    return model
+
+
+def run_stock(action: str, directory: Path, tmp_path: Path, metadata: Any) -> dict[str, Any]:
+    """Run the program; its model's parameters by name."""
+    program, tensors = tmp_path / "stock.py", tmp_path / "tensors.pt"
+    program.write_text(STOCK)
+    arguments = [action, str(directory), str(tensors), json.dumps(metadata)]
+    subprocess.run(
+        [sys.executable, "-W", "ignore", str(program), *arguments],
+        check=True,
+        timeout=120,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    parameters: dict[str, Any] = torch.load(tensors, weights_only=True)
+    return parameters
+
+
+def assert_same(expected: dict[str, Any], actual: dict[str, Any]) -> None:
+    assert expected.keys() == actual.keys()
+    for name in expected:
+        assert torch.equal(expected[name], actual[name]), name
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_roundtrip_is_exact(tmp_path: Path, name: str) -> None:
+    config = ModelConfig.from_dict({**CONFIG.to_dict(), **VARIANTS[name]})
+    model = build(config)
+    save_distributed(tmp_path / "d", model, config, eos_token_ids=[3])
+    assert {"metadata.json", "common.pt", ".metadata", "config.json"} <= {
+        path.name for path in (tmp_path / "d").iterdir()
+    }
+    loaded = load_pretrained(tmp_path / "d")
+    assert loaded.config == config and loaded.eos_token_ids == (3,)
+    assert_same(dict(model.named_parameters()), dict(loaded.model.named_parameters()))
+
+
+@pytest.mark.parametrize("metadata", [{}, {"singleton_local_shards": True}])
+def test_checkpoint_of_stock_megatron_loads_exactly(
+    tmp_path: Path, metadata: dict[str, Any]
+) -> None:
+    directory = tmp_path / "d"
+    directory.mkdir()
+    expected = run_stock("save", directory, tmp_path, metadata)
+    write_config(directory, CONFIG)
+    loaded = load_pretrained(directory)
+    assert_same(expected, dict(loaded.model.named_parameters()))
+
+
+def test_stock_megatron_loads_our_checkpoint_exactly(tmp_path: Path) -> None:
+    model = build(CONFIG)
+    save_distributed(tmp_path / "d", model, CONFIG)
+    assert_same(dict(model.named_parameters()), run_stock("load", tmp_path / "d", tmp_path, {}))
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    save_distributed(tmp_path / "d", build(CONFIG), CONFIG)
+    return tmp_path / "d"
+
+
+def test_training_arguments_in_common_are_plain_data(saved: Path) -> None:
+    torch.save({"args": argparse.Namespace(lr=1e-3), "iteration": 3}, saved / "common.pt")
+    load_pretrained(saved)
+
+
+def rewrite_metadata(path: Path, edit: Any) -> None:
+    metadata = pickle.loads((path / ".metadata").read_bytes())
+    (path / ".metadata").write_bytes(pickle.dumps(edit(metadata) or metadata))
+
+
+def test_metadata_may_name_no_file_outside_the_directory(saved: Path) -> None:
+    def edit(metadata: Any) -> None:
+        for info in metadata.storage_data.values():
+            info.relative_path = "../" + info.relative_path
+
+    rewrite_metadata(saved, edit)
+    with pytest.raises(CheckpointError, match="is not a file of the directory"):
+        load_pretrained(saved)
+
+
+def test_metadata_that_leaves_a_gap_is_refused(saved: Path) -> None:
+    def edit(metadata: Any) -> None:
+        metadata.state_dict_metadata["decoder.layers.mlp.linear_fc2.weight"].chunks.pop()
+
+    rewrite_metadata(saved, edit)
+    with pytest.raises(CheckpointError, match=r"linear_fc2\.weight: its chunks do not cover it"):
+        load_pretrained(saved)
+
+
+def test_wrong_architecture_is_named(saved: Path) -> None:
+    for changes, message in (
+        ({"vocab_size": 65}, r"embedding.* has shape \[64, 32\], expected \[65, 32\]"),
+        ({"mtp_num_layers": 1}, r"tensor mtp\.layers\.0.* is missing"),
+        ({"qk_norm": False}, r"unexpected tensor decoder\.layers\.self_attention\.k_layernorm"),
+    ):
+        write_config(saved, ModelConfig.from_dict({**CONFIG.to_dict(), **changes}))
+        with pytest.raises(CheckpointError, match=message):
+            load_pretrained(saved)
+
+
+def test_optimizer_state_is_skipped(saved: Path) -> None:
+    def edit(metadata: Any) -> None:
+        tensors = metadata.state_dict_metadata
+        tensors["optimizer.state.exp_avg.x"] = tensors["embedding.word_embeddings.weight"]
+        for index, info in list(metadata.storage_data.items()):
+            if index.fqn == "embedding.word_embeddings.weight":
+                copy = type(index)("optimizer.state.exp_avg.x", index.offset, index.index)
+                metadata.storage_data[copy] = info
+
+    rewrite_metadata(saved, edit)
+    assert "optimizer.state.exp_avg.x" in read_metadata(saved)
+    load_pretrained(saved)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (".metadata", "No such file"),
+        ("common.pt", r"common\.pt: cannot be read: No such file"),
+        ("metadata.json", r"metadata\.json: cannot be read"),
+        ("*.distcp", "cannot be read: No such file"),
+        ("config.json", r"needs a config\.json.*write_config"),
+    ],
+)
+def test_missing_file_is_named(saved: Path, name: str, message: str) -> None:
+    for path in list(saved.glob(name)):
+        path.unlink()
+    with pytest.raises(CheckpointError, match=message):
+        load_pretrained(saved)
+
+
+def test_truncated_data_and_unknown_backend_are_named(saved: Path) -> None:
+    for path in saved.glob("*.distcp"):
+        path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(CheckpointError, match=r"distcp: (truncated|.* refused)"):
+        load_pretrained(saved)
+    (saved / "metadata.json").write_text('{"sharded_backend": "zarr"}')
+    with pytest.raises(CheckpointError, match="sharded_backend='zarr' is not supported"):
+        load_pretrained(saved)
+
+
+def test_corrupt_common_archive_is_one_line(saved: Path) -> None:
+    with zipfile.ZipFile(saved / "common.pt", "w") as archive:
+        archive.writestr("archive/data.pkl", b"junk")
+    with pytest.raises(CheckpointError, match=r"common\.pt: content refused") as raised:
+        load_pretrained(saved)
+    assert "\n" not in str(raised.value)
