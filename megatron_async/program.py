@@ -138,8 +138,8 @@ class StepProgram:
         context.seed[slots] = (high << 32) | low
         context.max_total[slots] = words[:, packet.ADMIT_MAX_TOTAL].long()
         context.stop_ids[slots] = words[:, packet.ADMIT_STOP_IDS :].long()
-        context.kv_length[slots] = 0
-        context.finished[slots] = False
+        context.kv_length.index_fill_(0, slots, 0)
+        context.finished.index_fill_(0, slots, False)
 
     # --- F ------------------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ def paged_decode_attention(
     Row r attends to its first ``lengths[r]`` positions. Returns [R, Hq, D]. All shapes are static,
     so this can be captured; it reads all C blocks of every row.
     """
-    rows, columns = block_table.shape
+    columns = block_table.shape[1]
     block_size = key_cache.shape[1]
     keys = key_cache[block_table].flatten(1, 2)
     values = value_cache[block_table].flatten(1, 2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from megatron_async.assembly import build_context
+from megatron_async.assembly import build_context, resolve_device
 from megatron_async.config import EngineConfig
 from megatron_async.controller import TextGenerationController
 from megatron_async.device.protocol import Device
@@ -26,15 +26,18 @@ def config_at(depth: int, **values: Any) -> EngineConfig:
 
 
 def hash_engine(
-    depth: int, *, model: Any = None, device: Device | None = None, **values: Any
+    depth: int,
+    *,
+    model: Any = None,
+    device: Device | None = None,
+    device_name: str = "cpu",
+    **values: Any,
 ) -> DynamicInferenceEngine:
     """An engine over the hash model, with debug checks on."""
-    import torch
-
-    model = model or HashModel()
     values.setdefault("debug", True)
-    config = config_at(depth, **values)
-    context = build_context(model, config, torch.device("cpu"))
+    config = config_at(depth, device=device_name, **values)
+    model = model or HashModel(device_name)
+    context = build_context(model, config, resolve_device(device_name))
     return DynamicInferenceEngine(
         TextGenerationController(model), context, config=config, device=device
     )

@@ -1,0 +1,91 @@
+"""The engine on a GPU: captured decode graphs, pinned rings, parity, no hidden waiting."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from megatron_async.engine import DynamicInferenceEngine
+from megatron_async.requests import SamplingParams
+from tests.support.engines import DEPTHS, config_at, hash_engine, random_ask, sampling_params
+from tests.support.oracle import Ask, decode_alone
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+PROMPTS = ["def fibonacci(n):", "class Stack:\n    def push(self", "import os\n\n", "x"]
+
+
+@pytest.mark.parametrize("debug", (False, True))
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_hash_model_in_captured_graphs_equals_the_oracle(depth: int, debug: bool) -> None:
+    rng = random.Random(11)
+    asks = [random_ask(rng) for _ in range(60)]
+    with hash_engine(
+        depth,
+        device_name="cuda",
+        max_requests=12,
+        block_size_tokens=4,
+        block_count=150,
+        prefill_chunk_tokens=8,
+        debug=debug,
+    ) as engine:
+        requests = engine.generate(
+            [list(a.prompt) for a in asks], [sampling_params(a) for a in asks]
+        )
+    for ask, request in zip(asks, requests, strict=True):
+        assert request.generated_tokens == decode_alone(ask)[0]
+    counters = engine.counters
+    assert (counters.tokens_discarded > 0) == (depth > 0)
+    assert counters.steps_with_waiting > 0
+    assert counters.prefill_chunks > len(asks)
+
+
+@pytest.mark.parametrize("depth", (1, 2))
+def test_steady_steps_make_no_hidden_synchronisation(depth: int) -> None:
+    ask = Ask(prompt=(3,), max_new=220, temperature=1.0, top_k=5, top_p=0.9)
+    with hash_engine(
+        depth, device_name="cuda", max_requests=8, block_count=200, debug=False
+    ) as engine:
+        for request_id in range(8):
+            engine.add_request(request_id, [3 + request_id], sampling_params(ask))
+        for _ in range(10):
+            engine.step_modern()
+        allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(200):
+                engine.step_modern()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
+        engine.reset()
+
+
+def decode_tiny(depth: int, device: str, dtype: str) -> list[list[int]]:
+    params = [
+        SamplingParams(num_tokens_to_generate=80, temperature=t, top_k=k, top_p=p, seed=s)
+        for t, k, p, s in ((0.0, 0, 0.0, 0), (0.8, 0, 0.0, 1), (1.0, 40, 0.0, 2), (1.0, 0, 0.9, 3))
+    ]
+    prompts = [prompt for prompt in PROMPTS for _ in params]
+    config = config_at(depth, device=device, dtype=dtype, max_requests=5, block_size_tokens=16)
+    with DynamicInferenceEngine.from_pretrained("tiny", config) as engine:
+        requests = engine.generate(prompts, params * len(PROMPTS))
+    if depth:
+        assert engine.counters.steps_overlapped >= engine.counters.steps_committed - 1
+    return [request.generated_tokens for request in requests]
+
+
+def test_embedded_model_gives_the_cpus_tokens_in_fp32() -> None:
+    torch.backends.cuda.matmul.allow_tf32 = False
+    assert decode_tiny(1, "cuda", "float32") == decode_tiny(0, "cpu", "float32")
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+@pytest.mark.parametrize("depth", (1, 2, 4))
+def test_embedded_model_is_equal_at_every_depth(depth: int, dtype: str) -> None:
+    assert decode_tiny(depth, "cuda", dtype) == decode_tiny(0, "cuda", dtype)
