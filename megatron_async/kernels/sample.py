@@ -234,7 +234,8 @@ def _threshold(
     return low
 
 
-@triton.jit
+# A vocabulary of one must stay a number in the kernel.
+@triton.jit(do_not_specialize=["vocab_size"])
 def _sample_kernel(
     logits_ptr, row_stride, inverse_temperature_ptr, top_k_ptr, top_p_ptr, seed_ptr, position_ptr,
     out_ptr, vocab_size, split_size,

@@ -74,13 +74,13 @@ def _token_blocks(seed: Tensor, position: Tensor, block: Tensor) -> Tensor:
     counter[0] = block
     counter[1] = position & MASK
     counter[2] = (position >> 32) & MASK
-    counter[3] = TOKEN_STREAM
+    counter[3].fill_(TOKEN_STREAM)
     return philox4x32(counter, key)
 
 
 def _words(values: tuple[int, int], device: torch.device) -> Tensor:
     """A constant int64 ``[2]`` written by kernels, so that a CUDA graph can capture it."""
     out = torch.empty(2, dtype=torch.int64, device=device)
-    out[0] = values[0]
-    out[1] = values[1]
+    out[0].fill_(values[0])
+    out[1].fill_(values[1])
     return out
