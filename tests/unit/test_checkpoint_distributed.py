@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import pickle
 import subprocess
@@ -42,7 +41,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 # A program of a megatron user: stock model, stock save, nothing of this package.
 STOCK = """
-import dataclasses, json, sys
+import os, sys
 import torch
 if not torch.cuda.is_available():
     torch.cuda.current_device = lambda: torch.device("cpu")
@@ -71,18 +70,18 @@ def build():
         share_embeddings_and_output_weights=False)
 
 if __name__ == "__main__":
-    action, directory, tensors, metadata = sys.argv[1:]
+    root = sys.argv[1]
     model = build()
-    sharded = model.sharded_state_dict(metadata=json.loads(metadata))
-    if action == "save":
-        for parameter in model.parameters():
-            parameter.data.copy_(torch.randn_like(parameter))
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.randn_like(parameter))
+    torch.save(dict(model.named_parameters()), f"{root}/stock.pt")
+    for name, metadata in (("stacked", {}), ("single", {"singleton_local_shards": True})):
+        sharded = model.sharded_state_dict(metadata=metadata)
         sharded["args"] = {"iteration": 3}
-        dist_checkpointing.save(sharded, directory)
-        torch.save(dict(model.named_parameters()), tensors)
-    else:
-        model.load_state_dict(dist_checkpointing.load(sharded, directory))
-        torch.save(dict(model.named_parameters()), tensors)
+        os.mkdir(f"{root}/{name}")
+        dist_checkpointing.save(sharded, f"{root}/{name}")
+    model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), f"{root}/ours"))
+    torch.save(dict(model.named_parameters()), f"{root}/loaded.pt")
 """
 
 
@@ -93,22 +92,6 @@ def build(config: ModelConfig) -> Any:
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter))
     return model
-
-
-def run_stock(action: str, directory: Path, tmp_path: Path, metadata: Any) -> dict[str, Any]:
-    """Run the program; its model's parameters by name."""
-    program, tensors = tmp_path / "stock.py", tmp_path / "tensors.pt"
-    program.write_text(STOCK)
-    arguments = [action, str(directory), str(tensors), json.dumps(metadata)]
-    subprocess.run(
-        [sys.executable, "-W", "ignore", str(program), *arguments],
-        check=True,
-        timeout=120,
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    parameters: dict[str, Any] = torch.load(tensors, weights_only=True)
-    return parameters
 
 
 def assert_same(expected: dict[str, Any], actual: dict[str, Any]) -> None:
@@ -130,22 +113,24 @@ def test_roundtrip_is_exact(tmp_path: Path, name: str) -> None:
     assert_same(dict(model.named_parameters()), dict(loaded.model.named_parameters()))
 
 
-@pytest.mark.parametrize("metadata", [{}, {"singleton_local_shards": True}])
-def test_checkpoint_of_stock_megatron_loads_exactly(
-    tmp_path: Path, metadata: dict[str, Any]
-) -> None:
-    directory = tmp_path / "d"
-    directory.mkdir()
-    expected = run_stock("save", directory, tmp_path, metadata)
-    write_config(directory, CONFIG)
-    loaded = load_pretrained(directory)
-    assert_same(expected, dict(loaded.model.named_parameters()))
-
-
-def test_stock_megatron_loads_our_checkpoint_exactly(tmp_path: Path) -> None:
-    model = build(CONFIG)
-    save_distributed(tmp_path / "d", model, CONFIG)
-    assert_same(dict(model.named_parameters()), run_stock("load", tmp_path / "d", tmp_path, {}))
+def test_stock_megatron_and_we_load_each_other_exactly(tmp_path: Path) -> None:
+    ours = build(CONFIG)
+    save_distributed(tmp_path / "ours", ours, CONFIG)
+    program = tmp_path / "stock.py"
+    program.write_text(STOCK)
+    subprocess.run(
+        [sys.executable, "-W", "ignore", str(program), str(tmp_path)],
+        check=True,
+        timeout=120,
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    loaded = torch.load(tmp_path / "loaded.pt", weights_only=True)
+    assert_same(dict(ours.named_parameters()), loaded)
+    stock = torch.load(tmp_path / "stock.pt", weights_only=True)
+    for name in ("stacked", "single"):
+        write_config(tmp_path / name, CONFIG)
+        assert_same(stock, dict(load_pretrained(tmp_path / name).model.named_parameters()))
 
 
 @pytest.fixture

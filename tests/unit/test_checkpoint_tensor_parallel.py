@@ -1,0 +1,116 @@
+"""Each tensor-parallel rank loads its share of a model, from every format."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+
+from megatron_async.checkpoint import load_pretrained, save_distributed, save_native
+from megatron_async.models.config import ModelConfig
+
+PROGRAM = """
+import sys
+from pathlib import Path
+import torch
+from megatron_async.checkpoint import load_pretrained, save_distributed, save_native
+from megatron_async.errors import CheckpointError
+from megatron_async.models import compat
+
+rank, root = int(sys.argv[1]), Path(sys.argv[2])
+torch.distributed.init_process_group(
+    "gloo", init_method=f"file://{root}/rendezvous", rank=rank, world_size=2)
+compat.ensure_parallel_state(tensor=2)
+ids = torch.arange(20)[None]
+for name in sys.argv[3:]:
+    loaded = load_pretrained(root / name)
+    if name == "distributed":
+        save_distributed(root / "saved_by_two", loaded.model, loaded.config)
+        try:
+            save_native(root / "never", loaded.model, loaded.config)
+        except CheckpointError as error:
+            assert "use save_distributed" in str(error)
+    logits = loaded.model(ids, ids, None, runtime_gather_output=True)
+    torch.save(logits, root / f"{name}.{rank}.pt")
+"""
+CONFIG = ModelConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    ffn_hidden_size=48,
+    vocab_size=64,
+    max_sequence_length=64,
+    qkv_bias=True,
+    attention_output_bias=True,
+    mlp_bias=True,
+    mtp_num_layers=1,
+)
+
+
+def logits_of(path: Path) -> torch.Tensor:
+    ids = torch.arange(20)[None]
+    logits: torch.Tensor = load_pretrained(path).model(ids, ids, None, runtime_gather_output=True)
+    return logits
+
+
+def save_all_formats(root: Path) -> None:
+    from megatron_async.models.build import build_model
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        vocab_size=64,
+        tie_word_embeddings=True,
+        attention_bias=True,
+        mlp_bias=True,
+        initializer_range=0.2,
+    )
+    theirs = transformers.LlamaForCausalLM(config)
+    ours = build_model(CONFIG, device="cpu", dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in [*theirs.parameters(), *ours.parameters()]:
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    theirs.save_pretrained(root / "huggingface")
+    save_native(root / "native", ours, CONFIG)
+    save_distributed(root / "distributed", ours, CONFIG)
+
+
+def test_two_ranks_give_the_logits_of_one(tmp_path: Path) -> None:
+    save_all_formats(tmp_path)
+    names = ["huggingface", "native", "distributed"]
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    root = str(Path(__file__).parents[2])
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", str(program), str(rank), str(tmp_path), *names],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root},
+        )
+        for rank in range(2)
+    ]
+    try:
+        assert [process.wait(timeout=120) for process in ranks] == [0, 0]
+    finally:
+        for process in ranks:
+            process.kill()
+    for name in names:
+        expected = logits_of(tmp_path / name)
+        for rank in range(2):
+            actual = torch.load(tmp_path / f"{name}.{rank}.pt", weights_only=True)
+            torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    one, two = (
+        dict(load_pretrained(tmp_path / name).model.named_parameters())
+        for name in ("distributed", "saved_by_two")
+    )
+    assert all(torch.equal(one[name], two[name]) for name in one)
