@@ -1,0 +1,127 @@
+"""``megatron-async info``: versions, devices, and which optional parts are used."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+from typing import Any, NamedTuple
+
+from megatron_async.version import __version__
+
+REQUIRED = ("torch", "megatron-core", "numpy", "safetensors", "tokenizers")
+
+
+class Optional(NamedTuple):
+    """An optional distribution, the module it brings, and what happens with and without it."""
+
+    distribution: str
+    module: str
+    installed: str
+    missing: str
+
+
+OPTIONAL = (
+    Optional(
+        "triton",
+        "triton",
+        "samples and moves packets and results on a GPU",
+        "needed on a GPU; a CPU uses the PyTorch reference",
+    ),
+    Optional(
+        "transformer-engine",
+        "transformer_engine",
+        "computes the norms on a GPU",
+        "this package's PyTorch norms, or Apex for LayerNorm",
+    ),
+    Optional(
+        "apex",
+        "apex",
+        "computes LayerNorm on a GPU without Transformer Engine",
+        "this package's PyTorch LayerNorm",
+    ),
+    Optional(
+        "transformers",
+        "transformers",
+        "compared with in the tests",
+        "Hugging Face directories are read without it",
+    ),
+)
+
+
+def add_command(commands: Any) -> None:
+    """Add ``info`` to the command line."""
+    parser = commands.add_parser(
+        "info",
+        help="versions, devices, optional parts",
+        description="Show versions, devices, and which optional parts are installed or replaced.",
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    report = collect()
+    if args.json:
+        print(json.dumps(report))
+        return 0
+    from .table import format_table
+
+    versions = report["versions"]
+    print(format_table(("version", ""), [(name, versions[name]) for name in versions]))
+    print("\ndevices")
+    for device in report["devices"]:
+        print(f"  {device}")
+    print("\noptional parts")
+    for name, part in report["optional"].items():
+        if part["version"] is None:
+            print(f"  {name}: not installed; {part['use']}")
+        else:
+            print(f"  {name} {part['version']}: {part['use']}")
+    return 0
+
+
+def collect() -> dict[str, Any]:
+    """What the command shows, as plain JSON types."""
+    versions: dict[str, str | None] = {
+        "megatron-async": __version__,
+        "python": platform.python_version(),
+    }
+    versions |= {name: _version(name) for name in REQUIRED}
+    optional = {}
+    for part in OPTIONAL:
+        version = None
+        if importlib.util.find_spec(part.module) is not None:
+            version = _version(part.distribution) or "of unknown version"
+        optional[part.distribution] = {
+            "version": version,
+            "use": part.missing if version is None else part.installed,
+        }
+    return {"versions": versions, "devices": _devices(), "optional": optional}
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[str]:
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    devices = [f"cpu: {cores} cores, {torch.get_num_threads()} threads per operator"]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        memory = properties.total_memory / 2**30
+        devices.append(f"cuda:{index}: {properties.name}, {memory:.0f} GiB")
+    if len(devices) == 1:
+        built = torch.version.cuda
+        reason = "no NVIDIA GPU was found" if built else "this PyTorch is built without CUDA"
+        devices.append(f"cuda: not available, {reason}")
+    return devices

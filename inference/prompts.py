@@ -1,0 +1,83 @@
+"""Where the prompts of ``generate`` come from: the command line, text files, JSON lines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+from megatron_async.errors import ConfigError, RequestError
+
+SAMPLING_FIELDS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+"""What a line of a .jsonl file may set for itself, named as the options are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One prompt: text or token ids, where it was given, and what it sets for itself.
+
+    ``error`` says what is wrong with the line; such a job is reported and not run.
+    """
+
+    source: str
+    prompt: str | list[int] = ""
+    sampling: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+
+    def check(self) -> None:
+        """Raises :class:`RequestError` when the line could not be understood."""
+        if self.error is not None:
+            raise RequestError(self.error)
+
+
+def read_jobs(prompts: list[str], files: list[str]) -> list[Job]:
+    """The jobs in the order prompts, then files; ``-`` is the standard input.
+
+    Raises:
+        ConfigError: a file cannot be read, or there is no prompt at all.
+    """
+    jobs = [Job(f"--prompt {n}", prompt) for n, prompt in enumerate(prompts, 1)]
+    for name in files:
+        jobs += _read_file(name)
+    if not jobs:
+        where = f"{', '.join(files)}: no prompt in it" if files else "no prompt was given"
+        raise ConfigError(f"{where}; use --prompt TEXT or --prompt-file FILE")
+    return jobs
+
+
+def _read_file(name: str) -> Iterator[Job]:
+    try:
+        with nullcontext(sys.stdin) if name == "-" else open(name, encoding="utf-8-sig") as file:
+            yield from _read_lines(name, file)
+    except OSError as error:
+        raise ConfigError(f"--prompt-file {name}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--prompt-file {name}: not UTF-8 text: {error}") from error
+
+
+def _read_lines(name: str, file: TextIO) -> Iterator[Job]:
+    parse = _parse_json if name.endswith(".jsonl") else Job
+    for number, line in enumerate(file, 1):
+        line = line.removesuffix("\n")
+        if line.strip():
+            yield parse(f"{name}:{number}", line)
+
+
+def _parse_json(source: str, line: str) -> Job:
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        return Job(source, line, error=f"not valid JSON: {error}")
+    if not isinstance(values, dict) or "prompt" not in values:
+        return Job(source, line, error='must be an object with "prompt"')
+    prompt = values.pop("prompt")
+    if not isinstance(prompt, (str, list)):
+        return Job(source, line, error=f'"prompt" is {prompt!r}; give text or a list of token ids')
+    unknown = sorted(set(values) - set(SAMPLING_FIELDS))
+    if unknown:
+        known = ", ".join(("prompt", *SAMPLING_FIELDS))
+        return Job(source, prompt, error=f"unknown field {unknown[0]!r}; known are {known}")
+    return Job(source, prompt, values)

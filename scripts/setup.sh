@@ -1,0 +1,89 @@
+# Sourced by scripts/run and scripts/test. Makes .venv with the pinned dependencies and this
+# checkout installed in editable mode; does nothing when that is already done.
+#
+#   PYTHON   the Python to make .venv from; by default the first that works of
+#            python3.11 .. python3.14, python3, python
+
+TORCH_VERSION=2.13.0
+VENV="$ROOT/.venv"
+CONSTRAINTS="$ROOT/requirements/constraints.txt"
+STAMP="$VENV/.installed"
+
+say() { printf '[setup] %s\n' "$*" >&2; }
+
+fail() {
+    printf '[setup] error: %s\n' "$*" >&2
+    exit 1
+}
+
+is_usable_python() {
+    "$1" -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
+}
+
+find_python() {
+    local name candidate
+    if [ -n "${PYTHON:-}" ]; then
+        is_usable_python "$PYTHON" ||
+            fail "PYTHON=$PYTHON does not run as Python 3.11 or later with venv; set it to one that does"
+        printf '%s\n' "$PYTHON"
+        return
+    fi
+    # Every match on the path: a version manager's shim may exist and not run.
+    for name in python3.11 python3.12 python3.13 python3.14 python3 python; do
+        while IFS= read -r candidate; do
+            if is_usable_python "$candidate"; then
+                printf '%s\n' "$candidate"
+                return
+            fi
+        done < <(type -aP "$name")
+    done
+    fail "found no Python 3.11 or later with its venv module; install one (on Debian and Ubuntu" \
+        "also python3-venv), or set PYTHON to it"
+}
+
+pip_install() { "$VENV/bin/python" -m pip install --disable-pip-version-check -c "$CONSTRAINTS" "$@"; }
+
+install_torch() {
+    local log
+    if [ "$1" = gpu ] || [ "$(uname -s)" != Linux ]; then
+        say "installing torch $TORCH_VERSION"
+        pip_install "torch==$TORCH_VERSION" >&2
+        return
+    fi
+    say "no usable NVIDIA GPU: installing the CPU build of torch $TORCH_VERSION"
+    log="$VENV/torch-cpu.log"
+    if pip_install "torch==$TORCH_VERSION+cpu" >&2 2>"$log"; then
+        return
+    fi
+    say "pip found no CPU build: $(tail -n 1 "$log")"
+    say "falling back to plain torch $TORCH_VERSION, which on Linux may be the CUDA build: gigabytes."
+    say "To avoid that, stop here, add PyTorch's CPU wheel index (see pytorch.org) to pip's"
+    say "extra-index-url, for example in PIP_EXTRA_INDEX_URL, and run this again."
+    pip_install "torch==$TORCH_VERSION" >&2
+}
+
+setup() {
+    local kind stamp python
+    kind=cpu
+    if nvidia-smi -L >/dev/null 2>&1; then kind=gpu; fi
+    stamp="$kind $ROOT $(cat "$CONSTRAINTS" "$ROOT/setup.py" "$ROOT/pyproject.toml" \
+        "$ROOT/scripts/setup.sh" | cksum)"
+    if [ -x "$VENV/bin/megatron-async" ] && [ "$(cat "$STAMP" 2>/dev/null)" = "$stamp" ]; then
+        say "using $VENV, which is up to date"
+        return
+    fi
+    rm -f "$STAMP"
+    if ! is_usable_python "$VENV/bin/python"; then
+        python="$(find_python)"
+        say "making $VENV with $python ($("$python" --version))"
+        "$python" -m venv --clear "$VENV"
+    fi
+    say "installing dependencies pinned in requirements/constraints.txt; the first time takes minutes"
+    pip_install --quiet setuptools >&2
+    install_torch "$kind"
+    pip_install --quiet --no-build-isolation --editable "$ROOT[test]" >&2
+    printf '%s\n' "$stamp" >"$STAMP"
+    say "done"
+}
+
+setup

@@ -1,0 +1,58 @@
+"""Package metadata. Nothing but ``megatron_async`` is installed: ``inference/`` goes inside it."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+
+def version() -> str:
+    """``__version__`` of megatron_async/version.py, without importing the package."""
+    text = (ROOT / "megatron_async" / "version.py").read_text()
+    found = re.search(r'^__version__ = "([^"]+)"$', text, re.MULTILINE)
+    if found is None:
+        raise RuntimeError("megatron_async/version.py has no __version__")
+    return found[1]
+
+
+setup(
+    name="megatron-async",
+    version=version(),
+    description="Asynchronous decoding of megatron-core models: the GPU never waits for the host",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    packages=[
+        *find_packages(include=["megatron_async", "megatron_async.*"]),
+        "megatron_async.inference",
+    ],
+    package_dir={"megatron_async.inference": "inference"},
+    package_data={"megatron_async": ["py.typed", "assets/**"]},
+    python_requires=">=3.11",
+    install_requires=[
+        "torch>=2.9,<3",
+        "megatron-core==0.16.1",
+        "numpy",
+        "packaging",
+        "psutil",
+        "safetensors",
+        "tokenizers",
+        "tqdm",
+    ],
+    extras_require={
+        "cuda": ["triton"],
+        "plot": ["matplotlib"],
+        "test": [
+            "hypothesis",
+            "mypy",
+            "pytest",
+            "pytest-timeout",
+            "ruff",
+            "setuptools>=77",
+            "transformers",
+        ],
+    },
+    entry_points={"console_scripts": ["megatron-async = megatron_async.inference.cli:main"]},
+    zip_safe=False,
+)

@@ -1,0 +1,211 @@
+"""What the command line makes of its arguments, without a model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_async.config import EngineConfig
+from megatron_async.errors import ConfigError
+from megatron_async.inference.cli import build_parser, main
+from megatron_async.inference.options import (
+    FLAGS,
+    engine_config,
+    name_options,
+    resolve_scheduling,
+)
+from megatron_async.inference.prompts import read_jobs
+from megatron_async.inference.table import format_table
+from megatron_async.requests import SamplingParams
+
+COMMANDS = ("generate", "verify", "demo", "info")
+
+
+def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """The single line on stderr of a call that must end with status 2."""
+    try:
+        status = main(arguments)
+    except SystemExit as exit:
+        status = exit.code
+    out, err = capsys.readouterr()
+    assert status == 2
+    assert out == ""
+    assert err.startswith("megatron-async: error: ")
+    assert err.count("\n") == 1
+    return err
+
+
+@pytest.mark.parametrize(
+    ("asynchronous", "depth", "default", "expected"),
+    [
+        (None, None, False, 0),
+        (None, None, True, 1),
+        (True, None, False, 1),
+        (False, None, True, 0),
+        (None, 0, True, 0),
+        (False, 0, True, 0),
+        (None, 2, False, 2),
+        (True, 4, False, 4),
+    ],
+)
+def test_scheduling_options_give_a_depth(
+    asynchronous: bool | None, depth: int | None, default: bool, expected: int
+) -> None:
+    assert resolve_scheduling(asynchronous, depth, default=default) == expected
+
+
+@pytest.mark.parametrize(("asynchronous", "depth"), [(False, 2), (True, 0)])
+def test_contradictory_scheduling_options_are_refused(asynchronous: bool, depth: int) -> None:
+    with pytest.raises(ConfigError, match=f"--depth {depth}.*leave one of them out"):
+        resolve_scheduling(asynchronous, depth, default=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["generate", "--prompt", "a", "--depth", "-1"], ["--depth", "'-1'", "between 0 and 64"]),
+        (["generate", "--prompt", "a", "--depth", "65"], ["--depth", "'65'", "between 0 and 64"]),
+        (["generate", "--prompt", "a", "--max-new-tokens", "0"], ["--max-new-tokens", "'0'"]),
+        (["generate", "--prompt", "a", "--temperature", "nan"], ["--temperature", "'nan'"]),
+        (["generate", "--prompt", "a", "--temperature", "-1"], ["--temperature", "'-1'"]),
+        (["generate", "--prompt", "a", "--top-p", "1.5"], ["--top-p", "'1.5'", "at most 1"]),
+        (["generate", "--prompt", "a", "--top-k", "x"], ["--top-k", "'x'", "integer"]),
+        (["generate", "--prompt", "a", "--tempera", "1"], ["--tempera"]),
+        (["generate", "--prompt", "a", "--dtype", "int8"], ["--dtype", "int8", "bfloat16"]),
+        (
+            ["generate", "--prompt", "a", "--inference-dynamic-batching-buffer-size-gb", "0"],
+            ["--inference-dynamic-batching-buffer-size-gb", "above 0"],
+        ),
+        (
+            ["generate", "--prompt", "a", "--inference-dynamic-batching-max-tokens", "8"],
+            ["--inference-dynamic-batching-max-tokens=8", "--max-requests", "320"],
+        ),
+        (
+            ["generate", "--prompt=a", "--no-inference-async-scheduling", "--depth=2"],
+            ["--no-inference-async-scheduling", "--depth 2", "leave one"],
+        ),
+        (["generate"], ["--prompt TEXT", "--prompt-file"]),
+        (["generate", "--prompt-file", "/no/such"], ["/no/such", "No such file"]),
+        (["generate", "--prompt", "a", "--model", "/no/such"], ["/no/such"]),
+        (["verify", "--depths", "0"], ["'0'", "use 0,1"]),
+        (["verify", "--depths", "1,x"], ["'x'"]),
+        (["verify", "--requests", "0"], ["--requests", "'0'"]),
+        (["demo", "--inference-async-scheduling", "--depth", "0"], ["--depth 0", "serial"]),
+        ([], ["COMMAND", "--help"]),
+        (["translate"], ["translate"]),
+    ],
+)
+def test_bad_arguments_are_one_line_and_status_2(
+    arguments: list[str], parts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = error_of(arguments, capsys)
+    for part in parts:
+        assert part in line
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_has_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main([command, "--help"])
+    assert exit.value.code == 0
+    assert "usage: megatron-async" in capsys.readouterr().out
+
+
+def test_engine_options_become_the_configuration() -> None:
+    arguments = (
+        "generate --prompt a --inference-dynamic-batching-max-requests 3 "
+        "--inference-dynamic-batching-max-tokens 99 --inference-max-seq-length 50 "
+        "--inference-dynamic-batching-buffer-size-gb 0.5 --prefill-chunk-tokens 32 "
+        "--inference-dynamic-batching-block-size 16 --device cpu --dtype float32 "
+        "--inference-dynamic-batching-num-cuda-graphs 2 --debug"
+    )
+    config = engine_config(build_parser().parse_args(arguments.split()), 2, random_seed=5)
+    assert config == EngineConfig(
+        inference_async_scheduling=True,
+        depth=2,
+        max_requests=3,
+        max_tokens=99,
+        max_sequence_length=50,
+        block_size_tokens=16,
+        buffer_size_gb=0.5,
+        prefill_chunk_tokens=32,
+        random_seed=5,
+        num_cuda_graphs=2,
+        device="cpu",
+        dtype="float32",
+        debug=True,
+    )
+
+
+def test_engine_defaults_are_those_of_the_configuration() -> None:
+    args = build_parser().parse_args(["generate", "--prompt", "a"])
+    assert engine_config(args, 0) == EngineConfig(depth=0)
+
+
+def test_errors_name_options_instead_of_fields() -> None:
+    assert name_options("max_requests=0\n is low") == "--max-requests=0 is low"
+    fields = {*EngineConfig.__dataclass_fields__, *SamplingParams.__dataclass_fields__}
+    assert set(FLAGS) <= fields
+
+
+def test_prompts_come_in_the_order_given(tmp_path: Path) -> None:
+    text = tmp_path / "prompts.txt"
+    text.write_text("one\\n\n\n  two \u2028 three\n", encoding="utf-8")
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text(
+        "\n".join(json.dumps(v) for v in ({"prompt": "four", "top_k": 3}, {"prompt": [5]}))
+    )
+    jobs = read_jobs(["zero"], [str(text), str(lines)])
+    assert [job.prompt for job in jobs] == ["zero", "one\\n", "  two \u2028 three", "four", [5]]
+    assert [job.sampling for job in jobs[3:]] == [{"top_k": 3}, {}]
+    assert [job.source.rpartition("/")[2] for job in jobs] == [
+        "--prompt 1",
+        "prompts.txt:1",
+        "prompts.txt:3",
+        "prompts.jsonl:1",
+        "prompts.jsonl:2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("{", "not valid JSON"),
+        ("[1]", 'must be an object with "prompt"'),
+        ('{"text": "a"}', 'must be an object with "prompt"'),
+        ('{"prompt": 3}', "give text or a list"),
+        ('{"prompt": "a", "beams": 2}', "unknown field 'beams'"),
+    ],
+)
+def test_a_bad_line_of_json_is_an_error_of_that_line(line: str, error: str, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(f'{line}\n{{"prompt": "good"}}\n')
+    bad, good = read_jobs([], [str(file)])
+    assert bad.error is not None
+    assert error in bad.error
+    assert (good.prompt, good.error) == ("good", None)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\n", b"\n\n"])
+def test_a_file_without_prompts_is_refused(content: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"prompts\.txt"):
+        read_jobs([], [str(file)])
+
+
+def test_help_does_not_import_torch() -> None:
+    code = (
+        "import sys; from megatron_async.inference.cli import build_parser; "
+        "build_parser().format_help(); "
+        "sys.exit(any(name in sys.modules for name in ('torch', 'megatron', 'numpy')))"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_table_columns_line_up() -> None:
+    assert format_table(("", "n"), [("a", 1), ("long", 23)]) == "       n\na      1\nlong  23"
