@@ -1,0 +1,284 @@
+"""The public API: what is refused at the door, aborts, streams, futures, reset."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_async.config import EngineConfig
+from megatron_async.engine import DynamicInferenceEngine
+from megatron_async.errors import ConfigError, RequestError
+from megatron_async.requests import FinishReason, SamplingParams, Status
+from tests.support.engines import DEPTHS, hash_engine, random_ask, sampling_params
+from tests.support.hash_model import MAX_LENGTH, VOCAB_SIZE
+from tests.support.oracle import Ask, decode_alone
+
+ASK = Ask(prompt=(1, 2, 3), max_new=10)
+
+
+def small_engine(depth: int = 1, **values: Any) -> DynamicInferenceEngine:
+    values = {"max_requests": 2, "block_size_tokens": 4, "block_count": 12, **values}
+    return hash_engine(depth, **values)
+
+
+BAD_REQUESTS = [
+    ([], {}, "empty"),
+    ("text", {}, "no tokenizer"),
+    ([1.5], {}, "1.5"),
+    ([VOCAB_SIZE], {}, str(VOCAB_SIZE)),
+    ([-1], {}, "-1"),
+    (torch.ones(2, 2, dtype=torch.int64), {}, "(2, 2)"),
+    ([0] * MAX_LENGTH, {}, f"at most {MAX_LENGTH - 1}"),
+    ([1], {"num_tokens_to_generate": MAX_LENGTH}, str(MAX_LENGTH - 1)),
+    ([1] * 30, {"num_tokens_to_generate": 30}, "12"),
+    ([1], {"temperature": -0.5}, "-0.5"),
+    ([1], {"temperature": float("nan")}, "nan"),
+    ([1], {"top_p": 1.5}, "1.5"),
+    ([1], {"top_k": -3}, "-3"),
+    ([1], {"num_tokens_to_generate": 0}, "0"),
+    ([1], {"num_tokens_to_generate": 5, "num_tokens_total": 9}, "contradict"),
+    ([1, 2, 3], {"num_tokens_to_generate": None, "num_tokens_total": 3}, "at least 4"),
+    ([1], {"stop_token_ids": tuple(range(9))}, "9"),
+    ([1], {"stop_token_ids": (-4,)}, "-4"),
+    ([1], {"seed": 2**63}, str(2**63)),
+    ([1], {"termination_id": -2}, "-2"),
+    ([1], {"stop_words": ["x"]}, "stop_words"),
+    ([1], {"return_log_probs": True}, "return_log_probs"),
+]
+
+
+@pytest.mark.parametrize(("prompt", "params", "named"), BAD_REQUESTS)
+def test_bad_request_names_the_value_and_harms_nobody(
+    prompt: Any, params: dict[str, Any], named: str
+) -> None:
+    with small_engine() as engine:
+        future = engine.add_request(0, list(ASK.prompt), sampling_params(ASK))
+        engine.step_modern()
+        with pytest.raises(RequestError) as error:
+            engine.add_request(1, prompt, SamplingParams(**params))
+        assert named in str(error.value)
+        assert "\n" not in str(error.value)
+        while engine.has_unfinished_requests():
+            engine.step_modern()
+    assert future.result().generated_tokens == decode_alone(ASK)[0]
+
+
+def test_request_ids_must_be_free() -> None:
+    with small_engine() as engine:
+        engine.add_request(7, [1], sampling_params(ASK))
+        with pytest.raises(RequestError, match="request_id=7 is in use"):
+            engine.add_request(7, [1], sampling_params(ASK))
+        with pytest.raises(RequestError, match="'a'"):
+            engine.add_request("a", [1])  # type: ignore[arg-type]
+        engine.reset()
+        engine.add_request(7, [1], sampling_params(ASK))
+        assert engine.get_request(7).status is Status.WAITING_IN_QUEUE
+        engine.reset()
+        with pytest.raises(RequestError, match="request_id=7"):
+            engine.get_request(7)
+
+
+BAD_CONFIGS = [
+    ({"max_requests": 0}, "max_requests=0"),
+    ({"depth": 2}, "depth=2"),
+    ({"depth": 0, "inference_async_scheduling": True}, "depth=0"),
+    ({"depth": 65, "inference_async_scheduling": True}, "depth=65"),
+    ({"block_size_tokens": 0}, "block_size_tokens=0"),
+    ({"buffer_size_gb": -1.0}, "buffer_size_gb=-1.0"),
+    ({"buffer_size_gb": 1.0, "block_count": 4}, "contradict"),
+    ({"max_requests": 8, "max_tokens": 100}, "max_tokens=100"),
+    ({"dtype": "int8"}, "int8"),
+    ({"max_sequence_length": 1}, "max_sequence_length=1"),
+]
+
+
+@pytest.mark.parametrize(("values", "named"), BAD_CONFIGS)
+def test_bad_configuration_names_the_value(values: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        EngineConfig(**values)
+    assert named in str(error.value)
+
+
+def test_unknown_configuration_is_an_error() -> None:
+    with pytest.raises(TypeError, match="max_request"):
+        EngineConfig(max_request=3)  # type: ignore[call-arg]
+
+
+def test_cache_too_small_for_a_block_says_what_to_do() -> None:
+    with pytest.raises(ConfigError, match="buffer_size_gb=1e-09"):
+        small_engine(block_count=None, buffer_size_gb=1e-9)
+    with pytest.raises(ConfigError, match="max_sequence_length=999"):
+        small_engine(max_sequence_length=999)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_abort_at_any_moment_gives_everything_back(depth: int) -> None:
+    rng = random.Random(depth)
+    for moment in range(12):
+        asks = [random_ask(rng, max_prompt=20, max_new=20) for _ in range(6)]
+        with small_engine(depth, block_count=20, prefill_chunk_tokens=4, jitter_seed=1) as engine:
+            futures = [
+                engine.add_request(i, list(ask.prompt), sampling_params(ask))
+                for i, ask in enumerate(asks)
+            ]
+            for _ in range(moment):
+                engine.step_modern()
+            victim = rng.randrange(6)
+            was_live = engine.abort_request(victim)
+            while engine.has_unfinished_requests():
+                engine.step_modern()
+            assert engine.scheduler.allocator.free_count == 20
+            assert engine.abort_request(victim) is False
+        for i, (ask, future) in enumerate(zip(asks, futures, strict=True)):
+            request = future.result(timeout=0)
+            expected, reason = decode_alone(ask)
+            counts = request.counters
+            assert counts.launched == counts.committed + counts.discarded
+            if i == victim and was_live:
+                assert request.finish_reason == FinishReason.ABORT
+                assert request.status is Status.FAILED
+                assert request.generated_tokens == expected[: len(request.generated_tokens)]
+            else:
+                assert request.generated_tokens == expected
+                assert request.finish_reason == reason
+
+
+def test_aborted_request_with_tokens_in_flight_emits_none_of_them() -> None:
+    with small_engine(4) as engine:
+        engine.add_request(0, [1], sampling_params(Ask(prompt=(1,), max_new=40)))
+        outputs = []
+        for _ in range(10):
+            outputs += engine.step_modern()["tokens"]
+        engine.abort_request(0)
+        while engine.has_unfinished_requests():
+            outputs += engine.step_modern()["tokens"]
+    assert outputs[-1].finish_reason is FinishReason.ABORT
+    assert outputs[-1].token_id is None
+    assert all(output.finish_reason is None for output in outputs[:-1])
+    assert engine.counters.tokens_discarded == 4
+
+
+def test_streams_interleave_and_leaving_one_aborts_it() -> None:
+    asks = [Ask(prompt=(i + 1,), max_new=12) for i in range(3)]
+
+    async def consume(engine: DynamicInferenceEngine, ask: Ask) -> list[int | None]:
+        return [
+            output.token_id
+            async for output in engine.stream(list(ask.prompt), sampling_params(ask))
+        ]
+
+    async def leave_early(engine: DynamicInferenceEngine) -> None:
+        stream = engine.stream([5], sampling_params(Ask(prompt=(5,), max_new=30)))
+        async for _ in stream:
+            break
+        await stream.aclose()  # type: ignore[attr-defined]
+
+    async def main(engine: DynamicInferenceEngine) -> list[list[int | None]]:
+        results, _ = await asyncio.gather(
+            asyncio.gather(*(consume(engine, ask) for ask in asks)), leave_early(engine)
+        )
+        while engine.has_unfinished_requests():
+            await engine.async_step()
+        return results
+
+    with small_engine(2) as engine:
+        results = asyncio.run(main(engine))
+        assert engine.scheduler.allocator.free_count == 12
+    assert results == [decode_alone(ask)[0] for ask in asks]
+
+
+def test_futures_can_be_awaited_and_requests_added_from_other_threads() -> None:
+    ask = Ask(prompt=(2,), max_new=8)
+
+    async def awaiting(engine: DynamicInferenceEngine) -> list[int]:
+        future = engine.add_request(0, list(ask.prompt), sampling_params(ask))
+        while not future.done():
+            await engine.async_step()
+        return (await future).generated_tokens
+
+    with small_engine(1) as engine:
+        assert asyncio.run(awaiting(engine)) == decode_alone(ask)[0]
+        futures: list[Any] = []
+
+        def add(start: int) -> None:
+            for i in range(start, start + 10):
+                futures.append(engine.add_request(i, list(ask.prompt), sampling_params(ask)))
+
+        threads = [threading.Thread(target=add, args=(100 * n,)) for n in range(4)]
+        for thread in threads:
+            thread.start()
+        while any(t.is_alive() for t in threads) or engine.has_unfinished_requests():
+            engine.step_modern()
+        assert len(futures) == 40
+        assert all(f.result().generated_tokens == decode_alone(ask)[0] for f in futures)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_reset_leaves_nothing_behind(depth: int) -> None:
+    """A pending forward of the requests before the reset must not reach those after it."""
+    ask = Ask(prompt=(9, 9), max_new=15)
+    with small_engine(depth) as engine:
+        for i in range(5):
+            engine.add_request(i, [i + 1], sampling_params(Ask(prompt=(i + 1,), max_new=20)))
+        for _ in range(4):
+            engine.step_modern()
+        engine.reset()
+        assert not engine.has_unfinished_requests()
+        assert engine.counters.steps_launched == 0
+        (request,) = engine.generate([list(ask.prompt)], sampling_params(ask))
+        assert request.generated_tokens == decode_alone(ask)[0]
+
+
+def test_engine_goes_on_when_one_of_several_prompts_is_refused() -> None:
+    with small_engine() as engine:
+        with pytest.raises(RequestError):
+            engine.generate([[1], []], sampling_params(ASK))
+        (request,) = engine.generate([list(ASK.prompt)], sampling_params(ASK))
+        assert request.generated_tokens == decode_alone(ASK)[0]
+
+
+def test_seed_decides_and_defaults_are_reproducible() -> None:
+    params = SamplingParams(temperature=1.0, num_tokens_to_generate=20, termination_id=-1)
+    with small_engine() as engine:
+        first = [r.generated_tokens for r in engine.generate([[1], [1]], params)]
+    with small_engine() as engine:
+        again = [r.generated_tokens for r in engine.generate([[1], [1]], params)]
+    with small_engine(random_seed=1) as engine:
+        other = [r.generated_tokens for r in engine.generate([[1], [1]], params)]
+    assert first == again
+    assert first[0] != first[1]
+    assert first != other
+
+
+def test_serialised_sampling_parameters_come_back_and_unknown_ones_are_refused() -> None:
+    params = SamplingParams(temperature=0.5, top_k=3, seed=4)
+    assert SamplingParams.deserialize(params.serialize()) == params
+    with pytest.raises(RequestError, match="min_length"):
+        params.add_attributes({"min_length": 4})
+
+
+def test_results_have_megatrons_names() -> None:
+    with small_engine() as engine:
+        engine.add_request(3, torch.tensor([1, 2]), SamplingParams(num_tokens_to_generate=2))
+        finished = []
+        while engine.has_unfinished_requests():
+            result = engine.step_modern()
+            assert set(result) >= {
+                "active_request_ids",
+                "finished_request_records",
+                "step_time",
+                "cuda_graph_request_count",
+            }
+            finished += result["finished_request_records"]
+    (request,) = (record.merge() for record in finished)
+    assert request.request_id == 3
+    assert request.status is Status.COMPLETED
+    assert request.generated_length == len(request.generated_tokens) == 2
+    assert request.latency is not None and request.latency > 0
+    assert len(request.tpot) == 2
+    assert [event.type.name for event in request.events] == ["ADD", "FINISH"]
