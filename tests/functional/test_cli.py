@@ -1,0 +1,324 @@
+"""The command line from arguments to output, on a small random model and on ``tiny``."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from tokenizers import decoders, models, pre_tokenizers
+
+import megatron_async
+from megatron_async.checkpoint import save_native
+from megatron_async.inference import decode as decode_module
+from megatron_async.inference.cli import main
+from megatron_async.inference.workload import Witnesses
+from megatron_async.models.build import build_model
+from megatron_async.models.config import ModelConfig
+
+END = 256
+MAX_LENGTH = 256
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A directory with a byte-level model of random weights."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: number for number, character in enumerate(alphabet)}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<|end|>"])
+    directory = tmp_path_factory.mktemp("model")
+    tokenizer.save(str(directory / "tokenizer.json"))
+    (directory / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
+    config = ModelConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        num_kv_heads=2,
+        head_dim=8,
+        ffn_hidden_size=48,
+        vocab_size=264,
+        max_sequence_length=MAX_LENGTH,
+    )
+    torch.manual_seed(0)
+    gpt = build_model(config, device="cpu", dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in gpt.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.5)
+    save_native(directory, gpt, config, eos_token_ids=[END])
+    return str(directory)
+
+
+Capture = pytest.CaptureFixture[str]
+
+
+def call(capsys: Capture, *arguments: str) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of the command line."""
+    capsys.readouterr()
+    status = main([*arguments, "--device", "cpu"])
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
+
+
+def generate_json(capsys: Capture, *arguments: str) -> list[dict[str, Any]]:
+    status, out, _ = call(capsys, "generate", "--json", *arguments)
+    assert status == 0
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def run_program(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The program in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "megatron_async", *arguments],
+        capture_output=True,
+        text=True,
+        **options,
+    )
+
+
+SAMPLED = ("--max-new-tokens", "30", "--temperature", "1", "--seed", "3")
+
+
+def test_generate_gives_one_object_for_each_prompt_in_order(model: str, capsys: Capture) -> None:
+    prompts = ["def f(x):", "a", "import os"]
+    records = generate_json(capsys, "--model", model, "--prompt", *prompts, *SAMPLED)
+    assert [record["prompt"] for record in records] == prompts
+    for record in records:
+        assert list(record) == ["prompt", "text", "token_ids", "finish_reason", "counters"]
+        assert record["finish_reason"] in ("stop", "length")
+        assert record["counters"]["committed"] == len(record["token_ids"]) <= 30
+
+
+def test_depth_changes_no_output(model: str, capsys: Capture) -> None:
+    arguments = ("--model", model, "--prompt", "def f(x):", "a", *SAMPLED)
+    serial = generate_json(capsys, *arguments, "--depth", "0")
+    for scheduling in (["--inference-async-scheduling"], ["--depth", "2"]):
+        records = generate_json(capsys, *arguments, *scheduling)
+        for record, reference in zip(records, serial, strict=True):
+            assert record | {"counters": None} == reference | {"counters": None}
+
+
+def test_discarded_tokens_are_counted_in_the_json(model: str, capsys: Capture) -> None:
+    """The counters are written when they are final, after the forwards past the end."""
+    arguments = ("--model", model, "--prompt", "ab", "b", "cde", "def f():", "--depth", "2")
+    sampling = ("--max-new-tokens", "200", "--temperature", "1.5", "--seed", "3")
+    records = generate_json(capsys, *arguments, *sampling)
+    stopped = [record for record in records if record["finish_reason"] == "stop"]
+    assert stopped
+    for record in stopped:
+        counters = record["counters"]
+        assert counters["discarded"] > 0
+        assert counters["launched"] == counters["committed"] + counters["discarded"]
+
+
+def test_one_prompt_is_streamed_as_it_is(model: str, capsys: Capture) -> None:
+    arguments = ("--model", model, "--prompt", "def f(x):", *SAMPLED)
+    (record,) = generate_json(capsys, *arguments)
+    status, out, err = call(capsys, "generate", *arguments)
+    assert (status, out) == (0, record["text"])
+    assert "1 request" in err
+    assert "30 tokens" in err
+
+
+def test_several_texts_follow_headers(model: str, capsys: Capture) -> None:
+    arguments = ("--model", model, "--prompt", "def f(x):", "a", *SAMPLED)
+    texts = [record["text"].rstrip("\n") for record in generate_json(capsys, *arguments)]
+    _, out, _ = call(capsys, "generate", *arguments)
+    expected = f"=== 1/2: 'def f(x):'\n{texts[0]}\n=== 2/2: 'a'\n{texts[1]}\n"
+    assert out == expected
+
+
+def test_bad_prompts_do_not_stop_the_others(model: str, tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / "prompts.jsonl"
+    long = "x" * (MAX_LENGTH + 1)
+    lines = (
+        '{"prompt": "good", "max_new_tokens": 5}',
+        '{"prompt": ',
+        json.dumps({"prompt": long}),
+        '{"prompt": "a", "top_p": 7}',
+        '{"prompt": "a", "max_new_tokens": 100000}',
+        '{"prompt": [1, 2, 3], "max_new_tokens": 4}',
+    )
+    file.write_text("\n".join(lines))
+    status, out, err = call(
+        capsys, "generate", "--json", "--model", model, "--prompt-file", str(file)
+    )
+    assert status == 2
+    records = [json.loads(line) for line in out.splitlines()]
+    assert ["error" in record for record in records] == [False, True, True, True, True, False]
+    assert [len(records[n]["token_ids"]) for n in (0, 5)] == [5, 4]
+    errors = [line for line in err.splitlines() if line.startswith("megatron-async: error: ")]
+    assert len(errors) == 4
+    for number, error in enumerate(errors, 2):
+        assert f"prompts.jsonl:{number}: " in error
+    assert "not valid JSON" in errors[0]
+    assert f"has {len(long)} tokens" in errors[1]
+    assert f"at most {MAX_LENGTH - 1}" in errors[1]
+    assert "top_p=7" in errors[2]
+    assert "100000 to generate" in errors[3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--prompt", ""], ["--prompt 1", "empty"]),
+        (["--prompt", "x" * 300], ["300 tokens", "256", "at most 255"]),
+        (["--prompt", "a", "--max-new-tokens", "999"], ["999", "generate at most 255"]),
+        (["--prompt", "a", "--block-count", "1"], ["--block-count", "2 KV blocks"]),
+        (["--prompt", "a", "--inference-max-seq-length", "999"], ["999", "256"]),
+    ],
+)
+def test_a_single_bad_prompt_is_one_line(
+    model: str, arguments: list[str], parts: list[str], capsys: Capture
+) -> None:
+    status, out, err = call(capsys, "generate", "--model", model, *arguments)
+    assert (status, out) == (2, "")
+    assert err.startswith("megatron-async: error: ")
+    assert err.count("\n") == 1
+    for part in parts:
+        assert part in err
+
+
+def test_default_length_is_cut_to_what_the_model_allows(model: str, capsys: Capture) -> None:
+    prompt = "x" * (MAX_LENGTH - 10)
+    (record,) = generate_json(capsys, "--model", model, "--prompt", prompt)
+    assert len(record["token_ids"]) <= 10
+
+
+def test_verify_passes_and_reports_its_witnesses(model: str, capsys: Capture) -> None:
+    status, out, _ = call(capsys, "verify", "--model", model, "--json", "--depths", "1,2")
+    report = json.loads(out)
+    assert status == 0
+    assert report["ok"] is True
+    assert [entry["depth"] for entry in report["depths"]] == [0, 1, 2]
+    for entry in report["depths"]:
+        assert entry["equal"]
+        assert all(count > 0 for name, count in entry["witnesses"].items() if name != "discarded")
+        assert (entry["witnesses"]["discarded"] > 0) == (entry["depth"] > 0)
+
+
+def test_verify_is_the_same_for_the_same_seed(model: str, capsys: Capture) -> None:
+    def witnesses(seed: str) -> Any:
+        arguments = ("--model", model, "--json", "--depths", "1", "--seed", seed)
+        report = json.loads(call(capsys, "verify", *arguments)[1])
+        return [entry["witnesses"] for entry in report["depths"]]
+
+    assert witnesses("1") == witnesses("1") != witnesses("2")
+
+
+def test_verify_fails_when_nothing_had_to_wait(model: str, capsys: Capture) -> None:
+    arguments = ("--model", model, "--requests", "6", "--depths", "1")
+    status, out, err = call(capsys, "verify", *arguments)
+    assert status == 1
+    assert "FAILED" in out
+    assert "waited for a slot" in err
+
+
+def test_verify_fails_when_a_token_differs(
+    model: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = decode_module.decode
+
+    def faulty(engine: Any, works: Any, **options: Any) -> Any:
+        decoded = real(engine, works, **options)
+        if engine.depth == 1:
+            decoded.requests[3].generated_tokens[1] ^= 1
+        return decoded
+
+    monkeypatch.setattr(decode_module, "decode", faulty)
+    status, out, err = call(capsys, "verify", "--model", model, "--depths", "1")
+    assert status == 1
+    assert "FAILED" in out
+    assert "depth 1, request 3: from token 1 on" in err
+
+
+def test_each_witness_is_missed_by_name() -> None:
+    seen = Witnesses(finished_early=1, discarded=0, waited=1, crossed_blocks=0, chunked_prefills=1)
+    assert len(seen.missing(0)) == 1
+    assert len(seen.missing(1)) == 2
+
+
+def test_demo_shows_texts_and_that_they_are_equal(model: str, capsys: Capture) -> None:
+    status, out, _ = call(capsys, "demo", "--model", model, "--max-new-tokens", "40")
+    assert status == 0
+    assert "def fibonacci(n):" in out
+    assert "asynchronously depth 1" in out
+    assert "Equal: all" in out
+
+
+def test_info_names_versions_and_devices() -> None:
+    report = json.loads(run_program("info", "--json", check=True).stdout)
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["versions"]["megatron-core"] == "0.16.1"
+    assert report["devices"][0].startswith("cpu: ")
+    assert set(report["optional"]) == {"triton", "transformer-engine", "apex", "transformers"}
+
+
+def test_interrupt_ends_without_a_traceback(
+    model: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_async.engine import DynamicInferenceEngine
+
+    step = DynamicInferenceEngine.step_modern
+    closed = []
+
+    def interrupted(engine: DynamicInferenceEngine) -> dict[str, Any]:
+        if engine.counters.steps_launched == 5:
+            raise KeyboardInterrupt
+        return step(engine)
+
+    monkeypatch.setattr(DynamicInferenceEngine, "step_modern", interrupted)
+    close = DynamicInferenceEngine.close
+    monkeypatch.setattr(DynamicInferenceEngine, "close", lambda self: closed.append(close(self)))
+    status, out, err = call(capsys, "generate", "--model", model, "--prompt", "a", "--depth", "1")
+    assert status == 130
+    assert out != ""
+    assert err == "\nmegatron-async: interrupted\n"
+    assert closed == [None]
+
+
+def test_closed_pipe_is_quiet(model: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = ("generate", "--model", model, "--prompt", "a")
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_async", *command],
+        stdout=writer,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(writer)
+    assert done.returncode == 141
+    assert done.stderr == ""
+
+
+needs_tiny = pytest.mark.skipif(
+    not (Path(megatron_async.__file__).parent / "assets/tiny").is_dir(),
+    reason="the embedded model is not there yet",
+)
+
+
+@needs_tiny
+def test_tiny_writes_python(tmp_path: Path) -> None:
+    """From any directory, as a stranger would start it; 'tiny' is the default model."""
+    command = ("generate", "--prompt", "class Stack:\n    def __init__(self):")
+    done = run_program(*command, "--inference-async-scheduling", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "    " in done.stdout
+    assert "self" in done.stdout
+    assert "steps overlapped" in done.stderr
+
+
+@needs_tiny
+def test_tiny_verifies_at_every_depth(capsys: Capture) -> None:
+    status, out, err = call(capsys, "verify", "--requests", "16")
+    assert status == 0, err
+    assert "equal at every depth" in out

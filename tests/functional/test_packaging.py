@@ -1,0 +1,124 @@
+"""What gets installed, and that what the README shows works."""
+
+from __future__ import annotations
+
+import email
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from megatron_async.inference.cli import build_parser
+from megatron_async.version import __version__
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def fenced(language: str) -> list[str]:
+    """The README's code blocks in a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of a copy of the sources: building in place would leave files behind."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, source)
+    ignore = shutil.ignore_patterns("__pycache__", ".*")
+    for name in ("megatron_async", "inference", "tests"):
+        shutil.copytree(ROOT / name, source / name, ignore=ignore)
+    out = tmp_path_factory.mktemp("wheel")
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--no-build-isolation", "-w", str(out), str(source)], check=True)
+    (built,) = out.iterdir()
+    return built
+
+
+def test_wheel_brings_only_this_package(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names} == {
+        "megatron_async",
+        f"megatron_async-{__version__}.dist-info",
+    }
+
+
+def test_wheel_holds_every_source_and_asset(wheel: Path) -> None:
+    expected = {"megatron_async/py.typed"}
+    for path in (ROOT / "inference").glob("*.py"):
+        expected.add(f"megatron_async/inference/{path.name}")
+    package = ROOT / "megatron_async"
+    for path in (*package.rglob("*.py"), *(package / "assets").rglob("*")):
+        if path.is_file():
+            expected.add(path.relative_to(ROOT).as_posix())
+    names = {n for n in zipfile.ZipFile(wheel).namelist() if n.startswith("megatron_async/")}
+    assert names == expected
+
+
+def test_wheel_metadata(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    info = f"megatron_async-{__version__}.dist-info"
+    metadata = email.message_from_bytes(archive.read(f"{info}/METADATA"))
+    assert (metadata["Name"], metadata["Version"]) == ("megatron-async", __version__)
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert "megatron-core==0.16.1" in metadata.get_all("Requires-Dist", [])
+    entry_points = archive.read(f"{info}/entry_points.txt").decode()
+    assert "megatron-async = megatron_async.inference.cli:main" in entry_points
+
+
+def test_installed_wheel_runs_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run([*pip, "--target", str(site), str(wheel)], check=True)
+    code = "import megatron_async.inference.cli as cli; print(cli.__file__); cli.main(['info'])"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(site)},
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    place, *report = done.stdout.splitlines()
+    assert Path(place).is_relative_to(site)
+    assert any(line.split() == ["megatron-async", __version__] for line in report)
+
+
+def test_readme_links_lead_somewhere() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", README)
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_readme_commands_exist() -> None:
+    lines = [line.split("#")[0] for block in fenced("bash") for line in block.splitlines()]
+    commands = [shlex.split(line) for line in lines if line.startswith("megatron-async ")]
+    assert len(commands) >= 4
+    for command in commands:
+        arguments = command[1 : command.index(">")] if ">" in command else command[1:]
+        build_parser().parse_args(arguments)
+    scripts = [line.split()[0] for line in lines if line.startswith("./")]
+    assert scripts == ["./scripts/run", "./scripts/test"]
+    assert all(os.access(ROOT / script, os.X_OK) for script in (*scripts, ".ci/run"))
+
+
+@pytest.mark.skipif(
+    not (ROOT / "megatron_async/assets/tiny").is_dir(), reason="the embedded model is not there yet"
+)
+@pytest.mark.parametrize("number", range(len(fenced("python"))))
+def test_readme_python_runs(number: int, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", fenced("python")[number]],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
