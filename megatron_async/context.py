@@ -40,7 +40,9 @@ class DynamicInferenceContext(BaseInferenceContext):
         num_attention_heads: heads in the KV cache (megatron's query groups) of this rank.
         max_sequence_length: most tokens of a request.
         buffer_size_gb: size of the KV cache in GiB. This or ``block_count``.
-        max_requests: slots.
+        max_requests: most rows of a forward.
+        slot_count: slots; None is twice ``max_requests``. A slot is held until the last ticket of
+            its request has retired, so ``max_requests * (depth + 1)`` never run short.
         max_tokens: most tokens of a forward; None leaves it to the engine.
         block_size_tokens: tokens of a block.
         block_count: usable blocks, the null block not counted.
@@ -61,6 +63,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         max_sequence_length: int,
         buffer_size_gb: float | None = None,
         max_requests: int = 64,
+        slot_count: int | None = None,
         max_tokens: int | None = None,
         block_size_tokens: int = 64,
         block_count: int | None = None,
@@ -98,7 +101,8 @@ class DynamicInferenceContext(BaseInferenceContext):
                 )
         self.block_count = block_count
         self.max_blocks_per_request = -(-max_sequence_length // block_size_tokens)
-        self.null_slot = max_requests
+        self.slot_count = slot_count or 2 * max_requests
+        self.null_slot = self.slot_count
 
         # KV cache: [layers, key or value, blocks, tokens, heads, head dimension].
         self.kv_cache = torch.zeros(
@@ -111,7 +115,7 @@ class DynamicInferenceContext(BaseInferenceContext):
             dtype=params_dtype,
             device=self.device,
         )
-        slots = max_requests + 1
+        slots = self.slot_count + 1
 
         def per_slot(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(slots, *shape, dtype=dtype, device=self.device)

@@ -65,6 +65,7 @@ class DynamicInferenceEngine:
         self.device = device or open_device(context.device, self.config)
         limits = Limits(
             max_requests=context.max_requests,
+            slot_count=context.slot_count,
             max_tokens=context.max_tokens or self.config.effective_max_tokens,
             prefill_chunk_tokens=self.config.prefill_chunk_tokens,
             block_size=context.block_size_tokens,

@@ -35,7 +35,12 @@ class CudaDevice:
                 work()
             self.stream.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self.stream):
+            with torch.cuda.graph(
+                graph,
+                pool=self._pool,
+                stream=self.stream,
+                capture_error_mode="thread_local",
+            ):
                 work()
         # Warm-up ran for real: put the rings back to where they were.
         for ring in self._rings:

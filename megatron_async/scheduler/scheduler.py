@@ -21,9 +21,14 @@ from megatron_async.ticket import Admission, BlockGrant, Plan, PrefillChunk, Row
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What one step and one cache can hold; tokens and blocks."""
+    """What one step and one cache can hold; tokens and blocks.
+
+    There are more slots than rows: a slot comes back only when its last ticket has retired, and
+    until then another one serves the request that takes over the row.
+    """
 
     max_requests: int
+    slot_count: int
     max_tokens: int
     prefill_chunk_tokens: int
     block_size: int
@@ -46,14 +51,14 @@ class Commit(NamedTuple):
 class Scheduler:
     """Continuous batching, first come first served.
 
-    A request is admitted when a slot is free and the cache can hold its worst case beside what
+    A request is admitted when a row and a slot are free and the cache can hold its worst case beside what
     the admitted ones may still take; a block is taken when the step that writes it is planned.
     """
 
     def __init__(self, limits: Limits, *, debug: bool = False) -> None:
         self.limits = limits
         self.allocator = BlockAllocator(limits.block_count)
-        self.slots = SlotTable(limits.max_requests)
+        self.slots = SlotTable(limits.slot_count)
         self._debug = debug
         self._next_ticket = 0
         self._retired_ticket = -1
@@ -157,11 +162,14 @@ class Scheduler:
         admissions: list[Admission] = []
         rows: list[Sequence] = []
         unfinished: deque[Sequence] = deque()
+        running = len(self._decoding) + len(self._prefilling)
         while row < limits.max_requests:
             if self._prefilling:
                 sequence = self._prefilling[0]
-            elif self._waiting and self._can_admit(self._waiting[0]):
+            elif running < limits.max_requests and self._waiting:
                 sequence = self._waiting[0]
+                if not self._can_admit(sequence):
+                    break
             else:
                 break
             start = sequence.prefilled
@@ -172,6 +180,7 @@ class Scheduler:
                 self._prefilling.popleft()
             else:
                 admissions.append(self._admit(self._waiting.popleft()))
+                running += 1
             end = start + length
             while len(sequence.blocks) * limits.block_size < end:
                 grants.append(self._grant(sequence))
@@ -189,6 +198,8 @@ class Scheduler:
                 if sequence.max_new > 1:
                     self._decoding[sequence.key] = sequence
                     self._decode_rows = None
+                else:
+                    running -= 1
             budget -= length
             row += 1
         unfinished.extend(self._prefilling)

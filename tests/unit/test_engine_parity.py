@@ -86,6 +86,15 @@ def test_steady_decode_overlaps_all_but_its_last_step(depth: int) -> None:
     assert sum(counters.not_overlapped.values()) == 1
 
 
+@pytest.mark.parametrize("depth", DEPTHS[1:])
+@pytest.mark.parametrize("max_new", (1, 2, 9))
+def test_batch_that_ends_all_at_once_is_refilled_without_a_drain(depth: int, max_new: int) -> None:
+    asks = [Ask(prompt=(1 + i % 50,), max_new=max_new) for i in range(40)]
+    counters, _ = run(depth, asks, max_requests=4, block_count=64, block_size_tokens=16)
+    assert counters.steps_committed == 10 * max_new
+    assert counters.steps_overlapped == counters.steps_committed - 1
+
+
 def test_serial_never_overlaps_and_says_why() -> None:
     counters, _ = run(0, [Ask(prompt=(1,), max_new=20)], max_requests=2, block_count=8)
     assert counters.steps_overlapped == 0
