@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .decode import Decoded, Work
 
 PROMPTS = (
-    "def fibonacci(n):",
+    "def is_palindrome(text):",
     "class Stack:\n    def __init__(self):",
     "def read_lines(path):\n",
     "import os\nimport sys\n\n\ndef main(argv):",
@@ -30,8 +30,8 @@ PROMPTS = (
 
 _DESCRIPTION = """\
 Generate text with asynchronous scheduling, streaming it to the terminal, then decode the same
-requests serially and compare. Two of the four prompts are decoded greedily, two are sampled. The
-exit status is 0 only when all tokens are equal.
+requests serially and compare. The first of the four prompts is decoded greedily, the others are
+sampled. The exit status is 0 only when all tokens are equal.
 """
 
 
@@ -47,9 +47,9 @@ def add_command(commands: Any) -> None:
     sampling.add_argument(
         "--max-new-tokens",
         type=integer(1),
-        default=160,
+        default=320,
         metavar="N",
-        help="tokens to generate at most for each prompt (default: 160)",
+        help="tokens to generate at most for each prompt (default: 320)",
     )
     sampling.add_argument(
         "--seed", type=SEED, default=0, metavar="S", help="of the sampled prompts (default: 0)"
@@ -94,9 +94,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _params(number: int, max_new_tokens: int) -> SamplingParams:
-    if number % 2 == 0:
+    if number == 0:
         return SamplingParams(temperature=0.0, num_tokens_to_generate=max_new_tokens)
-    return SamplingParams(temperature=0.8, top_p=0.95, num_tokens_to_generate=max_new_tokens)
+    return SamplingParams(temperature=0.7, top_p=0.9, num_tokens_to_generate=max_new_tokens)
 
 
 def _mode(depth: int) -> str:
@@ -151,7 +151,7 @@ def _show_table(ours: Decoded, reference: Decoded) -> None:
         ["tokens committed", *(c.tokens_committed for c in counters)],
         ["tokens discarded", *(c.tokens_discarded for c in counters)],
         ["steps overlapped", *(c.steps_overlapped for c in counters)],
-        ["overlap", *(f"{c.steps_overlapped / c.steps_committed:.0%}" for c in counters)],
+        ["overlap", *(f"{c.steps_overlapped / c.steps_committed:.1%}" for c in counters)],
         ["tokens/s", *(f"{d.counters.tokens_committed / d.seconds:.0f}" for d in runs)],
     ]
     header = ["", *(_mode(decoded.depth).replace(",", "") for decoded in runs)]

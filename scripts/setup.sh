@@ -2,7 +2,8 @@
 # checkout installed in editable mode; does nothing when that is already done.
 #
 #   PYTHON   the Python to make .venv from; by default the first that works of
-#            python3.11 .. python3.14, python3, python
+#            python3.11, python3.12, python3.13, python3, python, python3.14 (for the last
+#            megatron-core has no wheels: pip builds it, which needs a C++ compiler)
 
 TORCH_VERSION=2.13.0
 VENV="$ROOT/.venv"
@@ -29,7 +30,7 @@ find_python() {
         return
     fi
     # Every match on the path: a version manager's shim may exist and not run.
-    for name in python3.11 python3.12 python3.13 python3.14 python3 python; do
+    for name in python3.11 python3.12 python3.13 python3 python python3.14; do
         while IFS= read -r candidate; do
             if is_usable_python "$candidate"; then
                 printf '%s\n' "$candidate"

@@ -109,9 +109,6 @@ def test_readme_commands_exist() -> None:
     assert all(os.access(ROOT / script, os.X_OK) for script in (*scripts, ".ci/run"))
 
 
-@pytest.mark.skipif(
-    not (ROOT / "megatron_async/assets/tiny").is_dir(), reason="the embedded model is not there yet"
-)
 @pytest.mark.parametrize("number", range(len(fenced("python"))))
 def test_readme_python_runs(number: int, tmp_path: Path) -> None:
     done = subprocess.run(
