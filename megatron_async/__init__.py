@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from megatron_async.context import DynamicInferenceContext
     from megatron_async.controller import TextGenerationController
     from megatron_async.engine import DynamicInferenceEngine
+    from megatron_async.models.wrapper import GPTInferenceWrapper
     from megatron_async.requests import DynamicInferenceRequest, SamplingParams
 
 _HOMES = {
@@ -22,6 +23,7 @@ _HOMES = {
     "DynamicInferenceEngine": "megatron_async.engine",
     "DynamicInferenceRequest": "megatron_async.requests",
     "EngineConfig": "megatron_async.config",
+    "GPTInferenceWrapper": "megatron_async.models.wrapper",
     "SamplingParams": "megatron_async.requests",
     "TextGenerationController": "megatron_async.controller",
 }
@@ -31,6 +33,7 @@ __all__ = [
     "DynamicInferenceEngine",
     "DynamicInferenceRequest",
     "EngineConfig",
+    "GPTInferenceWrapper",
     "SamplingParams",
     "TextGenerationController",
     "__version__",

@@ -18,12 +18,13 @@ from megatron_async.context import DynamicInferenceContext
 from megatron_async.controller import InFlight, Progress, TextGenerationController
 from megatron_async.device import open_device
 from megatron_async.device.protocol import Device
-from megatron_async.errors import RequestError
+from megatron_async.errors import ConfigError, RequestError
 from megatron_async.intake import Intake
+from megatron_async.limits import limits_of
 from megatron_async.observability.counters import EngineCounters, NotOverlapped
 from megatron_async.output import OutputBook, TokenOutput
 from megatron_async.requests import DynamicInferenceRequest, RequestFuture, SamplingParams
-from megatron_async.scheduler.scheduler import Commit, Limits, Scheduler
+from megatron_async.scheduler.scheduler import Commit, Scheduler
 from megatron_async.ticket import Plan, StepResult
 
 Prompt = str | list[int] | torch.Tensor
@@ -35,20 +36,27 @@ class DynamicInferenceEngine:
     Args:
         controller: model and tokenizer. A controller serves one engine.
         context: cache and per-slot state; its sizes win over those of ``config``.
+        enable_cuda_graph: decode steps are always captured on a GPU; False is refused.
         random_seed: of the requests that bring no seed of their own; None takes ``config``'s.
+        enable_chunked_prefill: without it a prompt is prefilled in one forward.
         config: scheduling and debugging.
         eos_token_ids: tokens that end a request which names no ``termination_id``; None takes the
             tokenizer's ``eod``.
         progress: shows the capture of graphs.
         device: where steps run; None opens the context's.
+
+    Raises:
+        ConfigError: two arguments contradict each other.
     """
 
     def __init__(
         self,
         controller: TextGenerationController,
         context: DynamicInferenceContext,
+        enable_cuda_graph: bool | None = None,
         random_seed: int | None = None,
         *,
+        enable_chunked_prefill: bool = True,
         config: EngineConfig | None = None,
         eos_token_ids: tuple[int, ...] | None = None,
         model_name: str = "model",
@@ -62,15 +70,10 @@ class DynamicInferenceEngine:
         self.eos_token_ids = eos_token_ids
         self.depth = self.config.effective_depth
         self.counters = EngineCounters()
+        if enable_cuda_graph is False:
+            raise ConfigError("enable_cuda_graph=False is not supported; leave it out")
+        limits = limits_of(context, self.config, enable_chunked_prefill=enable_chunked_prefill)
         self.device = device or open_device(context.device, self.config)
-        limits = Limits(
-            max_requests=context.max_requests,
-            slot_count=context.slot_count,
-            max_tokens=context.max_tokens or self.config.effective_max_tokens,
-            prefill_chunk_tokens=self.config.prefill_chunk_tokens,
-            block_size=context.block_size_tokens,
-            block_count=context.block_count,
-        )
         controller.attach(
             self.device,
             context,

@@ -87,17 +87,17 @@ def ensure_parallel_state(tensor: int = 1) -> None:
     from megatron.core import parallel_state
 
     if not dist.is_initialized():
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
         world_size = int(os.environ.get("WORLD_SIZE", "1"))
         if world_size > 1:
-            dist.init_process_group(backend)
+            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
         elif tensor > 1:
             raise ConfigError(
                 f"tensor parallel size {tensor} needs {tensor} processes: start with "
                 f"torchrun --nproc-per-node {tensor}"
             )
         else:
-            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+            # One process never communicates: gloo needs no GPU and starts no watchdog thread.
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     if not parallel_state.model_parallel_is_initialized():
         if dist.get_world_size() % tensor:
             raise ConfigError(

@@ -51,8 +51,9 @@ class Commit(NamedTuple):
 class Scheduler:
     """Continuous batching, first come first served.
 
-    A request is admitted when a row and a slot are free and the cache can hold its worst case beside what
-    the admitted ones may still take; a block is taken when the step that writes it is planned.
+    A request is admitted when a row and a slot are free and the cache can hold its worst case
+    beside what the admitted ones may still take; a block is taken when the step that writes it is
+    planned.
     """
 
     def __init__(self, limits: Limits, *, debug: bool = False) -> None:
