@@ -7,6 +7,7 @@ that every packet and every result is written once and taken once.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import random
 import threading
@@ -54,6 +55,8 @@ class CpuDevice:
         self.changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="cpu-stream", daemon=True)
         self._thread.start()
+        # A daemon thread inside torch must not live on while the interpreter goes away.
+        atexit.register(self.close)
 
     def enqueue(self, work: Callable[[], None], name: str) -> None:
         self.raise_failure()
@@ -82,6 +85,7 @@ class CpuDevice:
         if self._thread.is_alive():
             self._work.put(None)
             self._thread.join()
+        atexit.unregister(self.close)
 
     def raise_failure(self) -> None:
         """Raise what device work raised, if it did."""
