@@ -2,8 +2,10 @@
 
     python scripts/measure_overlap.py --batch-size 8 --new-tokens 256
 
-Host time of a step is the time the host is not blocked on the device. The hidden share is the
-part of the serial host time by which a step became shorter.
+Host time of a step is the time the host is not blocked on the device. The hidden share is, on a
+GPU, the part of the serial host time by which a step became shorter. On a CPU host and device share
+the cores and differences of whole steps drown in noise: there it is the part of the host time
+during which the device's recorded timeline shows it at work.
 """
 
 from __future__ import annotations
@@ -12,12 +14,51 @@ import argparse
 import json
 import statistics
 import sys
+import time
 
 from tqdm import tqdm
 
 from megatron_async.config import EngineConfig
+from megatron_async.device.cpu import CpuDevice, Span
 from megatron_async.engine import DynamicInferenceEngine
 from megatron_async.requests import SamplingParams
+from megatron_async.ticket import StepResult, Ticket
+
+
+class HostClock:
+    """Times at which the host was at work, [start, end) in nanoseconds."""
+
+    def __init__(self, engine: DynamicInferenceEngine) -> None:
+        self.intervals: list[tuple[int, int]] = []
+        self._since = 0
+        take = engine.controller.take
+
+        def timed_take(ticket: Ticket) -> StepResult:
+            self.intervals.append((self._since, time.perf_counter_ns()))
+            result = take(ticket)
+            self._since = time.perf_counter_ns()
+            return result
+
+        engine.controller.take = timed_take  # type: ignore[method-assign]
+
+    def start(self) -> None:
+        self._since = time.perf_counter_ns()
+
+    def stop(self) -> None:
+        self.intervals.append((self._since, time.perf_counter_ns()))
+
+    def share_beside(self, spans: list[Span]) -> float:
+        """Part of the host time that lies inside the device's spans."""
+        hidden = 0
+        position = 0
+        for start, end in self.intervals:
+            while position < len(spans) and spans[position].end_ns <= start:
+                position += 1
+            for span in spans[position:]:
+                if span.start_ns >= end:
+                    break
+                hidden += min(end, span.end_ns) - max(start, span.start_ns)
+        return hidden / sum(end - start for start, end in self.intervals)
 
 
 def measure(engine: DynamicInferenceEngine, batch_size: int, new_tokens: int) -> dict[str, float]:
@@ -27,19 +68,31 @@ def measure(engine: DynamicInferenceEngine, batch_size: int, new_tokens: int) ->
         engine.add_request(i, f"def function_{i}(argument):\n", params)
     steps, hosts = [], []
     waited = engine.controller.wait_ns
+    device = engine.device
+    timeline = device.timeline if isinstance(device, CpuDevice) else None
+    clock = HostClock(engine) if timeline is not None else None
     while engine.has_unfinished_requests():
+        if clock is not None:
+            clock.start()
         seconds = engine.step_modern()["step_time"]
+        if clock is not None:
+            clock.stop()
         wait = (engine.controller.wait_ns - waited) * 1e-9
         waited = engine.controller.wait_ns
         steps.append(seconds)
         hosts.append(seconds - wait)
     # The first steps prefill, the last ones drain.
     steps, hosts = steps[10:-10], hosts[10:-10]
-    return {
+    figures = {
         "step_ms": statistics.median(steps) * 1e3,
         "host_ms": statistics.median(hosts) * 1e3,
         "tokens_per_second": batch_size * len(steps) / sum(steps),
     }
+    if clock is not None and timeline is not None:
+        figures["hidden_share"] = clock.share_beside(timeline)
+        timeline.clear()
+        del engine.controller.take
+    return figures
 
 
 def main() -> None:
@@ -67,6 +120,9 @@ def main() -> None:
     }
     first = DynamicInferenceEngine.from_pretrained(args.model, configs[0])
     engines = {0: first} | {d: first.with_config(configs[d]) for d in depths[1:]}
+    for engine in engines.values():
+        if isinstance(engine.device, CpuDevice):
+            engine.device.timeline = []
     results: dict[int, list[dict[str, float]]] = {depth: [] for depth in depths}
     # Rounds alternate between depths, so that a noisy machine disturbs all of them alike.
     for _ in tqdm(range(args.rounds), file=sys.stderr):
@@ -78,6 +134,8 @@ def main() -> None:
     }
     serial = table[0]
     for row in table.values():
+        if "hidden_share" in row:
+            continue
         row["hidden_share"] = (serial["step_ms"] - row["step_ms"]) / serial["host_ms"]
     if args.json:
         print(json.dumps(table))
