@@ -29,6 +29,12 @@ class EngineConfig:
         block_count: usable blocks of the KV cache.
         prefill_chunk_tokens: a longer prompt is prefilled in chunks of this size. Chunks depend on
             the prompt alone, never on what else is running.
+        enable_prefix_caching: requests with a common prefix share its KV blocks.
+        inference_logging_step_interval: log the counters every so many steps; 0 is never. A logged
+            step is a barrier for itself alone.
+        track_paused_request_events: record pauses in the requests' events.
+        batch_invariant: a row's results do not depend on the other rows, on padding, or on whether
+            a token was prefilled or decoded. Slower.
         random_seed: seed of the requests that bring none.
         num_cuda_graphs: most row buckets captured; None captures all.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:N"``; None takes a GPU where there is one.
@@ -50,6 +56,10 @@ class EngineConfig:
     buffer_size_gb: float | None = None
     block_count: int | None = None
     prefill_chunk_tokens: int = 256
+    enable_prefix_caching: bool = True
+    inference_logging_step_interval: int = 0
+    track_paused_request_events: bool = False
+    batch_invariant: bool = False
     random_seed: int = 0
     num_cuda_graphs: int | None = None
     device: str | None = None
@@ -65,6 +75,7 @@ class EngineConfig:
         self._at_least("block_count", 1, optional=True)
         self._at_least("num_cuda_graphs", 1, optional=True)
         self._at_least("depth", 0, optional=True)
+        self._at_least("inference_logging_step_interval", 0)
         self._at_least("max_tokens", 1, optional=True)
         if self.depth is not None and self.depth > MAX_DEPTH:
             raise ConfigError(f"depth={self.depth} must be at most {MAX_DEPTH}")

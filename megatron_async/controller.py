@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -83,6 +84,7 @@ class TextGenerationController:
         context: DynamicInferenceContext,
         *,
         max_tokens: int,
+        max_grants: int,
         depth: int,
         poison: bool,
         progress: Progress | None = None,
@@ -95,7 +97,6 @@ class TextGenerationController:
         )
         max_rows = buckets[-1]
         max_tokens = -(-max_tokens // CPU_ROW_MULTIPLE) * CPU_ROW_MULTIPLE
-        max_grants = max_rows + max_tokens // context.block_size_tokens + max_rows
         self._layout = PacketLayout(max_rows, max_tokens, max_grants)
         # A packet is consumed and a result taken before its ticket is committed, and no more than
         # depth + 1 tickets are ever in flight: the rings never wrap onto a live entry.
@@ -153,6 +154,16 @@ class TextGenerationController:
         values = self._results.wait(ticket.number, RESULT_FIELDS * rows)
         self.wait_ns += time.perf_counter_ns() - started
         return StepResult(*values.reshape(RESULT_FIELDS, rows).tolist())
+
+    def update_weights(self, source: str | Path | Mapping[str, Any]) -> None:
+        """Replace the model's weights in place; nothing may be in flight."""
+        own = getattr(self.inference_wrapped_model, "update_weights", None)
+        if own is not None:
+            own(source)
+            return
+        from megatron_async.checkpoint.update import update_weights
+
+        update_weights(self.inference_wrapped_model.model, source)
 
     def poison_blocks(self, blocks: list[int]) -> None:
         """Queue garbage for freed KV blocks (debug mode)."""

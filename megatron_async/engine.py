@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,16 @@ from megatron_async.limits import limits_of
 from megatron_async.observability.counters import EngineCounters, NotOverlapped
 from megatron_async.output import OutputBook, TokenOutput
 from megatron_async.requests import DynamicInferenceRequest, RequestFuture, SamplingParams
-from megatron_async.scheduler.scheduler import Commit, Scheduler
+from megatron_async.scheduler.events import Commit
+from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.ticket import Plan, StepResult
 
 Prompt = str | list[int] | torch.Tensor
+
+STANDSTILL_SECONDS = 1e-3
+"""How long to sleep before looking again when all requests are paused."""
+
+logger = logging.getLogger(__name__)
 
 
 class DynamicInferenceEngine:
@@ -78,6 +85,7 @@ class DynamicInferenceEngine:
             self.device,
             context,
             max_tokens=limits.max_tokens,
+            max_grants=limits.max_grants,
             depth=self.depth,
             poison=self.config.debug,
             progress=progress,
@@ -91,7 +99,9 @@ class DynamicInferenceEngine:
             random_seed=self.config.random_seed if random_seed is None else random_seed,
             eos_token_ids=eos_token_ids,
         )
-        self._book = OutputBook(controller.tokenizer)
+        self._book = OutputBook(
+            controller.tokenizer, track_pauses=self.config.track_paused_request_events
+        )
         self._in_flight: deque[InFlight] = deque()
         self._inbox: deque[Callable[[], None]] = deque()
         self._keys = itertools.count()
@@ -99,7 +109,10 @@ class DynamicInferenceEngine:
         self._outputs: list[TokenOutput] = []
         self._finished: list[DynamicInferenceRequest] = []
         self._listeners: dict[int, deque[TokenOutput]] = {}
-        self._step_lock = threading.Lock()
+        self._logged_at = 0
+        self._no_plan = False
+        self._step_lock = threading.RLock()
+        self.suspended = False
 
     @classmethod
     def from_pretrained(
@@ -136,6 +149,8 @@ class DynamicInferenceEngine:
         while self._inbox:
             self._inbox.popleft()()
         plan = self.scheduler.plan()
+        self._no_plan = plan is None
+        self._settle()
         if plan is not None:
             self._in_flight.append(self.controller.launch(plan))
             self._launched(plan)
@@ -144,10 +159,16 @@ class DynamicInferenceEngine:
         while len(self._in_flight) > allowed:
             self._commit(*self._in_flight.popleft().wait())
 
-    def _commit(self, plan: Plan, result: StepResult) -> None:
+    def _drain(self, reason: NotOverlapped) -> None:
+        """Commit all that is in flight: a barrier. The chain goes on with the next step."""
+        self.counters.barriers += 1
+        while self._in_flight:
+            self._commit(*self._in_flight.popleft().wait(), barrier=reason)
+
+    def _commit(self, plan: Plan, result: StepResult, barrier: NotOverlapped | None = None) -> None:
         commits = self.scheduler.commit(plan, result)
         discarded = sum(commit.discarded for commit in commits)
-        self.counters.committed(len(commits) - discarded, discarded, self._not_overlapped())
+        self.counters.committed(len(commits) - discarded, discarded, self._not_overlapped(barrier))
         self._emit(commits)
 
     def _launched(self, plan: Plan) -> None:
@@ -163,6 +184,15 @@ class DynamicInferenceEngine:
                 listener = self._listeners.get(output.request_id)
                 if listener is not None:
                     listener.append(output)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Record what the scheduler did beside tokens. Before a launch: in debug mode garbage goes
+        into freed blocks ahead, in stream order, of the step that may use them again."""
+        events = self.scheduler.take_events()
+        if events:
+            self.counters.happened(events)
+            self._book.happened(events)
         retired, blocks = self.scheduler.take_retired()
         self._book.close(retired)
         if self.config.debug:
@@ -170,14 +200,16 @@ class DynamicInferenceEngine:
             if blocks:
                 self.controller.poison_blocks(blocks)
 
-    def _not_overlapped(self) -> NotOverlapped | None:
+    def _not_overlapped(self, barrier: NotOverlapped | None) -> NotOverlapped | None:
         if self._in_flight:
             return None
         if self.depth == 0:
             return NotOverlapped.SERIAL
-        if self.scheduler.waiting_count:
+        if barrier is not None:
+            return barrier
+        if self.scheduler.waiting_count or self.scheduler.stalled_count:
             return NotOverlapped.NO_CAPACITY
-        return NotOverlapped.DRAINED
+        return NotOverlapped.PAUSED if self.scheduler.has_unfinished else NotOverlapped.DRAINED
 
     @property
     def max_sequence_length(self) -> int:
@@ -187,9 +219,18 @@ class DynamicInferenceEngine:
     # --- requests -----------------------------------------------------------------------------
 
     def add_request(
-        self, request_id: int, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        request_id: int,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
     ) -> RequestFuture:
         """Queue a request; it is taken up at the next step. Callable from any thread.
+
+        Args:
+            priority: lower goes first; equal ones are served first come, first served. What
+                overtakes a request is bounded: one step of priority is worth 1,000 tickets.
 
         Returns:
             A future of the finished request: ``await`` it, or step until it is done.
@@ -199,12 +240,14 @@ class DynamicInferenceEngine:
         """
         if isinstance(request_id, bool) or not isinstance(request_id, int) or request_id < 0:
             raise RequestError(f"request_id={request_id!r} must be an integer of at least 0")
+        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > 10**6:
+            raise RequestError(f"priority={priority!r} must be an integer of at most a million")
         if self._book.key_of(request_id) is not None:
             raise RequestError(f"request_id={request_id} is in use; choose another")
         key = next(self._keys)
         request, sequence = self._intake.accept(key, request_id, prompt, sampling_params)
         future = self._book.open(key, request)
-        self._inbox.append(lambda: self.scheduler.add(sequence))
+        self._inbox.append(lambda: self.scheduler.add(sequence, priority))
         return future
 
     def abort_request(self, request_id: int) -> bool:
@@ -217,6 +260,31 @@ class DynamicInferenceEngine:
         if key is None:
             return False
         self._inbox.append(lambda: self._abort(key))
+        return True
+
+    def pause_request(self, request_id: int) -> bool:
+        """Leave a request out from the next step on; its tokens in flight are kept, and so are
+        its slot and blocks unless others need them.
+
+        Returns:
+            False when the request is not known or has ended.
+        """
+        return self._apply(request_id, self.scheduler.pause)
+
+    def resume_request(self, request_id: int) -> bool:
+        """Let a paused request go on from the next step. Returns as :meth:`pause_request`."""
+        return self._apply(request_id, self.scheduler.resume)
+
+    def evict_request(self, request_id: int) -> bool:
+        """Free the memory of a request at the next step; its tokens in flight are kept, and it
+        is computed again when there is room. Returns as :meth:`pause_request`."""
+        return self._apply(request_id, self.scheduler.evict)
+
+    def _apply(self, request_id: int, change: Callable[[int], bool]) -> bool:
+        key = self._book.key_of(request_id)
+        if key is None:
+            return False
+        self._inbox.append(lambda: _ignore(change(key)))
         return True
 
     def _abort(self, key: int) -> None:
@@ -251,7 +319,9 @@ class DynamicInferenceEngine:
         """
         with self._step_lock:
             started = time.perf_counter_ns()
-            self._step()
+            if not self.suspended:
+                self._log_step()
+                self._step()
             outputs, self._outputs = self._outputs, []
             finished, self._finished = self._finished, []
             elapsed = time.perf_counter_ns() - started
@@ -259,13 +329,35 @@ class DynamicInferenceEngine:
             self.counters.wait_ns = self.controller.wait_ns
             if not self.has_unfinished_requests():
                 self.scheduler.check_idle()
+            active = self._book.active_request_ids
         return {
-            "active_request_ids": self._book.active_request_ids,
+            "active_request_ids": active,
             "finished_request_records": finished,
             "tokens": outputs,
             "step_time": elapsed * 1e-9,
             "cuda_graph_request_count": self.controller.last_graph_rows,
         }
+
+    def _log_step(self) -> None:
+        interval = self.config.inference_logging_step_interval
+        launched = self.counters.steps_launched
+        if not interval or launched % interval or launched == self._logged_at:
+            return
+        self._logged_at = launched
+        self._drain(NotOverlapped.LOGGED)
+        counters = self.counters
+        logger.info(
+            "step %d: %d tokens committed, %d discarded, %d of %d steps overlapped, "
+            "%d requests waiting, %d of %d blocks free",
+            launched,
+            counters.tokens_committed,
+            counters.tokens_discarded,
+            counters.steps_overlapped,
+            counters.steps_committed,
+            self.scheduler.waiting_count,
+            self.scheduler.allocator.free_count,
+            self.scheduler.limits.block_count,
+        )
 
     async def async_step(self) -> dict[str, Any]:
         """:meth:`step_modern` that lets other coroutines run afterwards."""
@@ -303,7 +395,10 @@ class DynamicInferenceEngine:
             for request_id in ids:
                 self.abort_request(request_id)
             raise
-        while self.has_unfinished_requests():
+        while not all(future.done() for future in futures):
+            self.step_modern()
+            self._nap()
+        while self._in_flight and not self.scheduler.has_unfinished:
             self.step_modern()
         return [future.result() for future in futures]
 
@@ -334,22 +429,82 @@ class DynamicInferenceEngine:
                     if output.finish_reason is not None:
                         return
                 await self.async_step()
+                if self._stands_still:
+                    await asyncio.sleep(STANDSTILL_SECONDS)
         finally:
             del self._listeners[request_id]
             self.abort_request(request_id)
+
+    @property
+    def _stands_still(self) -> bool:
+        """Nothing can go on until somebody resumes a request or the engine."""
+        return not self._in_flight and not self._inbox and (self.suspended or self._no_plan)
+
+    def _nap(self) -> None:
+        if self._stands_still:
+            time.sleep(STANDSTILL_SECONDS)
 
     def _free_id(self) -> int:
         return next(i for i in self._request_ids if self._book.key_of(i) is None)
 
     # --- whole engine -------------------------------------------------------------------------
 
+    def suspend(self) -> None:
+        """Take what is in flight and launch nothing until :meth:`resume`. Requests are kept."""
+        with self._step_lock:
+            self._drain(NotOverlapped.SUSPENDED)
+            self.suspended = True
+
+    def resume(self) -> None:
+        """Go on after :meth:`suspend`."""
+        self.suspended = False
+
+    @property
+    def weight_version(self) -> int:
+        """How many times the weights have been updated."""
+        return self._book.weight_version
+
+    def update_weights(
+        self, source: str | Path | Mapping[str, Any], *, recompute_kv_cache: bool = True
+    ) -> int:
+        """Replace the weights between two steps. Requests go on; each says in ``weight_spans``
+        which version sampled which of its tokens.
+
+        What is in flight is committed first, so no token of the old weights comes after this.
+
+        Args:
+            source: a model directory, or a state dict with megatron-core's parameter names.
+            recompute_kv_cache: evict the running requests, so that what they have so far is
+                computed again with the new weights. Otherwise they go on over the old keys and
+                values. Cached prefixes are forgotten in either case.
+
+        Returns:
+            The new weight version.
+
+        Raises:
+            CheckpointError: the weights do not fit; the old ones stay.
+        """
+        with self._step_lock:
+            self._drain(NotOverlapped.WEIGHTS)
+            self.device.synchronize()
+            self.controller.update_weights(source)
+            if recompute_kv_cache:
+                self.scheduler.evict_all()
+            self.scheduler.prefixes.clear()
+            self._settle()
+            self._book.weight_version += 1
+            return self._book.weight_version
+
     def reset(self) -> None:
         """Abort every request, take what is in flight, and start the counters anew."""
         for request_id in self._book.active_request_ids:
             self.abort_request(request_id)
+        self.suspended = False
         while self.has_unfinished_requests():
             self.step_modern()
+        self.scheduler.prefixes.clear()
         self.counters = EngineCounters()
+        self._logged_at = 0
         self.controller.wait_ns = 0
 
     def close(self) -> None:
@@ -361,3 +516,7 @@ class DynamicInferenceEngine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _ignore(result: object) -> None:
+    """Make a command of a call whose result comes too late for whoever asked."""

@@ -13,7 +13,7 @@ from megatron_async.requests import (
     DynamicInferenceRequest,
     SamplingParams,
 )
-from megatron_async.scheduler.scheduler import Limits
+from megatron_async.scheduler.limits import Limits
 from megatron_async.scheduler.sequence import Sequence
 
 MASK64 = 2**64 - 1

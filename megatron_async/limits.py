@@ -5,7 +5,7 @@ from __future__ import annotations
 from megatron_async.config import EngineConfig
 from megatron_async.context import DynamicInferenceContext
 from megatron_async.errors import ConfigError
-from megatron_async.scheduler.scheduler import Limits
+from megatron_async.scheduler.limits import Limits
 
 
 def limits_of(
@@ -34,4 +34,6 @@ def limits_of(
         prefill_chunk_tokens=chunk,
         block_size=context.block_size_tokens,
         block_count=context.block_count,
+        max_grants=2 * context.max_requests + 4 * context.max_blocks_per_request,
+        enable_prefix_caching=config.enable_prefix_caching,
     )

@@ -11,14 +11,23 @@ from megatron_async.requests import (
     FinishReason,
     RequestFuture,
     Status,
+    WeightSpan,
 )
-from megatron_async.scheduler.scheduler import Commit
+from megatron_async.scheduler.events import Change, Commit, Event
 from megatron_async.ticket import Plan
 
 STATUS_OF = {
     FinishReason.STOP: Status.COMPLETED,
     FinishReason.LENGTH: Status.COMPLETED,
     FinishReason.ABORT: Status.FAILED,
+}
+
+STATUS_AFTER = {
+    Change.ADMIT: Status.ACTIVE_AND_GENERATING_TOKENS,
+    Change.PAUSE: Status.ACTIVE_BUT_NOT_GENERATING_TOKENS,
+    Change.STALL: Status.ACTIVE_BUT_NOT_GENERATING_TOKENS,
+    Change.RESUME: Status.ACTIVE_AND_GENERATING_TOKENS,
+    Change.EVICT: Status.WAITING_IN_QUEUE,
 }
 
 
@@ -52,8 +61,11 @@ class Entry:
 class OutputBook:
     """The records of all requests that still have a row in flight or to come, by scheduler key."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, *, track_pauses: bool) -> None:
+        self.weight_version = 0
+        """Of the tokens committed from now on."""
         self._tokenizer = tokenizer
+        self._track_pauses = track_pauses
         self._entries: dict[int, Entry] = {}
         self._keys: dict[int, int] = {}
 
@@ -89,6 +101,22 @@ class OutputBook:
             if chunk.samples:
                 entries[keys[chunk.row]].request.counters.launched += 1
 
+    def happened(self, events: list[Event]) -> None:
+        """Record what the scheduler did to requests."""
+        for key, change, cached, replayed in events:
+            request = self._entries[key].request
+            counters = request.counters
+            counters.cached += cached
+            counters.replayed += replayed
+            counters.stalls += change is Change.STALL
+            counters.evictions += change is Change.EVICT
+            if change is Change.EVICT:
+                request.add_event(DynamicInferenceEventType.EVICT)
+            elif self._track_pauses and change in (Change.PAUSE, Change.STALL):
+                request.add_event(DynamicInferenceEventType.PAUSE)
+            if request.finish_reason is None:
+                request.status = STATUS_AFTER[change]
+
     def commit(
         self, commits: list[Commit]
     ) -> tuple[list[TokenOutput], list[DynamicInferenceRequest]]:
@@ -104,11 +132,13 @@ class OutputBook:
                 continue
             text = None if entry.stream is None else ""
             if commit.token is not None:
+                spans = request.weight_spans
+                if not spans or spans[-1].version != self.weight_version:
+                    spans.append(WeightSpan(len(request.generated_tokens), self.weight_version))
                 request.generated_tokens.append(commit.token)
                 request.counters.committed += 1
                 request.tpot.append(now - entry.last_time)
                 entry.last_time = now
-                request.status = Status.ACTIVE_AND_GENERATING_TOKENS
                 if entry.stream is not None and commit.reason is not FinishReason.STOP:
                     text = entry.stream.push(commit.token)
             if commit.reason is not None:

@@ -1,7 +1,8 @@
 """The packet of a step: what the host tells the device, as one vector of int32.
 
 The front part holds a record for each row and is all that a decode step copies; the rest holds
-admissions, prefill grants and prefill tokens. Floats travel as their bits, seeds as two halves.
+admissions, tokens and block grants of steps with prefill. Floats travel as their bits, seeds as two
+halves.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ ROW_WIDTH = 8
 
 # Columns of an admission; the stop ids follow.
 ADMIT_SLOT, ADMIT_INVERSE_TEMPERATURE, ADMIT_TOP_K, ADMIT_TOP_P = range(4)
-ADMIT_SEED_LOW, ADMIT_SEED_HIGH, ADMIT_MAX_TOTAL = 4, 5, 6
+ADMIT_SEED_LOW, ADMIT_SEED_HIGH, ADMIT_MAX_TOTAL, ADMIT_CACHED = 4, 5, 6, 7
 ADMIT_STOP_IDS = 8
 ADMIT_WIDTH = ADMIT_STOP_IDS + MAX_STOP_TOKEN_IDS
 
@@ -48,16 +49,16 @@ class PacketLayout:
         return self.max_rows * ROW_WIDTH
 
     @property
-    def grants(self) -> int:
+    def tokens(self) -> int:
         return self.admissions + self.max_rows * ADMIT_WIDTH
 
     @property
-    def tokens(self) -> int:
-        return self.grants + self.max_grants * GRANT_WIDTH
+    def grants(self) -> int:
+        return self.tokens + self.max_tokens * TOKEN_WIDTH
 
     @property
     def width(self) -> int:
-        return self.tokens + self.max_tokens * TOKEN_WIDTH
+        return self.grants + self.max_grants * GRANT_WIDTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +141,7 @@ def _admission_words(admission: Admission) -> tuple[int, ...]:
         low,
         high,
         admission.max_total,
-        0,
+        admission.cached,
         *stops,
     )
 

@@ -113,12 +113,12 @@ class StepProgram:
     def load_mixed(self, shape: StepShape) -> None:
         """Take the packet of a step with prefill chunks, admissions included."""
         layout = self._layout
-        self._packets.read(self._packet, layout.tokens + shape.tokens * packet.TOKEN_WIDTH)
+        self._packets.read(self._packet, layout.grants + shape.grants * packet.GRANT_WIDTH)
         if shape.admissions:
-            words = self._packet[layout.admissions : layout.grants]
+            words = self._packet[layout.admissions : layout.tokens]
             self._admit(words.view(-1, packet.ADMIT_WIDTH)[: shape.admissions])
         if shape.grants:
-            words = self._packet[layout.grants : layout.tokens]
+            words = self._packet[layout.grants :]
             grants = words.view(-1, packet.GRANT_WIDTH)[: shape.grants]
             self._grant(grants[:, 0], grants[:, 1], grants[:, 2])
 
@@ -138,7 +138,7 @@ class StepProgram:
         context.seed[slots] = (high << 32) | low
         context.max_total[slots] = words[:, packet.ADMIT_MAX_TOTAL].long()
         context.stop_ids[slots] = words[:, packet.ADMIT_STOP_IDS :].long()
-        context.kv_length.index_fill_(0, slots, 0)
+        context.kv_length[slots] = words[:, packet.ADMIT_CACHED].long()
         context.finished.index_fill_(0, slots, False)
 
     # --- F ------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import time
 from collections.abc import Generator
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_async.errors import RequestError
 
@@ -174,11 +174,27 @@ class SamplingParams:
 
 @dataclass(slots=True)
 class RequestCounters:
-    """Tokens of one request: rows launched to sample one, committed, discarded."""
+    """What one request cost.
+
+    ``launched`` counts rows launched to sample a token; when the request is over it is
+    ``committed`` + ``discarded``. ``cached`` counts prompt tokens found in the prefix cache,
+    ``replayed`` tokens computed again after evictions, ``stalls`` the times it waited for a block.
+    """
 
     launched: int = 0
     committed: int = 0
     discarded: int = 0
+    cached: int = 0
+    replayed: int = 0
+    stalls: int = 0
+    evictions: int = 0
+
+
+class WeightSpan(NamedTuple):
+    """Generated tokens from ``start`` on were sampled with weights ``version``."""
+
+    start: int
+    version: int
 
 
 @dataclass(kw_only=True, eq=False)
@@ -200,6 +216,7 @@ class DynamicInferenceRequest:
     generated_top_n_logprobs: list[dict[str, float]] | None = None
     prompt_top_n_logprobs: list[dict[str, float]] | None = None
     finish_reason: FinishReason | None = None
+    weight_spans: list[WeightSpan] = field(default_factory=list)
     status: Status = Status.WAITING_IN_QUEUE
     arrival_time: float = field(default_factory=time.time)
     latency: float | None = None

@@ -30,7 +30,8 @@ class PrefillChunk(NamedTuple):
 class Admission(NamedTuple):
     """Device-resident state that a request brings into its slot.
 
-    ``inverse_temperature`` 0 means greedy. ``max_total`` counts prompt and generated tokens.
+    ``inverse_temperature`` 0 means greedy. ``max_total`` counts prompt and generated tokens,
+    ``cached`` the tokens whose keys and values are in the cache already.
     """
 
     slot: int
@@ -39,6 +40,7 @@ class Admission(NamedTuple):
     top_p: float
     seed: int
     max_total: int
+    cached: int
     stop_ids: tuple[int, ...]
 
 

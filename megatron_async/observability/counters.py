@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from megatron_async.scheduler.events import Change, Event
 from megatron_async.ticket import Plan
 
 
@@ -17,6 +18,10 @@ class NotOverlapped(str, Enum):
     SERIAL = "serial: depth 0"
     DRAINED = "drained: every running request had its last token in flight"
     NO_CAPACITY = "drained: no row could be launched and no waiting request fitted"
+    PAUSED = "drained: the requests that are left are paused"
+    LOGGED = "barrier: a logged step"
+    SUSPENDED = "barrier: the engine was suspended"
+    WEIGHTS = "barrier: new weights"
 
 
 @dataclass(slots=True)
@@ -37,6 +42,13 @@ class EngineCounters:
     rows_launched: int = 0
     tokens_committed: int = 0
     tokens_discarded: int = 0
+    tokens_cached: int = 0
+    tokens_replayed: int = 0
+    pauses: int = 0
+    resumes: int = 0
+    stalls: int = 0
+    evictions: int = 0
+    barriers: int = 0
     prefill_chunks: int = 0
     blocks_granted: int = 0
     step_ns: int = 0
@@ -60,6 +72,16 @@ class EngineCounters:
             self.steps_overlapped += 1
         else:
             self.not_overlapped[reason.value] += 1
+
+    def happened(self, events: list[Event]) -> None:
+        """Count what the scheduler did to requests."""
+        for event in events:
+            self.tokens_cached += event.cached
+            self.tokens_replayed += event.replayed
+            self.pauses += event.change is Change.PAUSE
+            self.resumes += event.change is Change.RESUME
+            self.stalls += event.change is Change.STALL
+            self.evictions += event.change is Change.EVICT
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""

@@ -7,96 +7,124 @@ group decide alike and a run can be replayed.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from megatron_async.cache.block_allocator import BlockAllocator
+from megatron_async.cache.prefix_cache import PrefixCache
 from megatron_async.cache.retire_queue import RetireQueue
 from megatron_async.errors import IntegrityError
 from megatron_async.requests import FinishReason
-from megatron_async.scheduler.sequence import Sequence
+from megatron_async.scheduler.events import Change, Commit, Event
+from megatron_async.scheduler.limits import Limits
+from megatron_async.scheduler.pressure import EVICTABLE, choose_victims
+from megatron_async.scheduler.sequence import Sequence, State
 from megatron_async.scheduler.slots import SlotTable
+from megatron_async.scheduler.waiting import WaitingQueue
 from megatron_async.ticket import Admission, BlockGrant, Plan, PrefillChunk, RowMap, StepResult
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limits:
-    """What one step and one cache can hold; tokens and blocks.
+class _Holding(NamedTuple):
+    """What a sequence gave up, to be freed when its last ticket has retired."""
 
-    There are more slots than rows: a slot comes back only when its last ticket has retired, and
-    until then another one serves the request that takes over the row.
-    """
-
-    max_requests: int
-    slot_count: int
-    max_tokens: int
-    prefill_chunk_tokens: int
-    block_size: int
-    block_count: int
-
-
-class Commit(NamedTuple):
-    """One event of a commit: a token that a request keeps, the end of a request, or both.
-
-    ``token`` is None when the request ends without one (an abort); ``discarded`` marks a token
-    that was sampled for a request that had ended before.
-    """
-
-    key: int
-    token: int | None
-    reason: FinishReason | None
-    discarded: bool = False
+    sequence: Sequence
+    slot: int
+    blocks: list[int]
 
 
 class Scheduler:
-    """Continuous batching, first come first served.
+    """Continuous batching by rank: priority first, then first come first served.
 
-    A request is admitted when a row and a slot are free and the cache can hold its worst case
-    beside what the admitted ones may still take; a block is taken when the step that writes it is
-    planned.
+    A request is admitted when a row, a slot and the blocks of its prompt are free. A block for a
+    generated token is taken when the step that writes it is planned. When there is none, the
+    request leaves the row map (it stalls) until one comes free; when too few will, the highest
+    ranks are evicted and computed again later.
     """
 
     def __init__(self, limits: Limits, *, debug: bool = False) -> None:
         self.limits = limits
         self.allocator = BlockAllocator(limits.block_count)
+        self.prefixes = PrefixCache(
+            self.allocator, limits.block_size, enabled=limits.enable_prefix_caching
+        )
         self.slots = SlotTable(limits.slot_count)
         self._debug = debug
         self._next_ticket = 0
         self._retired_ticket = -1
         self._unfinished = 0
-        self._waiting: deque[Sequence] = deque()
+        self._sequences: dict[int, Sequence] = {}
+        self._waiting = WaitingQueue()
         self._prefilling: deque[Sequence] = deque()
         self._decoding: dict[int, Sequence] = {}
+        self._stalled: dict[int, Sequence] = {}
         self._decode_rows: RowMap | None = None
-        self._sequences: dict[int, Sequence] = {}
-        self._promised = 0
-        self._retiring: RetireQueue[Sequence] = RetireQueue()
+        self._retiring: RetireQueue[_Holding] = RetireQueue()
         self._retired_keys: list[int] = []
         self._freed_blocks: list[int] = []
+        self._events: list[Event] = []
 
-    # --- arrivals and departures, applied between two plans -----------------------------------
+    # --- what users do, applied between two plans ---------------------------------------------
 
-    def add(self, sequence: Sequence) -> None:
-        """Queue a request; the caller has checked that it can fit an empty cache."""
+    def add(self, sequence: Sequence, priority: int = 0) -> None:
+        """Queue a request; the caller has checked that it can fit an empty cache.
+
+        A lower ``priority`` goes first. One step of it is worth ``priority_step`` tickets of
+        waiting, so what overtakes a request is bounded.
+        """
+        sequence.rank = (
+            self._next_ticket + priority * self.limits.priority_step,
+            sequence.key,
+        )
         self._sequences[sequence.key] = sequence
-        self._waiting.append(sequence)
+        self._waiting.add(sequence)
         self._unfinished += 1
 
     def abort(self, key: int) -> Commit | None:
         """End a request at once; rows of it in flight will be discarded."""
         sequence = self._sequences.get(key)
-        if sequence is None or sequence.reason is not None:
+        if sequence is None or sequence.state is State.FINISHED:
             return None
-        if sequence.slot < 0:
-            self._waiting.remove(sequence)
-            del self._sequences[key]
-            sequence.reason = FinishReason.ABORT
-            self._unfinished -= 1
-            self._retired_keys.append(key)
-        else:
-            self._finish(sequence, FinishReason.ABORT)
-            self._retire()
+        self._finish(sequence, FinishReason.ABORT)
+        self._retire()
         return Commit(key, None, FinishReason.ABORT)
+
+    def pause(self, key: int) -> bool:
+        """Leave the request out of all row maps to come; what is in flight is committed."""
+        sequence = self._sequences.get(key)
+        if sequence is None or sequence.state is State.FINISHED or sequence.held:
+            return False
+        sequence.held = True
+        if sequence.state in EVICTABLE:
+            self._leave(sequence, State.HELD)
+        self._events.append(Event(key, Change.PAUSE))
+        return True
+
+    def resume(self, key: int) -> bool:
+        """Let a paused request go on."""
+        sequence = self._sequences.get(key)
+        if sequence is None or not sequence.held or sequence.state is State.FINISHED:
+            return False
+        sequence.held = False
+        if sequence.state is State.HELD:
+            # Its row may have been given to another: it waits for one like those short of a block.
+            self._leave(sequence, State.STALLED)
+            self._stalled[key] = sequence
+        self._events.append(Event(key, Change.RESUME))
+        return True
+
+    def evict(self, key: int) -> bool:
+        """Give up the request's slot and blocks; it is computed again when it is admitted anew."""
+        sequence = self._sequences.get(key)
+        if sequence is None or sequence.state not in EVICTABLE:
+            return False
+        self._evict(sequence)
+        return True
+
+    def evict_all(self) -> None:
+        """Evict whatever can be, and forget all cached prefixes: the weights change."""
+        for sequence in list(self._sequences.values()):
+            if sequence.state in EVICTABLE:
+                self._evict(sequence)
+        self.prefixes.clear()
 
     @property
     def has_unfinished(self) -> bool:
@@ -105,8 +133,13 @@ class Scheduler:
 
     @property
     def waiting_count(self) -> int:
-        """Requests that have not been admitted yet."""
+        """Requests without slot and blocks, evicted ones included."""
         return len(self._waiting)
+
+    @property
+    def stalled_count(self) -> int:
+        """Requests that wait for a block."""
+        return len(self._stalled)
 
     # --- plan ---------------------------------------------------------------------------------
 
@@ -114,130 +147,201 @@ class Scheduler:
         """Decide the next step; None when no row can be launched."""
         number = self._next_ticket
         grants: list[BlockGrant] = []
-        decode_rows = self._plan_decode(number, grants)
-        if not self._prefilling and not self._waiting:
-            prefills: list[PrefillChunk] = []
-            admissions: list[Admission] = []
-            rows = decode_rows
-        else:
-            prefills, admissions, rows = self._plan_prefill(number, decode_rows, grants)
+        rows = self._plan_decode(number, grants)
+        decode_rows = len(rows)
+        prefills: list[PrefillChunk] = []
+        admissions: list[Admission] = []
+        if self._prefilling or self._waiting:
+            rows = self._plan_prefill(number, rows, grants, prefills, admissions)
         if not len(rows):
             return None
         self._next_ticket = number + 1
-        return Plan(
-            number, rows, len(decode_rows), tuple(grants), tuple(prefills), tuple(admissions)
-        )
+        return Plan(number, rows, decode_rows, tuple(grants), tuple(prefills), tuple(admissions))
 
     def _plan_decode(self, number: int, grants: list[BlockGrant]) -> RowMap:
         """Advance every decoding sequence by one token; rows whose end is known stay out."""
+        stalled_before = set(self._stalled)
+        if self._stalled:
+            self._unstall()
         block_size = self.limits.block_size
-        complete = []
+        needy = [s for s in self._decoding.values() if s.kv_bound == len(s.blocks) * block_size]
+        if len(needy) > self.allocator.free_count:
+            needy.sort(key=lambda s: s.rank)
+            short = needy[self.allocator.free_count :]
+            del needy[self.allocator.free_count :]
+            for sequence in short:
+                self._leave(sequence, State.STALLED)
+                self._stalled[sequence.key] = sequence
+                if sequence.key not in stalled_before:
+                    self._events.append(Event(sequence.key, Change.STALL))
+            self._relieve(len(short), short[0].rank)
+        for sequence in needy:
+            if sequence.state is State.DECODING:
+                grants.append(self._grant(sequence))
         rows = self._decode_rows
         if rows is None:
-            live = self._decoding.values()
-            rows = self._decode_rows = RowMap(
-                tuple(s.slot for s in live), tuple(s.epoch for s in live), tuple(self._decoding)
-            )
+            rows = self._decode_rows = _row_map(list(self._decoding.values()))
+        complete = []
         for sequence in self._decoding.values():
-            position = sequence.kv_bound
-            if position == len(sequence.blocks) * block_size:
-                grants.append(self._grant(sequence))
-            sequence.kv_bound = position + 1
+            sequence.kv_bound += 1
             sequence.launched += 1
             sequence.last_ticket = number
             if sequence.launched == sequence.max_new:
-                complete.append(sequence.key)
-        for key in complete:
-            del self._decoding[key]
-            self._decode_rows = None
+                complete.append(sequence)
+        for sequence in complete:
+            self._leave(sequence, State.ENDING)
         return rows
 
+    def _unstall(self) -> None:
+        """Let those that were left out compete for rows and blocks again, lowest rank first."""
+        room = self.limits.max_requests - len(self._decoding) - len(self._prefilling)
+        for sequence in sorted(self._stalled.values(), key=lambda s: s.rank)[: max(room, 0)]:
+            if sequence.prefilled < sequence.prefill_end:
+                self._leave(sequence, State.PREFILLING)
+                self._prefilling.append(sequence)
+            else:
+                self._enter_decoding(sequence)
+
+    def _relieve(self, need: int, beneficiary: tuple[int, int]) -> None:
+        """Evict until the blocks that are coming back suffice."""
+        coming = sum(self._private_blocks(h.blocks) for h in self._retiring)
+        coming += sum(
+            self._private_blocks(s.blocks)
+            for s in self._sequences.values()
+            if s.state is State.ENDING
+        )
+        victims = choose_victims(
+            self._sequences.values(),
+            need - coming,
+            beneficiary,
+            lambda s: self._private_blocks(s.blocks),
+        )
+        for victim in victims:
+            self._evict(victim)
+
+    def _private_blocks(self, blocks: list[int]) -> int:
+        return sum(self.allocator.references(block) == 1 for block in blocks)
+
     def _plan_prefill(
-        self, number: int, decode_rows: RowMap, grants: list[BlockGrant]
-    ) -> tuple[list[PrefillChunk], list[Admission], RowMap]:
-        """Fill the token budget with whole chunks, oldest request first; admit while all fits."""
+        self,
+        number: int,
+        decode_rows: RowMap,
+        grants: list[BlockGrant],
+        prefills: list[PrefillChunk],
+        admissions: list[Admission],
+    ) -> RowMap:
+        """Fill the token budget with whole chunks, prompts under way first; admit what fits."""
         limits = self.limits
         budget = limits.max_tokens - len(decode_rows)
         row = len(decode_rows)
-        prefills: list[PrefillChunk] = []
-        admissions: list[Admission] = []
-        rows: list[Sequence] = []
-        unfinished: deque[Sequence] = deque()
-        running = len(self._decoding) + len(self._prefilling)
+        launched: list[Sequence] = []
+        under_way = deque(self._prefilling)
         while row < limits.max_requests:
-            if self._prefilling:
-                sequence = self._prefilling[0]
-            elif running < limits.max_requests and self._waiting:
-                sequence = self._waiting[0]
-                if not self._can_admit(sequence):
-                    break
+            if under_way:
+                sequence = under_way.popleft()
             else:
-                break
+                admitted = self._admit_next(len(grants), budget, grants, admissions)
+                if admitted is None:
+                    break
+                sequence = admitted
             start = sequence.prefilled
-            length = min(limits.prefill_chunk_tokens, len(sequence.prompt) - start)
+            length = min(limits.prefill_chunk_tokens, sequence.prefill_end - start)
             if length > budget:
                 break
-            if self._prefilling:
-                self._prefilling.popleft()
-            else:
-                admissions.append(self._admit(self._waiting.popleft()))
-                running += 1
             end = start + length
-            while len(sequence.blocks) * limits.block_size < end:
-                grants.append(self._grant(sequence))
-            last = end == len(sequence.prompt)
+            last = end == sequence.prefill_end
             prefills.append(
-                PrefillChunk(row, sequence.slot, start, sequence.prompt[start:end], last)
+                PrefillChunk(row, sequence.slot, start, tuple(sequence.tokens[start:end]), last)
             )
             sequence.prefilled = sequence.kv_bound = end
             sequence.last_ticket = number
-            rows.append(sequence)
-            if not last:
-                unfinished.append(sequence)
-            else:
-                sequence.launched = 1
-                if sequence.max_new > 1:
-                    self._decoding[sequence.key] = sequence
-                    self._decode_rows = None
-                else:
-                    running -= 1
+            launched.append(sequence)
+            if last:
+                sequence.launched += 1
+                self._enter_decoding(sequence)
             budget -= length
             row += 1
-        unfinished.extend(self._prefilling)
-        self._prefilling = unfinished
-        if not rows:
-            return prefills, admissions, decode_rows
-        merged = RowMap(
-            decode_rows.slots + tuple(s.slot for s in rows),
-            decode_rows.epochs + tuple(s.epoch for s in rows),
-            decode_rows.keys + tuple(s.key for s in rows),
+        # Known from here on: a block written by this step may be shared from the next one.
+        for sequence in launched:
+            self._register_blocks(sequence, sequence.prefilled)
+        return RowMap(
+            decode_rows.slots + tuple(s.slot for s in launched),
+            decode_rows.epochs + tuple(s.epoch for s in launched),
+            decode_rows.keys + tuple(s.key for s in launched),
         )
-        return prefills, admissions, merged
 
-    def _can_admit(self, sequence: Sequence) -> bool:
-        need = sequence.worst_case_blocks(self.limits.block_size)
-        return self.slots.free_count > 0 and self.allocator.free_count - self._promised >= need
-
-    def _admit(self, sequence: Sequence) -> Admission:
+    def _admit_next(
+        self, granted: int, budget: int, grants: list[BlockGrant], admissions: list[Admission]
+    ) -> Sequence | None:
+        """Admit the head of the queue if everything it needs is there."""
+        limits = self.limits
+        sequence = self._waiting.head()
+        running = len(self._decoding) + len(self._prefilling)
+        if sequence is None or self._stalled or running >= limits.max_requests:
+            return None
+        # The last token is always computed: its logits are what is sampled next.
+        shared, node = self.prefixes.match(sequence.tokens, len(sequence.tokens) - 1)
+        total = -(-len(sequence.tokens) // limits.block_size)
+        need = total - len(shared) + sum(not self.allocator.references(b) for b in shared)
+        # Beside running requests, leave each of them its next block.
+        if not self.slots.free_count or self.allocator.free_count < need + running:
+            if not running:
+                self._relieve_idle(need, sequence.rank)
+            return None
+        cached = len(shared) * limits.block_size
+        length = min(limits.prefill_chunk_tokens, len(sequence.tokens) - cached)
+        if length > budget or granted + total > limits.max_grants:
+            return None
+        self._waiting.remove(sequence)
+        for block in shared:
+            self.allocator.share(block)
         sequence.slot = slot = self.slots.take()
         sequence.epoch = self.slots.epochs[slot]
-        self._promised += sequence.worst_case_blocks(self.limits.block_size)
-        inverse_temperature, top_k, top_p, seed = sequence.sampling
-        return Admission(
-            slot,
-            inverse_temperature,
-            top_k,
-            top_p,
-            seed,
-            len(sequence.prompt) + sequence.max_new,
-            tuple(sorted(sequence.stop_ids)),
+        sequence.blocks = list(shared)
+        sequence.node, sequence.registered = node, len(shared)
+        sequence.prefilled = sequence.kv_bound = cached
+        sequence.prefill_end = len(sequence.tokens)
+        sequence.state = State.PREFILLING
+        self._prefilling.append(sequence)
+        grants.extend(BlockGrant(slot, column, block) for column, block in enumerate(shared))
+        while len(sequence.blocks) < total:
+            grants.append(self._grant(sequence))
+        replayed = len(sequence.tokens) - cached if sequence.evictions else 0
+        self._events.append(Event(sequence.key, Change.ADMIT, cached, replayed))
+        admissions.append(
+            Admission(
+                slot,
+                *sequence.sampling,
+                sequence.prompt_length + sequence.max_new,
+                cached,
+                tuple(sorted(sequence.stop_ids)),
+            )
         )
+        return sequence
+
+    def _relieve_idle(self, need: int, beneficiary: tuple[int, int]) -> None:
+        """Nothing runs and the head of the queue does not fit: paused requests are in its way."""
+        if not len(self._retiring):
+            self._relieve(max(need - self.allocator.free_count, 1), beneficiary)
 
     def _grant(self, sequence: Sequence) -> BlockGrant:
         block = self.allocator.allocate()
-        self._promised -= 1
         sequence.blocks.append(block)
         return BlockGrant(sequence.slot, len(sequence.blocks) - 1, block)
+
+    def _register_blocks(self, sequence: Sequence, written: int) -> None:
+        """Make the full blocks among the first ``written`` tokens known to the prefix cache."""
+        if not self.prefixes.enabled:
+            return
+        size = self.limits.block_size
+        while (sequence.registered + 1) * size <= written:
+            start = sequence.registered * size
+            sequence.node = self.prefixes.insert(
+                sequence.node,
+                tuple(sequence.tokens[start : start + size]),
+                sequence.blocks[sequence.registered],
+            )
+            sequence.registered += 1
 
     # --- commit -------------------------------------------------------------------------------
 
@@ -246,23 +350,25 @@ class Scheduler:
         commits: list[Commit] = []
         epochs = self.slots.epochs
         rows = plan.rows
-        first_prefill = plan.decode_rows
         for row, token in enumerate(result.tokens[: len(rows)]):
-            if row >= first_prefill and not plan.samples(row):
+            if row >= plan.decode_rows and not plan.samples(row):
                 continue
             key = rows.keys[row]
             if rows.epochs[row] != epochs[rows.slots[row]]:
                 commits.append(Commit(key, token, None, discarded=True))
                 continue
             sequence = self._sequences[key]
-            sequence.committed += 1
+            sequence.tokens.append(token)
             reason = None
             if token in sequence.stop_ids:
                 reason = FinishReason.STOP
-            elif sequence.committed == sequence.max_new:
+            elif len(sequence.tokens) == sequence.prompt_length + sequence.max_new:
                 reason = FinishReason.LENGTH
             if self._debug:
                 self._check_device_agrees(key, reason, result.live[row], result.ended[row])
+            # The forward that wrote all tokens but the newest is over.
+            if sequence.blocks:
+                self._register_blocks(sequence, len(sequence.tokens) - 1)
             if reason is not None:
                 self._finish(sequence, reason)
             commits.append(Commit(key, token, reason))
@@ -273,29 +379,76 @@ class Scheduler:
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         sequence.reason = reason
         self._unfinished -= 1
-        self.slots.end_epoch(sequence.slot)
-        if self._decoding.pop(sequence.key, None) is not None:
-            self._decode_rows = None
-        elif sequence in self._prefilling:
-            self._prefilling.remove(sequence)
-        self._retiring.push(sequence.last_ticket, sequence)
+        if sequence.state is State.WAITING:
+            self._waiting.remove(sequence)
+            del self._sequences[sequence.key]
+            self._retired_keys.append(sequence.key)
+        else:
+            self.slots.end_epoch(sequence.slot)
+        if sequence.state in EVICTABLE or sequence.state is State.ENDING:
+            self._leave(sequence, State.FINISHED)
+            self._give_up(sequence)
+        sequence.state = State.FINISHED
+
+    def _evict(self, sequence: Sequence) -> None:
+        self._leave(sequence, State.EVICTING)
+        sequence.evictions += 1
+        self._events.append(Event(sequence.key, Change.EVICT))
+        self._give_up(sequence)
+        self._retire()
+
+    def _give_up(self, sequence: Sequence) -> None:
+        blocks, sequence.blocks = sequence.blocks, []
+        self._retiring.push(sequence.last_ticket, _Holding(sequence, sequence.slot, blocks))
 
     def _retire(self) -> None:
         """Give back what no forward in flight can touch any more."""
-        for sequence in self._retiring.retire(self._retired_ticket):
-            worst_case = sequence.worst_case_blocks(self.limits.block_size)
-            self._promised -= worst_case - len(sequence.blocks)
-            self._freed_blocks += self.allocator.release(sequence.blocks)
-            self.slots.release(sequence.slot)
-            del self._sequences[sequence.key]
-            self._retired_keys.append(sequence.key)
+        for sequence, slot, blocks in self._retiring.retire(self._retired_ticket):
+            # Deeper blocks first: of a kept prefix the end is to be reused before the beginning.
+            self._freed_blocks += self.allocator.release(reversed(blocks))
+            self.slots.end_epoch(slot)
+            self.slots.release(slot)
+            if sequence.state is State.EVICTING:
+                sequence.forget_launches()
+                self._waiting.add(sequence)
+            else:
+                del self._sequences[sequence.key]
+                self._retired_keys.append(sequence.key)
+
+    # --- states -------------------------------------------------------------------------------
+
+    def _enter_decoding(self, sequence: Sequence) -> None:
+        """Decode from the next step on, or wait for the end when all rows are launched."""
+        self._leave(sequence, State.ENDING)
+        if sequence.launched < sequence.max_new:
+            sequence.state = State.DECODING
+            self._decoding[sequence.key] = sequence
+            self._decode_rows = None
+
+    def _leave(self, sequence: Sequence, state: State) -> None:
+        """Take the sequence out of the collection of its state, and enter ``state``."""
+        if sequence.state is State.DECODING:
+            del self._decoding[sequence.key]
+            self._decode_rows = None
+        elif sequence.state is State.STALLED:
+            del self._stalled[sequence.key]
+        elif sequence.state is State.PREFILLING:
+            self._prefilling.remove(sequence)
+        sequence.state = state
+
+    # --- what the engine asks -----------------------------------------------------------------
 
     def take_retired(self) -> tuple[list[int], list[int]]:
-        """Keys of the requests no forward can touch any more, and the blocks freed with them,
-        since the last call."""
+        """Keys of the requests no forward can touch any more, and the blocks that became free
+        with others, since the last call."""
         keys, self._retired_keys = self._retired_keys, []
         blocks, self._freed_blocks = self._freed_blocks, []
         return keys, blocks
+
+    def take_events(self) -> list[Event]:
+        """What happened to requests since the last call, in order."""
+        events, self._events = self._events, []
+        return events
 
     # --- checks -------------------------------------------------------------------------------
 
@@ -310,18 +463,25 @@ class Scheduler:
         """With nothing in flight and no request left, everything must have come back.
 
         Raises:
-            IntegrityError: a block, a slot, a promise or a request is lost.
+            IntegrityError: a block, a slot or a request is lost.
         """
-        if self._sequences or len(self._retiring) or self._promised:
+        if self._sequences or len(self._retiring):
             raise IntegrityError(
-                f"idle with requests {list(self._sequences)}, {len(self._retiring)} retiring, "
-                f"{self._promised} blocks promised"
+                f"idle with requests {list(self._sequences)}, {len(self._retiring)} retiring"
             )
-        self.allocator.check(())
-        self.slots.check([])
+        self.check()
 
     def check(self) -> None:
         """Every block and slot is held by exactly those who say so."""
-        holders = [s for s in self._sequences.values() if s.slot >= 0]
-        self.allocator.check(s.blocks for s in holders)
-        self.slots.check([s.slot for s in holders])
+        holders = [s for s in self._sequences.values() if s.state in EVICTABLE | {State.ENDING}]
+        blocks = [s.blocks for s in holders] + [h.blocks for h in self._retiring]
+        self.allocator.check(blocks)
+        self.slots.check([s.slot for s in holders] + [h.slot for h in self._retiring])
+
+
+def _row_map(sequences: list[Sequence]) -> RowMap:
+    return RowMap(
+        tuple(s.slot for s in sequences),
+        tuple(s.epoch for s in sequences),
+        tuple(s.key for s in sequences),
+    )

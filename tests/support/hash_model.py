@@ -19,9 +19,9 @@ MAX_LENGTH = 256
 WEIGHTS = [pow(48271, position + 1, MODULUS) for position in range(MAX_LENGTH)]
 
 
-def hash_history(tokens: list[int]) -> int:
-    """Hash of all tokens in their order."""
-    return sum((token + 1) * WEIGHTS[p] for p, token in enumerate(tokens)) % MODULUS
+def hash_history(tokens: list[int], salt: int = 0) -> int:
+    """Hash of all tokens in their order; ``salt`` stands for the weights."""
+    return sum((token + 1 + 97 * salt) * WEIGHTS[p] for p, token in enumerate(tokens)) % MODULUS
 
 
 def hash_logits(state: int) -> list[float]:
@@ -42,13 +42,19 @@ class HashModel:
         self._positions = torch.arange(MAX_LENGTH, device=device)
         self._weights = torch.tensor(WEIGHTS, device=device)
         self._ids = torch.arange(VOCAB_SIZE, device=device)
+        self._salt = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def update_weights(self, source: dict[str, int]) -> None:
+        """The only weight is the salt."""
+        self._salt.fill_(source["salt"])
 
     def forward(
         self, token_ids: torch.Tensor, position_ids: torch.Tensor, context: DynamicInferenceContext
     ) -> torch.Tensor:
         block_size = context.block_size_tokens
         cells = context.kv_cache[0, 0, :, :, 0, 0].view(-1)
-        cells[context.slot_mapping] = token_ids
+        # A key depends on the weights that computed it: stale ones show.
+        cells[context.slot_mapping] = token_ids + 97 * self._salt
         slots, lengths = context.token_slots, position_ids + 1
         if context.last_token_index is not None:
             slots = slots[context.last_token_index]

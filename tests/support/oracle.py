@@ -51,3 +51,15 @@ def decode_alone(
             return generated, "stop"
         if len(generated) == ask.max_new:
             return generated, "length"
+
+
+def decode_with_salts(ask: Ask, salts: list[tuple[int, int]]) -> tuple[list[int], str]:
+    """As :func:`decode_alone`, with weights that change: from generated token ``start`` on the
+    whole history is hashed with ``salt``, for each ``(start, salt)`` in order."""
+
+    def logits_of(tokens: list[int]) -> list[float]:
+        generated = len(tokens) - len(ask.prompt)
+        salt = next((s for start, s in reversed(salts) if start <= generated), 0)
+        return hash_logits(hash_history(tokens, salt))
+
+    return decode_alone(ask, logits_of)

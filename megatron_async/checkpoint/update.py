@@ -1,0 +1,49 @@
+"""New weights for a model that is being served."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_async.errors import CheckpointError
+
+
+def update_weights(model: torch.nn.Module, source: str | Path | Mapping[str, Any]) -> None:
+    """Copy new weights into the parameters of ``model``, whose addresses stay.
+
+    Args:
+        source: a model directory, as :func:`load_pretrained` takes it, or a state dict with
+            megatron-core's parameter names. It is read and checked as a whole first.
+
+    Raises:
+        CheckpointError: a name or a shape does not fit; the model is unchanged.
+    """
+    if isinstance(source, (str, Path)):
+        from megatron_async.checkpoint.load import load_pretrained
+
+        dtype = next(model.parameters()).dtype
+        loaded: Mapping[str, Any] = load_pretrained(
+            source, device="cpu", dtype=dtype
+        ).model.state_dict()
+    else:
+        loaded = source
+    targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors = {name: value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
+    if not tensors:
+        raise CheckpointError("the new weights are empty; give parameters by their names")
+    for name, tensor in tensors.items():
+        target = targets.get(name)
+        if target is None and name != "output_layer.weight":
+            raise CheckpointError(f"the new weights hold {name}, which the model does not have")
+        if target is not None and target.shape != tensor.shape:
+            raise CheckpointError(
+                f"the new {name} has shape {tuple(tensor.shape)}, the model's has "
+                f"{tuple(target.shape)}"
+            )
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            if name in targets:
+                targets[name].copy_(tensor)

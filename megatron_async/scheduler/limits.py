@@ -1,0 +1,26 @@
+"""What one step and one cache can hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limits:
+    """Counts of rows, slots, tokens and blocks.
+
+    There are more slots than rows: a slot comes back only when its last ticket has retired, and
+    until then another one serves the request that takes over the row. ``max_grants`` bounds the
+    block grants of one packet and holds a longest request beside full decode rows.
+    ``priority_step`` is the number of tickets by which one step of priority goes ahead.
+    """
+
+    max_requests: int
+    slot_count: int
+    max_tokens: int
+    prefill_chunk_tokens: int
+    block_size: int
+    block_count: int
+    max_grants: int
+    enable_prefix_caching: bool = True
+    priority_step: int = 1000
