@@ -327,7 +327,7 @@ class DynamicInferenceEngine:
             elapsed = time.perf_counter_ns() - started
             self.counters.step_ns += elapsed
             self.counters.wait_ns = self.controller.wait_ns
-            if not self.has_unfinished_requests():
+            if (outputs or finished) and not self.has_unfinished_requests():
                 self.scheduler.check_idle()
             active = self._book.active_request_ids
         return {
@@ -488,6 +488,7 @@ class DynamicInferenceEngine:
             self._drain(NotOverlapped.WEIGHTS)
             self.device.synchronize()
             self.controller.update_weights(source)
+            self.device.synchronize()
             if recompute_kv_cache:
                 self.scheduler.evict_all()
             self.scheduler.prefixes.clear()

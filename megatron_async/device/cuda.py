@@ -61,7 +61,7 @@ class CudaDevice:
         pass
 
     def synchronize(self) -> None:
-        self.stream.synchronize()
+        torch.cuda.synchronize(self.torch_device)
 
     def close(self) -> None:
         self.stream.synchronize()

@@ -73,7 +73,7 @@ class Device(Protocol):
         """Work enqueued from now on belongs to this ticket (for timelines)."""
 
     def synchronize(self) -> None:
-        """Wait until the stream is empty; raises what device work raised."""
+        """Wait until the device has nothing to do; raises what device work raised."""
 
     def close(self) -> None:
         """Release threads and graphs."""

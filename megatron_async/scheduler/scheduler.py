@@ -57,6 +57,7 @@ class Scheduler:
         self._decoding: dict[int, Sequence] = {}
         self._stalled: dict[int, Sequence] = {}
         self._decode_rows: RowMap | None = None
+        self._failed_attempt: tuple[int, int, int, int] | None = None
         self._retiring: RetireQueue[_Holding] = RetireQueue()
         self._retired_keys: list[int] = []
         self._freed_blocks: list[int] = []
@@ -279,6 +280,11 @@ class Scheduler:
         running = len(self._decoding) + len(self._prefilling)
         if sequence is None or self._stalled or running >= limits.max_requests:
             return None
+        # Looking a long prompt up in the prefix cache costs time: not again while nothing changes.
+        attempt = (sequence.key, self.allocator.free_count, self.slots.free_count, running)
+        if running and attempt == self._failed_attempt:
+            return None
+        self._failed_attempt = attempt
         # The last token is always computed: its logits are what is sampled next.
         shared, node = self.prefixes.match(sequence.tokens, len(sequence.tokens) - 1)
         total = -(-len(sequence.tokens) // limits.block_size)
@@ -291,7 +297,9 @@ class Scheduler:
         cached = len(shared) * limits.block_size
         length = min(limits.prefill_chunk_tokens, len(sequence.tokens) - cached)
         if length > budget or granted + total > limits.max_grants:
+            self._failed_attempt = None  # what is short is this step's, not the cache's
             return None
+        self._failed_attempt = None
         self._waiting.remove(sequence)
         for block in shared:
             self.allocator.share(block)
