@@ -1,4 +1,4 @@
-"""Attention over a paged KV cache: the readable references.
+"""Attention over a paged KV cache: the readable references, and the way to the kernel.
 
 A block table maps a sequence's positions to blocks: position p lies in block ``table[p // bs]`` at
 offset ``p % bs`` (the layout of vLLM's PagedAttention, Kwon et al. 2023). The references compute
@@ -13,6 +13,13 @@ from torch.nn.functional import scaled_dot_product_attention
 LENGTH_MULTIPLE = 64
 """Rows are attended over their KV length rounded up to this many tokens. The padded length of a
 row depends on that row alone, so its result does not depend on the rows beside it."""
+
+ROWS_AT_ONCE = 32
+"""Most rows whose keys and values are gathered at once."""
+
+QUERY_MULTIPLE = 8
+KERNEL_HEAD_DIM = 256
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def append_kv(
@@ -38,14 +45,54 @@ def paged_decode_attention(
     block_table: torch.Tensor,
     lengths: torch.Tensor,
     scale: float,
+    table_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """One query token a row: query [R, Hq, D], block_table [R, C] int64, lengths [R] int64.
+    """One query token a row: query [R, Hq, D], lengths [R] int64, caches [blocks, bs, Hkv, D].
 
-    Row r attends to its first ``lengths[r]`` positions. Returns [R, Hq, D]. All shapes are static,
-    so this can be captured; it reads all C blocks of every row.
+    Row r attends to the first ``lengths[r]`` positions of the sequence whose blocks are
+    ``block_table[table_rows[r]]``; the table is [S, C], integers, and ``table_rows`` [R] int64 or
+    None for row r itself. Returns [R, Hq, D]. All shapes are static, so this can be captured, and
+    a row's bits do not depend on the other rows, nor on how many there are.
+
+    On CUDA this is the Triton kernel where it applies, else
+    :func:`paged_decode_attention_reference`.
     """
+    if query.is_cuda and query.dtype in KERNEL_DTYPES and query.shape[-1] <= KERNEL_HEAD_DIM:
+        from megatron_async.kernels.paged_attention_triton import paged_decode_attention_triton
+
+        return paged_decode_attention_triton(
+            query, key_cache, value_cache, block_table, lengths, scale, table_rows
+        )
+    return paged_decode_attention_reference(
+        query, key_cache, value_cache, block_table, lengths, scale, table_rows
+    )
+
+
+def paged_decode_attention_reference(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    table_rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """:func:`paged_decode_attention` with PyTorch; it reads all C blocks of every row."""
+    if table_rows is not None:
+        block_table = block_table[table_rows]
+    rows, heads, head_dim = query.shape
+    if rows == 1:
+        # A lone row may run outside of a parallel region, with other matrix kernels.
+        return paged_decode_attention_reference(
+            query.expand(2, -1, -1),
+            key_cache,
+            value_cache,
+            block_table.expand(2, -1),
+            lengths.expand(2),
+            scale,
+        )[:1]
     columns = block_table.shape[1]
-    block_size = key_cache.shape[1]
+    block_size, kv_heads = key_cache.shape[1:3]
     keys = key_cache[block_table].flatten(1, 2)
     values = value_cache[block_table].flatten(1, 2)
     positions = torch.arange(columns * block_size, device=query.device)
@@ -54,15 +101,21 @@ def paged_decode_attention(
     beyond = ~mask[:, :, None, None]
     keys = keys.masked_fill(beyond, 0)
     values = values.masked_fill(beyond, 0)
+    # The heads of a group are the queries of one attention. Padded to a multiple of 8, every
+    # thread's scratch memory is aligned alike, and the CPU gives a row the same bits on any thread.
+    group = heads // kv_heads
+    grouped = query.new_zeros(
+        rows, kv_heads, -(-group // QUERY_MULTIPLE) * QUERY_MULTIPLE, head_dim
+    )
+    grouped[:, :, :group] = query.view(rows, kv_heads, group, head_dim)
     out = scaled_dot_product_attention(
-        query[:, :, None],
+        grouped,
         keys.transpose(1, 2),
         values.transpose(1, 2),
         attn_mask=mask[:, None, None],
         scale=scale,
-        enable_gqa=True,
     )
-    return out[:, :, 0]
+    return out[:, :, :group].reshape(rows, heads, head_dim)
 
 
 def paged_decode_attention_by_length(
@@ -74,7 +127,7 @@ def paged_decode_attention_by_length(
     scale: float,
 ) -> torch.Tensor:
     """:func:`paged_decode_attention` for a device whose lengths the caller may read: rows of
-    like length are attended together, over no more blocks than they have."""
+    like length are attended together, over no more blocks than they have, a few at a time."""
     block_size = key_cache.shape[1]
     unit = -(-LENGTH_MULTIPLE // block_size)
     groups: dict[int, list[int]] = {}
@@ -83,16 +136,18 @@ def paged_decode_attention_by_length(
         columns = min(-(-blocks // unit) * unit, block_table.shape[1])
         groups.setdefault(columns, []).append(row)
     out = torch.empty_like(query)
-    for columns, rows in groups.items():
-        index = torch.tensor(rows)
-        out[index] = paged_decode_attention(
-            query[index],
-            key_cache,
-            value_cache,
-            block_table[index, :columns],
-            torch.tensor([lengths[row] for row in rows]),
-            scale,
-        )
+    for columns, members in groups.items():
+        for first in range(0, len(members), ROWS_AT_ONCE):
+            rows = members[first : first + ROWS_AT_ONCE]
+            index = torch.tensor(rows)
+            out[index] = paged_decode_attention_reference(
+                query[index],
+                key_cache,
+                value_cache,
+                block_table[index, :columns],
+                torch.tensor([lengths[row] for row in rows]),
+                scale,
+            )
     return out
 
 

@@ -1,0 +1,207 @@
+"""Triton kernels of paged decode attention: each row in splits, then the splits of each row.
+
+Splitting the keys and values of one row over programs is Flash-Decoding (Dao et al., 2023) over
+vLLM's block tables. How a row is split depends on its own length alone, tiles and orders of
+summation are fixed, and no program sees two rows: a row's bits depend on nothing but its own
+query, keys, values and length.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MIN_SPLIT = 256
+"""Tokens of a split; longer rows take a multiple of it so that they have at most MAX_SPLITS."""
+MAX_SPLITS = 32
+"""Bounds the programs and the workspace of a row, however long the block table is."""
+TILE_BYTES = 16384
+"""Keys of a tile; two tiles of keys and of values are in shared memory at a time."""
+NUM_WARPS = 4
+NUM_STAGES = 5
+LOG2_E = math.log2(math.e)
+NEG_INF = tl.constexpr(float("-inf"))
+
+
+@triton.jit
+def _row_splits(length_ptr, row, capacity, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
+    """Length of a row, and the tokens of each of its splits."""
+    length = tl.minimum(tl.load(length_ptr + row).to(tl.int32), capacity)
+    return length, tl.cdiv(length, MIN_SPLIT * MAX_SPLITS) * MIN_SPLIT
+
+
+@triton.jit
+def _split_kernel(
+    query_ptr, key_ptr, value_ptr, table_ptr, table_rows_ptr, length_ptr, partial_ptr, stats_ptr,
+    query_row, query_head, key_block, key_token, key_head, value_block, value_token, value_head,
+    table_row, columns, splits, scale,
+    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
+    D_PAD: tl.constexpr, TILE: tl.constexpr, HAS_ROWS: tl.constexpr, PRECISION: tl.constexpr,
+    MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One split of one row for the heads of one group: unnormalised sum, maximum and mass.
+
+    Scores are in units of log2. Splits beyond the row's length are left unwritten.
+    """
+    kv_head = tl.program_id(0)
+    split = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    length, split_size = _row_splits(length_ptr, row, columns * BLOCK_SIZE, MIN_SPLIT, MAX_SPLITS)
+    begin = split * split_size
+    if begin >= length:
+        return
+    end = tl.minimum(begin + split_size, length)
+
+    member = tl.arange(0, GROUP_PAD)
+    head = kv_head * GROUP + member
+    d = tl.arange(0, D_PAD)
+    in_head = d < D
+    query = tl.load(
+        query_ptr + row * query_row + head[:, None] * query_head + d[None, :],
+        mask=(member < GROUP)[:, None] & in_head[None, :], other=0.0,
+    )  # fmt: skip
+    if HAS_ROWS:
+        table_ptr += tl.load(table_rows_ptr + row).to(tl.int64) * table_row
+    else:
+        table_ptr += row * table_row
+    key_ptr += kv_head * key_head
+    value_ptr += kv_head * value_head
+
+    highest = tl.full([GROUP_PAD], NEG_INF, tl.float32)
+    mass = tl.zeros([GROUP_PAD], tl.float32)
+    total = tl.zeros([GROUP_PAD, D_PAD], tl.float32)
+    for start in range(begin, end, TILE):
+        position = start + tl.arange(0, TILE)
+        is_valid = position < end
+        if BLOCK_SIZE % TILE == 0:
+            block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
+            token = start % BLOCK_SIZE + tl.arange(0, TILE)
+        else:
+            block = tl.load(table_ptr + position // BLOCK_SIZE, mask=is_valid, other=0)
+            block = block.to(tl.int64)
+            token = position % BLOCK_SIZE
+        # Masked to zero: what lies beyond the length may be NaN, and 0 * NaN would spread.
+        mask = is_valid[:, None]
+        if D != D_PAD:
+            mask = mask & in_head[None, :]
+        key_at = block * key_block + token * key_token
+        key = tl.load(key_ptr + key_at[:, None] + d[None, :], mask=mask, other=0.0)
+        value_at = block * value_block + token * value_token
+        value = tl.load(value_ptr + value_at[:, None] + d[None, :], mask=mask, other=0.0)
+
+        score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+        score = tl.where(is_valid[None, :], score, NEG_INF)
+        raised = tl.maximum(highest, tl.max(score, 1))
+        decay = tl.exp2(highest - raised)
+        weight = tl.exp2(score - raised[:, None])
+        mass = mass * decay + tl.sum(weight, 1)
+        total = total * decay[:, None]
+        total = tl.dot(weight.to(value.dtype), value, total, input_precision=PRECISION)
+        highest = raised
+
+    heads = tl.num_programs(0) * GROUP
+    at = (row * heads + head) * splits + split
+    tl.store(
+        partial_ptr + at[:, None] * D + d[None, :], total,
+        mask=(member < GROUP)[:, None] & in_head[None, :],
+    )  # fmt: skip
+    tl.store(stats_ptr + at * 2, highest, mask=member < GROUP)
+    tl.store(stats_ptr + at * 2 + 1, mass, mask=member < GROUP)
+
+
+@triton.jit
+def _combine_kernel(
+    partial_ptr, stats_ptr, length_ptr, out_ptr, capacity, splits,
+    D: tl.constexpr, D_PAD: tl.constexpr, CHUNK: tl.constexpr,
+    MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of one head of one row, CHUNK at a time in their order."""
+    row = tl.program_id(0).to(tl.int64)
+    at = row * tl.num_programs(1) + tl.program_id(1)
+    length, split_size = _row_splits(length_ptr, row, capacity, MIN_SPLIT, MAX_SPLITS)
+    count = tl.cdiv(length, split_size)
+    partial_ptr += at * splits * D
+    stats_ptr += at * splits * 2
+    every = tl.arange(0, MAX_SPLITS)
+    highest = tl.max(tl.load(stats_ptr + every * 2, mask=every < count, other=NEG_INF), 0)
+    d = tl.arange(0, D_PAD)
+    mass = 0.0
+    total = tl.zeros([D_PAD], tl.float32)
+    for first in range(0, count, CHUNK):
+        split = first + tl.arange(0, CHUNK)
+        exists = split < count
+        weight = tl.exp2(tl.load(stats_ptr + split * 2, mask=exists, other=NEG_INF) - highest)
+        mass += tl.sum(weight * tl.load(stats_ptr + split * 2 + 1, mask=exists, other=0.0), 0)
+        part = tl.load(
+            partial_ptr + split[:, None] * D + d[None, :],
+            mask=exists[:, None] & (d < D)[None, :], other=0.0,
+        )  # fmt: skip
+        total += tl.sum(part * weight[:, None], 0)
+    tl.store(out_ptr + at * D + d, (total / mass).to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+def _tile_tokens(head_pad: int, dtype: torch.dtype) -> int:
+    """Tokens of a tile, a power of two that divides MIN_SPLIT."""
+    return max(16, min(64, TILE_BYTES // (head_pad * dtype.itemsize)))
+
+
+def paged_decode_attention_triton(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    lengths: Tensor,
+    scale: float,
+    table_rows: Tensor | None = None,
+) -> Tensor:
+    """``paged_attention.paged_decode_attention`` for bfloat16, float16 and float32, D <= 256.
+
+    Caches may be strided; only their head dimension must be contiguous. Lengths are at least 1.
+    Nothing waits for the device, and allocations depend on shapes alone.
+
+    Raises:
+        ValueError: the head dimension of a cache is strided.
+    """
+    rows, heads, head_dim = query.shape
+    block_size, kv_heads = key_cache.shape[1:3]
+    if key_cache.stride(3) != 1 or value_cache.stride(3) != 1:
+        raise ValueError("the head dimension of the key and value caches must be contiguous")
+    if query.stride(2) != 1:
+        query = query.contiguous()
+    if block_table.stride(1) != 1:
+        block_table = block_table.contiguous()
+    columns = block_table.shape[1]
+    capacity = columns * block_size
+    out = torch.empty((rows, heads, head_dim), dtype=query.dtype, device=query.device)
+    if rows == 0:
+        return out
+    splits = min(MAX_SPLITS, triton.cdiv(capacity, MIN_SPLIT))
+    partial = torch.empty((rows, heads, splits, head_dim), dtype=torch.float32, device=query.device)
+    stats = torch.empty((rows, heads, splits, 2), dtype=torch.float32, device=query.device)
+    group = heads // kv_heads
+    head_pad = max(16, triton.next_power_of_2(head_dim))
+    _split_kernel[(kv_heads, splits, rows)](
+        query, key_cache, value_cache, block_table,
+        block_table if table_rows is None else table_rows, lengths, partial, stats,
+        query.stride(0), query.stride(1), key_cache.stride(0), key_cache.stride(1),
+        key_cache.stride(2), value_cache.stride(0), value_cache.stride(1), value_cache.stride(2),
+        block_table.stride(0), columns, splits, scale * LOG2_E,
+        BLOCK_SIZE=block_size, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)),
+        D=head_dim, D_PAD=head_pad, TILE=_tile_tokens(head_pad, query.dtype),
+        HAS_ROWS=table_rows is not None,
+        PRECISION="ieee" if query.dtype is torch.float32 else "tf32",
+        MIN_SPLIT=MIN_SPLIT, MAX_SPLITS=MAX_SPLITS,
+        num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+    )  # fmt: skip
+    _combine_kernel[(rows, heads)](
+        partial, stats, lengths, out, capacity, splits,
+        D=head_dim, D_PAD=head_pad, CHUNK=8, MIN_SPLIT=MIN_SPLIT, MAX_SPLITS=MAX_SPLITS,
+        num_warps=2,
+    )  # fmt: skip
+    return out
