@@ -1,0 +1,128 @@
+"""New weights in place, while requests are being decoded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_async.assembly import build_context
+from megatron_async.checkpoint import save_native
+from megatron_async.controller import TextGenerationController
+from megatron_async.engine import DynamicInferenceEngine
+from megatron_async.errors import CheckpointError
+from megatron_async.models.build import build_model
+from megatron_async.models.config import ModelConfig
+from megatron_async.models.wrapper import GPTInferenceWrapper
+from megatron_async.requests import SamplingParams
+from tests.support.engines import DEPTHS, config_at
+
+CONFIG = ModelConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    ffn_hidden_size=48,
+    vocab_size=64,
+    max_sequence_length=64,
+    tie_word_embeddings=True,
+)
+PROMPTS = [[1, 2, 3], [9] * 20, [5]]
+GREEDY = SamplingParams(temperature=0, num_tokens_to_generate=24, termination_id=-1)
+
+
+def model(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    built = build_model(CONFIG, device="cpu", dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in built.parameters():
+            parameter.normal_(std=0.5)
+    return built
+
+
+def engine_over(weights: torch.nn.Module, depth: int) -> DynamicInferenceEngine:
+    wrapper = GPTInferenceWrapper(weights)
+    config = config_at(depth, max_requests=2, block_size_tokens=4, debug=True)
+    context = build_context(wrapper, config, torch.device("cpu"))
+    return DynamicInferenceEngine(TextGenerationController(wrapper), context, config=config)
+
+
+def continuation(seed: int, tokens: list[int], count: int) -> list[int]:
+    with engine_over(model(seed), 0) as engine:
+        params = SamplingParams(temperature=0, num_tokens_to_generate=count, termination_id=-1)
+        return engine.generate([tokens], params)[0].generated_tokens
+
+
+@pytest.mark.parametrize("from_path", (False, True))
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_tokens_after_an_update_come_from_the_new_weights_alone(
+    depth: int, from_path: bool, tmp_path: Path
+) -> None:
+    source: Path | dict[str, torch.Tensor] = model(2).state_dict()
+    if from_path:
+        save_native(tmp_path, model(2), CONFIG, dtype=torch.float32)
+        source = tmp_path
+    with engine_over(model(1), depth) as engine:
+        futures = [engine.add_request(i, prompt, GREEDY) for i, prompt in enumerate(PROMPTS)]
+        for _ in range(12):
+            engine.step_modern()
+        assert engine.update_weights(source) == engine.weight_version == 1
+        assert not engine._in_flight
+        while engine.has_unfinished_requests():
+            engine.step_modern()
+    switched = 0
+    for prompt, future in zip(PROMPTS, futures, strict=True):
+        request = future.result(timeout=0)
+        spans = request.weight_spans
+        assert [span.version for span in spans] in ([0, 1], [1])
+        start = spans[-1].start
+        switched += 0 < start < 24
+        old, new = request.generated_tokens[:start], request.generated_tokens[start:]
+        assert old == continuation(1, prompt, 24)[:start]
+        assert new == continuation(2, prompt + old, 24 - start)
+    assert switched == 2, "two requests were under way, the third was waiting"
+
+
+@pytest.mark.parametrize("depth", (0, 2))
+def test_without_recomputing_requests_go_on_over_their_old_keys(depth: int) -> None:
+    with engine_over(model(1), depth) as engine:
+        future = engine.add_request(0, PROMPTS[1], GREEDY)
+        for _ in range(12):
+            engine.step_modern()
+        engine.update_weights(model(2).state_dict(), recompute_kv_cache=False)
+        while engine.has_unfinished_requests():
+            engine.step_modern()
+        request = future.result(timeout=0)
+        assert request.counters.evictions == 0
+        start = request.weight_spans[1].start
+        old = request.generated_tokens[:start]
+        assert old == continuation(1, PROMPTS[1], 24)[:start]
+        assert request.generated_tokens[start:] != continuation(1, PROMPTS[1], 24)[start:]
+        # The prefix computed by the old weights is not found again.
+        (again,) = engine.generate([PROMPTS[1]], GREEDY)
+        assert again.generated_tokens == continuation(2, PROMPTS[1], 24)
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        ({}, "empty"),
+        ({"decoder.final_layernorm.weight": torch.ones(3)}, "(3,)"),
+        ({"decoder.no_such.weight": torch.ones(3)}, "decoder.no_such.weight"),
+        ("no/such/directory", "no/such/directory"),
+    ],
+)
+def test_weights_that_do_not_fit_leave_the_old_ones(source: object, named: str) -> None:
+    with engine_over(model(1), 1) as engine:
+        future = engine.add_request(0, PROMPTS[0], GREEDY)
+        for _ in range(6):
+            engine.step_modern()
+        with pytest.raises(CheckpointError) as error:
+            engine.update_weights(source)  # type: ignore[arg-type]
+        assert named in str(error.value)
+        assert engine.weight_version == 0
+        while engine.has_unfinished_requests():
+            engine.step_modern()
+    assert future.result(timeout=0).generated_tokens == continuation(1, PROMPTS[0], 24)
