@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.engines import DEPTHS, hash_engine, random_ask, sampling_params
+from tests.support.hash_model import MAX_LENGTH
 from tests.support.oracle import Ask, decode_alone
 
 
@@ -40,7 +41,7 @@ def run(depth: int, asks: list[Ask], **values: object) -> tuple[object, list[obj
 def test_random_workloads_equal_the_oracle(data: st.DataObject) -> None:
     rng = random.Random(data.draw(st.integers(0, 2**32), label="workload"))
     depth = data.draw(st.sampled_from(DEPTHS), label="depth")
-    block_size = data.draw(st.sampled_from((1, 2, 3, 4, 16, 64)), label="block_size")
+    block_size = data.draw(st.sampled_from((1, 2, 3, 4, 16, 64, 256)), label="block_size")
     worst = -(-70 // block_size)
     run(
         depth,
@@ -109,6 +110,24 @@ def test_tokens_do_not_depend_on_neighbours(depth: int) -> None:
     crowd = [random_ask(rng) for _ in range(10)]
     _, together = run(depth, [*crowd, ask], max_requests=4, block_count=40)
     assert alone[0].generated_tokens == together[-1].generated_tokens
+
+
+@pytest.mark.parametrize("block_size", (1, 7, 256))
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_prompts_from_one_token_to_the_models_limit(depth: int, block_size: int) -> None:
+    asks = [
+        Ask(prompt=(7,) * length, max_new=min(3, MAX_LENGTH - length))
+        for length in (1, MAX_LENGTH - 1, 2, MAX_LENGTH - 3, 100)
+    ]
+    counters, _ = run(
+        depth,
+        asks,
+        max_requests=3,
+        block_size_tokens=block_size,
+        block_count=2 * -(-MAX_LENGTH // block_size),
+        prefill_chunk_tokens=64,
+    )
+    assert counters.prefill_chunks > len(asks)
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
