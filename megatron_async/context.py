@@ -48,6 +48,8 @@ class DynamicInferenceContext(BaseInferenceContext):
         block_count: usable blocks, the null block not counted.
         num_cuda_graphs: most row buckets to capture; None is all.
         device: where the state lives; None takes the current GPU, or the CPU without one.
+        batch_invariant: attend with every token as a row of its own, prefill chunks too, so that
+            a token's bits do not depend on the forward that computes it.
 
     Raises:
         ConfigError: a value is out of range, or the buffer holds no block.
@@ -70,6 +72,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         num_cuda_graphs: int | None = None,
         materialize_only_last_token_logits: bool = True,
         device: torch.device | str | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         super().__init__(materialize_only_last_token_logits=True)
         if not materialize_only_last_token_logits:
@@ -86,6 +89,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         self.block_size_tokens = block_size_tokens
         self.num_cuda_graphs = num_cuda_graphs
         self.params_dtype = params_dtype
+        self.batch_invariant = batch_invariant
 
         token_bytes = 2 * num_layers * num_attention_heads * kv_channels * params_dtype.itemsize
         block_bytes = token_bytes * block_size_tokens
@@ -202,7 +206,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         keys, values = self.kv_cache[layer]
         paged_attention.append_kv(keys, values, key, value, self.slot_mapping)
         rows = self._decode_rows
-        if rows == query.shape[0]:
+        if self.batch_invariant or rows == query.shape[0]:
             return self._attend_decode(query, keys, values, softmax_scale)
         out = torch.zeros_like(query)
         if rows:
@@ -222,6 +226,17 @@ class DynamicInferenceContext(BaseInferenceContext):
     def _attend_decode(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
     ) -> torch.Tensor:
+        if self.batch_invariant:
+            # Decode rows and the tokens of chunks alike: each attends up to its own position.
+            lengths = self.position_ids + 1
+            if query.is_cuda:
+                return paged_attention.paged_decode_attention(
+                    query, keys, values, self.block_table, lengths, scale, self.token_slots
+                )
+            tables = self.block_table[self.token_slots]
+            return paged_attention.paged_decode_attention_by_length(
+                query, keys, values, tables, lengths.tolist(), scale
+            )
         if self._decode_lengths_host is not None:
             return paged_attention.paged_decode_attention_by_length(
                 query, keys, values, self._decode_tables, self._decode_lengths_host, scale

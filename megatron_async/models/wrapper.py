@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megatron_async.kernels.batch_invariant import batch_invariant_mode
 from megatron_async.models.adapt import adapt_model
 from megatron_async.models.gpt import GPTModel
 
@@ -33,14 +35,19 @@ class GPTInferenceWrapper:
         model: one of :func:`~megatron_async.models.build.build_model`, or a megatron-core
             ``GPTModel``, which is adapted in place. It is set to evaluation mode.
         inference_context: used by :meth:`forward` when it is given none.
+        batch_invariant: on a GPU, compute with kernels that give each token bits of its own,
+            whatever else is in the forward. The context attends, so it needs the same choice.
 
     Raises:
         ConfigError: the model has a part that cannot be served; the message names it.
     """
 
-    def __init__(self, model: Any, inference_context: Any = None) -> None:
+    def __init__(
+        self, model: Any, inference_context: Any = None, *, batch_invariant: bool = False
+    ) -> None:
         self.model: GPTModel = adapt_model(model).eval()
         self.inference_context = inference_context
+        self.batch_invariant = batch_invariant
         self.vocab_size: int = self.model.vocab_size
         self.max_sequence_length: int = self.model.max_sequence_length
         parameter = next(self.model.parameters())
@@ -71,13 +78,18 @@ class GPTInferenceWrapper:
         """
         if context is None:
             context = self.inference_context
-        logits: Tensor = self.model(
-            token_ids.unsqueeze(0),
-            position_ids.unsqueeze(0),
-            None,
-            inference_context=context,
-            runtime_gather_output=True,
-        )
+        with self.numerics():
+            logits: Tensor = self.model(
+                token_ids.unsqueeze(0),
+                position_ids.unsqueeze(0),
+                None,
+                inference_context=context,
+                runtime_gather_output=True,
+            )
         return logits.squeeze(0)
+
+    def numerics(self) -> AbstractContextManager[None]:
+        """The scope in which all of the model's Python must run, MTP layers included."""
+        return batch_invariant_mode() if self.batch_invariant else nullcontext()
 
     __call__ = forward
