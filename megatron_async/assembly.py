@@ -78,6 +78,7 @@ def build_context(
         max_tokens=config.effective_max_tokens,
         block_size_tokens=config.block_size_tokens,
         num_cuda_graphs=config.num_cuda_graphs,
+        batch_invariant=config.batch_invariant,
         device=device,
     )
 
@@ -93,7 +94,7 @@ def engine_from_pretrained(
     dtype = None if config.dtype is None else getattr(torch, config.dtype)
     pretrained = load_pretrained(path, device=device, dtype=dtype)
     return _assemble(
-        GPTInferenceWrapper(pretrained.model),
+        GPTInferenceWrapper(pretrained.model, batch_invariant=config.batch_invariant),
         pretrained.tokenizer,
         config,
         device,
@@ -107,8 +108,13 @@ def engine_like(
     engine: DynamicInferenceEngine, config: EngineConfig, *, progress: Progress | None = None
 ) -> DynamicInferenceEngine:
     """See :meth:`DynamicInferenceEngine.with_config`."""
+    from megatron_async.models.wrapper import GPTInferenceWrapper
+
+    wrapper = engine.controller.inference_wrapped_model
+    if isinstance(wrapper, GPTInferenceWrapper):
+        wrapper = GPTInferenceWrapper(wrapper.model, batch_invariant=config.batch_invariant)
     return _assemble(
-        engine.controller.inference_wrapped_model,
+        wrapper,
         engine.controller.tokenizer,
         config,
         engine.context.device,

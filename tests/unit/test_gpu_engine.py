@@ -9,6 +9,7 @@ import torch
 
 from megatron_async.engine import DynamicInferenceEngine
 from megatron_async.requests import SamplingParams
+from tests.functional.test_batch_invariant_engine import decode_under_pressure
 from tests.support.engines import DEPTHS, config_at, hash_engine, random_ask, sampling_params
 from tests.support.oracle import Ask, decode_alone
 
@@ -89,3 +90,31 @@ def test_embedded_model_gives_the_cpus_tokens_in_fp32() -> None:
 @pytest.mark.parametrize("depth", (1, 2, 4))
 def test_embedded_model_is_equal_at_every_depth(depth: int, dtype: str) -> None:
     assert decode_tiny(depth, "cuda", dtype) == decode_tiny(0, "cuda", dtype)
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_batch_invariant_mode_keeps_tokens_through_evictions_and_prefix_hits(dtype: str) -> None:
+    expected, _ = decode_under_pressure(0, roomy=True, device="cuda", dtype=dtype)
+    for depth in DEPTHS:
+        tokens, counters = decode_under_pressure(depth, roomy=False, device="cuda", dtype=dtype)
+        assert tokens == expected
+        assert counters.evictions > 0
+        assert counters.stalls > 0
+        assert counters.tokens_cached > 0
+        assert (counters.tokens_discarded > 0) == (depth > 0)
+
+
+def test_state_dict_goes_into_captured_graphs() -> None:
+    config = config_at(1, device="cuda", dtype="float32", max_requests=2)
+    params = SamplingParams(temperature=0, num_tokens_to_generate=40, termination_id=-1)
+    with DynamicInferenceEngine.from_pretrained("tiny", config) as engine:
+        (before,) = engine.generate([PROMPTS[0]], params)
+        model = engine.controller.inference_wrapped_model.model
+        state = {name: value.clone() for name, value in model.named_parameters()}
+        scaled = {name: value * 1.3 for name, value in state.items()}
+        engine.update_weights(scaled)
+        (changed,) = engine.generate([PROMPTS[0]], params)
+        engine.update_weights(state)
+        (after,) = engine.generate([PROMPTS[0]], params)
+    assert changed.generated_tokens != before.generated_tokens
+    assert after.generated_tokens == before.generated_tokens
