@@ -1,0 +1,243 @@
+"""Paged decode attention: the Triton kernel, the reference, and what a row may depend on.
+
+On a GPU the kernel is compiled. Without one, ``TRITON_INTERPRET=1`` runs it on the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_async.kernels import paged_attention
+from tests.support.paged_cases import Case, make_case
+
+try:
+    from megatron_async.kernels import paged_attention_triton
+except ImportError:
+    paged_attention_triton = None  # type: ignore[assignment]
+
+INTERPRETED = paged_attention_triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+needs_interpreter = pytest.mark.skipif(
+    not INTERPRETED, reason="needs triton and TRITON_INTERPRET=1"
+)
+needs_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device and a compiler"
+    ),
+]
+
+
+def assert_close(case: Case, out: Tensor) -> None:
+    tolerance = TOLERANCE[case.query.dtype]
+    assert out.dtype == case.query.dtype
+    torch.testing.assert_close(out.double(), case.expected(), rtol=tolerance, atol=tolerance)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size"),
+    [(4, 2, 64, 16), (3, 1, 24, 3), (2, 2, 128, 64), (16, 1, 16, 1)],
+)
+def test_interpreted_kernel_equals_float64(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int, block_size: int
+) -> None:
+    case = make_case(
+        [1, 257, block_size, 600],
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
+        device="cpu",
+        table_dtype=torch.int32,
+    )
+    out = case.run()
+    assert_close(case, out)
+    rows = torch.tensor([3, 1])
+    assert torch.equal(case.run(rows, by_slot=True), out[rows])
+
+
+@needs_interpreter
+def test_interpreted_kernel_splits_long_rows_into_longer_splits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(paged_attention_triton, "MAX_SPLITS", 2)
+    case = make_case(
+        [511, 513, 1100],
+        heads=2,
+        kv_heads=1,
+        head_dim=16,
+        block_size=32,
+        dtype=torch.float32,
+        device="cpu",
+    )
+    assert_close(case, case.run())
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4), (8, 1)])
+@pytest.mark.parametrize("threads", (1, 2, 3))
+def test_reference_gives_a_row_its_own_bits(
+    dtype: torch.dtype, heads: int, kv_heads: int, threads: int
+) -> None:
+    lengths = [70] * 41 + [3, 500, 128]
+    case = make_case(
+        lengths,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=16,
+        block_size=4,
+        dtype=dtype,
+        device="cpu",
+    )
+
+    def attend(rows: list[int]) -> Tensor:
+        return paged_attention.paged_decode_attention_by_length(
+            case.query[rows],
+            case.keys,
+            case.values,
+            case.table[rows],
+            [lengths[row] for row in rows],
+            case.scale,
+        )
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        out = attend(list(range(len(lengths))))
+        for rows in ([0], [40, 7], [43, 42, 1, 9, 5], list(range(43, 0, -1))):
+            assert torch.equal(attend(rows), out[rows])
+    finally:
+        torch.set_num_threads(before)
+    assert_close(case, out)
+
+
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_gpu)])
+class TestOnGpu:
+    @pytest.mark.parametrize("dtype", list(TOLERANCE))
+    @pytest.mark.parametrize(
+        ("head_dim", "block_size", "group"),
+        [
+            (64, 1, 1),
+            (64, 64, 4),
+            (96, 3, 2),
+            (96, 256, 4),
+            (128, 1, 4),
+            (128, 3, 1),
+            (128, 16, 4),
+            (128, 64, 1),
+            (256, 16, 1),
+            (256, 256, 4),
+        ],
+    )
+    def test_kernel_equals_float64(
+        self, dtype: torch.dtype, head_dim: int, block_size: int, group: int, device: str
+    ) -> None:
+        self.check([1, 63, 64, 257, 812, 1500], 2, group, head_dim, block_size, dtype, device)
+
+    @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+    @pytest.mark.parametrize("group", (2, 3, 7, 8, 16))
+    def test_all_groups_equal_float64(self, dtype: torch.dtype, group: int, device: str) -> None:
+        self.check([5, 300, 1025], 3, group, 128, 16, dtype, device)
+        self.check([5, 300, 1025], 1, group, 80, 64, dtype, device)
+
+    def check(
+        self,
+        lengths: list[int],
+        kv_heads: int,
+        group: int,
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: str,
+    ) -> None:
+        case = make_case(
+            lengths,
+            heads=kv_heads * group,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            block_size=block_size,
+            dtype=dtype,
+            device=device,
+        )
+        out = case.run()
+        assert_close(case, out)
+        reference = paged_attention.paged_decode_attention_reference(
+            case.query, case.keys, case.values, case.table, case.lengths, case.scale
+        )
+        tolerance = 2 * TOLERANCE[dtype]
+        torch.testing.assert_close(out, reference, rtol=tolerance, atol=tolerance)
+
+    @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+    def test_rows_longer_than_the_most_splits(self, dtype: torch.dtype, device: str) -> None:
+        longest = paged_attention_triton.MIN_SPLIT * paged_attention_triton.MAX_SPLITS
+        lengths = [longest - 1, longest, longest + 1, 2 * longest + 77, 9]
+        self.check(lengths, 1, 4, 64, 64, dtype, device)
+
+    @pytest.mark.parametrize("dtype", list(TOLERANCE))
+    def test_a_row_has_bits_of_its_own(self, dtype: torch.dtype, device: str) -> None:
+        lengths = [1 + 37 * row for row in range(48)]
+        case = make_case(
+            lengths,
+            heads=8,
+            kv_heads=2,
+            head_dim=128,
+            block_size=16,
+            dtype=dtype,
+            device=device,
+        )
+        out = case.run()
+        generator = torch.Generator().manual_seed(0)
+        for count in (1, 2, 4, 8, 33, 48):
+            rows = torch.randperm(48, generator=generator)[:count].to(device)
+            assert torch.equal(case.run(rows), out[rows])
+            assert torch.equal(case.run(rows, by_slot=True), out[rows])
+        # A wider block table changes the grid and the workspace, not the bits.
+        wide = torch.cat((case.table, case.table.new_zeros(48, 700)), dim=1)
+        wider = Case(case.query, case.keys, case.values, wide, case.lengths, case.scale)
+        assert torch.equal(wider.run(), out)
+
+    def test_captured_kernel_follows_its_inputs(self, device: str) -> None:
+        case = make_case(
+            [700, 1, 64, 300],
+            heads=8,
+            kv_heads=2,
+            head_dim=64,
+            block_size=16,
+            dtype=torch.bfloat16,
+            device=device,
+        )
+        expected = case.run()
+        lengths = case.lengths.clone()
+        case.lengths.fill_(1)
+        case.run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = case.run()
+        case.lengths.copy_(lengths)
+        graph.replay()
+        assert torch.equal(out, expected)
+
+    def test_kernel_does_not_synchronise(self, device: str) -> None:
+        case = make_case(
+            [70, 1],
+            heads=4,
+            kv_heads=2,
+            head_dim=64,
+            block_size=16,
+            dtype=torch.bfloat16,
+            device=device,
+        )
+        case.run()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            case.run()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
