@@ -1,0 +1,344 @@
+"""Faults that a decode engine with steps in flight can have, each as a context manager.
+
+A mutant patches methods of the real classes while it is active; the product knows nothing of it.
+``tests/unit/test_mutants.py`` shows that the normal checks catch each of them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from megatron_async import program
+from megatron_async.cache.prefix_cache import ROOT, PrefixCache
+from megatron_async.context import DynamicInferenceContext
+from megatron_async.controller import TextGenerationController
+from megatron_async.device.cpu import CpuDevice, CpuPacketRing, CpuResultRing
+from megatron_async.engine import DynamicInferenceEngine
+from megatron_async.errors import IntegrityError
+from megatron_async.graphs import StepGraphs
+from megatron_async.packet import ROW_SLOT
+from megatron_async.program import StepProgram
+from megatron_async.scheduler.events import Commit
+from megatron_async.scheduler.scheduler import Scheduler, _row_map
+from megatron_async.scheduler.sequence import Sequence, State
+from megatron_async.scheduler.slots import SlotTable
+from megatron_async.ticket import Plan, StepResult
+
+GATE_SECONDS = 10.0
+"""How long a gated device waits for its host at most."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A fault, where it can be wrong at all, and which checks find it."""
+
+    name: str
+    target: Any
+    method: str
+    make: Callable[[Any], Any]
+    """Gets the original method, returns the faulty one."""
+    caught_by: tuple[str, ...]
+    """Names of the exceptions that may catch it; see ``test_mutants.py``."""
+    least_depth: int
+    """With fewer steps in flight it does no harm."""
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """The fault is in the code while this is entered."""
+        with patch.object(self.target, self.method, self.make(getattr(self.target, self.method))):
+            yield
+
+
+MUTANTS: list[Mutant] = []
+
+
+def mutant(
+    target: Any, method: str, *caught_by: str, least_depth: int = 0
+) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+    """Register a fault under the name of the function that makes it."""
+
+    def register(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        MUTANTS.append(Mutant(make.__name__, target, method, make, caught_by, least_depth))
+        return make
+
+    return register
+
+
+# --- blocks and slots -------------------------------------------------------------------------
+
+
+@mutant(Scheduler, "_leave", "WrongTokensError")
+def block_freed_when_the_last_row_is_planned(original: Any) -> Any:
+    """Not when it has retired: the same plan gives the block to another request."""
+
+    def leave(self: Scheduler, sequence: Sequence, state: State) -> None:
+        was_decoding = sequence.state is State.DECODING
+        original(self, sequence, state)
+        if was_decoding and state is State.ENDING:
+            blocks, sequence.blocks = sequence.blocks, []
+            self._freed_blocks += self.allocator.release(blocks)
+
+    return leave
+
+
+@mutant(Scheduler, "_give_up", "IntegrityError")
+def block_freed_twice(original: Any) -> Any:
+    def give_up(self: Scheduler, sequence: Sequence) -> None:
+        blocks = list(sequence.blocks)
+        original(self, sequence)
+        self.allocator.release(blocks)
+
+    return give_up
+
+
+@mutant(Scheduler, "_give_up", "IntegrityError")
+def reserved_block_not_released(original: Any) -> Any:
+    def give_up(self: Scheduler, sequence: Sequence) -> None:
+        del sequence.blocks[-1:]
+        original(self, sequence)
+
+    return give_up
+
+
+@mutant(Scheduler, "_give_up", "KeyError", "WrongTokensError", "WrongCountsError", least_depth=1)
+def slot_and_blocks_back_before_the_last_ticket(original: Any) -> Any:
+    def give_up(self: Scheduler, sequence: Sequence) -> None:
+        sequence.last_ticket = -1
+        original(self, sequence)
+        self._retire()
+
+    return give_up
+
+
+@mutant(Scheduler, "_evict", "WrongCountsError", least_depth=1)
+def evicted_request_loses_its_token_in_flight(original: Any) -> Any:
+    def evict(self: Scheduler, sequence: Sequence) -> None:
+        self.slots.end_epoch(sequence.slot)
+        original(self, sequence)
+
+    return evict
+
+
+# --- prefixes and weights ---------------------------------------------------------------------
+
+
+@mutant(Scheduler, "_admit_next", "WrongTokensError")
+def prefix_registered_before_it_is_written(original: Any) -> Any:
+    def admit_next(self: Scheduler, *args: Any) -> Sequence | None:
+        sequence: Sequence | None = original(self, *args)
+        if sequence is not None:
+            self._register_blocks(sequence, len(sequence.tokens))
+        return sequence
+
+    return admit_next
+
+
+@mutant(PrefixCache, "insert", "WrongTokensError")
+def prefix_found_by_its_last_block_alone(original: Any) -> Any:
+    def insert(self: PrefixCache, parent: int, tokens: tuple[int, ...], block: int) -> int:
+        original(self, ROOT, tokens, block)
+        return ROOT
+
+    return insert
+
+
+@mutant(PrefixCache, "clear", "WrongTokensError")
+def prefix_of_the_old_weights_kept(original: Any) -> Any:
+    return lambda self: None
+
+
+@mutant(DynamicInferenceEngine, "_drain", "WrongTokensError", least_depth=1)
+def token_of_the_old_weights_committed(original: Any) -> Any:
+    return lambda self, reason: None
+
+
+# --- commit -----------------------------------------------------------------------------------
+
+
+@mutant(Scheduler, "commit", "TokenAfterEndError", least_depth=1)
+def overshoot_token_kept(original: Any) -> Any:
+    def commit(self: Scheduler, plan: Plan, result: StepResult) -> list[Commit]:
+        return [c._replace(discarded=False) for c in original(self, plan, result)]
+
+    return commit
+
+
+@mutant(SlotTable, "end_epoch", "IntegrityError", "TokenAfterEndError", least_depth=1)
+def epoch_not_checked(original: Any) -> Any:
+    return lambda self, slot: None
+
+
+@mutant(TextGenerationController, "take", "IntegrityError", "WrongTokensError")
+def rows_swapped(original: Any) -> Any:
+    def take(self: TextGenerationController, ticket: Any) -> StepResult:
+        result: StepResult = original(self, ticket)
+        if ticket.plan.decode_rows < 2:
+            return result
+        return StepResult(*([column[1], column[0], *column[2:]] for column in result))
+
+    return take
+
+
+@mutant(Scheduler, "commit", "IntegrityError", "WrongTokensError", "KeyError", least_depth=1)
+def commit_reads_the_live_row_map(original: Any) -> Any:
+    def commit(self: Scheduler, plan: Plan, result: StepResult) -> list[Commit]:
+        live = _row_map(list(self._decoding.values()))
+        if plan.is_decode_only and len(live) == len(plan.rows):
+            plan = dataclasses.replace(plan, rows=live)
+        commits: list[Commit] = original(self, plan, result)
+        return commits
+
+    return commit
+
+
+@mutant(Scheduler, "commit", "IntegrityError", least_depth=1)
+def end_decided_from_what_has_been_launched(original: Any) -> Any:
+    """One token too few: the next launch has advanced the count that commit reads."""
+
+    def commit(self: Scheduler, plan: Plan, result: StepResult) -> list[Commit]:
+        known = [self._sequences[key] for key in plan.rows.keys if key in self._sequences]
+        lengths = [sequence.max_new for sequence in known]
+        for sequence in known:
+            if sequence.launched == sequence.max_new:
+                sequence.max_new = sequence.committed + 1
+        commits: list[Commit] = original(self, plan, result)
+        for sequence, length in zip(known, lengths, strict=True):
+            sequence.max_new = length
+        return commits
+
+    return commit
+
+
+# --- the device's side ------------------------------------------------------------------------
+
+
+@mutant(StepProgram, "load_decode", "IntegrityError", "WrongTokensError")
+def row_map_of_the_step_before(original: Any) -> Any:
+    def load_decode(self: StepProgram, rows: int) -> None:
+        stale = self._row_records[:rows, ROW_SLOT].clone()
+        original(self, rows)
+        self._row_records[:rows, ROW_SLOT] = stale
+
+    return load_decode
+
+
+@mutant(StepGraphs, "_step_work", "IntegrityError", "WrongTokensError", least_depth=1)
+def packet_taken_before_the_pending_logits_are_sampled(original: Any) -> Any:
+    def step_work(self: StepGraphs, rows: int) -> None:
+        self._program.load_decode(rows)
+        self._program.sample(rows)
+        self._program.forward_decode(rows)
+
+    return step_work
+
+
+@mutant(StepProgram, "forward_decode", "IntegrityError", "WrongTokensError")
+def length_not_advanced_at_a_block_boundary(original: Any) -> Any:
+    def forward_decode(self: StepProgram, rows: int) -> None:
+        original(self, rows)
+        lengths = self._context.kv_length
+        lengths -= (lengths % self._context.block_size_tokens == 0).long() * (lengths > 0)
+
+    return forward_decode
+
+
+@mutant(program, "sample_tokens", "IntegrityError", "WrongTokensError")
+def noise_at_the_position_the_host_knows(original: Any) -> Any:
+    """The host's count of tokens lags behind the device's."""
+
+    def sample_tokens(*args: Any, **options: Any) -> torch.Tensor:
+        *parameters, position = args
+        tokens: torch.Tensor = original(*parameters, position - 1, **options)
+        return tokens
+
+    return sample_tokens
+
+
+@mutant(StepProgram, "sample", "DeadRowLivedError", least_depth=1)
+def end_marked_a_step_late(original: Any) -> Any:
+    def sample(self: StepProgram, rows: int) -> None:
+        slots = self._row_records[:rows, ROW_SLOT].long()
+        before = self._context.finished[slots]
+        original(self, rows)
+        self._context.finished[slots] = before
+
+    return sample
+
+
+@mutant(DynamicInferenceContext, "begin_forward", "DeadRowWroteError", least_depth=1)
+def forward_ignores_the_end(original: Any) -> Any:
+    def begin_forward(self: DynamicInferenceContext, *args: Any, **options: Any) -> None:
+        finished = self.finished
+        self.finished = torch.zeros_like(finished)
+        original(self, *args, **options)
+        self.finished = finished
+
+    return begin_forward
+
+
+# --- rings ------------------------------------------------------------------------------------
+
+
+@mutant(CpuDevice, "packet_ring", "IntegrityError", least_depth=1)
+def packet_ring_too_short(original: Any) -> Any:
+    return lambda self, entries, width: _LatePackets(self, 1, width)
+
+
+@mutant(CpuDevice, "packet_ring", "IndexError", "IntegrityError", "WrongTokensError", least_depth=1)
+def packet_overwritten_before_it_was_read(original: Any) -> Any:
+    """The same without the guard of the claim."""
+    return lambda self, entries, width: _UnguardedPackets(self, 1, width)
+
+
+@mutant(CpuDevice, "result_ring", "IntegrityError", least_depth=2)
+def result_overwritten_before_it_was_taken(original: Any) -> Any:
+    return lambda self, entries, width: _LateResults(self, 1, width)
+
+
+class _LatePackets(CpuPacketRing):
+    """The device reads its first packet when the host waits: all in flight are unread till then."""
+
+    def __init__(self, device: CpuDevice, entries: int, width: int) -> None:
+        super().__init__(device, entries, width)
+        opened = self._opened = threading.Event()
+
+        class OpeningResults(CpuResultRing):
+            def wait(self, number: int, width: int) -> Any:
+                opened.set()
+                return super().wait(number, width)
+
+        device.result_ring = partial(OpeningResults, device)  # type: ignore[method-assign]
+
+    def claim(self, number: int) -> Any:
+        try:
+            return super().claim(number)
+        except IntegrityError:
+            self._opened.set()
+            raise
+
+    def read(self, into: torch.Tensor, width: int) -> None:
+        assert self._opened.wait(GATE_SECONDS), "the host neither waited nor failed"
+        super().read(into, width)
+
+
+class _UnguardedPackets(_LatePackets):
+    def claim(self, number: int) -> Any:
+        self._device.raise_failure()
+        return self._views[0]
+
+
+class _LateResults(CpuResultRing):
+    """The host takes its result when the device has done all that was queued."""
+
+    def wait(self, number: int, width: int) -> Any:
+        self._device.synchronize()
+        return super().wait(number, width)

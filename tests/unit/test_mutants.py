@@ -1,0 +1,298 @@
+"""The normal checks catch every fault of ``tests/support/mutants.py``.
+
+One fixed workload has everything: stops, ends by length, shared prefixes, chunks, pressure on the
+cache, evictions, pauses, aborts, priorities, new weights. Without a fault it passes at every
+depth; with one of them it fails by a typed error or an assertion, each with a name of its own:
+
+- ``IntegrityError``: the product's own checks (blocks, slots, rings, device and host agree);
+- ``WrongTokensError``: another token than the oracle's, or another reason for the end;
+- ``TokenAfterEndError``: something emitted for a request that had ended;
+- ``WrongCountsError``: launched, committed and discarded do not add up, or a token was discarded
+  that nothing had ended;
+- ``DeadRowWroteError``, ``DeadRowLivedError``: the device worked for a request that it had ended.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megatron_async.context import DynamicInferenceContext
+from megatron_async.engine import DynamicInferenceEngine
+from megatron_async.errors import IntegrityError
+from megatron_async.models.wrapper import KVCacheSpec
+from megatron_async.observability.counters import EngineCounters
+from megatron_async.requests import DynamicInferenceRequest, FinishReason
+from megatron_async.scheduler.events import Commit
+from megatron_async.scheduler.scheduler import Scheduler
+from megatron_async.ticket import Plan, StepResult
+from tests.support.engines import DEPTHS, hash_engine, sampling_params
+from tests.support.hash_model import MODULUS, WEIGHTS, HashModel, hash_logits
+from tests.support.mutants import MUTANTS, Mutant
+from tests.support.oracle import Ask, decode_alone
+
+MOST_STEPS = 1500
+
+
+class WrongTokensError(AssertionError):
+    pass
+
+
+class TokenAfterEndError(AssertionError):
+    pass
+
+
+class WrongCountsError(AssertionError):
+    pass
+
+
+class DeadRowWroteError(AssertionError):
+    pass
+
+
+class DeadRowLivedError(AssertionError):
+    pass
+
+
+CAUGHT: dict[str, type[BaseException]] = {
+    error.__name__: error
+    for error in (
+        WrongTokensError,
+        TokenAfterEndError,
+        WrongCountsError,
+        DeadRowWroteError,
+        DeadRowLivedError,
+        IntegrityError,
+        IndexError,
+        KeyError,
+    )
+}
+
+
+class DeepHashModel(HashModel):
+    """Two layers: what the second one stores for a token depends on all tokens before it, as the
+    keys of a real model do. A block found by its own tokens, under another prefix, is wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv_cache_spec = KVCacheSpec(
+            num_layers=2, num_kv_heads=1, head_dim=1, dtype=torch.int64
+        )
+
+    def forward(
+        self, token_ids: torch.Tensor, position_ids: torch.Tensor, context: DynamicInferenceContext
+    ) -> torch.Tensor:
+        dead = context.finished[context.token_slots]
+        if bool((context.slot_mapping[dead] >= context.block_size_tokens).any()):
+            raise DeadRowWroteError("a row that has ended wrote outside the null block")
+        block_size = context.block_size_tokens
+        blocks = context.block_table[context.token_slots][:, self._positions // block_size]
+        places = blocks * block_size + self._positions % block_size
+        seen = self._positions < position_ids[:, None] + 1
+        state = token_ids + 97 * self._salt
+        for layer in (0, 1):
+            cells = context.kv_cache[layer, 0, :, :, 0, 0].view(-1)
+            cells[context.slot_mapping] = state
+            terms = torch.where(seen, (cells[places] + 1) % MODULUS * self._weights % MODULUS, 0)
+            state = terms.sum(dim=1) % MODULUS
+        if context.last_token_index is not None:
+            state = state[context.last_token_index]
+        mixed = (state[:, None] * (2 * self._ids + 1) + 7919 * self._ids) % MODULUS % 512
+        return mixed.to(torch.float32) / 64.0
+
+
+def deep_logits(tokens: list[int], salt: int) -> list[float]:
+    """What :class:`DeepHashModel` makes of ``tokens``, without a cache."""
+    shallow = deep = 0
+    for token, weight in zip(tokens, WEIGHTS, strict=False):
+        shallow = (shallow + (token + 97 * salt + 1) * weight) % MODULUS
+        deep = (deep + (shallow + 1) * weight) % MODULUS
+    return hash_logits(deep)
+
+
+@functools.cache
+def expected(ask: Ask, salts: tuple[tuple[int, int], ...]) -> tuple[list[int], str]:
+    """Tokens and reason of ``ask`` alone, with the weights that ``salts`` say."""
+
+    def logits_of(tokens: list[int]) -> list[float]:
+        generated = len(tokens) - len(ask.prompt)
+        return deep_logits(tokens, next(s for start, s in salts[::-1] if start <= generated))
+
+    return decode_alone(ask, logits_of)
+
+
+def workload() -> list[Ask]:
+    """Prompts of three beginnings, so that prefixes are shared; a third may stop early."""
+    rng = random.Random(11)
+    beginnings = [tuple(rng.randrange(61) for _ in range(20)) for _ in range(3)]
+    beginnings.append(beginnings[0][:4] + beginnings[1][4:8] + beginnings[2][:12])
+    asks = []
+    for index in range(32):
+        # The first two arrive together and are longer than a chunk; the third begins with blocks
+        # that they have, but elsewhere.
+        head = beginnings[0]
+        if index == 2:
+            head = beginnings[0][4:12]
+        elif index > 2:
+            head = beginnings[index % 4][: rng.choice((1, 8, 13, 20))]
+        prompt = (*head, *(rng.randrange(61) for _ in range(rng.randint(0, 6))))
+        sampled = index % 2 == 0
+        asks.append(
+            Ask(
+                prompt=prompt,
+                max_new=rng.choice((1, 2, 7, 16, 24)),
+                stop_ids=tuple(rng.sample(range(61), 8)) if index % 3 == 0 else (),
+                temperature=1.0 if sampled else 0.0,
+                top_k=20 if sampled else 0,
+                seed=index,
+            )
+        )
+    return asks
+
+
+class Run:
+    """One pass over the workload with all checks on."""
+
+    def __init__(self, depth: int, debug: bool = True) -> None:
+        self.asks = workload()
+        self.depth = depth
+        self.debug = debug
+        self.salts = {0: 0}
+        self.aborted: set[int] = set()
+        self.ended: set[int] = set()
+        self.finished: dict[int, DynamicInferenceRequest] = {}
+
+    def start(self) -> EngineCounters:
+        """Decode everything; raises what a check finds."""
+        with (
+            patch.object(Scheduler, "commit", _watched(Scheduler.commit)),
+            hash_engine(
+                self.depth,
+                model=DeepHashModel(),
+                debug=self.debug,
+                max_requests=4,
+                block_size_tokens=4,
+                block_count=14,
+                prefill_chunk_tokens=8,
+            ) as engine,
+        ):
+            for step in range(MOST_STEPS):
+                self._events(engine, step)
+                self._take(engine.step_modern())
+                if len(self.ended) == len(self.asks) and not engine.has_unfinished_requests():
+                    break
+            else:
+                raise WrongCountsError("the engine does not come to an end")
+        self._check(engine.counters)
+        return engine.counters
+
+    def _events(self, engine: DynamicInferenceEngine, step: int) -> None:
+        if step % 5 == 0 and step // 5 < len(self.asks) // 2:
+            for index in (step // 5 * 2, step // 5 * 2 + 1):
+                ask = self.asks[index]
+                engine.add_request(
+                    index, list(ask.prompt), sampling_params(ask), priority=index % 3 - 1
+                )
+        active = engine._book.active_request_ids
+        if not active:
+            return
+        if step % 13 == 6:
+            engine.evict_request(active[0])
+        if step % 17 == 9:
+            engine.pause_request(active[step % len(active)])
+        if step % 17 == 15:
+            for request_id in active:
+                engine.resume_request(request_id)
+        if step % 19 == 18 and engine.abort_request(active[-1]):
+            self.aborted.add(active[-1])
+        if step in (30, 60):
+            self.salts[engine.update_weights({"salt": step})] = step
+
+    def _take(self, result: dict[str, Any]) -> None:
+        for output in result["tokens"]:
+            if output.request_id in self.ended:
+                raise TokenAfterEndError(f"request {output.request_id} had ended: {output}")
+            if output.finish_reason is not None:
+                self.ended.add(output.request_id)
+        for request in result["finished_request_records"]:
+            self.finished[request.request_id] = request
+
+    def _check(self, counters: EngineCounters) -> None:
+        requests = [self.finished[index] for index in range(len(self.asks))]
+        for ask, request in zip(self.asks, requests, strict=True):
+            salts = tuple((s.start, self.salts[s.version]) for s in request.weight_spans)
+            tokens, reason = expected(ask, salts or ((0, 0),))
+            if request.finish_reason is FinishReason.ABORT:
+                tokens, reason = tokens[: len(request.generated_tokens)], "abort"
+                if request.request_id not in self.aborted:
+                    raise WrongCountsError(f"request {request.request_id} was aborted by nobody")
+            if (request.generated_tokens, request.finish_reason) != (tokens, reason):
+                raise WrongTokensError(
+                    f"{request.request_id}: {request.generated_tokens} != {tokens}"
+                )
+            counts = request.counters
+            most = 0 if request.finish_reason is FinishReason.LENGTH else self.depth + 1
+            if counts.discarded > most or counts.committed != len(tokens):
+                raise WrongCountsError(f"{request.request_id}: {counts}, {reason}")
+            if counts.launched != counts.committed + counts.discarded:
+                raise WrongCountsError(f"{request.request_id}: {counts}")
+        if (
+            counters.steps_launched != counters.steps_committed
+            or counters.tokens_committed != sum(len(r.generated_tokens) for r in requests)
+            or counters.tokens_discarded != sum(r.counters.discarded for r in requests)
+        ):
+            raise WrongCountsError(f"{counters}")
+
+
+def _watched(commit: Any) -> Any:
+    """``Scheduler.commit`` that looks at what the device says of rows that had stopped."""
+
+    def watched(self: Scheduler, plan: Plan, result: StepResult) -> list[Commit]:
+        sequences = dict(self._sequences)
+        commits: list[Commit] = commit(self, plan, result)
+        live = dict(zip(plan.rows.keys, result.live, strict=False))
+        for key, _, _, discarded in commits:
+            if discarded and live[key] and sequences[key].reason is FinishReason.STOP:
+                raise DeadRowLivedError(
+                    f"request {key} had stopped, and the device went on with it"
+                )
+        return commits
+
+    return watched
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_workload_passes_without_a_fault_and_has_everything(depth: int) -> None:
+    run = Run(depth)
+    counters = run.start()
+    assert {r.finish_reason for r in run.finished.values()} == set(FinishReason)
+    for name in (
+        "stalls",
+        "evictions",
+        "pauses",
+        "resumes",
+        "tokens_cached",
+        "tokens_replayed",
+        "steps_with_waiting",
+    ):
+        assert getattr(counters, name) > 0, name
+    assert counters.prefill_chunks > len(run.asks)
+    assert counters.barriers == 2
+    assert len({s.version for r in run.finished.values() for s in r.weight_spans}) == 3
+    assert (counters.tokens_discarded > 0) == (depth > 0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "depth"),
+    [(fault, depth) for fault in MUTANTS for depth in DEPTHS if depth >= fault.least_depth],
+    ids=lambda value: value.name if isinstance(value, Mutant) else None,
+)
+def test_fault_is_caught(fault: Mutant, depth: int) -> None:
+    caught_by = tuple(CAUGHT[name] for name in fault.caught_by)
+    with fault.active(), pytest.raises(caught_by):
+        Run(depth).start()
