@@ -12,3 +12,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default=220,
         help="examples of the engine's state machine, each of up to 100 rule steps",
     )
+    parser.addoption(
+        "--long-run",
+        action="store_true",
+        help="decode a million tokens in the long run, instead of a hundred thousand",
+    )
