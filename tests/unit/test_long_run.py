@@ -1,4 +1,5 @@
 """A long run with random events: all counters add up, memory stays flat, nothing is left behind.
+Steady runs: 99 of 100 steps overlap, whatever the workload is made of.
 
 ``--long-run`` runs 1,000,000 tokens over 10,000 requests instead of a tenth of that.
 """
@@ -8,15 +9,17 @@ from __future__ import annotations
 import gc
 import random
 import time
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from megatron_async.engine import DynamicInferenceEngine
+from megatron_async.observability.counters import EngineCounters, NotOverlapped
 from megatron_async.output import OutputBook
 from megatron_async.requests import DynamicInferenceRequest, FinishReason
-from tests.support.engines import hash_engine, sampling_params
+from tests.support.engines import DEPTHS, hash_engine, sampling_params
 from tests.support.hash_model import VOCAB_SIZE
 from tests.support.oracle import Ask, decode_with_salts
 
@@ -205,3 +208,95 @@ def test_long_run_adds_up_and_leaves_nothing(
         if ended.finish_reason is FinishReason.ABORT:
             expected, reason = expected[: len(ended.generated_tokens)], "abort"
         assert (ended.generated_tokens, ended.finish_reason) == (expected, reason)
+
+
+# --- steady runs ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Steady:
+    """A workload that goes on in the same way from its beginning to its end."""
+
+    requests: int
+    prompt: tuple[int, int]
+    max_new: tuple[int, int]
+    every: int = 0
+    """Steps between two arrivals; 0 means all at once."""
+    head: tuple[int, ...] = ()
+    stops: int = 0
+    priorities: bool = False
+    block_count: int = 64
+    witness: str = "rows_launched"
+    """The counter that shows that the workload is what it is called."""
+
+    def counters(self, depth: int) -> EngineCounters:
+        """Decode it on four rows."""
+        rng = random.Random(1)
+        arrivals = deque(
+            Ask(
+                (
+                    *self.head,
+                    *(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(*self.prompt))),
+                ),
+                rng.randint(*self.max_new),
+                tuple(rng.sample(range(VOCAB_SIZE), self.stops)),
+            )
+            for _ in range(self.requests)
+        )
+        with hash_engine(
+            depth,
+            debug=False,
+            max_requests=4,
+            block_size_tokens=16,
+            block_count=self.block_count,
+            prefill_chunk_tokens=16,
+        ) as engine:
+            step = 0
+            while arrivals or engine.has_unfinished_requests():
+                while arrivals and (not self.every or step % self.every == 0):
+                    ask = arrivals.popleft()
+                    priority = len(arrivals) % 3 - 1 if self.priorities else 0
+                    engine.add_request(
+                        len(arrivals), list(ask.prompt), sampling_params(ask), priority=priority
+                    )
+                    if self.every:
+                        break
+                engine.step_modern()
+                step += 1
+        return engine.counters
+
+
+STEADY = {
+    "equal lengths": Steady(12, (1, 1), (100, 100)),
+    "mixed lengths, constant arrivals": Steady(
+        60, (1, 40), (10, 60), every=6, witness="steps_with_prefill"
+    ),
+    "stop tokens": Steady(120, (1, 40), (60, 60), stops=3, witness="tokens_discarded"),
+    "prefix hits": Steady(
+        60, (1, 8), (10, 40), every=6, head=tuple(range(40)), witness="tokens_cached"
+    ),
+    "memory pressure": Steady(40, (1, 30), (40, 100), block_count=18, witness="evictions"),
+    "priorities": Steady(
+        60, (1, 40), (10, 60), every=4, priorities=True, witness="steps_with_waiting"
+    ),
+}
+
+
+@pytest.mark.parametrize("depth", DEPTHS[1:])
+@pytest.mark.parametrize("workload", STEADY.values(), ids=STEADY)
+def test_steady_workload_overlaps_99_of_100_steps(workload: Steady, depth: int) -> None:
+    counters = workload.counters(depth)
+    assert getattr(counters, workload.witness) > 0
+    assert counters.steps_committed >= 300
+    assert counters.steps_overlapped >= 0.99 * counters.steps_committed
+
+
+@pytest.mark.parametrize("depth", DEPTHS[1:])
+def test_cache_of_a_single_request_drains_at_changes_alone_and_says_why(depth: int) -> None:
+    """Below 99 of 100: the blocks of the one that ends are what the next one needs."""
+    counters = Steady(40, (1, 30), (40, 100), block_count=9).counters(depth)
+    reasons = dict(counters.not_overlapped)
+    assert reasons.pop(NotOverlapped.DRAINED.value) == 1
+    assert set(reasons) == {NotOverlapped.NO_CAPACITY.value}
+    assert reasons[NotOverlapped.NO_CAPACITY.value] <= 40 + counters.evictions
+    assert counters.steps_overlapped >= 0.96 * counters.steps_committed
