@@ -179,6 +179,7 @@ class DynamicInferenceContext(BaseInferenceContext):
             last_token_index: [R] int64 token whose logits row r wants; None means token r.
             read_lengths: the device may be read by the caller, so lengths may steer shapes.
         """
+        token_slots = token_slots.contiguous()
         block_size = self.block_size_tokens
         blocks = self.block_table[token_slots, positions // block_size]
         # A dead row writes to the null block, so its overshoot harms nothing at any depth.

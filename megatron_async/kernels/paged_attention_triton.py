@@ -176,6 +176,9 @@ def paged_decode_attention_triton(
         query = query.contiguous()
     if block_table.stride(1) != 1:
         block_table = block_table.contiguous()
+    if table_rows is not None:
+        table_rows = table_rows.contiguous()
+    lengths = lengths.contiguous()
     columns = block_table.shape[1]
     capacity = columns * block_size
     out = torch.empty((rows, heads, head_dim), dtype=query.dtype, device=query.device)

@@ -50,9 +50,16 @@ def _publish_kernel(ring, sequence, counter, record, entries, stride, width, BLO
         mask = offsets < width
         tl.store(ring + entry * stride + offsets, tl.load(record + offsets, mask=mask), mask=mask)
     # All threads' stores come before the barrier, and the release makes them visible to the host
-    # before the sequence number.
+    # before the sequence number. A store, not an atomic: pinned host memory need not support those.
     tl.debug_barrier()
-    tl.atomic_xchg(sequence, (number + 1).to(tl.int32), sem="release", scope="sys")
+    tl.inline_asm_elementwise(
+        "st.release.sys.global.u32 [$1], $2; mov.u32 $0, $2;",
+        "=r,l,r",
+        [sequence, (number + 1).to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
     tl.store(counter, number + 1)
 
 
@@ -66,5 +73,5 @@ def publish(
     """
     entries, stride = ring.shape
     _publish_kernel[(1,)](
-        ring, sequence, counter, record, entries, stride, record.numel(), BLOCK=1024
+        ring, sequence, counter, record, entries, stride, record.numel(), BLOCK=1024, num_warps=1
     )
