@@ -44,9 +44,10 @@ def plot(report: dict[str, Any], out: Path) -> None:
         panel.tick_params(axis="x", rotation=45, labelsize=8)
     panels[0][0].set_ylabel("ms per decode step")
     load = report["load"]
+    slowed = ", host slowed on purpose" if load["host_work_us"] or load["stall_us"] else ""
     figure.suptitle(
         f"{report['shape']}, {report['dtype']}, {report['device_name']}, prompt "
-        f"{load['prompt_tokens']}, {load['new_tokens']} new tokens, {report['date'][:10]}",
+        f"{load['prompt_tokens']}, {load['new_tokens']} new tokens, {report['date'][:10]}{slowed}",
         fontsize=9,
     )
     figure.tight_layout()
