@@ -296,3 +296,9 @@ def test_fault_is_caught(fault: Mutant, depth: int) -> None:
     caught_by = tuple(CAUGHT[name] for name in fault.caught_by)
     with fault.active(), pytest.raises(caught_by):
         Run(depth).start()
+
+
+@pytest.mark.parametrize("fault", MUTANTS, ids=lambda fault: fault.name)
+def test_fault_is_caught_by_what_users_see_without_debug_checks(fault: Mutant) -> None:
+    with fault.active(), pytest.raises(tuple(CAUGHT.values())):
+        Run(depth=2, debug=False).start()

@@ -217,40 +217,51 @@ def test_count_of_tokens_in_flight_underflowed(depth: int) -> None:
 # --- blocks, rings, buffers -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("leave", ("abort", "evict", "stop"))
+@pytest.mark.parametrize("leave", ("abort", "evict", "stop", "length"))
 @pytest.mark.parametrize("depth", ASYNC)
 def test_block_freed_while_a_forward_in_flight_still_read_it(
     depth: int, leave: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While a ticket in flight names the request, none of its blocks is given to another."""
-    ask = stop_after(9, (4, 4)) if leave == "stop" else LONG
-    held_in_flight = granted = 0
+    ask = LONG
+    if leave == "stop":
+        ask = stop_after(9, (4, 4))
+    elif leave == "length":
+        ask = Ask((4, 4), 9)
+    held: set[int] = set()
+    in_flight = granted = 0
     launch = TextGenerationController.launch
 
     with engine_at(depth, block_size_tokens=1) as engine:
         scheduler = engine.scheduler
 
         def watching(self: TextGenerationController, plan: Plan) -> InFlight:
-            nonlocal held_in_flight, granted
+            nonlocal in_flight, granted
+            sequence = scheduler._sequences.get(0)
             named = {key for f in engine._in_flight for key in f.ticket.plan.rows.keys}
-            given_up = [b for h in scheduler._retiring if h.sequence.key == 0 for b in h.blocks]
-            assert bool(given_up) == (0 in named and not scheduler._sequences[0].blocks)
-            assert not set(given_up) & {grant.block for grant in plan.grants}
-            assert all(scheduler.allocator.references(block) for block in given_up)
-            held_in_flight += bool(given_up)
-            granted += bool(given_up) and len(plan.grants)
+            if 0 in named:
+                assert sequence is not None and held
+                others = [g.block for g in plan.grants if g.slot != sequence.slot]
+                assert not held & set(others)
+                assert all(scheduler.allocator.references(block) for block in held)
+                in_flight += 0 not in plan.rows.keys
+                granted += len(others) * (0 not in plan.rows.keys)
+            else:
+                held.clear()
+            held.update(sequence.blocks if sequence is not None else ())
             return launch(self, plan)
 
         monkeypatch.setattr(TextGenerationController, "launch", watching)
         future = add(engine, 0, ask)
         add(engine, 1, Ask((7,), 60))
         for step in range(40):
-            if step == 9 and leave != "stop":
+            if step == 9 and leave in ("abort", "evict"):
                 {"abort": engine.abort_request, "evict": engine.evict_request}[leave](0)
             engine.step_modern()
         finish(engine)
         assert scheduler.allocator.free_count == 160
-    assert held_in_flight == depth
+    # An evicted request comes back and then ends by its length.
+    assert in_flight == (2 * depth if leave == "evict" else depth)
     assert granted >= depth
     tokens = future.result(timeout=0).generated_tokens
     assert tokens == decode_alone(ask)[0][: len(tokens)]
