@@ -1,10 +1,9 @@
-"""The engine: one loop for serial and asynchronous decoding, and the API around it."""
+"""The engine: the public API around the loop."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import threading
 import time
 from collections import deque
@@ -16,28 +15,25 @@ import torch
 
 from megatron_async.config import EngineConfig
 from megatron_async.context import DynamicInferenceContext
-from megatron_async.controller import InFlight, Progress, TextGenerationController
+from megatron_async.controller import Progress, TextGenerationController
 from megatron_async.device import open_device
 from megatron_async.device.protocol import Device
 from megatron_async.errors import ConfigError, RequestError
 from megatron_async.intake import Intake
 from megatron_async.limits import limits_of
+from megatron_async.loop import DecodeLoop
 from megatron_async.observability.counters import EngineCounters, NotOverlapped
 from megatron_async.output import OutputBook, TokenOutput
 from megatron_async.requests import DynamicInferenceRequest, RequestFuture, SamplingParams
-from megatron_async.scheduler.events import Commit
 from megatron_async.scheduler.scheduler import Scheduler
-from megatron_async.ticket import Plan, StepResult
 
 Prompt = str | list[int] | torch.Tensor
 
 STANDSTILL_SECONDS = 1e-3
 """How long to sleep before looking again when all requests are paused."""
 
-logger = logging.getLogger(__name__)
 
-
-class DynamicInferenceEngine:
+class DynamicInferenceEngine(DecodeLoop):
     """Decodes many requests at once. Names and arguments are megatron-core's where it has them.
 
     Args:
@@ -70,47 +66,39 @@ class DynamicInferenceEngine:
         progress: Progress | None = None,
         device: Device | None = None,
     ) -> None:
-        self.config = config or EngineConfig(max_requests=context.max_requests)
-        self.controller = controller
+        config = config or EngineConfig(max_requests=context.max_requests)
         self.context = context
         self.model_name = model_name
         self.eos_token_ids = eos_token_ids
-        self.depth = self.config.effective_depth
-        self.counters = EngineCounters()
         if enable_cuda_graph is False:
             raise ConfigError("enable_cuda_graph=False is not supported; leave it out")
-        limits = limits_of(context, self.config, enable_chunked_prefill=enable_chunked_prefill)
-        self.device = device or open_device(context.device, self.config)
+        limits = limits_of(context, config, enable_chunked_prefill=enable_chunked_prefill)
+        super().__init__(
+            controller,
+            Scheduler(limits, debug=config.debug),
+            OutputBook(controller.tokenizer, track_pauses=config.track_paused_request_events),
+            config,
+        )
+        self.device = device or open_device(context.device, config)
         controller.attach(
             self.device,
             context,
             max_tokens=limits.max_tokens,
             max_grants=limits.max_grants,
             depth=self.depth,
-            poison=self.config.debug,
+            poison=config.debug,
             progress=progress,
         )
-        self.scheduler = Scheduler(limits, debug=self.config.debug)
         self._intake = Intake(
             controller,
             limits,
             vocab_size=controller.inference_wrapped_model.vocab_size,
             max_sequence_length=context.max_sequence_length,
-            random_seed=self.config.random_seed if random_seed is None else random_seed,
+            random_seed=config.random_seed if random_seed is None else random_seed,
             eos_token_ids=eos_token_ids,
         )
-        self._book = OutputBook(
-            controller.tokenizer, track_pauses=self.config.track_paused_request_events
-        )
-        self._in_flight: deque[InFlight] = deque()
-        self._inbox: deque[Callable[[], None]] = deque()
         self._keys = itertools.count()
         self._request_ids = itertools.count()
-        self._outputs: list[TokenOutput] = []
-        self._finished: list[DynamicInferenceRequest] = []
-        self._listeners: dict[int, deque[TokenOutput]] = {}
-        self._logged_at = 0
-        self._no_plan = False
         self._step_lock = threading.RLock()
         self.suspended = False
 
@@ -141,75 +129,6 @@ class DynamicInferenceEngine:
         from megatron_async.assembly import engine_like
 
         return engine_like(self, config, progress=progress)
-
-    # --- the loop -----------------------------------------------------------------------------
-
-    def _step(self) -> None:
-        """Launch a step, then commit what is in flight beyond ``depth``; depth 0 is serial."""
-        while self._inbox:
-            self._inbox.popleft()()
-        plan = self.scheduler.plan()
-        self._no_plan = plan is None
-        self._settle()
-        if plan is not None:
-            self._in_flight.append(self.controller.launch(plan))
-            self._launched(plan)
-        # With nothing to launch the oldest step is taken: its commit is what makes room.
-        allowed = self.depth if plan is not None else max(len(self._in_flight) - 1, 0)
-        while len(self._in_flight) > allowed:
-            self._commit(*self._in_flight.popleft().wait())
-
-    def _drain(self, reason: NotOverlapped) -> None:
-        """Commit all that is in flight: a barrier. The chain goes on with the next step."""
-        self.counters.barriers += 1
-        while self._in_flight:
-            self._commit(*self._in_flight.popleft().wait(), barrier=reason)
-
-    def _commit(self, plan: Plan, result: StepResult, barrier: NotOverlapped | None = None) -> None:
-        commits = self.scheduler.commit(plan, result)
-        discarded = sum(commit.discarded for commit in commits)
-        self.counters.committed(len(commits) - discarded, discarded, self._not_overlapped(barrier))
-        self._emit(commits)
-
-    def _launched(self, plan: Plan) -> None:
-        self.counters.launched(plan, self.scheduler.waiting_count)
-        self._book.launched(plan)
-
-    def _emit(self, commits: list[Commit]) -> None:
-        outputs, finished = self._book.commit(commits)
-        self._outputs += outputs
-        self._finished += finished
-        if self._listeners:
-            for output in outputs:
-                listener = self._listeners.get(output.request_id)
-                if listener is not None:
-                    listener.append(output)
-        self._settle()
-
-    def _settle(self) -> None:
-        """Record what the scheduler did beside tokens. Before a launch: in debug mode garbage goes
-        into freed blocks ahead, in stream order, of the step that may use them again."""
-        events = self.scheduler.take_events()
-        if events:
-            self.counters.happened(events)
-            self._book.happened(events)
-        retired, blocks = self.scheduler.take_retired()
-        self._book.close(retired)
-        if self.config.debug:
-            self.scheduler.check()
-            if blocks:
-                self.controller.poison_blocks(blocks)
-
-    def _not_overlapped(self, barrier: NotOverlapped | None) -> NotOverlapped | None:
-        if self._in_flight:
-            return None
-        if self.depth == 0:
-            return NotOverlapped.SERIAL
-        if barrier is not None:
-            return barrier
-        if self.scheduler.waiting_count or self.scheduler.stalled_count:
-            return NotOverlapped.NO_CAPACITY
-        return NotOverlapped.PAUSED if self.scheduler.has_unfinished else NotOverlapped.DRAINED
 
     @property
     def max_sequence_length(self) -> int:
@@ -337,27 +256,6 @@ class DynamicInferenceEngine:
             "step_time": elapsed * 1e-9,
             "cuda_graph_request_count": self.controller.last_graph_rows,
         }
-
-    def _log_step(self) -> None:
-        interval = self.config.inference_logging_step_interval
-        launched = self.counters.steps_launched
-        if not interval or launched % interval or launched == self._logged_at:
-            return
-        self._logged_at = launched
-        self._drain(NotOverlapped.LOGGED)
-        counters = self.counters
-        logger.info(
-            "step %d: %d tokens committed, %d discarded, %d of %d steps overlapped, "
-            "%d requests waiting, %d of %d blocks free",
-            launched,
-            counters.tokens_committed,
-            counters.tokens_discarded,
-            counters.steps_overlapped,
-            counters.steps_committed,
-            self.scheduler.waiting_count,
-            self.scheduler.allocator.free_count,
-            self.scheduler.limits.block_count,
-        )
 
     async def async_step(self) -> dict[str, Any]:
         """:meth:`step_modern` that lets other coroutines run afterwards."""

@@ -82,6 +82,6 @@ def test_no_pickle_is_ever_loaded() -> None:
 
 
 def test_the_step_loop_fits_on_one_screen() -> None:
-    tree = ast.parse((PACKAGE / "engine.py").read_text())
+    tree = ast.parse((PACKAGE / "loop.py").read_text())
     (step,) = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "_step")
     assert step.end_lineno is not None and step.end_lineno - step.lineno < 25

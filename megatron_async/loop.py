@@ -1,0 +1,135 @@
+"""The loop: one for serial and asynchronous decoding."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from megatron_async.config import EngineConfig
+from megatron_async.controller import InFlight, TextGenerationController
+from megatron_async.observability.counters import EngineCounters, NotOverlapped
+from megatron_async.output import OutputBook, TokenOutput
+from megatron_async.requests import DynamicInferenceRequest
+from megatron_async.scheduler.events import Commit
+from megatron_async.scheduler.scheduler import Scheduler
+from megatron_async.ticket import Plan, StepResult
+
+logger = logging.getLogger(__name__)
+
+
+class DecodeLoop:
+    """Plans, launches and commits steps; ``depth`` 0 is serial decoding.
+
+    ``_inbox`` holds what users asked for since the last step, applied in order before the next
+    plan, so that decisions depend on step numbers and not on when somebody called.
+    """
+
+    def __init__(
+        self,
+        controller: TextGenerationController,
+        scheduler: Scheduler,
+        book: OutputBook,
+        config: EngineConfig,
+    ) -> None:
+        self.controller = controller
+        self.scheduler = scheduler
+        self.config = config
+        self.depth = config.effective_depth
+        self.counters = EngineCounters()
+        self._book = book
+        self._in_flight: deque[InFlight] = deque()
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._outputs: list[TokenOutput] = []
+        self._finished: list[DynamicInferenceRequest] = []
+        self._listeners: dict[int, deque[TokenOutput]] = {}
+        self._logged_at = 0
+        self._no_plan = False
+
+    def _step(self) -> None:
+        """Launch a step, then commit what is in flight beyond ``depth``; depth 0 is serial."""
+        while self._inbox:
+            self._inbox.popleft()()
+        plan = self.scheduler.plan()
+        self._no_plan = plan is None
+        self._settle()
+        if plan is not None:
+            self._in_flight.append(self.controller.launch(plan))
+            self._launched(plan)
+        # With nothing to launch the oldest step is taken: its commit is what makes room.
+        allowed = self.depth if plan is not None else max(len(self._in_flight) - 1, 0)
+        while len(self._in_flight) > allowed:
+            self._commit(*self._in_flight.popleft().wait())
+
+    def _drain(self, reason: NotOverlapped) -> None:
+        """Commit all that is in flight: a barrier. The chain goes on with the next step."""
+        self.counters.barriers += 1
+        while self._in_flight:
+            self._commit(*self._in_flight.popleft().wait(), barrier=reason)
+
+    def _commit(self, plan: Plan, result: StepResult, barrier: NotOverlapped | None = None) -> None:
+        commits = self.scheduler.commit(plan, result)
+        discarded = sum(commit.discarded for commit in commits)
+        self.counters.committed(len(commits) - discarded, discarded, self._not_overlapped(barrier))
+        self._emit(commits)
+
+    def _launched(self, plan: Plan) -> None:
+        self.counters.launched(plan, self.scheduler.waiting_count)
+        self._book.launched(plan)
+
+    def _emit(self, commits: list[Commit]) -> None:
+        outputs, finished = self._book.commit(commits)
+        self._outputs += outputs
+        self._finished += finished
+        if self._listeners:
+            for output in outputs:
+                listener = self._listeners.get(output.request_id)
+                if listener is not None:
+                    listener.append(output)
+        self._settle()
+
+    def _settle(self) -> None:
+        """Record what the scheduler did beside tokens. Before a launch: in debug mode garbage goes
+        into freed blocks ahead, in stream order, of the step that may use them again."""
+        events = self.scheduler.take_events()
+        if events:
+            self.counters.happened(events)
+            self._book.happened(events)
+        retired, blocks = self.scheduler.take_retired()
+        self._book.close(retired)
+        if self.config.debug:
+            self.scheduler.check()
+            if blocks:
+                self.controller.poison_blocks(blocks)
+
+    def _not_overlapped(self, barrier: NotOverlapped | None) -> NotOverlapped | None:
+        if self._in_flight:
+            return None
+        if self.depth == 0:
+            return NotOverlapped.SERIAL
+        if barrier is not None:
+            return barrier
+        if self.scheduler.waiting_count or self.scheduler.stalled_count:
+            return NotOverlapped.NO_CAPACITY
+        return NotOverlapped.PAUSED if self.scheduler.has_unfinished else NotOverlapped.DRAINED
+
+    def _log_step(self) -> None:
+        interval = self.config.inference_logging_step_interval
+        launched = self.counters.steps_launched
+        if not interval or launched % interval or launched == self._logged_at:
+            return
+        self._logged_at = launched
+        self._drain(NotOverlapped.LOGGED)
+        counters = self.counters
+        logger.info(
+            "step %d: %d tokens committed, %d discarded, %d of %d steps overlapped, "
+            "%d requests waiting, %d of %d blocks free",
+            launched,
+            counters.tokens_committed,
+            counters.tokens_discarded,
+            counters.steps_overlapped,
+            counters.steps_committed,
+            self.scheduler.waiting_count,
+            self.scheduler.allocator.free_count,
+            self.scheduler.limits.block_count,
+        )
