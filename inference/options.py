@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import math
 import re
 from collections.abc import Callable
@@ -71,6 +72,9 @@ FLAGS = {
     "buffer_size_gb": "--inference-dynamic-batching-buffer-size-gb",
     "block_count": "--block-count",
     "prefill_chunk_tokens": "--prefill-chunk-tokens",
+    "enable_prefix_caching": "--enable-prefix-caching",
+    "batch_invariant": "--batch-invariant",
+    "inference_logging_step_interval": "--inference-logging-step-interval",
     "num_cuda_graphs": "--inference-dynamic-batching-num-cuda-graphs",
     "num_tokens_to_generate": "--max-new-tokens",
 }
@@ -191,6 +195,25 @@ def add_engine_options(
         help=f"longer prompts are prefilled in chunks of N (default: {prefill_chunk_tokens})",
     )
     group.add_argument(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=fields.enable_prefix_caching,
+        help="requests with a common prefix share its KV blocks (default: on)",
+    )
+    group.add_argument(
+        "--batch-invariant",
+        action="store_true",
+        help="results of a request do not depend on the others, to the last bit; slower",
+    )
+    group.add_argument(
+        "--inference-logging-step-interval",
+        type=integer(0),
+        default=fields.inference_logging_step_interval,
+        metavar="N",
+        help="log the counters on stderr every N steps; 0 is never (default: "
+        f"{fields.inference_logging_step_interval})",
+    )
+    group.add_argument(
         "--inference-dynamic-batching-num-cuda-graphs",
         dest="num_cuda_graphs",
         type=integer(1),
@@ -243,6 +266,9 @@ def engine_config(args: argparse.Namespace, depth: int, *, random_seed: int = 0)
         buffer_size_gb=args.buffer_size_gb,
         block_count=args.block_count,
         prefill_chunk_tokens=args.prefill_chunk_tokens,
+        enable_prefix_caching=args.enable_prefix_caching,
+        batch_invariant=args.batch_invariant,
+        inference_logging_step_interval=args.inference_logging_step_interval,
         random_seed=random_seed,
         num_cuda_graphs=args.num_cuda_graphs,
         device=args.device,
@@ -252,9 +278,14 @@ def engine_config(args: argparse.Namespace, depth: int, *, random_seed: int = 0)
 
 
 def load_engine(model: str, config: EngineConfig) -> DynamicInferenceEngine:
-    """The engine for ``--model``; shows the capture of graphs on a terminal."""
+    """The engine for ``--model``; shows the capture of graphs on a terminal, and logged steps."""
     from megatron_async.engine import DynamicInferenceEngine
 
     from .progress import show_capture
 
+    if config.inference_logging_step_interval:
+        logger = logging.getLogger("megatron_async")
+        logger.setLevel(logging.INFO)
+        if not logger.hasHandlers():
+            logger.addHandler(logging.StreamHandler())
     return DynamicInferenceEngine.from_pretrained(model, config, progress=show_capture)
