@@ -1,13 +1,13 @@
-"""Decodes a fixed list of requests with an engine, for ``verify`` and ``demo``."""
+"""Decodes a fixed list of requests, for ``verify`` and ``demo``, and says what differs."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_async.requests import DynamicInferenceRequest, SamplingParams
+from megatron_async.requests import DynamicInferenceRequest, FinishReason, SamplingParams
 
 from .progress import request_bar
 
@@ -37,22 +37,101 @@ class Decoded:
         """A line for each request whose tokens or finish reason are not those of ``reference``."""
         lines = []
         for mine, other in zip(self.requests, reference.requests, strict=True):
-            ours, theirs = mine.generated_tokens, other.generated_tokens
-            where = f"depth {self.depth}, request {mine.request_id}"
-            if ours != theirs:
-                pairs = enumerate(zip(ours, theirs, strict=False))
-                shorter = min(len(ours), len(theirs))
-                at = next((n for n, (a, b) in pairs if a != b), shorter)
-                lines.append(
-                    f"{where}: from token {at} on {ours[at : at + 4]}, with depth "
-                    f"{reference.depth} {theirs[at : at + 4]}"
-                )
-            elif mine.finish_reason is not other.finish_reason:
-                lines.append(
-                    f"{where}: ended by {mine.finish_reason}, with depth {reference.depth} by "
-                    f"{other.finish_reason}"
-                )
+            origin = f"with depth {reference.depth}"
+            line = difference(Outcome.of(mine), Outcome.of(other), origin)
+            if line is not None:
+                lines.append(f"depth {self.depth}, request {mine.request_id}: {line}")
         return lines
+
+
+class Outcome(NamedTuple):
+    """What a request generated, and how it ended."""
+
+    tokens: list[int]
+    reason: FinishReason | None
+
+    @classmethod
+    def of(cls, request: DynamicInferenceRequest) -> Outcome:
+        """What came of ``request`` so far."""
+        return cls(request.generated_tokens, request.finish_reason)
+
+
+def difference(mine: Outcome, other: Outcome, origin: str) -> str | None:
+    """In what ``mine`` is not ``other``, which came about ``origin``; None when they are equal."""
+    ours, theirs = mine.tokens, other.tokens
+    if ours != theirs:
+        pairs = enumerate(zip(ours, theirs, strict=False))
+        at = next((n for n, (a, b) in pairs if a != b), min(len(ours), len(theirs)))
+        return f"from token {at} on {ours[at : at + 4]}, {origin} {theirs[at : at + 4]}"
+    if mine.reason is not other.reason:
+        return f"ended by {_name(mine.reason)}, {origin} by {_name(other.reason)}"
+    return None
+
+
+def _name(reason: FinishReason | None) -> str:
+    return "nothing" if reason is None else reason.value
+
+
+@dataclass(frozen=True, slots=True)
+class DepthReport:
+    """What ``verify`` found at one depth: differences from serial decoding, a line each; how often
+    each witness was seen, and a line for each that should have been."""
+
+    depth: int
+    differences: list[str]
+    witnesses: dict[str, int]
+    missing: list[str]
+    counters: EngineCounters
+    seconds: float
+
+    @property
+    def ok(self) -> bool:
+        """All is equal and every witness was seen."""
+        return not self.differences and not self.missing
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {
+            "depth": self.depth,
+            "equal": not self.differences,
+            "differences": self.differences,
+            "witnesses": self.witnesses,
+            "missing": self.missing,
+            "counters": self.counters.to_dict(),
+            "seconds": self.seconds,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What ``verify`` found of one workload or scenario."""
+
+    name: str
+    description: str
+    requests: int
+    depths: list[DepthReport]
+
+    @property
+    def ok(self) -> bool:
+        """All is equal and every witness was seen, at every depth."""
+        return all(depth.ok for depth in self.depths)
+
+    @property
+    def failures(self) -> list[str]:
+        """Lines about what is not as it should be."""
+        differences = [line for depth in self.depths for line in depth.differences]
+        missing = [f"depth {d.depth}: {line}" for d in self.depths for line in d.missing]
+        return differences + missing
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types."""
+        return {
+            "name": self.name,
+            "description": self.description,
+            "requests": self.requests,
+            "ok": self.ok,
+            "depths": [depth.to_dict() for depth in self.depths],
+        }
 
 
 def decode(
@@ -61,17 +140,19 @@ def decode(
     *,
     on_text: Callable[[int, str], None] | None = None,
     on_finish: Callable[[DynamicInferenceRequest], None] | None = None,
+    show_progress: bool = True,
 ) -> Decoded:
     """Decode all of ``works`` together, as requests 0, 1, ...
 
     Args:
         on_text: called with a request's number and its new text; replaces the progress bar.
         on_finish: called with each request that ended.
+        show_progress: show a bar on a terminal.
     """
     engine.reset()
     started = time.perf_counter()
     futures = [engine.add_request(n, work.prompt, work.params) for n, work in enumerate(works)]
-    with request_bar(len(works) if on_text is None else 0) as bar:
+    with request_bar(len(works) if on_text is None and show_progress else 0) as bar:
         while engine.has_unfinished_requests():
             step = engine.step_modern()
             for output in step["tokens"]:

@@ -71,10 +71,10 @@ def _make_work(engine: DynamicInferenceEngine, rng: random.Random, number: int) 
         rng.randint(1, 2 * block),
     )
     length = max(1, min(lengths[number % len(lengths)], limit - max_new))
-    return Work(_make_prompt(engine, rng, length), _make_params(rng, max_new))
+    return Work(make_prompt(engine, rng, length), _make_params(rng, max_new))
 
 
-def _make_prompt(engine: DynamicInferenceEngine, rng: random.Random, length: int) -> list[int]:
+def make_prompt(engine: DynamicInferenceEngine, rng: random.Random, length: int) -> list[int]:
     """A piece of text, or of noise now and then and where there is no tokenizer."""
     controller = engine.controller
     if controller.tokenizer is None or rng.random() < 0.25:
@@ -133,13 +133,13 @@ def count_witnesses(decoded: Decoded, block_size: int, chunk_tokens: int) -> Wit
         finished_early=sum(r.finish_reason is FinishReason.STOP for r in requests),
         discarded=decoded.counters.tokens_discarded,
         waited=decoded.counters.steps_with_waiting,
-        crossed_blocks=sum(_crossed_blocks(r, block_size) for r in requests),
+        crossed_blocks=sum(crossed_blocks(r, block_size) for r in requests),
         chunked_prefills=sum(len(r.prompt_tokens) > chunk_tokens for r in requests),
     )
 
 
-def _crossed_blocks(request: DynamicInferenceRequest, block_size: int) -> int:
+def crossed_blocks(request: DynamicInferenceRequest, block_size: int) -> int:
     """Block boundaries passed while decoding. The last token of a request is never written."""
     prompt = len(request.prompt_tokens)
     last = prompt + request.generated_length - 2
-    return last // block_size - (prompt - 1) // block_size
+    return max(last // block_size - (prompt - 1) // block_size, 0)

@@ -15,8 +15,10 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron_async.checkpoint import save_native
+from megatron_async.engine import DynamicInferenceEngine
 from megatron_async.inference import decode as decode_module
 from megatron_async.inference.cli import main
+from megatron_async.inference.scenario_table import TABLE
 from megatron_async.inference.workload import Witnesses
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig
@@ -245,6 +247,93 @@ def test_each_witness_is_missed_by_name() -> None:
     assert len(seen.missing(1)) == 2
 
 
+def test_verify_runs_the_scenarios_that_are_named(model: str, capsys: Capture) -> None:
+    names = ["shared-prefix-evicted", "memory-pressure"]
+    arguments = ("--model", model, "--depths", "2", "--scenario", ",".join(names))
+    status, out, err = call(capsys, "verify", *arguments, "--json")
+    report = json.loads(out)
+    assert (status, err) == (0, "")
+    assert report["ok"] is True
+    assert sorted(scenario["name"] for scenario in report["scenarios"]) == sorted(names)
+    for scenario in report["scenarios"]:
+        assert [entry["depth"] for entry in scenario["depths"]] == [0, 2]
+        for entry in scenario["depths"]:
+            assert entry["equal"]
+            assert entry["witnesses"]["evict"] > 0
+            assert entry["counters"]["evictions"] == entry["witnesses"]["evict"]
+
+
+def test_verify_shows_a_line_for_each_scenario(model: str, capsys: Capture) -> None:
+    arguments = ("--model", model, "--depths", "1", "--scenario", "random,suspend")
+    status, out, err = call(capsys, "verify", *arguments)
+    assert (status, err) == (0, "")
+    header, random, suspend, verdict = out.splitlines()
+    assert header.split()[:2] == ["scenario", "requests"]
+    assert random.split()[:3] == ["random", "24", "0,1"]
+    assert suspend.split()[:3] == ["suspend", "4", "0,1"]
+    assert "evict 1" in suspend
+    assert verdict == "equal at every depth"
+
+
+def test_verify_fails_when_a_scenario_does_not_show_its_witness(
+    model: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DynamicInferenceEngine, "evict_request", lambda self, request_id: True)
+    arguments = ("--model", model, "--depths", "1", "--scenario", "evict-and-recompute")
+    status, out, err = call(capsys, "verify", *arguments)
+    assert status == 1
+    assert "FAILED" in out
+    for depth in (0, 1):
+        assert f"depth {depth}: evict-and-recompute: no request was evicted\n" in err
+
+
+def test_list_scenarios_needs_no_model(capsys: Capture) -> None:
+    status, out, err = call(capsys, "verify", "--list-scenarios", "--model", "/no/such")
+    assert (status, err) == (0, "")
+    names = [line.split()[0] for line in out.splitlines()]
+    assert names == ["random", *(scenario.name for scenario in TABLE)]
+
+
+def test_an_unknown_scenario_is_named_beside_those_there_are(capsys: Capture) -> None:
+    with pytest.raises(SystemExit) as exit:
+        main(["verify", "--scenario", "suspend,everythign"])
+    assert exit.value.code == 2
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert "'everythign' is not a scenario" in err
+    for name in ("random", "all", *(scenario.name for scenario in TABLE)):
+        assert name in err
+
+
+def test_scenarios_refuse_depths_they_are_not_made_for(capsys: Capture) -> None:
+    status, out, err = call(capsys, "verify", "--scenario", "suspend", "--depths", "9")
+    assert (status, out) == (2, "")
+    assert "--depths 9" in err
+    assert "at most 8" in err
+
+
+def test_steps_are_logged_on_stderr(model: str) -> None:
+    arguments = ("--model", model, "--prompt", "a", "--max-new-tokens", "9", "--depth", "1")
+    done = run_program(
+        *("generate", *arguments, "--device", "cpu", "--inference-logging-step-interval", "4")
+    )
+    assert done.returncode == 0, done.stderr
+    assert "step 4: " in done.stderr
+    assert "step 8: " in done.stderr
+
+
+def test_prefixes_are_shared_unless_turned_off(model: str, capsys: Capture) -> None:
+    prompts = ("--prompt", "def f(x):", "def f(x):y")
+    arguments = ("--model", model, *prompts, *SAMPLED, "--inference-dynamic-batching-block-size=4")
+
+    def cached(*more: str) -> int:
+        records = generate_json(capsys, *arguments, "--prefill-chunk-tokens", "4", *more)
+        return sum(record["counters"]["cached"] for record in records)
+
+    assert cached("--max-requests", "1") == 8
+    assert cached("--max-requests", "1", "--no-enable-prefix-caching") == 0
+
+
 def test_demo_shows_texts_and_that_they_are_equal(model: str, capsys: Capture) -> None:
     status, out, _ = call(capsys, "demo", "--model", model, "--max-new-tokens", "40")
     assert status == 0
@@ -264,8 +353,6 @@ def test_info_names_versions_and_devices() -> None:
 def test_interrupt_ends_without_a_traceback(
     model: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_async.engine import DynamicInferenceEngine
-
     step = DynamicInferenceEngine.step_modern
     closed = []
 
