@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_async.requests import FinishReason, SamplingParams
 
 from .decode import Outcome, Work, decode
-from .scenarios import MAX_LENGTH, MAX_NEW_TOKENS, Ask, Prompt, Scenario, Sizes
+from .scenarios import MAX_LENGTH, Ask, Prompt, Scenario, Sizes
 from .workload import NO_TERMINATION, make_prompt
 
 if TYPE_CHECKING:
@@ -65,16 +66,23 @@ class Prepared:
 class Reference:
     """What serial decoding makes of requests: each alone, with room for it, and without an event.
 
-    Every request is decoded once, without stop tokens and at full length; how far it gets and why
-    it ends is worked out here, not by the engine.
+    A prompt is decoded once, without stop tokens and as far as anyone needs; how far each request
+    gets and why it ends is worked out here, not by the engine.
 
     Args:
         engine: one of :func:`reference_config`.
+        scenarios: whose requests will be asked for.
         seed: of the prompts and of the sampled requests.
     """
 
-    def __init__(self, engine: DynamicInferenceEngine, seed: int) -> None:
+    def __init__(
+        self, engine: DynamicInferenceEngine, scenarios: Sequence[Scenario], seed: int
+    ) -> None:
         self._engine = engine
+        self._lengths: Counter[Prompt] = Counter()
+        for ask in (ask for scenario in scenarios for ask in scenario.asks):
+            need = ask.new if ask.stop is None else ask.stop + STOP_WINDOW
+            self._lengths[ask.prompt] = max(self._lengths[ask.prompt], need)
         self._seed = seed
         self._decoded: dict[tuple[Prompt, int | None], list[int]] = {}
 
@@ -98,7 +106,9 @@ class Reference:
                 if tokens[at] not in tokens[:at]:
                     work = self._work(ask, attempt, stop=(tokens[at],))
                     return work, Outcome(tokens[: at + 1], FinishReason.STOP)
-        return self._work(ask, attempt), Outcome(tokens[: ask.new], FinishReason.LENGTH)
+        # There is none: the run goes on without it, and will miss its witness.
+        ended = ask._replace(new=len(tokens))
+        return self._work(ended, attempt), Outcome(tokens, FinishReason.LENGTH)
 
     def _work(self, ask: Ask, attempt: int | None, stop: tuple[int, ...] = ()) -> Work:
         """``attempt`` None is greedy; the others sample with different seeds."""
@@ -117,7 +127,7 @@ class Reference:
     def _tokens(self, ask: Ask, attempt: int | None) -> list[int]:
         key = (ask.prompt, attempt)
         if key not in self._decoded:
-            work = self._work(ask._replace(new=MAX_NEW_TOKENS), attempt)
+            work = self._work(ask._replace(new=self._lengths[ask.prompt]), attempt)
             decoded = decode(self._engine, [work], show_progress=False)
             self._decoded[key] = decoded.requests[0].generated_tokens
         return self._decoded[key]
@@ -129,12 +139,9 @@ def prepare_all(
     """The reference of each scenario, decoded with its own block and chunk size."""
     prepared = []
     for block, chunk in dict.fromkeys((s.sizes.block, s.sizes.chunk) for s in scenarios):
+        mine = [s for s in scenarios if (s.sizes.block, s.sizes.chunk) == (block, chunk)]
         sizes = Sizes(block=block, chunk=chunk, blocks=-(-MAX_LENGTH // block))
         with engine.with_config(reference_config(config, sizes)) as serial:
-            reference = Reference(serial, seed)
-            prepared += [
-                reference.prepare(scenario)
-                for scenario in scenarios
-                if (scenario.sizes.block, scenario.sizes.chunk) == (block, chunk)
-            ]
+            reference = Reference(serial, mine, seed)
+            prepared += [reference.prepare(scenario) for scenario in mine]
     return prepared
