@@ -389,7 +389,7 @@ class DynamicInferenceEngine(DecodeLoop):
             self.device.synchronize()
             if recompute_kv_cache:
                 self.scheduler.evict_all()
-            self.scheduler.prefixes.clear()
+            self.scheduler.forget_prefixes()
             self._settle()
             self._book.weight_version += 1
             return self._book.weight_version
@@ -401,7 +401,7 @@ class DynamicInferenceEngine(DecodeLoop):
         self.suspended = False
         while self.has_unfinished_requests():
             self.step_modern()
-        self.scheduler.prefixes.clear()
+        self.scheduler.forget_prefixes()
         self.counters = EngineCounters()
         self._logged_at = 0
         self.controller.wait_ns = 0

@@ -18,6 +18,9 @@ from megatron_async.scheduler.slots import SlotTable
 from megatron_async.scheduler.waiting import WaitingQueue
 from megatron_async.ticket import RowMap
 
+NEVER_REGISTER = 1 << 62
+"""More blocks than any sequence has: those of this one stay out of the prefix cache."""
+
 
 class Holding(NamedTuple):
     """What a sequence gave up, to be freed when its last ticket has retired."""
@@ -114,11 +117,17 @@ class Lifecycle:
         return True
 
     def evict_all(self) -> None:
-        """Evict whatever can be, and forget all cached prefixes: the weights change."""
+        """Evict whatever can be: what it holds was computed by weights that are gone."""
         for sequence in list(self._sequences.values()):
             if sequence.state in EVICTABLE:
                 self._evict(sequence)
+
+    def forget_prefixes(self) -> None:
+        """Forget all cached prefixes; requests that keep their blocks register none of them."""
         self.prefixes.clear()
+        for sequence in self._sequences.values():
+            if sequence.blocks:
+                sequence.registered = NEVER_REGISTER
 
     @property
     def has_unfinished(self) -> bool:

@@ -21,7 +21,11 @@ WEIGHTS = [pow(48271, position + 1, MODULUS) for position in range(MAX_LENGTH)]
 
 def hash_history(tokens: list[int], salt: int = 0) -> int:
     """Hash of all tokens in their order; ``salt`` stands for the weights."""
-    return sum((token + 1 + 97 * salt) * WEIGHTS[p] for p, token in enumerate(tokens)) % MODULUS
+    shallow = deep = 0
+    for token, weight in zip(tokens, WEIGHTS, strict=False):
+        shallow = (shallow + (token + 97 * salt + 1) * weight) % MODULUS
+        deep = (deep + (shallow + 1) * weight) % MODULUS
+    return deep
 
 
 def hash_logits(state: int) -> list[float]:
@@ -30,14 +34,19 @@ def hash_logits(state: int) -> list[float]:
 
 
 class HashModel:
-    """Reads and writes the cache like a real model; everything else is integer arithmetic."""
+    """Reads and writes the cache like a real model; everything else is integer arithmetic.
+
+    Two layers: what the second one stores for a token depends on all tokens before it, as the keys
+    of a real model do. A block found by its own tokens under another prefix is wrong, and so are
+    keys computed by other weights.
+    """
 
     def __init__(self, device: str = "cpu") -> None:
         self.vocab_size = VOCAB_SIZE
         self.max_sequence_length = MAX_LENGTH
         self.logits_dtype = torch.float32
         self.kv_cache_spec = KVCacheSpec(
-            num_layers=1, num_kv_heads=1, head_dim=1, dtype=torch.int64
+            num_layers=2, num_kv_heads=1, head_dim=1, dtype=torch.int64
         )
         self._positions = torch.arange(MAX_LENGTH, device=device)
         self._weights = torch.tensor(WEIGHTS, device=device)
@@ -52,16 +61,16 @@ class HashModel:
         self, token_ids: torch.Tensor, position_ids: torch.Tensor, context: DynamicInferenceContext
     ) -> torch.Tensor:
         block_size = context.block_size_tokens
-        cells = context.kv_cache[0, 0, :, :, 0, 0].view(-1)
-        # A key depends on the weights that computed it: stale ones show.
-        cells[context.slot_mapping] = token_ids + 97 * self._salt
-        slots, lengths = context.token_slots, position_ids + 1
+        blocks = context.block_table[context.token_slots][:, self._positions // block_size]
+        places = blocks * block_size + self._positions % block_size
+        seen = self._positions < position_ids[:, None] + 1
+        state = token_ids + 97 * self._salt
+        for layer in (0, 1):
+            cells = context.kv_cache[layer, 0, :, :, 0, 0].view(-1)
+            cells[context.slot_mapping] = state
+            terms = torch.where(seen, (cells[places] + 1) % MODULUS * self._weights % MODULUS, 0)
+            state = terms.sum(dim=1) % MODULUS
         if context.last_token_index is not None:
-            slots = slots[context.last_token_index]
-            lengths = lengths[context.last_token_index]
-        blocks = context.block_table[slots][:, self._positions // block_size]
-        history = cells[blocks * block_size + self._positions % block_size]
-        terms = torch.where(self._positions < lengths[:, None], (history + 1) * self._weights, 0)
-        state = terms.sum(dim=1, keepdim=True) % MODULUS
-        mixed = (state * (2 * self._ids + 1) + 7919 * self._ids) % MODULUS % 512
+            state = state[context.last_token_index]
+        mixed = (state[:, None] * (2 * self._ids + 1) + 7919 * self._ids) % MODULUS % 512
         return mixed.to(torch.float32) / 64.0

@@ -397,6 +397,7 @@ def test_new_weights_evict_all_and_forget_all_prefixes() -> None:
     chain.step()
     assert len(chain.scheduler.prefixes) > 0
     chain.scheduler.evict_all()
+    chain.scheduler.forget_prefixes()
     assert len(chain.scheduler.prefixes) == 0
     assert chain.scheduler.allocator.free_count == 16
     assert chain.scheduler.waiting_count == 2

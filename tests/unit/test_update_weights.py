@@ -16,7 +16,8 @@ from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.requests import SamplingParams
-from tests.support.engines import DEPTHS, config_at
+from tests.support.engines import DEPTHS, config_at, hash_engine, sampling_params
+from tests.support.oracle import Ask, decode_with_salts
 
 CONFIG = ModelConfig(
     num_layers=2,
@@ -103,6 +104,23 @@ def test_without_recomputing_requests_go_on_over_their_old_keys(depth: int) -> N
         # The prefix computed by the old weights is not found again.
         (again,) = engine.generate([PROMPTS[1]], GREEDY)
         assert again.generated_tokens == continuation(2, PROMPTS[1], 24)
+
+
+def test_a_block_that_fills_after_an_update_keeps_its_old_keys_to_itself() -> None:
+    """Its first tokens were computed by the old weights: no later request may share it."""
+    with hash_engine(1, max_requests=2, block_size_tokens=4, block_count=40) as engine:
+        ask = Ask(prompt=(1, 2, 3), max_new=20)
+        future = engine.add_request(0, list(ask.prompt), sampling_params(ask))
+        engine.step_modern()
+        engine.update_weights({"salt": 2}, recompute_kv_cache=False)
+        while engine.has_unfinished_requests():
+            engine.step_modern()
+        longer = Ask(prompt=(*ask.prompt, *future.result().generated_tokens[:6]), max_new=8)
+        (request,) = engine.generate([list(longer.prompt)], sampling_params(longer))
+        assert request.counters.cached == 0
+        assert request.generated_tokens == decode_with_salts(longer, [(0, 2)])[0]
+        (again,) = engine.generate([list(longer.prompt)], sampling_params(longer))
+        assert again.counters.cached > 0
 
 
 @pytest.mark.parametrize(
