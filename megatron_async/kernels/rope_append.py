@@ -1,0 +1,172 @@
+"""Query/key norms, rotation and the append to the paged cache, from the packed projection.
+
+One Triton kernel in place of about 25 (split, two norms, table gather, rotation, two copies into
+the cache). It moves T x (heads + 2 kv_heads) x head_dim elements once in and once out.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def _rope_append_kernel(
+    packed_ptr, query_ptr, key_ptr, value_ptr, slot_ptr, position_ptr, cos_sin_ptr,
+    q_weight_ptr, k_weight_ptr, packed_row, cache_token, eps,
+    GROUP: tl.constexpr, HEADS_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    HALF: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr, ROPE: tl.constexpr,
+    NORM: tl.constexpr,
+):  # fmt: skip
+    """One group of one token: GROUP query heads, then its key and its value.
+
+    A head is handled as its halves [0, HALF) and [HALF, 2 HALF), and the rest that is not rotated.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    head = tl.arange(0, HEADS_PAD)
+    i = tl.arange(0, HALF_PAD)
+    in_half = i < HALF
+    mask = (head < GROUP + 1)[:, None] & in_half[None, :]
+    source_ptr = packed_ptr + token * packed_row + group * (GROUP + 2) * D
+    at = head[:, None] * D + i[None, :]
+    dtype: tl.constexpr = packed_ptr.dtype.element_ty
+    first = tl.load(source_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(source_ptr + at + HALF, mask=mask, other=0.0).to(tl.float32)
+    if REST_PAD > 0:
+        j = 2 * HALF + tl.arange(0, REST_PAD)
+        rest_at = head[:, None] * D + j[None, :]
+        rest_mask = (head < GROUP + 1)[:, None] & (j < D)[None, :]
+        rest = tl.load(source_ptr + rest_at, mask=rest_mask, other=0.0).to(tl.float32)
+    if NORM:
+        is_key = (head == GROUP)[:, None]
+        squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
+        if REST_PAD > 0:
+            squares += tl.sum(rest * rest, 1)
+        factor = (1.0 / tl.sqrt(squares / D + eps))[:, None]
+        q_weight = tl.load(q_weight_ptr + i, mask=in_half, other=0.0).to(tl.float32)
+        k_weight = tl.load(k_weight_ptr + i, mask=in_half, other=0.0).to(tl.float32)
+        weight = tl.where(is_key, k_weight[None, :], q_weight[None, :])
+        first = (first * factor * weight).to(dtype).to(tl.float32)
+        q_weight = tl.load(q_weight_ptr + HALF + i, mask=in_half, other=0.0).to(tl.float32)
+        k_weight = tl.load(k_weight_ptr + HALF + i, mask=in_half, other=0.0).to(tl.float32)
+        weight = tl.where(is_key, k_weight[None, :], q_weight[None, :])
+        second = (second * factor * weight).to(dtype).to(tl.float32)
+        if REST_PAD > 0:
+            q_weight = tl.load(q_weight_ptr + j, mask=j < D, other=0.0).to(tl.float32)
+            k_weight = tl.load(k_weight_ptr + j, mask=j < D, other=0.0).to(tl.float32)
+            weight = tl.where(is_key, k_weight[None, :], q_weight[None, :])
+            rest = rest * factor * weight
+    if ROPE:
+        angle_ptr = cos_sin_ptr + tl.load(position_ptr + token) * (2 * HALF) + i
+        cos = tl.load(angle_ptr, mask=in_half, other=0.0)[None, :]
+        sin = tl.load(angle_ptr + HALF, mask=in_half, other=0.0)[None, :]
+        rotated = first * cos - second * sin
+        second = second * cos + first * sin
+        first = rotated
+
+    slot = tl.load(slot_ptr + token)
+    query_ptr += (token * tl.num_programs(1) + group) * GROUP * D
+    in_query = mask & (head < GROUP)[:, None]
+    tl.store(query_ptr + at, first.to(dtype), mask=in_query)
+    tl.store(query_ptr + at + HALF, second.to(dtype), mask=in_query)
+    key_ptr += slot * cache_token + group * D
+    key_at = at - GROUP * D
+    in_key = mask & (head == GROUP)[:, None]
+    tl.store(key_ptr + key_at, first.to(dtype), mask=in_key)
+    tl.store(key_ptr + key_at + HALF, second.to(dtype), mask=in_key)
+    if REST_PAD > 0:
+        tl.store(query_ptr + rest_at, rest.to(dtype), mask=rest_mask & (head < GROUP)[:, None])
+        rest_at -= GROUP * D
+        tl.store(key_ptr + rest_at, rest.to(dtype), mask=rest_mask & (head == GROUP)[:, None])
+    d = tl.arange(0, D_PAD)
+    value = tl.load(source_ptr + (GROUP + 1) * D + d, mask=d < D)
+    tl.store(value_ptr + slot * cache_token + group * D + d, value, mask=d < D)
+
+
+def rope_append(
+    packed: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    position_ids: Tensor,
+    cos_sin: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """Norm and rotate queries and keys, write keys and values to the cache, return the queries.
+
+    Args:
+        packed: ``[T, kv_heads * (group + 2) * head_dim]``: of each group its query heads, its key
+            and its value (megatron's order).
+        key_cache, value_cache: contiguous ``[blocks, block_size, kv_heads, head_dim]``, in the
+            dtype of ``packed``.
+        slot_mapping: int64 ``[T]``, block * block_size + offset; may collide in the null block.
+        position_ids: int64 ``[T]``.
+        cos_sin: fp32 ``[positions, 2, pairs]``, see ``RotaryTable``; None does not rotate.
+        q_weight, k_weight: ``[head_dim]``, of an RMSNorm of each head; None for both does not norm.
+
+    Returns:
+        ``[T, heads, head_dim]``, contiguous. A token's bits depend on that token alone.
+    """
+    kv_heads, head_dim = key_cache.shape[2:]
+    tokens = packed.shape[0]
+    group = packed.shape[1] // (kv_heads * head_dim) - 2
+    query = packed.new_empty(tokens, kv_heads * group, head_dim)
+    if tokens == 0:
+        return query
+    packed = packed.contiguous()
+    half = head_dim // 2 if cos_sin is None else cos_sin.shape[2]
+    rest = head_dim - 2 * half
+    heads_pad = triton.next_power_of_2(group + 1)
+    half_pad = triton.next_power_of_2(half)
+    _rope_append_kernel[(tokens, kv_heads)](
+        packed, query, key_cache, value_cache, slot_mapping.contiguous(),
+        position_ids.contiguous(), packed if cos_sin is None else cos_sin,
+        packed if q_weight is None else q_weight, packed if k_weight is None else k_weight,
+        packed.shape[1], kv_heads * head_dim, eps,
+        GROUP=group, HEADS_PAD=heads_pad, D=head_dim, D_PAD=triton.next_power_of_2(head_dim),
+        HALF=half, HALF_PAD=half_pad, REST_PAD=triton.next_power_of_2(rest) if rest else 0,
+        ROPE=cos_sin is not None, NORM=q_weight is not None,
+        num_warps=max(1, min(8, heads_pad * half_pad // 128)),
+    )  # fmt: skip
+    return query
+
+
+def rope_append_reference(
+    packed: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    position_ids: Tensor,
+    cos_sin: Tensor | None = None,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
+    """:func:`rope_append` with PyTorch."""
+    kv_heads, head_dim = key_cache.shape[2:]
+    grouped: Tensor = packed.unflatten(1, (kv_heads, -1, head_dim))
+    query, key, value = grouped[:, :, :-2].flatten(1, 2), grouped[:, :, -2], grouped[:, :, -1]
+    if q_weight is not None and k_weight is not None:
+        query = F.rms_norm(query, (head_dim,), q_weight, eps)
+        key = F.rms_norm(key, (head_dim,), k_weight, eps)
+    if cos_sin is not None:
+        cos, sin = cos_sin[position_ids, None].unbind(2)
+        query, key = (_rotate(x, cos, sin) for x in (query, key))
+    key_cache.flatten(0, 1)[slot_mapping] = key
+    value_cache.flatten(0, 1)[slot_mapping] = value
+    return query
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    first, second, rest = x.float().split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin, rest)
+    return torch.cat(turned, dim=-1).to(x.dtype)
