@@ -206,6 +206,43 @@ class DynamicInferenceContext(BaseInferenceContext):
         [T, Hq, D]. Returns [T, Hq, D]; rows of padding tokens hold anything finite."""
         keys, values = self.kv_cache[layer]
         paged_attention.append_kv(keys, values, key, value, self.slot_mapping)
+        return self._attend_appended(query, keys, values, softmax_scale)
+
+    def attend_packed(
+        self,
+        layer: int,
+        packed: torch.Tensor,
+        softmax_scale: float,
+        cos_sin: torch.Tensor | None,
+        q_weight: torch.Tensor | None,
+        k_weight: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        """:meth:`attend` on CUDA from the packed projection, normed, rotated and appended by one
+        kernel; see :func:`~megatron_async.kernels.rope_append.rope_append`."""
+        from megatron_async.kernels.rope_append import rope_append
+
+        keys, values = self.kv_cache[layer]
+        query = rope_append(
+            packed,
+            keys,
+            values,
+            self.slot_mapping,
+            self.position_ids,
+            cos_sin,
+            q_weight,
+            k_weight,
+            eps,
+        )
+        return self._attend_appended(query, keys, values, softmax_scale)
+
+    def _attend_appended(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        softmax_scale: float,
+    ) -> torch.Tensor:
         rows = self._decode_rows
         if self.batch_invariant or rows == query.shape[0]:
             return self._attend_decode(query, keys, values, softmax_scale)

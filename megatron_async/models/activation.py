@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_async.models.norm import fusable
+
 
 def silu(x: Tensor) -> Tensor:
     """``x * sigmoid(x)``, computed in fp32."""
@@ -47,6 +49,10 @@ class SwiGLU(torch.nn.Module):
         super().__init__()
 
     def forward(self, x: Tensor) -> Tensor:
+        if fusable(x):
+            from megatron_async.kernels.swiglu import swiglu
+
+            return swiglu(x)
         gate, up = x.chunk(2, dim=-1)
         return silu(gate) * up
 

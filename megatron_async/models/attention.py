@@ -11,12 +11,16 @@ from torch import Tensor
 
 from megatron_async.errors import ConfigError
 from megatron_async.models import compat  # noqa: F401  (before megatron)
+from megatron_async.models.norm import RMSNorm, fusable
 from megatron_async.models.rope import RotaryTable, apply_rope
 
 from megatron.core.transformer.attention import SelfAttention  # isort: skip
+from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
 from megatron.core.transformer.transformer_layer import (  # isort: skip
     get_transformer_layer_offset,
 )
+
+_RMS_NORMS = (RMSNorm, torch.nn.RMSNorm)
 
 
 class AttentionContext(Protocol):
@@ -99,11 +103,14 @@ class PagedSelfAttention(SelfAttention):  # type: ignore[misc]
                 "packed_seq_params nor attention_bias"
             )
         context = inference_context if inference_context is not None else inference_params
-        query, key, value = self.get_query_key_value_tensors(hidden_states)
-        if context is None:
-            output = self._causal(query, key, value)
+        if context is not None and self._packs(context, hidden_states):
+            output = self._with_packed(context, hidden_states)
         else:
-            output = self._with_context(context, query, key, value)
+            query, key, value = self.get_query_key_value_tensors(hidden_states)
+            if context is None:
+                output = self._causal(query, key, value)
+            else:
+                output = self._with_context(context, query, key, value)
         projected: tuple[Tensor, Tensor | None] = self.linear_proj(output.flatten(2))
         return projected
 
@@ -135,4 +142,34 @@ class PagedSelfAttention(SelfAttention):  # type: ignore[misc]
             cos, sin = rotary.lookup(context.position_ids)
             query, key = apply_rope(query, cos, sin), apply_rope(key, cos, sin)
         output = context.attend(self.layer_index, query, key, value, self.softmax_scale)
+        return output.unsqueeze(1)
+
+    def _packs(self, context: AttentionContext, hidden_states: Tensor) -> bool:
+        """Whether one kernel may take the packed projection to the cache."""
+        norms = (self.q_layernorm, self.k_layernorm)
+        same = all(x is None or isinstance(x, IdentityOp) for x in norms)
+        if not same:
+            same = all(isinstance(x, _RMS_NORMS) and x.eps is not None for x in norms)
+            same = same and norms[0].eps == norms[1].eps
+        return (
+            fusable(hidden_states)
+            and hasattr(context, "attend_packed")
+            and same
+            and self.hidden_size_per_attention_head % 2 == 0
+            and self.config.num_query_groups >= self.world_size
+        )
+
+    def _with_packed(self, context: Any, hidden_states: Tensor) -> Tensor:
+        packed, _ = self.linear_qkv(hidden_states)
+        rotary, norm = self.__dict__["rotary"], self.q_layernorm
+        has_norm = isinstance(norm, _RMS_NORMS)
+        output: Tensor = context.attend_packed(
+            self.layer_index,
+            packed.squeeze(1),
+            self.softmax_scale,
+            None if rotary is None else rotary.cos_sin,
+            norm.weight if has_norm else None,
+            self.k_layernorm.weight if has_norm else None,
+            norm.eps if has_norm else 0.0,
+        )
         return output.unsqueeze(1)

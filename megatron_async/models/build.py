@@ -15,7 +15,7 @@ from megatron_async.models.attention import PagedSelfAttention
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.gpt import GPTModel
 from megatron_async.models.rope import RotaryTable
-from megatron_async.models.spec import gpt_block_spec, mtp_block_spec
+from megatron_async.models.spec import gpt_block_spec, link_norms, mtp_block_spec
 
 from megatron.core import parallel_state  # isort: skip
 from megatron.core.transformer.transformer_block import get_num_layers_to_build  # isort: skip
@@ -115,6 +115,7 @@ def build_model(
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
         )
+        link_norms(list(model.decoder.layers), model.decoder.final_layernorm)
         is_rotary = config.position_embedding == "rope"
         attach_rotary(model, RotaryTable.from_config(config) if is_rotary else None)
         model.to(device=device, dtype=dtype)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_async.models import compat  # noqa: F401  (before megatron)
 from megatron_async.models.activation import GELU, GELUTanh, SwiGLU
 from megatron_async.models.attention import NoCoreAttention, PagedSelfAttention
 from megatron_async.models.config import ModelConfig
-from megatron_async.models.norm import norm_class
+from megatron_async.models.norm import LayerNorm, RMSNorm, fusable, norm_class
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add  # isort: skip
 from megatron.core.tensor_parallel.layers import (  # isort: skip
@@ -57,6 +58,43 @@ class BiasedRowParallelLinear(RowParallelLinear):  # type: ignore[misc]
         super().__init__(*args, bias=True, **kwargs)
 
 
+class DecoderLayer(TransformerLayer):  # type: ignore[misc]
+    """megatron's layer; in inference on CUDA each residual addition is one kernel with the norm
+    that follows it, the next layer's or the final one included."""
+
+    def attach(self, next_norm: torch.nn.Module | None) -> None:
+        """Take the norm that reads this layer's output; None leaves that addition alone."""
+        # Not a submodule: it belongs to whoever applies it.
+        self.__dict__["next_norm"] = next_norm
+
+    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        context = kwargs.get("inference_context")
+        if context is None:
+            context = kwargs.get("inference_params")
+        norm = self.pre_mlp_layernorm
+        fuses = context is not None and fusable(hidden) and not self.training
+        if not fuses or not isinstance(norm, RMSNorm | LayerNorm):
+            result: tuple[Tensor, Any] = super().forward(*args, **kwargs)
+            return result
+        attended, bias = self.self_attention(
+            self.input_layernorm(hidden), inference_context=context
+        )
+        hidden = norm.add(attended, bias, hidden)
+        output, bias = self.mlp(norm(hidden))
+        next_norm = self.__dict__.get("next_norm")
+        if isinstance(next_norm, RMSNorm | LayerNorm):
+            return next_norm.add(output, bias, hidden), None
+        return (output if bias is None else output + bias) + hidden, None
+
+
+def link_norms(layers: list[DecoderLayer], final_norm: torch.nn.Module | None) -> None:
+    """Tell each layer which norm reads its output."""
+    norms = [layer.input_layernorm for layer in layers[1:]] + [final_norm]
+    for layer, norm in zip(layers, norms, strict=True):
+        layer.attach(norm)
+
+
 def gpt_layer_spec(config: ModelConfig, device: torch.device | str = "cpu") -> ModuleSpec:
     """One transformer layer, with :class:`PagedSelfAttention` and megatron's own linears."""
     norm = norm_class(config.normalization, torch.device(device))
@@ -65,7 +103,7 @@ def gpt_layer_spec(config: ModelConfig, device: torch.device | str = "cpu") -> M
     attention_row = BiasedRowParallelLinear if config.attention_output_bias else RowParallelLinear
     head_norm = norm if config.qk_norm else IdentityOp
     return ModuleSpec(
-        module=TransformerLayer,
+        module=DecoderLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm,
             self_attention=ModuleSpec(

@@ -1,0 +1,207 @@
+"""Fused kernels: each against its reference, the model through them and around them.
+
+On a GPU the kernels are compiled. Without one, ``TRITON_INTERPRET=1`` runs them on the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_async.models import activation, attention, norm, spec
+from tests.unit.test_batch_invariant import MODELS, Rig
+
+try:
+    from megatron_async.kernels.add_rms_norm import add_norm, add_norm_reference
+    from megatron_async.kernels.rope_append import rope_append, rope_append_reference
+    from megatron_async.kernels.swiglu import swiglu, swiglu_reference
+
+    HAS_TRITON = True
+except ImportError:
+    HAS_TRITON = False
+
+INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
+DTYPES = tuple(TOLERANCE)
+interpreted = pytest.param(
+    "cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs triton and TRITON_INTERPRET=1")
+)
+compiled = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(
+            INTERPRETED or not torch.cuda.is_available(),
+            reason="needs a CUDA device and a compiler",
+        ),
+    ],
+)
+on_devices = pytest.mark.parametrize("device", [interpreted, compiled])
+
+
+def assert_close(out: Tensor, expected: Tensor, scale: float = 1.0) -> None:
+    tolerance = TOLERANCE[expected.dtype]
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance * scale)
+
+
+def draw(*shape: int, dtype: torch.dtype, device: str) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(*shape, generator=generator).to(device, dtype)
+
+
+class PackedCase:
+    """Tokens to append at random places of a cache; the last two are padding."""
+
+    def __init__(
+        self, tokens: int, group: int, head_dim: int, pairs: int, has_norm: bool,
+        dtype: torch.dtype, device: str,
+    ) -> None:  # fmt: skip
+        kv_heads, blocks, block_size = 2, 9, 4
+        self.packed = draw(tokens, kv_heads * (group + 2) * head_dim, dtype=dtype, device=device)
+        self.cache = torch.zeros(
+            2, blocks, block_size, kv_heads, head_dim, dtype=dtype, device=device
+        )
+        generator = torch.Generator().manual_seed(tokens)
+        slots = torch.randperm((blocks - 1) * block_size, generator=generator)[:tokens] + block_size
+        slots[-2:] = 0
+        self.slots = slots.to(device)
+        self.positions = (torch.arange(tokens) * 7 % 50).to(device)
+        angles = torch.outer(torch.arange(50.0), 0.1 ** torch.arange(pairs))
+        self.cos_sin = None
+        if pairs:
+            self.cos_sin = torch.stack((angles.cos(), angles.sin()), 1).to(device)
+        self.q_weight = self.k_weight = None
+        if has_norm:
+            self.q_weight = draw(head_dim, dtype=dtype, device=device)
+            self.k_weight = self.q_weight.flip(0)
+
+    def run(self, reference: bool = False, rows: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """Queries, and the cache without the null block."""
+        append = rope_append_reference if reference else rope_append
+        cache = self.cache.clone()
+        query = append(
+            self.packed[rows], cache[0], cache[1], self.slots[rows], self.positions[rows],
+            self.cos_sin, self.q_weight, self.k_weight, 1e-6,
+        )  # fmt: skip
+        return query, cache[:, 1:]
+
+
+# Head dimension and rotated pairs: whole heads, a part of them, none.
+@on_devices
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("has_norm", (False, True))
+@pytest.mark.parametrize("group", (1, 3, 4, 16))
+@pytest.mark.parametrize(
+    ("head_dim", "pairs"), [(64, 32), (96, 48), (128, 64), (96, 24), (64, 0), (256, 128)]
+)
+def test_rope_append_equals_its_reference(
+    device: str, dtype: torch.dtype, has_norm: bool, group: int, head_dim: int, pairs: int
+) -> None:
+    case = PackedCase(13, group, head_dim, pairs, has_norm, dtype, device)
+    query, cache = case.run()
+    expected_query, expected_cache = case.run(reference=True)
+    assert query.is_contiguous()
+    # A norm rounds before the rotation, which may make a small value of two large ones.
+    scale = max(1.0, expected_query.abs().max().item()) if has_norm else 1.0
+    assert_close(query, expected_query, scale)
+    assert_close(cache, expected_cache, scale)
+    assert cache.count_nonzero() > 0
+    lone, _ = case.run(rows=slice(5, 6))
+    assert torch.equal(lone, query[5:6])
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 6), (7, 1, 2 * 1100), (33, 2 * 4096)])
+def test_swiglu_equals_its_reference(
+    device: str, dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    x = draw(*shape, dtype=dtype, device=device) * 5
+    x[0, ..., :2] = torch.tensor([-1000.0, 1000.0])
+    out = swiglu(x)
+    assert_close(out, swiglu_reference(x))
+    assert torch.equal(swiglu(x[-1:]), out[-1:])
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 48), (7, 1, 1000), (33, 4096)])
+@pytest.mark.parametrize("centered", (False, True))
+@pytest.mark.parametrize("added", ("nothing", "residual", "residual and bias"))
+def test_add_norm_equals_its_reference(
+    device: str, dtype: torch.dtype, shape: tuple[int, ...], centered: bool, added: str
+) -> None:
+    x = draw(*shape, dtype=dtype, device=device)
+    weight = draw(shape[-1], dtype=dtype, device=device)
+    residual = None if added == "nothing" else x.flip(0) * 3
+    bias = weight.flip(0) if centered else None
+    x_bias = weight * 2 if added == "residual and bias" else None
+    hidden, normed = add_norm(x, residual, weight, bias, 1e-5, x_bias)
+    expected_hidden, expected = add_norm_reference(x, residual, weight, bias, 1e-5, x_bias)
+    assert_close(hidden, expected_hidden)
+    # What rounding did to the sum is not the norm's error.
+    assert_close(normed, add_norm_reference(hidden, None, weight, bias, 1e-5)[1])
+    assert_close(expected, add_norm_reference(expected_hidden, None, weight, bias, 1e-5)[1])
+    last = residual if residual is None else residual[-1:]
+    lone = add_norm(x[-1:], last, weight, bias, 1e-5, x_bias)
+    assert torch.equal(lone[0], hidden[-1:])
+    assert torch.equal(lone[1], normed[-1:])
+
+
+def fuse(monkeypatch: pytest.MonkeyPatch, choice: bool) -> None:
+    for module in (activation, attention, norm, spec):
+        monkeypatch.setattr(module, "fusable", lambda x: choice)
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_model_computes_the_same_with_and_without_fused_kernels(
+    device: str, dtype: torch.dtype, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = Rig(name, dtype, device)
+    chunks = [9, 1, 1, 5, 1]
+    fuse(monkeypatch, True)
+    fused = rig.compute(chunks, others=2)
+    fuse(monkeypatch, False)
+    plain = rig.compute(chunks, others=2)
+    for one, other in zip(fused, plain, strict=True):
+        error = (one.double() - other.double()).norm() / other.double().norm()
+        assert error < (1e-5 if dtype is torch.float32 else 2e-2)
+    if device == "cuda":
+        assert not torch.equal(fused[0], plain[0]), "both took the same way"
+
+
+@pytest.mark.parametrize("device", [compiled])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_fused_model_gives_a_row_its_own_bits(device: str, dtype: torch.dtype, name: str) -> None:
+    rig = Rig(name, dtype, device)
+    alone = rig.compute([11, 1, 1, 1])
+    for chunks, others in [([11, 1, 1, 1], 5), ([11, 1, 1, 1], 40)]:
+        for one, other in zip(rig.compute(chunks, others), alone, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("device", [compiled])
+def test_decode_layer_runs_few_kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    def kernels(layers: int) -> int:
+        small = replace(MODELS["llama"], qkv_bias=False, num_layers=layers)
+        monkeypatch.setitem(MODELS, "small", small)
+        rig = Rig("small", torch.bfloat16, device)
+        context = rig.context(8)
+        rig.forward(context, [(slot, 0, 1) for slot in range(8)])
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+            rig.forward(context, [(slot, 1, 1) for slot in range(8)])
+            torch.cuda.synchronize()
+        return sum(event.device_type == DeviceType.CUDA for event in trace.events())
+
+    # Four products, RoPE and append, attention, its combine and lengths, SwiGLU, two additions.
+    assert (kernels(4) - kernels(2)) / 2 <= 12
