@@ -371,7 +371,8 @@ class DynamicInferenceEngine(DecodeLoop):
         What is in flight is committed first, so no token of the old weights comes after this.
 
         Args:
-            source: a model directory, or a state dict with megatron-core's parameter names.
+            source: a model directory, a ``.safetensors`` file with megatron-core's parameter
+                names, or a state dict with these.
             recompute_kv_cache: evict the running requests, so that what they have so far is
                 computed again with the new weights. Otherwise they go on over the old keys and
                 values. Cached prefixes are forgotten in either case.

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+from hypothesis import settings
+
+# The same examples in every run of the CI, new ones on everybody's own machine.
+settings.register_profile("ci", derandomize=True)
+if os.environ.get("CI"):
+    settings.load_profile("ci")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--state-machine-examples",
         type=int,
-        default=220,
+        default=250,
         help="examples of the engine's state machine, each of up to 100 rule steps",
     )
     parser.addoption(

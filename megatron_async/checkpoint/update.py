@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import safetensors
+import safetensors.torch
 import torch
 
+from megatron_async.checkpoint.files import one_line
 from megatron_async.errors import CheckpointError
 
 
@@ -15,21 +18,14 @@ def update_weights(model: torch.nn.Module, source: str | Path | Mapping[str, Any
     """Copy new weights into the parameters of ``model``, whose addresses stay.
 
     Args:
-        source: a model directory, as :func:`load_pretrained` takes it, or a state dict with
-            megatron-core's parameter names. It is read and checked as a whole first.
+        source: a model directory, as :func:`load_pretrained` takes it; a ``.safetensors`` file
+            with megatron-core's parameter names; or a state dict with these. It is read and checked
+            as a whole first.
 
     Raises:
         CheckpointError: a name or a shape does not fit; the model is unchanged.
     """
-    if isinstance(source, (str, Path)):
-        from megatron_async.checkpoint.load import load_pretrained
-
-        dtype = next(model.parameters()).dtype
-        loaded: Mapping[str, Any] = load_pretrained(
-            source, device="cpu", dtype=dtype
-        ).model.state_dict()
-    else:
-        loaded = source
+    loaded = _read(model, source) if isinstance(source, (str, Path)) else source
     targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     tensors = {name: value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
     if not tensors:
@@ -47,3 +43,20 @@ def update_weights(model: torch.nn.Module, source: str | Path | Mapping[str, Any
         for name, tensor in tensors.items():
             if name in targets:
                 targets[name].copy_(tensor)
+
+
+def _read(model: torch.nn.Module, path: str | Path) -> Mapping[str, Any]:
+    if not Path(path).is_file():
+        from megatron_async.checkpoint.load import load_pretrained
+
+        dtype = next(model.parameters()).dtype
+        state: Mapping[str, Any] = load_pretrained(
+            path, device="cpu", dtype=dtype
+        ).model.state_dict()
+        return state
+    if Path(path).suffix != ".safetensors":
+        raise CheckpointError(f"{path}: not a .safetensors file; give one, or a model directory")
+    try:
+        return safetensors.torch.load_file(path)
+    except (safetensors.SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {one_line(error)}") from error

@@ -247,6 +247,8 @@ class Scheduler(Lifecycle):
                 continue
             key = rows.keys[row]
             if rows.epochs[row] != epochs[rows.slots[row]]:
+                if self._debug and result.live[row]:
+                    self._check_was_aborted(key)
                 commits.append(Commit(key, token, None, discarded=True))
                 continue
             sequence = self._sequences[key]
@@ -267,6 +269,14 @@ class Scheduler(Lifecycle):
         self._retired_ticket = plan.number
         self._retire()
         return commits
+
+    def _check_was_aborted(self, key: int) -> None:
+        """A dead row that the device took for live: it cannot know of an abort, but of an end."""
+        reason = self._sequences[key].reason
+        if reason is not FinishReason.ABORT:
+            raise IntegrityError(
+                f"request {key} ended by {reason}, and the device sampled it again"
+            )
 
     @staticmethod
     def _check_device_agrees(key: int, reason: FinishReason | None, live: int, ended: int) -> None:

@@ -109,7 +109,15 @@ def reserved_block_not_released(original: Any) -> Any:
     return give_up
 
 
-@mutant(Scheduler, "_give_up", "KeyError", "WrongTokensError", "WrongCountsError", least_depth=1)
+@mutant(
+    Scheduler,
+    "_give_up",
+    "IntegrityError",
+    "KeyError",
+    "WrongTokensError",
+    "WrongCountsError",
+    least_depth=1,
+)
 def slot_and_blocks_back_before_the_last_ticket(original: Any) -> Any:
     def give_up(self: Scheduler, sequence: Sequence) -> None:
         sequence.last_ticket = -1
@@ -119,7 +127,7 @@ def slot_and_blocks_back_before_the_last_ticket(original: Any) -> Any:
     return give_up
 
 
-@mutant(Scheduler, "_evict", "WrongCountsError", least_depth=1)
+@mutant(Scheduler, "_evict", "IntegrityError", "WrongCountsError", least_depth=1)
 def evicted_request_loses_its_token_in_flight(original: Any) -> Any:
     def evict(self: Scheduler, sequence: Sequence) -> None:
         self.slots.end_epoch(sequence.slot)
@@ -263,7 +271,7 @@ def noise_at_the_position_the_host_knows(original: Any) -> Any:
     return sample_tokens
 
 
-@mutant(StepProgram, "sample", "DeadRowLivedError", least_depth=1)
+@mutant(StepProgram, "sample", "IntegrityError", "DeadRowLivedError", least_depth=1)
 def end_marked_a_step_late(original: Any) -> Any:
     def sample(self: StepProgram, rows: int) -> None:
         slots = self._row_records[:rows, ROW_SLOT].long()

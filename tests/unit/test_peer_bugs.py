@@ -7,6 +7,7 @@ stop strings found late, drafts (MTP) that hide an end or rewind the cache.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import threading
 from collections import Counter
@@ -54,10 +55,14 @@ def decode(engine: DynamicInferenceEngine, asks: list[Ask]) -> list[DynamicInfer
 
 
 def stop_after(count: int, prompt: tuple[int, ...], max_new: int = 40) -> Ask:
-    """A request that ends by a stop token which appears as its ``count``-th token."""
-    tokens, _ = decode_alone(Ask(prompt, max_new))
-    assert tokens[count - 1] not in tokens[: count - 1], "choose another prompt"
-    return Ask(prompt, max_new, stop_ids=(tokens[count - 1],))
+    """A request that ends by a stop token which appears first as its ``count``-th token; the last
+    token of ``prompt`` gives way where its own generation has none."""
+    for last in (prompt[-1], *range(61)):
+        ask = Ask((*prompt[:-1], last), max_new)
+        tokens, _ = decode_alone(ask)
+        if tokens[count - 1] not in tokens[: count - 1]:
+            return dataclasses.replace(ask, stop_ids=(tokens[count - 1],))
+    raise AssertionError("no prompt has a fresh token there")
 
 
 # --- results that reach the wrong request -----------------------------------------------------

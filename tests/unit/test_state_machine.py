@@ -210,3 +210,4 @@ def test_any_order_of_events_equals_the_oracle(request: pytest.FixtureRequest) -
     )
     print(TOTALS)
     assert min(TOTALS.values()) > 0, TOTALS
+    assert TOTALS["rule_steps"] > 80 * examples, TOTALS

@@ -56,15 +56,15 @@ def continuation(seed: int, tokens: list[int], count: int) -> list[int]:
         return engine.generate([tokens], params)[0].generated_tokens
 
 
-@pytest.mark.parametrize("from_path", (False, True))
+@pytest.mark.parametrize("kind", ("state dict", "directory", "file"))
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_tokens_after_an_update_come_from_the_new_weights_alone(
-    depth: int, from_path: bool, tmp_path: Path
+    depth: int, kind: str, tmp_path: Path
 ) -> None:
     source: Path | dict[str, torch.Tensor] = model(2).state_dict()
-    if from_path:
+    if kind != "state dict":
         save_native(tmp_path, model(2), CONFIG, dtype=torch.float32)
-        source = tmp_path
+        source = tmp_path if kind == "directory" else tmp_path / "model.safetensors"
     with engine_over(model(1), depth) as engine:
         futures = [engine.add_request(i, prompt, GREEDY) for i, prompt in enumerate(PROMPTS)]
         for _ in range(12):
@@ -130,6 +130,7 @@ def test_a_block_that_fills_after_an_update_keeps_its_old_keys_to_itself() -> No
         ({"decoder.final_layernorm.weight": torch.ones(3)}, "(3,)"),
         ({"decoder.no_such.weight": torch.ones(3)}, "decoder.no_such.weight"),
         ("no/such/directory", "no/such/directory"),
+        (__file__, ".safetensors"),
     ],
 )
 def test_weights_that_do_not_fit_leave_the_old_ones(source: object, named: str) -> None:
