@@ -1,19 +1,19 @@
-"""Builds an engine from a model directory and a configuration."""
+"""What an engine is built from, for a model directory and a configuration."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from megatron_async.checkpoint import load_pretrained
 from megatron_async.config import EngineConfig
 from megatron_async.context import GIB, DynamicInferenceContext
-from megatron_async.controller import Progress, TextGenerationController
+from megatron_async.controller import TextGenerationController
 from megatron_async.errors import ConfigError
-
-if TYPE_CHECKING:
-    from megatron_async.engine import DynamicInferenceEngine
+from megatron_async.models.wrapper import GPTInferenceWrapper
 
 DEFAULT_CACHE_GIB = {"cpu": 1.0, "cuda": 16.0}
 
@@ -83,64 +83,49 @@ def build_context(
     )
 
 
-def engine_from_pretrained(
-    path: str | Path, config: EngineConfig, *, progress: Progress | None = None
-) -> DynamicInferenceEngine:
-    """See :meth:`DynamicInferenceEngine.from_pretrained`."""
-    from megatron_async.checkpoint import load_pretrained
-    from megatron_async.models.wrapper import GPTInferenceWrapper
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What an engine is built from."""
 
+    controller: TextGenerationController
+    context: DynamicInferenceContext
+    eos_token_ids: tuple[int, ...] | None
+    model_name: str
+
+
+def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
+    """The parts of an engine for a model directory.
+
+    Raises:
+        CheckpointError: the directory is missing, corrupt or not supported.
+        ConfigError: the configuration does not suit the model or the machine.
+    """
     device = resolve_device(config.device)
     dtype = None if config.dtype is None else getattr(torch, config.dtype)
     pretrained = load_pretrained(path, device=device, dtype=dtype)
-    return _assemble(
-        GPTInferenceWrapper(pretrained.model, batch_invariant=config.batch_invariant),
-        pretrained.tokenizer,
-        config,
-        device,
-        eos_token_ids=pretrained.eos_token_ids,
-        model_name=pretrained.name,
-        progress=progress,
+    wrapper = GPTInferenceWrapper(pretrained.model, batch_invariant=config.batch_invariant)
+    return EngineParts(
+        TextGenerationController(wrapper, pretrained.tokenizer),
+        build_context(wrapper, config, device),
+        pretrained.eos_token_ids,
+        pretrained.name,
     )
 
 
-def engine_like(
-    engine: DynamicInferenceEngine, config: EngineConfig, *, progress: Progress | None = None
-) -> DynamicInferenceEngine:
-    """See :meth:`DynamicInferenceEngine.with_config`."""
-    from megatron_async.models.wrapper import GPTInferenceWrapper
-
-    wrapper = engine.controller.inference_wrapped_model
-    if isinstance(wrapper, GPTInferenceWrapper):
-        wrapper = GPTInferenceWrapper(wrapper.model, batch_invariant=config.batch_invariant)
-    return _assemble(
-        wrapper,
-        engine.controller.tokenizer,
-        config,
-        engine.context.device,
-        eos_token_ids=engine.eos_token_ids,
-        model_name=engine.model_name,
-        progress=progress,
-    )
-
-
-def _assemble(
+def parts_over_same_weights(
     wrapper: Any,
     tokenizer: Any,
     config: EngineConfig,
     device: torch.device,
-    *,
     eos_token_ids: tuple[int, ...] | None,
     model_name: str,
-    progress: Progress | None,
-) -> DynamicInferenceEngine:
-    from megatron_async.engine import DynamicInferenceEngine
-
-    return DynamicInferenceEngine(
+) -> EngineParts:
+    """The parts of another engine over the weights of a wrapped model."""
+    if isinstance(wrapper, GPTInferenceWrapper):
+        wrapper = GPTInferenceWrapper(wrapper.model, batch_invariant=config.batch_invariant)
+    return EngineParts(
         TextGenerationController(wrapper, tokenizer),
         build_context(wrapper, config, device),
-        config=config,
-        eos_token_ids=eos_token_ids,
-        model_name=model_name,
-        progress=progress,
+        eos_token_ids,
+        model_name,
     )

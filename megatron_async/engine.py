@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megatron_async.assembly import EngineParts, load_parts, parts_over_same_weights
 from megatron_async.config import EngineConfig
 from megatron_async.context import DynamicInferenceContext
 from megatron_async.controller import Progress, TextGenerationController
@@ -118,17 +119,35 @@ class DynamicInferenceEngine(DecodeLoop):
             CheckpointError: the directory is missing, corrupt or not supported.
             ConfigError: the configuration does not suit the model or the machine.
         """
-        from megatron_async.assembly import engine_from_pretrained
-
-        return engine_from_pretrained(path, config or EngineConfig(), progress=progress)
+        config = config or EngineConfig()
+        return cls._over(load_parts(path, config), config, progress)
 
     def with_config(
         self, config: EngineConfig, *, progress: Progress | None = None
     ) -> DynamicInferenceEngine:
         """Another engine over the same weights."""
-        from megatron_async.assembly import engine_like
+        parts = parts_over_same_weights(
+            self.controller.inference_wrapped_model,
+            self.controller.tokenizer,
+            config,
+            self.context.device,
+            self.eos_token_ids,
+            self.model_name,
+        )
+        return self._over(parts, config, progress)
 
-        return engine_like(self, config, progress=progress)
+    @classmethod
+    def _over(
+        cls, parts: EngineParts, config: EngineConfig, progress: Progress | None
+    ) -> DynamicInferenceEngine:
+        return cls(
+            parts.controller,
+            parts.context,
+            config=config,
+            eos_token_ids=parts.eos_token_ids,
+            model_name=parts.model_name,
+            progress=progress,
+        )
 
     @property
     def max_sequence_length(self) -> int:
