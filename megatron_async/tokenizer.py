@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import functools
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -52,20 +53,20 @@ def _decoder_types(decoder: dict[str, Any] | None) -> list[str]:
     return [name]
 
 
-class DetokenizeStream:
+class DetokenizeStream(ABC):
     """Text of a growing sequence of token ids.
 
     Invariant: for any ids, the pushed texts and the flushed one, joined, are exactly
     ``Tokenizer.detokenize`` of all ids. The cost of a token does not grow with the sequence.
     """
 
+    @abstractmethod
     def push(self, token_id: int) -> str:
         """Text that ``token_id`` completes; empty while a character is incomplete."""
-        raise NotImplementedError
 
+    @abstractmethod
     def flush(self) -> str:
         """Text held back, with U+FFFD for incomplete bytes. The stream ends here."""
-        raise NotImplementedError
 
 
 class _ByteLevelStream(DetokenizeStream):
