@@ -12,7 +12,7 @@ import torch
 
 from megatron_async.context import DynamicInferenceContext, PrefillSegment
 from megatron_async.device.protocol import Device
-from megatron_async.errors import RequestError
+from megatron_async.errors import ConfigError, RequestError
 from megatron_async.graphs import CPU_ROW_MULTIPLE, StepGraphs, row_buckets
 from megatron_async.packet import PacketLayout, StepShape, write_packet
 from megatron_async.program import RESULT_FIELDS, StepProgram
@@ -53,6 +53,7 @@ class TextGenerationController:
         self.tokenizer = tokenizer
         self.wait_ns = 0
         self.last_graph_rows: int | None = None
+        self._attached = False
         self._pending: Ticket | None = None
 
     # --- text ---------------------------------------------------------------------------------
@@ -89,7 +90,17 @@ class TextGenerationController:
         poison: bool,
         progress: Progress | None = None,
     ) -> None:
-        """Build rings and graphs for an engine. Nothing may be in flight."""
+        """Build rings and graphs for an engine.
+
+        Raises:
+            ConfigError: the controller serves an engine already.
+        """
+        if self._attached:
+            raise ConfigError(
+                "the controller serves another engine already; build a new "
+                "TextGenerationController over the same model"
+            )
+        self._attached = True
         self.device = device
         self.context = context
         buckets = row_buckets(

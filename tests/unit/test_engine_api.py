@@ -104,6 +104,17 @@ def test_bad_configuration_names_the_value(values: dict[str, Any], named: str) -
     assert named in str(error.value)
 
 
+def test_controller_serves_one_engine_alone() -> None:
+    with small_engine() as engine:
+        future = engine.add_request(0, list(ASK.prompt), sampling_params(ASK))
+        engine.step_modern()
+        with pytest.raises(ConfigError, match="new TextGenerationController"):
+            DynamicInferenceEngine(engine.controller, engine.context, config=engine.config)
+        while engine.has_unfinished_requests():
+            engine.step_modern()
+    assert future.result().generated_tokens == decode_alone(ASK)[0]
+
+
 def test_unknown_configuration_is_an_error() -> None:
     with pytest.raises(TypeError, match="max_request"):
         EngineConfig(max_request=3)  # type: ignore[call-arg]
