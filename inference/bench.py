@@ -1,9 +1,10 @@
-"""``megatron-async bench``: milliseconds of a decode step, serial and asynchronous."""
+"""``megatron-async bench``: decode steps and ragged loads, serial and asynchronous."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import shlex
 import sys
 from collections.abc import Callable
@@ -16,28 +17,63 @@ from megatron_async.errors import ConfigError
 from .options import PROGRAM, SEED, integer, number
 
 SHAPE_NAMES = ("llama8b", "qwen0.6b", "gpt2", "tiny-llama")
+BASELINE_NAMES = ("transformers", "transformers-cb")
+EXIT_FAILED = 1
 
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "decode": {"batch_sizes": [1], "prompt_tokens": 128, "new_tokens": 512},
+    "ragged": {
+        "requests": 512,
+        "max_requests": 128,
+        "prompt_range": (32, 2048),
+        "output_range": (16, 1024),
+        "arrival_rate": [math.inf],
+        "block_count": None,
+    },
+}
+"""Options that belong to one workload alone."""
+
+COMMON_DEFAULTS: dict[str, dict[str, Any]] = {
+    "decode": {"depths": [0, 1], "rounds": 3},
+    "ragged": {"depths": [0, 1, 2], "rounds": 1},
+}
 _DESCRIPTION = """\
-Measure decode steps: greedy, no end tokens, prompts of random token ids. Every depth decodes the
-same load on the same weights; rounds alternate between the depths, and depth 0, serial decoding,
-is the baseline. On a GPU a profiler then shows how long the device waits between steps.
-What the columns mean: docs/performance.md.
+Measure how fast requests are decoded, greedily, from prompts of random token ids. Every depth
+decodes the same load on the same weights; depth 0, serial decoding, is the baseline. The workload
+"decode" measures steps in which all rows decode; "ragged" serves requests of many lengths, a third
+of which stop at a token id. Exit status 1: a measurement failed; the others are reported. What the
+columns mean: docs/performance.md.
 """
 
 
-def _numbers(low: int, high: int | None = None) -> Callable[[str], list[int]]:
-    convert = integer(low, high)
+def _several(convert: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    return lambda text: list(dict.fromkeys(convert(part) for part in text.split(",")))
 
-    def split(text: str) -> list[int]:
-        return list(dict.fromkeys(convert(part) for part in text.split(",")))
 
-    return split
+def _range(text: str) -> tuple[int, int]:
+    try:
+        low, high = map(int, text.split(","))
+    except ValueError:
+        low, high = 0, 0
+    if not 1 <= low <= high:
+        raise argparse.ArgumentTypeError(f"{text!r} must be LOW,HIGH with 1 <= LOW <= HIGH")
+    return low, high
+
+
+def _rate(text: str) -> float:
+    return math.inf if text == "inf" else number(0, above=True)(text)
+
+
+def _baseline(text: str) -> str:
+    if text not in BASELINE_NAMES:
+        raise argparse.ArgumentTypeError(f"{text!r} must be among {', '.join(BASELINE_NAMES)}")
+    return text
 
 
 def add_command(commands: Any) -> None:
     """Add ``bench`` to the command line."""
     parser = commands.add_parser(
-        "bench", help="measure decode steps at several depths", description=_DESCRIPTION
+        "bench", help="measure decoding at several depths", description=_DESCRIPTION
     )
     parser.set_defaults(run=run)
     model = parser.add_argument_group("model").add_mutually_exclusive_group()
@@ -45,22 +81,38 @@ def add_command(commands: Any) -> None:
     model.add_argument(
         "--shape", choices=SHAPE_NAMES, help="random weights in the shape of a known model"
     )
+    add = parser.add_argument_group("workload decode").add_argument
+    add("--batch-sizes", type=_several(integer(1)), metavar="B,...", help="default: 1")
+    add("--prompt-tokens", type=integer(1), metavar="N", help="default: 128")
+    add("--new-tokens", type=integer(1), metavar="N", help="default: 512")
+    add("--all-buckets", action="store_true", help="capture every row bucket, not just the batch")
+
+    add = parser.add_argument_group("workload ragged").add_argument
+    add("--requests", type=integer(1), metavar="N", help="default: 512")
+    add("--max-requests", type=integer(1), metavar="N", help="at once (default: 128)")
+    add("--prompt-range", type=_range, metavar="LOW,HIGH", help="tokens (default: 32,2048)")
+    add("--output-range", type=_range, metavar="LOW,HIGH", help="tokens (default: 16,1024)")
+    add(
+        "--arrival-rate",
+        type=_several(_rate),
+        metavar="R,...",
+        help="requests a second, Poisson; inf is all at once (default: inf)",
+    )
+    add("--block-count", type=integer(1), metavar="N", help="KV blocks (default: room for all)")
+
     add = parser.add_argument_group("measurement").add_argument
-    add("--batch-sizes", type=_numbers(1), default=[1], metavar="B,...", help="default: 1")
+    add("--workload", choices=tuple(DEFAULTS), default="decode", help="default: decode")
     add(
         "--depths",
-        type=_numbers(0, MAX_DEPTH),
-        default=[0, 1],
+        type=_several(integer(0, MAX_DEPTH)),
         metavar="D,...",
-        help="steps in flight; 0 is serial (default: 0,1)",
+        help="steps in flight; 0 is serial (default: 0,1; ragged: 0,1,2)",
     )
-    add("--prompt-tokens", type=integer(1), default=128, metavar="N", help="default: 128")
-    add("--new-tokens", type=integer(1), default=512, metavar="N", help="default: 512")
-    add("--rounds", type=integer(1), default=3, metavar="N", help="per depth (default: 3)")
+    add("--rounds", type=integer(1), metavar="N", help="per depth (default: 3; ragged: 1)")
     add("--host-work-us", type=number(0), default=0.0, metavar="N", help="spin in each commit")
     add("--stall-us", type=number(0), default=0.0, metavar="N", help="spin in every K-th commit")
     add("--stall-every", type=integer(1), metavar="K", help="see --stall-us")
-    add("--seed", type=SEED, default=0, metavar="S", help="of weights and prompts (default: 0)")
+    add("--seed", type=SEED, default=0, metavar="S", help="of weights and requests (default: 0)")
     add("--device", metavar="NAME", help="default: a GPU where there is one")
     add(
         "--dtype",
@@ -69,64 +121,129 @@ def add_command(commands: Any) -> None:
         "CPU",
     )
     add(
+        "--events",
+        action=argparse.BooleanOptionalAction,
+        help="mark each launch on the device's clock: the share of time inside steps (default: on "
+        "a GPU)",
+    )
+    add(
         "--profile",
         action=argparse.BooleanOptionalAction,
         default=True,
         help="on a GPU: profile some steps after the timed rounds",
     )
-    add("--baseline", choices=("transformers",), help="measure its generate on the same shape")
+    add("--startup", action="store_true", help="time the phases of two starts first")
+    add(
+        "--baseline",
+        type=_several(_baseline),
+        metavar="NAME,...",
+        help="measure the same load with transformers (generate) or transformers-cb (continuous "
+        "batching)",
+    )
     add("--json", metavar="FILE|-", help="write the report; - is stdout, the table to stderr then")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Run the command."""
+def resolve(args: argparse.Namespace) -> None:
+    """Fill in the workload's defaults.
+
+    Raises:
+        ConfigError: an option belongs to the other workload, or two contradict each other.
+    """
+    for workload, options in DEFAULTS.items():
+        for name, default in options.items():
+            if workload == args.workload:
+                if getattr(args, name) is None:
+                    setattr(args, name, default)
+            elif getattr(args, name) is not None:
+                raise ConfigError(f"{_option(name)} belongs to --workload {workload}")
+    for name, default in COMMON_DEFAULTS[args.workload].items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+    if args.all_buckets and args.workload != "decode":
+        raise ConfigError("--all-buckets belongs to --workload decode; ragged captures all anyway")
     if bool(args.stall_us) != (args.stall_every is not None):
         raise ConfigError("--stall-us and --stall-every belong together; give both or neither")
     if args.json not in (None, "-") and not Path(args.json).absolute().parent.is_dir():
         raise ConfigError(f"--json {args.json}: its directory does not exist; create it first")
-    from .bench_engine import Load, least_new_tokens
-    from .bench_report import as_table
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    resolve(args)
+    from .bench_guard import loud_ends
     from .bench_run import collect
 
+    report: dict[str, Any] = {}
+
+    def keep(latest: dict[str, Any]) -> None:
+        report.update(latest)
+        if args.json not in (None, "-"):
+            Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
+
+    with loud_ends():
+        try:
+            collect(args, make_load(args), command_line(args), keep)
+        finally:
+            # Cut off or not: what was found is not lost.
+            if report.get("results"):
+                show(report, args)
+    return 0 if report["complete"] else EXIT_FAILED
+
+
+def show(report: dict[str, Any], args: argparse.Namespace) -> None:
+    """Print the table, and the report where it was asked for on stdout."""
+    from . import bench_ragged_report, bench_report
+
+    if args.json == "-":
+        sys.stdout.write(json.dumps(report, indent=1) + "\n")
+    as_table = bench_ragged_report if args.workload == "ragged" else bench_report
+    to = sys.stderr if args.json == "-" else sys.stdout
+    print(as_table.as_table(report), file=to, flush=True)
+
+
+def make_load(args: argparse.Namespace) -> Any:
+    """The load that the options describe.
+
+    Raises:
+        ConfigError: it is too short to measure.
+    """
+    from .bench_decode import least_new_tokens
+    from .bench_load import Load, RaggedLoad
+
+    common = ("host_work_us", "stall_us", "seed")
+    values = {name: getattr(args, name) for name in common}
+    values["stall_every"] = args.stall_every or 0
+    if args.workload == "ragged":
+        own = ("requests", "max_requests", "prompt_range", "output_range", "block_count")
+        return RaggedLoad(**values, **{name: getattr(args, name) for name in own})
     least = least_new_tokens(args.depths)
     if args.new_tokens < least:
         raise ConfigError(
             f"--new-tokens {args.new_tokens} leaves no steady steps at depth {max(args.depths)}; "
             f"use at least {least}"
         )
-    load = Load(
-        prompt_tokens=args.prompt_tokens,
-        new_tokens=args.new_tokens,
-        host_work_us=args.host_work_us,
-        stall_us=args.stall_us,
-        stall_every=args.stall_every or 0,
-        seed=args.seed,
-    )
-    report = collect(args, load, command_line(args))
-
-    if args.json is not None:
-        text = json.dumps(report, indent=1) + "\n"
-        if args.json == "-":
-            sys.stdout.write(text)
-        else:
-            Path(args.json).write_text(text)
-    print(as_table(report), file=sys.stderr if args.json == "-" else sys.stdout)
-    return 0
+    return Load(**values, prompt_tokens=args.prompt_tokens, new_tokens=args.new_tokens)
 
 
 def command_line(args: argparse.Namespace) -> str:
     """The command that measures the same again, every option written out."""
     words = [PROGRAM, "bench"]
     for name, value in vars(args).items():
-        if name in ("run", "json") or value is None or value is False:
+        if name in ("run", "json") or value is None:
             continue
-        option = "--" + name.replace("_", "-")
-        if value is True:
-            words.append(option)
-        elif isinstance(value, list):
-            words += [option, ",".join(map(str, value))]
+        if isinstance(value, bool):
+            if value or name in ("profile", "events"):
+                words.append(_option(name if value else f"no_{name}"))
+        elif isinstance(value, (list, tuple)):
+            words += [_option(name), ",".join(map(_word, value))]
         else:
-            words += [option, f"{value:g}" if isinstance(value, float) else str(value)]
-    if not args.profile:
-        words.append("--no-profile")
+            words += [_option(name), _word(value)]
     return shlex.join(words)
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _word(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
+import itertools
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from megatron_async.models.config import ModelConfig
 
-from .bench_engine import Load, prompts
+from .bench_engine import free_memory
 from .bench_timeline import percentile
 
 SKIPPED_STEPS = 8
+
+Requests = list[tuple[list[int], int]]
+"""Prompts, and how many tokens to generate."""
 
 
 class NoBaselineError(Exception):
@@ -30,7 +34,10 @@ def transformers_config(config: ModelConfig) -> Any:
     """
     if importlib.util.find_spec("transformers") is None:
         raise NoBaselineError("transformers is not installed")
-    import transformers
+    try:
+        import transformers
+    except ImportError as error:
+        raise NoBaselineError(f"transformers is broken: {first_line(error)}") from None
 
     is_llama = (config.normalization, config.activation) == ("RMSNorm", "swiglu")
     biased = config.qkv_bias or config.attention_output_bias or config.mlp_bias
@@ -79,72 +86,57 @@ class TransformersBaseline:
     """
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-        hf_config = transformers_config(config)
-        import transformers
-
         self._device = device
         self.compiled = device.type == "cuda"
-        try:
-            with torch.device(device):
-                model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise NoBaselineError(f"transformers cannot build it: {_first_line(error)}") from error
-        self._model: Any = model.to(device).eval()
-        self.version: str = transformers.__version__
+        self._model, self.version = build_model(config, device, dtype)
 
-    def measure(self, batch_size: int, load: Load) -> dict[str, Any]:
+    def measure(self, requests: Requests, most_rows: int) -> list[dict[str, Any]]:
         """The figures of steady decode steps, under the names of ours.
 
         Raises:
             NoBaselineError: transformers cannot decode this.
         """
+        if len({(len(prompt), new_tokens) for prompt, new_tokens in requests}) > 1:
+            raise NoBaselineError("generate decodes requests of one length only")
         started = time.perf_counter()
         try:
-            self._generate(batch_size, load)  # compiles
+            self._generate(requests)  # compiles
             warm_seconds = time.perf_counter() - started
-            ends = self._generate(batch_size, load)
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise NoBaselineError(f"transformers failed: {_first_line(error)}") from error
-        pairs = zip(ends[SKIPPED_STEPS:], ends[SKIPPED_STEPS + 1 :], strict=False)
-        steps = [(after - before) * 1e-6 for before, after in pairs]
-        mean = statistics.fmean(steps)
-        return {
-            "batch": batch_size,
-            "engine": f"transformers {self.version} generate, static cache"
-            + (", compiled" if self.compiled else ""),
-            "steps": len(steps),
-            "step_ms_mean": mean,
-            "step_ms_p50": statistics.median(steps),
-            "step_ms_p99": percentile(steps, 0.99),
-            "tokens_per_second": 1e3 * batch_size / mean,
+            ends = self._generate(requests)
+        except Exception as error:
+            raise NoBaselineError(f"transformers failed: {first_line(error)}") from None
+        engine = f"transformers {self.version} generate, static cache"
+        row = {
+            "batch": len(requests),
+            "engine": engine + (", compiled" if self.compiled else ""),
+            **step_figures(ends[SKIPPED_STEPS:], len(requests)),
             "first_run_seconds": warm_seconds,
         }
+        return [row]
 
     def close(self) -> None:
         """Free the model."""
         del self._model
-        gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory()
 
-    def _generate(self, batch_size: int, load: Load) -> list[int]:
-        ends: list[int] = []
+    def _generate(self, requests: Requests) -> list[float]:
+        ends: list[float] = []
+        batch_size, new_tokens = len(requests), requests[0][1]
         going_on = torch.zeros(batch_size, dtype=torch.bool, device=self._device)
 
         def clock(input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
             # generate itself waits for the device once a step, so these times follow the steps.
-            ends.append(time.perf_counter_ns())
+            ends.append(time.perf_counter())
             return going_on
 
-        vocab_size = self._model.config.vocab_size
-        ids = torch.tensor(prompts(vocab_size, batch_size, load), device=self._device)
+        ids = torch.tensor([prompt for prompt, _ in requests], device=self._device)
         with torch.inference_mode():
             self._model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 do_sample=False,
-                max_new_tokens=load.new_tokens,
-                min_new_tokens=load.new_tokens,
+                max_new_tokens=new_tokens,
+                min_new_tokens=new_tokens,
                 eos_token_id=None,
                 pad_token_id=0,
                 cache_implementation="static",
@@ -154,5 +146,47 @@ class TransformersBaseline:
         return ends
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+def build_model(
+    config: ModelConfig, device: torch.device, dtype: torch.dtype, attention: str | None = None
+) -> tuple[Any, str]:
+    """A model of transformers with random weights, and the version of transformers.
+
+    Raises:
+        NoBaselineError: see :func:`transformers_config`, or building the model failed.
+    """
+    hf_config = transformers_config(config)
+    import transformers
+
+    try:
+        with torch.device(device):
+            model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
+        if attention is not None:
+            model.set_attn_implementation(attention)
+    except Exception as error:
+        raise NoBaselineError(f"transformers cannot build it: {first_line(error)}") from None
+    return model.to(device).eval(), transformers.__version__
+
+
+def step_figures(ends: Sequence[float], batch_size: int) -> dict[str, Any]:
+    """Figures of steps that ended at these times, in seconds.
+
+    Raises:
+        NoBaselineError: there are too few.
+    """
+    steps = [1e3 * (after - before) for before, after in itertools.pairwise(ends)]
+    if not steps:
+        raise NoBaselineError("too few steps; raise --new-tokens")
+    mean = statistics.fmean(steps)
+    return {
+        "steps": len(steps),
+        "step_ms_mean": mean,
+        "step_ms_p50": statistics.median(steps),
+        "step_ms_p99": percentile(steps, 0.99),
+        "tokens_per_second": 1e3 * batch_size / mean,
+    }
+
+
+def first_line(error: BaseException) -> str:
+    """An error's type and what it says first."""
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

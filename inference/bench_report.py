@@ -1,4 +1,4 @@
-"""What ``bench`` found: plain JSON, and a table for people."""
+"""What ``bench`` found of decode steps: plain JSON, and a table for people."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import torch
 
 from megatron_async.version import __version__
 
-from .bench_engine import Load, Round, Subject
+from .bench_decode import Round
+from .bench_engine import Started, Subject
+from .bench_load import Load
 from .bench_timeline import percentile
 from .shapes import BANDWIDTH_BYTES_PER_SECOND, floor_ms
 from .table import format_table
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 _HEADER = (
     "batch",
@@ -30,11 +32,13 @@ _HEADER = (
     "vs-serial",
     "gap-us",
     "in-graph",
+    "in-graph-events",
     "kernels-active",
     "kernels",
     "floor-ms",
     "of-floor",
     "start-s",
+    "capture-s",
 )
 
 
@@ -45,8 +49,7 @@ def figures(
     depth: int,
     rounds: Sequence[Round],
     *,
-    startup_seconds: float,
-    timeline: dict[str, float] | None,
+    started: Started,
 ) -> dict[str, Any]:
     """One row of the report; times in milliseconds unless their name says otherwise."""
     steps = [ns * 1e-6 for one in rounds for ns in one.step_ns]
@@ -78,15 +81,19 @@ def figures(
         "speedup_over_serial": None,
         "floor_ms": floor,
         "floor_share": None if floor is None else floor / mean,
-        "startup_seconds": startup_seconds,
-        "timeline": timeline,
+        "startup_seconds": started.seconds,
+        "capture_seconds": started.capture_seconds,
+        "graphs": started.graphs,
+        "events": None,
+        "timeline": None,
     }
 
 
 def compare_with_serial(results: list[dict[str, Any]]) -> None:
     """Fill in how many times faster than depth 0 each row is, where depth 0 was measured."""
-    serial = {row["batch"]: row["step_ms_mean"] for row in results if row["depth"] == 0}
-    for row in results:
+    good = [row for row in results if "error" not in row]
+    serial = {row["batch"]: row["step_ms_mean"] for row in good if row["depth"] == 0}
+    for row in good:
         if row["batch"] in serial:
             row["speedup_over_serial"] = serial[row["batch"]] / row["step_ms_mean"]
 
@@ -108,34 +115,67 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def as_table(report: dict[str, Any]) -> str:
-    """The report for people: a line on what was measured, a table, and the baseline below it."""
+    """The report for people: a line on what was measured, a table, and what else there is."""
     load = report["load"]
-    lines = [
-        f"{report['shape']}, {report['dtype']}, {report['device_name']}, "
-        f"prompt {load['prompt_tokens']}, {load['new_tokens']} new tokens"
-    ]
-    if load["host_work_us"]:
-        lines[0] += f", {load['host_work_us']:g} us of host work in each commit"
-    if load["stall_us"]:
-        lines[0] += f", a stall of {load['stall_us']:g} us every {load['stall_every']} commits"
+    lines = [f"{heading(report)}, prompt {load['prompt_tokens']}, {load['new_tokens']} new tokens"]
+    lines[0] += slowed(load)
     lines.append(format_table(_HEADER, [_cells(row) for row in report["results"]]))
     lines.append(f"built in {report['build_seconds']:.1f} s")
-    if report["results"][0]["floor_ms"] is not None:
+    if any(row.get("floor_ms") is not None for row in report["results"]):
         lines[-1] += f"; floor at {BANDWIDTH_BYTES_PER_SECOND / 1e12:.1f} TB/s"
-    baseline = report["baseline"]
-    if baseline is not None:
-        for row in baseline["results"]:
-            lines.append(
-                f"{row['engine']}, batch {row['batch']}: {row['step_ms_mean']:.3f} ms/step, "
-                f"p50 {row['step_ms_p50']:.3f}, p99 {row['step_ms_p99']:.3f}, "
-                f"{row['tokens_per_second']:.0f} tokens/s"
-            )
-        if baseline["skipped"] is not None:
-            lines.append(f"baseline skipped: {baseline['skipped']}")
-    return "\n".join(lines)
+    if any((row.get("events") or {}).get("in_timed_round") for row in report["results"]):
+        lines[-1] += "; events were recorded in the timed rounds"
+    return "\n".join([*lines, *tail(report)])
+
+
+def heading(report: dict[str, Any]) -> str:
+    """Model, type and device."""
+    return f"{report['shape']}, {report['dtype']}, {report['device_name']}"
+
+
+def slowed(load: dict[str, Any]) -> str:
+    """What was added to the host on purpose."""
+    said = ""
+    if load["host_work_us"]:
+        said += f", {load['host_work_us']:g} us of host work in each commit"
+    if load["stall_us"]:
+        said += f", a stall of {load['stall_us']:g} us every {load['stall_every']} commits"
+    return said
+
+
+def tail(report: dict[str, Any]) -> list[str]:
+    """Lines below a table: failures, phases of the start, baselines."""
+    lines = []
+    for row in report["results"]:
+        if "error" in row:
+            batch = f"batch {row['batch']}, " if "batch" in row else ""
+            lines.append(f"failed: {batch}depth {row['depth']}: {row['error']}")
+    startup = report["startup"]
+    if startup is not None:
+        phases = {**startup["phases"], "total": startup["total"]}
+        rows = [[name, *(f"{value:.2f}" for value in values)] for name, values in phases.items()]
+        lines.append(f"start, {startup['graphs']} graphs, {startup['max_requests']} rows:")
+        lines.append(format_table(("phase", "first-s", "second-s"), rows))
+    for baseline in report["baselines"]:
+        lines += [baseline_line(row) for row in baseline["results"]]
+        lines += [f"baseline {baseline['name']} skipped: {why}" for why in baseline["skipped"]]
+    return lines
+
+
+def baseline_line(row: dict[str, Any]) -> str:
+    """One measurement of another engine."""
+    line = f"{row['engine']}, batch {row['batch']}: "
+    if "step_ms_mean" not in row:
+        return line + f"{row['seconds']:.2f} s, {row['tokens_per_second']:.0f} output tokens/s"
+    return line + (
+        f"{row['step_ms_mean']:.3f} ms/step, p50 {row['step_ms_p50']:.3f}, "
+        f"p99 {row['step_ms_p99']:.3f}, {row['tokens_per_second']:.0f} tokens/s"
+    )
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
+    if "error" in row:
+        return [str(row["batch"]), str(row["depth"]), "failed"] + ["-"] * (len(_HEADER) - 3)
     timeline = row["timeline"] or {}
     return [
         str(row["batch"]),
@@ -145,16 +185,19 @@ def _cells(row: dict[str, Any]) -> list[str]:
         f"{row['step_ms_p99']:.3f}",
         f"{row['tokens_per_second']:.0f}",
         f"{row['host_ms_p50']:.3f}",
-        _optional(row["speedup_over_serial"], "{:.3f}x"),
-        _optional(timeline.get("gap_us"), "{:.1f}"),
-        _optional(timeline.get("graph_share"), "{:.1%}"),
-        _optional(timeline.get("kernel_share"), "{:.1%}"),
-        _optional(timeline.get("kernels_per_step"), "{:.0f}"),
-        _optional(row["floor_ms"], "{:.3f}"),
-        _optional(row["floor_share"], "{:.0%}"),
+        optional(row["speedup_over_serial"], "{:.3f}x"),
+        optional(timeline.get("gap_us"), "{:.1f}"),
+        optional(timeline.get("graph_share"), "{:.1%}"),
+        optional((row["events"] or {}).get("inside_share"), "{:.2%}"),
+        optional(timeline.get("kernel_share"), "{:.1%}"),
+        optional(timeline.get("kernels_per_step"), "{:.0f}"),
+        optional(row["floor_ms"], "{:.3f}"),
+        optional(row["floor_share"], "{:.0%}"),
         f"{row['startup_seconds']:.1f}",
+        f"{row['capture_seconds']:.1f}",
     ]
 
 
-def _optional(value: float | None, form: str) -> str:
+def optional(value: float | None, form: str) -> str:
+    """``value`` in ``form``, a dash for what was not measured."""
     return "-" if value is None else form.format(value)

@@ -76,6 +76,7 @@ FLAGS = {
     "batch_invariant": "--batch-invariant",
     "inference_logging_step_interval": "--inference-logging-step-interval",
     "num_cuda_graphs": "--inference-dynamic-batching-num-cuda-graphs",
+    "capture_mixed_steps": "--decode-only-cuda-graphs",
     "num_tokens_to_generate": "--max-new-tokens",
 }
 """What the fields that an error may name are called on the command line."""
@@ -221,6 +222,12 @@ def add_engine_options(
         help="most batch sizes captured as CUDA graphs (default: all)",
     )
     group.add_argument(
+        "--decode-only-cuda-graphs",
+        dest="capture_mixed_steps",
+        action="store_false",
+        help="capture no steps with prefill chunks: a faster start, slower prompts",
+    )
+    group.add_argument(
         "--debug",
         action="store_true",
         help="check invariants at every step and fill freed memory with garbage; slow",
@@ -271,6 +278,7 @@ def engine_config(args: argparse.Namespace, depth: int, *, random_seed: int = 0)
         inference_logging_step_interval=args.inference_logging_step_interval,
         random_seed=random_seed,
         num_cuda_graphs=args.num_cuda_graphs,
+        capture_mixed_steps=args.capture_mixed_steps,
         device=args.device,
         dtype=args.dtype,
         debug=args.debug,

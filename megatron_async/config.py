@@ -37,6 +37,8 @@ class EngineConfig:
             a token was prefilled or decoded. Slower.
         random_seed: seed of the requests that bring none.
         num_cuda_graphs: most row buckets captured; None captures all.
+        capture_mixed_steps: capture steps with prefill chunks too, one graph for each token
+            bucket; without it their kernels are launched one by one, with the same results.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:N"``; None takes a GPU where there is one.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None takes the checkpoint's on a GPU
             and float32 on a CPU.
@@ -62,6 +64,7 @@ class EngineConfig:
     batch_invariant: bool = False
     random_seed: int = 0
     num_cuda_graphs: int | None = None
+    capture_mixed_steps: bool = True
     device: str | None = None
     dtype: str | None = None
     jitter_seed: int | None = None

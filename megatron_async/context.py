@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from megatron_async.cache.block_allocator import NULL_BLOCK
@@ -15,16 +13,6 @@ from megatron_async.requests import MAX_STOP_TOKEN_IDS
 from megatron.core.inference.contexts import BaseInferenceContext  # isort: skip
 
 GIB = 1024**3
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillSegment:
-    """Tokens ``first .. first + length`` of the forward are positions ``start ..`` of ``slot``."""
-
-    slot: int
-    first: int
-    length: int
-    start: int
 
 
 class DynamicInferenceContext(BaseInferenceContext):
@@ -141,10 +129,9 @@ class DynamicInferenceContext(BaseInferenceContext):
         self.token_slots = self.position_ids
         self.slot_mapping = self.position_ids
         self._decode_rows = 0
-        self._decode_tables = self.block_table[:1]
         self._decode_lengths = self.position_ids
         self._decode_lengths_host: list[int] | None = None
-        self._segments: tuple[PrefillSegment, ...] = ()
+        self._chunks: torch.Tensor | None = None
         self.last_token_index: torch.Tensor | None = None
 
     def reset(self) -> None:
@@ -165,7 +152,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         positions: torch.Tensor,
         *,
         decode_rows: int,
-        segments: tuple[PrefillSegment, ...] = (),
+        chunks: torch.Tensor | None = None,
         last_token_index: torch.Tensor | None = None,
         read_lengths: bool = False,
     ) -> None:
@@ -175,7 +162,8 @@ class DynamicInferenceContext(BaseInferenceContext):
             token_slots: [T] int64 slot of each token; padding has the null slot.
             positions: [T] int64 position of each token in its sequence.
             decode_rows: the first so many tokens are one row each.
-            segments: prefill chunks that follow, known to the host.
+            chunks: [N, 4] int32, the prefill chunks that follow: slot, first token, number of
+                tokens, first position; entries without tokens come last and begin at token T.
             last_token_index: [R] int64 token whose logits row r wants; None means token r.
             read_lengths: the device may be read by the caller, so lengths may steer shapes.
         """
@@ -188,11 +176,60 @@ class DynamicInferenceContext(BaseInferenceContext):
         self.token_slots = token_slots
         self.position_ids = positions
         self._decode_rows = decode_rows
-        self._decode_tables = self.block_table[token_slots[:decode_rows]]
         self._decode_lengths = positions[:decode_rows] + 1
         self._decode_lengths_host = self._decode_lengths.tolist() if read_lengths else None
-        self._segments = segments
+        self._chunks = chunks
         self.last_token_index = last_token_index
+
+    def begin_decode(
+        self,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        lengths: torch.Tensor,
+    ) -> None:
+        """:meth:`begin_forward` of one token a row from metadata made before, each [R] int64:
+        ``slot_mapping`` is block * block size + offset, ``lengths`` are positions + 1."""
+        self.slot_mapping = slot_mapping
+        self.token_slots = slots
+        self.position_ids = positions
+        self._decode_rows = slots.shape[0]
+        self._decode_lengths = lengths
+        self._decode_lengths_host = None
+        self._chunks = None
+        self.last_token_index = None
+
+    def begin_mixed(
+        self,
+        token_slots: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        decodes: torch.Tensor,
+        chunks: torch.Tensor,
+        last_token_index: torch.Tensor,
+        read_lengths: bool,
+    ) -> None:
+        """:meth:`begin_forward` of decode rows, chunks and padding, with the counts on the device.
+
+        Args:
+            decodes: [T] bool, true for the tokens of decode rows, which come first, and padding.
+            last_token_index: [R] int64; no more than R tokens are decode rows.
+        """
+        if read_lengths:
+            rows = int((decodes & (token_slots != self.null_slot)).sum())
+        else:
+            rows = min(last_token_index.shape[0], token_slots.shape[0])
+        self.begin_forward(
+            token_slots,
+            positions,
+            decode_rows=rows,
+            chunks=chunks,
+            last_token_index=last_token_index,
+            read_lengths=read_lengths,
+        )
+        # Behind the decode rows may come tokens of chunks: as a row each attends to one position,
+        # and the attention of its chunk overwrites what comes out.
+        self._decode_lengths = torch.where(decodes[:rows], self._decode_lengths, 1)
 
     def attend(
         self,
@@ -244,27 +281,25 @@ class DynamicInferenceContext(BaseInferenceContext):
         softmax_scale: float,
     ) -> torch.Tensor:
         rows = self._decode_rows
-        if self.batch_invariant or rows == query.shape[0]:
+        if self._chunks is None or self._each_token_is_a_row(query):
             return self._attend_decode(query, keys, values, softmax_scale)
-        out = torch.zeros_like(query)
+        out = torch.zeros_like(query, memory_format=torch.contiguous_format)
         if rows:
             out[:rows] = self._attend_decode(query[:rows], keys, values, softmax_scale)
-        for segment in self._segments:
-            tokens = slice(segment.first, segment.first + segment.length)
-            out[tokens] = paged_attention.paged_prefill_attention(
-                query[tokens],
-                keys,
-                values,
-                self.block_table[segment.slot],
-                segment.start,
-                softmax_scale,
-            )
+        paged_attention.paged_mixed_attention(
+            query, keys, values, self.block_table, self._chunks, softmax_scale, out
+        )
         return out
+
+    def _each_token_is_a_row(self, query: torch.Tensor) -> bool:
+        """Whether the tokens of chunks attend like decode rows: to be invariant, or on CUDA
+        because no kernel takes the chunks."""
+        return self.batch_invariant or (query.is_cuda and not paged_attention.has_kernel(query))
 
     def _attend_decode(
         self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        if self.batch_invariant:
+        if self._each_token_is_a_row(query):
             # Decode rows and the tokens of chunks alike: each attends up to its own position.
             lengths = self.position_ids + 1
             if query.is_cuda:
@@ -275,12 +310,14 @@ class DynamicInferenceContext(BaseInferenceContext):
             return paged_attention.paged_decode_attention_by_length(
                 query, keys, values, tables, lengths.tolist(), scale
             )
+        slots = self.token_slots[: self._decode_rows]
         if self._decode_lengths_host is not None:
+            tables = self.block_table[slots]
             return paged_attention.paged_decode_attention_by_length(
-                query, keys, values, self._decode_tables, self._decode_lengths_host, scale
+                query, keys, values, tables, self._decode_lengths_host, scale
             )
         return paged_attention.paged_decode_attention(
-            query, keys, values, self._decode_tables, self._decode_lengths, scale
+            query, keys, values, self.block_table, self._decode_lengths, scale, slots
         )
 
     # --- what megatron-core's GPTModel and TransformerBlock ask -------------------------------
@@ -290,7 +327,7 @@ class DynamicInferenceContext(BaseInferenceContext):
 
     def is_decode_only(self) -> bool:
         """True when the forward that runs now has one token for each row."""
-        return not self._segments
+        return self._chunks is None
 
     def using_cuda_graph_this_step(self) -> bool:
         """megatron-core's own graphs stay off: the whole step is captured instead."""

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from megatron_async.context import DynamicInferenceContext, PrefillSegment
+from megatron_async.context import DynamicInferenceContext
 from megatron_async.device.protocol import Device
 from megatron_async.errors import ConfigError, RequestError
-from megatron_async.graphs import CPU_ROW_MULTIPLE, StepGraphs, row_buckets
+from megatron_async.graphs import StepGraphs, row_buckets, token_buckets
 from megatron_async.packet import PacketLayout, StepShape, write_packet
 from megatron_async.program import RESULT_FIELDS, StepProgram
 from megatron_async.ticket import Plan, StepResult, Ticket
@@ -88,9 +88,10 @@ class TextGenerationController:
         max_grants: int,
         depth: int,
         poison: bool,
+        capture_mixed: bool = True,
         progress: Progress | None = None,
     ) -> None:
-        """Build rings and graphs for an engine.
+        """Build rings and graphs for an engine; ``capture_mixed`` is about steps with prefill.
 
         Raises:
             ConfigError: the controller serves an engine already.
@@ -107,8 +108,8 @@ class TextGenerationController:
             context.max_requests, captures=device.captures, count=context.num_cuda_graphs
         )
         max_rows = buckets[-1]
-        max_tokens = -(-max_tokens // CPU_ROW_MULTIPLE) * CPU_ROW_MULTIPLE
-        self._layout = PacketLayout(max_rows, max_tokens, max_grants)
+        tokens = token_buckets(max_tokens, captures=device.captures)
+        self._layout = PacketLayout(max_rows, tokens[-1], max_grants)
         # A packet is consumed and a result taken before its ticket is committed, and no more than
         # depth + 1 tickets are ever in flight: the rings never wrap onto a live entry.
         entries = depth + 2
@@ -126,9 +127,13 @@ class TextGenerationController:
             ),
             poison=poison,
         )
-        self._graphs = StepGraphs(device, self._program, buckets)
+        self._graphs = StepGraphs(
+            device, self._program, buckets, tokens, capture_mixed=capture_mixed
+        )
         captured: Iterable[int] = self._graphs.capture()
-        for _ in captured if progress is None else progress(captured, len(buckets)):
+        if progress is not None:
+            captured = progress(captured, self._graphs.capture_count)
+        for _ in captured:
             pass
         device.enqueue(context.reset, "reset")
         device.synchronize()
@@ -137,21 +142,25 @@ class TextGenerationController:
 
     def launch(self, plan: Plan) -> InFlight:
         """Queue S of the pending logits, H2D and F of ``plan``; returns at once."""
-        shape = self._shape(plan)
+        graphs = self._graphs
+        rows = graphs.bucket(len(plan.rows))
+        shape = StepShape(rows, rows)
+        if not plan.is_decode_only:
+            shape = graphs.mixed_shape(rows, plan.num_tokens)
         packet = self._packets.claim(plan.number)
         write_packet(packet, self._layout, plan, shape, self.context.null_slot)
         self.device.mark_ticket(plan.number)
-        self.last_graph_rows = shape.rows if plan.is_decode_only else None
-        pending, self._pending = self._pending, Ticket(plan.number, plan, shape.rows)
-        if plan.is_decode_only and pending is not None and pending.row_bucket == shape.rows:
-            self._graphs.step(shape.rows).replay()
+        self.last_graph_rows = rows if plan.is_decode_only else None
+        pending, self._pending = self._pending, Ticket(plan.number, plan, rows)
+        if plan.is_decode_only and pending is not None and pending.row_bucket == rows:
+            graphs.step(rows).replay()
         else:
             if pending is not None:
                 self._sample(pending)
             if plan.is_decode_only:
-                self._graphs.forward(shape.rows).replay()
+                graphs.forward(rows).replay()
             else:
-                self._launch_mixed(plan, shape)
+                graphs.launch_mixed(shape)
         return InFlight(self._pending, self)
 
     def take(self, ticket: Ticket) -> StepResult:
@@ -182,24 +191,3 @@ class TextGenerationController:
 
     def _sample(self, pending: Ticket) -> None:
         self._graphs.sample(pending.row_bucket).replay()
-
-    def _shape(self, plan: Plan) -> StepShape:
-        rows = self._graphs.bucket(len(plan.rows))
-        if plan.is_decode_only:
-            return StepShape(rows, rows, rows, 0, 0)
-        tokens = -(-plan.num_tokens // CPU_ROW_MULTIPLE) * CPU_ROW_MULTIPLE
-        return StepShape(rows, tokens, plan.decode_rows, len(plan.admissions), len(plan.grants))
-
-    def _launch_mixed(self, plan: Plan, shape: StepShape) -> None:
-        segments = []
-        first = plan.decode_rows
-        for chunk in plan.prefills:
-            segments.append(PrefillSegment(chunk.slot, first, len(chunk.tokens), chunk.start))
-            first += len(chunk.tokens)
-        program = self._program
-
-        def work() -> None:
-            program.load_mixed(shape)
-            program.forward_mixed(shape, tuple(segments))
-
-        self.device.enqueue(work, "H2D F mixed")

@@ -88,6 +88,7 @@ class DynamicInferenceEngine(DecodeLoop):
             max_grants=limits.max_grants,
             depth=self.depth,
             poison=config.debug,
+            capture_mixed=config.capture_mixed_steps,
             progress=progress,
         )
         self._intake = Intake(

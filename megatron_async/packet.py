@@ -1,8 +1,9 @@
 """The packet of a step: what the host tells the device, as one vector of int32.
 
 The front part holds a record for each row and is all that a decode step copies; the rest holds
-admissions, tokens and block grants of steps with prefill. Floats travel as their bits, seeds as two
-halves.
+admissions, prefill chunks, block grants and tokens of steps with prefill. There all sections are
+padded to a fixed length, with entries that go to the null slot, so that one graph reads them all.
+Floats travel as their bits, seeds as two halves.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from megatron_async.cache.block_allocator import NULL_BLOCK
 from megatron_async.requests import MAX_STOP_TOKEN_IDS
 from megatron_async.ticket import Admission, Plan
 
@@ -26,6 +28,11 @@ ADMIT_SLOT, ADMIT_INVERSE_TEMPERATURE, ADMIT_TOP_K, ADMIT_TOP_P = range(4)
 ADMIT_SEED_LOW, ADMIT_SEED_HIGH, ADMIT_MAX_TOTAL, ADMIT_CACHED = 4, 5, 6, 7
 ADMIT_STOP_IDS = 8
 ADMIT_WIDTH = ADMIT_STOP_IDS + MAX_STOP_TOKEN_IDS
+
+# Columns of a prefill chunk: ``CHUNK_LENGTH`` tokens of the forward from ``CHUNK_FIRST`` on are the
+# positions of the slot from ``CHUNK_START`` on.
+CHUNK_SLOT, CHUNK_FIRST, CHUNK_LENGTH, CHUNK_START = range(4)
+CHUNK_WIDTH = 4
 
 GRANT_WIDTH = 3
 
@@ -49,27 +56,28 @@ class PacketLayout:
         return self.max_rows * ROW_WIDTH
 
     @property
-    def tokens(self) -> int:
+    def chunks(self) -> int:
         return self.admissions + self.max_rows * ADMIT_WIDTH
 
     @property
     def grants(self) -> int:
-        return self.tokens + self.max_tokens * TOKEN_WIDTH
+        return self.chunks + self.max_rows * CHUNK_WIDTH
+
+    @property
+    def tokens(self) -> int:
+        return self.grants + self.max_grants * GRANT_WIDTH
 
     @property
     def width(self) -> int:
-        return self.grants + self.max_grants * GRANT_WIDTH
+        return self.tokens + self.max_tokens * TOKEN_WIDTH
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """How much of the packet's sections a step uses, padding included."""
+    """Rows and tokens of a forward, padding included: all that distinguishes its graph."""
 
     rows: int
     tokens: int
-    decode_rows: int
-    admissions: int
-    grants: int
 
 
 def write_packet(
@@ -84,7 +92,7 @@ def write_packet(
     rows[:count, ROW_SAMPLES] = 1
     rows[:, ROW_GRANT_SLOT] = null_slot
     rows[:, ROW_GRANT_COLUMN] = 0
-    rows[:, ROW_GRANT_BLOCK] = 0
+    rows[:, ROW_GRANT_BLOCK] = NULL_BLOCK
     if plan.is_decode_only:
         if plan.grants:
             rows[: len(plan.grants), ROW_GRANT_SLOT : ROW_GRANT_BLOCK + 1] = plan.grants
@@ -111,9 +119,12 @@ def _write_prefill(
     tokens[:, TOKEN_SLOT] = null_slot
     tokens[:, TOKEN_POSITION] = -1
     tokens[:decode_rows, TOKEN_SLOT] = plan.rows.slots[:decode_rows]
+    chunks = packet[layout.chunks :][: shape.rows * CHUNK_WIDTH].reshape(-1, CHUNK_WIDTH)
+    chunks[:] = (null_slot, shape.tokens, 0, 0)
     at = decode_rows
-    for chunk in plan.prefills:
+    for index, chunk in enumerate(plan.prefills):
         length = len(chunk.tokens)
+        chunks[index] = (chunk.slot, at, length, chunk.start)
         tokens[at : at + length, TOKEN_ID] = chunk.tokens
         tokens[at : at + length, TOKEN_SLOT] = chunk.slot
         tokens[at : at + length, TOKEN_POSITION] = np.arange(chunk.start, chunk.start + length)
@@ -122,12 +133,15 @@ def _write_prefill(
         rows[chunk.row, ROW_QUERY_LENGTH] = length
         rows[chunk.row, ROW_LAST_TOKEN] = at - 1
 
+    grants = packet[layout.grants : layout.tokens].reshape(-1, GRANT_WIDTH)
+    grants[len(plan.grants) :] = (null_slot, 0, NULL_BLOCK)
     if plan.grants:
-        grants = packet[layout.grants :][: len(plan.grants) * GRANT_WIDTH]
-        grants.reshape(-1, GRANT_WIDTH)[:] = plan.grants
+        grants[: len(plan.grants)] = plan.grants
+    admissions = packet[layout.admissions :][: shape.rows * ADMIT_WIDTH].reshape(-1, ADMIT_WIDTH)
+    admissions[len(plan.admissions) :] = 0
+    admissions[len(plan.admissions) :, ADMIT_SLOT] = null_slot
     for index, admission in enumerate(plan.admissions):
-        start = layout.admissions + index * ADMIT_WIDTH
-        packet[start : start + ADMIT_WIDTH] = _admission_words(admission)
+        admissions[index] = _admission_words(admission)
 
 
 def _admission_words(admission: Admission) -> tuple[int, ...]:

@@ -6,15 +6,19 @@ Nothing here reads a device value on the host.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from megatron_async import packet
-from megatron_async.context import DynamicInferenceContext, PrefillSegment
+from megatron_async.context import DynamicInferenceContext
+from megatron_async.device.cuda import CudaPacketRing, CudaResultRing
 from megatron_async.device.protocol import Device, PacketRing, ResultRing
 from megatron_async.packet import PacketLayout, StepShape
 from megatron_async.sampling.sample import sample_tokens
+
+if TYPE_CHECKING:
+    from megatron_async.kernels.step_state import StepKernels
 
 RESULT_FIELDS = 3
 """Rows of a result record: token, live, ended."""
@@ -40,6 +44,9 @@ class StepProgram:
 
     ``row_records`` is the row map of the last forward until the next H2D overwrites it (WAR: S of
     the pending logits comes before it in stream order). ``pending_logits`` belong to that row map.
+
+    On CUDA what is around the model in a decode step runs in the kernels of
+    ``kernels/step_state.py``; the torch code here is their reference.
     """
 
     def __init__(
@@ -68,16 +75,29 @@ class StepProgram:
         self._pending_logits = torch.zeros(
             layout.max_rows, model.vocab_size, dtype=logits_dtype, device=on
         )
+        self._kernels: StepKernels | None = None
+        if isinstance(packets, CudaPacketRing) and isinstance(results, CudaResultRing):
+            from megatron_async.kernels.step_state import StepKernels
+
+            self._kernels = StepKernels(self._row_records, context, packets, results)
 
     # --- S ------------------------------------------------------------------------------------
 
     def sample(self, rows: int) -> None:
         """Sample the pending logits of the last forward's ``rows`` rows and hand the tokens out."""
+        logits = self._pending_logits[:rows]
+        if self._kernels is not None:
+            self._kernels.sample(logits)
+        else:
+            self._sample(logits)
+        if self._poison:
+            logits.fill_(float("nan") if logits.is_floating_point() else -1)
+
+    def _sample(self, logits: torch.Tensor) -> None:
         context = self._context
-        records = self._row_records[:rows]
+        records = self._row_records[: logits.shape[0]]
         slots = records[:, packet.ROW_SLOT].long()
         length = context.kv_length[slots]
-        logits = self._pending_logits[:rows]
         tokens = sample_tokens(
             logits,
             context.inverse_temperature[slots],
@@ -94,14 +114,15 @@ class StepProgram:
         target = torch.where(live, slots, context.null_slot)
         context.last_token[target] = tokens
         context.finished[target] = ended | ~live
-        if self._poison:
-            logits.fill_(float("nan") if logits.is_floating_point() else -1)
         self._results.publish(torch.stack([tokens, live, ended]).to(torch.int32).flatten())
 
     # --- H2D ----------------------------------------------------------------------------------
 
     def load_decode(self, rows: int) -> None:
         """Take the packet of a step that decodes one token in each of ``rows`` rows."""
+        if self._kernels is not None:
+            self._kernels.begin(rows)
+            return
         self._packets.read(self._packet, rows * packet.ROW_WIDTH)
         records = self._row_records[:rows]
         self._grant(
@@ -111,16 +132,13 @@ class StepProgram:
         )
 
     def load_mixed(self, shape: StepShape) -> None:
-        """Take the packet of a step with prefill chunks, admissions included."""
+        """Take the packet of a step with prefill chunks; its padding goes to the null slot."""
         layout = self._layout
-        self._packets.read(self._packet, layout.grants + shape.grants * packet.GRANT_WIDTH)
-        if shape.admissions:
-            words = self._packet[layout.admissions : layout.tokens]
-            self._admit(words.view(-1, packet.ADMIT_WIDTH)[: shape.admissions])
-        if shape.grants:
-            words = self._packet[layout.grants :]
-            grants = words.view(-1, packet.GRANT_WIDTH)[: shape.grants]
-            self._grant(grants[:, 0], grants[:, 1], grants[:, 2])
+        self._packets.read(self._packet, layout.tokens + shape.tokens * packet.TOKEN_WIDTH)
+        words = self._packet[layout.admissions : layout.chunks]
+        self._admit(words.view(-1, packet.ADMIT_WIDTH)[: shape.rows])
+        grants = self._packet[layout.grants : layout.tokens].view(-1, packet.GRANT_WIDTH)
+        self._grant(grants[:, 0], grants[:, 1], grants[:, 2])
 
     def _grant(self, slots: torch.Tensor, columns: torch.Tensor, blocks: torch.Tensor) -> None:
         table = self._context.block_table
@@ -139,13 +157,19 @@ class StepProgram:
         context.max_total[slots] = words[:, packet.ADMIT_MAX_TOTAL].long()
         context.stop_ids[slots] = words[:, packet.ADMIT_STOP_IDS :].long()
         context.kv_length[slots] = words[:, packet.ADMIT_CACHED].long()
-        context.finished.index_fill_(0, slots, False)
+        context.finished[slots] = slots == context.null_slot
 
     # --- F ------------------------------------------------------------------------------------
 
     def forward_decode(self, rows: int) -> None:
         """One token of each row: the slot's last token at the slot's length."""
         context = self._context
+        if self._kernels is not None:
+            batch = self._kernels.batch(rows)
+            context.begin_decode(batch.slots, batch.position_ids, batch.slot_mapping, batch.lengths)
+            logits = self._model.forward(batch.token_ids, batch.position_ids, context)
+            self._pending_logits[:rows] = logits
+            return
         slots = self._row_records[:rows, packet.ROW_SLOT].long()
         positions = context.kv_length[slots]
         context.begin_forward(
@@ -155,21 +179,23 @@ class StepProgram:
         self._pending_logits[:rows] = logits
         context.kv_length[slots] = positions + (~context.finished[slots]).long()
 
-    def forward_mixed(self, shape: StepShape, segments: tuple[PrefillSegment, ...]) -> None:
+    def forward_mixed(self, shape: StepShape) -> None:
         """Decode rows first, then prefill chunks, then padding."""
-        context = self._context
+        context, layout = self._context, self._layout
         records = self._row_records[: shape.rows]
-        words = self._packet[self._layout.tokens :][: shape.tokens * packet.TOKEN_WIDTH]
+        chunks = self._packet[layout.chunks : layout.grants].view(-1, packet.CHUNK_WIDTH)
+        words = self._packet[layout.tokens :][: shape.tokens * packet.TOKEN_WIDTH]
         tokens = words.view(-1, packet.TOKEN_WIDTH).long()
         token_slots = tokens[:, packet.TOKEN_SLOT]
         ids, positions = tokens[:, packet.TOKEN_ID], tokens[:, packet.TOKEN_POSITION]
-        ids = torch.where(ids < 0, context.last_token[token_slots], ids)
-        positions = torch.where(positions < 0, context.kv_length[token_slots], positions)
-        context.begin_forward(
+        decodes = positions < 0
+        ids = torch.where(decodes, context.last_token[token_slots], ids)
+        positions = torch.where(decodes, context.kv_length[token_slots], positions)
+        context.begin_mixed(
             token_slots,
             positions,
-            decode_rows=shape.decode_rows,
-            segments=segments,
+            decodes=decodes,
+            chunks=chunks[: shape.rows],
             last_token_index=records[:, packet.ROW_LAST_TOKEN].long(),
             read_lengths=not self._device.captures,
         )

@@ -1,6 +1,7 @@
-"""Plot what ``megatron-async bench --json`` wrote: milliseconds of a step beside the floor.
+"""Plot what ``megatron-async bench --json`` wrote, a panel for each load: milliseconds of a step
+beside the floor, or tokens a second of a ragged load.
 
-python scripts/plot_bench.py FILE.json -o out.png
+python scripts/plot_bench.py FILE.json ... -o out.png [--other llama8b:32:vLLM=5.49 ...]
 """
 
 from __future__ import annotations
@@ -9,70 +10,142 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+COLUMNS = 4
 
 
-def plot(report: dict[str, Any], out: Path) -> None:
-    """Write a PNG: one panel for each batch size, a bar for each depth and for the baseline."""
+class Bar(NamedTuple):
+    """``kind``: serial, ours, other."""
+
+    name: str
+    height: float
+    kind: str
+
+
+class Panel(NamedTuple):
+    """One load on one shape; the floor is None where there is none."""
+
+    title: str
+    unit: str
+    bars: list[Bar]
+    floor: float | None
+
+
+COLOURS = {"serial": "tab:gray", "ours": "tab:blue", "other": "tab:orange"}
+
+
+def panels_of(report: dict[str, Any], others: list[tuple[str, int, Bar]]) -> list[Panel]:
+    """The panels of one report, without what failed."""
+    ragged = report["workload"] == "ragged"
+    unit = "output tokens/s" if ragged else "ms/step"
+    load, rows = report["load"], [row for row in report["results"] if "error" not in row]
+    slowed = ", host slowed" if load["host_work_us"] or load["stall_us"] else ""
+    found = [row for baseline in report["baselines"] for row in baseline["results"]]
+    panels = []
+    for key in dict.fromkeys(row["arrival_rate" if ragged else "batch"] for row in rows):
+        mine = [row for row in rows if row["arrival_rate" if ragged else "batch"] == key]
+        height = "output_tokens_per_second" if ragged else "step_ms_mean"
+        bars = [
+            Bar(f"depth {row['depth']}", row[height], "ours" if row["depth"] else "serial")
+            for row in mine
+        ]
+        title = f"{report['shape']}, batch {key}"
+        if ragged:
+            # Baselines serve all requests at once.
+            bars += [_other(row, "tokens_per_second") for row in found if key == "inf"]
+            title = f"{report['shape']}, ragged, " + ("at once" if key == "inf" else f"{key}/s")
+        else:
+            bars += [_other(row, "step_ms_mean") for row in found if row["batch"] == key]
+            bars += [bar for shape, at, bar in others if (shape, at) == (report["shape"], key)]
+        panels.append(Panel(title + slowed, unit, bars, mine[0].get("floor_ms")))
+    return panels
+
+
+def _other(row: dict[str, Any], height: str) -> Bar:
+    name = "transformers"
+    if "continuous" in row["engine"]:
+        name += " cb async" if "asynchronous" in row["engine"] else " cb"
+    return Bar(name, row[height], "other")
+
+
+def draw(panels: list[Panel], heading: str, out: Path) -> None:
+    """Write the panels as a PNG."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    results = report["results"]
-    batches = list(dict.fromkeys(row["batch"] for row in results))
-    figure, panels = pyplot.subplots(
-        1, len(batches), figsize=(max(4.0, 3.2 * len(batches)), 4), squeeze=False
+    columns = min(len(panels), COLUMNS)
+    lines = -(-len(panels) // COLUMNS)
+    figure, axes = pyplot.subplots(
+        lines, columns, figsize=(max(4.5, 3.4 * columns), 4 * lines), squeeze=False
     )
-    for panel, batch in zip(panels[0], batches, strict=True):
-        rows = [row for row in results if row["batch"] == batch]
-        names = [f"depth {row['depth']}" for row in rows]
-        heights = [row["step_ms_mean"] for row in rows]
-        colours = ["tab:gray" if row["depth"] == 0 else "tab:blue" for row in rows]
-        for row in (report["baseline"] or {"results": []})["results"]:
-            if row["batch"] == batch:
-                names.append("transformers")
-                heights.append(row["step_ms_mean"])
-                colours.append("tab:orange")
-        bars = panel.bar(names, heights, color=colours)
-        panel.bar_label(bars, fmt="%.3f", fontsize=8)
-        floor = rows[0]["floor_ms"]
-        if floor is not None:
-            panel.axhline(floor, color="tab:red", linestyle="--", label=f"floor {floor:.3f} ms")
-            panel.legend(loc="lower right", fontsize=8)
-        panel.set_title(f"batch {batch}", fontsize=10)
-        panel.tick_params(axis="x", rotation=45, labelsize=8)
-    panels[0][0].set_ylabel("ms per decode step")
-    load = report["load"]
-    slowed = ", host slowed on purpose" if load["host_work_us"] or load["stall_us"] else ""
-    figure.suptitle(
-        f"{report['shape']}, {report['dtype']}, {report['device_name']}, prompt "
-        f"{load['prompt_tokens']}, {load['new_tokens']} new tokens, {report['date'][:10]}{slowed}",
-        fontsize=9,
-    )
+    for axis in axes.flat[len(panels) :]:
+        axis.remove()
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        places = range(len(panel.bars))
+        colours = [COLOURS[bar.kind] for bar in panel.bars]
+        drawn = axis.bar(places, [bar.height for bar in panel.bars], color=colours)
+        axis.set_xticks(places, [bar.name for bar in panel.bars], rotation=45, ha="right")
+        axis.bar_label(drawn, fmt="%.0f" if "tokens" in panel.unit else "%.3f", fontsize=8)
+        if panel.floor is not None:
+            label = f"floor {panel.floor:.3f} ms"
+            axis.axhline(panel.floor, color="tab:red", linestyle="--", label=label)
+            axis.legend(loc="lower right", fontsize=8)
+        axis.margins(y=0.12)
+        axis.set_title(panel.title, fontsize=10)
+        axis.set_ylabel(panel.unit, fontsize=8)
+        axis.tick_params(labelsize=8)
+    figure.suptitle(heading, fontsize=9)
     figure.tight_layout()
     figure.savefig(out, dpi=150, format="png")
     pyplot.close(figure)
 
 
+def other(text: str) -> tuple[str, int, Bar]:
+    """SHAPE:BATCH:NAME=MS, a figure measured elsewhere."""
+    try:
+        where, height = text.rsplit("=", 1)
+        shape, batch, name = where.split(":", 2)
+        return shape, int(batch), Bar(name, float(height), "other")
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} must be SHAPE:BATCH:NAME=MS") from None
+
+
 def main() -> int:
     """Run the script and return its exit status."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("file", type=Path, help="JSON of megatron-async bench")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("files", type=Path, nargs="+", help="JSON of megatron-async bench")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="PNG")
+    parser.add_argument("--other", type=other, action="append", default=[], metavar="S:B:NAME=MS")
     args = parser.parse_args()
+    panels: list[Panel] = []
+    machines: dict[str, None] = {}
+    for file in args.files:
+        try:
+            report = json.loads(file.read_text())
+            panels += panels_of(report, args.other)
+            machines[f"{report['device_name']}, {report['dtype']}, {report['date'][:10]}"] = None
+        except (OSError, ValueError) as error:
+            return fail(f"{file}: {error}")
+        except (KeyError, TypeError) as error:
+            return fail(f"{file}: not of this version of bench ({error})")
+    if not panels:
+        return fail("nothing in these files was measured")
     try:
-        plot(json.loads(args.file.read_text()), args.output)
+        draw(panels, "; ".join(machines), args.output)
     except ImportError:
-        print("plot_bench: error: needs matplotlib; pip install matplotlib", file=sys.stderr)
-        return 2
-    except (OSError, ValueError) as error:
-        print(f"plot_bench: error: {args.file}: {error}", file=sys.stderr)
-        return 2
-    except KeyError as error:
-        print(f"plot_bench: error: {args.file}: not of bench, no {error}", file=sys.stderr)
-        return 2
+        return fail("needs matplotlib; pip install matplotlib")
+    except OSError as error:
+        return fail(str(error))
     return 0
+
+
+def fail(reason: str) -> int:
+    """Say so in one line."""
+    print(f"plot_bench: error: {reason}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":

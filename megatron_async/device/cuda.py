@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_async.device.protocol import Graph, Ints
 from megatron_async.errors import IntegrityError
+
+if TYPE_CHECKING:
+    from megatron_async.device.cuda_timeline import CudaTimeline
 
 WARM_UP_RUNS = 2
 SPINS_BETWEEN_CHECKS = 2000
@@ -24,10 +28,15 @@ class CudaDevice:
         self.stream = torch.cuda.Stream(torch_device)
         self._pool = torch.cuda.graph_pool_handle()
         self._rings: list[_Counted] = []
+        self.timeline: CudaTimeline | None = None
+        self.ticket = -1
 
     def enqueue(self, work: Callable[[], None], name: str) -> None:
         with torch.inference_mode(), torch.cuda.stream(self.stream):
-            work()
+            if self.timeline is None:
+                work()
+            else:
+                self.timeline.record(work, name, self.ticket)
 
     def capture(self, work: Callable[[], None], name: str) -> Graph:
         with torch.inference_mode(), torch.cuda.stream(self.stream):
@@ -45,7 +54,7 @@ class CudaDevice:
         # Warm-up ran for real: put the rings back to where they were.
         for ring in self._rings:
             ring.rewind()
-        return _CudaGraph(graph, self.stream)
+        return _CudaGraph(self, graph, name)
 
     def packet_ring(self, entries: int, width: int) -> CudaPacketRing:
         ring = CudaPacketRing(self, entries, width)
@@ -58,7 +67,7 @@ class CudaDevice:
         return ring
 
     def mark_ticket(self, ticket: int) -> None:
-        pass
+        self.ticket = ticket
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
@@ -68,13 +77,18 @@ class CudaDevice:
 
 
 class _CudaGraph:
-    def __init__(self, graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream) -> None:
+    def __init__(self, device: CudaDevice, graph: torch.cuda.CUDAGraph, name: str) -> None:
+        self._device = device
         self._graph = graph
-        self._stream = stream
+        self._name = name
 
     def replay(self) -> None:
-        with torch.cuda.stream(self._stream):
-            self._graph.replay()
+        device = self._device
+        with torch.cuda.stream(device.stream):
+            if device.timeline is None:
+                self._graph.replay()
+            else:
+                device.timeline.record(self._graph.replay, self._name, device.ticket)
 
 
 class _Counted:
@@ -82,14 +96,14 @@ class _Counted:
 
     def __init__(self, device: CudaDevice, entries: int, width: int) -> None:
         self._device = device
-        self._ring = torch.zeros(entries, width, dtype=torch.int32, pin_memory=True)
-        self._views: list[Ints] = [entry.numpy() for entry in self._ring]
-        self._counter = torch.zeros(1, dtype=torch.int64, device=device.torch_device)
+        self.ring = torch.zeros(entries, width, dtype=torch.int32, pin_memory=True)
+        self._views: list[Ints] = [entry.numpy() for entry in self.ring]
+        self.counter = torch.zeros(1, dtype=torch.int64, device=device.torch_device)
         self._done = 0
 
     def rewind(self) -> None:
         self._device.stream.synchronize()
-        self._counter.fill_(self._done)
+        self.counter.fill_(self._done)
         torch.cuda.synchronize(self._device.torch_device)
 
 
@@ -106,7 +120,7 @@ class CudaPacketRing(_Counted):
     def read(self, into: torch.Tensor, width: int) -> None:
         from megatron_async.kernels.rings import read_packet
 
-        read_packet(self._ring, self._counter, into, width)
+        read_packet(self.ring, self.counter, into, width)
 
 
 class CudaResultRing(_Counted):
@@ -115,17 +129,17 @@ class CudaResultRing(_Counted):
 
     def __init__(self, device: CudaDevice, entries: int, width: int) -> None:
         super().__init__(device, entries, width)
-        self._sequence = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        self._seen = self._sequence.numpy()
+        self.sequence = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self._seen = self.sequence.numpy()
 
     def publish(self, record: torch.Tensor) -> None:
         from megatron_async.kernels.rings import publish
 
-        publish(self._ring, self._sequence, self._counter, record)
+        publish(self.ring, self.sequence, self.counter, record)
 
     def rewind(self) -> None:
         super().rewind()
-        self._sequence.fill_(self._done)
+        self.sequence.fill_(self._done)
 
     def wait(self, number: int, width: int) -> Ints:
         if number != self._done:

@@ -22,6 +22,12 @@ KERNEL_HEAD_DIM = 256
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+def has_kernel(query: torch.Tensor) -> bool:
+    """Whether attention with ``query`` [T, Hq, D] runs in Triton kernels."""
+    is_supported = query.dtype in KERNEL_DTYPES and query.shape[-1] <= KERNEL_HEAD_DIM
+    return query.is_cuda and is_supported
+
+
 def append_kv(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
@@ -57,7 +63,7 @@ def paged_decode_attention(
     On CUDA this is the Triton kernel where it applies, else
     :func:`paged_decode_attention_reference`.
     """
-    if query.is_cuda and query.dtype in KERNEL_DTYPES and query.shape[-1] <= KERNEL_HEAD_DIM:
+    if has_kernel(query):
         from megatron_async.kernels.paged_attention_triton import paged_decode_attention_triton
 
         return paged_decode_attention_triton(
@@ -149,6 +155,52 @@ def paged_decode_attention_by_length(
                 scale,
             )
     return out
+
+
+def paged_mixed_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    chunks: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """The prefill chunks of a step: query [T, Hq, D], caches [blocks, bs, Hkv, D].
+
+    Entry n of ``chunks`` [N, 4] int32 is (slot, first, length, start): tokens ``first .. first +
+    length`` are positions ``start ..`` of the sequence whose blocks are ``block_table[slot]``; the
+    table is [S, C] int64, and the keys and values of these positions are in the cache already.
+    Causal. Chunks follow each other in the order of their tokens; entries of length 0 come last,
+    with ``first`` = T. Writes the tokens of chunks to ``out`` [T, Hq, D] and leaves the others.
+
+    On CUDA this is the Triton kernel, whose launch depends on shapes alone, where
+    :func:`has_kernel` says so; the reference reads ``chunks`` on the host.
+    """
+    if has_kernel(query):
+        from megatron_async.kernels.paged_prefill_triton import paged_mixed_attention_triton
+
+        paged_mixed_attention_triton(query, key_cache, value_cache, block_table, chunks, scale, out)
+        return
+    paged_mixed_attention_reference(query, key_cache, value_cache, block_table, chunks, scale, out)
+
+
+def paged_mixed_attention_reference(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    chunks: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """:func:`paged_mixed_attention` with PyTorch, chunk after chunk."""
+    for slot, first, length, start in chunks.tolist():
+        if length:
+            tokens = slice(first, first + length)
+            out[tokens] = paged_prefill_attention(
+                query[tokens], key_cache, value_cache, block_table[slot], start, scale
+            )
 
 
 def paged_prefill_attention(

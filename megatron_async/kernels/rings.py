@@ -42,6 +42,35 @@ def read_packet(ring: torch.Tensor, counter: torch.Tensor, into: torch.Tensor, w
 
 
 @triton.jit
+def release(sequence, counter, number, ON_DEVICE: tl.constexpr):
+    """Make result ``number``, which this program alone has written, visible to the host."""
+    # All threads' stores come before the barrier, and the release of the first thread makes them
+    # visible to the host before the sequence number (causality through a barrier is transitive).
+    # A store, not an atomic: pinned host memory need not support those.
+    tl.debug_barrier()
+    following = (number + 1).to(tl.int32)
+    if ON_DEVICE:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .u32 thread;
+            .reg .pred is_first;
+            mov.u32 thread, %tid.x;
+            setp.eq.u32 is_first, thread, 0;
+            @is_first st.release.sys.global.u32 [$1], $2;
+            mov.u32 $0, $2;
+            }""",
+            "=r,l,r",
+            [sequence, following],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.store(sequence, following)
+    tl.store(counter, number + 1)
+
+
+@triton.jit
 def _publish_kernel(ring, sequence, counter, record, entries, stride, width, BLOCK: tl.constexpr):
     number = tl.load(counter)
     entry = number % entries
@@ -49,18 +78,7 @@ def _publish_kernel(ring, sequence, counter, record, entries, stride, width, BLO
         offsets = start + tl.arange(0, BLOCK)
         mask = offsets < width
         tl.store(ring + entry * stride + offsets, tl.load(record + offsets, mask=mask), mask=mask)
-    # All threads' stores come before the barrier, and the release makes them visible to the host
-    # before the sequence number. A store, not an atomic: pinned host memory need not support those.
-    tl.debug_barrier()
-    tl.inline_asm_elementwise(
-        "st.release.sys.global.u32 [$1], $2; mov.u32 $0, $2;",
-        "=r,l,r",
-        [sequence, (number + 1).to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-    tl.store(counter, number + 1)
+    release(sequence, counter, number, ON_DEVICE=True)
 
 
 def publish(

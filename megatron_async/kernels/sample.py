@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_async.kernels.pdl import pdl_enter
 from megatron_async.sampling import exact_math, filters, noise, philox
 
 BLOCK = 2048
@@ -238,19 +239,23 @@ def _threshold(
 @triton.jit(do_not_specialize=["vocab_size"])
 def _sample_kernel(
     logits_ptr, row_stride, inverse_temperature_ptr, top_k_ptr, top_p_ptr, seed_ptr, position_ptr,
-    out_ptr, vocab_size, split_size,
-    KEY_SHIFT: tl.constexpr, BLOCK: tl.constexpr,
+    index_ptr, index_stride, out_ptr, vocab_size, split_size,
+    KEY_SHIFT: tl.constexpr, BLOCK: tl.constexpr, INDEXED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row's slice per program: its best score and id, packed so that the maximum wins.
 
     A row with a filter is done by the program of its first slice alone.
     """
+    pdl_enter(PDL)
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     row_ptr = logits_ptr + row * row_stride
-    inverse_temperature = tl.load(inverse_temperature_ptr + row)
-    top_k = tl.load(top_k_ptr + row)
-    top_p = tl.load(top_p_ptr + row)
+    at = row
+    if INDEXED:
+        at = tl.load(index_ptr + row * index_stride).to(tl.int64)
+    inverse_temperature = tl.load(inverse_temperature_ptr + at)
+    top_k = tl.load(top_k_ptr + at)
+    top_p = tl.load(top_p_ptr + at)
     sampled = inverse_temperature > 0.0
     begin = split * split_size
     end = tl.minimum(begin + split_size, vocab_size)
@@ -258,8 +263,8 @@ def _sample_kernel(
     best_id = tl.zeros([BLOCK], tl.int32)
     if sampled:
         factor = tl.where(inverse_temperature > SCALED_LIMIT, SCALED_LIMIT, inverse_temperature)
-        seed = tl.load(seed_ptr + row)
-        position = tl.load(position_ptr + row)
+        seed = tl.load(seed_ptr + at)
+        position = tl.load(position_ptr + at)
         threshold = tl.full([], NO_KEY, tl.int64)
         if ((top_k > 0) & (top_k < vocab_size)) | ((top_p > 0.0) & (top_p < 1.0)):
             begin = 0
@@ -289,13 +294,53 @@ def _sample_kernel(
 
 
 @triton.jit
-def _combine_kernel(packed_ptr, token_ptr, splits, SPLITS: tl.constexpr):
-    """The id of the best of a row's slices."""
-    row = tl.program_id(0).to(tl.int64)
+def best_token(packed_ptr, row, exists, splits, SPLITS: tl.constexpr):
+    """The id of the best of the slices of each row [R] int64; ``exists`` masks rows."""
     split = tl.arange(0, SPLITS)
+    mask = exists[:, None] & (split < splits)[None, :]
     least: tl.constexpr = -(2**63)
-    packed = tl.load(packed_ptr + row * splits + split, mask=split < splits, other=least)
-    tl.store(token_ptr + row, (tl.max(packed, 0) & ID_MASK) ^ ID_MASK)
+    at = row[:, None] * splits + split[None, :]
+    packed = tl.load(packed_ptr + at, mask=mask, other=least)
+    return (tl.max(packed, 1) & ID_MASK) ^ ID_MASK
+
+
+@triton.jit
+def _combine_kernel(packed_ptr, token_ptr, splits, SPLITS: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    tl.store(token_ptr + row, best_token(packed_ptr, row, row >= 0, splits, SPLITS))
+
+
+def sample_splits(
+    logits: Tensor,
+    inverse_temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    seed: Tensor,
+    position: Tensor,
+    index: Tensor | None = None,
+    *,
+    pdl: bool = False,
+) -> Tensor:
+    """The best of each slice of each row, [R, splits] int64 for :func:`best_token`.
+
+    Row r's parameters are those at ``index[r]`` ([R] integers, may be strided), at r without it.
+    """
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    rows, vocab_size = logits.shape
+    tiles = triton.cdiv(vocab_size, BLOCK)
+    tiles_per_split = triton.cdiv(tiles, max(1, min(tiles, TARGET_PROGRAMS // rows)))
+    splits = triton.cdiv(tiles, tiles_per_split)
+    packed = torch.empty((rows, splits), dtype=torch.int64, device=logits.device)
+    _sample_kernel[(rows, splits)](
+        logits, logits.stride(0), inverse_temperature.contiguous(), top_k.contiguous(),
+        top_p.contiguous(), seed.contiguous(), position.contiguous(),
+        position if index is None else index, 0 if index is None else index.stride(0), packed,
+        vocab_size, tiles_per_split * BLOCK,
+        KEY_SHIFT=_KEY_SHIFT[logits.dtype], BLOCK=BLOCK, INDEXED=index is not None, PDL=pdl,
+        num_warps=NUM_WARPS, enable_fp_fusion=False, launch_pdl=pdl,
+    )  # fmt: skip
+    return packed
 
 
 def sample_tokens_triton(
@@ -307,23 +352,12 @@ def sample_tokens_triton(
     position: Tensor,
 ) -> Tensor:
     """``sampling.sample_tokens`` on the device of ``logits``; arguments are not checked."""
-    if logits.stride(1) != 1:
-        logits = logits.contiguous()
-    rows, vocab_size = logits.shape
+    rows = logits.shape[0]
     tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows == 0:
         return tokens
-    tiles = triton.cdiv(vocab_size, BLOCK)
-    tiles_per_split = triton.cdiv(tiles, max(1, min(tiles, TARGET_PROGRAMS // rows)))
-    splits = triton.cdiv(tiles, tiles_per_split)
-    packed = torch.empty((rows, splits), dtype=torch.int64, device=logits.device)
-    _sample_kernel[(rows, splits)](
-        logits, logits.stride(0), inverse_temperature.contiguous(), top_k.contiguous(),
-        top_p.contiguous(), seed.contiguous(), position.contiguous(), packed, vocab_size,
-        tiles_per_split * BLOCK,
-        KEY_SHIFT=_KEY_SHIFT[logits.dtype], BLOCK=BLOCK, num_warps=NUM_WARPS,
-        enable_fp_fusion=False,
-    )  # fmt: skip
+    packed = sample_splits(logits, inverse_temperature, top_k, top_p, seed, position)
+    splits = packed.shape[1]
     _combine_kernel[(rows,)](
         packed, tokens, splits, SPLITS=triton.next_power_of_2(splits), num_warps=1
     )

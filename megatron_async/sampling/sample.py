@@ -60,7 +60,7 @@ def sample_tokens(
     Raises:
         ValueError: a shape, a dtype or the vocabulary size is not supported.
     """
-    logits = _candidates(logits, vocab_size)
+    logits = candidates(logits, vocab_size)
     parameters = (inverse_temperature, top_k, top_p, seed, position)
     _check_parameters(logits, *parameters)
     if logits.is_cuda and _has_triton():
@@ -83,7 +83,7 @@ def sample_tokens_reference(
     vocab_size: int | None = None,
 ) -> Tensor:
     """``sample_tokens`` in plain torch on any device, all work for every row."""
-    x = filters.without_nan(_candidates(logits, vocab_size))
+    x = filters.without_nan(candidates(logits, vocab_size))
     sampled = inverse_temperature > 0.0
     factor = torch.where(sampled, inverse_temperature, 1.0)
     threshold = filters.filter_threshold(x, factor, top_k, top_p)
@@ -93,7 +93,12 @@ def sample_tokens_reference(
     return torch.where(sampled[:, None], scores, x).argmax(1)
 
 
-def _candidates(logits: Tensor, vocab_size: int | None) -> Tensor:
+def candidates(logits: Tensor, vocab_size: int | None = None) -> Tensor:
+    """The logits of the first ``vocab_size`` ids.
+
+    Raises:
+        ValueError: a shape, a dtype or the vocabulary size is not supported.
+    """
     if logits.dim() != 2 or logits.dtype not in _LOGIT_DTYPES:
         raise ValueError(
             f"logits must be [rows, vocabulary] of float32, bfloat16 or float16; got "

@@ -1,27 +1,27 @@
-"""``megatron-async bench`` on a CPU, its report, its plot, and how it reads a timeline."""
+"""``megatron-async bench`` on a CPU: steps in which all rows decode, and what is reported."""
 
 from __future__ import annotations
 
-import importlib.util
+import gc
 import json
-import subprocess
-import sys
+import signal
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_async.inference import bench_baseline, bench_engine
-from megatron_async.inference.bench_engine import Load, Subject, add_host_work, make_engine
+from megatron_async.inference import bench_decode_run, bench_load, bench_run
+from megatron_async.inference.bench_decode import run_round
+from megatron_async.inference.bench_engine import Subject, make_engine
+from megatron_async.inference.bench_load import Load, add_host_work, prompts
 from megatron_async.inference.bench_report import as_table
-from megatron_async.inference.bench_timeline import Kernel, analyse, percentile, read_trace
 from megatron_async.inference.cli import main
 from megatron_async.inference.shapes import SHAPES, build_shape, floor_ms, weight_bytes
 from megatron_async.models.wrapper import GPTInferenceWrapper
 
-ROOT = Path(__file__).parents[2]
 Capture = pytest.CaptureFixture[str]
 SMALL = ("--shape", "tiny-llama", "--prompt-tokens", "8", "--new-tokens", "24", "--device", "cpu")
 
@@ -43,6 +43,9 @@ ROW = {
     "floor_ms": type(None),
     "floor_share": type(None),
     "startup_seconds": float,
+    "capture_seconds": float,
+    "graphs": int,
+    "events": dict,
     "timeline": type(None),
 }
 
@@ -50,7 +53,7 @@ ROW = {
 @pytest.fixture(scope="module")
 def report_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("bench") / "report.json"
-    options = ("--batch-sizes", "1,3", "--depths", "0,1,2", "--rounds", "2")
+    options = ("--batch-sizes", "1,3", "--depths", "0,1,2", "--rounds", "2", "--events")
     assert main(["bench", *SMALL, *options, "--json", str(path)]) == 0
     return path
 
@@ -70,6 +73,9 @@ def test_report_has_a_row_for_each_batch_and_depth(report: dict[str, Any]) -> No
         # 24 tokens, less those that fill and drain the chain, in each of two rounds.
         assert row["steps"] == 2 * (24 - 2 * row["depth"] - 5)
         assert 0 < row["step_ms_p50"] <= row["step_ms_p99"]
+        # 24 tokens after the prefill, whose logits the first sampling takes.
+        assert row["events"]["launches"] == (47 if row["depth"] == 0 else 24)
+        assert 0 < row["events"]["inside_share"] <= 1 and not row["events"]["in_timed_round"]
         assert 0 < row["host_ms_mean"] <= row["step_ms_mean"]
         assert row["tokens_per_second"] == pytest.approx(1e3 * row["batch"] / row["step_ms_mean"])
 
@@ -82,16 +88,22 @@ def test_report_says_what_was_measured_where(report: dict[str, Any]) -> None:
         "device",
         "device_name",
         "versions",
+        "workload",
         "shape",
         "model",
         "dtype",
         "load",
         "build_seconds",
+        "startup",
         "results",
-        "baseline",
+        "baselines",
+        "complete",
     }
-    assert report["command"].startswith("megatron-async bench --shape tiny-llama --batch-sizes 1,3")
-    assert (report["device"], report["dtype"], report["baseline"]) == ("cpu", "float32", None)
+    assert report["command"].startswith(
+        "megatron-async bench --shape tiny-llama --batch-sizes 1,3 "
+    )
+    assert (report["device"], report["dtype"], report["baselines"]) == ("cpu", "float32", [])
+    assert report["complete"]
     assert {"megatron-async", "torch", "python"} <= set(report["versions"])
     assert report["model"] == SHAPES["tiny-llama"].to_dict()
 
@@ -132,6 +144,13 @@ def test_embedded_model_is_measured_by_default(capsys: Capture) -> None:
         (("--shape", "gpt2", "--new-tokens", "1000"), "1024 tokens"),
         (("--json", "/nowhere/at/all.json"), "does not exist"),
         (("--model", "/nowhere"), "not a directory"),
+        (("--requests", "5"), "--requests belongs to --workload ragged"),
+        (("--workload", "ragged", "--batch-sizes", "1"), "belongs to --workload decode"),
+        (("--workload", "ragged", "--all-buckets"), "ragged captures all"),
+        (("--workload", "ragged", "--prompt-range", "5,4"), "LOW,HIGH"),
+        (("--workload", "ragged", "--arrival-rate", "inf,0"), "above 0"),
+        (("--workload", "ragged", "--shape", "gpt2"), "--prompt-range 32,2048"),
+        (("--baseline", "transformers,vllm"), "must be among"),
     ],
 )
 def test_bad_arguments_are_one_line(
@@ -167,11 +186,10 @@ def test_host_work_is_spent_in_each_commit(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spun: list[float] = []
-    monkeypatch.setattr(bench_engine, "spin_us", spun.append)
+    monkeypatch.setattr(bench_load, "spin_us", spun.append)
     load = Load(prompt_tokens=4, new_tokens=16, host_work_us=30.0, stall_us=500.0, stall_every=4)
-    engine, _ = make_engine(subject, 2, 1, load)
-    with engine:
-        result = bench_engine.run_round(engine, 2, load)
+    with make_engine(subject, 2, 1, load).engine as engine:
+        result = run_round(engine, 2, load)
         assert engine.counters.steps_committed == 16
     assert spun == [30.0, 30.0, 30.0, 530.0] * 4
     assert len(result.step_ns) == len(result.host_ns) == 16 - 2 - 5
@@ -179,23 +197,109 @@ def test_host_work_is_spent_in_each_commit(
 
 def test_engine_without_host_work_is_left_as_it_is(subject: Subject) -> None:
     load = Load(prompt_tokens=4, new_tokens=16)
-    engine, _ = make_engine(subject, 1, 0, load)
-    with engine:
+    with make_engine(subject, 1, 0, load).engine as engine:
         add_host_work(engine, load)
         assert "_commit" not in vars(engine)
 
 
 def test_spinning_takes_the_time_asked_for() -> None:
     started = time.perf_counter_ns()
-    bench_engine.spin_us(200)
+    bench_load.spin_us(200)
     assert time.perf_counter_ns() - started >= 200_000
 
 
 def test_all_depths_decode_the_same_prompts() -> None:
     load = Load(prompt_tokens=5, new_tokens=16, seed=3)
-    first = bench_engine.prompts(100, 4, load)
-    assert first == bench_engine.prompts(100, 4, load)
+    first = prompts(100, 4, load)
+    assert first == prompts(100, 4, load)
     assert len({tuple(prompt) for prompt in first}) == 4
+
+
+# --- failures ---------------------------------------------------------------------------------
+
+
+def test_a_failed_batch_is_marked_and_the_others_are_measured(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make = bench_decode_run.make_engine
+
+    def make_small(subject: Subject, batch_size: int, *args: Any, **kwargs: Any) -> Any:
+        if batch_size == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+        if batch_size == 3:
+            raise ZeroDivisionError("broken")
+        return make(subject, batch_size, *args, **kwargs)
+
+    monkeypatch.setattr(bench_decode_run, "make_engine", make_small)
+    path = tmp_path / "report.json"
+    options = ("--batch-sizes", "2,3,1", "--depths", "0", "--rounds", "1", "--json", str(path))
+    assert main(["bench", *SMALL, *options]) == 1
+    captured = capsys.readouterr()
+    report = json.loads(path.read_text())
+    memory, broken, good = report["results"]
+    assert memory["error"].startswith("out of memory; lower --batch-sizes")
+    assert broken["error"] == "ZeroDivisionError: broken"
+    assert good["step_ms_mean"] > 0 and not report["complete"]
+    assert "error: batch 2, depth 0: out of memory" in captured.err
+    assert "Traceback" in captured.err and "in make_small" in captured.err
+    assert "failed: batch 3, depth 0: ZeroDivisionError: broken" in captured.out
+    assert captured.out.splitlines()[2].split()[:3] == ["2", "0", "failed"]
+
+
+def test_a_run_that_is_cut_off_shows_what_it_measured(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    make = bench_decode_run.make_engine
+
+    def make_until_cut_off(subject: Subject, batch_size: int, *args: Any, **kwargs: Any) -> Any:
+        if batch_size == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return make(subject, batch_size, *args, **kwargs)
+
+    monkeypatch.setattr(bench_decode_run, "make_engine", make_until_cut_off)
+    path = tmp_path / "report.json"
+    options = ("--batch-sizes", "1,2", "--depths", "0", "--rounds", "1", "--json", str(path))
+    assert main(["bench", *SMALL, *options]) == 130
+    (row,) = json.loads(path.read_text())["results"]
+    assert row["batch"] == 1
+    assert "ms/step" in capsys.readouterr().out
+
+
+# --- the start --------------------------------------------------------------------------------
+
+
+def test_phases_of_two_starts_are_timed(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "report.json"
+    options = ("--depths", "1", "--rounds", "1", "--startup", "--all-buckets")
+    assert main(["bench", *SMALL, *options, "--batch-sizes", "9", "--json", str(path)]) == 0
+    report = json.loads(path.read_text())
+    startup = report["startup"]
+    assert list(startup["phases"]) == ["model", "cache", "capture", "rest", "first token"]
+    assert all(len(values) == 2 and min(values) >= 0 for values in startup["phases"].values())
+    # Rows are padded to 8 and 16 on a CPU: two buckets of three graphs each.
+    assert startup["graphs"] == report["results"][0]["graphs"] == 6
+    assert "first token" in capsys.readouterr().out
+
+
+def test_model_is_gone_before_the_baseline_is_built(
+    monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    models: list[Any] = []
+    load = bench_run.load_subject
+
+    def remember(*args: Any) -> Subject:
+        found = load(*args)
+        models.append(weakref.ref(found.wrapper.model))
+        return found
+
+    def check(*_: Any) -> None:
+        gc.collect()
+        assert [model() for model in models] == [None, None]
+
+    monkeypatch.setattr(bench_run, "load_subject", remember)
+    monkeypatch.setattr(bench_run, "measure_baselines", check)
+    options = ("--depths", "0,1", "--rounds", "1", "--startup", "--baseline", "transformers")
+    assert main(["bench", *SMALL, *options]) == 0
 
 
 # --- shapes -----------------------------------------------------------------------------------
@@ -229,170 +333,6 @@ def test_random_weights_are_small_but_not_zero(subject: Subject) -> None:
     for name, parameter in subject.wrapper.model.named_parameters():
         if parameter.dim() == 2:
             assert 0.005 < float(parameter.std()) < 0.05, name
-
-
-# --- the baseline -----------------------------------------------------------------------------
-
-
-def test_baseline_decodes_the_same_load() -> None:
-    pytest.importorskip("transformers", reason="the baseline is transformers'")
-    load = Load(prompt_tokens=4, new_tokens=16)
-    baseline = bench_baseline.TransformersBaseline(
-        SHAPES["tiny-llama"], torch.device("cpu"), torch.float32
-    )
-    row = baseline.measure(2, load)
-    assert row["batch"] == 2 and row["steps"] == 16 - bench_baseline.SKIPPED_STEPS - 1
-    assert row["step_ms_mean"] > 0
-
-
-@pytest.mark.parametrize("shape", ["llama8b", "qwen0.6b", "gpt2"])
-def test_baseline_has_as_many_parameters(shape: str) -> None:
-    transformers = pytest.importorskip("transformers", reason="the baseline is transformers'")
-    config = SHAPES[shape]
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(
-            bench_baseline.transformers_config(config)
-        )
-    embedding = config.vocab_size * config.hidden_size
-    learned = config.position_embedding == "learned_absolute"
-    expected = weight_bytes(config, 1) + (0 if config.tie_word_embeddings else embedding)
-    expected += config.max_sequence_length * config.hidden_size if learned else 0
-    assert sum(parameter.numel() for parameter in model.parameters()) == expected
-
-
-def test_missing_transformers_skips_the_baseline(
-    capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bench_baseline.importlib.util, "find_spec", lambda name: None)
-    options = ("--rounds", "1", "--depths", "0", "--baseline", "transformers")
-    assert main(["bench", *SMALL, *options]) == 0
-    assert "baseline skipped: transformers is not installed" in capsys.readouterr().out
-
-
-# --- timelines --------------------------------------------------------------------------------
-
-
-def asynchronous_steps(count: int, gap: float) -> list[Kernel]:
-    """Steps of one launch each: sample 10, publish 5, read_packet 5, two layers of 40 that pause
-    for 1 before each; ``gap`` between launches. 102 a step, and the gap."""
-    kernels = []
-    now = 1000.0
-    for launch in range(count):
-        now += gap
-        for name, pause, duration in (
-            ("sample", 0, 10),
-            ("_publish_kernel", 0, 5),
-            ("_read_packet_kernel", 0, 5),
-            ("gemm", 1, 40),
-            ("gemm", 1, 40),
-        ):
-            kernels.append(Kernel(name, now + pause, now + pause + duration, launch))
-            now += pause + duration
-    return kernels
-
-
-def test_gap_and_shares_of_asynchronous_steps() -> None:
-    timeline = analyse(asynchronous_steps(6, gap=8.0))
-    assert timeline is not None
-    assert timeline.steps == 5
-    assert timeline.step_us == pytest.approx(110)
-    assert timeline.gap_us == pytest.approx(8) and timeline.gap_us_p99 == pytest.approx(8)
-    assert timeline.graph_share == pytest.approx(102 / 110)
-    assert timeline.kernel_share == pytest.approx(100 / 110)
-    assert (timeline.kernels_per_step, timeline.launches_per_step) == (5, 1)
-
-
-def test_serial_steps_add_the_gaps_of_both_launches() -> None:
-    kernels = []
-    for step in range(4):
-        at = 100.0 * step
-        kernels += [
-            Kernel("_read_packet_kernel", at, at + 5, 2 * step),
-            Kernel("gemm", at + 5, at + 60, 2 * step),
-            Kernel("_publish_kernel", at + 63, at + 70, 2 * step + 1),
-        ]
-    timeline = analyse(kernels, skip=1)
-    assert timeline is not None
-    assert (timeline.steps, timeline.launches_per_step) == (2, 2)
-    assert timeline.gap_us == pytest.approx(3 + 30)
-    assert timeline.graph_share == pytest.approx(0.67)
-    assert timeline.kernel_share == pytest.approx(0.67)
-
-
-def test_kernels_that_overlap_are_counted_once() -> None:
-    kernels = []
-    for step in range(3):
-        at = 50.0 * step
-        kernels += [
-            Kernel("read_packet", at, at + 20, step),
-            Kernel("long", at + 10, at + 45, step),
-            Kernel("short", at + 15, at + 20, step),
-        ]
-    timeline = analyse(kernels)
-    assert timeline is not None
-    assert timeline.kernel_share == pytest.approx(0.9)
-    assert timeline.gap_us == pytest.approx(5)
-
-
-def test_timeline_without_steps_or_launches_is_refused() -> None:
-    assert analyse([]) is None
-    assert analyse([Kernel("gemm", 0, 1, 0), Kernel("gemm", 2, 3, 1)]) is None
-    assert analyse(asynchronous_steps(1, gap=1.0)) is None
-    unknown = [kernel._replace(launch=-1) for kernel in asynchronous_steps(4, gap=1.0)]
-    assert analyse(unknown) is None
-
-
-def test_trace_gives_the_work_of_the_device_alone(tmp_path: Path) -> None:
-    common = {"ph": "X", "ts": 10.5, "dur": 2.0, "args": {"correlation": 7}}
-    events = [
-        {"ph": "M", "name": "process_name"},
-        {**common, "cat": "cuda_runtime", "name": "cudaGraphLaunch"},
-        {**common, "cat": "kernel", "name": "gemm"},
-        {**common, "cat": "gpu_memcpy", "name": "Memcpy DtoH"},
-    ]
-    path = tmp_path / "trace.json"
-    path.write_text(json.dumps({"traceEvents": events}))
-    assert read_trace(path) == [
-        Kernel("gemm", 10.5, 12.5, 7),
-        Kernel("Memcpy DtoH", 10.5, 12.5, 7),
-    ]
-
-
-def test_percentile_of_few_values() -> None:
-    assert percentile([3.0, 1.0, 2.0], 0.99) == 3.0
-    assert percentile([5.0], 0.5) == 5.0
-    assert percentile([float(n) for n in range(1, 101)], 0.99) == 99.0
-
-
-# --- the plot ---------------------------------------------------------------------------------
-
-
-def run_plot(*arguments: str) -> subprocess.CompletedProcess[str]:
-    script = ROOT / "scripts" / "plot_bench.py"
-    return subprocess.run(
-        [sys.executable, str(script), *arguments], capture_output=True, text=True, timeout=120
-    )
-
-
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
-def test_plot_writes_a_png(report_file: Path, tmp_path: Path) -> None:
-    report = json.loads(report_file.read_text())
-    for row in report["results"]:
-        row["floor_ms"] = row["step_ms_mean"] / 2
-    report["baseline"] = {"results": [{"batch": 1, "step_ms_mean": 1.0}]}
-    given, out = tmp_path / "given.json", tmp_path / "out.png"
-    given.write_text(json.dumps(report))
-    run = run_plot(str(given), "-o", str(out))
-    assert (run.returncode, run.stderr) == (0, "")
-    assert out.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
-def test_plot_of_something_else_is_one_line(tmp_path: Path) -> None:
-    given = tmp_path / "given.json"
-    given.write_text("{}")
-    run = run_plot(str(given), "-o", str(tmp_path / "out.png"))
-    assert run.returncode == 2 and run.stderr.count("\n") == 1
 
 
 # --- on a GPU ---------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_async.context import DynamicInferenceContext, PrefillSegment
+from megatron_async.context import DynamicInferenceContext
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.wrapper import GPTInferenceWrapper
@@ -91,10 +91,10 @@ class Rig:
     ) -> Tensor:
         """Logits [pieces, vocab] after (slot, first position, tokens), decode steps first."""
         pieces = sorted(pieces, key=lambda piece: piece[2] > 1)
-        ids, slots, positions, last, segments = [], [], [], [], []
+        ids, slots, positions, last, chunk_table = [], [], [], [], []
         for slot, start, count in pieces:
             if count > 1:
-                segments.append(PrefillSegment(slot, len(ids), count, start))
+                chunk_table.append((slot, len(ids), count, start))
             ids += self.tokens[slot % 4, start : start + count].tolist()
             slots += [slot] * count
             positions += range(start, start + count)
@@ -102,18 +102,18 @@ class Rig:
         decode_rows = sum(count == 1 for _, _, count in pieces)
         # As the step program pads: tokens and rows to a multiple of 8.
         padding = -len(ids) % 8
-        if not segments:
+        if not chunk_table:
             decode_rows += padding
         rows = last + [0] * (-len(last) % 8)
 
-        def on_device(values: list[int]) -> Tensor:
+        def on_device(values: list[int] | list[tuple[int, ...]]) -> Tensor:
             return torch.tensor(values, device=self.device)
 
         context.begin_forward(
             on_device(slots + [context.null_slot] * padding),
             on_device(positions + [0] * padding),
             decode_rows=decode_rows,
-            segments=tuple(segments),
+            chunks=on_device(chunk_table).int() if chunk_table else None,
             last_token_index=on_device(rows),
             read_lengths=self.device == "cpu",
         )

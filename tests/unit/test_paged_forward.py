@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_async.context import DynamicInferenceContext, PrefillSegment
+from megatron_async.context import DynamicInferenceContext
 from megatron_async.kernels import paged_attention
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig
@@ -74,12 +74,12 @@ def test_mixed_chunks_and_decodes_equal_a_plain_forward(wrapper: GPTInferenceWra
             positions.append(done[i])
             last.append((i, done[i], len(ids) - 1))
             done[i] += 1
-        segments = []
+        chunk_table = []
         for i in range(3):
             end = min(done[i] + chunks[i], lengths[i] - decoded[i])
             if i in decoding or end <= done[i]:
                 continue
-            segments.append(PrefillSegment(i, len(ids), end - done[i], done[i]))
+            chunk_table.append((i, len(ids), end - done[i], done[i]))
             ids += sequences[i][done[i] : end].tolist()
             slots += [i] * (end - done[i])
             positions += range(done[i], end)
@@ -90,7 +90,7 @@ def test_mixed_chunks_and_decodes_equal_a_plain_forward(wrapper: GPTInferenceWra
             torch.tensor(slots + [context.null_slot] * padding),
             torch.tensor(positions + [0] * padding),
             decode_rows=len(decoding),
-            segments=tuple(segments),
+            chunks=torch.tensor(chunk_table, dtype=torch.int32).view(-1, 4),
             last_token_index=torch.tensor([index for _, _, index in last]),
             read_lengths=True,
         )

@@ -1,0 +1,153 @@
+"""A device that marks when each launch begins and ends, on the device's own clock, without waiting.
+
+On CUDA the marks are events on the engine's stream, read after the run: two for each launch, which
+cost the host a few microseconds. On a CPU the worker thread, which is the stream, takes the time.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from megatron_async.device.protocol import Device, Graph, PacketRing, ResultRing
+
+
+class LaunchTimes(NamedTuple):
+    """Launches and the pauses between them, in milliseconds of the device.
+
+    ``inside_share`` is the share of the time from the first launch's begin to the last one's end
+    that lies inside a launch. A launch is one graph replay, or the kernels of a step with prefill
+    chunks, which no graph holds; what a launch pauses within itself counts as inside.
+    """
+
+    launches: int
+    total_ms: float
+    inside_share: float
+    pause_ms_p50: float
+    pause_ms_max: float
+
+
+class TimedDevice:
+    """``device`` with a mark before and after all that is launched while :attr:`marking` is on."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self.torch_device = device.torch_device
+        self.captures = device.captures
+        self.marking = False
+        self._marks: list[Any] = []
+        self._spare: list[Any] = []
+        self._eager: list[bool] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._device, name)
+
+    # --- the protocol -------------------------------------------------------------------------
+
+    def enqueue(self, work: Callable[[], None], name: str) -> None:
+        self._between(lambda: self._device.enqueue(work, name), eager=True)
+
+    def capture(self, work: Callable[[], None], name: str) -> Graph:
+        return _TimedGraph(self, self._device.capture(work, name))
+
+    def packet_ring(self, entries: int, width: int) -> PacketRing:
+        return self._device.packet_ring(entries, width)
+
+    def result_ring(self, entries: int, width: int) -> ResultRing:
+        return self._device.result_ring(entries, width)
+
+    def mark_ticket(self, ticket: int) -> None:
+        self._device.mark_ticket(ticket)
+
+    def synchronize(self) -> None:
+        self._device.synchronize()
+
+    def close(self) -> None:
+        self._device.close()
+
+    # --- marks --------------------------------------------------------------------------------
+
+    def replay(self, graph: Graph) -> None:
+        """Replay a graph of the device between two marks."""
+        self._between(graph.replay, eager=False)
+
+    def start_marking(self) -> None:
+        """Forget all marks and mark from now on."""
+        if self.captures:
+            self._spare += self._marks
+        self._marks, self._eager = [], []
+        self.marking = True
+
+    def stop_marking(self, *, after_prefill: bool = False) -> LaunchTimes | None:
+        """Wait for the device and read the marks; ``after_prefill`` leaves out what comes before
+        the end of the last step with prefill chunks. None when fewer than two launches are left."""
+        self.marking = False
+        self._device.synchronize()
+        first = 0
+        if after_prefill and True in self._eager:
+            first = len(self._eager) - self._eager[::-1].index(True)
+        marks = self._marks[2 * first :]
+        if len(marks) < 4:
+            return None
+        elapsed = self._elapsed_ms
+        inside = sum(elapsed(a, b) for a, b in zip(marks[::2], marks[1::2], strict=True))
+        pauses = [elapsed(a, b) for a, b in zip(marks[1:-1:2], marks[2::2], strict=True)]
+        total = inside + sum(pauses)
+        return LaunchTimes(
+            launches=len(marks) // 2,
+            total_ms=total,
+            inside_share=inside / total,
+            pause_ms_p50=statistics.median(pauses),
+            pause_ms_max=max(pauses),
+        )
+
+    def host_us_per_launch(self, pairs: int = 500) -> float:
+        """What two marks cost the host, in microseconds."""
+        for _ in range(2 * pairs):  # makes the events
+            self._mark()
+        self.start_marking()
+        started = time.perf_counter_ns()
+        for _ in range(2 * pairs):
+            self._mark()
+        cost = (time.perf_counter_ns() - started) * 1e-3 / pairs
+        self.synchronize()
+        self.start_marking()
+        self.marking = False
+        return cost
+
+    def _between(self, launch: Callable[[], None], *, eager: bool) -> None:
+        if not self.marking:
+            launch()
+            return
+        self._eager.append(eager)
+        self._mark()
+        launch()
+        self._mark()
+
+    def _mark(self) -> None:
+        if self.captures:
+            event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
+            event.record(self._device.stream)  # type: ignore[attr-defined]
+            self._marks.append(event)
+        else:
+            mark: list[int] = []
+            self._marks.append(mark)
+            self._device.enqueue(lambda: mark.append(time.perf_counter_ns()), "mark")
+
+    def _elapsed_ms(self, begin: Any, end: Any) -> float:
+        if self.captures:
+            return float(begin.elapsed_time(end))
+        return float(end[0] - begin[0]) * 1e-6
+
+
+class _TimedGraph:
+    def __init__(self, device: TimedDevice, graph: Graph) -> None:
+        self._device = device
+        self._graph = graph
+
+    def replay(self) -> None:
+        self._device.replay(self._graph)

@@ -1,0 +1,103 @@
+"""``megatron-async trace``: what host and device do at the same time, as a picture."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from megatron_async.config import DEFAULT_ASYNC_DEPTH, MAX_DEPTH
+from megatron_async.errors import ConfigError
+
+from .bench import SHAPE_NAMES
+from .options import integer
+
+_DESCRIPTION = """\
+Record some decode steps and write them as a trace for https://ui.perfetto.dev: what the host does,
+what the device does, and an arrow from each launch over its forward to its commit. One request
+leaves the batch on the way, and another one joins. Prompts are random token ids.
+"""
+
+
+def add_command(commands: Any) -> None:
+    """Add ``trace`` to the command line."""
+    parser = commands.add_parser(
+        "trace", help="record decode steps as a timeline to look at", description=_DESCRIPTION
+    )
+    parser.set_defaults(run=run)
+    model = parser.add_argument_group("model").add_mutually_exclusive_group()
+    model.add_argument("--model", metavar="tiny|PATH", help="a model (default: tiny)")
+    model.add_argument(
+        "--shape", choices=SHAPE_NAMES, help="random weights in the shape of a known model"
+    )
+    add = parser.add_argument_group("recording").add_argument
+    add("--batch-size", type=integer(1), default=4, metavar="B", help="default: 4")
+    add(
+        "--depth",
+        type=integer(0, MAX_DEPTH),
+        default=DEFAULT_ASYNC_DEPTH,
+        metavar="D",
+        help=f"steps in flight; 0 is serial (default: {DEFAULT_ASYNC_DEPTH})",
+    )
+    add("--steps", type=integer(6), default=48, metavar="N", help="steps shown (default: 48)")
+    add("--prompt-tokens", type=integer(1), default=64, metavar="N", help="default: 64")
+    add("--device", metavar="NAME", help="default: a GPU where there is one")
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="default: bfloat16 on a GPU for a shape, the checkpoint's for a model; float32 on a "
+        "CPU",
+    )
+    add(
+        "--kernels",
+        action="store_true",
+        help="on a GPU: show its kernels too. The profiler that sees them slows the host down",
+    )
+    add(
+        "-o",
+        "--output",
+        default="trace.json",
+        metavar="FILE",
+        help="default: trace.json",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    path = Path(args.output)
+    if not path.absolute().parent.is_dir() or path.is_dir():
+        raise ConfigError(f"--output {args.output}: no file can be there; choose another place")
+    from tqdm import tqdm
+
+    from megatron_async.version import __version__
+
+    from .trace_events import trace_events
+    from .trace_run import open_engine, record, run_once
+
+    engine, title = open_engine(args)
+    with engine:
+        run_once(engine, args)
+        steps = tqdm(
+            range(args.steps),
+            desc="recording",
+            unit="step",
+            file=sys.stderr,
+            disable=None,
+            leave=False,
+        )
+        recording = record(engine, args, steps, title)
+    events, summary = trace_events(recording)
+    trace = {
+        "traceEvents": events,
+        "displayTimeUnit": "ns",
+        "otherData": {"megatron-async": __version__, "title": title},
+    }
+    path.write_text(json.dumps(trace, separators=(",", ":")) + "\n")
+    print(
+        f"{title}: {summary.beside} of {summary.commits} commits ran beside the forward of a "
+        f"later ticket (tickets {summary.first_ticket} to {summary.last_ticket})"
+    )
+    print(f"{path}: open it at https://ui.perfetto.dev")
+    return 0

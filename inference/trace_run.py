@@ -1,0 +1,173 @@
+"""The steps that ``trace`` records: a steady batch that one request leaves and another joins."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import random
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from megatron_async.assembly import build_context, resolve_device
+from megatron_async.checkpoint import load_pretrained
+from megatron_async.config import EngineConfig
+from megatron_async.controller import TextGenerationController
+from megatron_async.engine import DynamicInferenceEngine
+from megatron_async.errors import ConfigError
+from megatron_async.models.wrapper import GPTInferenceWrapper
+from megatron_async.observability.timeline import (
+    HostTimeline,
+    start_device_timeline,
+    take_device_timeline,
+)
+from megatron_async.requests import SamplingParams
+
+from .progress import show_capture
+from .shapes import SHAPES, build_shape
+from .trace_events import DeviceKernel, Recording
+from .trace_kernels import KernelProfiler
+
+LEAD_IN = 6
+"""Steady steps between the start of the timelines and the first that is shown."""
+
+MOST_PREFILL_TOKENS = 1024
+"""Prompt tokens of one forward, where a single prompt is not longer: it is filled before it is
+recorded, and fewer shapes are captured."""
+
+
+def new_tokens(args: argparse.Namespace) -> int:
+    """Tokens that keep a request running to the last step, whenever it was admitted."""
+    return int(args.batch_size + LEAD_IN + args.steps + 2 * args.depth + 4)
+
+
+def open_engine(args: argparse.Namespace) -> tuple[DynamicInferenceEngine, str]:
+    """The engine for the work that the options describe, and what the trace is called.
+
+    Raises:
+        ConfigError: the work exceeds the model's longest sequence, or the device is not there.
+        CheckpointError: the model cannot be loaded.
+    """
+    device = resolve_device(args.device)
+    if args.kernels and device.type != "cuda":
+        raise ConfigError(f"--kernels needs a GPU, and the device is {device}; leave it out")
+    dtype = None if args.dtype is None else getattr(torch, args.dtype)
+    if args.shape is not None:
+        name = args.shape
+        _check_length(args, SHAPES[name].max_sequence_length)
+        if dtype is None:
+            dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        model = build_shape(SHAPES[name], device=device, dtype=dtype)
+    else:
+        pretrained = load_pretrained(args.model or "tiny", device=device, dtype=dtype)
+        name, model = pretrained.name, pretrained.model
+        _check_length(args, pretrained.config.max_sequence_length)
+    wrapper = GPTInferenceWrapper(model)
+    length = args.prompt_tokens + new_tokens(args)
+    block_size = EngineConfig().block_size_tokens
+    batch = args.batch_size
+    prefill = max(args.prompt_tokens, min(batch * args.prompt_tokens, MOST_PREFILL_TOKENS))
+    config = EngineConfig(
+        inference_async_scheduling=args.depth > 0,
+        depth=args.depth,
+        max_requests=batch,
+        max_tokens=batch + prefill,
+        max_sequence_length=length,
+        # The one that joins may come before the blocks of the one that left are back.
+        block_count=(batch + 1) * (-(-length // block_size) + 1),
+        prefill_chunk_tokens=args.prompt_tokens,
+        enable_prefix_caching=False,
+        num_cuda_graphs=1,
+        device=str(device),
+    )
+    engine = DynamicInferenceEngine(
+        TextGenerationController(wrapper),
+        build_context(wrapper, config, device),
+        config=config,
+        model_name=name,
+        progress=show_capture,
+    )
+    dtype_name = str(wrapper.kv_cache_spec.dtype).removeprefix("torch.")
+    return engine, f"{name}, {dtype_name}, batch {batch}, depth {args.depth}"
+
+
+def _check_length(args: argparse.Namespace, longest: int) -> None:
+    length = args.prompt_tokens + new_tokens(args)
+    if length > longest:
+        raise ConfigError(
+            f"--prompt-tokens {args.prompt_tokens} and --steps {args.steps} need sequences of "
+            f"{length} tokens, and the model's longest has {longest}; lower one of them"
+        )
+
+
+def run_once(engine: DynamicInferenceEngine, args: argparse.Namespace) -> None:
+    """Decode the whole load unrecorded, so that no kernel is compiled while it is recorded."""
+    _fill(engine, args)
+    _steps(engine, args, range(args.steps))
+    engine.reset()
+
+
+def record(
+    engine: DynamicInferenceEngine,
+    args: argparse.Namespace,
+    steps: Iterable[int],
+    title: str,
+) -> Recording:
+    """Decode the load and record its steps; ``steps`` counts them. What is in flight after the
+    last one is committed, so that every ticket is shown to its end."""
+    _fill(engine, args)
+    profiler = KernelProfiler() if args.kernels else None
+    host = HostTimeline(engine)
+    start_device_timeline(engine.device)
+    for _ in range(LEAD_IN):
+        engine.step_modern()
+    start_ns = time.perf_counter_ns()
+    _steps(engine, args, steps)
+    engine.suspend()
+    device = take_device_timeline(engine.device)
+    host.detach()
+    kernels: list[DeviceKernel] = [] if profiler is None else profiler.take()
+    engine.reset()
+    return Recording(title, _device_name(engine), start_ns, host, device, kernels)
+
+
+def _fill(engine: DynamicInferenceEngine, args: argparse.Namespace) -> None:
+    """Start from nothing, and step until every row decodes."""
+    engine.reset()
+    for request_id in range(args.batch_size):
+        _add(engine, args, request_id)
+    decoding: set[int] = set()
+    while len(decoding) < args.batch_size:
+        decoding |= {output.request_id for output in engine.step_modern()["tokens"]}
+
+
+def _steps(engine: DynamicInferenceEngine, args: argparse.Namespace, steps: Iterable[int]) -> None:
+    """Request 0 leaves after a third of the steps; one more joins after two thirds, or at once
+    where nobody else would decode meanwhile."""
+    leaves = args.steps // 3
+    joins = leaves if args.batch_size == 1 else 2 * args.steps // 3
+    for step in steps:
+        if step == leaves:
+            engine.abort_request(0)
+        if step == joins:
+            _add(engine, args, args.batch_size)
+        engine.step_modern()
+
+
+def _add(engine: DynamicInferenceEngine, args: argparse.Namespace, request_id: int) -> None:
+    source = random.Random(request_id)
+    vocab_size = engine.controller.inference_wrapped_model.vocab_size
+    prompt = [source.randrange(vocab_size) for _ in range(args.prompt_tokens)]
+    params = SamplingParams(
+        temperature=0, num_tokens_to_generate=new_tokens(args), termination_id=-1
+    )
+    engine.add_request(request_id, prompt, params)
+
+
+def _device_name(engine: Any) -> str:
+    device = engine.device.torch_device
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"a thread of the CPU ({platform.machine()})"

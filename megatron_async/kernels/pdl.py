@@ -1,0 +1,30 @@
+"""Programmatic dependent launch: a kernel's launch overlaps the tail of the kernel before it.
+
+A kernel launched this way may start before its predecessor has ended, so each of its programs waits
+for it before the first read or write. Whoever comes after waits in turn, so order on the stream is
+what it was. Hopper and later; CUDA programming guide, "Programmatic Dependent Launch".
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+
+@functools.cache
+def uses_pdl(device: torch.device) -> bool:
+    """True where kernels should be launched with ``launch_pdl=True`` and ``PDL=True``."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+@triton.jit
+def pdl_enter(PDL: tl.constexpr):
+    """The first statement of every kernel that may be launched early, for all its programs."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()

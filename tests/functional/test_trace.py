@@ -1,0 +1,367 @@
+"""``megatron-async trace``: its file keeps the rules of the format, and shows the overlap."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_async.device import cuda_timeline
+from megatron_async.device.cpu import CpuDevice, Span
+from megatron_async.device.cuda_timeline import CudaTimeline
+from megatron_async.inference.cli import main
+from megatron_async.inference.trace_events import (
+    DEVICE_LANE,
+    FIRST_KERNEL_LANE,
+    HOST_LANE,
+    DeviceKernel,
+    Recording,
+    short_name,
+    trace_events,
+)
+from megatron_async.inference.trace_kernels import KernelProfiler, clock_shift_ns, kernels_of
+from megatron_async.observability.timeline import (
+    HostTimeline,
+    device_steps,
+    start_device_timeline,
+    take_device_timeline,
+)
+from tests.support.engines import hash_engine, sampling_params
+from tests.support.oracle import Ask
+
+Capture = pytest.CaptureFixture[str]
+Event = dict[str, Any]
+STEPS = 24
+DEPTHS = (0, 1, 2)
+SMALL = ("--device", "cpu", "--prompt-tokens", "8", "--steps", str(STEPS))
+
+
+@pytest.fixture(scope="module", params=DEPTHS)
+def traced(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[int, list[Event]]:
+    path = tmp_path_factory.mktemp("trace") / "trace.json"
+    options = ("--shape", "tiny-llama", "--batch-size", "3", "--depth", str(request.param))
+    assert main(["trace", *SMALL, *options, "-o", str(path)]) == 0
+    return request.param, read(path)
+
+
+def read(path: Path) -> list[Event]:
+    trace = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert set(trace) == {"traceEvents", "displayTimeUnit", "otherData"}
+    events: list[Event] = trace["traceEvents"]
+    return events
+
+
+def check_format(events: list[Event]) -> None:
+    """What Perfetto's reader of JSON traces asks for."""
+    last = -1.0
+    for event in events:
+        assert isinstance(event["name"], str) and event["ph"] in "MXCstf"
+        assert type(event["pid"]) is int and type(event["tid"]) is int
+        assert type(event["ts"]) is float and event["ts"] >= 0
+        assert event["ts"] * 1000 == int(event["ts"] * 1000), "not a whole nanosecond"
+        if event["ph"] == "M":
+            assert last <= 0 and event["args"]
+            continue
+        assert event["ts"] >= last, "out of order"
+        last = event["ts"]
+        if event["ph"] == "X":
+            assert type(event["dur"]) is float and event["dur"] >= 0
+            assert event["dur"] * 1000 == int(event["dur"] * 1000)
+        elif event["ph"] == "C":
+            assert event["args"] and all(type(v) is int for v in event["args"].values())
+        else:
+            assert type(event["id"]) is int and event["bp"] == "e" and event["cat"] == "ticket"
+
+
+def bound_flows(events: list[Event]) -> dict[int, list[tuple[str, Event]]]:
+    """The slice that encloses each point of each arrow; slices in a lane must nest."""
+    stacks: dict[int, list[Event]] = {}
+    flows: dict[int, list[tuple[str, Event]]] = {}
+    for event in events:
+        stack = stacks.setdefault(event["tid"], [])
+        if event["ph"] in "XCstf":
+            while stack and end_of(stack[-1]) <= event["ts"] and stack[-1]["ts"] < event["ts"]:
+                stack.pop()
+        if event["ph"] == "X":
+            if stack:
+                assert end_of(event) <= end_of(stack[-1]), "slices overlap without nesting"
+                assert event["tid"] == HOST_LANE, "the device does one thing at a time"
+            stack.append(event)
+        elif event["ph"] in "stf":
+            assert stack, "an arrow ends at no slice"
+            flows.setdefault(event["id"], []).append((event["ph"], stack[-1]))
+    return flows
+
+
+def end_of(event: Event) -> float:
+    return float(event["ts"] + event["dur"])
+
+
+def slices(events: list[Event], lane: int, category: str | None = None) -> list[Event]:
+    return [
+        event
+        for event in events
+        if event["ph"] == "X" and event["tid"] == lane and category in (None, event["cat"])
+    ]
+
+
+def overlaps(a: Event, b: Event) -> bool:
+    return bool(a["ts"] < end_of(b) and b["ts"] < end_of(a))
+
+
+def test_file_keeps_the_rules_of_the_format(traced: tuple[int, list[Event]]) -> None:
+    check_format(traced[1])
+    bound_flows(traced[1])
+
+
+def test_every_ticket_has_an_arrow_from_launch_over_the_device_to_its_commit(
+    traced: tuple[int, list[Event]],
+) -> None:
+    depth, events = traced
+    launched = [event["args"]["ticket"] for event in slices(events, HOST_LANE, "launch")]
+    assert launched == list(range(launched[0], launched[0] + STEPS))
+    flows = bound_flows(events)
+    assert sorted(flows) == launched
+    for ticket, points in flows.items():
+        assert [phase for phase, _ in points] == ["s", "t", "t", "f"]
+        launch, forward, sample, commit = (at for _, at in points)
+        assert (launch["name"], commit["name"]) == (f"launch {ticket}", f"commit {ticket}")
+        assert f"F{ticket}" in forward["name"].split()
+        assert f"S{ticket}" in sample["name"].split()
+        assert forward["tid"] == sample["tid"] == DEVICE_LANE
+        assert (commit["args"]["ticket"], launch["tid"], commit["tid"]) == (ticket, 1, 1)
+    # Those in flight before the first launch are committed as well.
+    assert len(slices(events, HOST_LANE, "commit")) == STEPS + depth
+
+
+def test_host_and_device_overlap_from_depth_1_on_and_never_at_depth_0(
+    traced: tuple[int, list[Event]],
+) -> None:
+    depth, events = traced
+    forwards = {
+        int(word[1:]): event
+        for event in slices(events, DEVICE_LANE)
+        for word in event["name"].split()
+        if word.startswith("F")
+    }
+    commits = {event["args"]["ticket"]: event for event in slices(events, HOST_LANE, "commit")}
+    pairs = [(commits[n - 1], forward) for n, forward in forwards.items() if n - 1 in commits]
+    assert len(pairs) >= STEPS - 1
+    beside = sum(overlaps(commit, forward) for commit, forward in pairs)
+    assert beside > len(pairs) // 2 if depth else beside == 0
+
+
+def test_trace_shows_a_request_leave_and_another_one_join(
+    traced: tuple[int, list[Event]],
+) -> None:
+    depth, events = traced
+    rows = [event["args"] for event in events if event["name"] == "rows"]
+    assert len(rows) == STEPS
+    assert rows[0] == rows[-1] == {"decode": 3, "prefill": 0}
+    assert {"decode": 2, "prefill": 0} in rows
+    assert {"decode": 2, "prefill": 1} in rows
+    assert [e["cat"] for e in slices(events, DEVICE_LANE)].count("H2D F mixed") == 1
+    in_flight = [e["args"]["tickets"] for e in events if e["name"] == "tickets in flight"]
+    assert in_flight[0] == depth and in_flight[-1] == 0 and max(in_flight) == depth + 1
+
+
+def test_lanes_and_slices_have_names(traced: tuple[int, list[Event]]) -> None:
+    depth, events = traced
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert names[HOST_LANE] == "host" and names[DEVICE_LANE].startswith("device: ")
+    (process,) = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+    assert process == f"tiny-llama, float32, batch 3, depth {depth}"
+    kinds = {event["cat"] for event in slices(events, HOST_LANE)}
+    assert kinds == {"plan", "launch", "pack", "launch S", "book launch", "wait", "commit", "book"}
+
+
+def test_a_batch_of_one_is_replaced_without_a_drain(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "trace.json"
+    options = ("--shape", "tiny-llama", "--batch-size", "1", "--depth", "1", "-o", str(path))
+    assert main(["trace", *SMALL, *options]) == 0
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[-1] == f"{path}: open it at https://ui.perfetto.dev"
+    rows = [event["args"] for event in read(path) if event["name"] == "rows"]
+    assert len(rows) == STEPS and {"decode": 0, "prefill": 1} in rows
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kernels", (False, True))
+@pytest.mark.parametrize("depth", (0, 1))
+def test_on_a_gpu(depth: int, kernels: bool, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    options = ["--shape", "gpt2", "--batch-size", "3", "--depth", str(depth)]
+    options += ["--kernels"] if kernels else []
+    assert main(["trace", "--device", "cuda", *SMALL[2:], *options, "-o", str(path)]) == 0
+    events = read(path)
+    check_format(events)
+    flows = bound_flows(events)
+    assert len(flows) == STEPS
+    for points in flows.values():
+        assert [phase for phase, _ in points] == ["s", "t", "t", "f"]
+    test_host_and_device_overlap_from_depth_1_on_and_never_at_depth_0((depth, events))
+    found = slices(events, FIRST_KERNEL_LANE, "kernel")
+    if not kernels:
+        assert not found
+        return
+    # Clocks agree: nearly all kernels lie in a slice of the device.
+    assert len(found) > 20 * STEPS
+    work = slices(events, DEVICE_LANE)
+    slack = 20.0
+    inside = sum(
+        any(w["ts"] - slack <= k["ts"] and end_of(k) <= end_of(w) + slack for w in work)
+        for k in found
+    )
+    assert inside > 0.9 * len(found)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--shape", "gpt2", "--steps", "1000"), "--prompt-tokens 64 and --steps 1000"),
+        (("--shape", "gpt2", "--model", "tiny"), "not allowed with"),
+        (("--kernels",), "--kernels needs a GPU"),
+        (("-o", "/nowhere/trace.json"), "/nowhere/trace.json"),
+        (("--model", "/nowhere"), "not a directory"),
+        (("--steps", "2"), "at least 6"),
+    ],
+)
+def test_bad_arguments_are_one_line(
+    capsys: Capture, options: tuple[str, ...], message: str
+) -> None:
+    try:
+        status = main(["trace", "--device", "cpu", *options])
+    except SystemExit as left:
+        status = int(left.code or 0)
+    captured = capsys.readouterr()
+    assert status == 2 and not captured.out
+    assert message in captured.err and captured.err.count("\n") == 1
+
+
+# --- the parts --------------------------------------------------------------------------------
+
+
+def test_a_detached_timeline_leaves_the_engine_as_it_was() -> None:
+    with hash_engine(1, max_requests=2, block_count=8, debug=False) as engine:
+        objects = (engine, engine.scheduler, engine.controller, engine._book, engine.device)
+        before = [dict(vars(thing)) for thing in objects]
+        timeline = HostTimeline(engine)
+        start_device_timeline(engine.device)
+        timeline.detach()
+        take_device_timeline(engine.device)
+        assert [dict(vars(thing)) for thing in objects] == before
+        engine.generate([[4]], sampling_params(Ask(prompt=(4,), max_new=5)))
+        assert timeline.slices == []
+        assert isinstance(engine.device, CpuDevice) and engine.device.timeline is None
+
+
+def test_s_is_named_after_the_ticket_whose_logits_it_samples() -> None:
+    work = [("S", 7), ("H2D F mixed", 7), ("S H2D F", 8), ("S", 8), ("H2D F", 9)]
+    spans = [Span(name, ticket, n, n + 1) for n, (name, ticket) in enumerate(work)]
+    steps = device_steps(spans)
+    assert [s.title for s in steps] == ["S7", "H2D F7 mixed", "S7 H2D F8", "S8", "H2D F9"]
+    # At a change of the row bucket S rides at the head of the next ticket's launch.
+    changed = [Span("H2D F", 3, 0, 1), Span("S", 4, 1, 2), Span("H2D F", 4, 2, 3)]
+    assert [step.title for step in device_steps(changed)] == ["H2D F3", "S3", "H2D F4"]
+
+
+class FakeEvent:
+    """A CUDA event of a device whose clock runs ``SKEW`` behind the host's."""
+
+    SKEW = 1_000_000_000
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: FakeStream) -> None:
+        self.at = stream.now()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        return (end.at - self.at) * 1e-6
+
+
+class FakeStream:
+    def __init__(self) -> None:
+        self.lead = 0
+
+    def now(self) -> int:
+        return time.perf_counter_ns() - FakeEvent.SKEW - self.lead
+
+    def synchronize(self) -> None:
+        pass
+
+
+def test_cuda_spans_come_on_the_hosts_clock_and_never_before_their_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuda_timeline.torch.cuda, "Event", FakeEvent)
+    stream: Any = FakeStream()
+    timeline = CudaTimeline(stream)
+    called = []
+    for ticket in range(3):
+        called.append(time.perf_counter_ns())
+        timeline.record(lambda: time.sleep(1e-3), "S H2D F", ticket)
+    for start, span in zip(called, timeline.spans(), strict=True):
+        assert 0 <= span.start_ns - start < 5e5
+        assert span.end_ns - span.start_ns >= 1e6
+    # The clocks have drifted since they were aligned: by as much the spans are moved.
+    stream.lead = 300_000
+    called.append(time.perf_counter_ns())
+    timeline.record(lambda: None, "S", 3)
+    spans = timeline.spans()
+    assert spans[-1].start_ns >= called[-1]
+    assert 0 <= spans[0].start_ns - called[0] < 1e6
+
+
+def test_kernels_come_on_the_hosts_clock() -> None:
+    from torch.profiler import record_function
+
+    profiler = KernelProfiler(device_activity=False)
+    start = time.perf_counter_ns()
+    with record_function("probe"):
+        torch.ones(64, 64) @ torch.ones(64, 64)
+    end = time.perf_counter_ns()
+    marks = profiler._marks
+    events = profiler.take_events()
+    (probe,) = [e for e in events if e.get("name") == "probe" and e["cat"] == "user_annotation"]
+    at = float(probe["ts"]) * 1e3 + clock_shift_ns(events, marks)
+    assert start - 1e5 < at and at + float(probe["dur"]) * 1e3 < end + 1e5
+    kernel = {"ph": "X", "cat": "kernel", "name": "void f<int>(int)", "dur": 2.5}
+    (found,) = kernels_of([*events, kernel | {"ts": probe["ts"]}], marks)
+    assert abs(found.start_ns - at) < 1e3 and found.end_ns - found.start_ns == 2500
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("_split_kernel", "_split_kernel"),
+        ("void at::native::reduce_kernel<512, 1>(float*)", "reduce_kernel"),
+        ("Memcpy HtoD (Pinned -> Device)", "Memcpy HtoD"),
+        ("void at::native::(anonymous namespace)::f<1>(int)", "f"),
+    ],
+)
+def test_kernels_have_short_names(name: str, short: str) -> None:
+    assert short_name(name) == short
+
+
+def test_kernels_that_overlap_get_lanes_of_their_own() -> None:
+    with hash_engine(1, max_requests=2, block_count=8, debug=False) as engine:
+        host = HostTimeline(engine)
+        host.detach()
+    kernels = [DeviceKernel(f"k{n}", n * 1000, n * 1000 + 1500) for n in range(4)]
+    kernels.append(DeviceKernel("void f<int>(int)", 9000, 10000))
+    recording = Recording("title", "device", 0, host, [], kernels)
+    events, summary = trace_events(recording)
+    check_format(events)
+    bound_flows(events)
+    lanes = [[e["name"] for e in slices(events, FIRST_KERNEL_LANE + n)] for n in range(3)]
+    assert lanes == [["k0", "k2", "f"], ["k1", "k3"], []]
+    assert summary.commits == summary.flows == 0

@@ -1,0 +1,113 @@
+"""What ``bench`` compares with, on a CPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_async.inference import bench_baseline, bench_baseline_cb
+from megatron_async.inference.bench_baseline import NoBaselineError
+from megatron_async.inference.bench_load import Load, prompts
+from megatron_async.inference.cli import main
+from megatron_async.inference.shapes import SHAPES, weight_bytes
+
+Capture = pytest.CaptureFixture[str]
+SMALL = ("--shape", "tiny-llama", "--prompt-tokens", "8", "--new-tokens", "24", "--device", "cpu")
+CPU, TINY = torch.device("cpu"), SHAPES["tiny-llama"]
+
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="the baselines are transformers'"
+)
+
+
+def requests(count: int, new_tokens: int) -> bench_baseline.Requests:
+    load = Load(prompt_tokens=4, new_tokens=new_tokens)
+    return [(prompt, new_tokens) for prompt in prompts(TINY.vocab_size, count, load)]
+
+
+@needs_transformers
+def test_generate_decodes_the_same_load() -> None:
+    baseline = bench_baseline.TransformersBaseline(TINY, CPU, torch.float32)
+    (row,) = baseline.measure(requests(2, 16), 2)
+    assert row["batch"] == 2 and row["steps"] == 16 - bench_baseline.SKIPPED_STEPS - 1
+    assert row["step_ms_mean"] > 0
+    with pytest.raises(NoBaselineError, match="one length"):
+        baseline.measure([([1, 2], 16), ([1, 2, 3], 16)], 2)
+
+
+@needs_transformers
+def test_continuous_batching_decodes_the_same_load() -> None:
+    baseline = bench_baseline_cb.ContinuousBatchingBaseline(TINY, CPU, torch.float32)
+    (row,) = baseline.measure(requests(2, 24), 2)
+    assert "continuous batching, synchronous" in row["engine"]
+    assert 0 < row["steps"] <= 24 and row["output_tokens"] == 48
+    assert "asynchronous" in baseline.reasons[0]
+    (row,) = baseline.measure([([1, 2], 3), ([1, 2, 3], 9), ([5], 4)], 2)
+    assert row["output_tokens"] == 16 and "step_ms_mean" not in row
+    assert not [t for t in threading.enumerate() if "_run_generation_loop" in t.name]
+
+
+@needs_transformers
+def test_another_interface_of_transformers_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    baseline = bench_baseline_cb.ContinuousBatchingBaseline(TINY, CPU, torch.float32)
+
+    def changed(**_: Any) -> None:
+        raise TypeError("got an unexpected keyword argument")
+
+    monkeypatch.setattr(baseline._model, "continuous_batching_context_manager", changed)
+    with pytest.raises(NoBaselineError, match="unexpected keyword"):
+        baseline.measure(requests(1, 16), 1)
+
+
+@needs_transformers
+@pytest.mark.parametrize("shape", ["llama8b", "qwen0.6b", "gpt2"])
+def test_baseline_has_as_many_parameters(shape: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = SHAPES[shape]
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(
+            bench_baseline.transformers_config(config)
+        )
+    embedding = config.vocab_size * config.hidden_size
+    learned = config.position_embedding == "learned_absolute"
+    expected = weight_bytes(config, 1) + (0 if config.tie_word_embeddings else embedding)
+    expected += config.max_sequence_length * config.hidden_size if learned else 0
+    assert sum(parameter.numel() for parameter in model.parameters()) == expected
+
+
+@needs_transformers
+def test_both_baselines_are_reported(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "report.json"
+    options = ("--rounds", "1", "--depths", "0", "--baseline", "transformers,transformers-cb")
+    assert main(["bench", *SMALL, *options, "--json", str(path)]) == 0
+    generate, batching = json.loads(path.read_text())["baselines"]
+    assert [generate["name"], batching["name"]] == ["transformers", "transformers-cb"]
+    assert generate["results"][0]["step_ms_mean"] > 0 and not generate["skipped"]
+    assert batching["results"][0]["step_ms_mean"] > 0
+    out = capsys.readouterr().out
+    assert "generate, static cache, batch 1:" in out
+    assert "baseline transformers-cb skipped: batch 1: asynchronous: " in out
+
+
+def test_missing_transformers_skips_the_baselines(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_baseline.importlib.util, "find_spec", lambda name: None)
+    options = ("--rounds", "1", "--depths", "0", "--baseline", "transformers,transformers-cb")
+    assert main(["bench", *SMALL, *options]) == 0
+    out = capsys.readouterr().out
+    assert "baseline transformers skipped: transformers is not installed" in out
+    assert "baseline transformers-cb skipped: transformers is not installed" in out
+
+
+def test_steps_are_those_in_which_all_requests_decode() -> None:
+    early = [float(n) for n in range(30)]
+    late = [float(n) for n in range(5, 40)]
+    steady = bench_baseline_cb._steady_ends([early, late])
+    assert steady == [float(n) for n in range(5 + bench_baseline.SKIPPED_STEPS, 30)]

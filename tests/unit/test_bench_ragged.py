@@ -1,0 +1,136 @@
+"""The ragged workload of ``bench``."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_async.inference import bench_ragged_run
+from megatron_async.inference.bench_load import RaggedLoad, log_normal
+from megatron_async.inference.bench_ragged import arrivals, make_wishes, with_stops
+from megatron_async.inference.bench_ragged_report import as_table
+from megatron_async.inference.cli import main
+
+Capture = pytest.CaptureFixture[str]
+LOAD = RaggedLoad(requests=30, max_requests=4, prompt_range=(4, 32), output_range=(4, 16))
+SMALL = (
+    *("--workload", "ragged", "--requests", "12", "--max-requests", "4", "--device", "cpu"),
+    *("--prompt-range", "4,32", "--output-range", "4,16", "--shape", "tiny-llama"),
+)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("ragged") / "report.json"
+    options = ("--depths", "0,1,2,4", "--arrival-rate", "inf,200", "--events", "--json", str(path))
+    assert main(["bench", *SMALL, *options]) == 0
+    loaded: dict[str, Any] = json.loads(path.read_text())
+    return loaded
+
+
+def test_all_depths_generate_the_same_tokens(report: dict[str, Any]) -> None:
+    rows = report["results"]
+    assert [(row["depth"], row["arrival_rate"]) for row in rows] == [
+        (depth, rate) for depth in (0, 1, 2, 4) for rate in ("inf", "200")
+    ]
+    assert {row["requests_different"] for row in rows} == {0}
+    assert len({row["output_tokens"] for row in rows}) == 1
+
+
+def test_a_third_of_the_requests_stop_at_a_token(report: dict[str, Any]) -> None:
+    for row in report["results"]:
+        assert row["stopped"] == 4
+        # The chain ran over each of these ends, and over no other.
+        assert (row["tokens_discarded"] > 0) is (row["depth"] > 0)
+
+
+def test_rows_have_what_was_measured(report: dict[str, Any]) -> None:
+    for row in report["results"]:
+        assert row["steps"] == row["steps_mixed"] + row["steps_decode"]
+        assert row["steps_mixed"] > 1 and row["steps_decode"] > 1
+        assert 1 <= row["rows_mean"] <= 4
+        assert 0 < row["output_tokens_per_second"] < row["tokens_per_second"]
+        for name in ("first_token_ms", "token_ms_request_mean", "token_ms_between"):
+            assert 0 < row[f"{name}_p50"] <= row[f"{name}_p99"]
+        assert row["evictions"] == 0 and row["timeline"] is None
+        assert 0 < row["events"]["inside_share"] <= 1
+        assert row["speedup_over_serial"] > 0
+
+
+def test_table_has_a_line_for_each_row(report: dict[str, Any]) -> None:
+    lines = as_table(report).splitlines()
+    assert "ragged: 12 requests, at most 4 at once" in lines[0]
+    assert [line.split()[:2] for line in lines[2:4]] == [["at-once", "0"], ["200/s", "0"]]
+    assert "--arrival-rate inf,200" in report["command"]
+
+
+def test_a_small_cache_evicts(tmp_path: Path) -> None:
+    path = tmp_path / "report.json"
+    # Each needs three blocks in the end, and there are three.
+    options = ("--requests", "4", "--output-range", "130,150", "--block-count", "3")
+    assert main(["bench", *SMALL, *options, "--depths", "1", "--json", str(path)]) == 0
+    (row,) = json.loads(path.read_text())["results"]
+    assert row["block_count"] == 3 and row["evictions"] > 0
+
+
+def test_a_depth_that_fails_leaves_the_others(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = bench_ragged_run.start_engine
+
+    def fail_at_2(subject: Any, config: Any, load: Any) -> Any:
+        if config.depth == 2:
+            raise RuntimeError("CUDA error: out of memory")
+        return start(subject, config, load)
+
+    monkeypatch.setattr(bench_ragged_run, "start_engine", fail_at_2)
+    assert main(["bench", *SMALL, "--depths", "0,2,1"]) == 1
+    captured = capsys.readouterr()
+    assert "error: depth 2: out of memory; lower --max-requests" in captured.err
+    assert "failed: depth 2: out of memory" in captured.out
+    assert [line.split()[:2] for line in captured.out.splitlines()[2:5]] == [
+        ["at-once", "0"],
+        ["-", "2"],
+        ["at-once", "1"],
+    ]
+
+
+# --- the load ---------------------------------------------------------------------------------
+
+
+def test_requests_are_those_of_the_seed() -> None:
+    wishes = make_wishes(512, LOAD)
+    assert wishes == make_wishes(512, LOAD)
+    lengths = [len(wish.prompt) for wish in wishes]
+    assert min(lengths) >= 4 and max(lengths) <= 32 and len(set(lengths)) > 5
+
+
+def test_lengths_are_log_normal_and_clipped() -> None:
+    source = random.Random(0)
+    lengths = sorted(log_normal(source, 32, 2048) for _ in range(4001))
+    assert lengths[0] == 32 and lengths[-1] == 2048
+    assert lengths[2000] == pytest.approx(256, rel=0.1)  # the geometric mean
+    assert 0.02 < sum(length == 32 for length in lengths) / 4001 < 0.03
+
+
+def test_stops_occur_first_where_the_request_then_ends() -> None:
+    wishes = make_wishes(512, LOAD)
+    streams = [[7, 7, 8, 9, 7, 9, 3][: 1 + n % 7] for n in range(len(wishes))]
+    stopping = with_stops(wishes, streams, seed=1)
+    for number, (wish, stream) in enumerate(zip(stopping, streams, strict=True)):
+        stop = wish.params.termination_id
+        assert (stop != -1) is (number % 3 == 1 and len(stream) > 1)
+        assert stop in (-1, *stream[:-1])
+        assert wish.prompt == wishes[number].prompt
+
+
+def test_arrivals_are_poisson_or_all_at_once() -> None:
+    assert arrivals(math.inf, 3, seed=0) == [0.0, 0.0, 0.0]
+    times = arrivals(20, 4000, seed=0)
+    assert times == sorted(times) == arrivals(20, 4000, seed=0)
+    assert times[-1] == pytest.approx(200, rel=0.1)

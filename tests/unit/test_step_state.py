@@ -1,0 +1,355 @@
+"""The kernels around the model in a decode step, against the torch code of the step program.
+
+On a GPU the kernels are compiled. Without one, a second interpreter with ``TRITON_INTERPRET=1``
+runs them on the CPU, inside the engine too.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="the kernels need triton")
+
+from megatron_async import packet
+from megatron_async.context import DynamicInferenceContext
+from megatron_async.device.cpu import CpuDevice
+from megatron_async.device.cuda import CudaPacketRing, CudaResultRing
+from megatron_async.kernels import sample as sample_kernel
+from megatron_async.kernels import step_state
+from megatron_async.kernels.pdl import uses_pdl
+from megatron_async.kernels.step_state import StepKernels
+from megatron_async.packet import PacketLayout
+from megatron_async.program import RESULT_FIELDS, StepProgram
+from tests.support.engines import hash_engine, random_ask, sampling_params
+from tests.support.oracle import decode_alone
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ENTRIES = 3
+BLOCK_SIZE = 4
+COLUMNS = 6
+STEPS = 5
+compiled = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device and a compiler"
+    ),
+]
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
+on_devices = pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=compiled)]
+)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the second interpreter")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the compiled kernels are tested")
+@pytest.mark.skipif(
+    np.lib.NumpyVersion(np.__version__) >= "2.4.0",
+    reason="triton's interpreter takes arrays of one element for numbers, which NumPy 2.4 refuses",
+)
+def test_kernels_in_a_second_interpreter() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
+    result = subprocess.run(
+        command,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-1000:]
+
+
+class Case:
+    """A random device state at the end of a forward; ``rows`` rows, a third of them padding."""
+
+    def __init__(self, rows: int, vocab_size: int, seed: int) -> None:
+        self.rows = rows
+        self.vocab_size = vocab_size
+        self.random = random.Random(seed)
+        self.layout = PacketLayout(rows + 2, 8, 4)
+        rng = self.random
+        context = self.context = self.empty_context("cpu")
+        generator = torch.Generator().manual_seed(seed)
+        slots = context.null_slot
+
+        def numbers(state: torch.Tensor, low: int, high: int) -> None:
+            state[:slots] = torch.randint(low, high, state[:slots].shape, generator=generator)
+
+        numbers(context.last_token, 0, vocab_size)
+        numbers(context.kv_length, 0, BLOCK_SIZE * COLUMNS - STEPS)
+        numbers(context.finished, 0, 2)
+        numbers(context.block_table, 1, context.block_count + 1)
+        numbers(context.top_k, 0, 9)
+        numbers(context.seed, -(2**62), 2**62)
+        numbers(context.max_total, 1, BLOCK_SIZE * COLUMNS)
+        numbers(context.stop_ids, -1, min(vocab_size, 61))
+        for slot in range(slots):
+            context.inverse_temperature[slot] = rng.choice((0.0, 1.0, 1.5))
+            context.top_p[slot] = rng.choice((0.0, 0.9))
+        self.records = torch.from_numpy(self.packet())[: rows * packet.ROW_WIDTH].view(rows, -1)
+        self.packets = [self.packet() for _ in range(STEPS)]
+        self.logits = [torch.randn(rows, vocab_size, generator=generator) * 3 for _ in range(STEPS)]
+
+    def empty_context(self, device: str) -> DynamicInferenceContext:
+        return DynamicInferenceContext(
+            params_dtype=torch.float32,
+            num_layers=1,
+            kv_channels=1,
+            num_attention_heads=1,
+            max_sequence_length=BLOCK_SIZE * COLUMNS,
+            max_requests=self.rows,
+            block_size_tokens=BLOCK_SIZE,
+            block_count=500,
+            device=device,
+        )
+
+    def copied_context(self, device: str) -> DynamicInferenceContext:
+        context = self.empty_context(device)
+        for name, value in vars(self.context).items():
+            if isinstance(value, torch.Tensor):
+                getattr(context, name).copy_(value)
+        return context
+
+    def packet(self) -> np.ndarray[Any, np.dtype[np.int32]]:
+        """Row records of distinct slots, grants to slots of any row, padding."""
+        rng = self.random
+        null_slot = self.context.null_slot
+        words = np.full(self.layout.width, 12345, dtype=np.int32)
+        records = words[: self.rows * packet.ROW_WIDTH].reshape(self.rows, -1)
+        live = self.rows - self.rows // 3
+        slots = rng.sample(range(null_slot), live)
+        records[:, packet.ROW_SLOT] = null_slot
+        records[:live, packet.ROW_SLOT] = slots
+        records[:, packet.ROW_SAMPLES] = 0
+        records[:live, packet.ROW_SAMPLES] = [rng.random() < 0.9 for _ in slots]
+        records[:, packet.ROW_GRANT_SLOT] = null_slot
+        records[:, packet.ROW_GRANT_COLUMN : packet.ROW_GRANT_BLOCK + 1] = 0
+        for row, slot in enumerate(rng.sample(slots, live // 2)):
+            # Where the slot writes next, which is another row's business.
+            column = int(self.context.kv_length[slot]) // BLOCK_SIZE
+            records[row, packet.ROW_GRANT_SLOT : packet.ROW_GRANT_BLOCK + 1] = (
+                slot,
+                column,
+                rng.randint(1, self.context.block_count),
+            )
+        return words
+
+
+STATE = ("last_token", "kv_length", "finished", "block_table")
+
+
+def state_of(context: DynamicInferenceContext) -> dict[str, torch.Tensor]:
+    """Copies on the CPU. The reference leaves anything as the null slot's last token."""
+    state = {name: getattr(context, name).cpu().clone() for name in STATE}
+    state["last_token"][context.null_slot] = 0
+    return state
+
+
+def reference_steps(case: Case) -> list[dict[str, torch.Tensor]]:
+    """S, H2D and the head of F, several times, by the step program's torch code."""
+    context = case.copied_context("cpu")
+    incoming = [torch.from_numpy(p) for p in case.packets]
+    published: list[torch.Tensor] = []
+    logits = [*case.logits[1:], case.logits[0]]
+    snapshots: list[dict[str, torch.Tensor]] = []
+
+    def forward(token_ids: torch.Tensor, position_ids: torch.Tensor, context: Any) -> torch.Tensor:
+        snapshots[-1].update(
+            token_ids=token_ids,
+            position_ids=position_ids,
+            slots=context.token_slots,
+            slot_mapping=context.slot_mapping,
+            lengths=context._decode_lengths,
+        )
+        return logits.pop(0)
+
+    program = StepProgram(
+        SimpleNamespace(torch_device=torch.device("cpu"), captures=True),  # type: ignore[arg-type]
+        context,
+        SimpleNamespace(vocab_size=case.vocab_size, forward=forward),
+        case.layout,
+        SimpleNamespace(read=lambda into, width: into[:width].copy_(incoming.pop(0)[:width])),  # type: ignore[arg-type]
+        SimpleNamespace(publish=published.append),  # type: ignore[arg-type]
+        logits_dtype=torch.float32,
+        poison=False,
+    )
+    program._row_records[: case.rows] = case.records
+    program._pending_logits[: case.rows] = case.logits[0]
+    for _ in range(STEPS):
+        snapshots.append({})
+        program.sample(case.rows)
+        program.load_decode(case.rows)
+        program.forward_decode(case.rows)
+        snapshots[-1].update(state_of(context))
+        snapshots[-1]["records"] = program._row_records[: case.rows].clone()
+        snapshots[-1]["result"] = published[-1]
+    return snapshots
+
+
+def kernel_steps(case: Case, device: str, pdl: bool) -> list[dict[str, torch.Tensor]]:
+    """The same by the kernels."""
+    context = case.copied_context(device)
+    on_gpu = device == "cuda"
+
+    def ring(width: int) -> SimpleNamespace:
+        return SimpleNamespace(
+            ring=torch.full((ENTRIES, width), -7, dtype=torch.int32, pin_memory=on_gpu),
+            counter=torch.full((1,), 4, dtype=torch.int64, device=device),
+            sequence=torch.full((1,), 4, dtype=torch.int32, pin_memory=on_gpu),
+        )
+
+    packets = ring(case.layout.width)
+    results = ring(RESULT_FIELDS * case.layout.max_rows)
+    records = torch.zeros(case.layout.max_rows, packet.ROW_WIDTH, dtype=torch.int32, device=device)
+    records[: case.rows] = case.records.to(device)
+    kernels = StepKernels(records, context, packets, results)
+    kernels._pdl = pdl
+    snapshots = []
+    for step in range(STEPS):
+        entry = (4 + step) % ENTRIES
+        packets.ring[entry] = torch.from_numpy(case.packets[step])
+        kernels.sample(case.logits[step].to(device))
+        kernels.begin(case.rows)
+        if on_gpu:
+            torch.cuda.synchronize()
+        assert int(results.sequence) == int(results.counter) == int(packets.counter) == 5 + step
+        width = RESULT_FIELDS * case.rows
+        assert torch.all(results.ring[entry, width:] == -7)
+        snapshot = state_of(context)
+        snapshot["result"] = results.ring[entry, :width].clone()
+        snapshot["records"] = records[: case.rows].cpu().clone()
+        for name, value in kernels.batch(case.rows)._asdict().items():
+            snapshot[name] = value.cpu().clone()
+        assert not torch.any(records[case.rows :])
+        snapshots.append(snapshot)
+    return snapshots
+
+
+def assert_steps_equal(case: Case, device: str, pdl: bool = False) -> None:
+    steps, expected = kernel_steps(case, device, pdl), reference_steps(case)
+    for step, (got, wanted) in enumerate(zip(steps, expected, strict=True)):
+        assert got.keys() == wanted.keys()
+        # The token of padding rows is the null slot's last one, which is anything.
+        is_padding = wanted["slots"] == case.context.null_slot
+        for snapshot in (got, wanted):
+            snapshot["token_ids"] = snapshot["token_ids"].masked_fill(is_padding, 0)
+        for name, value in wanted.items():
+            assert torch.equal(got[name].to(value.dtype), value), (step, name)
+
+
+@on_devices
+@torch.inference_mode()
+@pytest.mark.parametrize("at_once", (4, step_state.MAX_ROWS_AT_ONCE))
+@pytest.mark.parametrize(
+    ("rows", "vocab_size"), [(1, 61), (3, 2 * sample_kernel.BLOCK + 17), (8, 1), (14, 61)]
+)
+def test_steps_equal_the_torch_code(
+    rows: int, vocab_size: int, at_once: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_state, "MAX_ROWS_AT_ONCE", at_once)
+    monkeypatch.setattr(step_state, "MAX_WORDS_AT_ONCE", 16 * at_once)
+    for seed in range(2):
+        assert_steps_equal(Case(rows, vocab_size, seed), device)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("pdl", (False, True))
+@pytest.mark.parametrize(
+    ("rows", "vocab_size"), [(1, 151_936), (8, 61), (64, 32_000), (300, 5), (1024, 61)]
+)
+@torch.inference_mode()
+def test_compiled_steps_equal_the_torch_code(rows: int, vocab_size: int, pdl: bool) -> None:
+    if pdl and not uses_pdl(torch.device("cuda")):
+        pytest.skip("programmatic dependent launch needs Hopper")
+    for seed in range(3):
+        assert_steps_equal(Case(rows, vocab_size, seed), "cuda", pdl)
+
+
+@torch.inference_mode()
+def test_cases_hold_what_they_are_about() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(3):
+        case = Case(12, 61, seed)
+        context = case.context
+        steps = reference_steps(case)
+        records_of_s = [case.records, *(step["records"] for step in steps)]
+        for step, records in zip(steps, records_of_s, strict=False):
+            tokens, live, ended = step["result"].view(RESULT_FIELDS, -1)
+            slots, samples = records[:, packet.ROW_SLOT], records[:, packet.ROW_SAMPLES]
+            is_stop = (tokens[:, None] == context.stop_ids[slots]).any(1)
+            seen["live"] += int((live & ~ended).sum())
+            seen["ended by a stop id"] += int((live & is_stop).sum())
+            seen["ended by its length"] += int((live & ended & ~is_stop).sum())
+            seen["had ended"] += int((samples & ~live).sum())
+            seen["padding"] += int((step["slots"] == context.null_slot).sum())
+            blocks = step["slot_mapping"] // BLOCK_SIZE
+            for row, (slot, _, block) in enumerate(
+                step["records"][:, packet.ROW_GRANT_SLOT : packet.ROW_GRANT_BLOCK + 1].tolist()
+            ):
+                written = (step["slots"] == slot) & (blocks == block) & (block > 0)
+                seen["granted in another row's record"] += int(written.sum() - written[row].int())
+    assert all(seen.values()) and len(seen) == 6, seen
+
+
+class HostPackets(CudaPacketRing):
+    def __init__(self, device: CpuDevice, entries: int, width: int) -> None:
+        self._device = device  # type: ignore[assignment]
+        self.ring = torch.zeros(entries, width, dtype=torch.int32)
+        self._views = [entry.numpy() for entry in self.ring]
+        self.counter = torch.zeros(1, dtype=torch.int64)
+        self._done = 0
+
+
+class HostResults(CudaResultRing):
+    __init__ = HostPackets.__init__
+
+    def publish(self, record: torch.Tensor) -> None:
+        raise AssertionError("the kernel publishes")
+
+
+class InterpretedDevice(CpuDevice):
+    """The CPU's stream with a GPU's rings: the step program takes the kernels."""
+
+    def __init__(self) -> None:
+        super().__init__(jitter_seed=1)
+        self.stream = SimpleNamespace(query=self.raise_failure)
+
+    def packet_ring(self, entries: int, width: int) -> Any:
+        return HostPackets(self, entries, width)
+
+    def result_ring(self, entries: int, width: int) -> Any:
+        ring = HostResults(self, entries, width)
+        ring.sequence = torch.zeros(1, dtype=torch.int32)
+        ring._seen = ring.sequence.numpy()
+        return ring
+
+
+@interpreted
+@pytest.mark.parametrize("depth", (0, 1, 2))
+def test_engine_on_interpreted_kernels_equals_the_oracle(depth: int) -> None:
+    rng = random.Random(depth)
+    asks = [random_ask(rng, max_new=12) for _ in range(14)]
+    with hash_engine(
+        depth,
+        device=InterpretedDevice(),
+        max_requests=5,
+        block_size_tokens=4,
+        block_count=60,
+        prefill_chunk_tokens=16,
+    ) as engine:
+        requests = engine.generate(
+            [list(a.prompt) for a in asks], [sampling_params(a) for a in asks]
+        )
+    for ask, request in zip(asks, requests, strict=True):
+        assert request.generated_tokens == decode_alone(ask)[0]
+    assert (engine.counters.tokens_discarded > 0) == (depth > 0)
