@@ -130,6 +130,9 @@ class TextGenerationController:
         self._graphs = StepGraphs(
             device, self._program, buckets, tokens, capture_mixed=capture_mixed
         )
+        prepare = getattr(self.inference_wrapped_model, "prepare", None)
+        if prepare is not None:
+            prepare(buckets)
         captured: Iterable[int] = self._graphs.capture()
         if progress is not None:
             captured = progress(captured, self._graphs.capture_count)

@@ -167,16 +167,14 @@ class StepProgram:
         if self._kernels is not None:
             batch = self._kernels.batch(rows)
             context.begin_decode(batch.slots, batch.position_ids, batch.slot_mapping, batch.lengths)
-            logits = self._model.forward(batch.token_ids, batch.position_ids, context)
-            self._pending_logits[:rows] = logits
+            self._forward(rows, batch.token_ids, batch.position_ids)
             return
         slots = self._row_records[:rows, packet.ROW_SLOT].long()
         positions = context.kv_length[slots]
         context.begin_forward(
             slots, positions, decode_rows=rows, read_lengths=not self._device.captures
         )
-        logits = self._model.forward(context.last_token[slots], positions, context)
-        self._pending_logits[:rows] = logits
+        self._forward(rows, context.last_token[slots], positions)
         context.kv_length[slots] = positions + (~context.finished[slots]).long()
 
     def forward_mixed(self, shape: StepShape) -> None:
@@ -199,11 +197,18 @@ class StepProgram:
             last_token_index=records[:, packet.ROW_LAST_TOKEN].long(),
             read_lengths=not self._device.captures,
         )
-        logits = self._model.forward(ids, positions, context)
-        self._pending_logits[: shape.rows] = logits
+        self._forward(shape.rows, ids, positions)
         slots = records[:, packet.ROW_SLOT].long()
         lengths = records[:, packet.ROW_QUERY_LENGTH].long()
         context.kv_length[slots] += torch.where(context.finished[slots], 0, lengths)
+
+    def _forward(self, rows: int, ids: torch.Tensor, positions: torch.Tensor) -> None:
+        logits = self._pending_logits[:rows]
+        into = getattr(self._model, "forward_into", None)
+        if into is not None:
+            into(logits, ids, positions, self._context)
+        else:
+            logits.copy_(self._model.forward(ids, positions, self._context))
 
     def poison_blocks(self, blocks: list[int]) -> None:
         """Fill freed KV blocks with garbage."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,8 @@ from torch import Tensor
 from megatron_async.kernels.batch_invariant import batch_invariant_mode
 from megatron_async.models.adapt import adapt_model
 from megatron_async.models.gpt import GPTModel
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,13 +40,20 @@ class GPTInferenceWrapper:
         inference_context: used by :meth:`forward` when it is given none.
         batch_invariant: on a GPU, compute with kernels that give each token bits of its own,
             whatever else is in the forward. The context attends, so it needs the same choice.
+        fused_decode: decode with the kernels of ``models/fused_decode.py`` where they take the
+            model, which is faster; ``fused_decode_off`` says why they do not.
 
     Raises:
         ConfigError: the model has a part that cannot be served; the message names it.
     """
 
     def __init__(
-        self, model: Any, inference_context: Any = None, *, batch_invariant: bool = False
+        self,
+        model: Any,
+        inference_context: Any = None,
+        *,
+        batch_invariant: bool = False,
+        fused_decode: bool = True,
     ) -> None:
         self.model: GPTModel = adapt_model(model).eval()
         self.inference_context = inference_context
@@ -60,6 +70,32 @@ class GPTInferenceWrapper:
             head_dim=attention.hidden_size_per_attention_head,
             dtype=parameter.dtype,
         )
+        self.fused_decode_off: str | None = "fused_decode=False"
+        self._fused: Any = None
+        if batch_invariant:
+            self.fused_decode_off = "batch_invariant=True"
+        elif fused_decode:
+            from megatron_async.models import fused_decode as fused
+
+            self.fused_decode_off = fused.why_not(self.model)
+            if self.fused_decode_off is None:
+                self._fused = fused.FusedDecoder(self.model)
+        if self.device.type == "cuda" and self.fused_decode_off is not None:
+            logger.info("decoding with the model's own forward: %s", self.fused_decode_off)
+
+    def prepare(self, rows: list[int]) -> None:
+        """Compile what decoding so many rows needs, ahead of their capture."""
+        if self._fused is not None:
+            self._fused.compile(rows)
+
+    def forward_into(
+        self, logits: Tensor, token_ids: Tensor, position_ids: Tensor, context: Any
+    ) -> None:
+        """:meth:`forward` into ``logits`` ``[R, vocab]``."""
+        if self._fused is not None and self._fused.takes(logits, context):
+            self._fused.forward(token_ids, position_ids, context, logits)
+        else:
+            logits.copy_(self.forward(token_ids, position_ids, context))
 
     @torch.no_grad()
     def forward(self, token_ids: Tensor, position_ids: Tensor, context: Any = None) -> Tensor:

@@ -1,0 +1,134 @@
+"""How ``attention.cu`` and ``embed.cu`` are cut up and called."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from megatron_async.kernels.cuda.compile import kernel
+from megatron_async.kernels.cuda.linear import LAYER_NORM, MULTIPROCESSORS
+
+WARPS = 4
+STAGES = 2
+MAX_SPLITS = 8
+"""The most blocks of a cluster that every GPU of this capability runs."""
+BLOCKS_PER_MULTIPROCESSOR = 3
+
+
+def unsupported(head_dim: int, group: int, block_size: int, rotated: int) -> str | None:
+    """Why the attention kernel does not take this shape; None if it does.
+
+    ``rotated`` elements of each head are rotated.
+    """
+    if head_dim % 16 or head_dim > 256:
+        return f"head dimension {head_dim} is not a multiple of 16 up to 256"
+    if group > 16:
+        return f"{group} query heads share a KV head, more than 16"
+    if block_size % 16:
+        return f"block size {block_size} is not a multiple of 16"
+    if rotated not in (0, head_dim):
+        return f"{rotated} of {head_dim} elements of a head are rotated, not all or none"
+    return None
+
+
+def splits(rows: int, kv_heads: int) -> int:
+    """Blocks that share the tokens of a row: a power of two that fills the GPU."""
+    wanted = BLOCKS_PER_MULTIPROCESSOR * MULTIPROCESSORS // (rows * kv_heads)
+    return min(MAX_SPLITS, 1 << max(0, wanted.bit_length() - 1))
+
+
+class DecodeAttention:
+    """Decode attention of one model's layers, see ``attention.cu``.
+
+    Args:
+        group: query heads of a KV head.
+        splits: blocks that share the tokens of a row.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        group: int,
+        kv_heads: int,
+        block_size: int,
+        *,
+        norm: bool,
+        rope: bool,
+        splits: int,
+        device_index: int,
+        warps: int = WARPS,
+        stages: int = STAGES,
+    ) -> None:
+        self._kv_heads, self._splits = kv_heads, splits
+        self._kernel = kernel(
+            "attention",
+            {
+                "D": head_dim, "GROUP": group, "KV_HEADS": kv_heads, "BLOCK": block_size,
+                "SPLITS": splits, "WARPS": warps, "ST": stages, "NORM": int(norm),
+                "ROPE": int(rope),
+            },
+            device_index,
+        )  # fmt: skip
+
+    def __call__(
+        self,
+        qkv: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        block_table: Tensor,
+        slots: Tensor,
+        position_ids: Tensor,
+        slot_mapping: Tensor,
+        out: Tensor,
+        *,
+        scale: float,
+        cos_sin: Tensor | None = None,
+        q_weight: Tensor | None = None,
+        k_weight: Tensor | None = None,
+        eps: float = 0.0,
+    ) -> None:
+        """Append the tokens' keys and values and attend: all bfloat16, contiguous.
+
+        Args:
+            qkv: ``[R, kv_heads * (group + 2) * head_dim]`` in megatron's order.
+            keys, values: ``[blocks, block_size, kv_heads, head_dim]`` of one layer.
+            block_table: int64 ``[slots, columns]``.
+            slots, position_ids, slot_mapping: int64 ``[R]``.
+            out: ``[R, kv_heads * group * head_dim]``.
+            cos_sin: fp32 ``[positions, 2, head_dim / 2]``.
+        """
+        self._kernel.launch(
+            (self._splits, self._kv_heads, qkv.shape[0]), qkv, keys, values, block_table,
+            block_table.stride(0), slots, position_ids, slot_mapping, cos_sin, q_weight, k_weight,
+            float(eps), float(scale * 1.4426950408889634), out,
+        )  # fmt: skip
+
+
+class Embed:
+    """Token and position embeddings into the residual stream, with its partial statistics."""
+
+    def __init__(
+        self, hidden: int, per_tile: int, norm: int, *, positions: bool, device_index: int
+    ) -> None:
+        self._kernel = kernel(
+            "embed",
+            {
+                "H": hidden, "PER_TILE": per_tile, "POSITIONS": int(positions),
+                "STATS": LAYER_NORM if norm == LAYER_NORM else 1,
+            },
+            device_index,
+        )  # fmt: skip
+
+    def __call__(
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        table: Tensor,
+        positions: Tensor | None,
+        hidden: Tensor,
+        statistics: Tensor,
+    ) -> None:
+        """``hidden [R, H] = table[token_ids] + positions[position_ids]``."""
+        self._kernel.launch(
+            (token_ids.shape[0], 1, 1), token_ids, position_ids, table, positions, hidden,
+            statistics,
+        )  # fmt: skip

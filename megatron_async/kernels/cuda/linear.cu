@@ -1,0 +1,471 @@
+// out = epilogue(norm(x) W^T) for few rows of x: the weights stream once from memory, and everything
+// around the product is inside.
+//
+//   x        [M, K] bf16, M <= 8 * MT          W  [N, K] bf16, row major
+//   NORM     0 none, 1 RMSNorm, 2 LayerNorm of x over K, from the partial statistics of its producer
+//   EPILOGUE 0 store, 1 add to the residual stream and emit its partial statistics,
+//            2 SiLU(gate) * up, 3 GELU (tanh), 4 GELU (erf)
+//
+// A block has WR x WK warps: WR warps beside each other in N with RT tiles of 16 rows of W each, WK
+// in K; a cluster of C blocks splits K further. Partial sums are added in a fixed order.
+//
+// W is the B operand of m16n8k16, 8 of its rows at a time, and x the A operand. Which k an operand
+// register holds is free as long as A and B agree, so a lane loads 16 bytes of a row of W, eight k of
+// it, and these are its own operands for two products: each lane copies to a ring in shared memory
+// what only that lane reads, a stage of 64 k at a time, and no barrier is needed for the weights.
+//
+// x lies in shared memory as a whole (STREAM 0: normed, K / C columns), or passes through XB
+// buffers of XS stages (STREAM 1: WK = 1, RMSNorm or none), the only barriers of the loop. RMSNorm
+// multiplies by its weight on the way in and by 1 / rms at the end, where the statistics are first
+// needed.
+
+#define WARPS (WR * WK)
+#define THREADS (32 * WARPS)
+#define TILES (RT * WR)                 // tiles of 16 rows of W in a block
+#define UNITS (K / 64)                  // stages of K in all
+#define STAGE_BYTES (2048 * RT)         // of one warp
+#define RING_BYTES (ST * STAGE_BYTES)
+#define XS 2                            // stages in a buffer of x
+#define XB ((ST + 1) / 2 + 1)           // buffers of x
+#define SLICE ((UNITS + C - 1) / C * 64)
+#define X_ROW (STREAM ? 128 : SLICE * 2 + 64)
+#define X_STAGE (MT * 8 * 128)
+#define X_BYTES (STREAM ? XB * XS * X_STAGE : MT * 8 * X_ROW)
+#define X_VECTORS ((MT * SLICE + THREADS - 1) / THREADS)  // of 16 bytes for each thread
+#define X_BATCH (X_VECTORS < 12 ? X_VECTORS : 12)
+#define X_PIECES ((XS * MT * 64 + THREADS - 1) / THREADS)
+#define FRAGMENTS (MT * TILES)
+#define OWNERS (C < FRAGMENTS ? C : FRAGMENTS)
+#define OWN (FRAGMENTS / OWNERS)        // fragments that an owner of the cluster finishes
+#define PER_WARP ((OWN + WARPS - 1) / WARPS)
+#define STAT_ROWS ((MT * 8 + WARPS - 1) / WARPS)
+#define STAT_TILES (OWN < TILES ? OWN : TILES)
+#define SPLIT (WK * C > 1)
+#define GATED (EPILOGUE == 2)
+#define NORM_WEIGHT_BYTES (STREAM && NORM ? SLICE * 2 : 0)
+
+#define X_AT (WARPS * RING_BYTES)
+#define NORM_AT (X_AT + X_BYTES)
+#define SCALE_AT (NORM_AT + NORM_WEIGHT_BYTES)
+#define STATS_AT (SCALE_AT + MT * 8 * 8)
+#define SHARED_BYTES (STATS_AT + (EPILOGUE == 1 ? OWN * 64 : 0))
+
+static_assert(K % 64 == 0 && FRAGMENTS % OWNERS == 0 && UNITS >= C * WK, "shape");
+static_assert(!STREAM || (WK == 1 && NORM != 2), "streaming x");
+static_assert(!PERSISTENT || (!SPLIT && EPILOGUE != 1), "a persistent block keeps its ring busy");
+static_assert(TILES % STAT_TILES == 0 && OWN % STAT_TILES == 0, "statistics");
+static_assert((XB - 1) * XS >= ST, "x must not be later than the weights");
+static_assert(!STREAM || !PERSISTENT || UNITS % XS == 0, "streaming x in whole buffers");
+static_assert(RT * MT * 512 <= RING_BYTES || !SPLIT, "partial sums lie in the ring");
+
+extern "C" __device__ const int shared_bytes = SHARED_BYTES;
+
+extern __shared__ __align__(128) char shared[];
+
+__device__ __forceinline__ float activate(float v) {
+#if EPILOGUE == 3
+  float inner = 0.7978845608028654f * (v + 0.044715f * v * v * v);
+  return 0.5f * v * (1.f + tanhf(inner));
+#elif EPILOGUE == 4
+  return 0.5f * v * (1.f + erff(v * 0.7071067811865476f));
+#else
+  return v;
+#endif
+}
+
+extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(THREADS)
+    linear(const u16* x, const char* w, const u16* bias, const u16* norm_weight,
+           const u16* norm_bias, const float2* stats_in, int stats_tiles, float eps,
+           const u16* residual, u16* out, float2* stats_out, int M, int out_row) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int wr = warp % WR, wk = warp / WR;
+  const int rank = C > 1 ? blockIdx.x % C : 0;
+  const int block_count = gridDim.x / C;
+  int tile = blockIdx.x / C;
+  const int row_blocks = (N + 16 * TILES - 1) / (16 * TILES);
+  const int my_tiles = PERSISTENT ? (row_blocks - tile + block_count - 1) / block_count : 1;
+  const int first_unit = UNITS * (rank * WK + wk) / (C * WK);
+  const int count = UNITS * (rank * WK + wk + 1) / (C * WK) - first_unit;
+  const int slice_unit = UNITS * rank / C;
+  const int total = count * my_tiles;
+  const u32 base = shared_address(shared);
+  const u32 ring = base + warp * RING_BYTES + lane * 16;
+  float2* scale = (float2*)(shared + SCALE_AT);  // mean and 1 / deviation of each row of x
+
+  // --- weights, as far as the ring holds them, before anything is known of x ------------------
+  const char* ahead[RT][2];  // of each tile the lane's rows in its upper and its lower half
+  auto start_tile = [&](int tile) {
+#pragma unroll
+    for (int r = 0; r < RT; r++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+        int first = (tile * WR + wr) * RT + r;
+        int n = GATED ? first * 8 + g + half * (N / 2) : first * 16 + half * 8 + g;
+        ahead[r][half] = w + (size_t)min(n, N - 1) * (K * 2) + first_unit * 128 + t * 16;
+      }
+  };
+  start_tile(tile);
+  int ahead_tile = tile, ahead_unit = 0, issued = 0;
+  u32 ahead_slot = ring;
+  auto issue_weights = [&]() {
+#pragma unroll
+    for (int r = 0; r < RT; r++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+#pragma unroll
+        for (int u = 0; u < 2; u++)
+          copy16(ahead_slot + ((u * RT + r) * 2 + half) * 512, ahead[r][half] + u * 64);
+        ahead[r][half] += 128;
+      }
+    ahead_slot = ahead_slot == ring + (ST - 1) * STAGE_BYTES ? ring : ahead_slot + STAGE_BYTES;
+    issued++;
+    if (PERSISTENT && ++ahead_unit == count) {
+      ahead_unit = 0;
+      ahead_tile += block_count;
+      start_tile(ahead_tile);
+    }
+  };
+
+  // Pieces of 16 bytes of x that this thread copies for each buffer: where from, where to.
+  int x_unit = 0;
+  u32 x_buffer = base + X_AT;
+  u32 x_from[X_PIECES], x_to[X_PIECES];
+#pragma unroll
+  for (int p = 0; p < X_PIECES && STREAM; p++) {
+    const u32 i = threadIdx.x + p * THREADS, row = i / 8 % (MT * 8), c = i % 8;
+    x_from[p] = min(row, M - 1u) * (K * 2u) + (slice_unit + i / (MT * 64)) * 128 + c * 16;
+    x_to[p] = i / (MT * 64) * X_STAGE + row * 128 + ((c ^ ((row & 1) << 2)) * 16);
+  }
+  auto issue_x = [&]() {
+#pragma unroll
+    for (int p = 0; p < X_PIECES; p++) {
+      const u32 i = threadIdx.x + p * THREADS;
+      if (i < XS * MT * 64 && x_unit + (int)(i / (MT * 64)) < count)
+        copy16(x_buffer + x_to[p], (const char*)x + x_from[p] + x_unit * 128);
+    }
+    x_buffer = x_buffer == base + X_AT + (XB - 1) * XS * X_STAGE ? base + X_AT : x_buffer + XS * X_STAGE;
+    x_unit += XS;
+    if (PERSISTENT && x_unit >= count) x_unit = 0;
+  };
+  for (int s = 0; s < ST; s++) {
+    if (issued < total) issue_weights();
+    commit_copies();
+  }
+#if STREAM && NORM
+  for (int i = threadIdx.x; i < SLICE / 8; i += THREADS)
+    copy16(base + NORM_AT + i * 16, norm_weight + slice_unit * 64 + i * 8);
+#endif
+
+  wait_for_predecessor();
+  release_successor();
+
+  // --- x ---------------------------------------------------------------------------------------
+#if STREAM
+  for (int s = 0; s < XB - 1; s++) {
+    issue_x();
+    commit_copies();
+  }
+#endif
+  u32 kept[PER_WARP][2];
+#if EPILOGUE == 1
+#pragma unroll
+  for (int i = 0; i < PER_WARP; i++) {
+    int f = rank * OWN + i * WARPS + warp, mt = f / TILES, rt = f % TILES;
+    if (!SPLIT) mt = i / RT, rt = wr * RT + i % RT;
+    if (SPLIT && (i * WARPS + warp >= OWN || rank >= OWNERS)) break;
+    const u16* from = residual + (size_t)min(mt * 8 + g, M - 1) * N + (tile * TILES + rt) * 16 + 2 * t;
+    kept[i][0] = load_l2((const u32*)from);
+    kept[i][1] = load_l2((const u32*)(from + 8));
+  }
+#endif
+  auto statistics = [&]() {
+    // All rows of this warp at once: each is a trip to L2.
+    float mean[STAT_ROWS], square[STAT_ROWS];
+#pragma unroll
+    for (int j = 0; j < STAT_ROWS; j++) mean[j] = square[j] = 0.f;
+#pragma unroll 2
+    for (int i = lane; i < stats_tiles; i += 32) {
+#pragma unroll
+      for (int j = 0; j < STAT_ROWS; j++) {
+        int row = min(warp + j * WARPS, M - 1);
+        float2 v = load_l2(stats_in + (size_t)row * stats_tiles + i);
+        mean[j] += v.x;
+        // Of RMSNorm the sum of squares; of LayerNorm that of deviations, and the tiles' means.
+        square[j] += NORM == 2 ? v.y + v.x * v.x * (float)(K / stats_tiles) : v.y;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < STAT_ROWS; j++) {
+#pragma unroll
+      for (int d = 16; d; d >>= 1) {
+        mean[j] += __shfl_xor_sync(~0u, mean[j], d);
+        square[j] += __shfl_xor_sync(~0u, square[j], d);
+      }
+      float m = NORM == 2 ? mean[j] / stats_tiles : 0.f;
+      float variance = square[j] / K - m * m;
+      int row = warp + j * WARPS;
+      if (lane == 0 && row < MT * 8) scale[row] = make_float2(m, rsqrtf(variance + eps));
+    }
+  };
+#if !STREAM
+  const int slice_vectors = (UNITS * (rank + 1) / C - slice_unit) * 8, vectors = M * slice_vectors;
+#pragma unroll 1
+  for (int first = threadIdx.x; first == threadIdx.x || first < vectors;
+       first += X_BATCH * THREADS) {
+    Vec v[X_BATCH];
+#pragma unroll
+    for (int j = 0; j < X_BATCH; j++) {
+      int i = first + j * THREADS, k = slice_unit * 64 + i % slice_vectors * 8;
+      if (i < vectors) v[j] = load_l2_vec(x + (size_t)(i / slice_vectors) * K + k);
+    }
+    if (NORM == 2 && first == threadIdx.x) {
+      statistics();
+      __syncthreads();
+    }
+#pragma unroll
+    for (int j = 0; j < X_BATCH; j++) {
+      int i = first + j * THREADS, row = i / slice_vectors, c = i % slice_vectors;
+      int k = slice_unit * 64 + c * 8;
+      if (i >= vectors) break;
+      if (NORM == 1) v[j] = mul8(v[j], *(const Vec*)(norm_weight + k));
+      if (NORM == 2) {
+        Vec a = *(const Vec*)(norm_weight + k), b = *(const Vec*)(norm_bias + k);
+        float2 s = scale[row];
+        auto norm2 = [&](u32 v, u32 a, u32 b) {
+          return pack((low(v) - s.x) * s.y * low(a) + low(b),
+                      (high(v) - s.x) * s.y * high(a) + high(b));
+        };
+        v[j] = Vec{norm2(v[j].x, a.x, b.x), norm2(v[j].y, a.y, b.y), norm2(v[j].z, a.z, b.z),
+                   norm2(v[j].w, a.w, b.w)};
+      }
+      store_shared(base + X_AT + row * X_ROW + c * 16, v[j]);
+    }
+  }
+#endif
+  if (NORM == 1) statistics();
+  if (!STREAM || NORM) __syncthreads();
+
+  // --- the product -----------------------------------------------------------------------------
+  float sums[RT][2][(MT + 1) / 2][4];  // tile, its half, 16 rows of x
+  auto clear = [&]() {
+#pragma unroll
+    for (int r = 0; r < RT; r++)
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int mt = 0; mt < (MT + 1) / 2; mt++)
+#pragma unroll
+          for (int j = 0; j < 4; j++) sums[r][half][mt][j] = 0.f;
+  };
+  auto take = [&](int r, int mt, float (&v)[4]) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) v[j] = sums[r][j / 2][mt / 2][mt % 2 * 2 + j % 2];
+  };
+  clear();
+
+  // Row m = 8 * mt + g of the output, columns 2t, 2t + 1 of the tile's upper and of its lower half.
+  auto finish = [&](int row_tile, int mt, int own, float (&v)[4], u32 (&before)[2]) {
+    const int m = mt * 8 + g, n = row_tile * (GATED ? 8 : 16) + 2 * t;
+    u16* into = out + (size_t)m * out_row + n;
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      int column = min(n + j % 2 + j / 2 * (GATED ? N / 2 : 8), N - 1);
+      if (NORM == 1) v[j] *= scale[m].y;
+      if (bias != nullptr) v[j] += widen(bias[column]);
+    }
+#if EPILOGUE == 1
+    float2* stats = (float2*)(shared + STATS_AT) + own * 8;
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      u32 sum = pack(v[half * 2] + low(before[half]), v[half * 2 + 1] + high(before[half]));
+      v[half * 2] = low(sum), v[half * 2 + 1] = high(sum);
+      if (m < M) *(u32*)(into + half * 8) = sum;
+    }
+    float mean = 0.f, square = 0.f;
+    if (STATS == 2) {
+      mean = v[0] + v[1] + v[2] + v[3];
+      mean += __shfl_xor_sync(~0u, mean, 1);
+      mean += __shfl_xor_sync(~0u, mean, 2);
+      mean *= 1.f / 16;
+    }
+#pragma unroll
+    for (int j = 0; j < 4; j++) square += (v[j] - mean) * (v[j] - mean);
+    square += __shfl_xor_sync(~0u, square, 1);
+    square += __shfl_xor_sync(~0u, square, 2);
+    if (t == 0) stats[g] = make_float2(mean, square);
+#elif GATED
+    float gated[2];
+#pragma unroll
+    for (int j = 0; j < 2; j++) gated[j] = v[j] / (1.f + __expf(-v[j])) * v[j + 2];
+    if (m < M) *(u32*)into = pack(gated[0], gated[1]);
+#else
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      u32 pair = pack(activate(v[half * 2]), activate(v[half * 2 + 1]));
+      if (N % 16 == 0) {
+        if (m < M && n + half * 8 < N) *(u32*)(into + half * 8) = pair;
+      } else {
+        if (m < M && n + half * 8 < N) into[half * 8] = (u16)pair;
+        if (m < M && n + half * 8 + 1 < N) into[half * 8 + 1] = (u16)(pair >> 16);
+      }
+    }
+#endif
+  };
+
+  int unit = 0;
+  u32 slot = ring;
+  // This lane's 16 bytes of row g of x for the first half of a stage; the second is 64 bytes away.
+  const u32 own_x = base + X_AT + g * X_ROW +
+                    (STREAM ? (t ^ ((g & 1) << 2)) * 16 : (first_unit - slice_unit) * 128 + t * 16);
+  u32 x_at = own_x;
+  if (STREAM) await_copies<XB - 2>();
+  for (int i = 0; i < total; i++) {
+    if (STREAM && unit % XS == 0) {
+      // The buffer that is filled next was read last before this barrier.
+      if (i < (XB - 1) * XS)
+        await_copies<(ST < XB ? ST : XB) - 1>();
+      else
+        await_copies<ST - 1>();
+      __syncthreads();
+      issue_x();
+    } else {
+      await_copies<ST - 1>();
+    }
+    Vec b[2][RT][2], a[2][MT];
+#pragma unroll
+    for (int u = 0; u < 2; u++) {
+#pragma unroll
+      for (int mt = 0; mt < MT; mt++)
+        a[u][mt] = load_shared((STREAM ? x_at ^ (u * 64) : x_at + u * 64) + mt * 8 * X_ROW);
+#pragma unroll
+      for (int r = 0; r < RT; r++)
+#pragma unroll
+        for (int half = 0; half < 2; half++)
+          b[u][r][half] = load_shared(slot + ((u * RT + r) * 2 + half) * 512);
+#if STREAM && NORM
+      Vec nw = load_shared(base + NORM_AT + t * 16 + unit * 128 + u * 64);
+#pragma unroll
+      for (int mt = 0; mt < MT; mt++) a[u][mt] = mul8(a[u][mt], nw);
+#endif
+    }
+    if (issued < total) issue_weights();
+    commit_copies();
+#pragma unroll
+    for (int u = 0; u < 2; u++)
+#pragma unroll
+      for (int part = 0; part < 2; part++)
+#pragma unroll
+        for (int mt = 0; mt < MT; mt += 2)
+#pragma unroll
+          for (int r = 0; r < RT; r++)
+#pragma unroll
+            for (int half = 0; half < 2; half++) {
+              const Vec &xs = a[u][mt], &ws = b[u][r][half];
+              const u32 b0 = part ? ws.z : ws.x, b1 = part ? ws.w : ws.y;
+              const u32 a0 = part ? xs.z : xs.x, a2 = part ? xs.w : xs.y;
+              u32 a1 = 0, a3 = 0;
+              if (MT > 1) {
+                const Vec& more = a[u][mt + (MT > 1)];
+                a1 = part ? more.z : more.x, a3 = part ? more.w : more.y;
+              }
+              mma(sums[r][half][mt / 2], a0, a1, a2, a3, b0, b1);
+            }
+    slot = slot == ring + (ST - 1) * STAGE_BYTES ? ring : slot + STAGE_BYTES;
+    unit++;
+    if (!STREAM) {
+      x_at += 128;
+    } else {
+      x_at += X_STAGE;
+      if (x_at == own_x + XB * XS * X_STAGE) x_at = own_x;
+      // A last buffer that is not full ends the loop.
+    }
+    if (unit == count && PERSISTENT) {
+#pragma unroll
+      for (int r = 0; r < RT; r++)
+#pragma unroll
+        for (int mt = 0; mt < MT; mt++) {
+          float v[4];
+          take(r, mt, v);
+          finish((tile * WR + wr) * RT + r, mt, 0, v, kept[0]);
+        }
+      clear();
+      unit = 0;
+      if (!STREAM) x_at = own_x;
+      tile += block_count;
+    }
+  }
+  if (PERSISTENT) return;
+
+  // --- what the parts of K add up to -------------------------------------------------------------
+  if (!SPLIT) {
+#pragma unroll
+    for (int mt = 0; mt < MT; mt++)
+#pragma unroll
+      for (int r = 0; r < RT; r++) {
+        float v[4];
+        take(r, mt, v);
+        finish((tile * WR + wr) * RT + r, mt, mt * TILES + wr * RT + r, v,
+               kept[EPILOGUE == 1 ? mt * RT + r : 0]);
+      }
+  } else {
+    await_copies<0>();
+#pragma unroll
+    for (int r = 0; r < RT; r++)
+#pragma unroll
+      for (int mt = 0; mt < MT; mt++) {
+        float v[4];
+        take(r, mt, v);
+        store_shared(ring + (r * MT + mt) * 512,
+                     Vec{__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
+                         __float_as_uint(v[3])});
+      }
+    if (C > 1)
+      cluster_sync();
+    else
+      __syncthreads();
+#pragma unroll
+    for (int i = 0; i < PER_WARP; i++) {
+      int own = i * WARPS + warp;
+      if (own >= OWN || rank >= OWNERS) break;
+      int f = rank * OWN + own, mt = f / TILES, rt = f % TILES;
+      u32 at = base + (rt / RT) * RING_BYTES + (rt % RT * MT + mt) * 512 + lane * 16;
+      float v[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+      for (int c = 0; c < C; c++) {
+        u32 from = C > 1 ? peer_address(at, c) : at;
+#pragma unroll
+        for (int k = 0; k < WK; k++) {
+          float4 part;
+          if (C > 1) {
+            part = load_peer(from + k * WR * RING_BYTES);
+          } else {
+            Vec p = load_shared(from + k * WR * RING_BYTES);
+            part = make_float4(__uint_as_float(p.x), __uint_as_float(p.y), __uint_as_float(p.z),
+                               __uint_as_float(p.w));
+          }
+          v[0] += part.x, v[1] += part.y, v[2] += part.z, v[3] += part.w;
+        }
+      }
+      finish(tile * TILES + rt, mt, own, v, kept[EPILOGUE == 1 ? i : 0]);
+    }
+  }
+
+#if EPILOGUE == 1
+  __syncthreads();
+  const float2* stats = (const float2*)(shared + STATS_AT);
+  for (int i = threadIdx.x; i < OWN / STAT_TILES * 8 && rank < OWNERS; i += THREADS) {
+    int f = rank * OWN + i / 8 * STAT_TILES, m = f / TILES * 8 + i % 8;
+    float mean = 0.f, square = 0.f;
+    for (int r = 0; r < STAT_TILES; r++) {
+      float2 v = stats[(i / 8 * STAT_TILES + r) * 8 + i % 8];
+      mean += v.x;
+      square += v.y + 16.f * v.x * v.x;
+    }
+    mean /= STAT_TILES;
+    square -= 16.f * STAT_TILES * mean * mean;
+    int index = (tile * TILES + f % TILES) / STAT_TILES;
+    if (m < M) stats_out[(size_t)m * (N / (16 * STAT_TILES)) + index] = make_float2(mean, square);
+  }
+#endif
+  if (C > 1) cluster_sync();  // nobody leaves while a peer reads its partial sums
+}

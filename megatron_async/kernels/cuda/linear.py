@@ -1,0 +1,281 @@
+"""Products of few rows with a weight: how ``linear.cu`` is cut up, and how it is called."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_async.kernels.cuda.compile import Kernel, kernel
+
+STORE, ADD, SILU_GATE, GELU_TANH, GELU = range(5)
+"""Epilogues."""
+NO_NORM, RMS_NORM, LAYER_NORM = range(3)
+
+MAX_ROWS = 32
+MULTIPROCESSORS = 132
+"""Of an H100 or H200: tilings are chosen for about so many blocks."""
+SHARED_BYTES = 227 * 1024
+RESIDENT_BYTES = 72 * 1024
+"""Most shared memory that a block may spend on x as a whole."""
+UNIT = 64
+"""K is cut into stages of so many."""
+
+
+class Tiling(NamedTuple):
+    """See ``linear.cu``: tiles of 16 rows a warp, warps in N and K, blocks of a cluster in K,
+    stages of the ring, whether x streams, whether blocks go on to further rows of the weight."""
+
+    row_tiles: int
+    warps_n: int
+    warps_k: int
+    cluster: int
+    stages: int
+    stream: bool = False
+    persistent: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Rows of the weight in a block."""
+        return 16 * self.row_tiles * self.warps_n
+
+    def blocks(self, n: int) -> int:
+        """Blocks that cover ``n`` rows of the weight."""
+        return -(-n // self.rows) * self.cluster
+
+    def statistic_rows(self, row_groups: int) -> int:
+        """Elements of the residual stream that one partial statistic of epilogue ADD covers."""
+        tiles = self.row_tiles * self.warps_n
+        fragments = row_groups * tiles
+        return 16 * min(tiles, fragments // min(self.cluster, fragments))
+
+    @property
+    def x_stages(self) -> int:
+        """Stages of all buffers of x."""
+        return 2 * ((self.stages + 1) // 2 + 1)
+
+    def shared_bytes(self, k: int, row_groups: int, norm: int) -> int:
+        """About what a block takes."""
+        warps = self.warps_n * self.warps_k
+        slice_k = -(-(k // UNIT) // self.cluster) * UNIT
+        ring = warps * self.stages * 2048 * self.row_tiles
+        if self.stream:
+            x = self.x_stages * row_groups * 1024
+            return ring + x + (slice_k * 2 if norm else 0) + 8192
+        return ring + row_groups * 8 * (slice_k * 2 + 64) + 8192
+
+    def fits(self, n: int, k: int, row_groups: int, norm: int, epilogue: int) -> bool:
+        """Whether the kernel can be built so."""
+        fragments = row_groups * self.row_tiles * self.warps_n
+        split = self.warps_k * self.cluster > 1
+        owners = min(self.cluster, fragments)
+        tiles = self.row_tiles * self.warps_n
+        own = fragments // owners
+        return (
+            self.warps_n * self.warps_k <= 32
+            and k // UNIT >= self.cluster * self.warps_k
+            and fragments % owners == 0
+            and tiles % min(tiles, own) == 0
+            and own % min(tiles, own) == 0
+            and not (self.stream and (self.warps_k > 1 or norm == LAYER_NORM))
+            and not (self.stream and self.persistent and k // UNIT % 2)
+            and not (self.persistent and (split or epilogue == ADD))
+            and (row_groups * 512 <= self.stages * 2048 or not split)
+            and self.shared_bytes(k, row_groups, norm) <= SHARED_BYTES
+            # Statistics and pairs of gate and up do not stop at the end of the weight.
+            and (epilogue in (STORE, GELU, GELU_TANH) or n % self.rows == 0)
+        )
+
+
+def row_groups(rows: int) -> int:
+    """Groups of eight rows of x: a power of two."""
+    return 1 << max(0, -(-rows // 8) - 1).bit_length()
+
+
+def candidates(n: int, k: int, groups: int, norm: int, epilogue: int) -> Iterator[Tiling]:
+    """Tilings worth measuring."""
+    tiles = -(-n // 16)
+    for cluster in (1, 2, 4, 8):
+        for warps_k in (1, 2, 4, 8, 16):
+            for warps_n in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16):
+                for row_tiles in (1, 2, 3, 4):
+                    warps = warps_n * warps_k
+                    blocks = -(-tiles // (row_tiles * warps_n)) * cluster
+                    persistent = blocks > 4 * MULTIPROCESSORS
+                    if not 2 <= warps <= 16 or (persistent and warps_k * cluster > 1):
+                        continue
+                    if not blocks >= 84 and row_tiles * warps_n > 1:
+                        continue
+                    if not persistent and blocks > 2 * MULTIPROCESSORS + 24:
+                        continue
+                    for stages in (2, 3, 4, 5, 6, 8):
+                        for stream in (False, True):
+                            tiling = Tiling(
+                                row_tiles, warps_n, warps_k, cluster, stages, stream, persistent
+                            )
+                            if tiling.fits(n, k, groups, norm, epilogue):
+                                yield tiling
+
+
+# Measured on an H200 by scripts/tune_linear.py with 1 row and with 32: (n, k) -> tiling.
+_MEASURED: dict[int, dict[tuple[int, int], Tiling]] = {
+    1: {
+        (6144, 4096): Tiling(3, 1, 8, 1, 3),
+        (4096, 4096): Tiling(1, 2, 8, 1, 4),
+        (28672, 4096): Tiling(2, 7, 1, 1, 4),
+        (4096, 14336): Tiling(2, 2, 2, 2, 6),
+        (128256, 4096): Tiling(1, 6, 1, 1, 8, persistent=True),
+        (4096, 1024): Tiling(2, 1, 8, 1, 2),
+        (1024, 2048): Tiling(1, 1, 8, 1, 4),
+        (6144, 1024): Tiling(1, 3, 2, 1, 8),
+        (1024, 3072): Tiling(1, 1, 16, 1, 4),
+        (151936, 1024): Tiling(1, 8, 1, 1, 8, persistent=True),
+        (2304, 768): Tiling(1, 1, 4, 1, 8),
+        (768, 768): Tiling(1, 1, 8, 1, 8),
+        (3072, 768): Tiling(1, 1, 4, 1, 8),
+        (768, 3072): Tiling(1, 1, 16, 1, 4),
+        (50257, 768): Tiling(1, 4, 1, 1, 8, persistent=True),
+    },
+    4: {
+        (6144, 4096): Tiling(1, 16, 1, 4, 4, stream=True),
+        (4096, 4096): Tiling(1, 4, 4, 2, 2),
+        (28672, 4096): Tiling(1, 14, 1, 1, 4, stream=True),
+        (4096, 14336): Tiling(4, 4, 1, 8, 2, stream=True),
+        (128256, 4096): Tiling(2, 6, 1, 1, 6, stream=True, persistent=True),
+        (4096, 1024): Tiling(1, 3, 4, 1, 6),
+        (1024, 2048): Tiling(1, 4, 1, 8, 6, stream=True),
+        (6144, 1024): Tiling(1, 4, 4, 1, 4),
+        (1024, 3072): Tiling(1, 4, 1, 8, 8, stream=True),
+        (151936, 1024): Tiling(1, 8, 1, 1, 8, stream=True, persistent=True),
+        (2304, 768): Tiling(1, 6, 2, 4, 3),
+        (768, 768): Tiling(1, 1, 8, 1, 3),
+        (3072, 768): Tiling(1, 2, 8, 1, 4),
+        (768, 3072): Tiling(1, 4, 1, 8, 8),
+        (50257, 768): Tiling(1, 12, 1, 1, 2),
+    },
+}
+_LIKE = {1: (1, 4), 2: (4, 1), 4: (4, 1), 8: (4,)}
+"""Whose measurements a number of row groups goes by."""
+
+
+@functools.cache
+def choose(n: int, k: int, groups: int, norm: int, epilogue: int) -> Tiling | None:
+    """The tiling for a product ``[8 * groups, k] x [n, k]``; None if no tiling fits.
+
+    The measured one of this shape, else what :func:`_cost` says.
+    """
+    for like in _LIKE.get(groups, ()):
+        tiling = _MEASURED[like].get((n, k))
+        if tiling is not None and tiling.fits(n, k, groups, norm, epilogue):
+            return tiling
+    best: tuple[float, Tiling] | None = None
+    for tiling in candidates(n, k, groups, norm, epilogue):
+        cost = _cost(tiling, n, k, groups, norm)
+        if best is None or cost < best[0]:
+            best = cost, tiling
+    return None if best is None else best[1]
+
+
+def _cost(tiling: Tiling, n: int, k: int, groups: int, norm: int) -> float:
+    """What measuring favoured: blocks on all multiprocessors in one wave, two of them beside each
+    other so that the next product's weights are on their way while this one ends, many warps in K
+    while x is small, no large clusters."""
+    blocks = tiling.blocks(n)
+    shared = tiling.shared_bytes(k, groups, norm)
+    together = 2 if shared <= SHARED_BYTES // 2 else 1
+    if tiling.persistent:
+        waves = 1.0
+    else:
+        # Clusters of more than two do not fill the last multiprocessors of each of the GPU's parts.
+        slots = (MULTIPROCESSORS if tiling.cluster <= 2 else 112) * together
+        waves = -(-blocks // slots) * together * MULTIPROCESSORS / max(blocks, MULTIPROCESSORS)
+        waves = max(waves, MULTIPROCESSORS / blocks)
+        if together == 2:
+            waves = max(MULTIPROCESSORS / blocks, 1.0) * -(-blocks // slots)
+    traffic = 1 + 0.3 * 8 * groups / tiling.rows
+    warps = tiling.warps_n * tiling.warps_k
+    flight = warps * tiling.stages * 2048 * tiling.row_tiles * min(together, blocks / 132)
+    latency = 1 + 0.5 * max(0.0, 1 - flight / (96 * 1024))
+    parallel = 1 + 0.1 * max(0.0, 1 - tiling.warps_k / 8) * (groups == 1 and not tiling.persistent)
+    return waves * traffic * latency * parallel * (1 + 0.03 * (tiling.cluster - 1))
+
+
+class Linear:
+    """One product of a model, for batches of up to ``8 * groups`` rows.
+
+    Args:
+        n, k: shape of the weight.
+        groups: see :func:`row_groups`.
+        norm, norm_statistics: of the input, and the norm (``RMS_NORM``, ``LAYER_NORM``) that
+            reads the statistics which epilogue ``ADD`` writes.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        k: int,
+        groups: int,
+        norm: int,
+        epilogue: int,
+        norm_statistics: int,
+        tiling: Tiling,
+        device_index: int,
+    ) -> None:
+        self.n, self.k, self.tiling = n, k, tiling
+        self.kernel: Kernel = kernel(
+            "linear",
+            defines(n, k, groups, norm, epilogue, norm_statistics, tiling),
+            device_index,
+        )
+        blocks = tiling.blocks(n)
+        if tiling.persistent:
+            resident = max(1, SHARED_BYTES // (self.kernel.shared_bytes + 1024))
+            by_threads = 2048 // self.kernel.threads
+            blocks = min(blocks, MULTIPROCESSORS * min(resident, by_threads, 2))
+        self._grid = (blocks, 1, 1)
+        self.statistic_rows = tiling.statistic_rows(groups)
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        out: Tensor,
+        *,
+        bias: Tensor | None = None,
+        norm: tuple[Tensor, Tensor | None, float] | None = None,
+        statistics: Tensor | None = None,
+        residual: Tensor | None = None,
+        statistics_out: Tensor | None = None,
+    ) -> None:
+        """``out [M, N] = epilogue(norm(x [M, K]) weight^T)``; all contiguous bfloat16.
+
+        ``norm`` is (weight, bias, epsilon); ``statistics`` fp32 ``[M, tiles, 2]`` those of x.
+        """
+        norm_weight, norm_bias, eps = norm if norm is not None else (None, None, 0.0)
+        self.kernel.launch(
+            self._grid, x, weight, bias, norm_weight, norm_bias, statistics,
+            0 if statistics is None else statistics.shape[1], float(eps), residual, out,
+            statistics_out, x.shape[0], out.stride(0),
+        )  # fmt: skip
+
+
+def defines(
+    n: int, k: int, groups: int, norm: int, epilogue: int, norm_statistics: int, tiling: Tiling
+) -> dict[str, int]:
+    """Macros of ``linear.cu``."""
+    return {
+        "MT": groups, "RT": tiling.row_tiles, "WR": tiling.warps_n, "WK": tiling.warps_k,
+        "C": tiling.cluster, "ST": tiling.stages, "STREAM": int(tiling.stream),
+        "PERSISTENT": int(tiling.persistent), "K": k, "N": n, "NORM": norm,
+        "EPILOGUE": epilogue, "STATS": norm_statistics,
+    }  # fmt: skip
+
+
+def statistics_of(hidden: Tensor, norm: int, per_tile: int) -> Tensor:
+    """What epilogue ``ADD`` emits for ``hidden [M, H]``, with PyTorch: fp32 ``[M, tiles, 2]``."""
+    tiles = hidden.float().unflatten(1, (-1, per_tile))
+    mean = tiles.mean(2) if norm == LAYER_NORM else torch.zeros_like(tiles[..., 0])
+    return torch.stack((mean, (tiles - mean[..., None]).square().sum(2)), 2)

@@ -1,0 +1,383 @@
+"""A GPTModel's forward over one token a row in five kernels a layer (``kernels/cuda``).
+
+    QKV product (norm inside) -> attention (norm of heads, rotation, append inside) ->
+    output product (adds to the residual stream) -> first MLP product (norm and activation
+    inside) -> second MLP product (adds to the residual stream)
+
+It reads the model's own parameters, so weights updated in place are used at once. Whatever is not
+covered (:func:`why_not`) runs in the model's own forward.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_async.kernels.cuda import attention as cuda_attention
+from megatron_async.kernels.cuda import compile as cuda
+from megatron_async.kernels.cuda.linear import (
+    ADD,
+    GELU,
+    GELU_TANH,
+    LAYER_NORM,
+    MAX_ROWS,
+    NO_NORM,
+    RMS_NORM,
+    SILU_GATE,
+    STORE,
+    UNIT,
+    Linear,
+    Tiling,
+    choose,
+    defines,
+    row_groups,
+)
+from megatron_async.models import (
+    activation,
+    compat,  # noqa: F401  (before megatron)
+)
+from megatron_async.models.attention import PagedSelfAttention
+from megatron_async.models.norm import LayerNorm, RMSNorm
+
+from megatron.core.tensor_parallel.layers import (  # isort: skip
+    ColumnParallelLinear,
+    RowParallelLinear,
+)
+from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
+from megatron.core.transformer.mlp import MLP  # isort: skip
+
+_RMS_NORMS = (RMSNorm, torch.nn.RMSNorm)
+_LAYER_NORMS = (LayerNorm, torch.nn.LayerNorm)
+
+Norm = tuple[Tensor, Tensor | None, float]
+"""Weight, bias, epsilon."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """A product of the model: its shape and what is inside it."""
+
+    n: int
+    k: int
+    norm: int
+    epilogue: int
+
+    def tiling(self, groups: int) -> Tiling | None:
+        return choose(self.n, self.k, groups, self.norm, self.epilogue)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    index: int
+    input_norm: Norm
+    qkv: tuple[Tensor, Tensor | None]
+    head_norms: tuple[Tensor | None, Tensor | None, float]
+    scale: float
+    projection: tuple[Tensor, Tensor | None]
+    mlp_norm: Norm
+    fc1: tuple[Tensor, Tensor | None]
+    fc2: tuple[Tensor, Tensor | None]
+
+
+def why_not(model: Any) -> str | None:
+    """Why ``model`` decodes with its own forward; None if the fused one takes it."""
+    weight = next(model.parameters())
+    if weight.device.type != "cuda":
+        return "the model is not on a GPU"
+    missing = cuda.unavailable(weight.device.index or 0)
+    if missing is not None:
+        return missing
+    if any(p.dtype != torch.bfloat16 or not p.is_contiguous() for p in model.parameters()):
+        return "its parameters are not all contiguous bfloat16"
+    config = model.config
+    if config.tensor_model_parallel_size > 1 or config.pipeline_model_parallel_size > 1:
+        return "it is split over several GPUs"
+    for name in ("fp32_residual_connection", "layernorm_zero_centered_gamma"):
+        if getattr(config, name, False):
+            return f"config {name}=True"
+    if any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
+        return "a module has forward hooks"
+    for layer in model.decoder.layers:
+        reason = _layer_why_not(layer, config)
+        if reason is not None:
+            return f"layer {layer.layer_number}: {reason}"
+    if _norm_kind(model.decoder.final_layernorm) is None:
+        return f"final norm is a {type(model.decoder.final_layernorm).__name__}"
+    if getattr(model.embedding, "tokentype_embeddings", None) is not None:
+        return "it has token type embeddings"
+    return None
+
+
+def _layer_why_not(layer: Any, config: Any) -> str | None:
+    attention, mlp = layer.self_attention, layer.mlp
+    kinds = {_norm_kind(layer.input_layernorm), _norm_kind(layer.pre_mlp_layernorm)}
+    if len(kinds) > 1 or None in kinds:
+        return f"norm {type(layer.input_layernorm).__name__} is not covered"
+    if not isinstance(attention, PagedSelfAttention) or type(mlp) is not MLP:
+        return f"{type(attention).__name__} with {type(mlp).__name__} is not covered"
+    for linear in (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2):
+        if not isinstance(linear, ColumnParallelLinear | RowParallelLinear):
+            return f"linear layer {type(linear).__name__} is not covered"
+        if linear.weight.shape[1] % UNIT or linear.weight.shape[0] % 16:
+            return f"a weight of {tuple(linear.weight.shape)} is not covered"
+    norms = (attention.q_layernorm, attention.k_layernorm)
+    plain = all(n is None or isinstance(n, IdentityOp) for n in norms)
+    if not plain and not all(isinstance(n, _RMS_NORMS) for n in norms):
+        return "norms of the heads are not RMSNorm"
+    if not plain and norms[0].eps != norms[1].eps:
+        return "norms of queries and keys differ in epsilon"
+    if _epilogue(mlp, config) is None:
+        return "its activation is not covered"
+    return None
+
+
+def _norm_kind(norm: Any) -> int | None:
+    if isinstance(norm, _RMS_NORMS) and norm.eps is not None:
+        return RMS_NORM
+    if isinstance(norm, _LAYER_NORMS) and norm.weight is not None:
+        return LAYER_NORM
+    return None
+
+
+def _epilogue(mlp: Any, config: Any) -> int | None:
+    own: dict[Any, int] = {
+        activation.SwiGLU: SILU_GATE,
+        activation.GELU: GELU,
+        activation.GELUTanh: GELU_TANH,
+    }
+    function = getattr(mlp, "activation_func", None)
+    if type(function) in own:
+        return own[type(function)]
+    if config.bias_activation_fusion:
+        return None
+    if config.gated_linear_unit:
+        return SILU_GATE if function is F.silu else None
+    return GELU if function is F.gelu else None
+
+
+class FusedDecoder:
+    """The fused forward of one model. Buffers are static: one forward at a time.
+
+    Raises:
+        ValueError: :func:`why_not` has a reason.
+    """
+
+    def __init__(self, model: Any) -> None:
+        reason = why_not(model)
+        if reason is not None:
+            raise ValueError(reason)
+        self._model = model
+        weight = next(model.parameters())
+        self._device: torch.device = weight.device
+        self._index: int = weight.device.index or 0
+        config = model.config
+        self._norm = _norm_kind(model.decoder.final_layernorm)
+        assert self._norm is not None
+        self._layers = [_layer(layer) for layer in model.decoder.layers]
+        first = self._layers[0]
+        attention = model.decoder.layers[0].self_attention
+        self._kv_heads: int = attention.num_query_groups_per_partition
+        self._head_dim: int = attention.hidden_size_per_attention_head
+        self._heads: int = attention.num_attention_heads_per_partition
+        self._has_head_norms = first.head_norms[0] is not None
+        rotary = getattr(model, "rotary", None)
+        self._cos_sin: Tensor | None = None if rotary is None else rotary.cos_sin
+        epilogue = _epilogue(model.decoder.layers[0].mlp, config)
+        assert epilogue is not None
+        hidden = config.hidden_size
+        head = self._head_weight()
+        self._products = {
+            "qkv": _Product(first.qkv[0].shape[0], hidden, self._norm, STORE),
+            "projection": _Product(hidden, first.projection[0].shape[1], NO_NORM, ADD),
+            "fc1": _Product(first.fc1[0].shape[0], hidden, self._norm, epilogue),
+            "fc2": _Product(hidden, first.fc2[0].shape[1], NO_NORM, ADD),
+            "head": _Product(head.shape[0], hidden, self._norm, STORE),
+        }
+        self._plans: dict[int, dict[str, Linear] | None] = {}
+        self._kernels: dict[Any, Any] = {}
+        rows = MAX_ROWS
+        self._hidden = self._empty(rows, hidden)
+        self._qkv = self._empty(rows, first.qkv[0].shape[0])
+        self._attended = self._empty(rows, self._heads * self._head_dim)
+        self._activated = self._empty(rows, first.fc2[0].shape[1])
+        # The finest statistics: 16 elements each.
+        self._statistics = [
+            torch.empty(rows * hidden // 16 * 2, dtype=torch.float32, device=self._device)
+            for _ in range(2)
+        ]
+
+    def _empty(self, rows: int, columns: int) -> Tensor:
+        return torch.empty(rows, columns, dtype=torch.bfloat16, device=self._device)
+
+    def _head_weight(self) -> Tensor:
+        model = self._model
+        shared = model.share_embeddings_and_output_weights
+        weight: Tensor = (
+            model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
+        )
+        return weight
+
+    def compile(self, rows: list[int]) -> None:
+        """Compile what forwards of so many rows need, side by side; later calls find it."""
+        work = []
+        for groups in {row_groups(r) for r in rows if r <= MAX_ROWS}:
+            for product in self._products.values():
+                tiling = product.tiling(groups)
+                if tiling is not None:
+                    work.append(("linear", self._defines(product, groups, tiling)))
+        cuda.compile_together(work, cuda.architecture(self._index))
+
+    def _defines(self, product: _Product, groups: int, tiling: Tiling) -> dict[str, int]:
+        statistics = LAYER_NORM if self._norm == LAYER_NORM else RMS_NORM
+        return defines(
+            product.n, product.k, groups, product.norm, product.epilogue, statistics, tiling
+        )
+
+    def takes(self, out: Tensor, context: Any) -> bool:
+        """Whether :meth:`forward` may be called."""
+        rows = out.shape[0]
+        if not 0 < rows <= MAX_ROWS or getattr(context, "batch_invariant", False):
+            return False
+        if out.dtype != torch.bfloat16 or out.shape[1] != self._products["head"].n:
+            return False
+        rotated = 0 if self._cos_sin is None else 2 * self._cos_sin.shape[2]
+        shape = (self._head_dim, self._heads // self._kv_heads, context.block_size_tokens, rotated)
+        return (
+            context.is_decode_only()
+            and context.last_token_index is None
+            and cuda_attention.unsupported(*shape) is None
+            and self._plan(rows) is not None
+        )
+
+    def _plan(self, rows: int) -> dict[str, Linear] | None:
+        groups = row_groups(rows)
+        if groups not in self._plans:
+            tilings = {name: p.tiling(groups) for name, p in self._products.items()}
+            plan: dict[str, Linear] | None = None
+            if None not in tilings.values():
+                statistics = LAYER_NORM if self._norm == LAYER_NORM else RMS_NORM
+                plan = {
+                    name: Linear(p.n, p.k, groups, p.norm, p.epilogue, statistics, t, self._index)
+                    for (name, p), t in zip(self._products.items(), tilings.values(), strict=True)
+                    if t is not None
+                }
+            self._plans[groups] = plan
+        return self._plans[groups]
+
+    def _attention(self, rows: int, block_size: int) -> cuda_attention.DecodeAttention:
+        splits = cuda_attention.splits(rows, self._kv_heads)
+        key = ("attention", splits, block_size)
+        if key not in self._kernels:
+            self._kernels[key] = cuda_attention.DecodeAttention(
+                self._head_dim,
+                self._heads // self._kv_heads,
+                self._kv_heads,
+                block_size,
+                norm=self._has_head_norms,
+                rope=self._cos_sin is not None,
+                splits=splits,
+                device_index=self._index,
+            )
+        attention: cuda_attention.DecodeAttention = self._kernels[key]
+        return attention
+
+    def _embed(self, per_tile: int) -> cuda_attention.Embed:
+        key = ("embed", per_tile)
+        if key not in self._kernels:
+            learned = self._model.position_embedding_type == "learned_absolute"
+            assert self._norm is not None
+            self._kernels[key] = cuda_attention.Embed(
+                self._model.config.hidden_size,
+                per_tile,
+                self._norm,
+                positions=learned,
+                device_index=self._index,
+            )
+        embed: cuda_attention.Embed = self._kernels[key]
+        return embed
+
+    def forward(self, token_ids: Tensor, position_ids: Tensor, context: Any, out: Tensor) -> None:
+        """Decode one token of each row; :meth:`takes` must have said yes.
+
+        Args:
+            token_ids, position_ids: int64 ``[R]``.
+            context: its metadata must be those of these rows.
+            out: bfloat16 ``[R, vocab]``, filled with the logits.
+        """
+        rows = token_ids.shape[0]
+        plan = self._plan(rows)
+        assert plan is not None
+        model = self._model
+        embedding = model.embedding
+        learned = model.position_embedding_type == "learned_absolute"
+        hidden, qkv = self._hidden[:rows], self._qkv[:rows]
+        attended, activated = self._attended[:rows], self._activated[:rows]
+        size = hidden.shape[1]
+        per_layer, per_half = plan["fc2"].statistic_rows, plan["projection"].statistic_rows
+        layer_stats = self._statistics[0][: rows * size // per_layer * 2].view(rows, -1, 2)
+        half_stats = self._statistics[1][: rows * size // per_half * 2].view(rows, -1, 2)
+        attention = self._attention(rows, context.block_size_tokens)
+
+        self._embed(per_layer)(
+            token_ids,
+            position_ids,
+            embedding.word_embeddings.weight,
+            embedding.position_embeddings.weight if learned else None,
+            hidden,
+            layer_stats,
+        )
+        for layer in self._layers:
+            plan["qkv"](
+                hidden, layer.qkv[0], qkv, bias=layer.qkv[1], norm=layer.input_norm,
+                statistics=layer_stats,
+            )  # fmt: skip
+            keys, values = context.kv_cache[layer.index]
+            attention(
+                qkv, keys, values, context.block_table, context.token_slots, position_ids,
+                context.slot_mapping, attended, scale=layer.scale, cos_sin=self._cos_sin,
+                q_weight=layer.head_norms[0], k_weight=layer.head_norms[1],
+                eps=layer.head_norms[2],
+            )  # fmt: skip
+            plan["projection"](
+                attended, layer.projection[0], hidden, bias=layer.projection[1], residual=hidden,
+                statistics_out=half_stats,
+            )  # fmt: skip
+            plan["fc1"](
+                hidden, layer.fc1[0], activated, bias=layer.fc1[1], norm=layer.mlp_norm,
+                statistics=half_stats,
+            )  # fmt: skip
+            plan["fc2"](
+                activated, layer.fc2[0], hidden, bias=layer.fc2[1], residual=hidden,
+                statistics_out=layer_stats,
+            )  # fmt: skip
+        final = _norm_of(model.decoder.final_layernorm)
+        plan["head"](hidden, self._head_weight(), out, norm=final, statistics=layer_stats)
+
+
+def _layer(layer: Any) -> _Layer:
+    attention, mlp = layer.self_attention, layer.mlp
+    has_norms = isinstance(attention.q_layernorm, _RMS_NORMS)
+    q_norm, k_norm = attention.q_layernorm, attention.k_layernorm
+    return _Layer(
+        index=attention.layer_index,
+        input_norm=_norm_of(layer.input_layernorm),
+        qkv=_linear_of(attention.linear_qkv),
+        head_norms=(q_norm.weight, k_norm.weight, q_norm.eps) if has_norms else (None, None, 0.0),
+        scale=attention.softmax_scale,
+        projection=_linear_of(attention.linear_proj),
+        mlp_norm=_norm_of(layer.pre_mlp_layernorm),
+        fc1=_linear_of(mlp.linear_fc1),
+        fc2=_linear_of(mlp.linear_fc2),
+    )
+
+
+def _norm_of(norm: Any) -> Norm:
+    return norm.weight, getattr(norm, "bias", None), norm.eps
+
+
+def _linear_of(linear: Any) -> tuple[Tensor, Tensor | None]:
+    return linear.weight, linear.bias
