@@ -30,7 +30,7 @@ from megatron_async.kernels.cuda.linear import (
     candidates,
     choose,
     defines,
-    row_groups,
+    padded,
     statistics_of,
 )
 
@@ -69,7 +69,6 @@ class Case:
     def __init__(self, shape: tuple[int, int, int, int], rows: int) -> None:
         self.n, self.k, self.norm, self.epilogue = shape
         self.rows = rows
-        self.groups = row_groups(rows)
         n, k = self.n, self.k
         draw = torch.Generator("cuda").manual_seed(n * 7 + k + rows)
         kwargs = {"generator": draw, "device": "cuda", "dtype": torch.bfloat16}
@@ -106,7 +105,8 @@ class Case:
     def measure(self, tiling: Tiling) -> tuple[float, float]:
         """Microseconds a call, relative error."""
         statistic = LAYER_NORM if self.norm == LAYER_NORM else RMS_NORM
-        linear = Linear(self.n, self.k, self.groups, self.norm, self.epilogue, statistic, tiling, 0)
+        most = padded(self.rows)
+        linear = Linear(self.n, self.k, most, self.norm, self.epilogue, statistic, tiling, 0)
         out = torch.full((self.rows, self.width), float("nan"), device="cuda").bfloat16()
         per = linear.statistic_rows
         stats = None
@@ -145,13 +145,13 @@ class Case:
 def pick(case: Case, count: int) -> list[Tiling]:
     """The tiling that would be chosen, and a spread of others."""
     best: dict[tuple[object, ...], list[Tiling]] = {}
-    for tiling in candidates(case.n, case.k, case.groups, case.norm, case.epilogue):
-        size = tiling.shared_bytes(case.k, case.groups, case.norm)
-        key = (*tiling[:4], tiling.stream, tiling.persistent, size > 112 * 1024)
+    for tiling in candidates(case.n, case.k, padded(case.rows), case.norm, case.epilogue):
+        size = tiling.shared_bytes(case.k, padded(case.rows), case.norm)
+        key = (*tiling[:4], *tiling[5:], size > 112 * 1024)
         best.setdefault(key, []).append(tiling)
     deepest = [max(group, key=lambda t: t.stages) for group in best.values()]
     random.Random(0).shuffle(deepest)
-    first = choose(case.n, case.k, case.groups, case.norm, case.epilogue)
+    first = choose(case.n, case.k, padded(case.rows), case.norm, case.epilogue)
     return list(dict.fromkeys(([first] if first else []) + deepest))[:count]
 
 
@@ -175,7 +175,7 @@ def main() -> None:
         statistic = LAYER_NORM if case.norm == LAYER_NORM else RMS_NORM
         cuda.compile_together(
             [
-                ("linear", defines(case.n, case.k, case.groups, case.norm, case.epilogue,
+                ("linear", defines(case.n, case.k, padded(case.rows), case.norm, case.epilogue,
                                    statistic, tiling))
                 for tiling in tilings
             ],

@@ -34,7 +34,7 @@ from megatron_async.kernels.cuda.linear import (
     Tiling,
     choose,
     defines,
-    row_groups,
+    padded,
 )
 from megatron_async.models import (
     activation,
@@ -66,8 +66,8 @@ class _Product:
     norm: int
     epilogue: int
 
-    def tiling(self, groups: int) -> Tiling | None:
-        return choose(self.n, self.k, groups, self.norm, self.epilogue)
+    def tiling(self, rows: int) -> Tiling | None:
+        return choose(self.n, self.k, rows, self.norm, self.epilogue)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,17 +224,17 @@ class FusedDecoder:
     def compile(self, rows: list[int]) -> None:
         """Compile what forwards of so many rows need, side by side; later calls find it."""
         work = []
-        for groups in {row_groups(r) for r in rows if r <= MAX_ROWS}:
+        for most in {padded(r) for r in rows if r <= MAX_ROWS}:
             for product in self._products.values():
-                tiling = product.tiling(groups)
+                tiling = product.tiling(most)
                 if tiling is not None:
-                    work.append(("linear", self._defines(product, groups, tiling)))
+                    work.append(("linear", self._defines(product, most, tiling)))
         cuda.compile_together(work, cuda.architecture(self._index))
 
-    def _defines(self, product: _Product, groups: int, tiling: Tiling) -> dict[str, int]:
+    def _defines(self, product: _Product, rows: int, tiling: Tiling) -> dict[str, int]:
         statistics = LAYER_NORM if self._norm == LAYER_NORM else RMS_NORM
         return defines(
-            product.n, product.k, groups, product.norm, product.epilogue, statistics, tiling
+            product.n, product.k, rows, product.norm, product.epilogue, statistics, tiling
         )
 
     def takes(self, out: Tensor, context: Any) -> bool:
@@ -254,19 +254,19 @@ class FusedDecoder:
         )
 
     def _plan(self, rows: int) -> dict[str, Linear] | None:
-        groups = row_groups(rows)
-        if groups not in self._plans:
-            tilings = {name: p.tiling(groups) for name, p in self._products.items()}
+        most = padded(rows)
+        if most not in self._plans:
+            tilings = {name: p.tiling(most) for name, p in self._products.items()}
             plan: dict[str, Linear] | None = None
             if None not in tilings.values():
                 statistics = LAYER_NORM if self._norm == LAYER_NORM else RMS_NORM
                 plan = {
-                    name: Linear(p.n, p.k, groups, p.norm, p.epilogue, statistics, t, self._index)
+                    name: Linear(p.n, p.k, most, p.norm, p.epilogue, statistics, t, self._index)
                     for (name, p), t in zip(self._products.items(), tilings.values(), strict=True)
                     if t is not None
                 }
-            self._plans[groups] = plan
-        return self._plans[groups]
+            self._plans[most] = plan
+        return self._plans[most]
 
     def _attention(self, rows: int, block_size: int) -> cuda_attention.DecodeAttention:
         splits = cuda_attention.splits(rows, self._kv_heads)

@@ -23,7 +23,7 @@ from megatron_async.kernels.cuda.linear import (
     Tiling,
     candidates,
     choose,
-    row_groups,
+    padded,
     statistics_of,
 )
 
@@ -63,11 +63,11 @@ def relative_error(got: torch.Tensor, wanted: torch.Tensor) -> float:
 def test_every_shape_has_a_tiling_that_fits(
     n: int, k: int, norm: int, epilogue: int, rows: int
 ) -> None:
-    groups = row_groups(rows)
-    assert 8 * groups >= rows
-    tiling = choose(n, k, groups, norm, epilogue)
+    most = padded(rows)
+    assert most >= rows
+    tiling = choose(n, k, most, norm, epilogue)
     assert tiling is not None
-    assert tiling.fits(n, k, groups, norm, epilogue)
+    assert tiling.fits(n, k, most, norm, epilogue)
 
 
 def test_a_weight_too_narrow_for_the_kernel_has_no_tiling() -> None:
@@ -143,7 +143,7 @@ class Product:
     def run(self, tiling: Tiling, statistics_norm: int = RMS_NORM) -> tuple[torch.Tensor, float]:
         """The result, and the error of the statistics that came with it."""
         linear = Linear(
-            self.n, self.k, row_groups(self.rows), self.norm, self.epilogue, statistics_norm,
+            self.n, self.k, padded(self.rows), self.norm, self.epilogue, statistics_norm,
             tiling, 0,
         )  # fmt: skip
         width = self.n // 2 if self.epilogue == SILU_GATE else self.n
@@ -172,8 +172,8 @@ class Product:
 
 
 def _sample(product: Product, count: int) -> list[Tiling]:
-    groups = row_groups(product.rows)
-    shape = (product.n, product.k, groups, product.norm, product.epilogue)
+    most = padded(product.rows)
+    shape = (product.n, product.k, most, product.norm, product.epilogue)
     every = [
         Tiling(row_tiles, warps_n, warps_k, cluster, stages, stream, persistent)
         for row_tiles in (1, 2, 3)

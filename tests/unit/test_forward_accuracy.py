@@ -221,6 +221,7 @@ class Rig:
         wrapper = GPTInferenceWrapper(model)
         self.model = wrapper.model
         values.setdefault("prefill_chunk_tokens", PROMPT_TOKENS)
+        values.setdefault("max_tokens", rows * (PROMPT_TOKENS + 1))
         engine_config = config_at(0, device=device, max_requests=rows, **values)
         self.engine = DynamicInferenceEngine(
             TextGenerationController(wrapper),

@@ -4,6 +4,7 @@
 //
 //   D head dimension, GROUP query heads of a KV head, KV_HEADS, BLOCK tokens of a cache block
 //   SPLITS blocks (a cluster) share the tokens of one row and KV head; WARPS warps share a block's
+//   LEAST bytes of shared memory are taken at least: they decide how many blocks fit beside each other
 //   NORM 1: RMSNorm of each query head and key; ROPE 1: rotation of pairs (i, i + D / 2)
 //
 // A warp takes tiles of 16 tokens: scores[16 heads x 16 tokens] and out[16 heads x D] with
@@ -20,8 +21,8 @@
 #define WIDE (GROUP > 8)                   // rows 8 to 15 of a product are heads too
 #define Q_ROW (ROW_BYTES + 16)
 
-#define NEW_AT (WARPS * RING_BYTES)        // the tile of this step's token
-#define Q_AT (NEW_AT + STAGE_BYTES)
+#define NEW_AT (WARPS * RING_BYTES)        // this step's key and value: a tile of one token
+#define Q_AT (NEW_AT + 2 * ROW_BYTES)
 #define MERGED_AT (Q_AT + 16 * Q_ROW)      // [GROUP][D] fp32
 #define MERGED_STATS_AT (MERGED_AT + GROUP * D * 4)
 #define PART_STATS_AT (MERGED_STATS_AT + GROUP * 8)
@@ -31,7 +32,7 @@
 static_assert(D % 16 == 0 && D <= 256 && GROUP <= 16 && BLOCK % 16 == 0, "shape");
 static_assert(GROUP * D * 4 <= RING_BYTES, "partial results lie in the ring");
 
-extern "C" __device__ const int shared_bytes = SHARED_BYTES;
+extern "C" __device__ const int shared_bytes = SHARED_BYTES > LEAST ? SHARED_BYTES : LEAST;
 
 extern __shared__ __align__(128) char shared[];
 
@@ -96,10 +97,17 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
     if (s < count) issue(s);
     commit_copies();
   }
-  // Heads beyond the group, and tokens beyond this step's in its tile, are zeros.
-  for (int i = threadIdx.x; i < (STAGE_BYTES + 16 * Q_ROW) / 16; i += THREADS)
-    store_shared(base + NEW_AT + i * 16, Vec{0, 0, 0, 0});
+  // Heads beyond the group are zeros.
+  for (int i = threadIdx.x; i < Q_ROW; i += THREADS)
+    store_shared(base + Q_AT + i * 16, Vec{0, 0, 0, 0});
   __syncthreads();
+
+  const size_t append_at = ((size_t)load_l2(slot_mapping + row) * KV_HEADS + head) * D;
+  if (ROPE && threadIdx.x < D / 32) touch(cos_sin + (size_t)position * D + threadIdx.x * 32);
+  if (NORM && threadIdx.x < (D + 63) / 64) {
+    touch(q_weight + threadIdx.x * 64);
+    touch(k_weight + threadIdx.x * 64);
+  }
 
   wait_for_predecessor();
   release_successor();
@@ -107,14 +115,13 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
   // --- queries, and by the last split the key and the value --------------------------------------
   const bool appends = rank == SPLITS - 1;
   const u16* packed = qkv + ((size_t)row * KV_HEADS + head) * (GROUP + 2) * D;
-  const size_t append_at = ((size_t)load_l2(slot_mapping + row) * KV_HEADS + head) * D;
   for (int vector = warp; vector < GROUP + 1 + appends; vector += WARPS) {
     if (vector == GROUP && !appends) continue;
     const u16* from = packed + vector * D;
     if (vector == GROUP + 1) {  // the value
       if (lane < CHUNKS) {
         Vec v = load_l2_vec(from + lane * 8);
-        store_shared(base + NEW_AT + TILE_BYTES + place(0, lane), v);
+        store_shared(base + NEW_AT + ROW_BYTES + place(0, lane), v);
         *(Vec*)(values + append_at + lane * 8) = v;
       }
       continue;
@@ -184,12 +191,13 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
     for (int j = 0; j < 4; j++) o[n][j] = 0.f;
   float most[2] = {MINUS_INF, MINUS_INF}, total[2] = {0.f, 0.f};
 
-  auto attend = [&](u32 tile, int valid) {
+  // Tokens from `valid` on weigh nothing. A tile of one token has `rows` 0: its row stands for all.
+  auto attend = [&](u32 tile, u32 value_tile, int rows, int valid) {
     float s[2][4] = {{0.f, 0.f, 0.f, 0.f}, {0.f, 0.f, 0.f, 0.f}};
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
       u32 b[4];
-      load_matrices(b, tile + place(lane / 16 * 8 + lane % 8, k * 2 + lane / 8 % 2));
+      load_matrices(b, tile + place((lane / 16 * 8 + lane % 8) & rows, k * 2 + lane / 8 % 2));
       mma(s[0], q[k][0], q[k][1], q[k][2], q[k][3], b[0], b[1]);
       mma(s[1], q[k][0], q[k][1], q[k][2], q[k][3], b[2], b[3]);
     }
@@ -227,7 +235,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
 #pragma unroll
     for (int n = 0; n < D / 8; n += 2) {
       u32 b[4];
-      load_transposed(b, tile + TILE_BYTES + place(lane / 8 % 2 * 8 + lane % 8, n + lane / 16));
+      load_transposed(b, value_tile + place((lane / 8 % 2 * 8 + lane % 8) & rows, n + lane / 16));
       mma(o[n], a0, a1, a2, a3, b[0], b[1]);
       mma(o[n + 1], a0, a1, a2, a3, b[2], b[3]);
     }
@@ -236,12 +244,13 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
   for (int i = 0; i < count; i++) {
     await_copies<ST - 1>();
     __syncwarp();
-    attend(ring + i % ST * STAGE_BYTES, position - (first + i * WARPS) * 16);
+    const u32 tile = ring + i % ST * STAGE_BYTES;
+    attend(tile, tile + TILE_BYTES, 15, position - (first + i * WARPS) * 16);
     __syncwarp();
     if (i + ST < count) issue(i + ST);
     commit_copies();
   }
-  if (appends && warp == WARPS - 1) attend(base + NEW_AT, 1);
+  if (appends && warp == WARPS - 1) attend(base + NEW_AT, base + NEW_AT + ROW_BYTES, 0, 1);
 
   // --- the warps' parts, then the splits' ------------------------------------------------------------
 #pragma unroll

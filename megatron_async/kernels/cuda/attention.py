@@ -9,9 +9,12 @@ from megatron_async.kernels.cuda.linear import LAYER_NORM, MULTIPROCESSORS
 
 WARPS = 4
 STAGES = 2
+LEAST_BYTES = 78 * 1024
+"""Two blocks beside each other on a multiprocessor, not three."""
 MAX_SPLITS = 8
 """The most blocks of a cluster that every GPU of this capability runs."""
-BLOCKS_PER_MULTIPROCESSOR = 3
+BLOCKS_PER_MULTIPROCESSOR = 2
+"""As many fit beside each other: more would come in a second wave."""
 
 
 def unsupported(head_dim: int, group: int, block_size: int, rotated: int) -> str | None:
@@ -64,7 +67,7 @@ class DecodeAttention:
             {
                 "D": head_dim, "GROUP": group, "KV_HEADS": kv_heads, "BLOCK": block_size,
                 "SPLITS": splits, "WARPS": warps, "ST": stages, "NORM": int(norm),
-                "ROPE": int(rope),
+                "ROPE": int(rope), "LEAST": LEAST_BYTES,
             },
             device_index,
         )  # fmt: skip

@@ -1,13 +1,17 @@
 // out = epilogue(norm(x) W^T) for few rows of x: the weights stream once from memory, and everything
 // around the product is inside.
 //
-//   x        [M, K] bf16, M <= 8 * MT          W  [N, K] bf16, row major
+//   x        [M, K] bf16, M <= 8 * MT and M <= XR    W  [N, K] bf16, row major
+//   LEAST    bytes of shared memory to take at least: more than half keeps two blocks of one product
+//            from one multiprocessor while others have none
 //   NORM     0 none, 1 RMSNorm, 2 LayerNorm of x over K, from the partial statistics of its producer
 //   EPILOGUE 0 store, 1 add to the residual stream and emit its partial statistics,
 //            2 SiLU(gate) * up, 3 GELU (tanh), 4 GELU (erf)
 //
 // A block has WR x WK warps: WR warps beside each other in N with RT tiles of 16 rows of W each, WK
-// in K; a cluster of C blocks splits K further. Partial sums are added in a fixed order.
+// in K; C blocks split K further. Partial sums are added in a fixed order: by the blocks of a cluster
+// (MEMORY 0), or through memory by the last of the C blocks that comes to it (MEMORY 1), which needs
+// no blocks beside each other.
 //
 // W is the B operand of m16n8k16, 8 of its rows at a time, and x the A operand. Which k an operand
 // register holds is free as long as A and B agree, so a lane loads 16 bytes of a row of W, eight k of
@@ -30,12 +34,13 @@
 #define SLICE ((UNITS + C - 1) / C * 64)
 #define X_ROW (STREAM ? 128 : SLICE * 2 + 64)
 #define X_STAGE (MT * 8 * 128)
-#define X_BYTES (STREAM ? XB * XS * X_STAGE : MT * 8 * X_ROW)
-#define X_VECTORS ((MT * SLICE + THREADS - 1) / THREADS)  // of 16 bytes for each thread
+#define X_BYTES (STREAM ? XB * XS * X_STAGE : XR * X_ROW)
+#define X_VECTORS ((XR * SLICE / 8 + THREADS - 1) / THREADS)  // of 16 bytes for each thread
 #define X_BATCH (X_VECTORS < 12 ? X_VECTORS : 12)
 #define X_PIECES ((XS * MT * 64 + THREADS - 1) / THREADS)
 #define FRAGMENTS (MT * TILES)
-#define OWNERS (C < FRAGMENTS ? C : FRAGMENTS)
+#define CLUSTER (MEMORY ? 1 : C)
+#define OWNERS (CLUSTER < FRAGMENTS ? CLUSTER : FRAGMENTS)
 #define OWN (FRAGMENTS / OWNERS)        // fragments that an owner of the cluster finishes
 #define PER_WARP ((OWN + WARPS - 1) / WARPS)
 #define STAT_ROWS ((MT * 8 + WARPS - 1) / WARPS)
@@ -53,12 +58,14 @@
 static_assert(K % 64 == 0 && FRAGMENTS % OWNERS == 0 && UNITS >= C * WK, "shape");
 static_assert(!STREAM || (WK == 1 && NORM != 2), "streaming x");
 static_assert(!PERSISTENT || (!SPLIT && EPILOGUE != 1), "a persistent block keeps its ring busy");
+static_assert(!MEMORY || WK == 1, "partial sums in memory are of whole blocks");
 static_assert(TILES % STAT_TILES == 0 && OWN % STAT_TILES == 0, "statistics");
+static_assert(XR == 8 * MT || MT == 1, "rows of x");
 static_assert((XB - 1) * XS >= ST, "x must not be later than the weights");
 static_assert(!STREAM || !PERSISTENT || UNITS % XS == 0, "streaming x in whole buffers");
 static_assert(RT * MT * 512 <= RING_BYTES || !SPLIT, "partial sums lie in the ring");
 
-extern "C" __device__ const int shared_bytes = SHARED_BYTES;
+extern "C" __device__ const int shared_bytes = SHARED_BYTES > LEAST ? SHARED_BYTES : LEAST;
 
 extern __shared__ __align__(128) char shared[];
 
@@ -73,10 +80,11 @@ __device__ __forceinline__ float activate(float v) {
 #endif
 }
 
-extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(THREADS)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS)
     linear(const u16* x, const char* w, const u16* bias, const u16* norm_weight,
            const u16* norm_bias, const float2* stats_in, int stats_tiles, float eps,
-           const u16* residual, u16* out, float2* stats_out, int M, int out_row) {
+           const u16* residual, u16* out, float2* stats_out, int M, int out_row,
+           float4* partials, u32* arrivals) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int wr = warp % WR, wk = warp / WR;
   const int rank = C > 1 ? blockIdx.x % C : 0;
@@ -156,6 +164,19 @@ extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(THREADS)
     copy16(base + NORM_AT + i * 16, norm_weight + slice_unit * 64 + i * 8);
 #endif
 
+  // What is read once a product would else come from memory while all wait for it.
+  if (bias != nullptr && threadIdx.x < (GATED ? 2 : 1) * ((16 * TILES * 2 / (GATED ? 2 : 1) + 127) / 128)) {
+    const int lines = (16 * TILES * 2 / (GATED ? 2 : 1) + 127) / 128;
+    const int n = tile * (GATED ? 8 : 16) * TILES + threadIdx.x % lines * 64;
+    touch(bias + (min(n, (GATED ? N / 2 : N) - 2) & ~1) + threadIdx.x / lines * (N / 2));
+  }
+  if (!STREAM && NORM) {
+    for (int i = threadIdx.x; i < SLICE / 64; i += THREADS) {
+      touch(norm_weight + slice_unit * 64 + i * 64);
+      if (NORM == 2) touch(norm_bias + slice_unit * 64 + i * 64);
+    }
+  }
+
   wait_for_predecessor();
   release_successor();
 
@@ -167,17 +188,21 @@ extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(THREADS)
   }
 #endif
   u32 kept[PER_WARP][2];
-#if EPILOGUE == 1
+  auto keep_residual = [&]() {
 #pragma unroll
-  for (int i = 0; i < PER_WARP; i++) {
-    int f = rank * OWN + i * WARPS + warp, mt = f / TILES, rt = f % TILES;
-    if (!SPLIT) mt = i / RT, rt = wr * RT + i % RT;
-    if (SPLIT && (i * WARPS + warp >= OWN || rank >= OWNERS)) break;
-    const u16* from = residual + (size_t)min(mt * 8 + g, M - 1) * N + (tile * TILES + rt) * 16 + 2 * t;
-    kept[i][0] = load_l2((const u32*)from);
-    kept[i][1] = load_l2((const u32*)(from + 8));
-  }
-#endif
+    for (int i = 0; i < PER_WARP && EPILOGUE == 1; i++) {
+      int f = rank * OWN + i * WARPS + warp, mt = f / TILES, rt = f % TILES;
+      if (WK * CLUSTER == 1) {
+        mt = i / RT, rt = wr * RT + i % RT;
+      } else if (i * WARPS + warp >= OWN || rank >= OWNERS) {
+        break;
+      }
+      const u16* from = residual + (size_t)min(mt * 8 + g, M - 1) * N + (tile * TILES + rt) * 16 + 2 * t;
+      kept[i][0] = load_l2((const u32*)from);
+      kept[i][1] = load_l2((const u32*)(from + 8));
+    }
+  };
+  if (!MEMORY) keep_residual();
   auto statistics = [&]() {
     // All rows of this warp at once: each is a trip to L2.
     float mean[STAT_ROWS], square[STAT_ROWS];
@@ -315,7 +340,7 @@ extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(THREADS)
   int unit = 0;
   u32 slot = ring;
   // This lane's 16 bytes of row g of x for the first half of a stage; the second is 64 bytes away.
-  const u32 own_x = base + X_AT + g * X_ROW +
+  const u32 own_x = base + X_AT + (STREAM ? g : min(g, XR - 1)) * X_ROW +
                     (STREAM ? (t ^ ((g & 1) << 2)) * 16 : (first_unit - slice_unit) * 128 + t * 16);
   u32 x_at = own_x;
   if (STREAM) await_copies<XB - 2>();
@@ -397,13 +422,46 @@ extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(THREADS)
   if (PERSISTENT) return;
 
   // --- what the parts of K add up to -------------------------------------------------------------
-  if (!SPLIT) {
+  if (WK * CLUSTER == 1) {
+#if MEMORY && C > 1
+    float4* block = partials + (size_t)tile * C * FRAGMENTS * 32 + wr * RT * MT * 32 + lane;
+#pragma unroll
+    for (int r = 0; r < RT; r++)
+#pragma unroll
+      for (int mt = 0; mt < MT; mt++) {
+        float v[4];
+        take(r, mt, v);
+        block[(rank * FRAGMENTS + r * MT + mt) * 32] = make_float4(v[0], v[1], v[2], v[3]);
+      }
+    __shared__ u32 before;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      before = atomicAdd(arrivals + tile, 1);
+      if (before == C - 1) arrivals[tile] = 0;  // for the next launch
+    }
+    __syncthreads();
+    if (before != C - 1) return;
+    __threadfence();
+    keep_residual();
+#endif
 #pragma unroll
     for (int mt = 0; mt < MT; mt++)
 #pragma unroll
       for (int r = 0; r < RT; r++) {
         float v[4];
         take(r, mt, v);
+#if MEMORY && C > 1
+        float4 part[C], sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+        for (int c = 0; c < C; c++)
+          part[c] = c == rank ? make_float4(v[0], v[1], v[2], v[3])
+                              : load_l2(block + (c * FRAGMENTS + r * MT + mt) * 32);
+#pragma unroll
+        for (int c = 0; c < C; c++)
+          sum.x += part[c].x, sum.y += part[c].y, sum.z += part[c].z, sum.w += part[c].w;
+        v[0] = sum.x, v[1] = sum.y, v[2] = sum.z, v[3] = sum.w;
+#endif
         finish((tile * WR + wr) * RT + r, mt, mt * TILES + wr * RT + r, v,
                kept[EPILOGUE == 1 ? mt * RT + r : 0]);
       }
@@ -419,7 +477,7 @@ extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(THREADS)
                      Vec{__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
                          __float_as_uint(v[3])});
       }
-    if (C > 1)
+    if (CLUSTER > 1)
       cluster_sync();
     else
       __syncthreads();
@@ -431,12 +489,12 @@ extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(THREADS)
       u32 at = base + (rt / RT) * RING_BYTES + (rt % RT * MT + mt) * 512 + lane * 16;
       float v[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
-      for (int c = 0; c < C; c++) {
-        u32 from = C > 1 ? peer_address(at, c) : at;
+      for (int c = 0; c < CLUSTER; c++) {
+        u32 from = CLUSTER > 1 ? peer_address(at, c) : at;
 #pragma unroll
         for (int k = 0; k < WK; k++) {
           float4 part;
-          if (C > 1) {
+          if (CLUSTER > 1) {
             part = load_peer(from + k * WR * RING_BYTES);
           } else {
             Vec p = load_shared(from + k * WR * RING_BYTES);
@@ -453,8 +511,8 @@ extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(THREADS)
 #if EPILOGUE == 1
   __syncthreads();
   const float2* stats = (const float2*)(shared + STATS_AT);
-  for (int i = threadIdx.x; i < OWN / STAT_TILES * 8 && rank < OWNERS; i += THREADS) {
-    int f = rank * OWN + i / 8 * STAT_TILES, m = f / TILES * 8 + i % 8;
+  for (int i = threadIdx.x; i < OWN / STAT_TILES * 8 && (MEMORY || rank < OWNERS); i += THREADS) {
+    int f = (MEMORY ? 0 : rank) * OWN + i / 8 * STAT_TILES, m = f / TILES * 8 + i % 8;
     float mean = 0.f, square = 0.f;
     for (int r = 0; r < STAT_TILES; r++) {
       float2 v = stats[(i / 8 * STAT_TILES + r) * 8 + i % 8];
@@ -467,5 +525,5 @@ extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(THREADS)
     if (m < M) stats_out[(size_t)m * (N / (16 * STAT_TILES)) + index] = make_float2(mean, square);
   }
 #endif
-  if (C > 1) cluster_sync();  // nobody leaves while a peer reads its partial sums
+  if (CLUSTER > 1) cluster_sync();  // nobody leaves while a peer reads its partial sums
 }

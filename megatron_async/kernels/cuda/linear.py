@@ -19,83 +19,96 @@ MAX_ROWS = 32
 MULTIPROCESSORS = 132
 """Of an H100 or H200: tilings are chosen for about so many blocks."""
 SHARED_BYTES = 227 * 1024
-RESIDENT_BYTES = 72 * 1024
-"""Most shared memory that a block may spend on x as a whole."""
+ALONE_BYTES = 116 * 1024
+ALONE_BLOCKS = 100
+"""Where there are so many blocks, but not more than multiprocessors, each takes at least
+``ALONE_BYTES``: started while the kernel before still runs, two of them would else share one
+multiprocessor and others have none."""
 UNIT = 64
 """K is cut into stages of so many."""
 
 
 class Tiling(NamedTuple):
-    """See ``linear.cu``: tiles of 16 rows a warp, warps in N and K, blocks of a cluster in K,
-    stages of the ring, whether x streams, whether blocks go on to further rows of the weight."""
+    """See ``linear.cu``: tiles of 16 rows a warp, warps in N and K, blocks in K, stages of the
+    ring, whether x streams, whether blocks go on to further rows of the weight, and whether the
+    blocks in K add up through memory, rather than as a cluster."""
 
     row_tiles: int
     warps_n: int
     warps_k: int
-    cluster: int
+    splits: int
     stages: int
     stream: bool = False
     persistent: bool = False
+    memory: bool = False
 
     @property
-    def rows(self) -> int:
+    def weight_rows(self) -> int:
         """Rows of the weight in a block."""
         return 16 * self.row_tiles * self.warps_n
 
     def blocks(self, n: int) -> int:
         """Blocks that cover ``n`` rows of the weight."""
-        return -(-n // self.rows) * self.cluster
+        return -(-n // self.weight_rows) * self.splits
 
-    def statistic_rows(self, row_groups: int) -> int:
+    def statistic_rows(self, rows: int) -> int:
         """Elements of the residual stream that one partial statistic of epilogue ADD covers."""
         tiles = self.row_tiles * self.warps_n
-        fragments = row_groups * tiles
-        return 16 * min(tiles, fragments // min(self.cluster, fragments))
+        fragments = groups(rows) * tiles
+        if self.memory:
+            return 16 * tiles
+        return 16 * min(tiles, fragments // min(self.splits, fragments))
 
     @property
     def x_stages(self) -> int:
         """Stages of all buffers of x."""
         return 2 * ((self.stages + 1) // 2 + 1)
 
-    def shared_bytes(self, k: int, row_groups: int, norm: int) -> int:
+    def shared_bytes(self, k: int, rows: int, norm: int) -> int:
         """About what a block takes."""
         warps = self.warps_n * self.warps_k
-        slice_k = -(-(k // UNIT) // self.cluster) * UNIT
+        slice_k = -(-(k // UNIT) // self.splits) * UNIT
         ring = warps * self.stages * 2048 * self.row_tiles
         if self.stream:
-            x = self.x_stages * row_groups * 1024
+            x = self.x_stages * groups(rows) * 1024
             return ring + x + (slice_k * 2 if norm else 0) + 8192
-        return ring + row_groups * 8 * (slice_k * 2 + 64) + 8192
+        return ring + rows * (slice_k * 2 + 64) + 8192
 
-    def fits(self, n: int, k: int, row_groups: int, norm: int, epilogue: int) -> bool:
+    def fits(self, n: int, k: int, rows: int, norm: int, epilogue: int) -> bool:
         """Whether the kernel can be built so."""
-        fragments = row_groups * self.row_tiles * self.warps_n
-        split = self.warps_k * self.cluster > 1
-        owners = min(self.cluster, fragments)
+        fragments = groups(rows) * self.row_tiles * self.warps_n
+        split = self.warps_k * self.splits > 1
+        owners = 1 if self.memory else min(self.splits, fragments)
         tiles = self.row_tiles * self.warps_n
         own = fragments // owners
         return (
             self.warps_n * self.warps_k <= 32
-            and k // UNIT >= self.cluster * self.warps_k
+            and k // UNIT >= self.splits * self.warps_k
             and fragments % owners == 0
             and tiles % min(tiles, own) == 0
             and own % min(tiles, own) == 0
             and not (self.stream and (self.warps_k > 1 or norm == LAYER_NORM))
             and not (self.stream and self.persistent and k // UNIT % 2)
+            and not (self.memory and (self.warps_k > 1 or self.splits == 1))
             and not (self.persistent and (split or epilogue == ADD))
-            and (row_groups * 512 <= self.stages * 2048 or not split)
-            and self.shared_bytes(k, row_groups, norm) <= SHARED_BYTES
+            and (groups(rows) * 512 <= self.stages * 2048 or not split or self.memory)
+            and self.shared_bytes(k, rows, norm) <= SHARED_BYTES
             # Statistics and pairs of gate and up do not stop at the end of the weight.
-            and (epilogue in (STORE, GELU, GELU_TANH) or n % self.rows == 0)
+            and (epilogue in (STORE, GELU, GELU_TANH) or n % self.weight_rows == 0)
         )
 
 
-def row_groups(rows: int) -> int:
-    """Groups of eight rows of x: a power of two."""
-    return 1 << max(0, -(-rows // 8) - 1).bit_length()
+def padded(rows: int) -> int:
+    """The number of rows of x that a kernel for ``rows`` rows is compiled for: a power of two."""
+    return 1 << (rows - 1).bit_length()
 
 
-def candidates(n: int, k: int, groups: int, norm: int, epilogue: int) -> Iterator[Tiling]:
+def groups(rows: int) -> int:
+    """Groups of eight rows of x, for padded ``rows``."""
+    return max(1, rows // 8)
+
+
+def candidates(n: int, k: int, rows: int, norm: int, epilogue: int) -> Iterator[Tiling]:
     """Tilings worth measuring."""
     tiles = -(-n // 16)
     for cluster in (1, 2, 4, 8):
@@ -116,7 +129,7 @@ def candidates(n: int, k: int, groups: int, norm: int, epilogue: int) -> Iterato
                             tiling = Tiling(
                                 row_tiles, warps_n, warps_k, cluster, stages, stream, persistent
                             )
-                            if tiling.fits(n, k, groups, norm, epilogue):
+                            if tiling.fits(n, k, rows, norm, epilogue):
                                 yield tiling
 
 
@@ -124,7 +137,7 @@ def candidates(n: int, k: int, groups: int, norm: int, epilogue: int) -> Iterato
 _MEASURED: dict[int, dict[tuple[int, int], Tiling]] = {
     1: {
         (6144, 4096): Tiling(3, 1, 8, 1, 3),
-        (4096, 4096): Tiling(1, 2, 8, 1, 4),
+        (4096, 4096): Tiling(2, 1, 8, 1, 6),
         (28672, 4096): Tiling(2, 7, 1, 1, 4),
         (4096, 14336): Tiling(2, 2, 2, 2, 6),
         (128256, 4096): Tiling(1, 6, 1, 1, 8, persistent=True),
@@ -133,17 +146,17 @@ _MEASURED: dict[int, dict[tuple[int, int], Tiling]] = {
         (6144, 1024): Tiling(1, 3, 2, 1, 8),
         (1024, 3072): Tiling(1, 1, 16, 1, 4),
         (151936, 1024): Tiling(1, 8, 1, 1, 8, persistent=True),
-        (2304, 768): Tiling(1, 1, 4, 1, 8),
-        (768, 768): Tiling(1, 1, 8, 1, 8),
-        (3072, 768): Tiling(1, 1, 4, 1, 8),
-        (768, 3072): Tiling(1, 1, 16, 1, 4),
+        (2304, 768): Tiling(1, 1, 8, 1, 4),
+        (768, 768): Tiling(1, 1, 8, 1, 4),
+        (3072, 768): Tiling(1, 1, 8, 1, 4),
+        (768, 3072): Tiling(1, 1, 8, 1, 8),
         (50257, 768): Tiling(1, 4, 1, 1, 8, persistent=True),
     },
-    4: {
-        (6144, 4096): Tiling(1, 16, 1, 4, 4, stream=True),
-        (4096, 4096): Tiling(1, 4, 4, 2, 2),
-        (28672, 4096): Tiling(1, 14, 1, 1, 4, stream=True),
-        (4096, 14336): Tiling(4, 4, 1, 8, 2, stream=True),
+    32: {
+        (6144, 4096): Tiling(1, 6, 1, 4, 4, stream=True, memory=True),
+        (4096, 4096): Tiling(1, 8, 1, 4, 6, stream=True, memory=True),
+        (28672, 4096): Tiling(2, 7, 1, 1, 4, stream=True),
+        (4096, 14336): Tiling(1, 8, 1, 4, 5, stream=True, memory=True),
         (128256, 4096): Tiling(2, 6, 1, 1, 6, stream=True, persistent=True),
         (4096, 1024): Tiling(1, 3, 4, 1, 6),
         (1024, 2048): Tiling(1, 4, 1, 8, 6, stream=True),
@@ -157,58 +170,58 @@ _MEASURED: dict[int, dict[tuple[int, int], Tiling]] = {
         (50257, 768): Tiling(1, 12, 1, 1, 2),
     },
 }
-_LIKE = {1: (1, 4), 2: (4, 1), 4: (4, 1), 8: (4,)}
-"""Whose measurements a number of row groups goes by."""
+_LIKE = {1: (1, 32), 2: (1, 32), 4: (1, 32), 8: (1, 32), 16: (32, 1), 32: (32, 1)}
+"""Whose measurements a number of rows goes by."""
 
 
 @functools.cache
-def choose(n: int, k: int, groups: int, norm: int, epilogue: int) -> Tiling | None:
-    """The tiling for a product ``[8 * groups, k] x [n, k]``; None if no tiling fits.
+def choose(n: int, k: int, rows: int, norm: int, epilogue: int) -> Tiling | None:
+    """The tiling for a product ``[rows, k] x [n, k]``; None if no tiling fits.
 
     The measured one of this shape, else what :func:`_cost` says.
     """
-    for like in _LIKE.get(groups, ()):
+    for like in _LIKE.get(rows, ()):
         tiling = _MEASURED[like].get((n, k))
-        if tiling is not None and tiling.fits(n, k, groups, norm, epilogue):
+        if tiling is not None and tiling.fits(n, k, rows, norm, epilogue):
             return tiling
     best: tuple[float, Tiling] | None = None
-    for tiling in candidates(n, k, groups, norm, epilogue):
-        cost = _cost(tiling, n, k, groups, norm)
+    for tiling in candidates(n, k, rows, norm, epilogue):
+        cost = _cost(tiling, n, k, rows, norm)
         if best is None or cost < best[0]:
             best = cost, tiling
     return None if best is None else best[1]
 
 
-def _cost(tiling: Tiling, n: int, k: int, groups: int, norm: int) -> float:
+def _cost(tiling: Tiling, n: int, k: int, rows: int, norm: int) -> float:
     """What measuring favoured: blocks on all multiprocessors in one wave, two of them beside each
     other so that the next product's weights are on their way while this one ends, many warps in K
     while x is small, no large clusters."""
     blocks = tiling.blocks(n)
-    shared = tiling.shared_bytes(k, groups, norm)
+    shared = tiling.shared_bytes(k, rows, norm)
     together = 2 if shared <= SHARED_BYTES // 2 else 1
     if tiling.persistent:
         waves = 1.0
     else:
         # Clusters of more than two do not fill the last multiprocessors of each of the GPU's parts.
-        slots = (MULTIPROCESSORS if tiling.cluster <= 2 else 112) * together
+        slots = (MULTIPROCESSORS if tiling.splits <= 2 else 112) * together
         waves = -(-blocks // slots) * together * MULTIPROCESSORS / max(blocks, MULTIPROCESSORS)
         waves = max(waves, MULTIPROCESSORS / blocks)
         if together == 2:
             waves = max(MULTIPROCESSORS / blocks, 1.0) * -(-blocks // slots)
-    traffic = 1 + 0.3 * 8 * groups / tiling.rows
+    traffic = 1 + 0.3 * rows / tiling.weight_rows
     warps = tiling.warps_n * tiling.warps_k
     flight = warps * tiling.stages * 2048 * tiling.row_tiles * min(together, blocks / 132)
     latency = 1 + 0.5 * max(0.0, 1 - flight / (96 * 1024))
-    parallel = 1 + 0.1 * max(0.0, 1 - tiling.warps_k / 8) * (groups == 1 and not tiling.persistent)
-    return waves * traffic * latency * parallel * (1 + 0.03 * (tiling.cluster - 1))
+    parallel = 1 + 0.1 * max(0.0, 1 - tiling.warps_k / 8) * (rows <= 8 and not tiling.persistent)
+    return waves * traffic * latency * parallel * (1 + 0.03 * (tiling.splits - 1))
 
 
 class Linear:
-    """One product of a model, for batches of up to ``8 * groups`` rows.
+    """One product of a model, for batches of up to ``rows`` rows.
 
     Args:
         n, k: shape of the weight.
-        groups: see :func:`row_groups`.
+        rows: of x at most, see :func:`padded`.
         norm, norm_statistics: of the input, and the norm (``RMS_NORM``, ``LAYER_NORM``) that
             reads the statistics which epilogue ``ADD`` writes.
     """
@@ -217,7 +230,7 @@ class Linear:
         self,
         n: int,
         k: int,
-        groups: int,
+        rows: int,
         norm: int,
         epilogue: int,
         norm_statistics: int,
@@ -227,7 +240,7 @@ class Linear:
         self.n, self.k, self.tiling = n, k, tiling
         self.kernel: Kernel = kernel(
             "linear",
-            defines(n, k, groups, norm, epilogue, norm_statistics, tiling),
+            defines(n, k, rows, norm, epilogue, norm_statistics, tiling),
             device_index,
         )
         blocks = tiling.blocks(n)
@@ -236,7 +249,14 @@ class Linear:
             by_threads = 2048 // self.kernel.threads
             blocks = min(blocks, MULTIPROCESSORS * min(resident, by_threads, 2))
         self._grid = (blocks, 1, 1)
-        self.statistic_rows = tiling.statistic_rows(groups)
+        self._partials: Tensor | None = None
+        self._arrivals: Tensor | None = None
+        if tiling.memory:
+            tiles = blocks // tiling.splits
+            on = torch.device("cuda", device_index)
+            self._partials = torch.empty(blocks * tiling.weight_rows * max(8, rows), device=on)
+            self._arrivals = torch.zeros(tiles, dtype=torch.int32, device=on)
+        self.statistic_rows = tiling.statistic_rows(rows)
 
     def __call__(
         self,
@@ -258,19 +278,21 @@ class Linear:
         self.kernel.launch(
             self._grid, x, weight, bias, norm_weight, norm_bias, statistics,
             0 if statistics is None else statistics.shape[1], float(eps), residual, out,
-            statistics_out, x.shape[0], out.stride(0),
+            statistics_out, x.shape[0], out.stride(0), self._partials, self._arrivals,
         )  # fmt: skip
 
 
 def defines(
-    n: int, k: int, groups: int, norm: int, epilogue: int, norm_statistics: int, tiling: Tiling
+    n: int, k: int, rows: int, norm: int, epilogue: int, norm_statistics: int, tiling: Tiling
 ) -> dict[str, int]:
     """Macros of ``linear.cu``."""
     return {
-        "MT": groups, "RT": tiling.row_tiles, "WR": tiling.warps_n, "WK": tiling.warps_k,
-        "C": tiling.cluster, "ST": tiling.stages, "STREAM": int(tiling.stream),
+        "MT": groups(rows), "XR": rows,
+        "RT": tiling.row_tiles, "WR": tiling.warps_n, "WK": tiling.warps_k,
+        "C": tiling.splits, "ST": tiling.stages, "STREAM": int(tiling.stream),
         "PERSISTENT": int(tiling.persistent), "K": k, "N": n, "NORM": norm,
-        "EPILOGUE": epilogue, "STATS": norm_statistics,
+        "EPILOGUE": epilogue, "STATS": norm_statistics, "MEMORY": int(tiling.memory),
+        "LEAST": ALONE_BYTES if ALONE_BLOCKS <= tiling.blocks(n) <= MULTIPROCESSORS else 0,
     }  # fmt: skip
 
 
