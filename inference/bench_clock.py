@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_async.device.protocol import Device, Graph, PacketRing, ResultRing
+from megatron_async.graphs import MIXED
 
 
 class LaunchTimes(NamedTuple):
@@ -21,7 +22,7 @@ class LaunchTimes(NamedTuple):
 
     ``inside_share`` is the share of the time from the first launch's begin to the last one's end
     that lies inside a launch. A launch is one graph replay, or the kernels of a step with prefill
-    chunks, which no graph holds; what a launch pauses within itself counts as inside.
+    chunks that no graph holds; what a launch pauses within itself counts as inside.
     """
 
     launches: int
@@ -41,7 +42,7 @@ class TimedDevice:
         self.marking = False
         self._marks: list[Any] = []
         self._spare: list[Any] = []
-        self._eager: list[bool] = []
+        self._prefills: list[bool] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._device, name)
@@ -49,10 +50,10 @@ class TimedDevice:
     # --- the protocol -------------------------------------------------------------------------
 
     def enqueue(self, work: Callable[[], None], name: str) -> None:
-        self._between(lambda: self._device.enqueue(work, name), eager=True)
+        self.between(lambda: self._device.enqueue(work, name), name)
 
     def capture(self, work: Callable[[], None], name: str) -> Graph:
-        return _TimedGraph(self, self._device.capture(work, name))
+        return _TimedGraph(self, self._device.capture(work, name), name)
 
     def packet_ring(self, entries: int, width: int) -> PacketRing:
         return self._device.packet_ring(entries, width)
@@ -71,15 +72,21 @@ class TimedDevice:
 
     # --- marks --------------------------------------------------------------------------------
 
-    def replay(self, graph: Graph) -> None:
-        """Replay a graph of the device between two marks."""
-        self._between(graph.replay, eager=False)
+    def between(self, launch: Callable[[], None], name: str) -> None:
+        """Launch something between two marks."""
+        if not self.marking:
+            launch()
+            return
+        self._prefills.append(name == MIXED)
+        self._mark()
+        launch()
+        self._mark()
 
     def start_marking(self) -> None:
         """Forget all marks and mark from now on."""
         if self.captures:
             self._spare += self._marks
-        self._marks, self._eager = [], []
+        self._marks, self._prefills = [], []
         self.marking = True
 
     def stop_marking(self, *, after_prefill: bool = False) -> LaunchTimes | None:
@@ -88,8 +95,8 @@ class TimedDevice:
         self.marking = False
         self._device.synchronize()
         first = 0
-        if after_prefill and True in self._eager:
-            first = len(self._eager) - self._eager[::-1].index(True)
+        if after_prefill and True in self._prefills:
+            first = len(self._prefills) - self._prefills[::-1].index(True)
         marks = self._marks[2 * first :]
         if len(marks) < 4:
             return None
@@ -119,15 +126,6 @@ class TimedDevice:
         self.marking = False
         return cost
 
-    def _between(self, launch: Callable[[], None], *, eager: bool) -> None:
-        if not self.marking:
-            launch()
-            return
-        self._eager.append(eager)
-        self._mark()
-        launch()
-        self._mark()
-
     def _mark(self) -> None:
         if self.captures:
             event = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)
@@ -145,9 +143,10 @@ class TimedDevice:
 
 
 class _TimedGraph:
-    def __init__(self, device: TimedDevice, graph: Graph) -> None:
+    def __init__(self, device: TimedDevice, graph: Graph, name: str) -> None:
         self._device = device
         self._graph = graph
+        self._name = name
 
     def replay(self) -> None:
-        self._device.replay(self._graph)
+        self._device.between(self._graph.replay, self._name)

@@ -45,8 +45,8 @@ class Subject:
 
 @dataclass(kw_only=True, slots=True)
 class Started:
-    """An engine, and the seconds that it took to start it: the cache, the capture of its row
-    buckets, and all. ``graphs`` counts what was captured: three for each bucket."""
+    """An engine, and the seconds that it took to start it: the cache, the capture of its graphs,
+    and all. ``graphs`` counts these."""
 
     engine: Any
     clock: TimedDevice
@@ -64,17 +64,17 @@ def start_engine(subject: Subject, config: EngineConfig, work: HostWork) -> Star
     cache_seconds = time.perf_counter() - started
     clock = TimedDevice(open_device(subject.device, config))
     capture_seconds = 0.0
-    buckets = 0
 
     def time_capture(captured: Iterable[int], count: int) -> Iterator[int]:
-        nonlocal capture_seconds, buckets
+        nonlocal capture_seconds
         before = time.perf_counter()
         yield from captured
         _synchronize(subject.device)
-        capture_seconds, buckets = time.perf_counter() - before, count
+        capture_seconds = time.perf_counter() - before
 
+    controller = TextGenerationController(subject.wrapper)
     engine = DynamicInferenceEngine(
-        TextGenerationController(subject.wrapper),
+        controller,
         context,
         config=config,
         model_name=subject.name,
@@ -90,7 +90,7 @@ def start_engine(subject: Subject, config: EngineConfig, work: HostWork) -> Star
         cache_seconds=cache_seconds,
         capture_seconds=capture_seconds,
         seconds=seconds,
-        graphs=3 * buckets,
+        graphs=controller.graph_count,
     )
 
 

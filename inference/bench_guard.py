@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from megatron_async.errors import ConfigError, MegatronAsyncError
+from megatron_async.errors import CacheTooLargeError, ConfigError, MegatronAsyncError
 
 from .options import PROGRAM
 
@@ -56,7 +56,7 @@ class Progress:
         Raises:
             ConfigError: that is what ``error`` is: bad input, not a failed measurement.
         """
-        if isinstance(error, ConfigError):
+        if isinstance(error, ConfigError) and not isinstance(error, CacheTooLargeError):
             raise error
         self.failures += 1
         reason = (str(error).splitlines() or [""])[0] or type(error).__name__
@@ -75,7 +75,7 @@ class Progress:
 
 def _is_out_of_memory(error: BaseException) -> bool:
     said = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError) or (
+    return isinstance(error, torch.OutOfMemoryError | CacheTooLargeError) or (
         isinstance(error, RuntimeError) and ("out of memory" in said or "can't allocate" in said)
     )
 

@@ -63,8 +63,9 @@ def add_command(commands: Any) -> None:
         metavar="FILE",
         help="one prompt a line, taken as it is (a \\n in it is no line break), blank lines "
         'skipped; in a .jsonl file each line is an object with "prompt" (text or a list of token '
-        'ids) and, if need be, its own "max_new_tokens", "temperature", "top_k", "top_p" and '
-        '"seed". - is the standard input. May be repeated',
+        'ids) and, if need be, its own "max_new_tokens", "temperature", "top_k", "top_p", "seed" '
+        'and "priority" (an integer; lower goes first, default: 0). - is the standard input. May '
+        "be repeated",
     )
     prompts.add_argument(
         "--json",
@@ -137,7 +138,8 @@ def _submit(
     for index, job in enumerate(jobs):
         try:
             job.check()
-            engine.add_request(index, job.prompt, _sampling_params(engine, args, job))
+            params = _sampling_params(engine, args, job)
+            engine.add_request(index, job.prompt, params, priority=job.priority)
         except RequestError as error:
             if len(jobs) == 1:
                 raise RequestError(f"{job.source}: {error}") from error

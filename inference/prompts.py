@@ -12,19 +12,21 @@ from typing import Any, TextIO
 from megatron_async.errors import ConfigError, RequestError
 
 SAMPLING_FIELDS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
-"""What a line of a .jsonl file may set for itself, named as the options are."""
+"""What a line of a .jsonl file may set for itself, named as the options are; and ``priority``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """One prompt: text or token ids, where it was given, and what it sets for itself.
 
-    ``error`` says what is wrong with the line; such a job is reported and not run.
+    Of two that wait, the one of lower ``priority`` goes first. ``error`` says what is wrong with
+    the line; such a job is reported and not run.
     """
 
     source: str
     prompt: str | list[int] = ""
     sampling: dict[str, Any] = field(default_factory=dict)
+    priority: int = 0
     error: str | None = None
 
     def check(self) -> None:
@@ -76,8 +78,11 @@ def _parse_json(source: str, line: str) -> Job:
     prompt = values.pop("prompt")
     if not isinstance(prompt, (str, list)):
         return Job(source, line, error=f'"prompt" is {prompt!r}; give text or a list of token ids')
+    priority = values.pop("priority", 0)
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        return Job(source, prompt, error=f'"priority" is {priority!r}; give an integer')
     unknown = sorted(set(values) - set(SAMPLING_FIELDS))
     if unknown:
-        known = ", ".join(("prompt", *SAMPLING_FIELDS))
+        known = ", ".join(("prompt", *SAMPLING_FIELDS, "priority"))
         return Job(source, prompt, error=f"unknown field {unknown[0]!r}; known are {known}")
-    return Job(source, prompt, values)
+    return Job(source, prompt, values, priority)

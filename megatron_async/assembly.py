@@ -75,7 +75,7 @@ def build_context(
         block_count=block_count,
         max_requests=config.max_requests,
         slot_count=config.max_requests * (config.effective_depth + 1),
-        max_tokens=config.effective_max_tokens,
+        max_tokens=config.max_tokens,
         block_size_tokens=config.block_size_tokens,
         num_cuda_graphs=config.num_cuda_graphs,
         batch_invariant=config.batch_invariant,

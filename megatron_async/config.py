@@ -8,6 +8,24 @@ from megatron_async.errors import ConfigError
 
 DEFAULT_ASYNC_DEPTH = 1
 MAX_DEPTH = 64
+MAX_REQUESTS = 2**16
+MAX_GIB = 2**30
+MAX_COUNT = 2**31 - 1
+"""Of tokens and blocks: packets hold them as int32."""
+
+
+def check_integer(name: str, value: object, low: int, high: int | None = None) -> None:
+    """Raises :class:`ConfigError` unless ``value`` is an integer of that range."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"{name}={value!r} must be an integer of at least {low}")
+    if high is not None and value > high:
+        raise ConfigError(f"{name}={value} must be at most {high}; lower it")
+
+
+def check_buffer_size(gib: object) -> None:
+    """Raises :class:`ConfigError` unless ``gib`` is a size that memory may have."""
+    if isinstance(gib, bool) or not isinstance(gib, (int, float)) or not 0 < gib <= MAX_GIB:
+        raise ConfigError(f"buffer_size_gb={gib!r} must be above 0 and at most {MAX_GIB}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,8 +36,9 @@ class EngineConfig:
         inference_async_scheduling: launch a step before the last one is committed. Off by default.
         depth: steps in flight whose tokens the host has not committed; None means 1 with
             asynchronous scheduling and 0 without.
-        max_requests: slots, which is also the most rows of one forward.
-        max_tokens: most tokens of one forward.
+        max_requests: slots, which is also the most rows of one forward; at most 65,536.
+        max_tokens: most tokens of one forward; None gives room for four chunks beside full decode
+            rows. It never has more than ``max_requests`` chunks.
         max_sequence_length: most tokens of a request, prompt and generation; None takes the
             model's.
         block_size_tokens: tokens of a KV-cache block.
@@ -27,8 +46,9 @@ class EngineConfig:
             the cache holds ``max_requests`` full sequences, at most 1 GiB on a CPU and 16 GiB on
             a GPU, and never less than one full sequence.
         block_count: usable blocks of the KV cache.
-        prefill_chunk_tokens: a longer prompt is prefilled in chunks of this size. Chunks depend on
-            the prompt alone, never on what else is running.
+        prefill_chunk_tokens: a longer prompt is prefilled in chunks of this size; from
+            ``max_sequence_length`` on it means whole prompts. Chunks depend on the prompt alone,
+            never on what else is running.
         enable_prefix_caching: requests with a common prefix share its KV blocks.
         inference_logging_step_interval: log the counters every so many steps; 0 is never. A logged
             step is a barrier for itself alone.
@@ -71,17 +91,15 @@ class EngineConfig:
     debug: bool = False
 
     def __post_init__(self) -> None:
-        self._at_least("max_requests", 1)
-        self._at_least("block_size_tokens", 1)
-        self._at_least("prefill_chunk_tokens", 1)
-        self._at_least("max_sequence_length", 2, optional=True)
-        self._at_least("block_count", 1, optional=True)
-        self._at_least("num_cuda_graphs", 1, optional=True)
-        self._at_least("depth", 0, optional=True)
-        self._at_least("inference_logging_step_interval", 0)
-        self._at_least("max_tokens", 1, optional=True)
-        if self.depth is not None and self.depth > MAX_DEPTH:
-            raise ConfigError(f"depth={self.depth} must be at most {MAX_DEPTH}")
+        self._check("max_requests", 1, MAX_REQUESTS)
+        self._check("block_size_tokens", 1, MAX_COUNT)
+        self._check("prefill_chunk_tokens", 1, MAX_COUNT)
+        self._check("max_sequence_length", 2, MAX_COUNT, optional=True)
+        self._check("block_count", 1, MAX_COUNT, optional=True)
+        self._check("num_cuda_graphs", 1, optional=True)
+        self._check("depth", 0, MAX_DEPTH, optional=True)
+        self._check("inference_logging_step_interval", 0)
+        self._check("max_tokens", 1, optional=True)
         if self.depth and not self.inference_async_scheduling:
             raise ConfigError(
                 f"depth={self.depth} needs asynchronous scheduling; turn on "
@@ -98,8 +116,7 @@ class EngineConfig:
                     f"buffer_size_gb={self.buffer_size_gb} and block_count={self.block_count} "
                     "contradict each other; set one of them"
                 )
-            if not self.buffer_size_gb > 0:
-                raise ConfigError(f"buffer_size_gb={self.buffer_size_gb} must be positive")
+            check_buffer_size(self.buffer_size_gb)
         least = self.max_requests + self.prefill_chunk_tokens
         if self.max_tokens is not None and self.max_tokens < least:
             raise ConfigError(
@@ -109,12 +126,12 @@ class EngineConfig:
         if self.dtype not in (None, "float32", "bfloat16", "float16"):
             raise ConfigError(f"dtype={self.dtype!r} must be float32, bfloat16 or float16")
 
-    def _at_least(self, name: str, low: int, *, optional: bool = False) -> None:
+    def _check(
+        self, name: str, low: int, high: int | None = None, *, optional: bool = False
+    ) -> None:
         value = getattr(self, name)
-        if optional and value is None:
-            return
-        if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise ConfigError(f"{name}={value!r} must be an integer of at least {low}")
+        if not (optional and value is None):
+            check_integer(name, value, low, high)
 
     @property
     def effective_depth(self) -> int:
@@ -122,10 +139,3 @@ class EngineConfig:
         if not self.inference_async_scheduling:
             return 0
         return DEFAULT_ASYNC_DEPTH if self.depth is None else self.depth
-
-    @property
-    def effective_max_tokens(self) -> int:
-        """Most tokens of one forward; by default room for four chunks beside full decode rows."""
-        if self.max_tokens is not None:
-            return self.max_tokens
-        return self.max_requests + 4 * self.prefill_chunk_tokens

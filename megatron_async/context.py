@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+
 import torch
 
 from megatron_async.cache.block_allocator import NULL_BLOCK
+from megatron_async.config import MAX_COUNT, MAX_REQUESTS, check_buffer_size, check_integer
 from megatron_async.errors import ConfigError
 from megatron_async.kernels import paged_attention
+from megatron_async.memory import GIB, must_fit
 from megatron_async.models import compat  # noqa: F401  (before megatron)
 from megatron_async.requests import MAX_STOP_TOKEN_IDS
 
 from megatron.core.inference.contexts import BaseInferenceContext  # isort: skip
 
-GIB = 1024**3
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def _warn_of_slow_attention(kv_channels: int) -> None:
+    logger.warning(
+        "a head size of %d is above %d, the largest of the Triton kernels: attention runs in "
+        "PyTorch's operations and reads whole block tables, which is slow",
+        kv_channels,
+        paged_attention.KERNEL_HEAD_DIM,
+    )
 
 
 class DynamicInferenceContext(BaseInferenceContext):
@@ -41,6 +56,7 @@ class DynamicInferenceContext(BaseInferenceContext):
 
     Raises:
         ConfigError: a value is out of range, or the buffer holds no block.
+        CacheTooLargeError: cache and slots do not fit into the device's memory.
     """
 
     def __init__(
@@ -68,6 +84,9 @@ class DynamicInferenceContext(BaseInferenceContext):
                 "materialize_only_last_token_logits=False is not supported by this version; "
                 "leave it out"
             )
+        check_integer("max_requests", max_requests, 1, MAX_REQUESTS)
+        check_integer("block_size_tokens", block_size_tokens, 1, MAX_COUNT)
+        check_integer("max_sequence_length", max_sequence_length, 2, MAX_COUNT)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device)
@@ -81,9 +100,12 @@ class DynamicInferenceContext(BaseInferenceContext):
 
         token_bytes = 2 * num_layers * num_attention_heads * kv_channels * params_dtype.itemsize
         block_bytes = token_bytes * block_size_tokens
+        size = f"block_count={block_count}"
         if block_count is None:
+            size = f"buffer_size_gb={buffer_size_gb}"
             if buffer_size_gb is None:
                 raise ConfigError("give buffer_size_gb or block_count")
+            check_buffer_size(buffer_size_gb)
             block_count = int(buffer_size_gb * GIB) // block_bytes - 1
             if block_count < 1:
                 raise ConfigError(
@@ -91,26 +113,54 @@ class DynamicInferenceContext(BaseInferenceContext):
                     f"{block_size_tokens} tokens takes {block_bytes / GIB:.6f} GiB and one more "
                     "is kept for padding; raise it or lower block_size_tokens"
                 )
+        else:
+            check_integer("block_count", block_count, 1, MAX_COUNT)
         self.block_count = block_count
         self.max_blocks_per_request = -(-max_sequence_length // block_size_tokens)
         self.slot_count = slot_count or 2 * max_requests
         self.null_slot = self.slot_count
 
-        # KV cache: [layers, key or value, blocks, tokens, heads, head dimension].
-        self.kv_cache = torch.zeros(
-            num_layers,
-            2,
-            block_count + 1,
-            block_size_tokens,
-            num_attention_heads,
-            kv_channels,
-            dtype=params_dtype,
-            device=self.device,
-        )
+        with must_fit(
+            self.device,
+            (block_count + 1) * block_bytes,
+            f"the KV cache ({size}, block_size_tokens={block_size_tokens})",
+            f"{size.partition('=')[0]} or block_size_tokens",
+        ):
+            # [layers, key or value, blocks, tokens, heads, head dimension]
+            self.kv_cache = torch.zeros(
+                num_layers,
+                2,
+                block_count + 1,
+                block_size_tokens,
+                num_attention_heads,
+                kv_channels,
+                dtype=params_dtype,
+                device=self.device,
+            )
         slots = self.slot_count + 1
+        with must_fit(
+            self.device,
+            8 * slots * (self.max_blocks_per_request + MAX_STOP_TOKEN_IDS + 8),
+            f"the state of {slots} slots for {max_sequence_length} tokens each",
+            "max_requests, depth or max_sequence_length, or raise block_size_tokens",
+        ):
+            self._make_slots()
+        if self.device.type == "cuda" and kv_channels > paged_attention.KERNEL_HEAD_DIM:
+            _warn_of_slow_attention(kv_channels)
 
+        # Metadata of the forward that runs now; set by `begin_forward` in stream order.
+        self.position_ids = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.token_slots = self.position_ids
+        self.slot_mapping = self.position_ids
+        self._decode_rows = 0
+        self._decode_lengths = self.position_ids
+        self._decode_lengths_host: list[int] | None = None
+        self._chunks: torch.Tensor | None = None
+        self.last_token_index: torch.Tensor | None = None
+
+    def _make_slots(self) -> None:
         def per_slot(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(slots, *shape, dtype=dtype, device=self.device)
+            return torch.zeros(self.slot_count + 1, *shape, dtype=dtype, device=self.device)
 
         self.last_token = per_slot(dtype=torch.int64)
         self.kv_length = per_slot(dtype=torch.int64)
@@ -123,16 +173,6 @@ class DynamicInferenceContext(BaseInferenceContext):
         self.max_total = per_slot(dtype=torch.int64)
         self.stop_ids = per_slot(MAX_STOP_TOKEN_IDS, dtype=torch.int64)
         self.reset()
-
-        # Metadata of the forward that runs now; set by `begin_forward` in stream order.
-        self.position_ids = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.token_slots = self.position_ids
-        self.slot_mapping = self.position_ids
-        self._decode_rows = 0
-        self._decode_lengths = self.position_ids
-        self._decode_lengths_host: list[int] | None = None
-        self._chunks: torch.Tensor | None = None
-        self.last_token_index: torch.Tensor | None = None
 
     def reset(self) -> None:
         """Forget all slots; nothing may be in flight."""

@@ -141,6 +141,11 @@ class TextGenerationController:
         device.enqueue(context.reset, "reset")
         device.synchronize()
 
+    @property
+    def graph_count(self) -> int:
+        """Graphs that :meth:`attach` captured."""
+        return self._graphs.graph_count
+
     # --- one step -----------------------------------------------------------------------------
 
     def launch(self, plan: Plan) -> InFlight:

@@ -9,6 +9,10 @@ class ConfigError(MegatronAsyncError, ValueError):
     """A configuration value is invalid, or two values contradict each other."""
 
 
+class CacheTooLargeError(ConfigError):
+    """The KV cache or the state of the slots does not fit into the device's memory."""
+
+
 class RequestError(MegatronAsyncError, ValueError):
     """A request cannot be served as asked; other requests are not affected."""
 

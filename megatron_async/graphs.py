@@ -112,6 +112,11 @@ class StepGraphs:
         """How often :meth:`capture` yields."""
         return len(self.buckets) + len(self._captured_tokens)
 
+    @property
+    def graph_count(self) -> int:
+        """Graphs that :meth:`capture` makes: three for each row bucket, one with prefill chunks."""
+        return 3 * len(self.buckets) + len(self._captured_tokens)
+
     def capture(self) -> Iterator[int]:
         """Capture bucket after bucket, the largest first (it sizes the shared memory pool);
         yields each when it is done. Nothing may be in flight."""

@@ -7,6 +7,9 @@ from megatron_async.context import DynamicInferenceContext
 from megatron_async.errors import ConfigError
 from megatron_async.scheduler.limits import Limits
 
+CHUNKS_AT_ONCE = 4
+"""Prefill chunks that fit into a forward beside full decode rows, unless its size is given."""
+
 
 def limits_of(
     context: DynamicInferenceContext, config: EngineConfig, *, enable_chunked_prefill: bool
@@ -16,17 +19,20 @@ def limits_of(
     Raises:
         ConfigError: a chunk would not fit into a forward beside the decoding rows.
     """
-    chunk = config.prefill_chunk_tokens
+    # No prompt is longer, so a larger chunk would only ask for memory.
+    chunk = min(config.prefill_chunk_tokens, context.max_sequence_length)
     if not enable_chunked_prefill:
         chunk = context.max_sequence_length
     least = context.max_requests + chunk
-    max_tokens = context.max_tokens
+    max_tokens = config.max_tokens if context.max_tokens is None else context.max_tokens
     if max_tokens is None:
-        max_tokens = max(config.effective_max_tokens, least)
+        max_tokens = context.max_requests + CHUNKS_AT_ONCE * chunk
     if max_tokens < least:
         raise ConfigError(
             f"max_tokens={max_tokens} must be at least max_requests + the prefill chunk = {least}"
         )
+    # Nor does a step hold more than a chunk in each row.
+    max_tokens = min(max_tokens, context.max_requests * chunk)
     return Limits(
         max_requests=context.max_requests,
         slot_count=context.slot_count,

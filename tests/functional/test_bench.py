@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_async.errors import CacheTooLargeError
 from megatron_async.inference import bench_decode_run, bench_load, bench_run
 from megatron_async.inference.bench_decode import run_round
 from megatron_async.inference.bench_engine import Subject, make_engine
@@ -228,16 +229,19 @@ def test_a_failed_batch_is_marked_and_the_others_are_measured(
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
         if batch_size == 3:
             raise ZeroDivisionError("broken")
+        if batch_size == 4:
+            raise CacheTooLargeError("device cpu has 1.0 GiB")
         return make(subject, batch_size, *args, **kwargs)
 
     monkeypatch.setattr(bench_decode_run, "make_engine", make_small)
     path = tmp_path / "report.json"
-    options = ("--batch-sizes", "2,3,1", "--depths", "0", "--rounds", "1", "--json", str(path))
+    options = ("--batch-sizes", "2,3,4,1", "--depths", "0", "--rounds", "1", "--json", str(path))
     assert main(["bench", *SMALL, *options]) == 1
     captured = capsys.readouterr()
     report = json.loads(path.read_text())
-    memory, broken, good = report["results"]
-    assert memory["error"].startswith("out of memory; lower --batch-sizes")
+    memory, broken, too_large, good = report["results"]
+    for row in (memory, too_large):
+        assert row["error"].startswith("out of memory; lower --batch-sizes")
     assert broken["error"] == "ZeroDivisionError: broken"
     assert good["step_ms_mean"] > 0 and not report["complete"]
     assert "error: batch 2, depth 0: out of memory" in captured.err

@@ -20,8 +20,10 @@ from megatron_async.inference import decode as decode_module
 from megatron_async.inference.cli import main
 from megatron_async.inference.scenario_table import TABLE
 from megatron_async.inference.workload import Witnesses
+from megatron_async.inference.writers import JsonWriter
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig
+from megatron_async.requests import DynamicInferenceRequest
 
 END = 256
 MAX_LENGTH = 256
@@ -165,6 +167,33 @@ def test_bad_prompts_do_not_stop_the_others(model: str, tmp_path: Path, capsys: 
     assert f"at most {MAX_LENGTH - 1}" in errors[1]
     assert "top_p=7" in errors[2]
     assert "100000 to generate" in errors[3]
+
+
+def test_prompts_of_lower_priority_go_first(
+    model: str, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended = []
+    finish = JsonWriter.finish
+
+    def watched(self: JsonWriter, request: DynamicInferenceRequest) -> None:
+        ended.append(request.request_id)
+        finish(self, request)
+
+    monkeypatch.setattr(JsonWriter, "finish", watched)
+    file = tmp_path / "prompts.jsonl"
+    priorities = (3, 0, -1)
+    lines = [
+        json.dumps({"prompt": f"x{n}", "priority": priority, "max_new_tokens": 4})
+        for n, priority in enumerate(priorities)
+    ]
+    file.write_text("\n".join([*lines, '{"prompt": "y", "priority": 1000001}']))
+    options = ("--model", model, "--prompt-file", str(file), "--max-requests", "1")
+    status, out, err = call(capsys, "generate", "--json", *options)
+    assert status == 2
+    assert "prompts.jsonl:4: priority=1000001 must be" in err
+    records = [json.loads(line) for line in out.splitlines()][:3]
+    assert [record["prompt"] for record in records] == ["x0", "x1", "x2"]
+    assert ended == [2, 1, 0]
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,9 @@ def test_wheel_holds_every_source_and_asset(wheel: Path) -> None:
     for path in (ROOT / "inference").glob("*.py"):
         expected.add(f"megatron_async/inference/{path.name}")
     package = ROOT / "megatron_async"
-    for path in (*package.rglob("*.py"), *(package / "assets").rglob("*")):
+    cuda_sources = (package / "kernels" / "cuda").glob("*.cu*")
+    assets = (package / "assets").rglob("*")
+    for path in (*package.rglob("*.py"), *cuda_sources, *assets):
         if path.is_file():
             expected.add(path.relative_to(ROOT).as_posix())
     names = {n for n in zipfile.ZipFile(wheel).namelist() if n.startswith("megatron_async/")}

@@ -11,6 +11,7 @@ import torch
 
 from megatron_async.device.cpu import CpuDevice
 from megatron_async.device.protocol import Device
+from megatron_async.graphs import MIXED
 from megatron_async.inference.bench_clock import TimedDevice
 
 
@@ -45,12 +46,17 @@ def test_queued_launches_leave_no_pause(clock: TimedDevice) -> None:
     assert times is not None and times.inside_share > 0.5
 
 
-def test_launches_before_the_last_prefill_are_left_out(clock: TimedDevice) -> None:
+@pytest.mark.parametrize("captured", (False, True))
+def test_launches_before_the_last_prefill_are_left_out(clock: TimedDevice, captured: bool) -> None:
     graph = clock.capture(lambda: None, "work")
+    mixed = clock.capture(lambda: None, MIXED)
     clock.start_marking()
     for _ in range(4):
         graph.replay()
-    clock.enqueue(lambda: None, "mixed")
+    if captured:
+        mixed.replay()
+    else:
+        clock.enqueue(lambda: None, MIXED)
     graph.replay()
     graph.replay()
     times = clock.stop_marking(after_prefill=True)

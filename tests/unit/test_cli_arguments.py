@@ -22,7 +22,7 @@ from megatron_async.inference.prompts import read_jobs
 from megatron_async.inference.table import format_table
 from megatron_async.requests import SamplingParams
 
-COMMANDS = ("generate", "verify", "demo", "info")
+COMMANDS = ("generate", "verify", "demo", "info", "bench", "trace")
 
 
 def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -91,6 +91,16 @@ def test_contradictory_scheduling_options_are_refused(asynchronous: bool, depth:
         (["generate"], ["--prompt TEXT", "--prompt-file"]),
         (["generate", "--prompt-file", "/no/such"], ["/no/such", "No such file"]),
         (["generate", "--prompt", "a", "--model", "/no/such"], ["/no/such"]),
+        (
+            ["generate", "--prompt=a", "--device=cpu", f"--block-count={10**9}"],
+            ["--block-count=1000000000", "GiB; lower --block-count or --inference-dynamic"],
+        ),
+        (
+            ["generate", "--prompt=a", f"--inference-dynamic-batching-block-size={2**70}"],
+            [f"--inference-dynamic-batching-block-size={2**70}", "at most 2147483647"],
+        ),
+        (["trace", "--steps", "5"], ["--steps", "'5'"]),
+        (["bench", "--workload", "ragged", "--new-tokens", "9"], ["--new-tokens", "decode"]),
         (["verify", "--depths", "0"], ["'0'", "use 0,1"]),
         (["verify", "--depths", "1,x"], ["'x'"]),
         (["verify", "--requests", "0"], ["--requests", "'0'"]),
@@ -158,11 +168,14 @@ def test_prompts_come_in_the_order_given(tmp_path: Path) -> None:
     text.write_text("one\\n\n\n  two \u2028 three\n", encoding="utf-8")
     lines = tmp_path / "prompts.jsonl"
     lines.write_text(
-        "\n".join(json.dumps(v) for v in ({"prompt": "four", "top_k": 3}, {"prompt": [5]}))
+        "\n".join(
+            json.dumps(v) for v in ({"prompt": "four", "top_k": 3}, {"prompt": [5], "priority": -2})
+        )
     )
     jobs = read_jobs(["zero"], [str(text), str(lines)])
     assert [job.prompt for job in jobs] == ["zero", "one\\n", "  two \u2028 three", "four", [5]]
     assert [job.sampling for job in jobs[3:]] == [{"top_k": 3}, {}]
+    assert [job.priority for job in jobs] == [0, 0, 0, 0, -2]
     assert [job.source.rpartition("/")[2] for job in jobs] == [
         "--prompt 1",
         "prompts.txt:1",
@@ -180,6 +193,10 @@ def test_prompts_come_in_the_order_given(tmp_path: Path) -> None:
         ('{"text": "a"}', 'must be an object with "prompt"'),
         ('{"prompt": 3}', "give text or a list"),
         ('{"prompt": "a", "beams": 2}', "unknown field 'beams'"),
+        *(
+            (f'{{"prompt": "a", "priority": {value}}}', '"priority" is ')
+            for value in ('"1"', "1.0", "true", "null", "[1]")
+        ),
     ],
 )
 def test_a_bad_line_of_json_is_an_error_of_that_line(line: str, error: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import threading
 from typing import Any
@@ -10,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_async import memory
 from megatron_async.config import EngineConfig
+from megatron_async.context import _warn_of_slow_attention
 from megatron_async.engine import DynamicInferenceEngine
-from megatron_async.errors import ConfigError, RequestError
+from megatron_async.errors import CacheTooLargeError, ConfigError, RequestError
 from megatron_async.requests import FinishReason, SamplingParams, Status
 from tests.support.engines import DEPTHS, hash_engine, random_ask, sampling_params
-from tests.support.hash_model import MAX_LENGTH, VOCAB_SIZE
+from tests.support.hash_model import MAX_LENGTH, VOCAB_SIZE, HashModel
 from tests.support.oracle import Ask, decode_alone
 
 ASK = Ask(prompt=(1, 2, 3), max_new=10)
@@ -94,6 +97,19 @@ BAD_CONFIGS = [
     ({"max_requests": 8, "max_tokens": 100}, "max_tokens=100"),
     ({"dtype": "int8"}, "int8"),
     ({"max_sequence_length": 1}, "max_sequence_length=1"),
+    ({"max_requests": 2**16 + 1}, "max_requests=65537"),
+    ({"buffer_size_gb": math.inf}, "buffer_size_gb=inf"),
+    ({"buffer_size_gb": 1e300}, "buffer_size_gb=1e+300"),
+    ({"buffer_size_gb": "3"}, "buffer_size_gb='3'"),
+    *(
+        ({name: 2**31}, f"{name}={2**31} must be at most {2**31 - 1}; lower it")
+        for name in (
+            "block_size_tokens",
+            "block_count",
+            "prefill_chunk_tokens",
+            "max_sequence_length",
+        )
+    ),
 ]
 
 
@@ -125,6 +141,83 @@ def test_cache_too_small_for_a_block_says_what_to_do() -> None:
         small_engine(block_count=None, buffer_size_gb=1e-9)
     with pytest.raises(ConfigError, match="max_sequence_length=999"):
         small_engine(max_sequence_length=999)
+
+
+@pytest.mark.parametrize(
+    ("values", "named", "lower"),
+    [
+        ({"block_count": 10**9}, "block_count=1000000000", "block_count or block_size_tokens"),
+        (
+            {"block_count": None, "block_size_tokens": 2**31 - 1},
+            "block_size_tokens=2147483647",
+            "block_count or block_size_tokens",
+        ),
+        (
+            {"block_count": None, "buffer_size_gb": 1e6},
+            "buffer_size_gb=1000000.0",
+            "buffer_size_gb or block_size_tokens",
+        ),
+        ({"max_requests": 2**16, "depth": 64}, "4259841 slots", "max_requests, depth"),
+    ],
+)
+def test_what_exceeds_memory_is_refused_before_it_is_taken(
+    values: dict[str, Any], named: str, lower: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "memory_bytes", lambda device: 10**9)
+    values = {**values}
+    with pytest.raises(CacheTooLargeError) as error:
+        small_engine(values.pop("depth", 0), **values)
+    assert named in str(error.value)
+    assert "device cpu has 0.9 GiB; lower " + lower in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate"),
+    ],
+)
+def test_an_allocator_that_fails_says_what_to_lower(
+    failure: RuntimeError, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*shape: int, **_: Any) -> None:
+        raise failure
+
+    model = HashModel()
+    monkeypatch.setattr(torch, "zeros", fail)
+    with pytest.raises(CacheTooLargeError, match="less free; lower block_count"):
+        small_engine(model=model)
+
+
+def test_the_machine_says_how_much_memory_it_has() -> None:
+    total = memory.memory_bytes(torch.device("cpu"))
+    assert total is not None and 2**28 < total < 2**50
+
+
+def test_a_chunk_longer_than_any_prompt_means_whole_prompts() -> None:
+    with small_engine(prefill_chunk_tokens=2**31 - 1, block_count=80) as engine:
+        longest = engine.max_sequence_length
+        limits = engine.scheduler.limits
+        assert (limits.prefill_chunk_tokens, limits.max_tokens) == (longest, 2 * longest)
+        engine.generate([[1] * (longest - 2)], sampling_params(Ask(prompt=(1,), max_new=2)))
+        assert engine.counters.prefill_chunks == 1
+
+
+def test_a_forward_is_no_larger_than_a_chunk_in_each_row() -> None:
+    with small_engine(prefill_chunk_tokens=8, max_requests=3, max_tokens=10**12) as engine:
+        assert engine.scheduler.limits.max_tokens == 24
+
+
+def test_a_head_size_without_a_kernel_is_warned_of_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _warn_of_slow_attention.cache_clear()
+    for _ in range(2):
+        _warn_of_slow_attention(320)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "head size of 320 is above 256" in record.getMessage()
 
 
 @pytest.mark.parametrize("depth", DEPTHS)

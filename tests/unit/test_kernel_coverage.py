@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from megatron_async.assembly import build_context, resolve_device
+from megatron_async.context import _warn_of_slow_attention
 from megatron_async.controller import TextGenerationController
 from megatron_async.engine import DynamicInferenceEngine
 from megatron_async.errors import MegatronAsyncError
+from megatron_async.kernels.paged_attention import KERNEL_HEAD_DIM
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.wrapper import GPTInferenceWrapper
@@ -126,10 +128,15 @@ def test_fp32_tokens_are_the_cpus(shape: tuple[int, int, int], device: str) -> N
 
 @on_gpu
 @pytest.mark.parametrize("shape", ODD_SHAPES, ids=name)
-def test_fp32_tokens_of_odd_shapes_are_the_cpus(shape: tuple[int, int, int], device: str) -> None:
+def test_fp32_tokens_of_odd_shapes_are_the_cpus(
+    shape: tuple[int, int, int], device: str, caplog: pytest.LogCaptureFixture
+) -> None:
     head_dim, group, block_size = shape
     config = model_config(head_dim, group)
+    _warn_of_slow_attention.cache_clear()
     assert decode(config, block_size, device) == decode(config, block_size, "cpu")
+    warned = [record for record in caplog.records if "head size" in record.getMessage()]
+    assert len(warned) == (head_dim > KERNEL_HEAD_DIM)
 
 
 @on_gpu
