@@ -106,7 +106,8 @@ class Case:
         """Microseconds a call, relative error."""
         statistic = LAYER_NORM if self.norm == LAYER_NORM else RMS_NORM
         most = padded(self.rows)
-        linear = Linear(self.n, self.k, most, self.norm, self.epilogue, statistic, tiling, 0)
+        device = torch.device("cuda")
+        linear = Linear(self.n, self.k, most, self.norm, self.epilogue, statistic, tiling, device)
         out = torch.full((self.rows, self.width), float("nan"), device="cuda").bfloat16()
         per = linear.statistic_rows
         stats = None

@@ -261,7 +261,7 @@ class FusedDecoder:
             if None not in tilings.values():
                 statistics = LAYER_NORM if self._norm == LAYER_NORM else RMS_NORM
                 plan = {
-                    name: Linear(p.n, p.k, most, p.norm, p.epilogue, statistics, t, self._index)
+                    name: Linear(p.n, p.k, most, p.norm, p.epilogue, statistics, t, self._device)
                     for (name, p), t in zip(self._products.items(), tilings.values(), strict=True)
                     if t is not None
                 }
@@ -280,7 +280,7 @@ class FusedDecoder:
                 norm=self._has_head_norms,
                 rope=self._cos_sin is not None,
                 splits=splits,
-                device_index=self._index,
+                device=self._device,
             )
         attention: cuda_attention.DecodeAttention = self._kernels[key]
         return attention
@@ -295,7 +295,7 @@ class FusedDecoder:
                 per_tile,
                 self._norm,
                 positions=learned,
-                device_index=self._index,
+                device=self._device,
             )
         embed: cuda_attention.Embed = self._kernels[key]
         return embed

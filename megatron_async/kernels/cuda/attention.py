@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from megatron_async.kernels.cuda.compile import kernel
@@ -57,7 +58,7 @@ class DecodeAttention:
         norm: bool,
         rope: bool,
         splits: int,
-        device_index: int,
+        device: torch.device,
         warps: int = WARPS,
         stages: int = STAGES,
     ) -> None:
@@ -69,7 +70,7 @@ class DecodeAttention:
                 "SPLITS": splits, "WARPS": warps, "ST": stages, "NORM": int(norm),
                 "ROPE": int(rope), "LEAST": LEAST_BYTES,
             },
-            device_index,
+            device,
         )  # fmt: skip
 
     def __call__(
@@ -110,7 +111,7 @@ class Embed:
     """Token and position embeddings into the residual stream, with its partial statistics."""
 
     def __init__(
-        self, hidden: int, per_tile: int, norm: int, *, positions: bool, device_index: int
+        self, hidden: int, per_tile: int, norm: int, *, positions: bool, device: torch.device
     ) -> None:
         self._kernel = kernel(
             "embed",
@@ -118,7 +119,7 @@ class Embed:
                 "H": hidden, "PER_TILE": per_tile, "POSITIONS": int(positions),
                 "STATS": LAYER_NORM if norm == LAYER_NORM else 1,
             },
-            device_index,
+            device,
         )  # fmt: skip
 
     def __call__(

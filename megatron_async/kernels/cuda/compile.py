@@ -22,7 +22,8 @@ import torch
 
 from megatron_async.errors import ConfigError
 
-_SOURCES = Path(__file__).parent
+SOURCES = Path(__file__).parent
+_COMMON = ("types.cuh", "intrinsics.cuh", "arithmetic.cuh")
 
 
 @functools.cache
@@ -114,9 +115,9 @@ def _kernel(source: str, defines: tuple[tuple[str, int], ...], device_index: int
         return Kernel(source, dict(defines), architecture(device_index))
 
 
-def kernel(source: str, defines: Mapping[str, int], device_index: int) -> Kernel:
+def kernel(source: str, defines: Mapping[str, int], device: torch.device) -> Kernel:
     """The kernel of ``source`` with these macros, compiled and loaded at most once a process."""
-    return _kernel(source, tuple(sorted(defines.items())), device_index)
+    return _kernel(source, tuple(sorted(defines.items())), device.index or 0)
 
 
 def compile_together(work: Sequence[tuple[str, Mapping[str, int]]], architecture: str) -> None:
@@ -132,7 +133,7 @@ def cache_directory() -> Path:
 
 
 def _machine_code(source: str, defines: Mapping[str, int], architecture: str) -> bytes:
-    text = "".join((_SOURCES / name).read_text() for name in ("common.cuh", f"{source}.cu"))
+    text = "".join((SOURCES / name).read_text() for name in (*_COMMON, f"{source}.cu"))
     options = [f"--gpu-architecture={architecture}", "--std=c++17"]
     options += [f"-D{name}={int(value)}" for name, value in sorted(defines.items())]
     version = _check(_nvrtc().nvrtcVersion())

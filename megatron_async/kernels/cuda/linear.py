@@ -235,13 +235,13 @@ class Linear:
         epilogue: int,
         norm_statistics: int,
         tiling: Tiling,
-        device_index: int,
+        device: torch.device,
     ) -> None:
         self.n, self.k, self.tiling = n, k, tiling
         self.kernel: Kernel = kernel(
             "linear",
             defines(n, k, rows, norm, epilogue, norm_statistics, tiling),
-            device_index,
+            device,
         )
         blocks = tiling.blocks(n)
         if tiling.persistent:
@@ -253,9 +253,8 @@ class Linear:
         self._arrivals: Tensor | None = None
         if tiling.memory:
             tiles = blocks // tiling.splits
-            on = torch.device("cuda", device_index)
-            self._partials = torch.empty(blocks * tiling.weight_rows * max(8, rows), device=on)
-            self._arrivals = torch.zeros(tiles, dtype=torch.int32, device=on)
+            self._partials = torch.empty(blocks * tiling.weight_rows * max(8, rows), device=device)
+            self._arrivals = torch.zeros(tiles, dtype=torch.int32, device=device)
         self.statistic_rows = tiling.statistic_rows(rows)
 
     def __call__(

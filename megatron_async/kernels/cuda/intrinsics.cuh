@@ -1,18 +1,5 @@
-// What all CUDA kernels of this folder share. No headers: they are compiled by NVRTC as they are.
-//
-// Every kernel is launched with programmatic stream serialization. It may start while the kernel
-// before it still runs, and must not touch what that kernel writes before `wait_for_predecessor`.
-// It lets its successor start only after that, so when a kernel starts, all kernels but its
-// direct predecessor have ended: what they wrote may be read at once.
-
-typedef unsigned short u16;  // the bits of a bfloat16
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
-
-struct __align__(16) Vec {
-  u32 x, y, z, w;
-};
+// What needs instructions of its own: all inline assembly is here. The tests put plain C++ with the
+// same meaning in its place (tests/support/emulated_intrinsics.hpp).
 
 __device__ __forceinline__ void wait_for_predecessor() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -21,22 +8,15 @@ __device__ __forceinline__ void release_successor() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
-__device__ __forceinline__ float low(u32 pair) { return __uint_as_float(pair << 16); }
-__device__ __forceinline__ float high(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
-__device__ __forceinline__ float widen(u16 bits) { return __uint_as_float((u32)bits << 16); }
 __device__ __forceinline__ u32 pack(float lo, float hi) {
   u32 r;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
   return r;
 }
-__device__ __forceinline__ u16 narrow(float v) { return (u16)(pack(v, 0.f) & 0xffffu); }
 __device__ __forceinline__ u32 mul2(u32 a, u32 b) {
   u32 r;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
   return r;
-}
-__device__ __forceinline__ Vec mul8(Vec a, Vec b) {
-  return Vec{mul2(a.x, b.x), mul2(a.y, b.y), mul2(a.z, b.z), mul2(a.w, b.w)};
 }
 
 // Brings a line of constants near before anybody waits for it.
@@ -145,4 +125,18 @@ __device__ __forceinline__ float load_peer_float(u32 at) {
   float v;
   asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(at) : "memory");
   return v;
+}
+
+// Four matrices of 8x8 bfloat16; lane 8i + r gives the address of row r of matrix i.
+__device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(at)
+               : "memory");
+}
+__device__ __forceinline__ void load_transposed(u32 (&r)[4], u32 at) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(at)
+               : "memory");
 }

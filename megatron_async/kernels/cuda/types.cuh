@@ -1,0 +1,15 @@
+// What all CUDA kernels of this folder share. No headers: they are compiled by NVRTC as they are.
+//
+// Every kernel is launched with programmatic stream serialization. It may start while the kernel
+// before it still runs, and must not touch what that kernel writes before `wait_for_predecessor`.
+// It lets its successor start only after that, so when a kernel starts, all kernels but its
+// direct predecessor have ended: what they wrote may be read at once.
+
+typedef unsigned short u16;  // the bits of a bfloat16
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+struct __align__(16) Vec {
+  u32 x, y, z, w;
+};

@@ -1,0 +1,382 @@
+// What kernels/cuda/intrinsics.cuh means, in plain C++, for tests without a GPU: the threads of a
+// cluster are fibers of one thread, which run in random order from one point where they wait for
+// each other to the next. It is meant to be stricter than a GPU:
+//
+//   - an asynchronous copy takes place when it is issued or when it is awaited, at random;
+//   - what the kernel before writes is garbage until all threads of the first cluster wait for it;
+//   - shared memory begins as NaN, and every address is checked against what the kernel was given;
+//   - threads that wait for each other in vain are an error.
+//
+// Blocks of different clusters run one after another, in random order.
+
+#define __device__
+#define __global__
+#define __forceinline__ inline
+#define __launch_bounds__(threads)
+#define __cluster_dims__(x, y, z)
+#define __align__(bytes) __attribute__((aligned(bytes)))
+#define __shared__ static
+
+struct float2 {
+  float x, y;
+};
+struct __align__(16) float4 {
+  float x, y, z, w;
+};
+inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+
+namespace emulator {
+
+struct Index {
+  unsigned x = 0, y = 0, z = 0;
+};
+
+struct Barrier {
+  int expected = 0, arrived = 0;
+  unsigned generation = 0;
+};
+
+struct Warp {
+  Barrier barrier;
+  alignas(16) char lanes[2][32][48];  // what the lanes show each other, in turn
+};
+
+struct Block {
+  Index index;
+  std::vector<char> memory;
+  Barrier barrier, predecessor;
+  std::vector<Warp> warps;
+};
+
+struct Cluster {
+  std::vector<Block> blocks;
+  Barrier barrier;
+};
+
+struct Copy {
+  char* into;
+  const char* from;  // null: zeros
+};
+
+struct Fiber {
+  ucontext_t context;
+  Index thread;
+  Block* block;
+  std::vector<char> stack;
+  std::vector<Copy> issued;
+  std::vector<std::vector<Copy>> groups;
+  bool done = false;
+};
+
+struct Range {
+  const char* begin;
+  size_t size;
+};
+
+inline Cluster* cluster;
+inline Fiber* fiber;
+inline ucontext_t scheduler;
+inline std::mt19937 random_bits;
+inline std::string error;
+inline std::vector<Range> memory;  // what the kernel may touch
+inline std::vector<std::pair<Range, std::vector<char>>> late;  // what the kernel before writes
+inline unsigned long events;
+
+inline void give_way() { swapcontext(&fiber->context, &scheduler); }
+
+inline void fail(const std::string& what) {
+  if (error.empty()) {
+    const Index b = fiber->block->index;
+    error = what + " (block " + std::to_string(b.x) + "," + std::to_string(b.y) + "," +
+            std::to_string(b.z) + " thread " + std::to_string(fiber->thread.x) + ")";
+  }
+  for (;;) give_way();
+}
+
+inline void arrive_and_wait(Barrier& barrier) {
+  const unsigned generation = barrier.generation;
+  if (++barrier.arrived == barrier.expected) {
+    barrier.arrived = 0;
+    barrier.generation++;
+    events++;
+    return;
+  }
+  while (barrier.generation == generation) give_way();
+}
+
+inline Warp& warp() { return fiber->block->warps[fiber->thread.x / 32]; }
+
+// All lanes show `value`; returns what lane `of` of them shows, for any number of `of`.
+template <typename T>
+const T* show(const T& value) {
+  static_assert(sizeof(T) <= sizeof(Warp::lanes[0][0]), "too large");
+  Warp& w = warp();
+  const unsigned turn = w.barrier.generation & 1;
+  std::memcpy(w.lanes[turn][fiber->thread.x % 32], &value, sizeof(T));
+  arrive_and_wait(w.barrier);
+  return (const T*)w.lanes[turn];
+}
+template <typename T>
+const T& of_lane(const T* shown, unsigned lane) {
+  return *(const T*)((const char*)shown + lane % 32 * sizeof(Warp::lanes[0][0]));
+}
+
+template <typename T>
+const T* checked(const T* p, size_t size = sizeof(T)) {
+  if ((uintptr_t)p % std::min<size_t>(size, 16)) fail("misaligned access to memory");
+  for (const Range& range : memory)
+    if ((const char*)p >= range.begin && (const char*)p + size <= range.begin + range.size) return p;
+  fail("access to memory of nobody");
+  return p;
+}
+
+inline char* shared_memory(unsigned at, unsigned size) {
+  // An address in a peer has the peer's rank + 1 in its upper byte.
+  Block* block = at >> 24 ? &cluster->blocks[(at >> 24) - 1] : fiber->block;
+  at &= 0xffffff;
+  if (at % size) fail("misaligned access to shared memory");
+  if (at + size > block->memory.size()) fail("access beyond shared memory");
+  return block->memory.data() + at;
+}
+
+inline void copy(const Copy& c) {
+  if (c.from)
+    std::memcpy(c.into, c.from, 16);
+  else
+    std::memset(c.into, 0, 16);
+}
+inline void issue(unsigned into, const void* from) {
+  Copy c{shared_memory(into, 16), (const char*)(from ? checked((const char*)from, 16) : nullptr)};
+  if (random_bits() & 1)
+    copy(c);
+  else
+    fiber->issued.push_back(c);
+}
+
+}  // namespace emulator
+
+#define threadIdx (emulator::fiber->thread)
+#define blockIdx (emulator::fiber->block->index)
+#define shared (emulator::fiber->block->memory.data())
+inline emulator::Index gridDim;
+
+template <typename T>
+T min(T a, T b) {
+  return b < a ? b : a;
+}
+inline float rsqrtf(float v) { return 1.f / std::sqrt(v); }
+inline float __expf(float v) { return std::exp(v); }
+inline float __uint_as_float(u32 v) {
+  float r;
+  std::memcpy(&r, &v, 4);
+  return r;
+}
+inline u32 __float_as_uint(float v) {
+  u32 r;
+  std::memcpy(&r, &v, 4);
+  return r;
+}
+inline void __syncthreads() { emulator::arrive_and_wait(emulator::fiber->block->barrier); }
+inline void __syncwarp() { emulator::arrive_and_wait(emulator::warp().barrier); }
+inline void __threadfence() {}
+inline u32 atomicAdd(u32* at, u32 by) {
+  const u32 before = *emulator::checked(at);
+  *at += by;
+  return before;
+}
+template <typename T>
+T __shfl_xor_sync(unsigned, T v, int lanes) {
+  return emulator::of_lane(emulator::show(v), emulator::fiber->thread.x ^ lanes);
+}
+template <typename T>
+T __shfl_sync(unsigned, T v, int lane) {
+  return emulator::of_lane(emulator::show(v), lane);
+}
+inline bool __any_sync(unsigned, bool v) {
+  const bool* all = emulator::show(v);
+  bool any = false;
+  for (int lane = 0; lane < 32; lane++) any |= emulator::of_lane(all, lane);
+  return any;
+}
+
+inline void wait_for_predecessor() {
+  using namespace emulator;
+  arrive_and_wait(fiber->block->predecessor);
+  for (auto& [range, bytes] : late) std::memcpy((char*)range.begin, bytes.data(), bytes.size());
+  late.clear();
+}
+inline void release_successor() {}
+
+inline u32 round_to_bf16(float v) {
+  const u32 bits = __float_as_uint(v);
+  if (std::isnan(v)) return 0x7fff;
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline u32 pack(float lo, float hi) { return round_to_bf16(lo) | round_to_bf16(hi) << 16; }
+inline u32 mul2(u32 a, u32 b) {
+  auto product = [](u32 a, u32 b) { return __uint_as_float(a << 16) * __uint_as_float(b << 16); };
+  return pack(product(a & 0xffff, b & 0xffff), product(a >> 16, b >> 16));
+}
+
+inline void touch(const void* p) { emulator::checked((const u32*)p); }
+inline u32 shared_address(const void* p) { return (u32)((const char*)p - shared); }
+inline void copy16(u32 into, const void* from) { emulator::issue(into, from); }
+inline void copy16_or_zero(u32 into, const void* from, bool keep) {
+  emulator::issue(into, keep ? from : nullptr);
+}
+inline void commit_copies() {
+  auto& f = *emulator::fiber;
+  f.groups.push_back(std::move(f.issued));
+  f.issued.clear();
+}
+template <int PENDING>
+void await_copies() {
+  auto& groups = emulator::fiber->groups;
+  while (groups.size() > PENDING) {
+    for (const auto& c : groups.front()) emulator::copy(c);
+    groups.erase(groups.begin());
+  }
+}
+
+inline Vec load_shared(u32 at) { return *(const Vec*)emulator::shared_memory(at, 16); }
+inline void store_shared(u32 at, Vec v) { *(Vec*)emulator::shared_memory(at, 16) = v; }
+inline Vec load_l2_vec(const void* p) { return *emulator::checked((const Vec*)p); }
+template <typename T>
+T load_l2(const T* p) {
+  return *emulator::checked(p);
+}
+
+inline void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  struct Operands {
+    u32 a[4], b[2];
+  };
+  const Operands* all = emulator::show(Operands{{a0, a1, a2, a3}, {b0, b1}});
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  auto half = [](u32 pair, int k) { return __uint_as_float(k % 2 ? pair & 0xffff0000u : pair << 16); };
+  for (int j = 0; j < 4; j++)
+    for (int k = 0; k < 16; k++) {
+      const Operands& x = emulator::of_lane(all, g * 4 + k % 8 / 2);
+      const Operands& w = emulator::of_lane(all, (2 * t + j % 2) * 4 + k % 8 / 2);
+      c[j] += half(x.a[j / 2 + k / 8 * 2], k) * half(w.b[k / 8], k);
+    }
+}
+
+inline void load_matrices(u32 (&r)[4], u32 at) {
+  const u32* all = emulator::show(at);
+  const int lane = threadIdx.x % 32;
+  for (int i = 0; i < 4; i++) {
+    const char* row = emulator::shared_memory(emulator::of_lane(all, 8 * i + lane / 4), 16);
+    std::memcpy(&r[i], row + lane % 4 * 4, 4);
+  }
+  __syncwarp();
+}
+inline void load_transposed(u32 (&r)[4], u32 at) {
+  const u32* all = emulator::show(at);
+  const int lane = threadIdx.x % 32;
+  for (int i = 0; i < 4; i++) {
+    u16 pair[2];
+    for (int j = 0; j < 2; j++) {
+      const u32 row = emulator::of_lane(all, 8 * i + lane % 4 * 2 + j);
+      std::memcpy(&pair[j], emulator::shared_memory(row, 16) + lane / 4 * 2, 2);
+    }
+    r[i] = pair[0] | (u32)pair[1] << 16;
+  }
+  __syncwarp();
+}
+
+inline void cluster_sync() { emulator::arrive_and_wait(emulator::cluster->barrier); }
+inline u32 peer_address(u32 at, u32 rank) { return at | (rank + 1) << 24; }
+inline float4 load_peer(u32 at) { return *(const float4*)emulator::shared_memory(at, 16); }
+inline float load_peer_float(u32 at) { return *(const float*)emulator::shared_memory(at, 4); }
+
+// --- launch --------------------------------------------------------------------------------------
+
+namespace emulator {
+
+inline void (*body)();
+
+inline void enter() {
+  body();
+  fiber->done = true;
+  events++;
+  give_way();
+}
+
+inline void run_cluster(std::vector<Index> indices, int threads, int shared_bytes) {
+  Cluster all;
+  all.barrier.expected = threads * (int)indices.size();
+  for (const Index& index : indices) {
+    Block block{index};
+    block.memory.assign(shared_bytes, (char)0xff);
+    block.barrier.expected = block.predecessor.expected = threads;
+    block.warps.resize(threads / 32);
+    for (Warp& w : block.warps) w.barrier.expected = 32;
+    all.blocks.push_back(std::move(block));
+  }
+  cluster = &all;
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  for (Block& block : all.blocks)
+    for (int thread = 0; thread < threads; thread++) {
+      auto f = std::make_unique<Fiber>();
+      f->thread.x = thread;
+      f->block = &block;
+      f->stack.resize(64 << 10);
+      getcontext(&f->context);
+      f->context.uc_stack.ss_sp = f->stack.data();
+      f->context.uc_stack.ss_size = f->stack.size();
+      f->context.uc_link = nullptr;
+      makecontext(&f->context, enter, 0);
+      fibers.push_back(std::move(f));
+    }
+  while (!fibers.empty() && error.empty()) {
+    const unsigned long before = events;
+    std::shuffle(fibers.begin(), fibers.end(), random_bits);
+    for (auto& f : fibers) {
+      fiber = f.get();
+      swapcontext(&scheduler, &f->context);
+      if (!error.empty()) return;
+    }
+    if (events == before) error = "threads wait for each other in vain";
+    fibers.erase(std::remove_if(fibers.begin(), fibers.end(), [](auto& f) { return f->done; }),
+                 fibers.end());
+  }
+}
+
+// Runs `kernel` on a grid, in clusters of blocks beside each other in x. `values` are its arguments'
+// addresses; `ranges` what it may touch, of which those with `is_late` are still being written.
+template <typename... Arguments, size_t... I>
+const char* launch(void (*kernel)(Arguments...), void** values, std::index_sequence<I...>,
+                   const int* grid, int threads, int cluster_size, int shared_bytes, int ranges,
+                   void** begins, const long long* sizes, const int* is_late, unsigned seed) {
+  static void (*called)(Arguments...);
+  static void** passed;
+  called = kernel, passed = values;
+  body = [] { called(*(std::decay_t<Arguments>*)passed[I]...); };
+  error.clear(), memory.clear(), late.clear();
+  random_bits.seed(seed);
+  gridDim = Index{(unsigned)grid[0], (unsigned)grid[1], (unsigned)grid[2]};
+  for (int i = 0; i < ranges; i++) {
+    Range range{(const char*)begins[i], (size_t)sizes[i]};
+    memory.push_back(range);
+    if (!is_late[i]) continue;
+    late.emplace_back(range, std::vector<char>(range.begin, range.begin + range.size));
+  }
+  for (auto& [range, bytes] : late) std::memset((char*)range.begin, 0xff, range.size);
+  std::vector<std::vector<Index>> clusters;
+  for (int z = 0; z < grid[2]; z++)
+    for (int y = 0; y < grid[1]; y++)
+      for (int x = 0; x < grid[0]; x += cluster_size) {
+        clusters.emplace_back();
+        for (int i = 0; i < cluster_size; i++)
+          clusters.back().push_back(Index{(unsigned)(x + i), (unsigned)y, (unsigned)z});
+      }
+  std::shuffle(clusters.begin(), clusters.end(), random_bits);
+  for (auto& indices : clusters) {
+    run_cluster(indices, threads, shared_bytes);
+    if (!error.empty()) return error.c_str();
+  }
+  return nullptr;
+}
+
+}  // namespace emulator
