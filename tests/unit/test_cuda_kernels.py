@@ -424,7 +424,7 @@ def test_embedding_and_its_statistics(
         ("  wait_for_predecessor();\n", "", None),
         ("      __syncthreads();\n      issue_x();", "      issue_x();", None),
         ("await_copies<ST - 1>();", "", None),
-        ("    keep_residual();\n#endif", "#endif", None),
+        ("    keep_residual();\n#else", "#else", None),
         ("t * 16;\n      }\n  };\n  start_tile", "size_t(N) * K * 2;}};start_tile", "of nobody"),
     ],
 )

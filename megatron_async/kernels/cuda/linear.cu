@@ -20,8 +20,8 @@
 //
 // x lies in shared memory as a whole (STREAM 0: normed, K / C columns), or passes through XB
 // buffers of XS stages (STREAM 1: WK = 1, RMSNorm or none), the only barriers of the loop. RMSNorm
-// multiplies by its weight on the way in and by 1 / rms at the end, where the statistics are first
-// needed.
+// multiplies by its weight on the way in and by 1 / rms at the end: its statistics are read while the
+// second filling of the ring is on its way.
 
 #define WARPS (WR * WK)
 #define THREADS (32 * WARPS)
@@ -44,6 +44,7 @@
 #define OWN (FRAGMENTS / OWNERS)        // fragments that an owner of the cluster finishes
 #define PER_WARP ((OWN + WARPS - 1) / WARPS)
 #define STAT_ROWS ((MT * 8 + WARPS - 1) / WARPS)
+#define STATS_AFTER ((ST < UNITS / (C * WK) ? ST : UNITS / (C * WK)) - 1)
 #define STAT_TILES (OWN < TILES ? OWN : TILES)
 #define SPLIT (WK * C > 1)
 #define GATED (EPILOGUE == 2)
@@ -267,8 +268,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     }
   }
 #endif
-  if (NORM == 1) statistics();
-  if (!STREAM || NORM) __syncthreads();
+  if (!STREAM) __syncthreads();
 
   // --- the product -----------------------------------------------------------------------------
   float sums[RT][2][(MT + 1) / 2][4];  // tile, its half, 16 rows of x
@@ -395,6 +395,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
               }
               mma(sums[r][half][mt / 2], a0, a1, a2, a3, b0, b1);
             }
+    if (NORM == 1 && i == STATS_AFTER) statistics();
     slot = slot == ring + (ST - 1) * STAGE_BYTES ? ring : slot + STAGE_BYTES;
     unit++;
     if (!STREAM) {
@@ -405,6 +406,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       // A last buffer that is not full ends the loop.
     }
     if (unit == count && PERSISTENT) {
+      if (NORM == 1 && i < count) __syncthreads();  // of the statistics
 #pragma unroll
       for (int r = 0; r < RT; r++)
 #pragma unroll
@@ -444,6 +446,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (before != C - 1) return;
     __threadfence();
     keep_residual();
+#else
+    if (NORM == 1) __syncthreads();  // of the statistics
 #endif
 #pragma unroll
     for (int mt = 0; mt < MT; mt++)
