@@ -12,8 +12,31 @@ if TYPE_CHECKING:
 BANDWIDTH_BYTES_PER_SECOND = 4.3e12
 """Memory bandwidth of an NVIDIA H200 as a large copy measures it; the floor is counted with it."""
 
+_LLAMA_3: dict[str, Any] = {
+    "vocab_size": 128256,
+    "max_sequence_length": 131072,
+    "rope_theta": 500000.0,
+}
+_QWEN_3: dict[str, Any] = {
+    "vocab_size": 151936,
+    "max_sequence_length": 40960,
+    "norm_epsilon": 1e-6,
+    "qk_norm": True,
+    "rope_theta": 1000000.0,
+}
+
+
+def _llama_scaling(factor: float) -> RopeScaling:
+    return RopeScaling(
+        factor=factor,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )
+
+
 SHAPES: dict[str, ModelConfig] = {
-    # Llama-3.1-8B
+    # Llama-3.1-8B, Llama-3.2-1B and -3B
     "llama8b": ModelConfig(
         num_layers=32,
         hidden_size=4096,
@@ -21,17 +44,32 @@ SHAPES: dict[str, ModelConfig] = {
         num_kv_heads=8,
         head_dim=128,
         ffn_hidden_size=14336,
-        vocab_size=128256,
-        max_sequence_length=131072,
-        rope_theta=500000.0,
-        rope_scaling=RopeScaling(
-            factor=8.0,
-            low_freq_factor=1.0,
-            high_freq_factor=4.0,
-            original_max_position_embeddings=8192,
-        ),
+        rope_scaling=_llama_scaling(8.0),
+        **_LLAMA_3,
     ),
-    # Qwen3-0.6B
+    "llama1b": ModelConfig(
+        num_layers=16,
+        hidden_size=2048,
+        num_attention_heads=32,
+        num_kv_heads=8,
+        head_dim=64,
+        ffn_hidden_size=8192,
+        tie_word_embeddings=True,
+        rope_scaling=_llama_scaling(32.0),
+        **_LLAMA_3,
+    ),
+    "llama3b": ModelConfig(
+        num_layers=28,
+        hidden_size=3072,
+        num_attention_heads=24,
+        num_kv_heads=8,
+        head_dim=128,
+        ffn_hidden_size=8192,
+        tie_word_embeddings=True,
+        rope_scaling=_llama_scaling(32.0),
+        **_LLAMA_3,
+    ),
+    # Qwen3
     "qwen0.6b": ModelConfig(
         num_layers=28,
         hidden_size=1024,
@@ -39,12 +77,37 @@ SHAPES: dict[str, ModelConfig] = {
         num_kv_heads=8,
         head_dim=128,
         ffn_hidden_size=3072,
-        vocab_size=151936,
-        max_sequence_length=40960,
-        norm_epsilon=1e-6,
-        qk_norm=True,
         tie_word_embeddings=True,
-        rope_theta=1000000.0,
+        **_QWEN_3,
+    ),
+    "qwen1.7b": ModelConfig(
+        num_layers=28,
+        hidden_size=2048,
+        num_attention_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+        ffn_hidden_size=6144,
+        tie_word_embeddings=True,
+        **_QWEN_3,
+    ),
+    "qwen4b": ModelConfig(
+        num_layers=36,
+        hidden_size=2560,
+        num_attention_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        ffn_hidden_size=9728,
+        tie_word_embeddings=True,
+        **_QWEN_3,
+    ),
+    "qwen8b": ModelConfig(
+        num_layers=36,
+        hidden_size=4096,
+        num_attention_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        ffn_hidden_size=12288,
+        **_QWEN_3,
     ),
     # GPT-2 124M
     "gpt2": ModelConfig(
