@@ -132,7 +132,7 @@ class TextGenerationController:
         )
         prepare = getattr(self.inference_wrapped_model, "prepare", None)
         if prepare is not None:
-            prepare(buckets)
+            prepare(buckets, context)
         captured: Iterable[int] = self._graphs.capture()
         if progress is not None:
             captured = progress(captured, self._graphs.capture_count)

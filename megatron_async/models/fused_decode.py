@@ -10,6 +10,7 @@ covered (:func:`why_not`) runs in the model's own forward.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,16 +59,18 @@ Norm = tuple[Tensor, Tensor | None, float]
 
 
 @dataclass(frozen=True, slots=True)
-class _Product:
-    """A product of the model: its shape and what is inside it."""
+class Product:
+    """A product of the model: its shape, what is inside it, and how it is cut if that is fixed."""
 
     n: int
     k: int
     norm: int
     epilogue: int
+    fixed: Tiling | None = None
 
     def tiling(self, rows: int) -> Tiling | None:
-        return choose(self.n, self.k, rows, self.norm, self.epilogue)
+        """How it is cut for padded ``rows``; None if it cannot be built."""
+        return self.fixed or choose(self.n, self.k, rows, self.norm, self.epilogue)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +165,14 @@ def _epilogue(mlp: Any, config: Any) -> int | None:
 class FusedDecoder:
     """The fused forward of one model. Buffers are static: one forward at a time.
 
+    Args:
+        tilings: for products by name, at all numbers of rows, in place of the measured ones.
+
     Raises:
         ValueError: :func:`why_not` has a reason.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, tilings: Mapping[str, Tiling] | None = None) -> None:
         reason = why_not(model)
         if reason is not None:
             raise ValueError(reason)
@@ -190,13 +196,15 @@ class FusedDecoder:
         assert epilogue is not None
         hidden = config.hidden_size
         head = self._head_weight()
-        self._products = {
-            "qkv": _Product(first.qkv[0].shape[0], hidden, self._norm, STORE),
-            "projection": _Product(hidden, first.projection[0].shape[1], NO_NORM, ADD),
-            "fc1": _Product(first.fc1[0].shape[0], hidden, self._norm, epilogue),
-            "fc2": _Product(hidden, first.fc2[0].shape[1], NO_NORM, ADD),
-            "head": _Product(head.shape[0], hidden, self._norm, STORE),
+        shapes = {
+            "qkv": (first.qkv[0].shape[0], hidden, self._norm, STORE),
+            "projection": (hidden, first.projection[0].shape[1], NO_NORM, ADD),
+            "fc1": (first.fc1[0].shape[0], hidden, self._norm, epilogue),
+            "fc2": (hidden, first.fc2[0].shape[1], NO_NORM, ADD),
+            "head": (head.shape[0], hidden, self._norm, STORE),
         }
+        fixed = tilings or {}
+        self.products = {name: Product(*shape, fixed.get(name)) for name, shape in shapes.items()}
         self._plans: dict[int, dict[str, Linear] | None] = {}
         self._kernels: dict[Any, Any] = {}
         rows = MAX_ROWS
@@ -221,17 +229,29 @@ class FusedDecoder:
         )
         return weight
 
-    def compile(self, rows: list[int]) -> None:
+    def compile(self, rows: list[int], context: Any) -> None:
         """Compile what forwards of so many rows need, side by side; later calls find it."""
-        work = []
-        for most in {padded(r) for r in rows if r <= MAX_ROWS}:
-            for product in self._products.values():
+        work: list[tuple[str, dict[str, int]]] = []
+        sizes = {padded(r) for r in rows if r <= MAX_ROWS}
+        for most in sizes:
+            for product in self.products.values():
                 tiling = product.tiling(most)
                 if tiling is not None:
-                    work.append(("linear", self._defines(product, most, tiling)))
+                    work.append(("linear", self.defines(product, most, tiling)))
+        if self._attention_off(context) is None:
+            heads = self._heads_of(context)
+            for splits in {cuda_attention.splits_of(most, self._kv_heads) for most in sizes}:
+                work.append(("attention", heads.defines(splits)))
         cuda.compile_together(work, cuda.architecture(self._index))
 
-    def _defines(self, product: _Product, rows: int, tiling: Tiling) -> dict[str, int]:
+    def _attention_off(self, context: Any) -> str | None:
+        rotated = 0 if self._cos_sin is None else 2 * self._cos_sin.shape[2]
+        return cuda_attention.unsupported(
+            self._head_dim, self._heads // self._kv_heads, context.block_size_tokens, rotated
+        )
+
+    def defines(self, product: Product, rows: int, tiling: Tiling) -> dict[str, int]:
+        """Macros of a product's kernel for padded ``rows``."""
         statistics = LAYER_NORM if self._norm == LAYER_NORM else RMS_NORM
         return defines(
             product.n, product.k, rows, product.norm, product.epilogue, statistics, tiling
@@ -242,45 +262,46 @@ class FusedDecoder:
         rows = out.shape[0]
         if not 0 < rows <= MAX_ROWS or getattr(context, "batch_invariant", False):
             return False
-        if out.dtype != torch.bfloat16 or out.shape[1] != self._products["head"].n:
+        if out.dtype != torch.bfloat16 or out.shape[1] != self.products["head"].n:
             return False
-        rotated = 0 if self._cos_sin is None else 2 * self._cos_sin.shape[2]
-        shape = (self._head_dim, self._heads // self._kv_heads, context.block_size_tokens, rotated)
         return (
             context.is_decode_only()
             and context.last_token_index is None
-            and cuda_attention.unsupported(*shape) is None
+            and self._attention_off(context) is None
             and self._plan(rows) is not None
         )
 
     def _plan(self, rows: int) -> dict[str, Linear] | None:
         most = padded(rows)
         if most not in self._plans:
-            tilings = {name: p.tiling(most) for name, p in self._products.items()}
+            tilings = {name: p.tiling(most) for name, p in self.products.items()}
             plan: dict[str, Linear] | None = None
             if None not in tilings.values():
                 statistics = LAYER_NORM if self._norm == LAYER_NORM else RMS_NORM
                 plan = {
                     name: Linear(p.n, p.k, most, p.norm, p.epilogue, statistics, t, self._device)
-                    for (name, p), t in zip(self._products.items(), tilings.values(), strict=True)
+                    for (name, p), t in zip(self.products.items(), tilings.values(), strict=True)
                     if t is not None
                 }
             self._plans[most] = plan
         return self._plans[most]
 
-    def _attention(self, rows: int, block_size: int) -> cuda_attention.DecodeAttention:
-        splits = cuda_attention.splits(rows, self._kv_heads)
-        key = ("attention", splits, block_size)
+    def _heads_of(self, context: Any) -> cuda_attention.Heads:
+        return cuda_attention.Heads(
+            self._head_dim,
+            self._heads // self._kv_heads,
+            self._kv_heads,
+            context.block_size_tokens,
+            self._has_head_norms,
+            self._cos_sin is not None,
+        )
+
+    def _attention(self, rows: int, context: Any) -> cuda_attention.DecodeAttention:
+        capacity = context.block_table.shape[1] * context.block_size_tokens
+        key = ("attention", padded(rows), capacity, context.block_size_tokens)
         if key not in self._kernels:
             self._kernels[key] = cuda_attention.DecodeAttention(
-                self._head_dim,
-                self._heads // self._kv_heads,
-                self._kv_heads,
-                block_size,
-                norm=self._has_head_norms,
-                rope=self._cos_sin is not None,
-                splits=splits,
-                device=self._device,
+                self._heads_of(context), padded(rows), capacity, self._device
             )
         attention: cuda_attention.DecodeAttention = self._kernels[key]
         return attention
@@ -320,7 +341,7 @@ class FusedDecoder:
         per_layer, per_half = plan["fc2"].statistic_rows, plan["projection"].statistic_rows
         layer_stats = self._statistics[0][: rows * size // per_layer * 2].view(rows, -1, 2)
         half_stats = self._statistics[1][: rows * size // per_half * 2].view(rows, -1, 2)
-        attention = self._attention(rows, context.block_size_tokens)
+        attention = self._attention(rows, context)
 
         self._embed(per_layer)(
             token_ids,

@@ -83,10 +83,10 @@ class GPTInferenceWrapper:
         if self.device.type == "cuda" and self.fused_decode_off is not None:
             logger.info("decoding with the model's own forward: %s", self.fused_decode_off)
 
-    def prepare(self, rows: list[int]) -> None:
+    def prepare(self, rows: list[int], context: Any) -> None:
         """Compile what decoding so many rows needs, ahead of their capture."""
         if self._fused is not None:
-            self._fused.compile(rows)
+            self._fused.compile(rows, context)
 
     def forward_into(
         self, logits: Tensor, token_ids: Tensor, position_ids: Tensor, context: Any

@@ -165,6 +165,10 @@ template <typename T>
 T min(T a, T b) {
   return b < a ? b : a;
 }
+template <typename T>
+T max(T a, T b) {
+  return a < b ? b : a;
+}
 inline float rsqrtf(float v) { return 1.f / std::sqrt(v); }
 inline float __expf(float v) { return std::exp(v); }
 inline float __uint_as_float(u32 v) {
@@ -190,6 +194,12 @@ T __shfl_xor_sync(unsigned, T v, int lanes) {
   return emulator::of_lane(emulator::show(v), emulator::fiber->thread.x ^ lanes);
 }
 template <typename T>
+T __shfl_up_sync(unsigned, T v, unsigned lanes) {
+  const T* all = emulator::show(v);
+  const unsigned lane = emulator::fiber->thread.x % 32;
+  return emulator::of_lane(all, lane < lanes ? lane : lane - lanes);
+}
+template <typename T>
 T __shfl_sync(unsigned, T v, int lane) {
   return emulator::of_lane(emulator::show(v), lane);
 }
@@ -199,6 +209,14 @@ inline bool __any_sync(unsigned, bool v) {
   for (int lane = 0; lane < 32; lane++) any |= emulator::of_lane(all, lane);
   return any;
 }
+
+inline u32 __ballot_sync(unsigned, bool v) {
+  const bool* all = emulator::show(v);
+  u32 bits = 0;
+  for (int lane = 0; lane < 32; lane++) bits |= (u32)emulator::of_lane(all, lane) << lane;
+  return bits;
+}
+inline int __popc(u32 v) { return __builtin_popcount(v); }
 
 inline void wait_for_predecessor() {
   using namespace emulator;

@@ -12,8 +12,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from megatron_async.kernels.cuda import attention, linear
 from megatron_async.kernels.cuda import compile as cuda
 
 COMPILER = shutil.which("g++")
@@ -90,6 +92,14 @@ class EmulatedKernel:
 @functools.cache
 def _kernel(source: str, defines: tuple[tuple[str, int], ...]) -> EmulatedKernel:
     return EmulatedKernel(source, dict(defines))
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the wrappers of ``kernels/cuda``, and the fused forward, work on a CPU."""
+    monkeypatch.setattr(linear, "kernel", kernel)
+    monkeypatch.setattr(attention, "kernel", kernel)
+    monkeypatch.setattr(cuda, "compile_together", lambda work, architecture: None)
+    monkeypatch.setattr(cuda, "architecture", lambda device_index: "emulated")
 
 
 def kernel(source: str, defines: Mapping[str, int], device: torch.device) -> EmulatedKernel:

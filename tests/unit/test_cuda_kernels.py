@@ -59,8 +59,7 @@ def on_both(*names: str, gpu: Iterable[tuple], small: Iterable[tuple]) -> pytest
 @pytest.fixture
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     if request.param == EMULATED:
-        monkeypatch.setattr(cuda_linear, "kernel", emulator.kernel)
-        monkeypatch.setattr(decode_attention, "kernel", emulator.kernel)
+        emulator.install(monkeypatch)
     return torch.device(request.param)
 
 
@@ -299,13 +298,18 @@ _LENGTHS = [0, 1, 15, 16, 17, 63, 64, 200, 700, 1]
 
 
 @on_both(
-    *("shape", "splits", "lengths"),
-    gpu=((shape, splits, _LENGTHS) for shape in _ATTENTIONS for splits in (1, 2, 8)),
+    *("shape", "splits", "piece_tokens", "lengths"),
+    gpu=(
+        (shape, splits, piece_tokens, _LENGTHS)
+        for shape in _ATTENTIONS
+        for splits, piece_tokens in ((1, 2048), (2, 2048), (8, 2048), (1, 128), (2, 32), (4, 16))
+    ),
     small=[
-        ((64, 2, 16, True, True), 1, [0, 1, 15, 17, 200]),
-        ((96, 3, 32, True, True), 2, [0, 16, 63, 150]),
-        ((64, 12, 64, False, False), 1, [64, 0, 33]),
-        ((128, 4, 16, False, True), 4, [0, 31, 130]),
+        ((64, 2, 16, True, True), 1, 2048, [0, 1, 15, 17, 200]),
+        ((96, 3, 32, True, True), 2, 2048, [0, 16, 63, 150]),
+        ((64, 12, 64, False, False), 1, 64, [64, 0, 33, 129, 65]),
+        ((128, 4, 16, False, True), 4, 16, [0, 31, 64, 65, 330]),
+        ((32, 1, 16, True, True), 1, 16, [1016, 0, 511, 16, 15, 17]),
     ],
 )
 class TestAttention:
@@ -314,6 +318,7 @@ class TestAttention:
         device: torch.device,
         shape: tuple[int, int, int, bool, bool],
         splits: int,
+        piece_tokens: int,
         lengths: list[int],
     ) -> None:
         head_dim, group, block_size, norm, rope = shape
@@ -363,10 +368,10 @@ class TestAttention:
             wanted[row] = torch.einsum("hgt,thd->hgd", scores.softmax(2), all_values)
         out = torch.full((rows, kv_heads * group * head_dim), float("nan"), device=device)
         out = out.bfloat16()
+        heads = decode_attention.Heads(head_dim, group, kv_heads, block_size, norm, rope)
         attention = decode_attention.DecodeAttention(
-            head_dim, group, kv_heads, block_size, norm=norm, rope=rope, splits=splits,
-            device=device,
-        )  # fmt: skip
+            heads, rows, columns * block_size, device, splits=splits, piece_tokens=piece_tokens
+        )
         attention(
             qkv, keys, values, table, slots, positions, mapping, out, scale=scale,
             cos_sin=cos_sin if rope else None, q_weight=q_weight if norm else None,

@@ -19,11 +19,13 @@ from torch.nn import functional as F
 from megatron_async.assembly import build_context, resolve_device
 from megatron_async.controller import InFlight, TextGenerationController
 from megatron_async.engine import DynamicInferenceEngine
+from megatron_async.models import fused_decode
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig, RopeScaling
 from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.requests import SamplingParams
 from megatron_async.ticket import Plan
+from tests.support import emulator
 from tests.support.engines import config_at
 
 TOLERANCE = {torch.bfloat16: 2e-2, torch.float32: 2e-5}
@@ -346,6 +348,28 @@ def test_logits_on_a_cpu_are_those_of_a_float64_forward(
 ) -> None:
     rig, dtype = cpu_rig
     assert max(rig.worst_errors(batch_size)) < TOLERANCE[dtype]
+
+
+@pytest.mark.skipif(emulator.COMPILER is None, reason="the emulator needs g++")
+@pytest.mark.parametrize("name", ("qwen3", "gpt2"))
+def test_logits_of_emulated_kernels_are_those_of_a_float64_forward(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fused decode forward as a whole, where there is no GPU."""
+    emulator.install(monkeypatch)
+    monkeypatch.setattr(fused_decode, "why_not", lambda model: None)
+    config = replace(tiny(MODELS[name]), hidden_size=128, head_dim=32, ffn_hidden_size=256)
+    rig = Rig(config, torch.bfloat16, "cpu", 3, num_cuda_graphs=1)
+    forwards = []
+    forward = fused_decode.FusedDecoder.forward
+    monkeypatch.setattr(
+        fused_decode.FusedDecoder,
+        "forward",
+        lambda self, *values: [forwards.append(1), forward(self, *values)],
+    )
+    with rig.engine:
+        assert max(rig.worst_errors(3)) < TOLERANCE[torch.bfloat16]
+    assert len(forwards) >= DECODE_STEPS
 
 
 @pytest.mark.parametrize("part", ("attention", "rotate", "mlp", "norm"))

@@ -3,13 +3,16 @@
 // the sum of the splits.
 //
 //   D head dimension, GROUP query heads of a KV head, KV_HEADS, BLOCK tokens of a cache block
-//   SPLITS blocks (a cluster) share the tokens of one row and KV head; WARPS warps share a block's
+//   SPLITS blocks (a cluster) share the tokens of one row and KV head; WARPS warps share a block's.
+//   A row of more than PIECE tokens a block comes in pieces, MOST_PIECES at most, so that one long
+//   row does not keep the others waiting. How a row is cut depends on nothing but its length.
 //   LEAST bytes of shared memory are taken at least: they decide how many blocks fit beside each other
 //   NORM 1: RMSNorm of each query head and key; ROPE 1: rotation of pairs (i, i + D / 2)
 //
 // A warp takes tiles of 16 tokens: scores[16 heads x 16 tokens] and out[16 heads x D] with
 // m16n8k16, heads padded to 16, online softmax in base 2. Tokens before this one were written by
-// earlier steps, so their copies start before the projection is there.
+// earlier steps, so their copies start before the projection is there. The pieces of all rows and
+// heads go round the clusters, which find them from the lengths.
 
 #define THREADS (32 * WARPS)
 #define PADDED (D <= 64 ? 64 : D <= 128 ? 128 : 256)
@@ -26,11 +29,13 @@
 #define MERGED_AT (Q_AT + 16 * Q_ROW)      // [GROUP][D] fp32
 #define MERGED_STATS_AT (MERGED_AT + GROUP * D * 4)
 #define PART_STATS_AT (MERGED_STATS_AT + GROUP * 8)
-#define SHARED_BYTES (PART_STATS_AT + WARPS * GROUP * 8)
-#define PARTS_AT 0                         // [WARPS][GROUP][D] fp32, in the ring when it is done
+#define PARTS_AT (PART_STATS_AT + WARPS * GROUP * 8)  // [WARPS][GROUP][D] fp32
+#define BEFORE_AT (PARTS_AT + WARPS * GROUP * D * 4)
+#define SHARED_BYTES (BEFORE_AT + 16)
+#define PIECE_TILES (PIECE * SPLITS / 16)
 
 static_assert(D % 16 == 0 && D <= 256 && GROUP <= 16 && BLOCK % 16 == 0, "shape");
-static_assert(GROUP * D * 4 <= RING_BYTES, "partial results lie in the ring");
+static_assert(MOST_PIECES <= 32 && MOST_PIECES <= D, "a lane for each piece, and its weight");
 
 extern "C" __device__ const int shared_bytes = SHARED_BYTES > LEAST ? SHARED_BYTES : LEAST;
 
@@ -49,49 +54,85 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
     attention(const u16* qkv, u16* keys, u16* values, const i64* block_table, int columns,
               const i64* slots, const i64* positions, const i64* slot_mapping,
               const float* cos_sin, const u16* q_weight, const u16* k_weight, float eps,
-              float scale_log2, u16* out) {
+              float scale_log2, u16* out, int rows, float4* pieces_out, float2* pieces_stats,
+              u32* arrivals) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int rank = SPLITS > 1 ? blockIdx.x : 0, head = blockIdx.y, row = blockIdx.z;
+  const int rank = SPLITS > 1 ? blockIdx.x % SPLITS : 0;
   const u32 base = shared_address(shared);
   const u32 ring = base + warp * RING_BYTES;
-  const int position = (int)load_l2(positions + row);
-  const i64* table = block_table + load_l2(slots + row) * columns;
 
-  const int tiles = (position + 15) / 16;
-  const int first = (int)((i64)tiles * rank / SPLITS) + warp;
-  const int end = (int)((i64)tiles * (rank + 1) / SPLITS);
-  const int count = first < end ? (end - first + WARPS - 1) / WARPS : 0;
+  // --- which piece ---------------------------------------------------------------------------------
+  const int length = lane < rows ? (int)load_l2(positions + lane) : 0;  // of the row of this lane
+  const int length_tiles = (length + 15) / 16;
+  const int piece_tiles = PIECE_TILES * max(1, (length_tiles + PIECE_TILES * MOST_PIECES - 1) /
+                                                   (PIECE_TILES * MOST_PIECES));
+  const int own_pieces = lane < rows ? max(1, (length_tiles + piece_tiles - 1) / piece_tiles) : 0;
+  int until = own_pieces;  // pieces of all rows up to that of this lane
+#pragma unroll
+  for (int d = 1; d < 32; d <<= 1) {
+    int before = __shfl_up_sync(~0u, until, d);
+    if (lane >= d) until += before;
+  }
+  const int items = __shfl_sync(~0u, until, 31) * KV_HEADS;
+  struct Item {
+    int row, head, piece, pieces, position, first, count;
+    const i64* table;
+  };
+  auto find = [&](int number) {
+    Item item;
+    const int which = number / KV_HEADS;
+    item.head = number % KV_HEADS;
+    item.row = __popc(__ballot_sync(~0u, until <= which));
+    item.piece = which - __shfl_sync(~0u, until - own_pieces, item.row);
+    item.pieces = __shfl_sync(~0u, own_pieces, item.row);
+    item.position = __shfl_sync(~0u, length, item.row);
+    const int tiles = __shfl_sync(~0u, piece_tiles, item.row);
+    const int begin = item.piece * tiles;
+    const int these = min(tiles, (item.position + 15) / 16 - begin);
+    const int end = begin + these * (rank + 1) / SPLITS;
+    item.first = begin + these * rank / SPLITS + warp;
+    item.count = item.first < end ? (end - item.first + WARPS - 1) / WARPS : 0;
+    item.table = block_table + load_l2(slots + item.row) * columns;
+    return item;
+  };
 
   int blocks = 0;  // of the next 32 tiles of this warp, one in each lane
-  auto issue = [&](int i) {
+  auto issue = [&](const Item& item, int i) {
     if (i % 32 == 0) {
-      int tile = first + (i + lane) * WARPS;
-      blocks = tile < end ? (int)load_l2(table + tile * 16 / BLOCK) : 0;
+      const int tile = item.first + (i + lane) * WARPS;
+      blocks = i + lane < item.count ? (int)load_l2(item.table + tile * 16 / BLOCK) : 0;
     }
     i64 block = __shfl_sync(~0u, blocks, i % 32);
-    int token = (first + i * WARPS) * 16;
-    size_t at = ((size_t)(block * BLOCK + token % BLOCK) * KV_HEADS + head) * D;
+    int token = (item.first + i * WARPS) * 16;
+    size_t at = ((size_t)(block * BLOCK + token % BLOCK) * KV_HEADS + item.head) * D;
     u32 into = ring + i % ST * STAGE_BYTES;
 #pragma unroll
     for (int j = 0; j < CHUNKS / 2; j++) {
       int unit = lane + 32 * j, r = unit / CHUNKS, c = unit % CHUNKS;
       size_t from = at + (size_t)r * KV_HEADS * D + c * 8;
-      bool keep = token + r < position;
+      bool keep = token + r < item.position;
       copy16_or_zero(into + place(r, c), keys + from, keep);
       copy16_or_zero(into + TILE_BYTES + place(r, c), values + from, keep);
     }
   };
-  for (int s = 0; s < ST; s++) {
-    if (s < count) issue(s);
-    commit_copies();
-  }
+  auto start = [&](const Item& item) {
+    for (int s = 0; s < ST; s++) {
+      if (s < item.count) issue(item, s);
+      commit_copies();
+    }
+    if (ROPE && threadIdx.x < D / 32)
+      touch(cos_sin + (size_t)item.position * D + threadIdx.x * 32);
+  };
+
+  int number = blockIdx.x / SPLITS;
+  if (number >= items) return;
+  Item item = find(number);
+  start(item);
   // Heads beyond the group are zeros.
   for (int i = threadIdx.x; i < Q_ROW; i += THREADS)
     store_shared(base + Q_AT + i * 16, Vec{0, 0, 0, 0});
   __syncthreads();
 
-  const size_t append_at = ((size_t)load_l2(slot_mapping + row) * KV_HEADS + head) * D;
-  if (ROPE && threadIdx.x < D / 32) touch(cos_sin + (size_t)position * D + threadIdx.x * 32);
   if (NORM && threadIdx.x < (D + 63) / 64) {
     touch(q_weight + threadIdx.x * 64);
     touch(k_weight + threadIdx.x * 64);
@@ -100,209 +141,274 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
   wait_for_predecessor();
   release_successor();
 
-  // --- queries, and by the last split the key and the value --------------------------------------
-  const bool appends = rank == SPLITS - 1;
-  const u16* packed = qkv + ((size_t)row * KV_HEADS + head) * (GROUP + 2) * D;
-  for (int vector = warp; vector < GROUP + 1 + appends; vector += WARPS) {
-    if (vector == GROUP && !appends) continue;
-    const u16* from = packed + vector * D;
-    if (vector == GROUP + 1) {  // the value
-      if (lane < CHUNKS) {
-        Vec v = load_l2_vec(from + lane * 8);
-        store_shared(base + NEW_AT + ROW_BYTES + place(0, lane), v);
-        *(Vec*)(values + append_at + lane * 8) = v;
+  for (bool goes_on = true; goes_on;) {
+    // --- queries, and by the last split the key and the value --------------------------------------
+    const int position = item.position;
+    const size_t row_head = (size_t)item.row * KV_HEADS + item.head;
+    const bool appends = rank == SPLITS - 1 && item.piece == item.pieces - 1;
+    const size_t append_at = ((size_t)load_l2(slot_mapping + item.row) * KV_HEADS + item.head) * D;
+    const u16* packed = qkv + row_head * (GROUP + 2) * D;
+    for (int vector = warp; vector < GROUP + 1 + appends; vector += WARPS) {
+      if (vector == GROUP && !appends) continue;
+      const u16* from = packed + vector * D;
+      if (vector == GROUP + 1) {  // the value
+        if (lane < CHUNKS) {
+          Vec v = load_l2_vec(from + lane * 8);
+          store_shared(base + NEW_AT + ROW_BYTES + place(0, lane), v);
+          *(Vec*)(values + append_at + lane * 8) = v;
+        }
+        continue;
       }
-      continue;
-    }
-    const int steps = (D / 2 + 31) / 32;
-    float a[steps], b[steps], squares = 0.f;
+      const int steps = (D / 2 + 31) / 32;
+      float a[steps], b[steps], squares = 0.f;
 #pragma unroll
-    for (int j = 0; j < steps; j++) {
-      int i = lane + 32 * j;
-      bool in = i < D / 2;
-      a[j] = in ? widen(load_l2(from + i)) : 0.f;
-      b[j] = in ? widen(load_l2(from + i + D / 2)) : 0.f;
-      squares += a[j] * a[j] + b[j] * b[j];
-    }
-    if (NORM) {
+      for (int j = 0; j < steps; j++) {
+        int i = lane + 32 * j;
+        bool in = i < D / 2;
+        a[j] = in ? widen(load_l2(from + i)) : 0.f;
+        b[j] = in ? widen(load_l2(from + i + D / 2)) : 0.f;
+        squares += a[j] * a[j] + b[j] * b[j];
+      }
+      if (NORM) {
 #pragma unroll
-      for (int d = 16; d; d >>= 1) squares += __shfl_xor_sync(~0u, squares, d);
-      const float factor = 1.f / sqrtf(squares / D + eps);
-      const u16* weight = vector == GROUP ? k_weight : q_weight;
+        for (int d = 16; d; d >>= 1) squares += __shfl_xor_sync(~0u, squares, d);
+        const float factor = 1.f / sqrtf(squares / D + eps);
+        const u16* weight = vector == GROUP ? k_weight : q_weight;
+#pragma unroll
+        for (int j = 0; j < steps; j++) {
+          int i = lane + 32 * j;
+          if (i >= D / 2) continue;
+          a[j] = widen(narrow(a[j] * factor * widen(weight[i])));
+          b[j] = widen(narrow(b[j] * factor * widen(weight[i + D / 2])));
+        }
+      }
 #pragma unroll
       for (int j = 0; j < steps; j++) {
         int i = lane + 32 * j;
         if (i >= D / 2) continue;
-        a[j] = widen(narrow(a[j] * factor * widen(weight[i])));
-        b[j] = widen(narrow(b[j] * factor * widen(weight[i + D / 2])));
+        u16 x = narrow(a[j]), y = narrow(b[j]);
+        if (ROPE) {
+          float c = cos_sin[(size_t)position * D + i], s = cos_sin[(size_t)position * D + D / 2 + i];
+          x = narrow(a[j] * c - b[j] * s);
+          y = narrow(b[j] * c + a[j] * s);
+        }
+        if (vector < GROUP) {
+          u16* q = (u16*)(shared + Q_AT + vector * Q_ROW);
+          q[i] = x, q[i + D / 2] = y;
+        } else {
+          char* k = shared + NEW_AT;
+          *(u16*)(k + place(0, i / 8) + i % 8 * 2) = x;
+          *(u16*)(k + place(0, (i + D / 2) / 8) + (i + D / 2) % 8 * 2) = y;
+          keys[append_at + i] = x;
+          keys[append_at + i + D / 2] = y;
+        }
       }
     }
-#pragma unroll
-    for (int j = 0; j < steps; j++) {
-      int i = lane + 32 * j;
-      if (i >= D / 2) continue;
-      u16 x = narrow(a[j]), y = narrow(b[j]);
-      if (ROPE) {
-        float c = cos_sin[(size_t)position * D + i], s = cos_sin[(size_t)position * D + D / 2 + i];
-        x = narrow(a[j] * c - b[j] * s);
-        y = narrow(b[j] * c + a[j] * s);
-      }
-      if (vector < GROUP) {
-        u16* q = (u16*)(shared + Q_AT + vector * Q_ROW);
-        q[i] = x, q[i + D / 2] = y;
-      } else {
-        char* k = shared + NEW_AT;
-        *(u16*)(k + place(0, i / 8) + i % 8 * 2) = x;
-        *(u16*)(k + place(0, (i + D / 2) / 8) + (i + D / 2) % 8 * 2) = y;
-        keys[append_at + i] = x;
-        keys[append_at + i + D / 2] = y;
-      }
-    }
-  }
-  __syncthreads();
+    __syncthreads();
 
-  u32 q[D / 16][4];
-#pragma unroll
-  for (int k = 0; k < D / 16; k++) {
-    const char* at = shared + Q_AT + g * Q_ROW + (k * 16 + 2 * t) * 2;
-    q[k][0] = *(const u32*)at;
-    q[k][2] = *(const u32*)(at + 16);
-    q[k][1] = WIDE ? *(const u32*)(at + 8 * Q_ROW) : 0;
-    q[k][3] = WIDE ? *(const u32*)(at + 8 * Q_ROW + 16) : 0;
-  }
-
-  // --- tiles ---------------------------------------------------------------------------------------
-  float o[D / 8][4];
-#pragma unroll
-  for (int n = 0; n < D / 8; n++)
-#pragma unroll
-    for (int j = 0; j < 4; j++) o[n][j] = 0.f;
-  float most[2] = {MINUS_INF, MINUS_INF}, total[2] = {0.f, 0.f};
-
-  // Tokens from `valid` on weigh nothing. A tile of one token has `rows` 0: its row stands for all.
-  auto attend = [&](u32 tile, u32 value_tile, int rows, int valid) {
-    float s[2][4] = {{0.f, 0.f, 0.f, 0.f}, {0.f, 0.f, 0.f, 0.f}};
+    u32 q[D / 16][4];
 #pragma unroll
     for (int k = 0; k < D / 16; k++) {
-      u32 b[4];
-      load_matrices(b, tile + place((lane / 16 * 8 + lane % 8) & rows, k * 2 + lane / 8 % 2));
-      mma(s[0], q[k][0], q[k][1], q[k][2], q[k][3], b[0], b[1]);
-      mma(s[1], q[k][0], q[k][1], q[k][2], q[k][3], b[2], b[3]);
+      const char* at = shared + Q_AT + g * Q_ROW + (k * 16 + 2 * t) * 2;
+      q[k][0] = *(const u32*)at;
+      q[k][2] = *(const u32*)(at + 16);
+      q[k][1] = WIDE ? *(const u32*)(at + 8 * Q_ROW) : 0;
+      q[k][3] = WIDE ? *(const u32*)(at + 8 * Q_ROW + 16) : 0;
     }
-    float p[2][4];
+
+    // --- tiles ---------------------------------------------------------------------------------------
+    float o[D / 8][4];
+#pragma unroll
+    for (int n = 0; n < D / 8; n++)
+#pragma unroll
+      for (int j = 0; j < 4; j++) o[n][j] = 0.f;
+    float most[2] = {MINUS_INF, MINUS_INF}, total[2] = {0.f, 0.f};
+
+    // Tokens from `valid` on weigh nothing. A tile of one token has `rows` 0: its row stands for all.
+    auto attend = [&](u32 tile, u32 value_tile, int rows, int valid) {
+      float s[2][4] = {{0.f, 0.f, 0.f, 0.f}, {0.f, 0.f, 0.f, 0.f}};
+#pragma unroll
+      for (int k = 0; k < D / 16; k++) {
+        u32 b[4];
+        load_matrices(b, tile + place((lane / 16 * 8 + lane % 8) & rows, k * 2 + lane / 8 % 2));
+        mma(s[0], q[k][0], q[k][1], q[k][2], q[k][3], b[0], b[1]);
+        mma(s[1], q[k][0], q[k][1], q[k][2], q[k][3], b[2], b[3]);
+      }
+      float p[2][4];
+#pragma unroll
+      for (int h = 0; h < (WIDE ? 2 : 1); h++) {
+        float m = most[h];
+#pragma unroll
+        for (int n = 0; n < 2; n++)
+#pragma unroll
+          for (int j = 0; j < 2; j++) {
+            float& v = s[n][h * 2 + j];
+            v = n * 8 + 2 * t + j < valid ? v * scale_log2 : MINUS_INF;
+            m = fmaxf(m, v);
+          }
+        m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
+        m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
+        if (__any_sync(~0u, m > most[h])) {
+          float keep = weight_of(most[h], m);
+          total[h] *= keep;
+#pragma unroll
+          for (int n = 0; n < D / 8; n++) o[n][h * 2] *= keep, o[n][h * 2 + 1] *= keep;
+          most[h] = m;
+        }
+#pragma unroll
+        for (int n = 0; n < 2; n++)
+#pragma unroll
+          for (int j = 0; j < 2; j++) {
+            p[n][h * 2 + j] = exp2f(s[n][h * 2 + j] - m);
+            total[h] += p[n][h * 2 + j];
+          }
+      }
+      const u32 a0 = pack(p[0][0], p[0][1]), a2 = pack(p[1][0], p[1][1]);
+      const u32 a1 = WIDE ? pack(p[0][2], p[0][3]) : 0, a3 = WIDE ? pack(p[1][2], p[1][3]) : 0;
+#pragma unroll
+      for (int n = 0; n < D / 8; n += 2) {
+        u32 b[4];
+        load_transposed(b, value_tile + place((lane / 8 % 2 * 8 + lane % 8) & rows, n + lane / 16));
+        mma(o[n], a0, a1, a2, a3, b[0], b[1]);
+        mma(o[n + 1], a0, a1, a2, a3, b[2], b[3]);
+      }
+    };
+
+    for (int i = 0; i < item.count; i++) {
+      await_copies<ST - 1>();
+      __syncwarp();
+      const u32 tile = ring + i % ST * STAGE_BYTES;
+      attend(tile, tile + TILE_BYTES, 15, position - (item.first + i * WARPS) * 16);
+      __syncwarp();
+      if (i + ST < item.count) issue(item, i + ST);
+      commit_copies();
+    }
+    if (appends && warp == WARPS - 1) attend(base + NEW_AT, base + NEW_AT + ROW_BYTES, 0, 1);
+
+    // The next piece is on its way while this one is summed up.
+    const int piece = item.piece, pieces = item.pieces;
+    number += gridDim.x / SPLITS;
+    goes_on = number < items;
+    if (goes_on) {
+      item = find(number);
+      start(item);
+    }
+
+    // --- the warps' parts, then the splits', then the pieces' ----------------------------------------
 #pragma unroll
     for (int h = 0; h < (WIDE ? 2 : 1); h++) {
-      float m = most[h];
+      total[h] += __shfl_xor_sync(~0u, total[h], 1);
+      total[h] += __shfl_xor_sync(~0u, total[h], 2);
+    }
+    float* parts = (float*)(shared + PARTS_AT);
+    float2* part_stats = (float2*)(shared + PART_STATS_AT);
 #pragma unroll
-      for (int n = 0; n < 2; n++)
+    for (int h = 0; h < (WIDE ? 2 : 1); h++) {
+      int r = g + h * 8;
+      if (r >= GROUP) continue;
+      float2* into = (float2*)(parts + (warp * GROUP + r) * D);
 #pragma unroll
-        for (int j = 0; j < 2; j++) {
-          float& v = s[n][h * 2 + j];
-          v = n * 8 + 2 * t + j < valid ? v * scale_log2 : MINUS_INF;
-          m = fmaxf(m, v);
-        }
-      m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
-      m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-      if (__any_sync(~0u, m > most[h])) {
-        float keep = weight_of(most[h], m);
-        total[h] *= keep;
-#pragma unroll
-        for (int n = 0; n < D / 8; n++) o[n][h * 2] *= keep, o[n][h * 2 + 1] *= keep;
-        most[h] = m;
+      for (int n = 0; n < D / 8; n++) into[n * 4 + t] = make_float2(o[n][h * 2], o[n][h * 2 + 1]);
+      if (t == 0) part_stats[warp * GROUP + r] = make_float2(most[h], total[h]);
+    }
+    __syncthreads();
+    float* merged = (float*)(shared + MERGED_AT);
+    float2* merged_stats = (float2*)(shared + MERGED_STATS_AT);
+    u16* row_out = out + row_head * GROUP * D;
+    float* piece_out = (float*)pieces_out + (row_head * MOST_PIECES + piece) * GROUP * D;
+    float2* piece_stats = pieces_stats + (row_head * MOST_PIECES + piece) * GROUP;
+    auto emit = [&](int i, float sum, float m, float l) {
+      if (pieces == 1) {
+        row_out[i] = narrow(sum / l);
+      } else {
+        piece_out[i] = sum;
+        if (i % D == 0) piece_stats[i / D] = make_float2(m, l);
       }
+    };
+    for (int i = threadIdx.x; i < GROUP * D; i += THREADS) {
+      int r = i / D;
+      float m = MINUS_INF, sum = 0.f, l = 0.f;
 #pragma unroll
-      for (int n = 0; n < 2; n++)
+      for (int w = 0; w < WARPS; w++) m = fmaxf(m, part_stats[w * GROUP + r].x);
 #pragma unroll
-        for (int j = 0; j < 2; j++) {
-          p[n][h * 2 + j] = exp2f(s[n][h * 2 + j] - m);
-          total[h] += p[n][h * 2 + j];
+      for (int w = 0; w < WARPS; w++) {
+        float2 stat = part_stats[w * GROUP + r];
+        float weight = weight_of(stat.x, m);
+        l += weight * stat.y;
+        sum += weight * parts[(w * GROUP + r) * D + i % D];
+      }
+      if (SPLITS == 1) {
+        emit(i, sum, m, l);
+      } else {
+        merged[i] = sum;
+        if (i % D == 0) merged_stats[r] = make_float2(m, l);
+      }
+    }
+    if (SPLITS > 1) {
+      cluster_sync();
+      for (int i = rank * THREADS + threadIdx.x; i < GROUP * D; i += THREADS * SPLITS) {
+        int r = i / D;
+        float m[SPLITS], l[SPLITS], part[SPLITS], high_m = MINUS_INF, sum = 0.f, all = 0.f;
+#pragma unroll
+        for (int c = 0; c < SPLITS; c++) {
+          u32 stat = peer_address(base + MERGED_STATS_AT + r * 8, c);
+          m[c] = load_peer_float(stat);
+          l[c] = load_peer_float(stat + 4);
+          part[c] = load_peer_float(peer_address(base + MERGED_AT + i * 4, c));
         }
-    }
-    const u32 a0 = pack(p[0][0], p[0][1]), a2 = pack(p[1][0], p[1][1]);
-    const u32 a1 = WIDE ? pack(p[0][2], p[0][3]) : 0, a3 = WIDE ? pack(p[1][2], p[1][3]) : 0;
 #pragma unroll
-    for (int n = 0; n < D / 8; n += 2) {
-      u32 b[4];
-      load_transposed(b, value_tile + place((lane / 8 % 2 * 8 + lane % 8) & rows, n + lane / 16));
-      mma(o[n], a0, a1, a2, a3, b[0], b[1]);
-      mma(o[n + 1], a0, a1, a2, a3, b[2], b[3]);
+        for (int c = 0; c < SPLITS; c++) high_m = fmaxf(high_m, m[c]);
+#pragma unroll
+        for (int c = 0; c < SPLITS; c++) {
+          float weight = weight_of(m[c], high_m);
+          all += weight * l[c];
+          sum += weight * part[c];
+        }
+        emit(i, sum, high_m, all);
+      }
+      cluster_sync();  // nobody goes on while a peer reads its part
     }
-  };
 
-  for (int i = 0; i < count; i++) {
-    await_copies<ST - 1>();
-    __syncwarp();
-    const u32 tile = ring + i % ST * STAGE_BYTES;
-    attend(tile, tile + TILE_BYTES, 15, position - (first + i * WARPS) * 16);
-    __syncwarp();
-    if (i + ST < count) issue(i + ST);
-    commit_copies();
-  }
-  if (appends && warp == WARPS - 1) attend(base + NEW_AT, base + NEW_AT + ROW_BYTES, 0, 1);
-
-  // --- the warps' parts, then the splits' ------------------------------------------------------------
+    if (pieces > 1) {
+      u32& before = *(u32*)(shared + BEFORE_AT);
+      __threadfence();
+      __syncthreads();
+      if (threadIdx.x == 0) {
+        before = atomicAdd(arrivals + row_head, 1);
+        if (before == pieces * SPLITS - 1) arrivals[row_head] = 0;  // for the next launch
+      }
+      __syncthreads();
+      if (before == pieces * SPLITS - 1) {
+        __threadfence();
+        // Lane c has the statistics of piece c; `merged` takes the weights [GROUP][MOST_PIECES].
+        for (int r = warp; r < GROUP; r += WARPS) {
+          float2 stat = make_float2(MINUS_INF, 0.f);
+          if (lane < pieces) stat = load_l2(pieces_stats + (row_head * MOST_PIECES + lane) * GROUP + r);
+          float m = stat.x;
 #pragma unroll
-  for (int h = 0; h < (WIDE ? 2 : 1); h++) {
-    total[h] += __shfl_xor_sync(~0u, total[h], 1);
-    total[h] += __shfl_xor_sync(~0u, total[h], 2);
-  }
-  await_copies<0>();
-  __syncthreads();
-  float* parts = (float*)(shared + PARTS_AT);
-  float2* part_stats = (float2*)(shared + PART_STATS_AT);
+          for (int d = 16; d; d >>= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, d));
+          const float weight = weight_of(stat.x, m);
+          float l = weight * stat.y;
 #pragma unroll
-  for (int h = 0; h < (WIDE ? 2 : 1); h++) {
-    int r = g + h * 8;
-    if (r >= GROUP) continue;
-    float2* into = (float2*)(parts + (warp * GROUP + r) * D);
-#pragma unroll
-    for (int n = 0; n < D / 8; n++) into[n * 4 + t] = make_float2(o[n][h * 2], o[n][h * 2 + 1]);
-    if (t == 0) part_stats[warp * GROUP + r] = make_float2(most[h], total[h]);
-  }
-  __syncthreads();
-  float* merged = (float*)(shared + MERGED_AT);
-  float2* merged_stats = (float2*)(shared + MERGED_STATS_AT);
-  u16* row_out = out + ((size_t)row * KV_HEADS + head) * GROUP * D;
-  for (int i = threadIdx.x; i < GROUP * D; i += THREADS) {
-    int r = i / D;
-    float m = MINUS_INF, sum = 0.f, l = 0.f;
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) m = fmaxf(m, part_stats[w * GROUP + r].x);
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) {
-      float2 stat = part_stats[w * GROUP + r];
-      float weight = weight_of(stat.x, m);
-      l += weight * stat.y;
-      sum += weight * parts[(w * GROUP + r) * D + i % D];
-    }
-    if (SPLITS == 1) {
-      row_out[i] = narrow(sum / l);
-    } else {
-      merged[i] = sum;
-      if (i % D == 0) merged_stats[r] = make_float2(m, l);
+          for (int d = 16; d; d >>= 1) l += __shfl_xor_sync(~0u, l, d);
+          if (lane < MOST_PIECES) merged[r * MOST_PIECES + lane] = weight / l;
+        }
+        __syncthreads();
+        const float4* from = pieces_out + row_head * MOST_PIECES * (GROUP * D / 4);
+        for (int i = threadIdx.x; i < GROUP * D / 4; i += THREADS) {
+          const float* weights = merged + i / (D / 4) * MOST_PIECES;
+          float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 8
+          for (int c = 0; c < pieces; c++) {
+            const float4 part = load_l2(from + (size_t)c * (GROUP * D / 4) + i);
+            const float weight = weights[c];
+            sum.x += weight * part.x, sum.y += weight * part.y;
+            sum.z += weight * part.z, sum.w += weight * part.w;
+          }
+          *(u32*)(row_out + i * 4) = pack(sum.x, sum.y);
+          *(u32*)(row_out + i * 4 + 2) = pack(sum.z, sum.w);
+        }
+      }
     }
   }
-  if (SPLITS == 1) return;
-  cluster_sync();
-  for (int i = rank * THREADS + threadIdx.x; i < GROUP * D; i += THREADS * SPLITS) {
-    int r = i / D;
-    float m[SPLITS], l[SPLITS], part[SPLITS], high_m = MINUS_INF, sum = 0.f, all = 0.f;
-#pragma unroll
-    for (int c = 0; c < SPLITS; c++) {
-      u32 stat = peer_address(base + MERGED_STATS_AT + r * 8, c);
-      m[c] = load_peer_float(stat);
-      l[c] = load_peer_float(stat + 4);
-      part[c] = load_peer_float(peer_address(base + MERGED_AT + i * 4, c));
-    }
-#pragma unroll
-    for (int c = 0; c < SPLITS; c++) high_m = fmaxf(high_m, m[c]);
-#pragma unroll
-    for (int c = 0; c < SPLITS; c++) {
-      float weight = weight_of(m[c], high_m);
-      all += weight * l[c];
-      sum += weight * part[c];
-    }
-    row_out[i] = narrow(sum / all);
-  }
-  cluster_sync();  // nobody leaves while a peer reads its part
 }

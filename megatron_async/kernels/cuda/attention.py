@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,10 @@ LEAST_BYTES = 78 * 1024
 """Two blocks beside each other on a multiprocessor, not three."""
 MAX_SPLITS = 8
 """The most blocks of a cluster that every GPU of this capability runs."""
+PIECE_TOKENS = 2048
+"""A row of more tokens a block is cut into pieces; a multiple of 16."""
+MOST_PIECES = 32
+"""Of a row: of a longer one the pieces are longer."""
 BLOCKS_PER_MULTIPROCESSOR = 2
 """As many fit beside each other: more would come in a second wave."""
 
@@ -34,44 +40,62 @@ def unsupported(head_dim: int, group: int, block_size: int, rotated: int) -> str
     return None
 
 
-def splits(rows: int, kv_heads: int) -> int:
+def splits_of(rows: int, kv_heads: int) -> int:
     """Blocks that share the tokens of a row: a power of two that fills the GPU."""
     wanted = BLOCKS_PER_MULTIPROCESSOR * MULTIPROCESSORS // (rows * kv_heads)
     return min(MAX_SPLITS, 1 << max(0, wanted.bit_length() - 1))
+
+
+class Heads(NamedTuple):
+    """What the attention of a model's layers is like: ``group`` query heads of each KV head, norms
+    of heads, rotation."""
+
+    head_dim: int
+    group: int
+    kv_heads: int
+    block_size: int
+    norm: bool
+    rope: bool
+
+    def defines(self, splits: int, piece_tokens: int = PIECE_TOKENS) -> dict[str, int]:
+        """Macros of ``attention.cu``."""
+        return {
+            "D": self.head_dim, "GROUP": self.group, "KV_HEADS": self.kv_heads,
+            "BLOCK": self.block_size, "NORM": int(self.norm), "ROPE": int(self.rope),
+            "SPLITS": splits, "WARPS": WARPS, "ST": STAGES, "LEAST": LEAST_BYTES,
+            "PIECE": piece_tokens, "MOST_PIECES": MOST_PIECES,
+        }  # fmt: skip
 
 
 class DecodeAttention:
     """Decode attention of one model's layers, see ``attention.cu``.
 
     Args:
-        group: query heads of a KV head.
-        splits: blocks that share the tokens of a row.
+        rows, capacity: of a batch, and tokens of a row, at most.
+        splits: blocks that share the tokens of a row, or of a piece of it; None fills the GPU.
+        piece_tokens: a row of more tokens for each of its blocks is cut into pieces.
     """
 
     def __init__(
         self,
-        head_dim: int,
-        group: int,
-        kv_heads: int,
-        block_size: int,
-        *,
-        norm: bool,
-        rope: bool,
-        splits: int,
+        heads: Heads,
+        rows: int,
+        capacity: int,
         device: torch.device,
-        warps: int = WARPS,
-        stages: int = STAGES,
+        *,
+        splits: int | None = None,
+        piece_tokens: int = PIECE_TOKENS,
     ) -> None:
-        self._kv_heads, self._splits = kv_heads, splits
-        self._kernel = kernel(
-            "attention",
-            {
-                "D": head_dim, "GROUP": group, "KV_HEADS": kv_heads, "BLOCK": block_size,
-                "SPLITS": splits, "WARPS": warps, "ST": stages, "NORM": int(norm),
-                "ROPE": int(rope), "LEAST": LEAST_BYTES,
-            },
-            device,
-        )  # fmt: skip
+        self._splits = splits or splits_of(rows, heads.kv_heads)
+        self._kernel = kernel("attention", heads.defines(self._splits, piece_tokens), device)
+        pieces = min(MOST_PIECES, -(-capacity // (piece_tokens * self._splits)))
+        at_once = max(1, BLOCKS_PER_MULTIPROCESSOR * MULTIPROCESSORS // self._splits)
+        self._clusters = min(at_once, rows * heads.kv_heads * pieces)
+        # Sums, statistics and arrivals of the pieces of each row and head.
+        parts = rows * heads.kv_heads * heads.group * MOST_PIECES if pieces > 1 else 0
+        self._pieces = torch.empty(parts * heads.head_dim, device=device)
+        self._piece_statistics = torch.empty(parts * 2, device=device)
+        self._arrivals = torch.zeros(rows * heads.kv_heads, dtype=torch.int32, device=device)
 
     def __call__(
         self,
@@ -101,9 +125,10 @@ class DecodeAttention:
             cos_sin: fp32 ``[positions, 2, head_dim / 2]``.
         """
         self._kernel.launch(
-            (self._splits, self._kv_heads, qkv.shape[0]), qkv, keys, values, block_table,
+            (self._splits * self._clusters, 1, 1), qkv, keys, values, block_table,
             block_table.stride(0), slots, position_ids, slot_mapping, cos_sin, q_weight, k_weight,
-            float(eps), float(scale * 1.4426950408889634), out,
+            float(eps), float(scale * 1.4426950408889634), out, qkv.shape[0], self._pieces,
+            self._piece_statistics, self._arrivals,
         )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -108,32 +109,33 @@ def groups(rows: int) -> int:
     return max(1, rows // 8)
 
 
+_WARPS_N = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
+_STAGES = (2, 3, 4, 5, 6, 8)
+
+
 def candidates(n: int, k: int, rows: int, norm: int, epilogue: int) -> Iterator[Tiling]:
-    """Tilings worth measuring."""
-    tiles = -(-n // 16)
-    for cluster in (1, 2, 4, 8):
-        for warps_k in (1, 2, 4, 8, 16):
-            for warps_n in (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16):
-                for row_tiles in (1, 2, 3, 4):
-                    warps = warps_n * warps_k
-                    blocks = -(-tiles // (row_tiles * warps_n)) * cluster
-                    persistent = blocks > 4 * MULTIPROCESSORS
-                    if not 2 <= warps <= 16 or (persistent and warps_k * cluster > 1):
-                        continue
-                    if not blocks >= 84 and row_tiles * warps_n > 1:
-                        continue
-                    if not persistent and blocks > 2 * MULTIPROCESSORS + 24:
-                        continue
-                    for stages in (2, 3, 4, 5, 6, 8):
-                        for stream in (False, True):
-                            tiling = Tiling(
-                                row_tiles, warps_n, warps_k, cluster, stages, stream, persistent
-                            )
-                            if tiling.fits(n, k, rows, norm, epilogue):
-                                yield tiling
+    """Tilings that are not hopeless: enough warps, and enough blocks but not many waves of them."""
+    for row_tiles, warps_n, warps_k, splits in itertools.product(
+        (1, 2, 3, 4), _WARPS_N, (1, 2, 4, 8, 16), (1, 2, 4, 8)
+    ):
+        cut = Tiling(row_tiles, warps_n, warps_k, splits, stages=2)
+        blocks = cut.blocks(n)
+        persistent = blocks > 4 * MULTIPROCESSORS
+        if not 2 <= warps_n * warps_k <= 16:
+            continue
+        if blocks < 84 and row_tiles * warps_n > 1:
+            continue
+        if blocks > 2 * MULTIPROCESSORS + 24 and not persistent:
+            continue
+        for stages, stream, memory in itertools.product(_STAGES, (False, True), (False, True)):
+            tiling = cut._replace(
+                stages=stages, stream=stream, persistent=persistent, memory=memory
+            )
+            if tiling.fits(n, k, rows, norm, epilogue):
+                yield tiling
 
 
-# Measured on an H200 by scripts/tune_linear.py with 1 row and with 32: (n, k) -> tiling.
+# Measured on an H200 by scripts/tune_decode.py with 1 row and with 32: (n, k) -> tiling.
 _MEASURED: dict[int, dict[tuple[int, int], Tiling]] = {
     1: {
         (6144, 4096): Tiling(3, 1, 8, 1, 3),
@@ -203,7 +205,8 @@ def _cost(tiling: Tiling, n: int, k: int, rows: int, norm: int) -> float:
         waves = 1.0
     else:
         # Clusters of more than two do not fill the last multiprocessors of each of the GPU's parts.
-        slots = (MULTIPROCESSORS if tiling.splits <= 2 else 112) * together
+        fills = tiling.memory or tiling.splits <= 2
+        slots = (MULTIPROCESSORS if fills else 112) * together
         waves = -(-blocks // slots) * together * MULTIPROCESSORS / max(blocks, MULTIPROCESSORS)
         waves = max(waves, MULTIPROCESSORS / blocks)
         if together == 2:

@@ -1,0 +1,222 @@
+"""Search for faster tilings of the fused decode step on a GPU, where they are used: in the step.
+
+    python scripts/tune_decode.py --shape llama8b --rows 32 --context 384
+
+times a CUDA graph of the whole forward of a model with a few of the shape's layers. Kernels that
+follow each other share multiprocessors, so a tiling is measured among those of the other products.
+One product after the other is varied: a spread of its tilings at first, then those that differ
+from the best one in a field. A tiling that changes the logits is reported and dropped. At the end
+stand lines for ``kernels/cuda/linear.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from tqdm import tqdm
+
+from megatron_async.inference.shapes import SHAPES, build_shape
+from megatron_async.kernels.cuda import attention as cuda_attention
+from megatron_async.kernels.cuda import compile as cuda
+from megatron_async.kernels.cuda.linear import Tiling, candidates, padded
+from megatron_async.models.fused_decode import FusedDecoder, Product
+
+BLOCK_SIZE = 64
+REPLAYS = 12
+ERROR_LIMIT = 2e-2
+WORTH = 0.998
+"""A tiling replaces another one if the step takes at most this share of its time."""
+
+
+class Rig:
+    """A model of few layers and a cache with ``context`` tokens in each row."""
+
+    def __init__(self, shape: str, rows: int, layers: int, context: int) -> None:
+        config = SHAPES[shape]
+        layers = min(layers, config.num_layers)
+        self.device = torch.device("cuda")
+        self.rows = rows
+        self.model = build_shape(
+            replace(config, num_layers=layers), device=self.device, dtype=torch.bfloat16
+        )
+        columns = -(-(context + 1) // BLOCK_SIZE)
+        cache = (layers, 2, rows * columns + 1, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+        table = 1 + torch.arange(rows * columns, device=self.device).view(rows, columns)
+        self.positions = torch.full((rows,), context, device=self.device)
+        self.context = SimpleNamespace(
+            kv_cache=torch.randn(cache, device=self.device, dtype=torch.bfloat16),
+            block_table=table,
+            token_slots=torch.arange(rows, device=self.device),
+            slot_mapping=table[:, context // BLOCK_SIZE] * BLOCK_SIZE + context % BLOCK_SIZE,
+            block_size_tokens=BLOCK_SIZE,
+            last_token_index=None,
+            is_decode_only=lambda: True,
+        )
+        self.tokens = torch.randint(config.vocab_size, (rows,), device=self.device)
+        self.wanted: torch.Tensor | None = None
+
+    def decoder(self, tilings: dict[str, Tiling]) -> FusedDecoder:
+        return FusedDecoder(self.model, tilings=tilings)
+
+    def step_us(self, tilings: dict[str, Tiling]) -> float:
+        """Microseconds of a step, the least of several means.
+
+        Raises:
+            ArithmeticError: the logits are not those of the first call.
+        """
+        decoder = self.decoder(tilings)
+        size = decoder.products["head"].n
+        logits = torch.zeros(self.rows, size, device=self.device, dtype=torch.bfloat16)
+        assert decoder.takes(logits, self.context)
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        decoder.forward(self.tokens, self.positions, self.context, logits)
+        torch.cuda.synchronize()
+        got = logits.double()
+        if self.wanted is None:
+            self.wanted = got
+        error = float((got - self.wanted).norm() / self.wanted.norm())
+        if not error < ERROR_LIMIT:
+            raise ArithmeticError(f"relative error {error:.3g}")
+        with torch.cuda.graph(graph, stream=stream):
+            decoder.forward(self.tokens, self.positions, self.context, logits)
+        times = []
+        for _ in range(4):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            for _ in range(REPLAYS):
+                graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e3 / REPLAYS)
+        return min(times[1:])
+
+
+def spread(product: Product, rows: int, count: int) -> list[Tiling]:
+    """Some of a product's tilings, at random."""
+    found = list(candidates(product.n, product.k, rows, product.norm, product.epilogue))
+    random.Random(0).shuffle(found)
+    return found[:count]
+
+
+def neighbours(tiling: Tiling) -> Iterator[Tiling]:
+    """Those that differ in one field, or that trade one against another."""
+    yield from (tiling._replace(stages=s) for s in range(2, 14))
+    yield from (tiling._replace(warps_n=w) for w in range(1, 17))
+    yield from (tiling._replace(row_tiles=r) for r in (1, 2, 3, 4))
+    yield from (tiling._replace(splits=s) for s in (1, 2, 3, 4, 8))
+    yield from (tiling._replace(warps_k=w) for w in (1, 2, 4, 8, 16))
+    yield tiling._replace(stream=not tiling.stream)
+    yield tiling._replace(memory=not tiling.memory)
+    if tiling.row_tiles > 1:
+        yield tiling._replace(row_tiles=1, warps_n=tiling.warps_n * tiling.row_tiles)
+    if tiling.warps_n % 2 == 0:
+        half = tiling.warps_n // 2
+        yield tiling._replace(row_tiles=2 * tiling.row_tiles, warps_n=half)
+        yield tiling._replace(warps_n=half, warps_k=2 * tiling.warps_k)
+
+
+class Search:
+    """The best tilings so far, by product."""
+
+    def __init__(self, rig: Rig) -> None:
+        self.rig = rig
+        self.most = padded(rig.rows)
+        decoder = rig.decoder({})
+        self.products = decoder.products
+        self.best: dict[str, Tiling] = {}
+        for name, product in self.products.items():
+            tiling = product.tiling(self.most)
+            assert tiling is not None
+            self.best[name] = tiling
+        self.first = self.time = rig.step_us(self.best)
+        self.log: list[tuple[str, Tiling, float]] = []
+
+    def vary(self, name: str, tilings: Sequence[Tiling]) -> None:
+        """Measure tilings of one product, and take the best."""
+        product, seen = self.products[name], {t for n, t, _ in self.log if n == name}
+        shape = (product.n, product.k, self.most, product.norm, product.epilogue)
+        tilings = [t for t in dict.fromkeys(tilings) if t not in seen and t.fits(*shape)]
+        decoder = self.rig.decoder({})
+        cuda.compile_together(
+            [("linear", decoder.defines(product, self.most, t)) for t in tilings],
+            cuda.architecture(0),
+        )
+        for tiling in tqdm(tilings, name, file=sys.stderr, leave=False, disable=None):
+            tried = {**self.best, name: tiling}
+            try:
+                time = self.rig.step_us(tried)
+            except (ArithmeticError, RuntimeError) as error:
+                print(f"dropped {name} {tuple(map(int, tiling))}: {str(error)[:100]}")
+                continue
+            self.log.append((name, tiling, time))
+            if time < WORTH * self.time:
+                # Again beside the one it replaces: clocks change.
+                now = self.rig.step_us(self.best)
+                time = max(time, self.rig.step_us(tried))
+                if time < WORTH * now:
+                    print(f"{name} {tuple(map(int, tiling))}: {now:.1f} -> {time:.1f} us")
+                    self.best, self.time = tried, time
+
+
+def vary_attention(search: Search) -> None:
+    """Warps, stages and shared memory of the attention kernel: only printed."""
+    known = cuda_attention.WARPS, cuda_attention.STAGES, cuda_attention.LEAST_BYTES
+    for warps, stages, least in (
+        known,
+        (4, 2, 0),
+        (4, 3, 0),
+        (4, 4, 0),
+        (8, 2, 0),
+        (2, 4, 0),
+        (2, 3, 0),
+    ):
+        cuda_attention.WARPS, cuda_attention.STAGES = warps, stages
+        cuda_attention.LEAST_BYTES = least
+        time = search.rig.step_us(search.best)
+        print(f"attention warps {warps} stages {stages} least {least}: {time:.1f} us")
+    cuda_attention.WARPS, cuda_attention.STAGES, cuda_attention.LEAST_BYTES = known
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", default="llama8b", choices=sorted(SHAPES))
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--context", type=int, default=384, help="tokens in the cache of each row")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--count", type=int, default=40, help="tilings of the spread")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--products", default="fc1,fc2,qkv,projection,head")
+    parser.add_argument("--json", metavar="FILE", help="every time measured")
+    args = parser.parse_args()
+    rig = Rig(args.shape, args.rows, args.layers, args.context)
+    search = Search(rig)
+    print(f"{args.shape} rows {args.rows}: {search.first:.1f} us with the tilings of linear.py")
+    vary_attention(search)
+    for number in range(args.rounds):
+        for name in args.products.split(","):
+            if number == 0:
+                search.vary(name, spread(search.products[name], search.most, args.count))
+            search.vary(name, list(neighbours(search.best[name])))
+    print(f"{args.shape} rows {args.rows}: {search.first:.1f} -> {search.time:.1f} us")
+    for name, tiling in search.best.items():
+        product = search.products[name]
+        flags = [f for f in ("stream", "persistent", "memory") if getattr(tiling, f)]
+        fields = [str(int(v)) for v in tiling[:5]] + [f"{flag}=True" for flag in flags]
+        print(f"({product.n}, {product.k}): Tiling({', '.join(fields)}),")
+    if args.json:
+        log = [(name, [int(v) for v in tiling], time) for name, tiling, time in search.log]
+        Path(args.json).write_text(json.dumps({"command": vars(args), "measured": log}))
+
+
+if __name__ == "__main__":
+    main()
