@@ -124,31 +124,33 @@ class OutputBook:
         outputs: list[TokenOutput] = []
         finished: list[DynamicInferenceRequest] = []
         now = time.perf_counter()
-        for commit in commits:
-            entry = self._entries[commit.key]
+        entries, version = self._entries, self.weight_version
+        for key, token, reason, discarded in commits:
+            entry = entries[key]
             request = entry.request
-            if commit.discarded:
+            if discarded:
                 request.counters.discarded += 1
                 continue
-            text = None if entry.stream is None else ""
-            if commit.token is not None:
-                spans = request.weight_spans
-                if not spans or spans[-1].version != self.weight_version:
-                    spans.append(WeightSpan(len(request.generated_tokens), self.weight_version))
-                request.generated_tokens.append(commit.token)
+            stream = entry.stream
+            text = None if stream is None else ""
+            if token is not None:
+                generated, spans = request.generated_tokens, request.weight_spans
+                if not spans or spans[-1].version != version:
+                    spans.append(WeightSpan(len(generated), version))
+                generated.append(token)
                 request.counters.committed += 1
                 request.tpot.append(now - entry.last_time)
                 entry.last_time = now
-                if entry.stream is not None and commit.reason is not FinishReason.STOP:
-                    text = entry.stream.push(commit.token)
-            if commit.reason is not None:
-                if entry.stream is not None:
-                    text = (text or "") + entry.stream.flush()
-                self._finish(entry, commit.reason, text, now)
+                if stream is not None and reason is not FinishReason.STOP:
+                    text = stream.push(token)
+            if reason is not None:
+                if stream is not None:
+                    text = (text or "") + stream.flush()
+                self._finish(entry, reason, text, now)
                 finished.append(request)
             elif text:
                 entry.pieces.append(text)
-            outputs.append(TokenOutput(request.request_id, commit.token, text, commit.reason))
+            outputs.append(TokenOutput(request.request_id, token, text, reason))
         return outputs, finished
 
     def _finish(self, entry: Entry, reason: FinishReason, text: str | None, now: float) -> None:

@@ -240,29 +240,31 @@ class Scheduler(Lifecycle):
     def commit(self, plan: Plan, result: StepResult) -> list[Commit]:
         """Take the tokens of a launched plan, end requests, and retire the plan's ticket."""
         commits: list[Commit] = []
-        epochs = self.slots.epochs
-        rows = plan.rows
-        for row, token in enumerate(result.tokens[: len(rows)]):
-            if row >= plan.decode_rows and not plan.samples(row):
+        epochs, sequences = self.slots.epochs, self._sequences
+        decode_rows, is_caching = plan.decode_rows, self.prefixes.enabled
+        of = plan.rows
+        rows = zip(of.keys, of.slots, of.epochs, result.tokens, strict=False)
+        for row, (key, slot, epoch, token) in enumerate(rows):
+            if row >= decode_rows and not plan.samples(row):
                 continue
-            key = rows.keys[row]
-            if rows.epochs[row] != epochs[rows.slots[row]]:
+            if epoch != epochs[slot]:
                 if self._debug and result.live[row]:
                     self._check_was_aborted(key)
                 commits.append(Commit(key, token, None, discarded=True))
                 continue
-            sequence = self._sequences[key]
-            sequence.tokens.append(token)
+            sequence = sequences[key]
+            tokens = sequence.tokens
+            tokens.append(token)
             reason = None
             if token in sequence.stop_ids:
                 reason = FinishReason.STOP
-            elif len(sequence.tokens) == sequence.prompt_length + sequence.max_new:
+            elif len(tokens) == sequence.prompt_length + sequence.max_new:
                 reason = FinishReason.LENGTH
             if self._debug:
                 self._check_device_agrees(key, reason, result.live[row], result.ended[row])
             # The forward that wrote all tokens but the newest is over.
-            if sequence.blocks:
-                self._register_blocks(sequence, len(sequence.tokens) - 1)
+            if is_caching and sequence.blocks:
+                self._register_blocks(sequence, len(tokens) - 1)
             if reason is not None:
                 self._finish(sequence, reason)
             commits.append(Commit(key, token, reason))
