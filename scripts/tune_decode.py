@@ -113,7 +113,6 @@ def neighbours(tiling: Tiling) -> Iterator[Tiling]:
     yield from (tiling._replace(row_tiles=r) for r in (1, 2, 3, 4))
     yield from (tiling._replace(splits=s) for s in (1, 2, 3, 4, 8))
     yield from (tiling._replace(warps_k=w) for w in (1, 2, 4, 8, 16))
-    yield from (tiling._replace(ahead=a) for a in (0, 1, 2, 4, 8, 16))
     yield tiling._replace(stream=not tiling.stream)
     yield tiling._replace(memory=not tiling.memory)
     if tiling.row_tiles > 1:
@@ -168,18 +167,22 @@ class Search:
 
 
 def vary_attention(search: Search) -> None:
-    """How the attention kernel is cut: only printed."""
-    names = ("WARPS", "STAGES", "AHEAD", "LEAST_BYTES")
-    known = tuple(getattr(cuda_attention, name) for name in names)
-    others = [(*known[:2], ahead, known[3]) for ahead in (0, 2, 4, 8)]
-    others += [(4, 2, 0, 0), (4, 3, 0, 0), (4, 3, 4, 0), (8, 2, 0, 0), (2, 4, 0, 0), (2, 4, 4, 0)]
-    for values in (known, *others):
-        for name, value in zip(names, values, strict=True):
-            setattr(cuda_attention, name, value)
+    """Warps, stages and shared memory of the attention kernel: only printed."""
+    known = cuda_attention.WARPS, cuda_attention.STAGES, cuda_attention.LEAST_BYTES
+    for warps, stages, least in (
+        known,
+        (4, 2, 0),
+        (4, 3, 0),
+        (4, 4, 0),
+        (8, 2, 0),
+        (2, 4, 0),
+        (2, 3, 0),
+    ):
+        cuda_attention.WARPS, cuda_attention.STAGES = warps, stages
+        cuda_attention.LEAST_BYTES = least
         time = search.rig.step_us(search.best)
-        print("attention", dict(zip(names, values, strict=True)), f"{time:.1f} us")
-    for name, value in zip(names, known, strict=True):
-        setattr(cuda_attention, name, value)
+        print(f"attention warps {warps} stages {stages} least {least}: {time:.1f} us")
+    cuda_attention.WARPS, cuda_attention.STAGES, cuda_attention.LEAST_BYTES = known
 
 
 def main() -> None:
@@ -209,7 +212,6 @@ def main() -> None:
         product = search.products[name]
         flags = [f for f in ("stream", "persistent", "memory") if getattr(tiling, f)]
         fields = [str(int(v)) for v in tiling[:5]] + [f"{flag}=True" for flag in flags]
-        fields += [f"ahead={tiling.ahead}"] if tiling.ahead else []
         print(f"({product.n}, {product.k}): Tiling({', '.join(fields)}),")
     if args.json:
         log = [(name, [int(v) for v in tiling], time) for name, tiling, time in search.log]

@@ -238,10 +238,6 @@ inline u32 mul2(u32 a, u32 b) {
 }
 
 inline void touch(const void* p) { emulator::checked((const u32*)p); }
-inline void prefetch_l2(const void* from, u32 size) {
-  if (size % 16 || size == 0) emulator::fail("a prefetch of no multiple of 16 bytes");
-  for (u32 i = 0; i < size; i += 16) emulator::checked((const Vec*)((const char*)from + i));
-}
 inline u32 shared_address(const void* p) { return (u32)((const char*)p - shared); }
 inline void copy16(u32 into, const void* from) { emulator::issue(into, from); }
 inline void copy16_or_zero(u32 into, const void* from, bool keep) {

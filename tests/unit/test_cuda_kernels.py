@@ -193,7 +193,7 @@ class Product:
 def _tilings(product: Product, count: int) -> list[Tiling]:
     """A spread of what can be built."""
     every = [
-        Tiling(row_tiles, warps_n, warps_k, splits, stages, stream, persistent, memory, stages // 4)
+        Tiling(row_tiles, warps_n, warps_k, splits, stages, stream, persistent, memory)
         for row_tiles in (1, 2, 3)
         for warps_n in (1, 2, 4)
         for warps_k in (1, 2, 4)
@@ -220,18 +220,18 @@ _PRODUCTS = [
     (2304, 768, LAYER_NORM, STORE, True),
 ]
 _SMALL_PRODUCTS = [
-    ((96, 192, RMS_NORM, STORE, True), 5, Tiling(3, 1, 3, 1, 2, ahead=1)),
+    ((96, 192, RMS_NORM, STORE, True), 5, Tiling(3, 1, 3, 1, 2)),
     ((96, 256, RMS_NORM, STORE, True), 32, Tiling(1, 2, 1, 2, 3, stream=True)),
     ((96, 448, RMS_NORM, STORE, False), 13, Tiling(1, 3, 1, 2, 3, stream=True, memory=True)),
     ((128, 256, RMS_NORM, SILU_GATE, False), 1, Tiling(2, 2, 1, 1, 4)),
-    ((128, 320, RMS_NORM, SILU_GATE, True), 32, Tiling(2, 2, 1, 1, 4, stream=True, ahead=4)),
+    ((128, 320, RMS_NORM, SILU_GATE, True), 32, Tiling(2, 2, 1, 1, 4, stream=True)),
     ((128, 384, RMS_NORM, SILU_GATE, False), 17, Tiling(1, 4, 1, 2, 2, memory=True)),
     ((205, 256, RMS_NORM, STORE, False), 30, Tiling(1, 2, 1, 1, 3, stream=True, persistent=True)),
     ((75, 256, RMS_NORM, STORE, False), 2, Tiling(1, 2, 1, 1, 8, persistent=True)),
-    ((64, 512, NO_NORM, ADD, False), 32, Tiling(1, 2, 1, 4, 3, stream=True, memory=True, ahead=2)),
+    ((64, 512, NO_NORM, ADD, False), 32, Tiling(1, 2, 1, 4, 3, stream=True, memory=True)),
     ((64, 512, NO_NORM, ADD, True), 16, Tiling(1, 2, 1, 4, 2)),
     ((64, 448, NO_NORM, ADD, True), 8, Tiling(1, 1, 4, 1, 3)),
-    ((64, 448, NO_NORM, ADD, False), 3, Tiling(2, 2, 2, 2, 2, ahead=8)),
+    ((64, 448, NO_NORM, ADD, False), 3, Tiling(2, 2, 2, 2, 4)),
     ((96, 192, LAYER_NORM, GELU_TANH, True), 7, Tiling(1, 3, 2, 1, 3)),
     ((64, 256, LAYER_NORM, GELU, True), 20, Tiling(1, 2, 2, 2, 2)),
 ]
@@ -320,9 +320,7 @@ class TestAttention:
         splits: int,
         piece_tokens: int,
         lengths: list[int],
-        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        monkeypatch.setattr(decode_attention, "AHEAD", splits % 2 * 3)
         head_dim, group, block_size, norm, rope = shape
         kv_heads, rows = 2, len(lengths)
         generator = torch.Generator(device).manual_seed(head_dim + group)

@@ -7,7 +7,6 @@
 //   A row of more than PIECE tokens a block comes in pieces, MOST_PIECES at most, so that one long
 //   row does not keep the others waiting. How a row is cut depends on nothing but its length.
 //   LEAST bytes of shared memory are taken at least: they decide how many blocks fit beside each other
-//   AHEAD tiles of each warp beyond its ring are brought into L2 before the wait
 //   NORM 1: RMSNorm of each query head and key; ROPE 1: rotation of pairs (i, i + D / 2)
 //
 // A warp takes tiles of 16 tokens: scores[16 heads x 16 tokens] and out[16 heads x D] with
@@ -36,7 +35,6 @@
 #define PIECE_TILES (PIECE * SPLITS / 16)
 
 static_assert(D % 16 == 0 && D <= 256 && GROUP <= 16 && BLOCK % 16 == 0, "shape");
-static_assert(ST + AHEAD <= 32, "a lane for each tile");
 static_assert(MOST_PIECES <= 32 && MOST_PIECES <= D, "a lane for each piece, and its weight");
 
 extern "C" __device__ const int shared_bytes = SHARED_BYTES > LEAST ? SHARED_BYTES : LEAST;
@@ -130,12 +128,6 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
   if (number >= items) return;
   Item item = find(number);
   start(item);
-  for (int i = ST; i < ST + AHEAD && i < item.count; i++) {
-    const i64 block = __shfl_sync(~0u, blocks, i);
-    const int token = (item.first + i * WARPS) * 16 + lane % 16;
-    const size_t at = ((size_t)(block * BLOCK + token % BLOCK) * KV_HEADS + item.head) * D;
-    if (token < item.position) prefetch_l2((lane < 16 ? keys : values) + at, D * 2);
-  }
   // Heads beyond the group are zeros.
   for (int i = threadIdx.x; i < Q_ROW; i += THREADS)
     store_shared(base + Q_AT + i * 16, Vec{0, 0, 0, 0});

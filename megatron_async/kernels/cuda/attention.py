@@ -12,7 +12,6 @@ from megatron_async.kernels.cuda.linear import LAYER_NORM, MULTIPROCESSORS
 
 WARPS = 4
 STAGES = 2
-AHEAD = 0
 LEAST_BYTES = 78 * 1024
 """Two blocks beside each other on a multiprocessor, not three."""
 MAX_SPLITS = 8
@@ -64,7 +63,6 @@ class Heads(NamedTuple):
             "D": self.head_dim, "GROUP": self.group, "KV_HEADS": self.kv_heads,
             "BLOCK": self.block_size, "NORM": int(self.norm), "ROPE": int(self.rope),
             "SPLITS": splits, "WARPS": WARPS, "ST": STAGES, "LEAST": LEAST_BYTES,
-            "AHEAD": AHEAD,
             "PIECE": piece_tokens, "MOST_PIECES": MOST_PIECES,
         }  # fmt: skip
 

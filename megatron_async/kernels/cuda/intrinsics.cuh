@@ -25,11 +25,6 @@ __device__ __forceinline__ void touch(const void* p) {
   asm volatile("ld.global.u32 %0, [%1];" : "=r"(unused) : "l"(p));
 }
 
-// Brings `size` bytes, a multiple of 16, into L2.
-__device__ __forceinline__ void prefetch_l2(const void* from, u32 size) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(size) : "memory");
-}
-
 __device__ __forceinline__ u32 shared_address(const void* p) {
   return (u32)__cvta_generic_to_shared(p);
 }

@@ -5,7 +5,6 @@
 //   LEAST    bytes of shared memory to take at least: more than half keeps two blocks of one product
 //            from one multiprocessor while others have none
 //   NORM     0 none, 1 RMSNorm, 2 LayerNorm of x over K, from the partial statistics of its producer
-//   AHEAD    stages of weights beyond the ring that are brought into L2 before the wait
 //   EPILOGUE 0 store, 1 add to the residual stream and emit its partial statistics,
 //            2 SiLU(gate) * up, 3 GELU (tanh), 4 GELU (erf)
 //
@@ -103,17 +102,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   float2* scale = (float2*)(shared + SCALE_AT);  // mean and 1 / deviation of each row of x
 
   // --- weights, as far as the ring holds them, before anything is known of x ------------------
-  // Row i of the upper or the lower half of a tile of 16 rows.
-  auto row_of = [&](int row_tile, int half, int i) {
-    return GATED ? row_tile * 8 + i + half * (N / 2) : row_tile * 16 + half * 8 + i;
-  };
   const char* ahead[RT][2];  // of each tile the lane's rows in its upper and its lower half
   auto start_tile = [&](int tile) {
 #pragma unroll
     for (int r = 0; r < RT; r++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
-        int n = row_of((tile * WR + wr) * RT + r, half, g);
+        int first = (tile * WR + wr) * RT + r;
+        int n = GATED ? first * 8 + g + half * (N / 2) : first * 16 + half * 8 + g;
         ahead[r][half] = w + (size_t)min(n, N - 1) * (K * 2) + first_unit * 128 + t * 16;
       }
   };
@@ -168,15 +164,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   for (int i = threadIdx.x; i < SLICE / 8; i += THREADS)
     copy16(base + NORM_AT + i * 16, norm_weight + slice_unit * 64 + i * 8);
 #endif
-
-  // While the kernel in front ends memory would be idle once all rings are full.
-  for (int i = threadIdx.x; AHEAD && i < 16 * TILES * WK; i += THREADS) {
-    const int unit = UNITS * (rank * WK + i / (16 * TILES)) / (C * WK) + ST;
-    const int end = UNITS * (rank * WK + i / (16 * TILES) + 1) / (C * WK);
-    const int n = row_of(tile * TILES + i / 16 % TILES, i / 8 % 2, i % 8);
-    const char* from = w + (size_t)min(n, N - 1) * (K * 2) + unit * 128;
-    if (unit < end) prefetch_l2(from, min(AHEAD, end - unit) * 128);
-  }
 
   // What is read once a product would else come from memory while all wait for it.
   if (bias != nullptr && threadIdx.x < (GATED ? 2 : 1) * ((16 * TILES * 2 / (GATED ? 2 : 1) + 127) / 128)) {

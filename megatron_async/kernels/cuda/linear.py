@@ -31,8 +31,8 @@ UNIT = 64
 
 class Tiling(NamedTuple):
     """See ``linear.cu``: tiles of 16 rows a warp, warps in N and K, blocks in K, stages of the
-    ring, whether x streams, whether blocks go on to further rows of the weight, whether the blocks
-    in K add up through memory, rather than as a cluster, and stages brought into L2 beforehand."""
+    ring, whether x streams, whether blocks go on to further rows of the weight, and whether the
+    blocks in K add up through memory, rather than as a cluster."""
 
     row_tiles: int
     warps_n: int
@@ -42,7 +42,6 @@ class Tiling(NamedTuple):
     stream: bool = False
     persistent: bool = False
     memory: bool = False
-    ahead: int = 0
 
     @property
     def weight_rows(self) -> int:
@@ -295,7 +294,6 @@ def defines(
         "C": tiling.splits, "ST": tiling.stages, "STREAM": int(tiling.stream),
         "PERSISTENT": int(tiling.persistent), "K": k, "N": n, "NORM": norm,
         "EPILOGUE": epilogue, "STATS": norm_statistics, "MEMORY": int(tiling.memory),
-        "AHEAD": tiling.ahead,
         "LEAST": ALONE_BYTES if ALONE_BLOCKS <= tiling.blocks(n) <= MULTIPROCESSORS else 0,
     }  # fmt: skip
 
