@@ -14,9 +14,8 @@ from typing import Any
 from megatron_async.config import MAX_DEPTH
 from megatron_async.errors import ConfigError
 
-from .options import PROGRAM, SEED, integer, number
+from .options import PROGRAM, SEED, add_subject_options, integer, number
 
-SHAPE_NAMES = ("llama8b", "qwen0.6b", "gpt2", "tiny-llama")
 BASELINE_NAMES = ("transformers", "transformers-cb")
 EXIT_FAILED = 1
 
@@ -76,11 +75,7 @@ def add_command(commands: Any) -> None:
         "bench", help="measure decoding at several depths", description=_DESCRIPTION
     )
     parser.set_defaults(run=run)
-    model = parser.add_argument_group("model").add_mutually_exclusive_group()
-    model.add_argument("--model", metavar="tiny|PATH", help="a model (default: tiny)")
-    model.add_argument(
-        "--shape", choices=SHAPE_NAMES, help="random weights in the shape of a known model"
-    )
+    add_subject_options(parser)
     add = parser.add_argument_group("workload decode").add_argument
     add("--batch-sizes", type=_several(integer(1)), metavar="B,...", help="default: 1")
     add("--prompt-tokens", type=integer(1), metavar="N", help="default: 128")
@@ -113,13 +108,6 @@ def add_command(commands: Any) -> None:
     add("--stall-us", type=number(0), default=0.0, metavar="N", help="spin in every K-th commit")
     add("--stall-every", type=integer(1), metavar="K", help="see --stall-us")
     add("--seed", type=SEED, default=0, metavar="S", help="of weights and requests (default: 0)")
-    add("--device", metavar="NAME", help="default: a GPU where there is one")
-    add(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="default: bfloat16 on a GPU for a shape, the checkpoint's for a model; float32 on a "
-        "CPU",
-    )
     add(
         "--events",
         action=argparse.BooleanOptionalAction,

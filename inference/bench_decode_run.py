@@ -6,10 +6,11 @@ import argparse
 from typing import Any
 
 from .bench_decode import Round, profile_steps, run_marked_round, run_round, warm_up
-from .bench_engine import Started, Subject, close_engines, fit_together, make_engine
+from .bench_engine import Started, close_engines, fit_together, make_engine
 from .bench_guard import Progress
 from .bench_load import Load, prompts
 from .bench_report import compare_with_serial, figures
+from .subject import Subject
 
 LONG_LOAD_TOKENS = 2048
 """From so many new tokens on marks ride in the timed rounds: a step is long beside them then, and a

@@ -7,7 +7,7 @@ import gc
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,31 +16,16 @@ from megatron_async.config import EngineConfig
 from megatron_async.controller import TextGenerationController
 from megatron_async.device import open_device
 from megatron_async.engine import DynamicInferenceEngine
-from megatron_async.models.config import ModelConfig
 
 from .bench_clock import TimedDevice
 from .bench_load import HostWork, Load, RaggedLoad, add_host_work
-
-if TYPE_CHECKING:
-    from megatron_async.models.wrapper import GPTInferenceWrapper
+from .subject import Subject
 
 MOST_PREFILL_TOKENS = 8192
 """Prompt tokens of one forward, where a single prompt is not longer."""
 
 MEMORY_SHARE = 0.8
 """Of the free memory of a GPU: what caches may take."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Subject:
-    """The model all engines share, and what it is."""
-
-    name: str
-    config: ModelConfig
-    wrapper: GPTInferenceWrapper
-    device: torch.device
-    dtype: torch.dtype
-    build_seconds: float
 
 
 @dataclass(kw_only=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from .bench_engine import Started, Subject, close_engines, ragged_config, start_engine
+from .bench_engine import Started, close_engines, ragged_config, start_engine
 from .bench_guard import Progress
 from .bench_load import RaggedLoad
 from .bench_ragged import (
@@ -22,6 +22,7 @@ from .bench_ragged import (
     shortened,
     with_stops,
 )
+from .subject import Subject
 
 ADVICE = "--max-requests, --prompt-range, --output-range or --block-count"
 WARM_UP_REQUESTS = 8

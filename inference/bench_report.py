@@ -13,10 +13,11 @@ import torch
 from megatron_async.version import __version__
 
 from .bench_decode import Round
-from .bench_engine import Started, Subject
+from .bench_engine import Started
 from .bench_load import Load
 from .bench_timeline import percentile
 from .shapes import BANDWIDTH_BYTES_PER_SECOND, floor_ms
+from .subject import Subject
 from .table import format_table
 
 SCHEMA_VERSION = 2

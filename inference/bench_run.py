@@ -6,17 +6,18 @@ import argparse
 import dataclasses
 import datetime
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from .bench_baselines import measure_baselines
 from .bench_decode_run import DecodeBench
-from .bench_engine import Subject, decode_config, free_memory, ragged_config
+from .bench_engine import decode_config, free_memory, ragged_config
 from .bench_guard import Progress
 from .bench_load import Load, RaggedLoad
 from .bench_ragged_run import RaggedBench
 from .bench_report import SCHEMA_VERSION, environment
 from .bench_startup import measure_startup
-from .bench_subject import load_subject
+from .subject import Subject, load_subject
 
 Keep = Callable[[dict[str, Any]], None]
 
@@ -26,7 +27,8 @@ def collect(
 ) -> dict[str, Any]:
     """Measure everything and return the report, plain JSON types, ``complete`` when nothing
     failed. ``keep`` is called with what there is so far whenever there is more."""
-    subject = load_subject(args, load)
+    load_model = partial(load_subject, args, longest=load.longest, what=load.what, seed=load.seed)
+    subject = load_model()
     report: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -48,7 +50,7 @@ def collect(
         progress.describe("start")
         try:
             config = _startup_config(subject, args, load)
-            report["startup"] = measure_startup(subject, config, lambda: load_subject(args, load))
+            report["startup"] = measure_startup(subject, config, load_model)
         except Exception as error:
             progress.failed("--startup", error, lower="--batch-sizes or --max-requests")
         free_memory()

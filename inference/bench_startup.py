@@ -9,8 +9,9 @@ from typing import Any
 from megatron_async.config import EngineConfig
 from megatron_async.requests import SamplingParams
 
-from .bench_engine import Subject, close_engines, free_memory, start_engine
+from .bench_engine import close_engines, free_memory, start_engine
 from .bench_load import HostWork
+from .subject import Subject
 
 FIRST_PROMPT_TOKENS = 16
 

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-import tempfile
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
+
+from .profiler_events import Event, device_work, events_of
 
 STEP_MARKERS = ("read_packet", "publish")
 """Parts of the names of kernels that run once a step; the first that is found marks the steps."""
 
 WINDOWS_SKIPPED = 5
 """Steps after the profiler started that are left out: it starts on an empty queue."""
-
-_DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 class Kernel(NamedTuple):
@@ -107,14 +104,13 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]
 
 
-def read_trace(path: Path) -> list[Kernel]:
-    """The device's work in a Chrome trace as ``torch.profiler`` writes it."""
+def kernels_of(events: Iterable[Event]) -> list[Kernel]:
+    """The device's work among a profiler's events."""
     kernels = []
-    for event in json.loads(path.read_text())["traceEvents"]:
-        if event.get("ph") == "X" and event.get("cat") in _DEVICE_CATEGORIES:
-            start = float(event["ts"])
-            launch = int(event.get("args", {}).get("correlation", -1))
-            kernels.append(Kernel(event["name"], start, start + float(event["dur"]), launch))
+    for event in device_work(events):
+        start = float(event["ts"])
+        launch = int(event.get("args", {}).get("correlation", -1))
+        kernels.append(Kernel(event["name"], start, start + float(event["dur"]), launch))
     return kernels
 
 
@@ -125,7 +121,4 @@ def profile(work: Callable[[], None]) -> list[Kernel]:
 
     with torch_profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         work()
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "trace.json"
-        profiler.export_chrome_trace(str(path))
-        return read_trace(path)
+    return kernels_of(events_of(profiler))

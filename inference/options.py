@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from megatron_async.config import DEFAULT_ASYNC_DEPTH, MAX_DEPTH, EngineConfig
 from megatron_async.errors import ConfigError
 
+from .shapes import SHAPES
+
 if TYPE_CHECKING:
     from megatron_async.engine import DynamicInferenceEngine
 
@@ -63,6 +65,8 @@ def number(low: float, high: float = math.inf, *, above: bool = False) -> Callab
     return convert
 
 
+DTYPES = ("float32", "bfloat16", "float16")
+
 FLAGS = {
     "inference_async_scheduling": "--inference-async-scheduling",
     "max_requests": "--max-requests",
@@ -106,8 +110,25 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--dtype",
-        choices=("float32", "bfloat16", "float16"),
+        choices=DTYPES,
         help="default: the checkpoint's on a GPU, float32 on a CPU",
+    )
+
+
+def add_subject_options(parser: argparse.ArgumentParser) -> None:
+    """A model or a shape to look at, and where it runs; ``subject.load_subject`` takes it."""
+    group = parser.add_argument_group("model")
+    choice = group.add_mutually_exclusive_group()
+    choice.add_argument("--model", metavar="tiny|PATH", help="a model (default: tiny)")
+    choice.add_argument(
+        "--shape", choices=tuple(SHAPES), help="random weights in the shape of a known model"
+    )
+    group.add_argument("--device", metavar="NAME", help="default: a GPU where there is one")
+    group.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        help="default: bfloat16 on a GPU for a shape, the checkpoint's for a model; float32 on a "
+        "CPU",
     )
 
 

@@ -11,8 +11,7 @@ from typing import Any
 from megatron_async.config import DEFAULT_ASYNC_DEPTH, MAX_DEPTH
 from megatron_async.errors import ConfigError
 
-from .bench import SHAPE_NAMES
-from .options import integer
+from .options import add_subject_options, integer
 
 _DESCRIPTION = """\
 Record some decode steps and write them as a trace for https://ui.perfetto.dev: what the host does,
@@ -27,11 +26,7 @@ def add_command(commands: Any) -> None:
         "trace", help="record decode steps as a timeline to look at", description=_DESCRIPTION
     )
     parser.set_defaults(run=run)
-    model = parser.add_argument_group("model").add_mutually_exclusive_group()
-    model.add_argument("--model", metavar="tiny|PATH", help="a model (default: tiny)")
-    model.add_argument(
-        "--shape", choices=SHAPE_NAMES, help="random weights in the shape of a known model"
-    )
+    add_subject_options(parser)
     add = parser.add_argument_group("recording").add_argument
     add("--batch-size", type=integer(1), default=4, metavar="B", help="default: 4")
     add(
@@ -43,13 +38,6 @@ def add_command(commands: Any) -> None:
     )
     add("--steps", type=integer(6), default=48, metavar="N", help="steps shown (default: 48)")
     add("--prompt-tokens", type=integer(1), default=64, metavar="N", help="default: 64")
-    add("--device", metavar="NAME", help="default: a GPU where there is one")
-    add(
-        "--dtype",
-        choices=("float32", "bfloat16", "float16"),
-        help="default: bfloat16 on a GPU for a shape, the checkpoint's for a model; float32 on a "
-        "CPU",
-    )
     add(
         "--kernels",
         action="store_true",

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
+from .profiler_events import Event, device_work, events_of
 from .trace_events import DeviceKernel
 
-_DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 _MARK = "megatron_async.clock"
 MARKS = 8
 
@@ -41,28 +38,23 @@ class KernelProfiler:
         """Stop, and return what ran on the device, which must be idle."""
         return kernels_of(self.take_events(), self._marks)
 
-    def take_events(self) -> list[dict[str, Any]]:
+    def take_events(self) -> list[Event]:
         """Stop, and return the profiler's own trace events."""
         self._profile.stop()
-        with tempfile.TemporaryDirectory() as directory:
-            path = Path(directory) / "trace.json"
-            self._profile.export_chrome_trace(str(path))
-            events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
-            return events
+        return events_of(self._profile)
 
 
-def kernels_of(events: list[dict[str, Any]], marks: list[tuple[int, int]]) -> list[DeviceKernel]:
+def kernels_of(events: list[Event], marks: list[tuple[int, int]]) -> list[DeviceKernel]:
     """Device work in a profiler's events. Mark i lies between the two host times ``marks[i]``."""
     shift = clock_shift_ns(events, marks)
     found = []
-    for event in events:
-        if event.get("ph") == "X" and event.get("cat") in _DEVICE_CATEGORIES:
-            start = _ns(event["ts"]) + shift
-            found.append(DeviceKernel(event["name"], start, start + _ns(event["dur"])))
+    for event in device_work(events):
+        start = _ns(event["ts"]) + shift
+        found.append(DeviceKernel(event["name"], start, start + _ns(event["dur"])))
     return found
 
 
-def clock_shift_ns(events: list[dict[str, Any]], marks: list[tuple[int, int]]) -> int:
+def clock_shift_ns(events: list[Event], marks: list[tuple[int, int]]) -> int:
     """What to add to the profiler's times, in nanoseconds, to get the host's."""
     shifts = []
     for event in events:

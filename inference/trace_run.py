@@ -12,12 +12,10 @@ from typing import Any
 import torch
 
 from megatron_async.assembly import build_context, resolve_device
-from megatron_async.checkpoint import load_pretrained
 from megatron_async.config import EngineConfig
 from megatron_async.controller import TextGenerationController
 from megatron_async.engine import DynamicInferenceEngine
 from megatron_async.errors import ConfigError
-from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.observability.timeline import (
     HostTimeline,
     start_device_timeline,
@@ -26,7 +24,7 @@ from megatron_async.observability.timeline import (
 from megatron_async.requests import SamplingParams
 
 from .progress import show_capture
-from .shapes import SHAPES, build_shape
+from .subject import load_subject
 from .trace_events import DeviceKernel, Recording
 from .trace_kernels import KernelProfiler
 
@@ -50,22 +48,12 @@ def open_engine(args: argparse.Namespace) -> tuple[DynamicInferenceEngine, str]:
         ConfigError: the work exceeds the model's longest sequence, or the device is not there.
         CheckpointError: the model cannot be loaded.
     """
-    device = resolve_device(args.device)
-    if args.kernels and device.type != "cuda":
-        raise ConfigError(f"--kernels needs a GPU, and the device is {device}; leave it out")
-    dtype = None if args.dtype is None else getattr(torch, args.dtype)
-    if args.shape is not None:
-        name = args.shape
-        _check_length(args, SHAPES[name].max_sequence_length)
-        if dtype is None:
-            dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        model = build_shape(SHAPES[name], device=device, dtype=dtype)
-    else:
-        pretrained = load_pretrained(args.model or "tiny", device=device, dtype=dtype)
-        name, model = pretrained.name, pretrained.model
-        _check_length(args, pretrained.config.max_sequence_length)
-    wrapper = GPTInferenceWrapper(model)
+    if args.kernels and resolve_device(args.device).type != "cuda":
+        raise ConfigError("--kernels needs a GPU, and the device is the CPU; leave it out")
     length = args.prompt_tokens + new_tokens(args)
+    what = f"--prompt-tokens {args.prompt_tokens} and --steps {args.steps}"
+    subject = load_subject(args, longest=length, what=what)
+    device, wrapper = subject.device, subject.wrapper
     block_size = EngineConfig().block_size_tokens
     batch = args.batch_size
     prefill = max(args.prompt_tokens, min(batch * args.prompt_tokens, MOST_PREFILL_TOKENS))
@@ -86,20 +74,11 @@ def open_engine(args: argparse.Namespace) -> tuple[DynamicInferenceEngine, str]:
         TextGenerationController(wrapper),
         build_context(wrapper, config, device),
         config=config,
-        model_name=name,
+        model_name=subject.name,
         progress=show_capture,
     )
-    dtype_name = str(wrapper.kv_cache_spec.dtype).removeprefix("torch.")
-    return engine, f"{name}, {dtype_name}, batch {batch}, depth {args.depth}"
-
-
-def _check_length(args: argparse.Namespace, longest: int) -> None:
-    length = args.prompt_tokens + new_tokens(args)
-    if length > longest:
-        raise ConfigError(
-            f"--prompt-tokens {args.prompt_tokens} and --steps {args.steps} need sequences of "
-            f"{length} tokens, and the model's longest has {longest}; lower one of them"
-        )
+    dtype_name = str(subject.dtype).removeprefix("torch.")
+    return engine, f"{subject.name}, {dtype_name}, batch {batch}, depth {args.depth}"
 
 
 def run_once(engine: DynamicInferenceEngine, args: argparse.Namespace) -> None:

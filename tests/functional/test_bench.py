@@ -16,11 +16,12 @@ import torch
 from megatron_async.errors import CacheTooLargeError
 from megatron_async.inference import bench_decode_run, bench_load, bench_run
 from megatron_async.inference.bench_decode import run_round
-from megatron_async.inference.bench_engine import Subject, make_engine
+from megatron_async.inference.bench_engine import make_engine
 from megatron_async.inference.bench_load import Load, add_host_work, prompts
 from megatron_async.inference.bench_report import as_table
 from megatron_async.inference.cli import main
 from megatron_async.inference.shapes import SHAPES, build_shape, floor_ms, weight_bytes
+from megatron_async.inference.subject import Subject
 from megatron_async.models.wrapper import GPTInferenceWrapper
 
 Capture = pytest.CaptureFixture[str]
@@ -101,7 +102,7 @@ def test_report_says_what_was_measured_where(report: dict[str, Any]) -> None:
         "complete",
     }
     assert report["command"].startswith(
-        "megatron-async bench --shape tiny-llama --batch-sizes 1,3 "
+        "megatron-async bench --shape tiny-llama --device cpu --batch-sizes 1,3 "
     )
     assert (report["device"], report["dtype"], report["baselines"]) == ("cpu", "float32", [])
     assert report["complete"]
@@ -291,8 +292,8 @@ def test_model_is_gone_before_the_baseline_is_built(
     models: list[Any] = []
     load = bench_run.load_subject
 
-    def remember(*args: Any) -> Subject:
-        found = load(*args)
+    def remember(*args: Any, **kwargs: Any) -> Subject:
+        found = load(*args, **kwargs)
         models.append(weakref.ref(found.wrapper.model))
         return found
 

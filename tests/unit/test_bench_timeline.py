@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
-from megatron_async.inference.bench_timeline import Kernel, analyse, percentile, read_trace
+from megatron_async.inference.bench_timeline import Kernel, analyse, kernels_of, percentile
 
 
 def asynchronous_steps(count: int, gap: float) -> list[Kernel]:
@@ -80,7 +77,7 @@ def test_timeline_without_steps_or_launches_is_refused() -> None:
     assert analyse(unknown) is None
 
 
-def test_trace_gives_the_work_of_the_device_alone(tmp_path: Path) -> None:
+def test_trace_gives_the_work_of_the_device_alone() -> None:
     common = {"ph": "X", "ts": 10.5, "dur": 2.0, "args": {"correlation": 7}}
     events = [
         {"ph": "M", "name": "process_name"},
@@ -88,9 +85,7 @@ def test_trace_gives_the_work_of_the_device_alone(tmp_path: Path) -> None:
         {**common, "cat": "kernel", "name": "gemm"},
         {**common, "cat": "gpu_memcpy", "name": "Memcpy DtoH"},
     ]
-    path = tmp_path / "trace.json"
-    path.write_text(json.dumps({"traceEvents": events}))
-    assert read_trace(path) == [
+    assert kernels_of(events) == [
         Kernel("gemm", 10.5, 12.5, 7),
         Kernel("Memcpy DtoH", 10.5, 12.5, 7),
     ]

@@ -19,6 +19,7 @@ from megatron_async.inference.options import (
     resolve_scheduling,
 )
 from megatron_async.inference.prompts import read_jobs
+from megatron_async.inference.shapes import SHAPES
 from megatron_async.inference.table import format_table
 from megatron_async.requests import SamplingParams
 
@@ -227,3 +228,10 @@ def test_help_does_not_import_torch() -> None:
 
 def test_table_columns_line_up() -> None:
     assert format_table(("", "n"), [("a", 1), ("long", 23)]) == "       n\na      1\nlong  23"
+
+
+@pytest.mark.parametrize("command", ("bench", "trace"))
+def test_every_shape_can_be_asked_for(command: str) -> None:
+    assert len(SHAPES) > 4
+    for shape in SHAPES:
+        assert build_parser().parse_args([command, "--shape", shape]).shape == shape
