@@ -41,7 +41,7 @@ setup(
         "tqdm",
     ],
     extras_require={
-        "cuda": ["triton"],
+        "cuda": ["cuda-bindings", "triton"],
         "plot": ["matplotlib"],
         "test": [
             "hypothesis",
@@ -51,6 +51,8 @@ setup(
             "ruff",
             "setuptools>=77",
             "transformers",
+            # Its interpreter runs the kernels where there is no GPU.
+            "triton; platform_system == 'Linux'",
         ],
     },
     entry_points={"console_scripts": ["megatron-async = megatron_async.inference.cli:main"]},

@@ -7,10 +7,16 @@ import os
 import pytest
 from hypothesis import settings
 
+from tests.support.interpreter import INTERPRETED, mend_interpreter
+
 # The same examples in every run of the CI, new ones on everybody's own machine.
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")
+
+
+if INTERPRETED:
+    mend_interpreter()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,16 +1,36 @@
-"""Triton's interpreter on the NumPy that is installed."""
+"""Where tests of Triton kernels run: compiled on a GPU, or in Triton's interpreter on the CPU.
+
+``TRITON_INTERPRET=1`` counts when a kernel is defined, so interpreted tests need a process of their
+own: ``tests/unit/test_interpreted_kernels.py`` starts it.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from typing import Any
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+import pytest
+import torch
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="runs in test_interpreted_kernels.py")
+compiled = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device and a compiler"
+    ),
+]
+on_devices = pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=compiled)]
+)
 
 
 def mend_interpreter() -> None:
-    """Let kernels loop up to a loaded value: Triton 3.6 converts an array of one element to an
-    integer, which NumPy 2.4 refuses."""
+    """Let kernels loop up to a loaded value: Triton 3.6 and 3.7 convert an array of one element to
+    an integer, which NumPy 2.4 refuses."""
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor

@@ -5,7 +5,6 @@ On a GPU the kernel is compiled. Without one, ``TRITON_INTERPRET=1`` runs it on 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import pytest
@@ -15,22 +14,12 @@ from torch import Tensor
 
 from megatron_async.errors import ConfigError
 from megatron_async.kernels.batch_invariant import batch_invariant_mode
+from tests.support.interpreter import compiled, interpreted
 
 try:
     from megatron_async.kernels import batch_invariant_triton
 except ImportError:
     batch_invariant_triton = None  # type: ignore[assignment]
-
-INTERPRETED = batch_invariant_triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
-gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device and a compiler"
-    ),
-]
-needs_interpreter = pytest.mark.skipif(
-    not INTERPRETED, reason="needs triton and TRITON_INTERPRET=1"
-)
 
 
 @torch.inference_mode()
@@ -89,13 +78,13 @@ def check_products(device: str, dtypes: tuple[torch.dtype, ...], shapes: list[tu
                     assert torch.equal(product, out[first : first + count]), (dtype, count, first)
 
 
-@needs_interpreter
+@interpreted
 def test_interpreted_product_gives_a_row_its_own_bits() -> None:
     dtypes = (torch.float32, torch.float16)
     check_products("cpu", dtypes, [(80, 48), (33, 130), (64, 128)], [1, 3, 64, 70])
 
 
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=gpu)])
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=compiled)])
 class TestOnGpu:
     @pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16, torch.float16))
     def test_product_gives_a_row_its_own_bits(self, dtype: torch.dtype, device: str) -> None:

@@ -5,7 +5,6 @@ On a GPU the kernels are compiled. Without one, ``TRITON_INTERPRET=1`` runs them
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 import pytest
@@ -13,34 +12,18 @@ import torch
 from torch import Tensor
 
 from megatron_async.models import activation, attention, norm, spec
+from tests.support.interpreter import compiled, on_devices
 from tests.unit.test_batch_invariant import MODELS, Rig
 
 try:
     from megatron_async.kernels.add_rms_norm import add_norm, add_norm_reference
     from megatron_async.kernels.rope_append import rope_append, rope_append_reference
     from megatron_async.kernels.swiglu import swiglu, swiglu_reference
+except ImportError:  # without triton what follows is skipped, but for the model's own tests
+    pass
 
-    HAS_TRITON = True
-except ImportError:
-    HAS_TRITON = False
-
-INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 DTYPES = tuple(TOLERANCE)
-interpreted = pytest.param(
-    "cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs triton and TRITON_INTERPRET=1")
-)
-compiled = pytest.param(
-    "cuda",
-    marks=[
-        pytest.mark.gpu,
-        pytest.mark.skipif(
-            INTERPRETED or not torch.cuda.is_available(),
-            reason="needs a CUDA device and a compiler",
-        ),
-    ],
-)
-on_devices = pytest.mark.parametrize("device", [interpreted, compiled])
 
 
 def assert_close(out: Tensor, expected: Tensor, scale: float = 1.0) -> None:
@@ -185,7 +168,7 @@ def test_model_computes_the_same_with_and_without_fused_kernels(
         assert not torch.equal(fused[0], plain[0]), "both took the same way"
 
 
-@pytest.mark.parametrize("device", [compiled])
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=compiled)])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_fused_model_gives_a_row_its_own_bits(device: str, dtype: torch.dtype, name: str) -> None:
@@ -196,7 +179,7 @@ def test_fused_model_gives_a_row_its_own_bits(device: str, dtype: torch.dtype, n
             assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("device", [compiled])
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=compiled)])
 def test_decode_layer_runs_few_kernels(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile

@@ -5,13 +5,12 @@ On a GPU the kernel is compiled. Without one, ``TRITON_INTERPRET=1`` runs it on 
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from torch import Tensor
 
 from megatron_async.kernels import paged_attention
+from tests.support.interpreter import compiled, interpreted
 from tests.support.paged_cases import Case, make_case
 
 try:
@@ -19,17 +18,7 @@ try:
 except ImportError:
     paged_attention_triton = None  # type: ignore[assignment]
 
-INTERPRETED = paged_attention_triton is not None and os.environ.get("TRITON_INTERPRET") == "1"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
-needs_interpreter = pytest.mark.skipif(
-    not INTERPRETED, reason="needs triton and TRITON_INTERPRET=1"
-)
-needs_gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device and a compiler"
-    ),
-]
 
 
 def assert_close(case: Case, out: Tensor) -> None:
@@ -38,7 +27,7 @@ def assert_close(case: Case, out: Tensor) -> None:
     torch.testing.assert_close(out.double(), case.expected(), rtol=tolerance, atol=tolerance)
 
 
-@needs_interpreter
+@interpreted
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16))
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "block_size"),
@@ -63,7 +52,7 @@ def test_interpreted_kernel_equals_float64(
     assert torch.equal(case.run(rows, by_slot=True), out[rows])
 
 
-@needs_interpreter
+@interpreted
 def test_interpreted_kernel_splits_long_rows_into_longer_splits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -118,7 +107,7 @@ def test_reference_gives_a_row_its_own_bits(
     assert_close(case, out)
 
 
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=needs_gpu)])
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=compiled)])
 class TestOnGpu:
     @pytest.mark.parametrize("dtype", list(TOLERANCE))
     @pytest.mark.parametrize(

@@ -1,14 +1,10 @@
 """Paged attention of prefill chunks: the Triton kernel, the reference, and both in the engine.
 
-On a GPU the kernel is compiled. Without one, a second interpreter with ``TRITON_INTERPRET=1``
-runs it on the CPU.
+On a GPU the kernel is compiled. Without one, ``TRITON_INTERPRET=1`` runs it on the CPU.
 """
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import dataclass, replace
 
 import pytest
@@ -16,41 +12,17 @@ import torch
 from torch import Tensor
 
 from megatron_async.kernels import paged_attention
-from tests.support.interpreter import INTERPRETED, mend_interpreter
+from tests.support.interpreter import compiled, interpreted
 
 pytest.importorskip("triton", reason="the kernel needs triton")
 
 from megatron_async.kernels.paged_prefill_triton import paged_mixed_attention_triton
 
-if INTERPRETED:
-    mend_interpreter()
-
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 UNTOUCHED = 7.0
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
-compiled = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device and a compiler"
-    ),
-]
 on_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=compiled)])
 Chunk = tuple[int, int]
 """First position and length."""
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the second interpreter")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the compiled kernel is tested")
-def test_kernel_in_a_second_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    result = subprocess.run(
-        command,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-1000:]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ On a GPU the kernel is compiled. Without one, ``TRITON_INTERPRET=1`` runs it on 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 
 import pytest
@@ -13,28 +12,17 @@ import torch
 from torch import Tensor
 
 from megatron_async.sampling.sample import sample_tokens, sample_tokens_reference
+from tests.support.interpreter import compiled, interpreted
 
 pytest.importorskip("triton", reason="the kernel needs triton")
 
 from megatron_async.kernels.sample import BLOCK, sample_tokens_triton
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-gpu = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device and a compiler"
-    ),
-]
 
 
 @pytest.fixture(
-    params=[
-        pytest.param("cuda", marks=gpu),
-        pytest.param(
-            "cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
-        ),
-    ]
+    params=[pytest.param("cuda", marks=compiled), pytest.param("cpu", marks=interpreted)]
 )
 def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
@@ -104,9 +92,9 @@ def test_kernel_reads_strided_rows_split_over_programs(rows: int, device: torch.
         assert torch.equal(tokens.cpu(), expected)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
 class TestOnGpu:
+    pytestmark = compiled
+
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize(
         ("rows", "vocab_size"),

@@ -1,15 +1,12 @@
 """The kernels around the model in a decode step, against the torch code of the step program.
 
-On a GPU the kernels are compiled. Without one, a second interpreter with ``TRITON_INTERPRET=1``
-runs them on the CPU, inside the engine too.
+On a GPU the kernels are compiled. Without one, ``TRITON_INTERPRET=1`` runs them on the CPU, inside
+the engine too.
 """
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -31,41 +28,13 @@ from megatron_async.kernels.step_state import StepKernels
 from megatron_async.packet import PacketLayout
 from megatron_async.program import RESULT_FIELDS, StepProgram
 from tests.support.engines import hash_engine, random_ask, sampling_params
+from tests.support.interpreter import compiled, interpreted, on_devices
 from tests.support.oracle import decode_alone
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ENTRIES = 3
 BLOCK_SIZE = 4
 COLUMNS = 6
 STEPS = 5
-compiled = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device and a compiler"
-    ),
-]
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="needs TRITON_INTERPRET=1")
-on_devices = pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=compiled)]
-)
-
-
-@pytest.mark.skipif(INTERPRETED, reason="this is the second interpreter")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the compiled kernels are tested")
-@pytest.mark.skipif(
-    np.lib.NumpyVersion(np.__version__) >= "2.4.0",
-    reason="triton's interpreter takes arrays of one element for numbers, which NumPy 2.4 refuses",
-)
-def test_kernels_in_a_second_interpreter() -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__]
-    result = subprocess.run(
-        command,
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-    assert result.returncode == 0, result.stdout[-5000:] + result.stderr[-1000:]
 
 
 class Case:
@@ -261,18 +230,19 @@ def test_steps_equal_the_torch_code(
         assert_steps_equal(Case(rows, vocab_size, seed), device)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(INTERPRETED or not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("pdl", (False, True))
 @pytest.mark.parametrize(
     ("rows", "vocab_size"), [(1, 151_936), (8, 61), (64, 32_000), (300, 5), (1024, 61)]
 )
 @torch.inference_mode()
-def test_compiled_steps_equal_the_torch_code(rows: int, vocab_size: int, pdl: bool) -> None:
-    if pdl and not uses_pdl(torch.device("cuda")):
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=compiled)])
+def test_compiled_steps_equal_the_torch_code(
+    rows: int, vocab_size: int, pdl: bool, device: str
+) -> None:
+    if pdl and not uses_pdl(torch.device(device)):
         pytest.skip("programmatic dependent launch needs Hopper")
     for seed in range(3):
-        assert_steps_equal(Case(rows, vocab_size, seed), "cuda", pdl)
+        assert_steps_equal(Case(rows, vocab_size, seed), device, pdl)
 
 
 @torch.inference_mode()
