@@ -145,8 +145,10 @@ def slowed(load: dict[str, Any]) -> str:
 
 
 def tail(report: dict[str, Any]) -> list[str]:
-    """Lines below a table: failures, phases of the start, baselines."""
+    """Lines below a table: the slower decode path, failures, phases of the start, baselines."""
     lines = []
+    if report["device"] != "cpu" and report["fused_decode_off"] is not None:
+        lines.append(f"decoded with the model's own forward: {report['fused_decode_off']}")
     for row in report["results"]:
         if "error" in row:
             batch = f"batch {row['batch']}, " if "batch" in row else ""

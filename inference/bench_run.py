@@ -40,6 +40,7 @@ def collect(
         "dtype": str(subject.dtype).removeprefix("torch."),
         "load": dataclasses.asdict(load),
         "build_seconds": subject.build_seconds,
+        "fused_decode_off": subject.wrapper.fused_decode_off,
         "startup": None,
         "results": [],
         "baselines": [],
@@ -63,6 +64,8 @@ def collect(
     report["results"] = bench.results
     progress.expect(bench.measurements)
     bench.run(progress)
+    # Engines may have found a reason that the model alone does not give.
+    report["fused_decode_off"] = subject.wrapper.fused_decode_off
     if args.baseline:
         batches = bench.requests()
         config, device, dtype = subject.config, subject.device, subject.dtype

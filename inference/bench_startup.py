@@ -20,7 +20,7 @@ def measure_startup(
     subject: Subject, config: EngineConfig, build_again: Callable[[], object]
 ) -> dict[str, Any]:
     """Seconds of each phase of two starts. To be called before anything else has run: the first
-    start compiles kernels (or reads them from Triton's cache on disk).
+    start compiles kernels, or reads them from the caches on disk.
 
     ``model``: build or load the weights; ``cache``: the KV cache and per-slot state; ``capture``:
     the graphs of all row buckets, kernels' compilation included; ``rest``: rings, scheduler;

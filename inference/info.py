@@ -28,8 +28,14 @@ OPTIONAL = (
     Optional(
         "triton",
         "triton",
-        "samples and moves packets and results on a GPU",
+        "the kernels of a GPU",
         "needed on a GPU; a CPU uses the PyTorch reference",
+    ),
+    Optional(
+        "cuda-bindings",
+        "cuda.bindings",
+        "compiles the fused decode forward of a Hopper GPU and later",
+        "decoding on a GPU runs the model's own forward, which is slower",
     ),
     Optional(
         "transformer-engine",
@@ -95,13 +101,20 @@ def collect() -> dict[str, Any]:
     optional = {}
     for part in OPTIONAL:
         version = None
-        if importlib.util.find_spec(part.module) is not None:
+        if _is_importable(part.module):
             version = _version(part.distribution) or "of unknown version"
         optional[part.distribution] = {
             "version": version,
             "use": part.missing if version is None else part.installed,
         }
     return {"versions": versions, "devices": _devices(), "optional": optional}
+
+
+def _is_importable(module: str) -> bool:
+    package = module.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        return False
+    return importlib.util.find_spec(module) is not None
 
 
 def _version(distribution: str) -> str | None:

@@ -18,6 +18,7 @@ _REQUIRED: tuple[tuple[str, Any, str], ...] = (
     ("multi_latent_attention", False, "use grouped-query attention"),
     ("attention_output_gate", False, "build the model without the gate"),
     ("window_size", None, "use full attention"),
+    ("no_rope_freq", None, "build the model with rotary embeddings in every layer"),
     ("rotary_interleaved", False, "permute the query and key weights to half-split pairs"),
     ("flash_decode", False, "set it to False: the context attends by itself"),
     ("cuda_graph_impl", "none", "set it to 'none': whole steps are captured by the engine"),

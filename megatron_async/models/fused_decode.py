@@ -5,7 +5,7 @@
     inside) -> second MLP product (adds to the residual stream)
 
 It reads the model's own parameters, so weights updated in place are used at once. Whatever is not
-covered (:func:`why_not`) runs in the model's own forward.
+covered (``fused_coverage.py``) runs in the model's own forward.
 """
 
 from __future__ import annotations
@@ -15,44 +15,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_async.kernels.cuda import attention as cuda_attention
 from megatron_async.kernels.cuda import compile as cuda
 from megatron_async.kernels.cuda.linear import (
     ADD,
-    GELU,
-    GELU_TANH,
     LAYER_NORM,
     MAX_ROWS,
     NO_NORM,
     RMS_NORM,
-    SILU_GATE,
     STORE,
-    UNIT,
     Linear,
     Tiling,
     choose,
     defines,
     padded,
 )
-from megatron_async.models import (
-    activation,
-    compat,  # noqa: F401  (before megatron)
-)
-from megatron_async.models.attention import PagedSelfAttention
-from megatron_async.models.norm import LayerNorm, RMSNorm
-
-from megatron.core.tensor_parallel.layers import (  # isort: skip
-    ColumnParallelLinear,
-    RowParallelLinear,
-)
-from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
-from megatron.core.transformer.mlp import MLP  # isort: skip
-
-_RMS_NORMS = (RMSNorm, torch.nn.RMSNorm)
-_LAYER_NORMS = (LayerNorm, torch.nn.LayerNorm)
+from megatron_async.models.fused_coverage import epilogue_of, norm_kind, why_not
 
 Norm = tuple[Tensor, Tensor | None, float]
 """Weight, bias, epsilon."""
@@ -86,82 +66,6 @@ class _Layer:
     fc2: tuple[Tensor, Tensor | None]
 
 
-def why_not(model: Any) -> str | None:
-    """Why ``model`` decodes with its own forward; None if the fused one takes it."""
-    weight = next(model.parameters())
-    if weight.device.type != "cuda":
-        return "the model is not on a GPU"
-    missing = cuda.unavailable(weight.device.index or 0)
-    if missing is not None:
-        return missing
-    if any(p.dtype != torch.bfloat16 or not p.is_contiguous() for p in model.parameters()):
-        return "its parameters are not all contiguous bfloat16"
-    config = model.config
-    if config.tensor_model_parallel_size > 1 or config.pipeline_model_parallel_size > 1:
-        return "it is split over several GPUs"
-    for name in ("fp32_residual_connection", "layernorm_zero_centered_gamma"):
-        if getattr(config, name, False):
-            return f"config {name}=True"
-    if any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
-        return "a module has forward hooks"
-    for layer in model.decoder.layers:
-        reason = _layer_why_not(layer, config)
-        if reason is not None:
-            return f"layer {layer.layer_number}: {reason}"
-    if _norm_kind(model.decoder.final_layernorm) is None:
-        return f"final norm is a {type(model.decoder.final_layernorm).__name__}"
-    if getattr(model.embedding, "tokentype_embeddings", None) is not None:
-        return "it has token type embeddings"
-    return None
-
-
-def _layer_why_not(layer: Any, config: Any) -> str | None:
-    attention, mlp = layer.self_attention, layer.mlp
-    kinds = {_norm_kind(layer.input_layernorm), _norm_kind(layer.pre_mlp_layernorm)}
-    if len(kinds) > 1 or None in kinds:
-        return f"norm {type(layer.input_layernorm).__name__} is not covered"
-    if not isinstance(attention, PagedSelfAttention) or type(mlp) is not MLP:
-        return f"{type(attention).__name__} with {type(mlp).__name__} is not covered"
-    for linear in (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2):
-        if not isinstance(linear, ColumnParallelLinear | RowParallelLinear):
-            return f"linear layer {type(linear).__name__} is not covered"
-        if linear.weight.shape[1] % UNIT or linear.weight.shape[0] % 16:
-            return f"a weight of {tuple(linear.weight.shape)} is not covered"
-    norms = (attention.q_layernorm, attention.k_layernorm)
-    plain = all(n is None or isinstance(n, IdentityOp) for n in norms)
-    if not plain and not all(isinstance(n, _RMS_NORMS) for n in norms):
-        return "norms of the heads are not RMSNorm"
-    if not plain and norms[0].eps != norms[1].eps:
-        return "norms of queries and keys differ in epsilon"
-    if _epilogue(mlp, config) is None:
-        return "its activation is not covered"
-    return None
-
-
-def _norm_kind(norm: Any) -> int | None:
-    if isinstance(norm, _RMS_NORMS) and norm.eps is not None:
-        return RMS_NORM
-    if isinstance(norm, _LAYER_NORMS) and norm.weight is not None:
-        return LAYER_NORM
-    return None
-
-
-def _epilogue(mlp: Any, config: Any) -> int | None:
-    own: dict[Any, int] = {
-        activation.SwiGLU: SILU_GATE,
-        activation.GELU: GELU,
-        activation.GELUTanh: GELU_TANH,
-    }
-    function = getattr(mlp, "activation_func", None)
-    if type(function) in own:
-        return own[type(function)]
-    if config.bias_activation_fusion:
-        return None
-    if config.gated_linear_unit:
-        return SILU_GATE if function is F.silu else None
-    return GELU if function is F.gelu else None
-
-
 class FusedDecoder:
     """The fused forward of one model. Buffers are static: one forward at a time.
 
@@ -169,7 +73,7 @@ class FusedDecoder:
         tilings: for products by name, at all numbers of rows, in place of the measured ones.
 
     Raises:
-        ValueError: :func:`why_not` has a reason.
+        ValueError: :func:`~.fused_coverage.why_not` has a reason.
     """
 
     def __init__(self, model: Any, tilings: Mapping[str, Tiling] | None = None) -> None:
@@ -181,7 +85,7 @@ class FusedDecoder:
         self._device: torch.device = weight.device
         self._index: int = weight.device.index or 0
         config = model.config
-        self._norm = _norm_kind(model.decoder.final_layernorm)
+        self._norm = norm_kind(model.decoder.final_layernorm)
         assert self._norm is not None
         self._layers = [_layer(layer) for layer in model.decoder.layers]
         first = self._layers[0]
@@ -192,7 +96,7 @@ class FusedDecoder:
         self._has_head_norms = first.head_norms[0] is not None
         rotary = getattr(model, "rotary", None)
         self._cos_sin: Tensor | None = None if rotary is None else rotary.cos_sin
-        epilogue = _epilogue(model.decoder.layers[0].mlp, config)
+        epilogue = epilogue_of(model.decoder.layers[0].mlp, config)
         assert epilogue is not None
         hidden = config.hidden_size
         head = self._head_weight()
@@ -256,6 +160,18 @@ class FusedDecoder:
         return defines(
             product.n, product.k, rows, product.norm, product.epilogue, statistics, tiling
         )
+
+    def off(self, rows: list[int], context: Any) -> str | None:
+        """Why decode steps of some of so many rows will not be taken, :data:`MAX_ROWS` rows and
+        fewer; None if all are."""
+        reason = self._attention_off(context)
+        if reason is not None:
+            return reason
+        for count in rows:
+            for name, product in self.products.items():
+                if count <= MAX_ROWS and product.tiling(padded(count)) is None:
+                    return f"no kernel for {name} ({product.n} x {product.k}) at {count} rows"
+        return None
 
     def takes(self, out: Tensor, context: Any) -> bool:
         """Whether :meth:`forward` may be called."""
@@ -381,7 +297,7 @@ class FusedDecoder:
 
 def _layer(layer: Any) -> _Layer:
     attention, mlp = layer.self_attention, layer.mlp
-    has_norms = isinstance(attention.q_layernorm, _RMS_NORMS)
+    has_norms = norm_kind(attention.q_layernorm) is not None
     q_norm, k_norm = attention.q_layernorm, attention.k_layernorm
     return _Layer(
         index=attention.layer_index,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -15,6 +16,13 @@ from megatron_async.models.adapt import adapt_model
 from megatron_async.models.gpt import GPTModel
 
 logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def _warn_of_slow_decoding(reason: str) -> None:
+    logger.warning(
+        "decode steps run the model's own forward, which is slower than the fused one: %s", reason
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +49,8 @@ class GPTInferenceWrapper:
         batch_invariant: on a GPU, compute with kernels that give each token bits of its own,
             whatever else is in the forward. The context attends, so it needs the same choice.
         fused_decode: decode with the kernels of ``models/fused_decode.py`` where they take the
-            model, which is faster; ``fused_decode_off`` says why they do not.
+            model, which is faster. Where they do not, a warning says why, once, and
+            ``fused_decode_off``.
 
     Raises:
         ConfigError: the model has a part that cannot be served; the message names it.
@@ -70,23 +79,30 @@ class GPTInferenceWrapper:
             head_dim=attention.hidden_size_per_attention_head,
             dtype=parameter.dtype,
         )
-        self.fused_decode_off: str | None = "fused_decode=False"
+        self.fused_decode_off: str | None = None
         self._fused: Any = None
         if batch_invariant:
             self.fused_decode_off = "batch_invariant=True"
-        elif fused_decode:
+        elif not fused_decode:
+            self.fused_decode_off = "fused_decode=False"
+        else:
             from megatron_async.models import fused_decode as fused
 
             self.fused_decode_off = fused.why_not(self.model)
             if self.fused_decode_off is None:
                 self._fused = fused.FusedDecoder(self.model)
-        if self.device.type == "cuda" and self.fused_decode_off is not None:
-            logger.info("decoding with the model's own forward: %s", self.fused_decode_off)
+            elif self.device.type == "cuda":
+                _warn_of_slow_decoding(self.fused_decode_off)
 
     def prepare(self, rows: list[int], context: Any) -> None:
         """Compile what decoding so many rows needs, ahead of their capture."""
-        if self._fused is not None:
-            self._fused.compile(rows, context)
+        if self._fused is None:
+            return
+        self._fused.compile(rows, context)
+        reason = self._fused.off(rows, context)
+        if reason is not None:
+            self.fused_decode_off = reason
+            _warn_of_slow_decoding(reason)
 
     def forward_into(
         self, logits: Tensor, token_ids: Tensor, position_ids: Tensor, context: Any

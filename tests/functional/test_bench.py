@@ -96,6 +96,7 @@ def test_report_says_what_was_measured_where(report: dict[str, Any]) -> None:
         "dtype",
         "load",
         "build_seconds",
+        "fused_decode_off",
         "startup",
         "results",
         "baselines",

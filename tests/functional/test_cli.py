@@ -376,7 +376,13 @@ def test_info_names_versions_and_devices() -> None:
     assert report["versions"]["torch"] == torch.__version__
     assert report["versions"]["megatron-core"] == "0.16.1"
     assert report["devices"][0].startswith("cpu: ")
-    assert set(report["optional"]) == {"triton", "transformer-engine", "apex", "transformers"}
+    assert set(report["optional"]) == {
+        "triton",
+        "cuda-bindings",
+        "transformer-engine",
+        "apex",
+        "transformers",
+    }
 
 
 def test_interrupt_ends_without_a_traceback(
