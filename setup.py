@@ -45,6 +45,7 @@ setup(
         "plot": ["matplotlib"],
         "test": [
             "hypothesis",
+            "matplotlib",
             "mypy",
             "pytest",
             "pytest-timeout",

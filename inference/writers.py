@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 import time
+from abc import ABC, abstractmethod
 from typing import Any
 
 from megatron_async.requests import DynamicInferenceRequest
@@ -30,7 +31,7 @@ def shown_text(request: DynamicInferenceRequest) -> str:
     return " ".join(map(str, request.generated_tokens))
 
 
-class Writer:
+class Writer(ABC):
     """Takes what the engine commits and writes it to stdout."""
 
     def __init__(self) -> None:
@@ -41,20 +42,20 @@ class Writer:
         """Seconds since decoding began."""
         return time.perf_counter() - self._started
 
-    def refuse(self, index: int, message: str) -> None:
+    def refuse(self, index: int, message: str) -> None:  # noqa: B027  (a hook)
         """The prompt could not be served."""
 
-    def text(self, index: int, text: str) -> None:
+    def text(self, index: int, text: str) -> None:  # noqa: B027  (a hook)
         """More text of a request."""
 
+    @abstractmethod
     def finish(self, request: DynamicInferenceRequest) -> None:
         """A request ended."""
-        raise NotImplementedError
 
-    def end_step(self) -> None:
+    def end_step(self) -> None:  # noqa: B027  (a hook)
         """A step of the engine is over."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (a hook)
         """Nothing is in flight any more."""
 
 
@@ -120,13 +121,13 @@ class OrderedWriter(Writer):
         self.end_step()
         self._bar.close()
 
+    @abstractmethod
     def finished(self, index: int, request: DynamicInferenceRequest) -> str:
         """What is written for a request."""
-        raise NotImplementedError
 
+    @abstractmethod
     def refused(self, index: int, message: str) -> str:
         """What is written for a prompt that could not be served."""
-        raise NotImplementedError
 
 
 class TextWriter(OrderedWriter):
