@@ -1,0 +1,161 @@
+"""The attention and the embedding of the fused decode forward against float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from megatron_async.kernels.cuda import attention as decode_attention
+from megatron_async.kernels.cuda.linear import LAYER_NORM, RMS_NORM, statistics_of
+from tests.support.cuda_kernels import LIMIT, device, on_both, relative_error
+
+__all__ = ["device"]
+
+
+@pytest.mark.parametrize(
+    ("shape", "word"),
+    [
+        ((72, 4, 64, 72), "head dimension"),
+        ((128, 32, 64, 128), "share a KV head"),
+        ((128, 4, 24, 128), "block size"),
+        ((128, 4, 64, 64), "rotated"),
+    ],
+)
+def test_attention_says_what_it_does_not_take(shape: tuple[int, ...], word: str) -> None:
+    reason = decode_attention.unsupported(*shape)
+    assert reason is not None and word in reason
+
+
+_ATTENTIONS = [
+    (128, 4, 64, False, True),
+    (128, 2, 64, True, True),
+    (64, 1, 16, False, False),
+    (96, 3, 32, True, True),
+    (256, 8, 16, False, True),
+    (128, 16, 128, True, True),
+    (64, 12, 64, False, True),
+]
+_LENGTHS = [0, 1, 15, 16, 17, 63, 64, 200, 700, 1]
+
+
+@on_both(
+    *("shape", "splits", "piece_tokens", "lengths"),
+    gpu=(
+        (shape, splits, piece_tokens, _LENGTHS)
+        for shape in _ATTENTIONS
+        for splits, piece_tokens in ((1, 2048), (2, 2048), (8, 2048), (1, 128), (2, 32), (4, 16))
+    ),
+    small=[
+        ((64, 2, 16, True, True), 1, 2048, [0, 1, 15, 17, 200]),
+        ((96, 3, 32, True, True), 2, 2048, [0, 16, 63, 150]),
+        ((64, 12, 64, False, False), 1, 64, [64, 0, 33, 129, 65]),
+        ((128, 4, 16, False, True), 4, 16, [0, 31, 64, 65, 330]),
+        ((32, 1, 16, True, True), 1, 16, [1016, 0, 511, 16, 15, 17]),
+    ],
+)
+class TestAttention:
+    def test_equals_float64(
+        self,
+        device: torch.device,
+        shape: tuple[int, int, int, bool, bool],
+        splits: int,
+        piece_tokens: int,
+        lengths: list[int],
+    ) -> None:
+        head_dim, group, block_size, norm, rope = shape
+        kv_heads, rows = 2, len(lengths)
+        generator = torch.Generator(device).manual_seed(head_dim + group)
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator, device=device).bfloat16()
+
+        columns = max(lengths) // block_size + 1
+        blocks = rows * columns + 1
+        # Blocks that hold nothing, and the rest of those in use, are poisoned.
+        keys = torch.full((blocks, block_size, kv_heads, head_dim), float("nan"), device=device)
+        keys = keys.bfloat16()
+        values = keys.clone()
+        order = torch.randperm(blocks - 1, generator=generator, device=device) + 1
+        table = torch.zeros(rows + 3, columns, dtype=torch.int64, device=device)
+        slots = torch.arange(rows, device=device) + 2
+        table[slots] = order.view(rows, columns)
+        qkv = draw(rows, kv_heads * (group + 2) * head_dim)
+        q_weight, k_weight = draw(head_dim) + 1, draw(head_dim) + 1
+        cos_sin = torch.randn(1024, 2, head_dim // 2, generator=generator, device=device)
+        positions = torch.tensor(lengths, device=device)
+        mapping = table[slots, positions // block_size] * block_size + positions % block_size
+        wanted = torch.zeros(rows, kv_heads, group, head_dim, dtype=torch.float64, device=device)
+        scale = 1 / math.sqrt(head_dim)
+        parts = qkv.double().view(rows, kv_heads, group + 2, head_dim)
+        queries, new_keys, new_values = parts[:, :, :-2], parts[:, :, -2], parts[:, :, -1]
+        if norm:
+            queries = F.rms_norm(queries, (head_dim,), q_weight.double(), 1e-6)
+            new_keys = F.rms_norm(new_keys, (head_dim,), k_weight.double(), 1e-6)
+        if rope:
+            cos, sin = cos_sin[positions].double().unbind(1)
+            queries = _rotated(queries, cos[:, None, None], sin[:, None, None])
+            new_keys = _rotated(new_keys, cos[:, None], sin[:, None])
+        for row, length in enumerate(lengths):
+            past_keys, past_values = (
+                draw(length, kv_heads, head_dim),
+                draw(length, kv_heads, head_dim),
+            )
+            at = table[slots[row]][torch.arange(length, device=device) // block_size]
+            offsets = torch.arange(length, device=device) % block_size
+            keys[at, offsets], values[at, offsets] = past_keys, past_values
+            all_keys = torch.cat((past_keys.double(), new_keys[row, None]))
+            all_values = torch.cat((past_values.double(), new_values[row, None]))
+            scores = torch.einsum("hgd,thd->hgt", queries[row], all_keys) * scale
+            wanted[row] = torch.einsum("hgt,thd->hgd", scores.softmax(2), all_values)
+        out = torch.full((rows, kv_heads * group * head_dim), float("nan"), device=device)
+        out = out.bfloat16()
+        heads = decode_attention.Heads(head_dim, group, kv_heads, block_size, norm, rope)
+        attention = decode_attention.DecodeAttention(
+            heads, rows, columns * block_size, device, splits=splits, piece_tokens=piece_tokens
+        )
+        attention(
+            qkv, keys, values, table, slots, positions, mapping, out, scale=scale,
+            cos_sin=cos_sin if rope else None, q_weight=q_weight if norm else None,
+            k_weight=k_weight if norm else None, eps=1e-6,
+        )  # fmt: skip
+        assert relative_error(out.view_as(wanted), wanted) < LIMIT
+        for row in range(rows):
+            assert relative_error(out[row].view_as(wanted[row]), wanted[row]) < 2 * LIMIT, row
+        assert relative_error(keys.flatten(0, 1)[mapping], new_keys) < LIMIT
+        assert torch.equal(values.flatten(0, 1)[mapping].double(), new_values)
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.chunk(2, -1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
+
+
+_EMBEDDINGS = [(64, 16, RMS_NORM, False), (192, 64, LAYER_NORM, True), (320, 32, RMS_NORM, True)]
+
+
+@on_both("shape", gpu=((shape,) for shape in _EMBEDDINGS), small=((s,) for s in _EMBEDDINGS))
+def test_embedding_and_its_statistics(
+    device: torch.device, shape: tuple[int, int, int, bool]
+) -> None:
+    hidden, per_tile, norm, learned = shape
+    generator = torch.Generator(device).manual_seed(hidden)
+    table, positions = (
+        torch.randn(50, hidden, generator=generator, device=device).bfloat16() for _ in range(2)
+    )
+    tokens = torch.tensor([3, 49, 0, 3], device=device)
+    places = torch.tensor([0, 7, 49, 1], device=device)
+    out = torch.full((4, hidden), float("nan"), device=device).bfloat16()
+    statistics = torch.full((4, hidden // per_tile, 2), float("nan"), device=device)
+    embed = decode_attention.Embed(hidden, per_tile, norm, positions=learned, device=device)
+    embed(tokens, places, table, positions if learned else None, out, statistics)
+    wanted = table[tokens].float()
+    if learned:
+        wanted += positions[places].float()
+    assert torch.equal(out, wanted.bfloat16())
+    expected = statistics_of(out, norm, per_tile)
+    if norm == RMS_NORM:
+        statistics, expected = statistics[..., 1], expected[..., 1]
+    assert relative_error(statistics, expected.double()) < 1e-5
