@@ -37,6 +37,19 @@ def _row_splits(length_ptr, row, capacity, MIN_SPLIT: tl.constexpr, MAX_SPLITS: 
 
 
 @triton.jit
+def accumulate(score, value, highest, mass, total, PRECISION: tl.constexpr):
+    """Online softmax (Milakov and Gimelshein, 2018): scores [rows, tile] in units of log2 and
+    values [tile, D] into running maximum and mass [rows] and unnormalised sum [rows, D]."""
+    raised = tl.maximum(highest, tl.max(score, 1))
+    decay = tl.exp2(highest - raised)
+    weight = tl.exp2(score - raised[:, None])
+    mass = mass * decay + tl.sum(weight, 1)
+    total = total * decay[:, None]
+    total = tl.dot(weight.to(value.dtype), value, total, input_precision=PRECISION)
+    return raised, mass, total
+
+
+@triton.jit
 def _split_kernel(
     query_ptr, key_ptr, value_ptr, table_ptr, table_rows_ptr, length_ptr, partial_ptr, stats_ptr,
     query_row, query_head, key_block, key_token, key_head, value_block, value_token, value_head,
@@ -97,13 +110,7 @@ def _split_kernel(
 
         score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
         score = tl.where(is_valid[None, :], score, NEG_INF)
-        raised = tl.maximum(highest, tl.max(score, 1))
-        decay = tl.exp2(highest - raised)
-        weight = tl.exp2(score - raised[:, None])
-        mass = mass * decay + tl.sum(weight, 1)
-        total = total * decay[:, None]
-        total = tl.dot(weight.to(value.dtype), value, total, input_precision=PRECISION)
-        highest = raised
+        highest, mass, total = accumulate(score, value, highest, mass, total, PRECISION)
 
     heads = tl.num_programs(0) * GROUP
     at = (row * heads + head) * splits + split

@@ -11,7 +11,6 @@ its chunk, and on nothing that is beside it in the step.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -20,11 +19,10 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async import packet
+from megatron_async.kernels.paged_attention_triton import LOG2_E, NEG_INF, accumulate
 
 KEY_TILE_BYTES = 16384
 """Keys of a tile of 16-bit values; stages of it and of the values are in shared memory."""
-LOG2_E = math.log2(math.e)
-NEG_INF = tl.constexpr(float("-inf"))
 
 WIDTH = tl.constexpr(packet.CHUNK_WIDTH)
 SLOT = tl.constexpr(packet.CHUNK_SLOT)
@@ -71,13 +69,7 @@ def _attend_tile(
     score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
     if IS_DIAGONAL:
         score = tl.where(place[None, :] <= position[:, None], score, NEG_INF)
-    raised = tl.maximum(highest, tl.max(score, 1))
-    decay = tl.exp2(highest - raised)
-    weight = tl.exp2(score - raised[:, None])
-    mass = mass * decay + tl.sum(weight, 1)
-    total = total * decay[:, None]
-    total = tl.dot(weight.to(value.dtype), value, total, input_precision=PRECISION)
-    return raised, mass, total
+    return accumulate(score, value, highest, mass, total, PRECISION)
 
 
 @triton.jit
