@@ -11,6 +11,7 @@ import ctypes
 import functools
 import hashlib
 import importlib.util
+import logging
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,8 @@ from typing import Any
 import torch
 
 from megatron_async.errors import ConfigError
+
+logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
 _COMMON = ("types.cuh", "intrinsics.cuh", "arithmetic.cuh")
@@ -54,8 +57,7 @@ class Kernel:
 
     def __init__(self, source: str, defines: Mapping[str, int], architecture: str) -> None:
         self.name = source
-        self.defines = dict(defines)
-        code = _machine_code(source, self.defines, architecture)
+        code = _machine_code(source, defines, architecture)
         driver = _driver()
         module = _check(driver.cuModuleLoadData(code))
         self._module = module  # loaded as long as a graph may replay it
@@ -142,15 +144,23 @@ def _machine_code(source: str, defines: Mapping[str, int], architecture: str) ->
     if path.is_file():
         return path.read_bytes()
     code = _compile(text, source, options)
-    # Nothing depends on the cache: a home that cannot be written to costs a compilation.
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(code)
         os.replace(file.name, path)
-    except OSError:
-        pass
+    except OSError as error:
+        _warn_of_no_cache(f"{path.parent}: {error.strerror}")
     return code
+
+
+@functools.cache
+def _warn_of_no_cache(reason: str) -> None:
+    logger.warning(
+        "compiled kernels cannot be kept, so every start compiles them (%s); set "
+        "MEGATRON_ASYNC_CACHE to a directory that can be written to",
+        reason,
+    )
 
 
 def _compile(text: str, source: str, options: list[str]) -> bytes:

@@ -240,7 +240,6 @@ class Linear:
         tiling: Tiling,
         device: torch.device,
     ) -> None:
-        self.n, self.k, self.tiling = n, k, tiling
         self.kernel: Kernel = kernel(
             "linear",
             defines(n, k, rows, norm, epilogue, norm_statistics, tiling),
