@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_async.inference.bench_timeline import Kernel, analyse, kernels_of, percentile
+from megatron_async.inference.bench_timeline import (
+    STEP_MARKERS,
+    Kernel,
+    analyse,
+    kernels_of,
+    percentile,
+)
 
 
 def asynchronous_steps(count: int, gap: float) -> list[Kernel]:
@@ -95,3 +101,15 @@ def test_percentile_of_few_values() -> None:
     assert percentile([3.0, 1.0, 2.0], 0.99) == 3.0
     assert percentile([5.0], 0.5) == 5.0
     assert percentile([float(n) for n in range(1, 101)], 0.99) == 99.0
+
+
+def test_kernels_that_mark_steps_exist() -> None:
+    pytest.importorskip("triton", reason="the kernels need triton")
+    from megatron_async.kernels import rings, step_state
+
+    decode = [step_state._finish_and_publish_kernel, step_state._read_packet_and_begin_kernel]
+    mixed = [rings._publish_kernel, rings._read_packet_kernel]
+    for kernels in (decode, mixed):
+        names = [kernel.__name__ for kernel in kernels]
+        for marker in STEP_MARKERS:
+            assert sum(marker in name for name in names) == 1, (marker, names)
