@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -113,6 +115,7 @@ def neighbours(tiling: Tiling) -> Iterator[Tiling]:
     yield from (tiling._replace(row_tiles=r) for r in (1, 2, 3, 4))
     yield from (tiling._replace(splits=s) for s in (1, 2, 3, 4, 8))
     yield from (tiling._replace(warps_k=w) for w in (1, 2, 4, 8, 16))
+    yield from (tiling._replace(ahead=a) for a in (0, 1, 2, 4, 8, 16))
     yield tiling._replace(stream=not tiling.stream)
     yield tiling._replace(memory=not tiling.memory)
     if tiling.row_tiles > 1:
@@ -126,8 +129,8 @@ def neighbours(tiling: Tiling) -> Iterator[Tiling]:
 class Search:
     """The best tilings so far, by product."""
 
-    def __init__(self, rig: Rig) -> None:
-        self.rig = rig
+    def __init__(self, rig: Rig, end: float) -> None:
+        self.rig, self.end = rig, end
         self.most = padded(rig.rows)
         decoder = rig.decoder({})
         self.products = decoder.products
@@ -136,7 +139,7 @@ class Search:
             tiling = product.tiling(self.most)
             assert tiling is not None
             self.best[name] = tiling
-        self.first = self.time = rig.step_us(self.best)
+        self.first = self.step = rig.step_us(self.best)
         self.log: list[tuple[str, Tiling, float]] = []
 
     def vary(self, name: str, tilings: Sequence[Tiling]) -> None:
@@ -144,45 +147,50 @@ class Search:
         product, seen = self.products[name], {t for n, t, _ in self.log if n == name}
         shape = (product.n, product.k, self.most, product.norm, product.epilogue)
         tilings = [t for t in dict.fromkeys(tilings) if t not in seen and t.fits(*shape)]
+        if time.monotonic() > self.end:
+            return
         decoder = self.rig.decoder({})
         cuda.compile_together(
             [("linear", decoder.defines(product, self.most, t)) for t in tilings],
             cuda.architecture(0),
         )
         for tiling in tqdm(tilings, name, file=sys.stderr, leave=False, disable=None):
+            if time.monotonic() > self.end:
+                return
             tried = {**self.best, name: tiling}
             try:
-                time = self.rig.step_us(tried)
+                step = self.rig.step_us(tried)
             except (ArithmeticError, RuntimeError) as error:
                 print(f"dropped {name} {tuple(map(int, tiling))}: {str(error)[:100]}")
                 continue
-            self.log.append((name, tiling, time))
-            if time < WORTH * self.time:
+            self.log.append((name, tiling, step))
+            if step < WORTH * self.step:
                 # Again beside the one it replaces: clocks change.
                 now = self.rig.step_us(self.best)
-                time = max(time, self.rig.step_us(tried))
-                if time < WORTH * now:
-                    print(f"{name} {tuple(map(int, tiling))}: {now:.1f} -> {time:.1f} us")
-                    self.best, self.time = tried, time
+                step = max(step, self.rig.step_us(tried))
+                if step < WORTH * now:
+                    print(
+                        f"{name} {tuple(map(int, tiling))}: {now:.1f} -> {step:.1f} us", flush=True
+                    )
+                    self.best, self.step = tried, step
 
 
 def vary_attention(search: Search) -> None:
-    """Warps, stages and shared memory of the attention kernel: only printed."""
-    known = cuda_attention.WARPS, cuda_attention.STAGES, cuda_attention.LEAST_BYTES
-    for warps, stages, least in (
-        known,
-        (4, 2, 0),
-        (4, 3, 0),
-        (4, 4, 0),
-        (8, 2, 0),
-        (2, 4, 0),
-        (2, 3, 0),
-    ):
-        cuda_attention.WARPS, cuda_attention.STAGES = warps, stages
-        cuda_attention.LEAST_BYTES = least
-        time = search.rig.step_us(search.best)
-        print(f"attention warps {warps} stages {stages} least {least}: {time:.1f} us")
-    cuda_attention.WARPS, cuda_attention.STAGES, cuda_attention.LEAST_BYTES = known
+    """How the attention kernel is cut: the best stays for the rest of the search."""
+    names = ("WARPS", "STAGES", "LEAST_BYTES")
+
+    def cut(values: tuple[int, ...]) -> float:
+        for name, value in zip(names, values, strict=True):
+            setattr(cuda_attention, name, value)
+        step = min(search.rig.step_us(search.best) for _ in range(2))
+        print("attention", dict(zip(names, values, strict=True)), f"{step:.1f} us", flush=True)
+        return step
+
+    known = tuple(getattr(cuda_attention, name) for name in names)
+    others = [(4, 2, 0), (4, 3, 0), (4, 4, 0), (8, 2, 0), (2, 4, 0), (2, 3, 0)]
+    steps = {values: cut(values) for values in (known, *others)}
+    best = min(steps, key=steps.__getitem__)
+    search.step = cut(best if steps[best] < WORTH * steps[known] else known)
 
 
 def main() -> None:
@@ -196,10 +204,11 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=40, help="tilings of the spread")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--products", default="fc1,fc2,qkv,projection,head")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="of searching, about")
     parser.add_argument("--json", metavar="FILE", help="every time measured")
     args = parser.parse_args()
     rig = Rig(args.shape, args.rows, args.layers, args.context)
-    search = Search(rig)
+    search = Search(rig, time.monotonic() + args.seconds)
     print(f"{args.shape} rows {args.rows}: {search.first:.1f} us with the tilings of linear.py")
     vary_attention(search)
     for number in range(args.rounds):
@@ -207,14 +216,14 @@ def main() -> None:
             if number == 0:
                 search.vary(name, spread(search.products[name], search.most, args.count))
             search.vary(name, list(neighbours(search.best[name])))
-    print(f"{args.shape} rows {args.rows}: {search.first:.1f} -> {search.time:.1f} us")
+    print(f"{args.shape} rows {args.rows}: {search.first:.1f} -> {search.step:.1f} us")
     for name, tiling in search.best.items():
         product = search.products[name]
         flags = [f for f in ("stream", "persistent", "memory") if getattr(tiling, f)]
         fields = [str(int(v)) for v in tiling[:5]] + [f"{flag}=True" for flag in flags]
         print(f"({product.n}, {product.k}): Tiling({', '.join(fields)}),")
     if args.json:
-        log = [(name, [int(v) for v in tiling], time) for name, tiling, time in search.log]
+        log = [(name, [int(v) for v in tiling], step) for name, tiling, step in search.log]
         Path(args.json).write_text(json.dumps({"command": vars(args), "measured": log}))
 
 

@@ -4,8 +4,8 @@
 //
 //   D head dimension, GROUP query heads of a KV head, KV_HEADS, BLOCK tokens of a cache block
 //   SPLITS blocks (a cluster) share the tokens of one row and KV head; WARPS warps share a block's.
-//   A row of more than PIECE tokens a block comes in pieces, MOST_PIECES at most, so that one long
-//   row does not keep the others waiting. How a row is cut depends on nothing but its length.
+//   A row of more than PIECE tokens a block comes in equal pieces, MOST_PIECES at most, so that one
+//   long row does not keep the others waiting. How a row is cut depends on nothing but its length.
 //   LEAST bytes of shared memory are taken at least: they decide how many blocks fit beside each other
 //   NORM 1: RMSNorm of each query head and key; ROPE 1: rotation of pairs (i, i + D / 2)
 //
@@ -86,9 +86,9 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
     item.piece = which - __shfl_sync(~0u, until - own_pieces, item.row);
     item.pieces = __shfl_sync(~0u, own_pieces, item.row);
     item.position = __shfl_sync(~0u, length, item.row);
-    const int tiles = __shfl_sync(~0u, piece_tiles, item.row);
-    const int begin = item.piece * tiles;
-    const int these = min(tiles, (item.position + 15) / 16 - begin);
+    const int tiles = (item.position + 15) / 16;
+    const int begin = tiles * item.piece / item.pieces;
+    const int these = tiles * (item.piece + 1) / item.pieces - begin;
     const int end = begin + these * (rank + 1) / SPLITS;
     item.first = begin + these * rank / SPLITS + warp;
     item.count = item.first < end ? (end - item.first + WARPS - 1) / WARPS : 0;
