@@ -115,7 +115,6 @@ def neighbours(tiling: Tiling) -> Iterator[Tiling]:
     yield from (tiling._replace(row_tiles=r) for r in (1, 2, 3, 4))
     yield from (tiling._replace(splits=s) for s in (1, 2, 3, 4, 8))
     yield from (tiling._replace(warps_k=w) for w in (1, 2, 4, 8, 16))
-    yield from (tiling._replace(ahead=a) for a in (0, 1, 2, 4, 8, 16))
     yield tiling._replace(stream=not tiling.stream)
     yield tiling._replace(memory=not tiling.memory)
     if tiling.row_tiles > 1:

@@ -16,7 +16,7 @@ LEAST_BYTES = 78 * 1024
 """Two blocks beside each other on a multiprocessor, not three."""
 MAX_SPLITS = 8
 """The most blocks of a cluster that every GPU of this capability runs."""
-PIECE_TOKENS = 2048
+PIECE_TOKENS = 8192
 """A row of more tokens a block is cut into pieces; a multiple of 16."""
 MOST_PIECES = 32
 """Of a row: of a longer one the pieces are longer."""
