@@ -113,6 +113,8 @@ class FusedDecoder:
         self._kernels: dict[Any, Any] = {}
         rows = MAX_ROWS
         self._hidden = self._empty(rows, hidden)
+        # Times the next norm's weight, where that is RMSNorm.
+        self._scaled = self._empty(rows, hidden) if self._norm == RMS_NORM else self._hidden
         self._qkv = self._empty(rows, first.qkv[0].shape[0])
         self._attended = self._empty(rows, self._heads * self._head_dim)
         self._activated = self._empty(rows, first.fc2[0].shape[1])
@@ -251,13 +253,18 @@ class FusedDecoder:
         model = self._model
         embedding = model.embedding
         learned = model.position_embedding_type == "learned_absolute"
-        hidden, qkv = self._hidden[:rows], self._qkv[:rows]
+        hidden, scaled, qkv = self._hidden[:rows], self._scaled[:rows], self._qkv[:rows]
         attended, activated = self._attended[:rows], self._activated[:rows]
         size = hidden.shape[1]
         per_layer, per_half = plan["fc2"].statistic_rows, plan["projection"].statistic_rows
         layer_stats = self._statistics[0][: rows * size // per_layer * 2].view(rows, -1, 2)
         half_stats = self._statistics[1][: rows * size // per_half * 2].view(rows, -1, 2)
         attention = self._attention(rows, context)
+        final = _norm_of(model.decoder.final_layernorm)
+        input_norms = [layer.input_norm for layer in self._layers] + [final]
+
+        def scaled_by(norm: Norm) -> tuple[Tensor, Tensor] | None:
+            return (norm[0], scaled) if self._norm == RMS_NORM else None
 
         self._embed(per_layer)(
             token_ids,
@@ -266,10 +273,11 @@ class FusedDecoder:
             embedding.position_embeddings.weight if learned else None,
             hidden,
             layer_stats,
+            scaled_by(input_norms[0]),
         )
-        for layer in self._layers:
+        for layer, next_norm in zip(self._layers, input_norms[1:], strict=True):
             plan["qkv"](
-                hidden, layer.qkv[0], qkv, bias=layer.qkv[1], norm=layer.input_norm,
+                scaled, layer.qkv[0], qkv, bias=layer.qkv[1], norm=layer.input_norm,
                 statistics=layer_stats,
             )  # fmt: skip
             keys, values = context.kv_cache[layer.index]
@@ -281,18 +289,17 @@ class FusedDecoder:
             )  # fmt: skip
             plan["projection"](
                 attended, layer.projection[0], hidden, bias=layer.projection[1], residual=hidden,
-                statistics_out=half_stats,
+                scaled=scaled_by(layer.mlp_norm), statistics_out=half_stats,
             )  # fmt: skip
             plan["fc1"](
-                hidden, layer.fc1[0], activated, bias=layer.fc1[1], norm=layer.mlp_norm,
+                scaled, layer.fc1[0], activated, bias=layer.fc1[1], norm=layer.mlp_norm,
                 statistics=half_stats,
             )  # fmt: skip
             plan["fc2"](
                 activated, layer.fc2[0], hidden, bias=layer.fc2[1], residual=hidden,
-                statistics_out=layer_stats,
+                scaled=scaled_by(next_norm), statistics_out=layer_stats,
             )  # fmt: skip
-        final = _norm_of(model.decoder.final_layernorm)
-        plan["head"](hidden, self._head_weight(), out, norm=final, statistics=layer_stats)
+        plan["head"](scaled, self._head_weight(), out, norm=final, statistics=layer_stats)
 
 
 def _layer(layer: Any) -> _Layer:

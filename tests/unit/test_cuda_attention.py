@@ -150,11 +150,17 @@ def test_embedding_and_its_statistics(
     out = torch.full((4, hidden), float("nan"), device=device).bfloat16()
     statistics = torch.full((4, hidden // per_tile, 2), float("nan"), device=device)
     embed = decode_attention.Embed(hidden, per_tile, norm, positions=learned, device=device)
-    embed(tokens, places, table, positions if learned else None, out, statistics)
+    weight = torch.randn(hidden, generator=generator, device=device).bfloat16()
+    scaled = torch.full_like(out, float("nan")) if norm == RMS_NORM else None
+    embed(
+        tokens, places, table, positions if learned else None, out, statistics,
+        None if scaled is None else (weight, scaled),
+    )  # fmt: skip
     wanted = table[tokens].float()
     if learned:
         wanted += positions[places].float()
     assert torch.equal(out, wanted.bfloat16())
+    assert scaled is None or torch.equal(scaled, out * weight)
     expected = statistics_of(out, norm, per_tile)
     if norm == RMS_NORM:
         statistics, expected = statistics[..., 1], expected[..., 1]

@@ -86,6 +86,7 @@ class Product:
         self.norm_weight = draw(k) + 1
         self.norm_bias = draw(k) if norm == LAYER_NORM else None
         self.residual = draw(rows, n)
+        self.next_weight = draw(n) + 1
 
     def wanted(self) -> torch.Tensor:
         x = self.x.double()
@@ -119,18 +120,23 @@ class Product:
         guarded = torch.full((self.rows + 1, width), float("nan"), device=self.device).bfloat16()
         out = guarded[: self.rows]
         statistics = statistics_of(self.x, self.norm, 32 if self.k % 64 else 64)
-        emitted, error = None, 0.0
+        x = self.x * self.norm_weight if self.norm == RMS_NORM else self.x
+        emitted, scaled, error = None, None, 0.0
         if self.epilogue == ADD:
             tiles = self.n // linear.statistic_rows
             emitted = torch.full((self.rows, tiles, 2), float("nan"), device=self.device)
             out.copy_(self.residual)
+            if statistics_norm == RMS_NORM:
+                scaled = torch.full_like(out, float("nan"))
         linear(
-            self.x, self.weight, out, bias=self.bias,
+            x, self.weight, out, bias=self.bias,
             norm=(self.norm_weight, self.norm_bias, 1e-5) if self.norm else None,
             statistics=statistics if self.norm else None,
             residual=out if self.epilogue == ADD else None, statistics_out=emitted,
+            scaled=None if scaled is None else (self.next_weight, scaled),
         )  # fmt: skip
         assert guarded[-1].isnan().all()
+        assert scaled is None or torch.equal(scaled, out * self.next_weight)
         if emitted is not None:
             wanted = statistics_of(out, statistics_norm, linear.statistic_rows)
             error = relative_error(emitted, wanted.double())
@@ -239,8 +245,13 @@ def test_emulated_tilings_use_every_way_to_build_the_kernel() -> None:
         ("  wait_for_predecessor();\n", "", None),
         ("      __syncthreads();\n      issue_x();", "      issue_x();", None),
         ("await_copies<ST - 1>();", "", None),
-        ("    keep_residual();\n#else", "#else", None),
-        ("t * 16;\n      }\n  };\n  start_tile", "size_t(N) * K * 2;}};start_tile", "of nobody"),
+        ("    keep_residual();\n#endif", "#endif", None),
+        ("      __syncwarp();  // what the other lanes copied\n", "", None),
+        (
+            "lane % 8 * 16;\n        }\n  };\n  start_tile",
+            "size_t(N) * K * 2;}};start_tile",
+            "of nobody",
+        ),
     ],
 )
 def test_the_emulator_notices(

@@ -155,9 +155,14 @@ class Embed:
         positions: Tensor | None,
         hidden: Tensor,
         statistics: Tensor,
+        scaled: tuple[Tensor, Tensor] | None = None,
     ) -> None:
-        """``hidden [R, H] = table[token_ids] + positions[position_ids]``."""
+        """``hidden [R, H] = table[token_ids] + positions[position_ids]``.
+
+        With RMSNorm ``scaled`` is its weight and where ``hidden`` times that goes.
+        """
+        next_weight, out = scaled or (None, None)
         self._kernel.launch(
             (token_ids.shape[0], 1, 1), token_ids, position_ids, table, positions, hidden,
-            statistics,
+            next_weight, out, statistics,
         )  # fmt: skip

@@ -2,6 +2,7 @@
 // stream, with the partial statistics that the first norm reads: one block a row.
 //
 //   H hidden size, PER_TILE elements of a partial statistic, POSITIONS 1: add position embeddings
+//   STATS 1 for RMSNorm, with the stream times the norm's weight beside it, 2 for LayerNorm
 
 #define THREADS 256
 
@@ -9,7 +10,7 @@ extern "C" __device__ const int shared_bytes = 0;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     embed(const i64* token_ids, const i64* position_ids, const u16* table, const u16* positions,
-          u16* hidden, float2* stats_out) {
+          u16* hidden, const u16* next_weight, u16* scaled, float2* stats_out) {
   wait_for_predecessor();
   release_successor();
   const int row = blockIdx.x, lane = threadIdx.x % 32;
@@ -27,6 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         u16 rounded = narrow(v[j]);
         v[j] = widen(rounded);
         hidden[(size_t)row * H + i] = rounded;
+        if (STATS == 1) scaled[(size_t)row * H + i] = narrow(v[j] * widen(next_weight[i]));
         mean += v[j];
       }
     }

@@ -4,9 +4,12 @@
 //   x        [M, K] bf16, M <= 8 * MT and M <= XR    W  [N, K] bf16, row major
 //   LEAST    bytes of shared memory to take at least: more than half keeps two blocks of one product
 //            from one multiprocessor while others have none
-//   NORM     0 none, 1 RMSNorm, 2 LayerNorm of x over K, from the partial statistics of its producer
+//   NORM     0 none, 1 RMSNorm, 2 LayerNorm of x over K, from the partial statistics of its producer;
+//            of RMSNorm x is multiplied by the weight already
 //   EPILOGUE 0 store, 1 add to the residual stream and emit its partial statistics,
 //            2 SiLU(gate) * up, 3 GELU (tanh), 4 GELU (erf)
+//   STATS    of EPILOGUE 1: 1 for RMSNorm, with the stream times the norm's weight beside the stream
+//            itself, 2 for LayerNorm
 //
 // A block has WR x WK warps: WR warps beside each other in N with RT tiles of 16 rows of W each, WK
 // in K; C blocks split K further. Partial sums are added in a fixed order: by the blocks of a cluster
@@ -15,13 +18,13 @@
 //
 // W is the B operand of m16n8k16, 8 of its rows at a time, and x the A operand. Which k an operand
 // register holds is free as long as A and B agree, so a lane loads 16 bytes of a row of W, eight k of
-// it, and these are its own operands for two products: each lane copies to a ring in shared memory
-// what only that lane reads, a stage of 64 k at a time, and no barrier is needed for the weights.
+// it, and these are its own operands for two products. Each warp has a ring in shared memory for its
+// rows of W alone, a stage of 64 k at a time, so the weights need no barrier of the block. A copy
+// brings whole lines: 128 bytes of four rows.
 //
 // x lies in shared memory as a whole (STREAM 0: normed, K / C columns), or passes through XB
 // buffers of XS stages (STREAM 1: WK = 1, RMSNorm or none), the only barriers of the loop. RMSNorm
-// multiplies by its weight on the way in and by 1 / rms at the end: its statistics are read while the
-// second filling of the ring is on its way.
+// multiplies by 1 / rms at the end.
 
 #define WARPS (WR * WK)
 #define THREADS (32 * WARPS)
@@ -44,15 +47,13 @@
 #define OWN (FRAGMENTS / OWNERS)        // fragments that an owner of the cluster finishes
 #define PER_WARP ((OWN + WARPS - 1) / WARPS)
 #define STAT_ROWS ((MT * 8 + WARPS - 1) / WARPS)
-#define STATS_AFTER ((ST < UNITS / (C * WK) ? ST : UNITS / (C * WK)) - 1)
 #define STAT_TILES (OWN < TILES ? OWN : TILES)
 #define SPLIT (WK * C > 1)
 #define GATED (EPILOGUE == 2)
-#define NORM_WEIGHT_BYTES (STREAM && NORM ? SLICE * 2 : 0)
+#define SCALES (EPILOGUE == 1 && STATS == 1)
 
 #define X_AT (WARPS * RING_BYTES)
-#define NORM_AT (X_AT + X_BYTES)
-#define SCALE_AT (NORM_AT + NORM_WEIGHT_BYTES)
+#define SCALE_AT (X_AT + X_BYTES)
 #define STATS_AT (SCALE_AT + MT * 8 * 8)
 #define SHARED_BYTES (STATS_AT + (EPILOGUE == 1 ? OWN * 64 : 0))
 
@@ -84,8 +85,8 @@ __device__ __forceinline__ float activate(float v) {
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS)
     linear(const u16* x, const char* w, const u16* bias, const u16* norm_weight,
            const u16* norm_bias, const float2* stats_in, int stats_tiles, float eps,
-           const u16* residual, u16* out, float2* stats_out, int M, int out_row,
-           float4* partials, u32* arrivals) {
+           const u16* residual, u16* out, const u16* next_weight, u16* scaled, float2* stats_out, int M,
+           int out_row, float4* partials, u32* arrivals) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int wr = warp % WR, wk = warp / WR;
   const int rank = C > 1 ? blockIdx.x % C : 0;
@@ -98,35 +99,48 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   const int slice_unit = UNITS * rank / C;
   const int total = count * my_tiles;
   const u32 base = shared_address(shared);
-  const u32 ring = base + warp * RING_BYTES + lane * 16;
+  const u32 ring = base + warp * RING_BYTES;
+  // Rows of 128 bytes in a stage, of W and of x: of odd rows the halves change places, so that the
+  // lanes of a load hit different banks. A copy's lane: row lane / 8, 16 bytes number lane % 8.
+  const u32 ring_end = ring + RING_BYTES;
+  const u32 copied = lane / 8 * 128 + ((lane % 8 ^ (lane / 8 & 1) << 2) * 16);
   float2* scale = (float2*)(shared + SCALE_AT);  // mean and 1 / deviation of each row of x
 
   // --- weights, as far as the ring holds them, before anything is known of x ------------------
-  const char* ahead[RT][2];  // of each tile the lane's rows in its upper and its lower half
+  // Of each tile, for its upper and lower half, the first of two copies' row of this lane; the second
+  // is four rows on, which must be rows of W too.
+  constexpr bool whole = N % 8 == 0;
+  const char* ahead[RT][2][whole ? 1 : 2];
   auto start_tile = [&](int tile) {
 #pragma unroll
     for (int r = 0; r < RT; r++)
 #pragma unroll
-      for (int half = 0; half < 2; half++) {
-        int first = (tile * WR + wr) * RT + r;
-        int n = GATED ? first * 8 + g + half * (N / 2) : first * 16 + half * 8 + g;
-        ahead[r][half] = w + (size_t)min(n, N - 1) * (K * 2) + first_unit * 128 + t * 16;
-      }
+      for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int j = 0; j < (whole ? 1 : 2); j++) {
+          int first = (tile * WR + wr) * RT + r, row = lane / 8 + j * 4;
+          int n = GATED ? first * 8 + half * (N / 2) : first * 16 + half * 8;
+          n = whole ? min(n, N - 8) + row : min(n + row, N - 1);
+          ahead[r][half][j] = w + (size_t)n * (K * 2) + first_unit * 128 + lane % 8 * 16;
+        }
   };
   start_tile(tile);
   int ahead_tile = tile, ahead_unit = 0, issued = 0;
-  u32 ahead_slot = ring;
+  u32 ahead_slot = ring + copied;
   auto issue_weights = [&]() {
 #pragma unroll
     for (int r = 0; r < RT; r++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
 #pragma unroll
-        for (int u = 0; u < 2; u++)
-          copy16(ahead_slot + ((u * RT + r) * 2 + half) * 512, ahead[r][half] + u * 64);
-        ahead[r][half] += 128;
+        for (int j = 0; j < 2; j++)
+          copy16(ahead_slot + (r * 2 + half) * 1024 + j * 512,
+                 whole ? ahead[r][half][0] + j * 4 * K * 2 : ahead[r][half][j * !whole]);
+#pragma unroll
+        for (int j = 0; j < (whole ? 1 : 2); j++) ahead[r][half][j] += 128;
       }
-    ahead_slot = ahead_slot == ring + (ST - 1) * STAGE_BYTES ? ring : ahead_slot + STAGE_BYTES;
+    ahead_slot += STAGE_BYTES;
+    if (ahead_slot >= ring_end) ahead_slot -= RING_BYTES;
     issued++;
     if (PERSISTENT && ++ahead_unit == count) {
       ahead_unit = 0;
@@ -160,21 +174,18 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (issued < total) issue_weights();
     commit_copies();
   }
-#if STREAM && NORM
-  for (int i = threadIdx.x; i < SLICE / 8; i += THREADS)
-    copy16(base + NORM_AT + i * 16, norm_weight + slice_unit * 64 + i * 8);
-#endif
-
   // What is read once a product would else come from memory while all wait for it.
   if (bias != nullptr && threadIdx.x < (GATED ? 2 : 1) * ((16 * TILES * 2 / (GATED ? 2 : 1) + 127) / 128)) {
     const int lines = (16 * TILES * 2 / (GATED ? 2 : 1) + 127) / 128;
     const int n = tile * (GATED ? 8 : 16) * TILES + threadIdx.x % lines * 64;
     touch(bias + (min(n, (GATED ? N / 2 : N) - 2) & ~1) + threadIdx.x / lines * (N / 2));
   }
-  if (!STREAM && NORM) {
+  if (SCALES && threadIdx.x < (16 * TILES * 2 + 127) / 128)
+    touch(next_weight + min(tile * 16 * TILES + threadIdx.x * 64, N - 2u));
+  if (NORM == 2) {
     for (int i = threadIdx.x; i < SLICE / 64; i += THREADS) {
       touch(norm_weight + slice_unit * 64 + i * 64);
-      if (NORM == 2) touch(norm_bias + slice_unit * 64 + i * 64);
+      touch(norm_bias + slice_unit * 64 + i * 64);
     }
   }
 
@@ -253,7 +264,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       int i = first + j * THREADS, row = i / slice_vectors, c = i % slice_vectors;
       int k = slice_unit * 64 + c * 8;
       if (i >= vectors) break;
-      if (NORM == 1) v[j] = mul8(v[j], *(const Vec*)(norm_weight + k));
       if (NORM == 2) {
         Vec a = *(const Vec*)(norm_weight + k), b = *(const Vec*)(norm_bias + k);
         float2 s = scale[row];
@@ -268,7 +278,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     }
   }
 #endif
-  if (!STREAM) __syncthreads();
+  if (NORM == 1) statistics();
+  if (!STREAM || NORM) __syncthreads();
 
   // --- the product -----------------------------------------------------------------------------
   float sums[RT][2][(MT + 1) / 2][4];  // tile, its half, 16 rows of x
@@ -305,6 +316,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       u32 sum = pack(v[half * 2] + low(before[half]), v[half * 2 + 1] + high(before[half]));
       v[half * 2] = low(sum), v[half * 2 + 1] = high(sum);
       if (m < M) *(u32*)(into + half * 8) = sum;
+      if (SCALES && m < M)
+        *(u32*)(scaled + (into - out) + half * 8) = mul2(sum, *(const u32*)(next_weight + n + half * 8));
     }
     float mean = 0.f, square = 0.f;
     if (STATS == 2) {
@@ -338,7 +351,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   };
 
   int unit = 0;
-  u32 slot = ring;
+  const u32 own_w = ring + g * 128 + (t ^ (g & 1) << 2) * 16;
+  u32 slot = own_w;
   // This lane's 16 bytes of row g of x for the first half of a stage; the second is 64 bytes away.
   const u32 own_x = base + X_AT + (STREAM ? g : min(g, XR - 1)) * X_ROW +
                     (STREAM ? (t ^ ((g & 1) << 2)) * 16 : (first_unit - slice_unit) * 128 + t * 16);
@@ -355,6 +369,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       issue_x();
     } else {
       await_copies<ST - 1>();
+      __syncwarp();  // what the other lanes copied
     }
     Vec b[2][RT][2], a[2][MT];
 #pragma unroll
@@ -366,13 +381,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       for (int r = 0; r < RT; r++)
 #pragma unroll
         for (int half = 0; half < 2; half++)
-          b[u][r][half] = load_shared(slot + ((u * RT + r) * 2 + half) * 512);
-#if STREAM && NORM
-      Vec nw = load_shared(base + NORM_AT + t * 16 + unit * 128 + u * 64);
-#pragma unroll
-      for (int mt = 0; mt < MT; mt++) a[u][mt] = mul8(a[u][mt], nw);
-#endif
+          b[u][r][half] = load_shared((slot ^ u * 64) + (r * 2 + half) * 1024);
     }
+    __syncwarp();  // all lanes have read what is filled again
     if (issued < total) issue_weights();
     commit_copies();
 #pragma unroll
@@ -395,8 +406,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
               }
               mma(sums[r][half][mt / 2], a0, a1, a2, a3, b0, b1);
             }
-    if (NORM == 1 && i == STATS_AFTER) statistics();
-    slot = slot == ring + (ST - 1) * STAGE_BYTES ? ring : slot + STAGE_BYTES;
+    slot = slot == own_w + (ST - 1) * STAGE_BYTES ? own_w : slot + STAGE_BYTES;
     unit++;
     if (!STREAM) {
       x_at += 128;
@@ -406,7 +416,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       // A last buffer that is not full ends the loop.
     }
     if (unit == count && PERSISTENT) {
-      if (NORM == 1 && i < count) __syncthreads();  // of the statistics
 #pragma unroll
       for (int r = 0; r < RT; r++)
 #pragma unroll
@@ -446,8 +455,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (before != C - 1) return;
     __threadfence();
     keep_residual();
-#else
-    if (NORM == 1) __syncthreads();  // of the statistics
 #endif
 #pragma unroll
     for (int mt = 0; mt < MT; mt++)
@@ -477,7 +484,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       for (int mt = 0; mt < MT; mt++) {
         float v[4];
         take(r, mt, v);
-        store_shared(ring + (r * MT + mt) * 512,
+        store_shared(ring + lane * 16 + (r * MT + mt) * 512,
                      Vec{__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
                          __float_as_uint(v[3])});
       }

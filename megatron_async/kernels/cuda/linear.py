@@ -65,14 +65,14 @@ class Tiling(NamedTuple):
         """Stages of all buffers of x."""
         return 2 * ((self.stages + 1) // 2 + 1)
 
-    def shared_bytes(self, k: int, rows: int, norm: int) -> int:
+    def shared_bytes(self, k: int, rows: int) -> int:
         """About what a block takes."""
         warps = self.warps_n * self.warps_k
         slice_k = -(-(k // UNIT) // self.splits) * UNIT
         ring = warps * self.stages * 2048 * self.row_tiles
         if self.stream:
             x = self.x_stages * groups(rows) * 1024
-            return ring + x + (slice_k * 2 if norm else 0) + 8192
+            return ring + x + 8192
         return ring + rows * (slice_k * 2 + 64) + 8192
 
     def fits(self, n: int, k: int, rows: int, norm: int, epilogue: int) -> bool:
@@ -93,7 +93,7 @@ class Tiling(NamedTuple):
             and not (self.memory and (self.warps_k > 1 or self.splits == 1))
             and not (self.persistent and (split or epilogue == ADD))
             and (groups(rows) * 512 <= self.stages * 2048 or not split or self.memory)
-            and self.shared_bytes(k, rows, norm) <= SHARED_BYTES
+            and self.shared_bytes(k, rows) <= SHARED_BYTES
             # Statistics and pairs of gate and up do not stop at the end of the weight.
             and (epilogue in (STORE, GELU, GELU_TANH) or n % self.weight_rows == 0)
         )
@@ -199,7 +199,7 @@ def _cost(tiling: Tiling, n: int, k: int, rows: int, norm: int) -> float:
     other so that the next product's weights are on their way while this one ends, many warps in K
     while x is small, no large clusters."""
     blocks = tiling.blocks(n)
-    shared = tiling.shared_bytes(k, rows, norm)
+    shared = tiling.shared_bytes(k, rows)
     together = 2 if shared <= SHARED_BYTES // 2 else 1
     if tiling.persistent:
         waves = 1.0
@@ -269,17 +269,26 @@ class Linear:
         norm: tuple[Tensor, Tensor | None, float] | None = None,
         statistics: Tensor | None = None,
         residual: Tensor | None = None,
+        scaled: tuple[Tensor, Tensor] | None = None,
         statistics_out: Tensor | None = None,
     ) -> None:
         """``out [M, N] = epilogue(norm(x [M, K]) weight^T)``; all contiguous bfloat16.
 
-        ``norm`` is (weight, bias, epsilon); ``statistics`` fp32 ``[M, tiles, 2]`` those of x.
+        Args:
+            norm: (weight, bias, epsilon); for RMSNorm ``x`` is multiplied by the weight already.
+            statistics: fp32 ``[M, tiles, 2]``, those of x (without the weight).
+            residual: ``[M, N]`` that epilogue ``ADD`` adds; may be ``out``.
+            scaled: with epilogue ``ADD`` before RMSNorm, its weight ``[N]`` and where ``out`` times
+                that goes, ``[M, N]``.
+            statistics_out: fp32, those of ``out`` that epilogue ``ADD`` emits.
         """
         norm_weight, norm_bias, eps = norm if norm is not None else (None, None, 0.0)
+        next_weight, scaled_out = scaled or (None, None)
         self.kernel.launch(
             self._grid, x, weight, bias, norm_weight, norm_bias, statistics,
             0 if statistics is None else statistics.shape[1], float(eps), residual, out,
-            statistics_out, x.shape[0], out.stride(0), self._partials, self._arrivals,
+            next_weight, scaled_out, statistics_out, x.shape[0], out.stride(0),
+            self._partials, self._arrivals,
         )  # fmt: skip
 
 
