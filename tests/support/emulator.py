@@ -26,6 +26,7 @@ _STANDARD = """
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <random>
 #include <string>
