@@ -20,7 +20,7 @@ from megatron_async.sampling import exact_math, filters, noise, philox
 
 BLOCK = 2048
 NUM_WARPS = 8
-TARGET_PROGRAMS = 128
+TARGET_PROGRAMS = 512
 """Rows are split over programs until about this many run at once."""
 
 # All values of a float format with fewer than 23 mantissa bits have keys that are equal, for one

@@ -81,14 +81,13 @@ def _finish_and_publish_kernel(
     STOPS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
     ON_DEVICE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    pdl_enter(PDL)
+    # What the sampling kernel does not write is read while that runs.
     number = tl.load(counter)
     result = ring + number % entries * stride
     stop = tl.arange(0, STOPS)
     for first in range(0, rows, BLOCK):
         row = first + tl.arange(0, BLOCK)
         exists = row < rows
-        token = best_token(packed, row.to(tl.int64), exists, splits, SPLITS)
         record = records + row * WIDTH
         slot = tl.load(record + SLOT, mask=exists, other=0).to(tl.int64)
         samples = tl.load(record + SAMPLES, mask=exists, other=0) != 0
@@ -97,6 +96,8 @@ def _finish_and_publish_kernel(
         stops = tl.load(stop_ids + at, mask=exists[:, None], other=-1)
         length = tl.load(kv_length + slot, mask=exists, other=0)
         limit = tl.load(max_total + slot, mask=exists, other=0)
+        pdl_enter(PDL)
+        token = best_token(packed, row.to(tl.int64), exists, splits, SPLITS)
         is_stop = tl.max((stops == token[:, None]).to(tl.int32), 1) != 0
         ended = is_stop | (length + 1 >= limit)
         # WAR: a small block is held by several warps; all of them have read the state.
@@ -118,14 +119,16 @@ def _read_packet_and_begin_kernel(
     entries, stride, rows, columns,
     BLOCK_SIZE: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    pdl_enter(PDL)
+    # The packet is read, over the bus, while the kernel in front runs.
     number = tl.load(counter)
     entry = ring + number % entries * stride
     for first in range(0, rows * WIDTH, WORDS):
         word = first + tl.arange(0, WORDS)
         mask = word < rows * WIDTH
         # The host rewrites the entry between launches: never take it from a cache.
-        tl.store(records + word, tl.load(entry + word, mask=mask, volatile=True), mask=mask)
+        words = tl.load(entry + word, mask=mask, volatile=True)
+        pdl_enter(PDL)
+        tl.store(records + word, words, mask=mask)
     tl.debug_barrier()
     for first in range(0, rows, BLOCK):
         row = first + tl.arange(0, BLOCK)
