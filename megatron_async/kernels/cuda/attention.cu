@@ -6,7 +6,6 @@
 //   SPLITS blocks (a cluster) share the tokens of one row and KV head; WARPS warps share a block's.
 //   A row of more than PIECE tokens a block comes in equal pieces, MOST_PIECES at most, so that one
 //   long row does not keep the others waiting. How a row is cut depends on nothing but its length.
-//   BULK 1: a token's key, or value, comes in one bulk copy; 0: 16 bytes at a time
 //   LEAST bytes of shared memory are taken at least: they decide how many blocks fit beside each other
 //   NORM 1: RMSNorm of each query head and key; ROPE 1: rotation of pairs (i, i + D / 2)
 //
@@ -19,8 +18,7 @@
 #define PADDED (D <= 64 ? 64 : D <= 128 ? 128 : 256)
 #define ROW_BYTES (PADDED * 2)
 #define CHUNKS (D / 8)                     // of 16 bytes in a row
-#define ROW_STRIDE (ROW_BYTES + 16 * BULK)
-#define TILE_BYTES (16 * ROW_STRIDE)
+#define TILE_BYTES (16 * ROW_BYTES)
 #define STAGE_BYTES (2 * TILE_BYTES)       // keys, values
 #define RING_BYTES (ST * STAGE_BYTES)
 #define WIDE (GROUP > 8)                   // rows 8 to 15 of a product are heads too
@@ -33,8 +31,7 @@
 #define PART_STATS_AT (MERGED_STATS_AT + GROUP * 8)
 #define PARTS_AT (PART_STATS_AT + WARPS * GROUP * 8)  // [WARPS][GROUP][D] fp32
 #define BEFORE_AT (PARTS_AT + WARPS * GROUP * D * 4)
-#define ARRIVED_AT (BEFORE_AT + 16)  // barriers of the stages
-#define SHARED_BYTES (ARRIVED_AT + WARPS * ST * 8)
+#define SHARED_BYTES (BEFORE_AT + 16)
 #define PIECE_TILES (PIECE * SPLITS / 16)
 
 static_assert(D % 16 == 0 && D <= 256 && GROUP <= 16 && BLOCK % 16 == 0, "shape");
@@ -46,9 +43,8 @@ extern __shared__ __align__(128) char shared[];
 
 #define MINUS_INF __uint_as_float(0xff800000u)
 
-// Eight rows' chunks of one number lie in different banks.
 __device__ __forceinline__ u32 place(int row, int chunk) {
-  return row * ROW_STRIDE + (BULK ? chunk : chunk ^ (row & 7)) * 16;
+  return row * ROW_BYTES + ((chunk ^ (row & 7)) * 16);
 }
 __device__ __forceinline__ float weight_of(float m, float of) {
   return m == MINUS_INF ? 0.f : exp2f(m - of);
@@ -64,12 +60,6 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
   const int rank = SPLITS > 1 ? blockIdx.x % SPLITS : 0;
   const u32 base = shared_address(shared);
   const u32 ring = base + warp * RING_BYTES;
-  const u32 arrived = base + ARRIVED_AT + warp * ST * 8;
-#if BULK
-  if (lane < ST) init_barrier(arrived + lane * 8);
-  publish_barriers();
-  __syncwarp();
-#endif
 
   // --- which piece ---------------------------------------------------------------------------------
   const int length = lane < rows ? (int)load_l2(positions + lane) : 0;  // of the row of this lane
@@ -106,7 +96,6 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
     return item;
   };
 
-  int before = 0;  // tiles of this warp in the pieces before this one
   int blocks = 0;  // of the next 32 tiles of this warp, one in each lane
   auto issue = [&](const Item& item, int i) {
     if (i % 32 == 0) {
@@ -116,22 +105,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
     i64 block = __shfl_sync(~0u, blocks, i % 32);
     int token = (item.first + i * WARPS) * 16;
     size_t at = ((size_t)(block * BLOCK + token % BLOCK) * KV_HEADS + item.head) * D;
-    const int stage = (before + i) % ST;
-    u32 into = ring + stage * STAGE_BYTES;
-#if BULK
-    const int r = lane % 16;
-    into += lane / 16 * TILE_BYTES + r * ROW_STRIDE;
-    if (lane == 0) expect_bytes(arrived + stage * 8, min(16, item.position - token) * 4 * D);
-    __syncwarp();  // all lanes have read what is filled again
-    if (token + r < item.position) {
-      copy_bytes(into, (lane < 16 ? keys : values) + at + (size_t)r * KV_HEADS * D, 2 * D,
-                 arrived + stage * 8);
-    } else if (lane >= 16) {  // what weighs nothing must be a number
-      for (int c = 0; c < CHUNKS; c++) store_shared(into + c * 16, Vec{0, 0, 0, 0});
-      publish_to_copies();
-    }
-    return;
-#endif
+    u32 into = ring + i % ST * STAGE_BYTES;
 #pragma unroll
     for (int j = 0; j < CHUNKS / 2; j++) {
       int unit = lane + 32 * j, r = unit / CHUNKS, c = unit % CHUNKS;
@@ -301,14 +275,9 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
     };
 
     for (int i = 0; i < item.count; i++) {
-      const int stage = (before + i) % ST;
-#if BULK
-      await_bytes(arrived + stage * 8, (before + i) / ST & 1);
-#else
       await_copies<ST - 1>();
-#endif
       __syncwarp();
-      const u32 tile = ring + stage * STAGE_BYTES;
+      const u32 tile = ring + i % ST * STAGE_BYTES;
       attend(tile, tile + TILE_BYTES, 15, position - (item.first + i * WARPS) * 16);
       __syncwarp();
       if (i + ST < item.count) issue(item, i + ST);
@@ -318,7 +287,6 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
 
     // The next piece is on its way while this one is summed up.
     const int piece = item.piece, pieces = item.pieces;
-    before += item.count;
     number += gridDim.x / SPLITS;
     goes_on = number < items;
     if (goes_on) {
@@ -402,15 +370,15 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
     }
 
     if (pieces > 1) {
-      u32& earlier = *(u32*)(shared + BEFORE_AT);
+      u32& before = *(u32*)(shared + BEFORE_AT);
       __threadfence();
       __syncthreads();
       if (threadIdx.x == 0) {
-        earlier = atomicAdd(arrivals + row_head, 1);
-        if (earlier == pieces * SPLITS - 1) arrivals[row_head] = 0;  // for the next launch
+        before = atomicAdd(arrivals + row_head, 1);
+        if (before == pieces * SPLITS - 1) arrivals[row_head] = 0;  // for the next launch
       }
       __syncthreads();
-      if (earlier == pieces * SPLITS - 1) {
+      if (before == pieces * SPLITS - 1) {
         __threadfence();
         // Lane c has the statistics of piece c; `merged` takes the weights [GROUP][MOST_PIECES].
         for (int r = warp; r < GROUP; r += WARPS) {

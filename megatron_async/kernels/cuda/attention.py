@@ -14,8 +14,6 @@ WARPS = 4
 STAGES = 2
 LEAST_BYTES = 78 * 1024
 """Two blocks beside each other on a multiprocessor, not three."""
-BULK_FROM = 128
-"""Head dimension from which on a token's key is long enough for a bulk copy of its own."""
 MAX_SPLITS = 8
 """The most blocks of a cluster that every GPU of this capability runs."""
 PIECE_TOKENS = 8192
@@ -65,7 +63,6 @@ class Heads(NamedTuple):
             "D": self.head_dim, "GROUP": self.group, "KV_HEADS": self.kv_heads,
             "BLOCK": self.block_size, "NORM": int(self.norm), "ROPE": int(self.rope),
             "SPLITS": splits, "WARPS": WARPS, "ST": STAGES, "LEAST": LEAST_BYTES,
-            "BULK": int(self.head_dim >= BULK_FROM),
             "PIECE": piece_tokens, "MOST_PIECES": MOST_PIECES,
         }  # fmt: skip
 
