@@ -110,12 +110,7 @@ def spread(product: Product, rows: int, count: int) -> list[Tiling]:
 
 def neighbours(tiling: Tiling) -> Iterator[Tiling]:
     """Those that differ in one field, or that trade one against another."""
-    yield from (tiling._replace(stages=s) for s in (1, 2, 3, 4, 5, 6, 8))
-    yield from (tiling._replace(units=u) for u in (1, 2, 3, 4, 6, 8))
-    if tiling.stages % 2 == 0:
-        yield tiling._replace(stages=tiling.stages // 2, units=tiling.units * 2)
-    if tiling.units % 2 == 0:
-        yield tiling._replace(stages=tiling.stages * 2, units=tiling.units // 2)
+    yield from (tiling._replace(stages=s) for s in range(2, 14))
     yield from (tiling._replace(warps_n=w) for w in range(1, 17))
     yield from (tiling._replace(row_tiles=r) for r in (1, 2, 3, 4))
     yield from (tiling._replace(splits=s) for s in (1, 2, 3, 4, 8))
@@ -224,7 +219,7 @@ def main() -> None:
     for name, tiling in search.best.items():
         product = search.products[name]
         flags = [f for f in ("stream", "persistent", "memory") if getattr(tiling, f)]
-        fields = [str(int(v)) for v in tiling[:6]] + [f"{flag}=True" for flag in flags]
+        fields = [str(int(v)) for v in tiling[:5]] + [f"{flag}=True" for flag in flags]
         print(f"({product.n}, {product.k}): Tiling({', '.join(fields)}),")
     if args.json:
         log = [(name, [int(v) for v in tiling], step) for name, tiling, step in search.log]

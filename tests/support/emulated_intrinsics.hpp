@@ -2,8 +2,7 @@
 // cluster are fibers of one thread, which run in random order from one point where they wait for
 // each other to the next. It is meant to be stricter than a GPU:
 //
-//   - an asynchronous copy, each of its 16 bytes, takes place when it is issued or when it is awaited,
-//     at random;
+//   - an asynchronous copy takes place when it is issued or when it is awaited, at random;
 //   - what the kernel before writes is garbage until all threads of the first cluster wait for it;
 //   - shared memory begins as NaN, and every address is checked against what the kernel was given;
 //   - threads that wait for each other in vain are an error.
@@ -43,22 +42,8 @@ struct Warp {
   alignas(16) char lanes[2][32][48];  // what the lanes show each other, in turn
 };
 
-struct Copy {
-  char* into;
-  const char* from;  // null: zeros
-};
-
-// What bulk copies report to.
-struct Transfer {
-  long long bytes = 0;  // announced and not there yet
-  bool announced = false;
-  unsigned parity = 0;
-  std::vector<Copy> under_way;
-};
-
 struct Block {
   Index index;
-  std::map<unsigned, Transfer> transfers;  // by address
   std::vector<char> memory;
   Barrier barrier, predecessor;
   std::vector<Warp> warps;
@@ -67,6 +52,11 @@ struct Block {
 struct Cluster {
   std::vector<Block> blocks;
   Barrier barrier;
+};
+
+struct Copy {
+  char* into;
+  const char* from;  // null: zeros
 };
 
 struct Fiber {
@@ -155,18 +145,6 @@ inline void copy(const Copy& c) {
     std::memcpy(c.into, c.from, 16);
   else
     std::memset(c.into, 0, 16);
-}
-inline Transfer& transfer(unsigned barrier) {
-  auto& all = fiber->block->transfers;
-  if (!all.count(barrier)) fail("a barrier that nobody initialised");
-  return all[barrier];
-}
-inline void arrive(Transfer& t, long long bytes) {
-  t.bytes -= bytes;
-  if (!t.announced || t.bytes != 0) return;
-  t.announced = false;
-  t.parity ^= 1;
-  events++;
 }
 inline void issue(unsigned into, const void* from) {
   Copy c{shared_memory(into, 16), (const char*)(from ? checked((const char*)from, 16) : nullptr)};
@@ -276,43 +254,6 @@ void await_copies() {
   while (groups.size() > PENDING) {
     for (const auto& c : groups.front()) emulator::copy(c);
     groups.erase(groups.begin());
-  }
-}
-
-inline void init_barrier(u32 barrier) {
-  emulator::shared_memory(barrier, 8);
-  emulator::fiber->block->transfers[barrier] = {};
-}
-inline void publish_barriers() {}
-inline void expect_bytes(u32 barrier, u32 bytes) {
-  auto& t = emulator::transfer(barrier);
-  if (t.announced) emulator::fail("bytes announced twice in a phase");
-  t.announced = true;
-  t.bytes += bytes;
-  emulator::arrive(t, 0);
-}
-inline void copy_bytes(u32 into, const void* from, u32 bytes, u32 barrier) {
-  auto& t = emulator::transfer(barrier);
-  if (bytes == 0 || bytes % 16) emulator::fail("a bulk copy of no multiple of 16 bytes");
-  for (u32 i = 0; i < bytes; i += 16) {
-    emulator::Copy c{emulator::shared_memory(into + i, 16),
-                     emulator::checked((const char*)from + i, 16)};
-    if (emulator::random_bits() & 1) {
-      emulator::copy(c);
-      emulator::arrive(t, 16);
-    } else {
-      t.under_way.push_back(c);
-    }
-  }
-}
-inline void await_bytes(u32 barrier, u32 parity) {
-  for (;;) {
-    auto& t = emulator::transfer(barrier);
-    if (t.parity != parity) return;
-    const auto copies = std::move(t.under_way);
-    t.under_way.clear();
-    for (const auto& c : copies) emulator::copy(c), emulator::arrive(t, 16);
-    if (t.parity == parity) emulator::give_way();
   }
 }
 

@@ -26,7 +26,6 @@ _STANDARD = """
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <map>
 #include <memory>
 #include <random>
 #include <string>

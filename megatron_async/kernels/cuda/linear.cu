@@ -16,28 +16,24 @@
 // (MEMORY 0), or through memory by the last of the C blocks that comes to it (MEMORY 1), which needs
 // no blocks beside each other.
 //
-// K is cut into units of 64. W is the B operand of m16n8k16, 8 of its rows at a time, and x the A
-// operand. Which k an operand register holds is free as long as A and B agree, so a lane loads 16
-// bytes of a row of W, eight k of it, and these are its own operands for two products.
-//
-// Each warp has a ring in shared memory for its rows of W alone, ST stages of U units of each row, so
-// the weights need no barrier of the block. A row's part of a stage comes in one bulk copy: many
-// bytes of a row at a time take less of memory's time, and less energy, than few bytes of many rows.
+// W is the B operand of m16n8k16, 8 of its rows at a time, and x the A operand. Which k an operand
+// register holds is free as long as A and B agree, so a lane loads 16 bytes of a row of W, eight k of
+// it, and these are its own operands for two products. Each warp has a ring in shared memory for its
+// rows of W alone, a stage of 64 k at a time, so the weights need no barrier of the block. A copy
+// brings whole lines: 128 bytes of four rows.
 //
 // x lies in shared memory as a whole (STREAM 0: normed, K / C columns), or passes through XB
-// buffers of XS units (STREAM 1: WK = 1, RMSNorm or none), the only barriers of the loop. RMSNorm
+// buffers of XS stages (STREAM 1: WK = 1, RMSNorm or none), the only barriers of the loop. RMSNorm
 // multiplies by 1 / rms at the end.
 
 #define WARPS (WR * WK)
 #define THREADS (32 * WARPS)
 #define TILES (RT * WR)                 // tiles of 16 rows of W in a block
-#define UNITS (K / 64)
-#define CHUNK (U * 128)                 // bytes of a row in a stage
-#define ODD_ROWS (8 * RT * CHUNK + 64)  // where they begin in a stage: with even ones they hit all banks
-#define STAGE_BYTES (16 * RT * CHUNK + 128)
-#define RING_BYTES (ST * STAGE_BYTES)   // of one warp
-#define XS 2                            // units in a buffer of x
-#define XB 3                            // buffers of x
+#define UNITS (K / 64)                  // stages of K in all
+#define STAGE_BYTES (2048 * RT)         // of one warp
+#define RING_BYTES (ST * STAGE_BYTES)
+#define XS 2                            // stages in a buffer of x
+#define XB ((ST + 1) / 2 + 1)           // buffers of x
 #define SLICE ((UNITS + C - 1) / C * 64)
 #define X_ROW (STREAM ? 128 : SLICE * 2 + 64)
 #define X_STAGE (MT * 8 * 128)
@@ -57,8 +53,7 @@
 #define SCALES (EPILOGUE == 1 && STATS == 1)
 
 #define X_AT (WARPS * RING_BYTES)
-#define ARRIVED_AT (X_AT + X_BYTES)     // barriers of the stages
-#define SCALE_AT (ARRIVED_AT + WARPS * ST * 8)
+#define SCALE_AT (X_AT + X_BYTES)
 #define STATS_AT (SCALE_AT + MT * 8 * 8)
 #define SHARED_BYTES (STATS_AT + (EPILOGUE == 1 ? OWN * 64 : 0))
 
@@ -68,6 +63,7 @@ static_assert(!PERSISTENT || (!SPLIT && EPILOGUE != 1), "a persistent block keep
 static_assert(!MEMORY || WK == 1, "partial sums in memory are of whole blocks");
 static_assert(TILES % STAT_TILES == 0 && OWN % STAT_TILES == 0, "statistics");
 static_assert(XR == 8 * MT || MT == 1, "rows of x");
+static_assert((XB - 1) * XS >= ST, "x must not be later than the weights");
 static_assert(!STREAM || !PERSISTENT || UNITS % XS == 0, "streaming x in whole buffers");
 static_assert(RT * MT * 512 <= RING_BYTES || !SPLIT, "partial sums lie in the ring");
 
@@ -104,41 +100,49 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   const int total = count * my_tiles;
   const u32 base = shared_address(shared);
   const u32 ring = base + warp * RING_BYTES;
-  const u32 arrived = base + ARRIVED_AT + warp * ST * 8;
+  // Rows of 128 bytes in a stage, of W and of x: of odd rows the halves change places, so that the
+  // lanes of a load hit different banks. A copy's lane: row lane / 8, 16 bytes number lane % 8.
+  const u32 ring_end = ring + RING_BYTES;
+  const u32 copied = lane / 8 * 128 + ((lane % 8 ^ (lane / 8 & 1) << 2) * 16);
   float2* scale = (float2*)(shared + SCALE_AT);  // mean and 1 / deviation of each row of x
 
   // --- weights, as far as the ring holds them, before anything is known of x ------------------
-  if (lane < ST) init_barrier(arrived + lane * 8);
-  publish_barriers();
-  __syncwarp();
-  const char* ahead[(RT + 1) / 2];  // this lane's rows of the tile
+  // Of each tile, for its upper and lower half, the first of two copies' row of this lane; the second
+  // is four rows on, which must be rows of W too.
+  constexpr bool whole = N % 8 == 0;
+  const char* ahead[RT][2][whole ? 1 : 2];
   auto start_tile = [&](int tile) {
 #pragma unroll
-    for (int j = 0; j < (RT + 1) / 2; j++) {
-      const int row = lane + j * 32, first = (tile * WR + wr) * RT + row / 16, half = row / 8 % 2;
-      const int n = (GATED ? first * 8 + half * (N / 2) : first * 16 + half * 8) + row % 8;
-      ahead[j] = w + (size_t)min(n, N - 1) * (K * 2) + first_unit * 128;
-    }
+    for (int r = 0; r < RT; r++)
+#pragma unroll
+      for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int j = 0; j < (whole ? 1 : 2); j++) {
+          int first = (tile * WR + wr) * RT + r, row = lane / 8 + j * 4;
+          int n = GATED ? first * 8 + half * (N / 2) : first * 16 + half * 8;
+          n = whole ? min(n, N - 8) + row : min(n + row, N - 1);
+          ahead[r][half][j] = w + (size_t)n * (K * 2) + first_unit * 128 + lane % 8 * 16;
+        }
   };
   start_tile(tile);
-  const int stages = my_tiles * ((count + U - 1) / U);
-  int ahead_tile = tile, ahead_unit = 0, issued = 0, ahead_stage = 0;
+  int ahead_tile = tile, ahead_unit = 0, issued = 0;
+  u32 ahead_slot = ring + copied;
   auto issue_weights = [&]() {
-    const u32 bytes = min(U, count - ahead_unit) * 128, into = ring + ahead_stage * STAGE_BYTES;
-    if (lane == 0) expect_bytes(arrived + ahead_stage * 8, 16 * RT * bytes);
-    __syncwarp();  // all lanes have read what is filled again
 #pragma unroll
-    for (int j = 0; j < (RT + 1) / 2; j++) {
-      const int row = lane + j * 32;
-      if (row < 16 * RT)
-        copy_bytes(into + row / 2 * CHUNK + row % 2 * ODD_ROWS, ahead[j], bytes,
-                   arrived + ahead_stage * 8);
-      ahead[j] += CHUNK;
-    }
-    ahead_stage = ahead_stage == ST - 1 ? 0 : ahead_stage + 1;
+    for (int r = 0; r < RT; r++)
+#pragma unroll
+      for (int half = 0; half < 2; half++) {
+#pragma unroll
+        for (int j = 0; j < 2; j++)
+          copy16(ahead_slot + (r * 2 + half) * 1024 + j * 512,
+                 whole ? ahead[r][half][0] + j * 4 * K * 2 : ahead[r][half][j * !whole]);
+#pragma unroll
+        for (int j = 0; j < (whole ? 1 : 2); j++) ahead[r][half][j] += 128;
+      }
+    ahead_slot += STAGE_BYTES;
+    if (ahead_slot >= ring_end) ahead_slot -= RING_BYTES;
     issued++;
-    ahead_unit += U;
-    if (PERSISTENT && ahead_unit >= count) {
+    if (PERSISTENT && ++ahead_unit == count) {
       ahead_unit = 0;
       ahead_tile += block_count;
       start_tile(ahead_tile);
@@ -166,8 +170,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     x_unit += XS;
     if (PERSISTENT && x_unit >= count) x_unit = 0;
   };
-  for (int s = 0; s < ST; s++)
-    if (issued < stages) issue_weights();
+  for (int s = 0; s < ST; s++) {
+    if (issued < total) issue_weights();
+    commit_copies();
+  }
   // What is read once a product would else come from memory while all wait for it.
   if (bias != nullptr && threadIdx.x < (GATED ? 2 : 1) * ((16 * TILES * 2 / (GATED ? 2 : 1) + 127) / 128)) {
     const int lines = (16 * TILES * 2 / (GATED ? 2 : 1) + 127) / 128;
@@ -345,23 +351,26 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   };
 
   int unit = 0;
-  const u32 own_w = ring + g / 2 * CHUNK + g % 2 * ODD_ROWS + t * 16;
-  int stage = 0, in_stage = 0;
-  u32 passed = 0;  // rounds of the ring, by parity
+  const u32 own_w = ring + g * 128 + (t ^ (g & 1) << 2) * 16;
+  u32 slot = own_w;
   // This lane's 16 bytes of row g of x for the first half of a stage; the second is 64 bytes away.
   const u32 own_x = base + X_AT + (STREAM ? g : min(g, XR - 1)) * X_ROW +
                     (STREAM ? (t ^ ((g & 1) << 2)) * 16 : (first_unit - slice_unit) * 128 + t * 16);
   u32 x_at = own_x;
+  if (STREAM) await_copies<XB - 2>();
   for (int i = 0; i < total; i++) {
     if (STREAM && unit % XS == 0) {
       // The buffer that is filled next was read last before this barrier.
-      await_copies<XB - 2>();
+      if (i < (XB - 1) * XS)
+        await_copies<(ST < XB ? ST : XB) - 1>();
+      else
+        await_copies<ST - 1>();
       __syncthreads();
       issue_x();
-      commit_copies();
+    } else {
+      await_copies<ST - 1>();
+      __syncwarp();  // what the other lanes copied
     }
-    if (in_stage == 0) await_bytes(arrived + stage * 8, passed);
-    const u32 slot = own_w + stage * STAGE_BYTES + in_stage * 128;
     Vec b[2][RT][2], a[2][MT];
 #pragma unroll
     for (int u = 0; u < 2; u++) {
@@ -372,14 +381,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       for (int r = 0; r < RT; r++)
 #pragma unroll
         for (int half = 0; half < 2; half++)
-          b[u][r][half] = load_shared(slot + u * 64 + (r * 2 + half) * 4 * CHUNK);
+          b[u][r][half] = load_shared((slot ^ u * 64) + (r * 2 + half) * 1024);
     }
-    unit++;
-    if (++in_stage == U || unit == count) {
-      if (issued < stages) issue_weights();
-      in_stage = 0;
-      if (++stage == ST) stage = 0, passed ^= 1;
-    }
+    __syncwarp();  // all lanes have read what is filled again
+    if (issued < total) issue_weights();
+    commit_copies();
 #pragma unroll
     for (int u = 0; u < 2; u++)
 #pragma unroll
@@ -400,6 +406,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
               }
               mma(sums[r][half][mt / 2], a0, a1, a2, a3, b0, b1);
             }
+    slot = slot == own_w + (ST - 1) * STAGE_BYTES ? own_w : slot + STAGE_BYTES;
+    unit++;
     if (!STREAM) {
       x_at += 128;
     } else {

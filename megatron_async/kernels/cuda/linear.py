@@ -26,22 +26,19 @@ ALONE_BLOCKS = 100
 ``ALONE_BYTES``: started while the kernel before still runs, two of them would else share one
 multiprocessor and others have none."""
 UNIT = 64
-"""K is cut into units of so many."""
-X_BUFFERS = 3
-"""Of two units each, where x streams."""
+"""K is cut into stages of so many."""
 
 
 class Tiling(NamedTuple):
     """See ``linear.cu``: tiles of 16 rows a warp, warps in N and K, blocks in K, stages of the
-    ring and units of K in each, whether x streams, whether blocks go on to further rows of the
-    weight, and whether the blocks in K add up through memory, rather than as a cluster."""
+    ring, whether x streams, whether blocks go on to further rows of the weight, and whether the
+    blocks in K add up through memory, rather than as a cluster."""
 
     row_tiles: int
     warps_n: int
     warps_k: int
     splits: int
     stages: int
-    units: int
     stream: bool = False
     persistent: bool = False
     memory: bool = False
@@ -64,16 +61,18 @@ class Tiling(NamedTuple):
         return 16 * min(tiles, fragments // min(self.splits, fragments))
 
     @property
-    def ring_bytes(self) -> int:
-        """Of one warp."""
-        return self.stages * (self.row_tiles * self.units * 2048 + 128)
+    def x_stages(self) -> int:
+        """Stages of all buffers of x."""
+        return 2 * ((self.stages + 1) // 2 + 1)
 
     def shared_bytes(self, k: int, rows: int) -> int:
         """About what a block takes."""
-        ring = self.warps_n * self.warps_k * self.ring_bytes
-        if self.stream:
-            return ring + X_BUFFERS * 2 * groups(rows) * 1024 + 8192
+        warps = self.warps_n * self.warps_k
         slice_k = -(-(k // UNIT) // self.splits) * UNIT
+        ring = warps * self.stages * 2048 * self.row_tiles
+        if self.stream:
+            x = self.x_stages * groups(rows) * 1024
+            return ring + x + 8192
         return ring + rows * (slice_k * 2 + 64) + 8192
 
     def fits(self, n: int, k: int, rows: int, norm: int, epilogue: int) -> bool:
@@ -93,8 +92,7 @@ class Tiling(NamedTuple):
             and not (self.stream and self.persistent and k // UNIT % 2)
             and not (self.memory and (self.warps_k > 1 or self.splits == 1))
             and not (self.persistent and (split or epilogue == ADD))
-            and (groups(rows) * self.row_tiles * 512 <= self.ring_bytes or not split or self.memory)
-            and self.stages <= 32
+            and (groups(rows) * 512 <= self.stages * 2048 or not split or self.memory)
             and self.shared_bytes(k, rows) <= SHARED_BYTES
             # Statistics and pairs of gate and up do not stop at the end of the weight.
             and (epilogue in (STORE, GELU, GELU_TANH) or n % self.weight_rows == 0)
@@ -112,8 +110,7 @@ def groups(rows: int) -> int:
 
 
 _WARPS_N = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
-_RINGS = ((2, 1), (4, 1), (8, 1), (2, 2), (3, 2), (4, 2), (2, 4), (3, 4), (2, 8))
-"""Stages, and units of each."""
+_STAGES = (2, 3, 4, 5, 6, 8)
 
 
 def candidates(n: int, k: int, rows: int, norm: int, epilogue: int) -> Iterator[Tiling]:
@@ -121,7 +118,7 @@ def candidates(n: int, k: int, rows: int, norm: int, epilogue: int) -> Iterator[
     for row_tiles, warps_n, warps_k, splits in itertools.product(
         (1, 2, 3, 4), _WARPS_N, (1, 2, 4, 8, 16), (1, 2, 4, 8)
     ):
-        cut = Tiling(row_tiles, warps_n, warps_k, splits, stages=2, units=1)
+        cut = Tiling(row_tiles, warps_n, warps_k, splits, stages=2)
         blocks = cut.blocks(n)
         persistent = blocks > 4 * MULTIPROCESSORS
         if not 2 <= warps_n * warps_k <= 16:
@@ -130,11 +127,9 @@ def candidates(n: int, k: int, rows: int, norm: int, epilogue: int) -> Iterator[
             continue
         if blocks > 2 * MULTIPROCESSORS + 24 and not persistent:
             continue
-        for (stages, units), stream, memory in itertools.product(
-            _RINGS, (False, True), (False, True)
-        ):
+        for stages, stream, memory in itertools.product(_STAGES, (False, True), (False, True)):
             tiling = cut._replace(
-                stages=stages, units=units, stream=stream, persistent=persistent, memory=memory
+                stages=stages, stream=stream, persistent=persistent, memory=memory
             )
             if tiling.fits(n, k, rows, norm, epilogue):
                 yield tiling
@@ -143,38 +138,38 @@ def candidates(n: int, k: int, rows: int, norm: int, epilogue: int) -> Iterator[
 # Measured on an H200 by scripts/tune_decode.py with 1 row and with 32: (n, k) -> tiling.
 _MEASURED: dict[int, dict[tuple[int, int], Tiling]] = {
     1: {
-        (6144, 4096): Tiling(3, 1, 8, 1, 2, 2),
-        (4096, 4096): Tiling(2, 1, 8, 1, 2, 4),
-        (28672, 4096): Tiling(1, 14, 1, 1, 3, 2),
-        (4096, 14336): Tiling(2, 2, 2, 2, 2, 4),
-        (128256, 4096): Tiling(1, 8, 1, 1, 2, 4, persistent=True),
-        (4096, 1024): Tiling(2, 1, 8, 1, 1, 2),
-        (1024, 2048): Tiling(1, 1, 8, 1, 2, 2),
-        (6144, 1024): Tiling(2, 2, 4, 1, 2, 2),
-        (1024, 3072): Tiling(1, 1, 16, 1, 1, 3),
-        (151936, 1024): Tiling(3, 4, 1, 1, 2, 2, persistent=True),
-        (2304, 768): Tiling(1, 1, 8, 1, 1, 2),
-        (768, 768): Tiling(2, 1, 8, 1, 1, 2),
-        (3072, 768): Tiling(1, 1, 8, 1, 1, 2),
-        (768, 3072): Tiling(1, 1, 8, 1, 2, 3),
-        (50257, 768): Tiling(1, 12, 1, 1, 2, 2),
+        (6144, 4096): Tiling(3, 1, 8, 1, 3),
+        (4096, 4096): Tiling(2, 1, 8, 1, 6),
+        (28672, 4096): Tiling(1, 14, 1, 1, 6),
+        (4096, 14336): Tiling(2, 2, 2, 2, 6),
+        (128256, 4096): Tiling(1, 8, 1, 1, 5, persistent=True),
+        (4096, 1024): Tiling(2, 1, 8, 1, 2),
+        (1024, 2048): Tiling(1, 1, 8, 1, 4),
+        (6144, 1024): Tiling(2, 2, 4, 1, 6),
+        (1024, 3072): Tiling(1, 1, 16, 1, 6),
+        (151936, 1024): Tiling(3, 4, 1, 1, 4, persistent=True),
+        (2304, 768): Tiling(1, 1, 8, 1, 4),
+        (768, 768): Tiling(2, 1, 8, 1, 2),
+        (3072, 768): Tiling(1, 1, 8, 1, 4),
+        (768, 3072): Tiling(1, 1, 8, 1, 8),
+        (50257, 768): Tiling(1, 12, 1, 1, 4),
     },
     32: {
-        (6144, 4096): Tiling(1, 8, 1, 4, 2, 2, stream=True),
-        (4096, 4096): Tiling(2, 4, 1, 8, 2, 2, stream=True),
-        (28672, 4096): Tiling(2, 7, 1, 1, 2, 2, stream=True),
-        (4096, 14336): Tiling(1, 8, 1, 4, 3, 2, stream=True, memory=True),
-        (128256, 4096): Tiling(2, 4, 1, 1, 3, 2, stream=True, persistent=True),
-        (4096, 1024): Tiling(1, 3, 4, 1, 2, 2),
-        (1024, 2048): Tiling(2, 4, 1, 8, 2, 2, stream=True),
-        (6144, 1024): Tiling(2, 12, 1, 4, 2, 2),
-        (1024, 3072): Tiling(2, 4, 2, 8, 1, 3),
-        (151936, 1024): Tiling(1, 8, 1, 1, 3, 2, persistent=True),
-        (2304, 768): Tiling(1, 6, 2, 4, 1, 2),
-        (768, 768): Tiling(1, 1, 8, 1, 1, 2),
-        (3072, 768): Tiling(1, 2, 8, 1, 1, 2),
-        (768, 3072): Tiling(1, 4, 1, 8, 2, 3),
-        (50257, 768): Tiling(1, 12, 1, 1, 2, 2),
+        (6144, 4096): Tiling(1, 8, 1, 4, 4, stream=True),
+        (4096, 4096): Tiling(2, 4, 1, 8, 2, stream=True),
+        (28672, 4096): Tiling(2, 7, 1, 1, 3, stream=True),
+        (4096, 14336): Tiling(1, 8, 1, 4, 5, stream=True, memory=True),
+        (128256, 4096): Tiling(2, 4, 1, 1, 5, stream=True, persistent=True),
+        (4096, 1024): Tiling(1, 3, 4, 1, 6),
+        (1024, 2048): Tiling(2, 4, 1, 8, 4, stream=True),
+        (6144, 1024): Tiling(2, 12, 1, 4, 4),
+        (1024, 3072): Tiling(2, 4, 2, 8, 3),
+        (151936, 1024): Tiling(1, 8, 1, 1, 5, persistent=True),
+        (2304, 768): Tiling(1, 6, 2, 4, 3),
+        (768, 768): Tiling(1, 1, 8, 1, 3),
+        (3072, 768): Tiling(1, 2, 8, 1, 4),
+        (768, 3072): Tiling(1, 4, 1, 8, 8),
+        (50257, 768): Tiling(1, 12, 1, 1, 2),
     },
 }
 _LIKE = {1: (1, 32), 2: (1, 32), 4: (1, 32), 8: (1, 32), 16: (32, 1), 32: (32, 1)}
@@ -218,7 +213,7 @@ def _cost(tiling: Tiling, n: int, k: int, rows: int, norm: int) -> float:
             waves = max(MULTIPROCESSORS / blocks, 1.0) * -(-blocks // slots)
     traffic = 1 + 0.3 * rows / tiling.weight_rows
     warps = tiling.warps_n * tiling.warps_k
-    flight = warps * tiling.ring_bytes * min(together, blocks / 132)
+    flight = warps * tiling.stages * 2048 * tiling.row_tiles * min(together, blocks / 132)
     latency = 1 + 0.5 * max(0.0, 1 - flight / (96 * 1024))
     parallel = 1 + 0.1 * max(0.0, 1 - tiling.warps_k / 8) * (rows <= 8 and not tiling.persistent)
     return waves * traffic * latency * parallel * (1 + 0.03 * (tiling.splits - 1))
@@ -304,7 +299,7 @@ def defines(
     return {
         "MT": groups(rows), "XR": rows,
         "RT": tiling.row_tiles, "WR": tiling.warps_n, "WK": tiling.warps_k,
-        "C": tiling.splits, "ST": tiling.stages, "U": tiling.units, "STREAM": int(tiling.stream),
+        "C": tiling.splits, "ST": tiling.stages, "STREAM": int(tiling.stream),
         "PERSISTENT": int(tiling.persistent), "K": k, "N": n, "NORM": norm,
         "EPILOGUE": epilogue, "STATS": norm_statistics, "MEMORY": int(tiling.memory),
         "LEAST": ALONE_BYTES if ALONE_BLOCKS <= tiling.blocks(n) <= MULTIPROCESSORS else 0,
