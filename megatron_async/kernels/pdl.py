@@ -2,7 +2,8 @@
 
 A kernel launched this way may start before its predecessor has ended, so each of its programs waits
 for it before the first write and before it reads what the predecessor writes. Whoever comes after
-may start once all have waited, and waits in turn, so order on the stream is what it was. Hopper and later; CUDA programming guide, "Programmatic Dependent Launch".
+may start once all have waited, and waits in turn, so order on the stream is what it was. Hopper and
+later; CUDA programming guide, "Programmatic Dependent Launch".
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -25,7 +26,7 @@ def uses_pdl(device: torch.device) -> bool:
 @triton.jit
 def pdl_enter(PDL: tl.constexpr):
     """Before what the kernel in front writes is read, and before anything is written, in all
-    programs of every kernel that may be launched early. Those before the one in front have ended."""
+    programs of every kernel that may be launched early. Those before that one have ended."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
