@@ -117,6 +117,8 @@ def neighbours(tiling: Tiling) -> Iterator[Tiling]:
     yield from (tiling._replace(warps_k=w) for w in (1, 2, 4, 8, 16))
     yield tiling._replace(stream=not tiling.stream)
     yield tiling._replace(memory=not tiling.memory)
+    yield tiling._replace(pair=not tiling.pair)
+    yield tiling._replace(pair=not tiling.pair, stages=tiling.stages // 2 * 2 + 2)
     if tiling.row_tiles > 1:
         yield tiling._replace(row_tiles=1, warps_n=tiling.warps_n * tiling.row_tiles)
     if tiling.warps_n % 2 == 0:
@@ -218,7 +220,7 @@ def main() -> None:
     print(f"{args.shape} rows {args.rows}: {search.first:.1f} -> {search.step:.1f} us")
     for name, tiling in search.best.items():
         product = search.products[name]
-        flags = [f for f in ("stream", "persistent", "memory") if getattr(tiling, f)]
+        flags = [f for f in ("stream", "persistent", "memory", "pair") if getattr(tiling, f)]
         fields = [str(int(v)) for v in tiling[:5]] + [f"{flag}=True" for flag in flags]
         print(f"({product.n}, {product.k}): Tiling({', '.join(fields)}),")
     if args.json:

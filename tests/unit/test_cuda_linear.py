@@ -146,7 +146,7 @@ class Product:
 def _tilings(product: Product, count: int) -> list[Tiling]:
     """A spread of what can be built."""
     every = [
-        Tiling(row_tiles, warps_n, warps_k, splits, stages, stream, persistent, memory)
+        Tiling(row_tiles, warps_n, warps_k, splits, stages, stream, persistent, memory, pair)
         for row_tiles in (1, 2, 3)
         for warps_n in (1, 2, 4)
         for warps_k in (1, 2, 4)
@@ -155,6 +155,7 @@ def _tilings(product: Product, count: int) -> list[Tiling]:
         for stream in (False, True)
         for persistent in (False, True)
         for memory in (False, True)
+        for pair in (False, True)
     ]
     shape = (product.n, product.k, padded(product.rows), product.norm, product.epilogue)
     fitting = [tiling for tiling in every if tiling.fits(*shape)]
@@ -174,14 +175,22 @@ _PRODUCTS = [
 ]
 _SMALL_PRODUCTS = [
     ((96, 192, RMS_NORM, STORE, True), 5, Tiling(3, 1, 3, 1, 2)),
-    ((96, 256, RMS_NORM, STORE, True), 32, Tiling(1, 2, 1, 2, 3, stream=True)),
+    ((96, 256, RMS_NORM, STORE, True), 32, Tiling(1, 2, 1, 2, 4, stream=True, pair=True)),
     ((96, 448, RMS_NORM, STORE, False), 13, Tiling(1, 3, 1, 2, 3, stream=True, memory=True)),
-    ((128, 256, RMS_NORM, SILU_GATE, False), 1, Tiling(2, 2, 1, 1, 4)),
+    ((128, 256, RMS_NORM, SILU_GATE, False), 1, Tiling(2, 2, 1, 1, 4, pair=True)),
     ((128, 320, RMS_NORM, SILU_GATE, True), 32, Tiling(2, 2, 1, 1, 4, stream=True)),
     ((128, 384, RMS_NORM, SILU_GATE, False), 17, Tiling(1, 4, 1, 2, 2, memory=True)),
-    ((205, 256, RMS_NORM, STORE, False), 30, Tiling(1, 2, 1, 1, 3, stream=True, persistent=True)),
+    (
+        (205, 256, RMS_NORM, STORE, False),
+        30,
+        Tiling(1, 2, 1, 1, 4, stream=True, persistent=True, pair=True),
+    ),
     ((75, 256, RMS_NORM, STORE, False), 2, Tiling(1, 2, 1, 1, 8, persistent=True)),
-    ((64, 512, NO_NORM, ADD, False), 32, Tiling(1, 2, 1, 4, 3, stream=True, memory=True)),
+    (
+        (64, 512, NO_NORM, ADD, False),
+        32,
+        Tiling(1, 2, 1, 4, 6, stream=True, memory=True, pair=True),
+    ),
     ((64, 512, NO_NORM, ADD, True), 16, Tiling(1, 2, 1, 4, 2)),
     ((64, 448, NO_NORM, ADD, True), 8, Tiling(1, 1, 4, 1, 3)),
     ((64, 448, NO_NORM, ADD, False), 3, Tiling(2, 2, 2, 2, 4)),
@@ -230,7 +239,7 @@ def test_emulated_tilings_use_every_way_to_build_the_kernel() -> None:
     tilings = [tiling for _, _, tiling in _SMALL_PRODUCTS]
     for (n, k, norm, epilogue, _), rows, tiling in _SMALL_PRODUCTS:
         assert tiling.fits(n, k, padded(rows), norm, epilogue), tiling
-    for name in ("stream", "persistent", "memory"):
+    for name in ("stream", "persistent", "memory", "pair"):
         assert {getattr(tiling, name) for tiling in tilings} == {False, True}
     assert {epilogue for (_, _, _, epilogue, _), _, _ in _SMALL_PRODUCTS} == set(range(5))
 
@@ -244,7 +253,7 @@ def test_emulated_tilings_use_every_way_to_build_the_kernel() -> None:
     [
         ("  wait_for_predecessor();\n", "", None),
         ("      __syncthreads();\n      issue_x();", "      issue_x();", None),
-        ("await_copies<ST - 1>();", "", None),
+        ("await_copies<PENDING>();", "", None),
         ("    keep_residual();\n#endif", "#endif", None),
         ("      __syncwarp();  // what the other lanes copied\n", "", None),
         (

@@ -20,7 +20,8 @@
 // register holds is free as long as A and B agree, so a lane loads 16 bytes of a row of W, eight k of
 // it, and these are its own operands for two products. Each warp has a ring in shared memory for its
 // rows of W alone, a stage of 64 k at a time, so the weights need no barrier of the block. A copy
-// brings whole lines: 128 bytes of four rows.
+// brings whole lines: 128 bytes of four rows, or with PAIR 1 two stages' 256 bytes of two rows, which
+// takes less of the memory's energy.
 //
 // x lies in shared memory as a whole (STREAM 0: normed, K / C columns), or passes through XB
 // buffers of XS stages (STREAM 1: WK = 1, RMSNorm or none), the only barriers of the loop. RMSNorm
@@ -32,6 +33,8 @@
 #define UNITS (K / 64)                  // stages of K in all
 #define STAGE_BYTES (2048 * RT)         // of one warp
 #define RING_BYTES (ST * STAGE_BYTES)
+#define TOGETHER (PAIR ? 2 : 1)         // stages that are filled at the same time
+#define PENDING (ST - TOGETHER)         // copies that may be under way when a stage is read
 #define XS 2                            // stages in a buffer of x
 #define XB ((ST + 1) / 2 + 1)           // buffers of x
 #define SLICE ((UNITS + C - 1) / C * 64)
@@ -57,6 +60,7 @@
 #define STATS_AT (SCALE_AT + MT * 8 * 8)
 #define SHARED_BYTES (STATS_AT + (EPILOGUE == 1 ? OWN * 64 : 0))
 
+static_assert(!PAIR || (UNITS % (2 * C * WK) == 0 && ST % 2 == 0 && ST > 2), "pairs of stages");
 static_assert(K % 64 == 0 && FRAGMENTS % OWNERS == 0 && UNITS >= C * WK, "shape");
 static_assert(!STREAM || (WK == 1 && NORM != 2), "streaming x");
 static_assert(!PERSISTENT || (!SPLIT && EPILOGUE != 1), "a persistent block keeps its ring busy");
@@ -101,27 +105,31 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   const u32 base = shared_address(shared);
   const u32 ring = base + warp * RING_BYTES;
   // Rows of 128 bytes in a stage, of W and of x: of odd rows the halves change places, so that the
-  // lanes of a load hit different banks. A copy's lane: row lane / 8, 16 bytes number lane % 8.
+  // lanes of a load hit different banks.
   const u32 ring_end = ring + RING_BYTES;
-  const u32 copied = lane / 8 * 128 + ((lane % 8 ^ (lane / 8 & 1) << 2) * 16);
+  const int copied_row = lane / (8 * TOGETHER), copied_stage = lane / 8 % TOGETHER;
+  const u32 copied = copied_stage * STAGE_BYTES + copied_row * 128 +
+                     ((lane % 8 ^ (copied_row & 1) << 2) * 16);
   float2* scale = (float2*)(shared + SCALE_AT);  // mean and 1 / deviation of each row of x
 
   // --- weights, as far as the ring holds them, before anything is known of x ------------------
-  // Of each tile, for its upper and lower half, the first of two copies' row of this lane; the second
-  // is four rows on, which must be rows of W too.
+  // Of each tile, for its upper and lower half, this lane's row in the first copy; where eight rows
+  // are always rows of W the other copies' are at a distance.
   constexpr bool whole = N % 8 == 0;
-  const char* ahead[RT][2][whole ? 1 : 2];
+  constexpr int copies = 2 * TOGETHER, apart = 8 / copies;
+  const char* ahead[RT][2][whole ? 1 : copies];
   auto start_tile = [&](int tile) {
 #pragma unroll
     for (int r = 0; r < RT; r++)
 #pragma unroll
       for (int half = 0; half < 2; half++)
 #pragma unroll
-        for (int j = 0; j < (whole ? 1 : 2); j++) {
-          int first = (tile * WR + wr) * RT + r, row = lane / 8 + j * 4;
+        for (int j = 0; j < (whole ? 1 : copies); j++) {
+          int first = (tile * WR + wr) * RT + r, row = copied_row + j * apart;
           int n = GATED ? first * 8 + half * (N / 2) : first * 16 + half * 8;
           n = whole ? min(n, N - 8) + row : min(n + row, N - 1);
-          ahead[r][half][j] = w + (size_t)n * (K * 2) + first_unit * 128 + lane % 8 * 16;
+          ahead[r][half][j] =
+              w + (size_t)n * (K * 2) + (first_unit + copied_stage) * 128 + lane % 8 * 16;
         }
   };
   start_tile(tile);
@@ -133,16 +141,17 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll
       for (int half = 0; half < 2; half++) {
 #pragma unroll
-        for (int j = 0; j < 2; j++)
-          copy16(ahead_slot + (r * 2 + half) * 1024 + j * 512,
-                 whole ? ahead[r][half][0] + j * 4 * K * 2 : ahead[r][half][j * !whole]);
+        for (int j = 0; j < copies; j++)
+          copy16(ahead_slot + (r * 2 + half) * 1024 + j * apart * 128,
+                 whole ? ahead[r][half][0] + j * apart * K * 2 : ahead[r][half][j * !whole]);
 #pragma unroll
-        for (int j = 0; j < (whole ? 1 : 2); j++) ahead[r][half][j] += 128;
+        for (int j = 0; j < (whole ? 1 : copies); j++) ahead[r][half][j] += 128 * TOGETHER;
       }
-    ahead_slot += STAGE_BYTES;
+    ahead_slot += TOGETHER * STAGE_BYTES;
     if (ahead_slot >= ring_end) ahead_slot -= RING_BYTES;
-    issued++;
-    if (PERSISTENT && ++ahead_unit == count) {
+    issued += TOGETHER;
+    ahead_unit += TOGETHER;
+    if (PERSISTENT && ahead_unit == count) {
       ahead_unit = 0;
       ahead_tile += block_count;
       start_tile(ahead_tile);
@@ -171,7 +180,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (PERSISTENT && x_unit >= count) x_unit = 0;
   };
   for (int s = 0; s < ST; s++) {
-    if (issued < total) issue_weights();
+    if (s % TOGETHER == 0 && issued < total) issue_weights();
     commit_copies();
   }
   // What is read once a product would else come from memory while all wait for it.
@@ -362,13 +371,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (STREAM && unit % XS == 0) {
       // The buffer that is filled next was read last before this barrier.
       if (i < (XB - 1) * XS)
-        await_copies<(ST < XB ? ST : XB) - 1>();
+        await_copies<(PENDING < XB - 1 ? PENDING : XB - 1)>();
       else
-        await_copies<ST - 1>();
+        await_copies<PENDING>();
       __syncthreads();
       issue_x();
     } else {
-      await_copies<ST - 1>();
+      await_copies<PENDING>();
       __syncwarp();  // what the other lanes copied
     }
     Vec b[2][RT][2], a[2][MT];
@@ -384,7 +393,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
           b[u][r][half] = load_shared((slot ^ u * 64) + (r * 2 + half) * 1024);
     }
     __syncwarp();  // all lanes have read what is filled again
-    if (issued < total) issue_weights();
+    if (i % TOGETHER == TOGETHER - 1 && issued < total) issue_weights();
     commit_copies();
 #pragma unroll
     for (int u = 0; u < 2; u++)

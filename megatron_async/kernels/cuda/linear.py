@@ -31,8 +31,9 @@ UNIT = 64
 
 class Tiling(NamedTuple):
     """See ``linear.cu``: tiles of 16 rows a warp, warps in N and K, blocks in K, stages of the
-    ring, whether x streams, whether blocks go on to further rows of the weight, and whether the
-    blocks in K add up through memory, rather than as a cluster."""
+    ring, whether x streams, whether blocks go on to further rows of the weight, whether the
+    blocks in K add up through memory, rather than as a cluster, and whether two stages are filled
+    at the same time."""
 
     row_tiles: int
     warps_n: int
@@ -42,6 +43,7 @@ class Tiling(NamedTuple):
     stream: bool = False
     persistent: bool = False
     memory: bool = False
+    pair: bool = False
 
     @property
     def weight_rows(self) -> int:
@@ -91,6 +93,8 @@ class Tiling(NamedTuple):
             and not (self.stream and (self.warps_k > 1 or norm == LAYER_NORM))
             and not (self.stream and self.persistent and k // UNIT % 2)
             and not (self.memory and (self.warps_k > 1 or self.splits == 1))
+            and not (self.pair and (self.stages % 2 or self.stages < 4))
+            and not (self.pair and k // UNIT % (2 * self.splits * self.warps_k))
             and not (self.persistent and (split or epilogue == ADD))
             and (groups(rows) * 512 <= self.stages * 2048 or not split or self.memory)
             and self.shared_bytes(k, rows) <= SHARED_BYTES
@@ -127,9 +131,9 @@ def candidates(n: int, k: int, rows: int, norm: int, epilogue: int) -> Iterator[
             continue
         if blocks > 2 * MULTIPROCESSORS + 24 and not persistent:
             continue
-        for stages, stream, memory in itertools.product(_STAGES, (False, True), (False, True)):
+        for stages, stream, memory, pair in itertools.product(_STAGES, *((False, True),) * 3):
             tiling = cut._replace(
-                stages=stages, stream=stream, persistent=persistent, memory=memory
+                stages=stages, stream=stream, persistent=persistent, memory=memory, pair=pair
             )
             if tiling.fits(n, k, rows, norm, epilogue):
                 yield tiling
@@ -302,6 +306,7 @@ def defines(
         "C": tiling.splits, "ST": tiling.stages, "STREAM": int(tiling.stream),
         "PERSISTENT": int(tiling.persistent), "K": k, "N": n, "NORM": norm,
         "EPILOGUE": epilogue, "STATS": norm_statistics, "MEMORY": int(tiling.memory),
+        "PAIR": int(tiling.pair),
         "LEAST": ALONE_BYTES if ALONE_BLOCKS <= tiling.blocks(n) <= MULTIPROCESSORS else 0,
     }  # fmt: skip
 
