@@ -110,6 +110,8 @@ class Report:
     description: str
     requests: int
     depths: list[DepthReport]
+    advice: str = ""
+    """What to do about tokens that differ."""
 
     @property
     def ok(self) -> bool:
@@ -121,7 +123,7 @@ class Report:
         """Lines about what is not as it should be."""
         differences = [line for depth in self.depths for line in depth.differences]
         missing = [f"depth {d.depth}: {line}" for d in self.depths for line in d.missing]
-        return differences + missing
+        return differences + missing + ([self.advice] if differences and self.advice else [])
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""

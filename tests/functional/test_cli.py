@@ -268,6 +268,10 @@ def test_verify_fails_when_a_token_differs(
     assert status == 1
     assert "FAILED" in out
     assert "depth 1, request 3: from token 1 on" in err
+    assert "--batch-invariant" not in err
+    arguments = ("--model", model, "--depths", "1", "--dtype", "bfloat16")
+    assert "--batch-invariant" in call(capsys, "verify", *arguments)[2]
+    assert "--batch-invariant" not in call(capsys, "verify", *arguments, "--batch-invariant")[2]
 
 
 def test_each_witness_is_missed_by_name() -> None:
