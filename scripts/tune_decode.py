@@ -32,20 +32,20 @@ from megatron_async.kernels.cuda.linear import Tiling, candidates, padded
 from megatron_async.models.fused_decode import FusedDecoder, Product
 
 BLOCK_SIZE = 64
-REPLAYS = 12
 ERROR_LIMIT = 2e-2
 WORTH = 0.998
 """A tiling replaces another one if the step takes at most this share of its time."""
 
 
 class Rig:
-    """A model of few layers and a cache with ``context`` tokens in each row."""
+    """A model of few layers and a cache with ``context`` tokens in each row; times are means of so
+    many ``replays``."""
 
-    def __init__(self, shape: str, rows: int, layers: int, context: int) -> None:
+    def __init__(self, shape: str, rows: int, layers: int, context: int, replays: int) -> None:
         config = SHAPES[shape]
         layers = min(layers, config.num_layers)
         self.device = torch.device("cuda")
-        self.rows = rows
+        self.rows, self.replays = rows, replays
         self.model = build_shape(
             replace(config, num_layers=layers), device=self.device, dtype=torch.bfloat16
         )
@@ -93,11 +93,11 @@ class Rig:
         for _ in range(4):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            for _ in range(REPLAYS):
+            for _ in range(self.replays):
                 graph.replay()
             end.record()
             end.synchronize()
-            times.append(start.elapsed_time(end) * 1e3 / REPLAYS)
+            times.append(start.elapsed_time(end) * 1e3 / self.replays)
         return min(times[1:])
 
 
@@ -194,6 +194,14 @@ def vary_attention(search: Search) -> None:
     search.step = cut(best if steps[best] < WORTH * steps[known] else known)
 
 
+def line_of(product: Product, tiling: Tiling) -> str:
+    """For ``_MEASURED``."""
+    flags = [name for name, value in tiling._asdict().items() if value is True]
+    fields = [str(value) for value in tiling if not isinstance(value, bool)]
+    fields += [f"{flag}=True" for flag in flags]
+    return f"({product.n}, {product.k}): Tiling({', '.join(fields)}),"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -205,10 +213,16 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=40, help="tilings of the spread")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--products", default="fc1,fc2,qkv,projection,head")
+    parser.add_argument(
+        "--replays",
+        type=int,
+        default=12,
+        help="steps of a measurement: some hundred show what a GPU's power limit costs",
+    )
     parser.add_argument("--seconds", type=float, default=math.inf, help="of searching, about")
     parser.add_argument("--json", metavar="FILE", help="every time measured")
     args = parser.parse_args()
-    rig = Rig(args.shape, args.rows, args.layers, args.context)
+    rig = Rig(args.shape, args.rows, args.layers, args.context, args.replays)
     search = Search(rig, time.monotonic() + args.seconds)
     print(f"{args.shape} rows {args.rows}: {search.first:.1f} us with the tilings of linear.py")
     vary_attention(search)
@@ -219,10 +233,7 @@ def main() -> None:
             search.vary(name, list(neighbours(search.best[name])))
     print(f"{args.shape} rows {args.rows}: {search.first:.1f} -> {search.step:.1f} us")
     for name, tiling in search.best.items():
-        product = search.products[name]
-        flags = [f for f in ("stream", "persistent", "memory", "pair") if getattr(tiling, f)]
-        fields = [str(int(v)) for v in tiling[:5]] + [f"{flag}=True" for flag in flags]
-        print(f"({product.n}, {product.k}): Tiling({', '.join(fields)}),")
+        print(line_of(search.products[name], tiling))
     if args.json:
         log = [(name, [int(v) for v in tiling], step) for name, tiling, step in search.log]
         Path(args.json).write_text(json.dumps({"command": vars(args), "measured": log}))

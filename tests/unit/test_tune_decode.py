@@ -1,0 +1,92 @@
+"""The search for tilings, with a table of times in place of a GPU."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_async.kernels.cuda import compile as cuda
+from megatron_async.kernels.cuda.linear import RMS_NORM, STORE, Tiling
+from megatron_async.models.fused_decode import Product
+
+PRODUCT = Product(6144, 4096, RMS_NORM, STORE)
+
+
+@pytest.fixture(scope="module")
+def tuner() -> ModuleType:
+    path = Path(__file__).parents[2] / "scripts" / "tune_decode.py"
+    spec = importlib.util.spec_from_file_location("tune_decode", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Rig:
+    """Steps take what ``time`` says of the product's tiling."""
+
+    rows = 32
+
+    def __init__(self, time: Callable[[Tiling], float]) -> None:
+        self.time = time
+
+    def decoder(self, tilings: dict[str, Tiling]) -> Any:
+        return SimpleNamespace(products={"qkv": PRODUCT}, defines=lambda *_: {})
+
+    def step_us(self, tilings: dict[str, Tiling]) -> float:
+        return self.time(tilings["qkv"])
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many kernels were compiled together, each time."""
+    counts: list[int] = []
+    monkeypatch.setattr(cuda, "architecture", lambda index: "none")
+    monkeypatch.setattr(cuda, "compile_together", lambda work, _: counts.append(len(work)))
+    return counts
+
+
+def test_finds_the_fastest_and_drops_what_changes_the_logits(
+    tuner: ModuleType, compiled: list[int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = PRODUCT.tiling(32)
+    assert first is not None
+    wrong, fastest = first._replace(stages=2), first._replace(pair=True)
+
+    def time(tiling: Tiling) -> float:
+        if tiling == wrong:
+            raise ArithmeticError("relative error 1")
+        return 900.0 if tiling == fastest else 999.0 if tiling != first else 1000.0
+
+    search = tuner.Search(Rig(time), math.inf)
+    search.vary("qkv", [wrong, *tuner.neighbours(first), first._replace(splits=3)])
+    assert search.best == {"qkv": fastest}
+    assert (search.first, search.step) == (1000.0, 900.0)
+    assert wrong not in {tiling for _, tiling, _ in search.log}
+    assert "dropped qkv" in capsys.readouterr().out
+    tried = len(search.log)
+    search.vary("qkv", [tiling for _, tiling, _ in search.log])
+    assert len(search.log) == tried and compiled[1] == 0
+
+
+def test_stops_in_time(tuner: ModuleType, compiled: list[int]) -> None:
+    search = tuner.Search(Rig(lambda _: 1.0), -math.inf)
+    search.vary("qkv", list(tuner.neighbours(search.best["qkv"])))
+    assert search.log == [] and compiled == []
+
+
+def test_neighbours_reach_every_field_and_what_is_printed_can_be_pasted(tuner: ModuleType) -> None:
+    tiling = Tiling(2, 4, 1, 4, 4, stream=True)
+    found = list(tuner.neighbours(tiling))
+    for field in set(Tiling._fields) - {"persistent"}:  # which follows from the number of blocks
+        assert len({getattr(t, field) for t in found}) > 1, field
+    for each in (tiling, tiling._replace(pair=True, memory=True), Tiling(1, 1, 8, 1, 3)):
+        shape, _, text = tuner.line_of(PRODUCT, each).rstrip(",").partition(": ")
+        assert eval(shape) == (6144, 4096)
+        assert eval(text, {"Tiling": Tiling}) == each
