@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import torch
 from tqdm import tqdm
@@ -28,6 +28,7 @@ from tqdm import tqdm
 from megatron_async.inference.shapes import SHAPES, build_shape
 from megatron_async.kernels.cuda import attention as cuda_attention
 from megatron_async.kernels.cuda import compile as cuda
+from megatron_async.kernels.cuda import linear as cuda_linear
 from megatron_async.kernels.cuda.linear import Tiling, candidates, padded
 from megatron_async.models.fused_decode import FusedDecoder, Product
 
@@ -176,22 +177,30 @@ class Search:
                     self.best, self.step = tried, step
 
 
-def vary_attention(search: Search) -> None:
-    """How the attention kernel is cut: the best stays for the rest of the search."""
-    names = ("WARPS", "STAGES", "LEAST_BYTES")
+Cut = tuple[int, ...]
 
-    def cut(values: tuple[int, ...]) -> float:
-        for name, value in zip(names, values, strict=True):
-            setattr(cuda_attention, name, value)
-        step = min(search.rig.step_us(search.best) for _ in range(2))
-        print("attention", dict(zip(names, values, strict=True)), f"{step:.1f} us", flush=True)
-        return step
 
-    known = tuple(getattr(cuda_attention, name) for name in names)
-    others = [(4, 2, 0), (4, 3, 0), (4, 4, 0), (8, 2, 0), (2, 4, 0), (2, 3, 0)]
-    steps = {values: cut(values) for values in (known, *others)}
+def vary_constants(
+    search: Search, module: ModuleType, names: Sequence[str], cuts: list[Cut]
+) -> None:
+    """Constants of a module of kernels: the best stay for the rest of the search."""
+
+    def step(cut: Cut) -> float:
+        for name, value in zip(names, cut, strict=True):
+            setattr(module, name, value)
+        time = min(search.rig.step_us(search.best) for _ in range(2))
+        print(dict(zip(names, cut, strict=True)), f"{time:.1f} us", flush=True)
+        return time
+
+    known = tuple(getattr(module, name) for name in names)
+    steps = {cut: step(cut) for cut in (known, *cuts)}
     best = min(steps, key=steps.__getitem__)
-    search.step = cut(best if steps[best] < WORTH * steps[known] else known)
+    search.step = step(best if steps[best] < WORTH * steps[known] else known)
+
+
+ATTENTION = ("WARPS", "STAGES", "LEAST_BYTES")
+ATTENTION_CUTS: list[Cut] = [(4, 2, 0), (4, 3, 0), (8, 2, 0), (2, 4, 0)]
+ALONE_CUTS: list[Cut] = [(0,), (112 * 1024,)]
 
 
 def line_of(product: Product, tiling: Tiling) -> str:
@@ -225,7 +234,8 @@ def main() -> None:
     rig = Rig(args.shape, args.rows, args.layers, args.context, args.replays)
     search = Search(rig, time.monotonic() + args.seconds)
     print(f"{args.shape} rows {args.rows}: {search.first:.1f} us with the tilings of linear.py")
-    vary_attention(search)
+    vary_constants(search, cuda_attention, ATTENTION, ATTENTION_CUTS)
+    vary_constants(search, cuda_linear, ["ALONE_BYTES"], ALONE_CUTS)
     for number in range(args.rounds):
         for name in args.products.split(","):
             if number == 0:

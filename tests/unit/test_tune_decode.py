@@ -75,6 +75,15 @@ def test_finds_the_fastest_and_drops_what_changes_the_logits(
     assert len(search.log) == tried and compiled[1] == 0
 
 
+def test_keeps_the_best_constants(
+    tuner: ModuleType, compiled: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room = SimpleNamespace(WARPS=4, STAGES=2)
+    search = tuner.Search(Rig(lambda _: 100.0 - room.WARPS + room.STAGES), math.inf)
+    tuner.vary_constants(search, room, ["WARPS", "STAGES"], [(8, 3), (8, 2), (2, 2)])
+    assert (room.WARPS, room.STAGES, search.step) == (8, 2, 94.0)
+
+
 def test_stops_in_time(tuner: ModuleType, compiled: list[int]) -> None:
     search = tuner.Search(Rig(lambda _: 1.0), -math.inf)
     search.vary("qkv", list(tuner.neighbours(search.best["qkv"])))
