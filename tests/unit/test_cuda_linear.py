@@ -119,7 +119,7 @@ class Product:
         # A row more than the kernel may write: it must stay as it is.
         guarded = torch.full((self.rows + 1, width), float("nan"), device=self.device).bfloat16()
         out = guarded[: self.rows]
-        statistics = statistics_of(self.x, self.norm, 32 if self.k % 64 else 64)
+        statistics = statistics_of(self.x, self.norm, 16 if self.k > 1024 else 64)
         x = self.x * self.norm_weight if self.norm == RMS_NORM else self.x
         emitted, scaled, error = None, None, 0.0
         if self.epilogue == ADD:
@@ -194,6 +194,8 @@ _SMALL_PRODUCTS = [
     ((64, 512, NO_NORM, ADD, True), 16, Tiling(1, 2, 1, 4, 2)),
     ((64, 448, NO_NORM, ADD, True), 8, Tiling(1, 1, 4, 1, 3)),
     ((64, 448, NO_NORM, ADD, False), 3, Tiling(2, 2, 2, 2, 4)),
+    ((32, 1088, RMS_NORM, STORE, False), 9, Tiling(1, 2, 1, 1, 3, stream=True)),
+    ((32, 1088, LAYER_NORM, STORE, False), 2, Tiling(1, 1, 2, 1, 3)),
     ((96, 192, LAYER_NORM, GELU_TANH, True), 7, Tiling(1, 3, 2, 1, 3)),
     ((64, 256, LAYER_NORM, GELU, True), 20, Tiling(1, 2, 2, 2, 2)),
 ]

@@ -86,7 +86,8 @@ __device__ __forceinline__ float activate(float v) {
 #endif
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS)
+// Registers leave room for a block of the next kernel, which starts while this one runs.
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, THREADS <= 256 ? 2 : 1)
     linear(const u16* x, const char* w, const u16* bias, const u16* norm_weight,
            const u16* norm_bias, const float2* stats_in, int stats_tiles, float eps,
            const u16* residual, u16* out, const u16* next_weight, u16* scaled, float2* stats_out, int M,
@@ -224,32 +225,35 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     }
   };
   if (!MEMORY) keep_residual();
+  // Statistics of this warp's rows, all at once: each is a trip to L2, made here and awaited when they
+  // are needed.
+  float2 partial[STAT_ROWS][2];
+  auto statistics_of = [&](int j, int i) {
+    const int row = min(warp + j * WARPS, M - 1);
+    return i < stats_tiles ? load_l2(stats_in + (size_t)row * stats_tiles + i) : make_float2(0.f, 0.f);
+  };
+#pragma unroll
+  for (int i = 0; i < 2 && NORM; i++)
+#pragma unroll
+    for (int j = 0; j < STAT_ROWS; j++) partial[j][i] = statistics_of(j, lane + i * 32);
   auto statistics = [&]() {
-    // All rows of this warp at once: each is a trip to L2.
-    float mean[STAT_ROWS], square[STAT_ROWS];
-#pragma unroll
-    for (int j = 0; j < STAT_ROWS; j++) mean[j] = square[j] = 0.f;
-#pragma unroll 2
-    for (int i = lane; i < stats_tiles; i += 32) {
-#pragma unroll
-      for (int j = 0; j < STAT_ROWS; j++) {
-        int row = min(warp + j * WARPS, M - 1);
-        float2 v = load_l2(stats_in + (size_t)row * stats_tiles + i);
-        mean[j] += v.x;
-        // Of RMSNorm the sum of squares; of LayerNorm that of deviations, and the tiles' means.
-        square[j] += NORM == 2 ? v.y + v.x * v.x * (float)(K / stats_tiles) : v.y;
-      }
-    }
 #pragma unroll
     for (int j = 0; j < STAT_ROWS; j++) {
+      float mean = 0.f, square = 0.f;
+      auto add = [&](float2 v) {
+        mean += v.x;
+        // Of RMSNorm the sum of squares; of LayerNorm that of deviations, and the tiles' means.
+        square += NORM == 2 ? v.y + v.x * v.x * (float)(K / stats_tiles) : v.y;
+      };
+      add(partial[j][0]), add(partial[j][1]);
+      for (int i = lane + 64; i < stats_tiles; i += 32) add(statistics_of(j, i));
 #pragma unroll
       for (int d = 16; d; d >>= 1) {
-        mean[j] += __shfl_xor_sync(~0u, mean[j], d);
-        square[j] += __shfl_xor_sync(~0u, square[j], d);
+        mean += __shfl_xor_sync(~0u, mean, d);
+        square += __shfl_xor_sync(~0u, square, d);
       }
-      float m = NORM == 2 ? mean[j] / stats_tiles : 0.f;
-      float variance = square[j] / K - m * m;
-      int row = warp + j * WARPS;
+      const float m = NORM == 2 ? mean / stats_tiles : 0.f, variance = square / K - m * m;
+      const int row = warp + j * WARPS;
       if (lane == 0 && row < MT * 8) scale[row] = make_float2(m, rsqrtf(variance + eps));
     }
   };
@@ -287,8 +291,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     }
   }
 #endif
-  if (NORM == 1) statistics();
-  if (!STREAM || NORM) __syncthreads();
+  if (!STREAM) __syncthreads();
 
   // --- the product -----------------------------------------------------------------------------
   float sums[RT][2][(MT + 1) / 2][4];  // tile, its half, 16 rows of x
@@ -425,6 +428,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       // A last buffer that is not full ends the loop.
     }
     if (unit == count && PERSISTENT) {
+      if (NORM == 1 && i < count) {
+        statistics();
+        __syncthreads();
+      }
 #pragma unroll
       for (int r = 0; r < RT; r++)
 #pragma unroll
@@ -440,6 +447,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     }
   }
   if (PERSISTENT) return;
+  if (NORM == 1) {
+    statistics();
+    __syncthreads();
+  }
 
   // --- what the parts of K add up to -------------------------------------------------------------
   if (WK * CLUSTER == 1) {
