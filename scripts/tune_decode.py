@@ -12,6 +12,7 @@ stand lines for ``kernels/cuda/linear.py``.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
@@ -120,6 +121,10 @@ def neighbours(tiling: Tiling) -> Iterator[Tiling]:
     yield tiling._replace(memory=not tiling.memory)
     yield tiling._replace(pair=not tiling.pair)
     yield tiling._replace(pair=not tiling.pair, stages=tiling.stages // 2 * 2 + 2)
+    for rows, warps, tall in itertools.product((1, 2, 3, 4, 5), (4, 8), (48, 64)):
+        yield tiling._replace(
+            row_tiles=rows, warps_n=warps, warps_k=1, stream=True, persistent=False, tall=tall
+        )
     if tiling.row_tiles > 1:
         yield tiling._replace(row_tiles=1, warps_n=tiling.warps_n * tiling.row_tiles)
     if tiling.warps_n % 2 == 0:
@@ -205,9 +210,8 @@ ALONE_CUTS: list[Cut] = [(0,), (112 * 1024,)]
 
 def line_of(product: Product, tiling: Tiling) -> str:
     """For ``_MEASURED``."""
-    flags = [name for name, value in tiling._asdict().items() if value is True]
-    fields = [str(value) for value in tiling if not isinstance(value, bool)]
-    fields += [f"{flag}=True" for flag in flags]
+    fields = [str(value) for value in tiling[:5]]
+    fields += [f"{name}={value}" for name, value in list(tiling._asdict().items())[5:] if value]
     return f"({product.n}, {product.k}): Tiling({', '.join(fields)}),"
 
 

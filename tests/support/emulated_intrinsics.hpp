@@ -47,6 +47,7 @@ struct Block {
   std::vector<char> memory;
   Barrier barrier, predecessor;
   std::vector<Warp> warps;
+  std::vector<Barrier> warpgroups;
 };
 
 struct Cluster {
@@ -59,8 +60,16 @@ struct Copy {
   const char* from;  // null: zeros
 };
 
+// What one thread has of a product of four warps.
+struct Product {
+  float* sums;
+  int columns;
+  unsigned a, b;
+};
+
 struct Fiber {
   ucontext_t context;
+  std::vector<Product> products;
   Index thread;
   Block* block;
   std::vector<char> stack;
@@ -280,6 +289,38 @@ inline void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     }
 }
 
+namespace emulator {
+
+inline float swizzled(unsigned matrix, int row, int k) {
+  const unsigned at = matrix + row / 8 * 1024 + row % 8 * 128 + k * 2;
+  return __uint_as_float((u32) * (const u16*)shared_memory(at ^ (at >> 7 & 7) << 4, 2) << 16);
+}
+inline void multiply(const Product& p) {
+  const int lane = fiber->thread.x % 32, warp = fiber->thread.x / 32 % 4;
+  for (int j = 0; j < p.columns / 2; j++) {
+    const int row = warp * 16 + lane / 4 + j % 4 / 2 * 8, column = j / 4 * 8 + lane % 4 * 2 + j % 2;
+    for (int k = 0; k < 16; k++) p.sums[j] += swizzled(p.a, row, k) * swizzled(p.b, column, k);
+  }
+}
+
+}  // namespace emulator
+
+template <int COLUMNS>
+void wgmma(float (&d)[COLUMNS / 2], u32 a, u32 b) {
+  if (a % 1024 >= 128 || b % 1024 >= 128 || a % 32 || b % 32) emulator::fail("misaligned matrix");
+  emulator::fiber->products.push_back({d, COLUMNS, a, b});
+}
+inline void publish_to_wgmma() {}
+inline void begin_wgmma() {}
+inline void end_wgmma() {}
+template <int COLUMNS>
+void await_wgmma(float (&d)[COLUMNS / 2]) {
+  for (const auto& p : emulator::fiber->products) emulator::multiply(p);
+  emulator::fiber->products.clear();
+  // It is over for all four warps at once.
+  emulator::arrive_and_wait(emulator::fiber->block->warpgroups[emulator::fiber->thread.x / 128]);
+}
+
 inline void load_matrices(u32 (&r)[4], u32 at) {
   const u32* all = emulator::show(at);
   const int lane = threadIdx.x % 32;
@@ -330,6 +371,8 @@ inline void run_cluster(std::vector<Index> indices, int threads, int shared_byte
     block.barrier.expected = block.predecessor.expected = threads;
     block.warps.resize(threads / 32);
     for (Warp& w : block.warps) w.barrier.expected = 32;
+    block.warpgroups.resize(threads / 128);
+    for (Barrier& group : block.warpgroups) group.expected = 128;
     all.blocks.push_back(std::move(block));
   }
   cluster = &all;

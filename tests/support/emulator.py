@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import re
 import shutil
 import subprocess
 import tempfile
@@ -33,7 +34,7 @@ _STANDARD = """
 #include <vector>
 """
 _OPTIONS = ("-std=c++20", "-O1", "-w", "-fPIC")
-_SHARED = "extern __shared__ __align__(128) char shared[];"
+_SHARED = re.compile(r"extern __shared__ __align__\(\d+\) char shared\[\];")
 _CLUSTER = {"linear": "CLUSTER", "attention": "SPLITS", "embed": "1"}
 _WRITTEN_BEFORE = {"linear": (0, 5, 8), "attention": (0,), "embed": (0, 1)}
 """Arguments that the kernel in front writes: x, statistics and residual; the projection; tokens."""
@@ -117,7 +118,7 @@ def source_text(source: str) -> str:
     intrinsics = _INTRINSICS.read_text()
     head, mark, tail = intrinsics.partition("namespace emulator {")
     # The kernels' types may use the macros, and what follows uses the types.
-    text = head + types + mark + tail + rest.replace(_SHARED, "")
+    text = head + types + mark + tail + _SHARED.sub("", rest)
     return (
         text
         + f"""

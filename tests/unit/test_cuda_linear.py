@@ -159,7 +159,11 @@ def _tilings(product: Product, count: int) -> list[Tiling]:
     ]
     shape = (product.n, product.k, padded(product.rows), product.norm, product.epilogue)
     fitting = [tiling for tiling in every if tiling.fits(*shape)]
-    return fitting[:: max(1, len(fitting) // count)][:count]
+    tall = [t._replace(tall=tall) for t in fitting for tall in (32, 48, 64)]
+    chosen: list[Tiling] = []
+    for some in (fitting, [tiling for tiling in tall if tiling.fits(*shape)]):
+        chosen += some[:: max(1, len(some) // count)][:count]
+    return chosen
 
 
 _PRODUCTS = [
@@ -196,6 +200,17 @@ _SMALL_PRODUCTS = [
     ((64, 448, NO_NORM, ADD, False), 3, Tiling(2, 2, 2, 2, 4)),
     ((32, 1088, RMS_NORM, STORE, False), 9, Tiling(1, 2, 1, 1, 3, stream=True)),
     ((32, 1088, LAYER_NORM, STORE, False), 2, Tiling(1, 1, 2, 1, 3)),
+    ((128, 384, RMS_NORM, STORE, True), 32, Tiling(1, 4, 1, 2, 3, stream=True, tall=64)),
+    (
+        (208, 256, RMS_NORM, STORE, False),
+        13,
+        Tiling(1, 4, 1, 1, 4, stream=True, pair=True, tall=48),
+    ),
+    ((176, 256, RMS_NORM, SILU_GATE, False), 9, Tiling(1, 4, 1, 1, 3, stream=True, tall=64)),
+    ((96, 320, RMS_NORM, SILU_GATE, True), 7, Tiling(2, 4, 1, 1, 2, stream=True, tall=48)),
+    ((256, 448, NO_NORM, ADD, True), 20, Tiling(1, 8, 1, 2, 3, stream=True, memory=True, tall=32)),
+    ((192, 512, NO_NORM, ADD, False), 30, Tiling(2, 8, 1, 4, 4, True, tall=48)),
+    ((205, 256, RMS_NORM, STORE, False), 3, Tiling(1, 4, 1, 1, 2, True, persistent=True, tall=64)),
     ((96, 192, LAYER_NORM, GELU_TANH, True), 7, Tiling(1, 3, 2, 1, 3)),
     ((64, 256, LAYER_NORM, GELU, True), 20, Tiling(1, 2, 2, 2, 2)),
 ]
@@ -241,6 +256,7 @@ def test_emulated_tilings_use_every_way_to_build_the_kernel() -> None:
     tilings = [tiling for _, _, tiling in _SMALL_PRODUCTS]
     for (n, k, norm, epilogue, _), rows, tiling in _SMALL_PRODUCTS:
         assert tiling.fits(n, k, padded(rows), norm, epilogue), tiling
+    assert {tiling.tall for tiling in tilings} == {0, 32, 48, 64}
     for name in ("stream", "persistent", "memory", "pair"):
         assert {getattr(tiling, name) for tiling in tilings} == {False, True}
     assert {epilogue for (_, _, _, epilogue, _), _, _ in _SMALL_PRODUCTS} == set(range(5))
@@ -256,6 +272,8 @@ def test_emulated_tilings_use_every_way_to_build_the_kernel() -> None:
         ("  wait_for_predecessor();\n", "", None),
         ("      __syncthreads();\n      issue_x();", "      issue_x();", None),
         ("await_copies<PENDING>();", "", None),
+        ("    publish_to_wgmma();\n    __syncthreads();\n", "", None),
+        ("await_wgmma<MT * 8>(sums[r])", "", None),
         ("    keep_residual();\n#endif", "#endif", None),
         ("      __syncwarp();  // what the other lanes copied\n", "", None),
         (
@@ -278,7 +296,10 @@ def test_the_emulator_notices(
     adds = "residual" in there
     shape = (64, 512, NO_NORM if adds else RMS_NORM, ADD if adds else STORE, not adds)
     product = Product(torch.device("cpu"), *shape, 32)
-    linear = product.linear(Tiling(1, 2, 1, 2, 3, stream=True, memory=True))
+    tiling = Tiling(1, 2, 1, 2, 3, stream=True, memory=True)
+    if "wgmma" in there:
+        tiling = tiling._replace(warps_n=4, tall=64)
+    linear = product.linear(tiling)
     if says is not None:
         with pytest.raises(AssertionError, match=says):
             product.run(linear)

@@ -108,7 +108,7 @@ class Kernel:
 def architecture(device_index: int) -> str:
     """What to compile for."""
     major, minor = torch.cuda.get_device_capability(device_index)
-    return f"sm_{major}{minor}"
+    return f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
 
 
 @functools.cache

@@ -103,6 +103,61 @@ __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// Four warps together: d[64 x COLUMNS] += a[64 x 16] b[COLUMNS x 16]^T, bfloat16 in shared memory, fp32 out. Rows are
+// 128 bytes apart, eight of them 1,024, swizzled by 128 bytes. A thread has rows g and g + 8 of its warp's
+// 16, of each eight columns 2t and 2t + 1: d[4j] and d[4j + 1], of row g + 8 d[4j + 2] and d[4j + 3].
+__device__ __forceinline__ unsigned long long matrix(u32 at) {
+  return (at >> 4 & 0x3fffull) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+template <int COLUMNS>
+__device__ __forceinline__ void wgmma(float (&d)[COLUMNS / 2], u32 a_at, u32 b_at) {
+  static_assert(COLUMNS == 8 || COLUMNS == 16 || COLUMNS == 32, "columns");
+  const unsigned long long a = matrix(a_at), b = matrix(b_at);
+  if constexpr (COLUMNS == 8) {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.eq.u32 add, 0, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
+        "{%0,%1,%2,%3}, %4, %5, add, 1, 1, 0, 0;\n}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "l"(a), "l"(b)
+        : "memory");
+  } else if constexpr (COLUMNS == 16) {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.eq.u32 add, 0, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+        "{%0,%1,%2,%3,%4,%5,%6,%7}, %8, %9, add, 1, 1, 0, 0;\n}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]),
+          "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+        : "l"(a), "l"(b)
+        : "memory");
+  } else {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.eq.u32 add, 0, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, %16, %17, add, 1, 1, 0, 0;\n}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]),
+          "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
+          "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+        : "l"(a), "l"(b)
+        : "memory");
+  }
+}
+// What all threads of the block copied is there for products after a barrier.
+__device__ __forceinline__ void publish_to_wgmma() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ __forceinline__ void begin_wgmma() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void end_wgmma() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int COLUMNS>
+__device__ __forceinline__ void await_wgmma(float (&d)[COLUMNS / 2]) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+  for (int i = 0; i < COLUMNS / 2; i++) asm volatile("" : "+f"(d[i])::"memory");
+}
+
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
                    : "memory");

@@ -23,16 +23,22 @@
 // brings whole lines: 128 bytes of four rows, or with PAIR 1 two stages' 256 bytes of two rows, which
 // takes less of the memory's energy.
 //
+// With TALL not 0 four warps together multiply tiles of TALL rows of W, straight from shared memory, by
+// wgmma m64nMk16: the warp-wide products above cost registers, loads and energy for each 16 rows. Rows
+// of 128 bytes then lie as that wants them (swizzled by 128 bytes), the stages of all warps in one
+// ring, and the whole block meets before each stage. Rows beyond TALL are the next tile's, for nothing.
+//
 // x lies in shared memory as a whole (STREAM 0: normed, K / C columns), or passes through XB
 // buffers of XS stages (STREAM 1: WK = 1, RMSNorm or none), the only barriers of the loop. RMSNorm
 // multiplies by 1 / rms at the end.
 
 #define WARPS (WR * WK)
 #define THREADS (32 * WARPS)
-#define TILES (RT * WR)                 // tiles of 16 rows of W in a block
+#define WGMMA (TALL > 0)
+#define TILES (WGMMA ? WR / 4 * RT * TALL / 16 : RT * WR)  // tiles of 16 rows of W in a block
 #define UNITS (K / 64)                  // stages of K in all
-#define STAGE_BYTES (2048 * RT)         // of one warp
-#define RING_BYTES (ST * STAGE_BYTES)
+#define STAGE_BYTES (2048 * (WGMMA ? TILES : RT))  // of one warp, or of all
+#define RING_BYTES (ST * STAGE_BYTES / (WGMMA ? WARPS : 1))  // for each warp
 #define TOGETHER (PAIR ? 2 : 1)         // stages that are filled at the same time
 #define PENDING (ST - TOGETHER)         // copies that may be under way when a stage is read
 #define XS 2                            // stages in a buffer of x
@@ -48,7 +54,8 @@
 #define CLUSTER (MEMORY ? 1 : C)
 #define OWNERS (CLUSTER < FRAGMENTS ? CLUSTER : FRAGMENTS)
 #define OWN (FRAGMENTS / OWNERS)        // fragments that an owner of the cluster finishes
-#define PER_WARP ((OWN + WARPS - 1) / WARPS)
+#define PER_WARP (WK * CLUSTER == 1 ? MT * RT : (OWN + WARPS - 1) / WARPS)
+#define PARTS (WARPS * RT * MT)         // fragments, with those of idle warps
 #define STAT_ROWS ((MT * 8 + WARPS - 1) / WARPS)
 #define STAT_TILES (OWN < TILES ? OWN : TILES)
 #define SPLIT (WK * C > 1)
@@ -66,6 +73,7 @@ static_assert(!STREAM || (WK == 1 && NORM != 2), "streaming x");
 static_assert(!PERSISTENT || (!SPLIT && EPILOGUE != 1), "a persistent block keeps its ring busy");
 static_assert(!MEMORY || WK == 1, "partial sums in memory are of whole blocks");
 static_assert(TILES % STAT_TILES == 0 && OWN % STAT_TILES == 0, "statistics");
+static_assert(!WGMMA || (STREAM && WR % 4 == 0 && TALL % 16 == 0 && TALL <= 64), "wgmma");
 static_assert(XR == 8 * MT || MT == 1, "rows of x");
 static_assert((XB - 1) * XS >= ST, "x must not be later than the weights");
 static_assert(!STREAM || !PERSISTENT || UNITS % XS == 0, "streaming x in whole buffers");
@@ -73,7 +81,7 @@ static_assert(RT * MT * 512 <= RING_BYTES || !SPLIT, "partial sums lie in the ri
 
 extern "C" __device__ const int shared_bytes = SHARED_BYTES > LEAST ? SHARED_BYTES : LEAST;
 
-extern __shared__ __align__(128) char shared[];
+extern __shared__ __align__(1024) char shared[];
 
 __device__ __forceinline__ float activate(float v) {
 #if EPILOGUE == 3
@@ -105,12 +113,18 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   const int total = count * my_tiles;
   const u32 base = shared_address(shared);
   const u32 ring = base + warp * RING_BYTES;
+  const u32 stages = WGMMA ? base : ring, stages_end = stages + ST * STAGE_BYTES;
+  // A warp's tiles of 16 rows of W. Where TALL is below 64 the last warps of each four have none.
+  const bool mine = !WGMMA || warp % 4 < TALL / 16;
+  auto own_tile = [&](int r) {
+    return WGMMA ? (warp / 4 * RT + r) * (TALL / 16) + warp % 4 : wr * RT + r;
+  };
   // Rows of 128 bytes in a stage, of W and of x: of odd rows the halves change places, so that the
   // lanes of a load hit different banks.
-  const u32 ring_end = ring + RING_BYTES;
+  auto moved = [](int row) { return WGMMA ? row & 7 : (row & 1) << 2; };
   const int copied_row = lane / (8 * TOGETHER), copied_stage = lane / 8 % TOGETHER;
-  const u32 copied = copied_stage * STAGE_BYTES + copied_row * 128 +
-                     ((lane % 8 ^ (copied_row & 1) << 2) * 16);
+  const u32 copied =
+      copied_stage * STAGE_BYTES + copied_row * 128 + ((lane % 8 ^ moved(copied_row)) * 16);
   float2* scale = (float2*)(shared + SCALE_AT);  // mean and 1 / deviation of each row of x
 
   // --- weights, as far as the ring holds them, before anything is known of x ------------------
@@ -126,7 +140,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       for (int half = 0; half < 2; half++)
 #pragma unroll
         for (int j = 0; j < (whole ? 1 : copies); j++) {
-          int first = (tile * WR + wr) * RT + r, row = copied_row + j * apart;
+          int first = tile * TILES + own_tile(r), row = copied_row + j * apart;
           int n = GATED ? first * 8 + half * (N / 2) : first * 16 + half * 8;
           n = whole ? min(n, N - 8) + row : min(n + row, N - 1);
           ahead[r][half][j] =
@@ -135,7 +149,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   };
   start_tile(tile);
   int ahead_tile = tile, ahead_unit = 0, issued = 0;
-  u32 ahead_slot = ring + copied;
+  u32 ahead_slot = stages + copied;
   auto issue_weights = [&]() {
 #pragma unroll
     for (int r = 0; r < RT; r++)
@@ -143,13 +157,15 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       for (int half = 0; half < 2; half++) {
 #pragma unroll
         for (int j = 0; j < copies; j++)
-          copy16(ahead_slot + (r * 2 + half) * 1024 + j * apart * 128,
-                 whole ? ahead[r][half][0] + j * apart * K * 2 : ahead[r][half][j * !whole]);
+          if (mine)
+            copy16((ahead_slot + (WGMMA ? own_tile(r) : r) * 2048 + half * 1024 + j * apart * 128) ^
+                       (WGMMA ? j * apart * 16 : 0),
+                   whole ? ahead[r][half][0] + j * apart * K * 2 : ahead[r][half][j * !whole]);
 #pragma unroll
         for (int j = 0; j < (whole ? 1 : copies); j++) ahead[r][half][j] += 128 * TOGETHER;
       }
     ahead_slot += TOGETHER * STAGE_BYTES;
-    if (ahead_slot >= ring_end) ahead_slot -= RING_BYTES;
+    if (ahead_slot >= stages_end) ahead_slot -= ST * STAGE_BYTES;
     issued += TOGETHER;
     ahead_unit += TOGETHER;
     if (PERSISTENT && ahead_unit == count) {
@@ -167,7 +183,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   for (int p = 0; p < X_PIECES && STREAM; p++) {
     const u32 i = threadIdx.x + p * THREADS, row = i / 8 % (MT * 8), c = i % 8;
     x_from[p] = min(row, M - 1u) * (K * 2u) + (slice_unit + i / (MT * 64)) * 128 + c * 16;
-    x_to[p] = i / (MT * 64) * X_STAGE + row * 128 + ((c ^ ((row & 1) << 2)) * 16);
+    x_to[p] = i / (MT * 64) * X_STAGE + row * 128 + ((c ^ moved(row)) * 16);
   }
   auto issue_x = [&]() {
 #pragma unroll
@@ -215,7 +231,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     for (int i = 0; i < PER_WARP && EPILOGUE == 1; i++) {
       int f = rank * OWN + i * WARPS + warp, mt = f / TILES, rt = f % TILES;
       if (WK * CLUSTER == 1) {
-        mt = i / RT, rt = wr * RT + i % RT;
+        mt = i / RT, rt = own_tile(i % RT);
+        if (!mine) break;
       } else if (i * WARPS + warp >= OWN || rank >= OWNERS) {
         break;
       }
@@ -294,6 +311,25 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   if (!STREAM) __syncthreads();
 
   // --- the product -----------------------------------------------------------------------------
+#if WGMMA
+  float sums[RT][MT * 4];  // row g of a tile and 2t, 2t + 1 of eight rows of x, then row g + 8
+  auto clear = [&]() {
+#pragma unroll
+    for (int r = 0; r < RT; r++)
+#pragma unroll
+      for (int j = 0; j < MT * 4; j++) sums[r][j] = 0.f;
+  };
+  // Turned round: row g of x, 2t and 2t + 1 of the tile's upper and of its lower half.
+  auto take = [&](int r, int mt, float (&v)[4]) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const int from = (2 * t + j % 2) * 4 + g / 2;
+      const float even = __shfl_sync(~0u, sums[r][mt * 4 + j / 2 * 2], from);
+      const float odd = __shfl_sync(~0u, sums[r][mt * 4 + j / 2 * 2 + 1], from);
+      v[j] = g % 2 ? odd : even;
+    }
+  };
+#else
   float sums[RT][2][(MT + 1) / 2][4];  // tile, its half, 16 rows of x
   auto clear = [&]() {
 #pragma unroll
@@ -309,6 +345,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll
     for (int j = 0; j < 4; j++) v[j] = sums[r][j / 2][mt / 2][mt % 2 * 2 + j % 2];
   };
+#endif
   clear();
 
   // Row m = 8 * mt + g of the output, columns 2t, 2t + 1 of the tile's upper and of its lower half.
@@ -347,7 +384,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     float gated[2];
 #pragma unroll
     for (int j = 0; j < 2; j++) gated[j] = v[j] / (1.f + __expf(-v[j])) * v[j + 2];
-    if (m < M) *(u32*)into = pack(gated[0], gated[1]);
+    if (m < M && n < N / 2) *(u32*)into = pack(gated[0], gated[1]);
 #else
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -363,6 +400,34 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   };
 
   int unit = 0;
+#if WGMMA
+  u32 slot = 0, x_at = base + X_AT;
+  await_copies<XB - 2>();
+  for (int i = 0; i < total; i++) {
+    if (i < (XB - 1) * XS)
+      await_copies<(PENDING < XB - 1 ? PENDING : XB - 1)>();
+    else
+      await_copies<PENDING>();
+    publish_to_wgmma();
+    __syncthreads();
+    // The buffer that is filled next was read last before this barrier.
+    if (unit % XS == 0) issue_x();
+    begin_wgmma();
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+#pragma unroll
+      for (int r = 0; r < RT; r++)
+        wgmma<MT * 8>(sums[r], base + slot + (warp / 4 * RT + r) * TALL * 128 + k * 32, x_at + k * 32);
+    end_wgmma();
+#pragma unroll
+    for (int r = 0; r < RT; r++) await_wgmma<MT * 8>(sums[r]);
+    if (i % TOGETHER == TOGETHER - 1 && issued < total) issue_weights();
+    commit_copies();
+    slot = slot == (ST - 1) * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
+    x_at += X_STAGE;
+    if (x_at == base + X_AT + XB * XS * X_STAGE) x_at = base + X_AT;
+    unit++;
+#else
   const u32 own_w = ring + g * 128 + (t ^ (g & 1) << 2) * 16;
   u32 slot = own_w;
   // This lane's 16 bytes of row g of x for the first half of a stage; the second is 64 bytes away.
@@ -427,22 +492,25 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       if (x_at == own_x + XB * XS * X_STAGE) x_at = own_x;
       // A last buffer that is not full ends the loop.
     }
+#endif
     if (unit == count && PERSISTENT) {
       if (NORM == 1 && i < count) {
         statistics();
         __syncthreads();
       }
 #pragma unroll
-      for (int r = 0; r < RT; r++)
+      for (int r = 0; r < RT && mine; r++)
 #pragma unroll
         for (int mt = 0; mt < MT; mt++) {
           float v[4];
           take(r, mt, v);
-          finish((tile * WR + wr) * RT + r, mt, 0, v, kept[0]);
+          finish(tile * TILES + own_tile(r), mt, 0, v, kept[0]);
         }
       clear();
       unit = 0;
-      if (!STREAM) x_at = own_x;
+#if !STREAM
+      x_at = own_x;
+#endif
       tile += block_count;
     }
   }
@@ -455,14 +523,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   // --- what the parts of K add up to -------------------------------------------------------------
   if (WK * CLUSTER == 1) {
 #if MEMORY && C > 1
-    float4* block = partials + (size_t)tile * C * FRAGMENTS * 32 + wr * RT * MT * 32 + lane;
+    float4* block = partials + (size_t)tile * C * PARTS * 32 + wr * RT * MT * 32 + lane;
 #pragma unroll
-    for (int r = 0; r < RT; r++)
+    for (int r = 0; r < RT && mine; r++)
 #pragma unroll
       for (int mt = 0; mt < MT; mt++) {
         float v[4];
         take(r, mt, v);
-        block[(rank * FRAGMENTS + r * MT + mt) * 32] = make_float4(v[0], v[1], v[2], v[3]);
+        block[(rank * PARTS + r * MT + mt) * 32] = make_float4(v[0], v[1], v[2], v[3]);
       }
     __shared__ u32 before;
     __threadfence();
@@ -477,7 +545,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     keep_residual();
 #endif
 #pragma unroll
-    for (int mt = 0; mt < MT; mt++)
+    for (int mt = 0; mt < MT && mine; mt++)
 #pragma unroll
       for (int r = 0; r < RT; r++) {
         float v[4];
@@ -487,19 +555,20 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll
         for (int c = 0; c < C; c++)
           part[c] = c == rank ? make_float4(v[0], v[1], v[2], v[3])
-                              : load_l2(block + (c * FRAGMENTS + r * MT + mt) * 32);
+                              : load_l2(block + (c * PARTS + r * MT + mt) * 32);
 #pragma unroll
         for (int c = 0; c < C; c++)
           sum.x += part[c].x, sum.y += part[c].y, sum.z += part[c].z, sum.w += part[c].w;
         v[0] = sum.x, v[1] = sum.y, v[2] = sum.z, v[3] = sum.w;
 #endif
-        finish((tile * WR + wr) * RT + r, mt, mt * TILES + wr * RT + r, v,
+        finish(tile * TILES + own_tile(r), mt, mt * TILES + own_tile(r), v,
                kept[EPILOGUE == 1 ? mt * RT + r : 0]);
       }
   } else {
     await_copies<0>();
+    if (WGMMA) __syncthreads();  // all have multiplied
 #pragma unroll
-    for (int r = 0; r < RT; r++)
+    for (int r = 0; r < RT && mine; r++)
 #pragma unroll
       for (int mt = 0; mt < MT; mt++) {
         float v[4];
@@ -517,7 +586,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       int own = i * WARPS + warp;
       if (own >= OWN || rank >= OWNERS) break;
       int f = rank * OWN + own, mt = f / TILES, rt = f % TILES;
-      u32 at = base + (rt / RT) * RING_BYTES + (rt % RT * MT + mt) * 512 + lane * 16;
+      const int tall = rt / (TALL / 16 + !WGMMA), in_tall = rt % (TALL / 16 + !WGMMA);
+      const int by = WGMMA ? tall / RT * 4 + in_tall : rt / RT, r = WGMMA ? tall % RT : rt % RT;
+      u32 at = base + by * RING_BYTES + (r * MT + mt) * 512 + lane * 16;
       float v[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
       for (int c = 0; c < CLUSTER; c++) {

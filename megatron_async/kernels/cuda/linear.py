@@ -32,8 +32,8 @@ UNIT = 64
 class Tiling(NamedTuple):
     """See ``linear.cu``: tiles of 16 rows a warp, warps in N and K, blocks in K, stages of the
     ring, whether x streams, whether blocks go on to further rows of the weight, whether the
-    blocks in K add up through memory, rather than as a cluster, and whether two stages are filled
-    at the same time."""
+    blocks in K add up through memory, rather than as a cluster, whether two stages are filled at
+    the same time, and rows of the weight that four warps multiply together, 0 for none."""
 
     row_tiles: int
     warps_n: int
@@ -44,10 +44,13 @@ class Tiling(NamedTuple):
     persistent: bool = False
     memory: bool = False
     pair: bool = False
+    tall: int = 0
 
     @property
     def weight_rows(self) -> int:
         """Rows of the weight in a block."""
+        if self.tall:
+            return self.tall * self.row_tiles * (self.warps_n // 4)
         return 16 * self.row_tiles * self.warps_n
 
     def blocks(self, n: int) -> int:
@@ -56,7 +59,7 @@ class Tiling(NamedTuple):
 
     def statistic_rows(self, rows: int) -> int:
         """Elements of the residual stream that one partial statistic of epilogue ADD covers."""
-        tiles = self.row_tiles * self.warps_n
+        tiles = self.weight_rows // 16
         fragments = groups(rows) * tiles
         if self.memory:
             return 16 * tiles
@@ -69,9 +72,10 @@ class Tiling(NamedTuple):
 
     def shared_bytes(self, k: int, rows: int) -> int:
         """About what a block takes."""
-        warps = self.warps_n * self.warps_k
+        self.warps_n * self.warps_k
         slice_k = -(-(k // UNIT) // self.splits) * UNIT
-        ring = warps * self.stages * 2048 * self.row_tiles
+        rows_copied = self.weight_rows * self.warps_k
+        ring = self.stages * 128 * rows_copied
         if self.stream:
             x = self.x_stages * groups(rows) * 1024
             return ring + x + 8192
@@ -79,10 +83,10 @@ class Tiling(NamedTuple):
 
     def fits(self, n: int, k: int, rows: int, norm: int, epilogue: int) -> bool:
         """Whether the kernel can be built so."""
-        fragments = groups(rows) * self.row_tiles * self.warps_n
+        tiles = self.weight_rows // 16
+        fragments = groups(rows) * tiles
         split = self.warps_k * self.splits > 1
         owners = 1 if self.memory else min(self.splits, fragments)
-        tiles = self.row_tiles * self.warps_n
         own = fragments // owners
         return (
             self.warps_n * self.warps_k <= 32
@@ -93,13 +97,16 @@ class Tiling(NamedTuple):
             and not (self.stream and (self.warps_k > 1 or norm == LAYER_NORM))
             and not (self.stream and self.persistent and k // UNIT % 2)
             and not (self.memory and (self.warps_k > 1 or self.splits == 1))
+            and self.tall in (0, 32, 48, 64)
+            and not (self.tall and (self.warps_n % 4 or not self.stream))
             and not (self.pair and (self.stages % 2 or self.stages < 4))
             and not (self.pair and k // UNIT % (2 * self.splits * self.warps_k))
             and not (self.persistent and (split or epilogue == ADD))
             and (groups(rows) * 512 <= self.stages * 2048 or not split or self.memory)
             and self.shared_bytes(k, rows) <= SHARED_BYTES
-            # Statistics and pairs of gate and up do not stop at the end of the weight.
-            and (epilogue in (STORE, GELU, GELU_TANH) or n % self.weight_rows == 0)
+            # Statistics do not stop at the end of the weight.
+            and (epilogue != ADD or n % self.weight_rows == 0)
+            and (epilogue != SILU_GATE or n % 16 == 0)
         )
 
 
@@ -259,7 +266,8 @@ class Linear:
         self._arrivals: Tensor | None = None
         if tiling.memory:
             tiles = blocks // tiling.splits
-            self._partials = torch.empty(blocks * tiling.weight_rows * max(8, rows), device=device)
+            most = 16 * tiling.row_tiles * tiling.warps_n * max(8, rows)
+            self._partials = torch.empty(blocks * most, device=device)
             self._arrivals = torch.zeros(tiles, dtype=torch.int32, device=device)
         self.statistic_rows = tiling.statistic_rows(rows)
 
@@ -306,7 +314,7 @@ def defines(
         "C": tiling.splits, "ST": tiling.stages, "STREAM": int(tiling.stream),
         "PERSISTENT": int(tiling.persistent), "K": k, "N": n, "NORM": norm,
         "EPILOGUE": epilogue, "STATS": norm_statistics, "MEMORY": int(tiling.memory),
-        "PAIR": int(tiling.pair),
+        "PAIR": int(tiling.pair), "TALL": tiling.tall,
         "LEAST": ALONE_BYTES if ALONE_BLOCKS <= tiling.blocks(n) <= MULTIPROCESSORS else 0,
     }  # fmt: skip
 
