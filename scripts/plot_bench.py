@@ -76,8 +76,8 @@ def draw(panels: list[Panel], heading: str, out: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    columns = min(len(panels), COLUMNS)
     lines = -(-len(panels) // COLUMNS)
+    columns = -(-len(panels) // lines)
     figure, axes = pyplot.subplots(
         lines, columns, figsize=(max(4.5, 3.4 * columns), 4 * lines), squeeze=False
     )
@@ -92,7 +92,7 @@ def draw(panels: list[Panel], heading: str, out: Path) -> None:
         if panel.floor is not None:
             label = f"floor {panel.floor:.3f} ms"
             axis.axhline(panel.floor, color="tab:red", linestyle="--", label=label)
-            axis.legend(loc="lower right", fontsize=8)
+            axis.legend(loc="upper left", fontsize=8)
         axis.margins(y=0.12)
         axis.set_title(panel.title, fontsize=10)
         axis.set_ylabel(panel.unit, fontsize=8)
