@@ -34,7 +34,7 @@ _STANDARD = """
 #include <vector>
 """
 _OPTIONS = ("-std=c++20", "-O1", "-w", "-fPIC")
-_SHARED = re.compile(r"extern __shared__ __align__\(\d+\) char shared\[\];")
+_SHARED = re.compile(r"extern __shared__ __align__\([^)]+\) char shared\[\];")
 _CLUSTER = {"linear": "CLUSTER", "attention": "SPLITS", "embed": "1"}
 _WRITTEN_BEFORE = {"linear": (0, 5, 8), "attention": (0,), "embed": (0, 1)}
 """Arguments that the kernel in front writes: x, statistics and residual; the projection; tokens."""

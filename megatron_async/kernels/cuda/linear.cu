@@ -81,7 +81,7 @@ static_assert(RT * MT * 512 <= RING_BYTES || !SPLIT, "partial sums lie in the ri
 
 extern "C" __device__ const int shared_bytes = SHARED_BYTES > LEAST ? SHARED_BYTES : LEAST;
 
-extern __shared__ __align__(1024) char shared[];
+extern __shared__ __align__(TALL ? 1024 : 128) char shared[];
 
 __device__ __forceinline__ float activate(float v) {
 #if EPILOGUE == 3
@@ -94,8 +94,7 @@ __device__ __forceinline__ float activate(float v) {
 #endif
 }
 
-// Registers leave room for a block of the next kernel, which starts while this one runs.
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, THREADS <= 256 ? 2 : 1)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS)
     linear(const u16* x, const char* w, const u16* bias, const u16* norm_weight,
            const u16* norm_bias, const float2* stats_in, int stats_tiles, float eps,
            const u16* residual, u16* out, const u16* next_weight, u16* scaled, float2* stats_out, int M,
@@ -128,24 +127,33 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   float2* scale = (float2*)(shared + SCALE_AT);  // mean and 1 / deviation of each row of x
 
   // --- weights, as far as the ring holds them, before anything is known of x ------------------
-  // Of each tile, for its upper and lower half, this lane's row in the first copy; where eight rows
-  // are always rows of W the other copies' are at a distance.
-  constexpr bool whole = N % 8 == 0;
-  constexpr int copies = 2 * TOGETHER, apart = 8 / copies;
-  const char* ahead[RT][2][whole ? 1 : copies];
+  // This lane's rows in the copies of a warp's tiles, and of each tile's upper and lower half. Where
+  // blocks, or eight rows, never go beyond W, one row's place gives the others.
+  constexpr bool full = N % (16 * TILES) == 0, whole = N % 8 == 0;
+  constexpr int copies = 2 * TOGETHER, apart = 8 / copies, halves = GATED ? 2 : 1;
+  const char* ahead[full ? halves : RT * 2 * (whole ? 1 : copies)];
+  auto row_of = [&](int tile, int r, int half) {
+    const int first = tile * TILES + own_tile(r);
+    return GATED ? first * 8 + half * (N / 2) : first * 16 + half * 8;
+  };
+  auto place_of = [&](int n) {
+    return w + (size_t)n * (K * 2) + (first_unit + copied_stage) * 128 + lane % 8 * 16;
+  };
   auto start_tile = [&](int tile) {
 #pragma unroll
-    for (int r = 0; r < RT; r++)
+    for (int i = 0; i < (full ? halves : RT * 2); i++)
 #pragma unroll
-      for (int half = 0; half < 2; half++)
-#pragma unroll
-        for (int j = 0; j < (whole ? 1 : copies); j++) {
-          int first = tile * TILES + own_tile(r), row = copied_row + j * apart;
-          int n = GATED ? first * 8 + half * (N / 2) : first * 16 + half * 8;
-          n = whole ? min(n, N - 8) + row : min(n + row, N - 1);
-          ahead[r][half][j] =
-              w + (size_t)n * (K * 2) + (first_unit + copied_stage) * 128 + lane % 8 * 16;
-        }
+      for (int j = 0; j < (whole ? 1 : copies); j++) {
+        const int n = row_of(tile, full ? 0 : i / 2, full ? i : i % 2), row = copied_row + j * apart;
+        ahead[i * (whole ? 1 : copies) + j] =
+            place_of(full ? n + row : whole ? min(n, N - 8) + row : min(n + row, N - 1));
+      }
+  };
+  auto copied_from = [&](int r, int half, int j) {
+    const int tiles = r * (WGMMA ? TALL / 16 : 1);
+    if (full)
+      return ahead[half % halves] + (tiles * (GATED ? 8 : 16) + half / halves * 8 + j * apart) * (K * 2);
+    return whole ? ahead[r * 2 + half] + j * apart * (K * 2) : ahead[(r * 2 + half) * copies + j];
   };
   start_tile(tile);
   int ahead_tile = tile, ahead_unit = 0, issued = 0;
@@ -160,10 +168,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
           if (mine)
             copy16((ahead_slot + (WGMMA ? own_tile(r) : r) * 2048 + half * 1024 + j * apart * 128) ^
                        (WGMMA ? j * apart * 16 : 0),
-                   whole ? ahead[r][half][0] + j * apart * K * 2 : ahead[r][half][j * !whole]);
-#pragma unroll
-        for (int j = 0; j < (whole ? 1 : copies); j++) ahead[r][half][j] += 128 * TOGETHER;
+                   copied_from(r, half, j));
       }
+    for (auto& place : ahead) place += 128 * TOGETHER;
     ahead_slot += TOGETHER * STAGE_BYTES;
     if (ahead_slot >= stages_end) ahead_slot -= ST * STAGE_BYTES;
     issued += TOGETHER;
@@ -244,29 +251,47 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   if (!MEMORY) keep_residual();
   // Statistics of this warp's rows, all at once: each is a trip to L2, made here and awaited when they
   // are needed.
-  float2 partial[STAT_ROWS][2];
-  auto statistics_of = [&](int j, int i) {
-    const int row = min(warp + j * WARPS, M - 1);
-    return i < stats_tiles ? load_l2(stats_in + (size_t)row * stats_tiles + i) : make_float2(0.f, 0.f);
+  float squares[STAT_ROWS][2];
+#if NORM == 2
+  float means[STAT_ROWS][2];
+#endif
+  auto ask = [&](int j, int i, float& mean, float& square) {
+    const float2* from = stats_in + (size_t)min(warp + j * WARPS, M - 1) * stats_tiles + i;
+    mean = square = 0.f;
+    if (i >= stats_tiles) return;
+    square = load_l2(&from->y);
+    if (NORM == 2) mean = load_l2(&from->x);
   };
 #pragma unroll
   for (int i = 0; i < 2 && NORM; i++)
 #pragma unroll
-    for (int j = 0; j < STAT_ROWS; j++) partial[j][i] = statistics_of(j, lane + i * 32);
+    for (int j = 0; j < STAT_ROWS; j++) {
+      float mean;
+      ask(j, lane + i * 32, mean, squares[j][i]);
+#if NORM == 2
+      means[j][i] = mean;
+#endif
+    }
   auto statistics = [&]() {
 #pragma unroll
     for (int j = 0; j < STAT_ROWS; j++) {
-      float mean = 0.f, square = 0.f;
-      auto add = [&](float2 v) {
-        mean += v.x;
-        // Of RMSNorm the sum of squares; of LayerNorm that of deviations, and the tiles' means.
-        square += NORM == 2 ? v.y + v.x * v.x * (float)(K / stats_tiles) : v.y;
-      };
-      add(partial[j][0]), add(partial[j][1]);
-      for (int i = lane + 64; i < stats_tiles; i += 32) add(statistics_of(j, i));
+      // Of RMSNorm the sum of squares; of LayerNorm that of deviations, and the tiles' means.
+      float square = squares[j][0] + squares[j][1], mean = 0.f;
+#if NORM == 2
+      const float each = K / stats_tiles;
+      mean = means[j][0] + means[j][1];
+      square += (means[j][0] * means[j][0] + means[j][1] * means[j][1]) * each;
+#endif
+#pragma unroll 1
+      for (int i = lane + 64; i < stats_tiles; i += 32) {
+        float m, s;
+        ask(j, i, m, s);
+        mean += m;
+        square += s + (NORM == 2 ? m * m * (float)(K / stats_tiles) : 0.f);
+      }
 #pragma unroll
       for (int d = 16; d; d >>= 1) {
-        mean += __shfl_xor_sync(~0u, mean, d);
+        if (NORM == 2) mean += __shfl_xor_sync(~0u, mean, d);
         square += __shfl_xor_sync(~0u, square, d);
       }
       const float m = NORM == 2 ? mean / stats_tiles : 0.f, variance = square / K - m * m;
