@@ -276,11 +276,7 @@ def test_emulated_tilings_use_every_way_to_build_the_kernel() -> None:
         ("await_wgmma<MT * 8>(sums[r])", "", None),
         ("    keep_residual();\n#endif", "#endif", None),
         ("      __syncwarp();  // what the other lanes copied\n", "", None),
-        (
-            "lane % 8 * 16;\n        }\n  };\n  start_tile",
-            "size_t(N) * K * 2;}};start_tile",
-            "of nobody",
-        ),
+        ("return w + (size_t)n * (K * 2)", "return w + (size_t)(n + N) * (K * 2)", "of nobody"),
     ],
 )
 def test_the_emulator_notices(
