@@ -13,6 +13,7 @@
 #define __global__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define __cluster_dims__(x, y, z)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __shared__ static
@@ -42,8 +43,22 @@ struct Warp {
   alignas(16) char lanes[2][32][48];  // what the lanes show each other, in turn
 };
 
+struct Copy {
+  char* into;
+  const char* from;  // null: zeros
+};
+
+// What bulk copies report to.
+struct Transfer {
+  long long bytes = 0;  // announced and not there yet
+  bool announced = false;
+  unsigned parity = 0;
+  std::vector<Copy> under_way;
+};
+
 struct Block {
   Index index;
+  std::map<unsigned, Transfer> transfers;  // by address
   std::vector<char> memory;
   Barrier barrier, predecessor;
   std::vector<Warp> warps;
@@ -53,11 +68,6 @@ struct Block {
 struct Cluster {
   std::vector<Block> blocks;
   Barrier barrier;
-};
-
-struct Copy {
-  char* into;
-  const char* from;  // null: zeros
 };
 
 // What one thread has of a product of four warps.
@@ -154,6 +164,42 @@ inline void copy(const Copy& c) {
     std::memcpy(c.into, c.from, 16);
   else
     std::memset(c.into, 0, 16);
+}
+inline Transfer& transfer(unsigned barrier) {
+  auto& all = fiber->block->transfers;
+  if (!all.count(barrier)) fail("a barrier that nobody initialised");
+  return all[barrier];
+}
+inline void arrive(Transfer& t, long long bytes) {
+  t.bytes -= bytes;
+  if (!t.announced || t.bytes != 0) return;
+  t.announced = false;
+  t.parity ^= 1;
+  events++;
+}
+inline void copy_box(unsigned into, const u64* map, std::vector<int> at, unsigned barrier) {
+  const u64 *sizes = map + 1, *strides = map + 5, *box = map + 9;
+  auto& t = transfer(barrier);
+  if (map[13] != at.size() || into % 1024) fail("a box of another kind, or misplaced");
+  long long rows = 1;
+  for (size_t d = 1; d < at.size(); d++) rows *= box[d];
+  for (long long row = 0; row < rows; row++)
+    for (int chunk = 0; chunk < 8; chunk++) {
+      const char* from = (const char*)map[0] + (at[0] + chunk * 8) * 2;
+      bool inside = at[0] + chunk * 8 < (long long)sizes[0];
+      long long rest = row;
+      for (size_t d = 1; d < at.size(); rest /= box[d], d++) {
+        const long long i = at[d] + rest % (long long)box[d];
+        inside = inside && i < (long long)sizes[d];
+        from += i * strides[d];
+      }
+      const unsigned to = into + row * 128 + chunk * 16;
+      Copy c{shared_memory(to ^ (to >> 7 & 7) << 4, 16), inside ? checked(from, 16) : nullptr};
+      if (random_bits() & 1)
+        copy(c), arrive(t, 16);
+      else
+        t.under_way.push_back(c);
+    }
 }
 inline void issue(unsigned into, const void* from) {
   Copy c{shared_memory(into, 16), (const char*)(from ? checked((const char*)from, 16) : nullptr)};
@@ -265,6 +311,36 @@ void await_copies() {
     groups.erase(groups.begin());
   }
 }
+
+inline void init_barrier(u32 barrier) {
+  emulator::shared_memory(barrier, 8);
+  emulator::fiber->block->transfers[barrier] = {};
+}
+inline void publish_barriers() {}
+inline void expect_bytes(u32 barrier, u32 bytes) {
+  auto& t = emulator::transfer(barrier);
+  if (t.announced) emulator::fail("bytes announced twice in a phase");
+  t.announced = true;
+  t.bytes += bytes;
+  emulator::arrive(t, 0);
+}
+inline void await_bytes(u32 barrier, u32 parity) {
+  for (;;) {
+    auto& t = emulator::transfer(barrier);
+    if (t.parity != parity) return;
+    const auto copies = std::move(t.under_way);
+    t.under_way.clear();
+    for (const auto& c : copies) emulator::copy(c), emulator::arrive(t, 16);
+    if (t.parity == parity) emulator::give_way();
+  }
+}
+inline void copy_box(u32 into, const TensorMap& map, int a, int b, u32 barrier) {
+  emulator::copy_box(into, map.opaque, {a, b}, barrier);
+}
+inline void copy_box(u32 into, const TensorMap& map, int a, int b, int c, int d, u32 barrier) {
+  emulator::copy_box(into, map.opaque, {a, b, c, d}, barrier);
+}
+inline void prefetch_map(const TensorMap&) {}
 
 inline Vec load_shared(u32 at) { return *(const Vec*)emulator::shared_memory(at, 16); }
 inline void store_shared(u32 at, Vec v) { *(Vec*)emulator::shared_memory(at, 16) = v; }

@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ _STANDARD = """
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <random>
 #include <string>
@@ -72,6 +73,8 @@ class EmulatedKernel:
                 values.append(ctypes.c_void_p(begin))
             elif argument is None:
                 values.append(ctypes.c_void_p(0))
+            elif isinstance(argument, ctypes.Array):
+                values.append(argument)
             else:
                 kind = ctypes.c_float if isinstance(argument, float) else ctypes.c_int
                 values.append(kind(argument))
@@ -99,8 +102,21 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the wrappers of ``kernels/cuda``, and the fused forward, work on a CPU."""
     monkeypatch.setattr(linear, "kernel", kernel)
     monkeypatch.setattr(attention, "kernel", kernel)
+    monkeypatch.setattr(cuda, "tensor_map", tensor_map)
     monkeypatch.setattr(cuda, "compile_together", lambda work, architecture: None)
     monkeypatch.setattr(cuda, "architecture", lambda device_index: "emulated")
+
+
+def tensor_map(
+    tensor: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]
+) -> Any:
+    """Stands for ``compile.tensor_map``: what ``copy_box`` in ``emulated_intrinsics.hpp`` reads."""
+    assert box[0] * 2 == 128 and max(box) <= 256 and len(sizes) == len(box) == len(strides) + 1
+    assert all(stride % 16 == 0 for stride in strides) and tensor.data_ptr() % 16 == 0
+    rest = [0] * (4 - len(sizes))
+    dimensions = [*sizes, *rest], [2, *strides, *rest], [*box, *rest]
+    fields = [tensor.data_ptr(), *dimensions[0], *dimensions[1], *dimensions[2], len(sizes)]
+    return (ctypes.c_ulonglong * 16)(*fields)
 
 
 def kernel(source: str, defines: Mapping[str, int], device: torch.device) -> EmulatedKernel:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_async.kernels.cuda import compile as cuda
 from megatron_async.kernels.cuda import linear as cuda_linear
 from megatron_async.kernels.cuda.linear import (
     ADD,
@@ -159,7 +160,12 @@ def _tilings(product: Product, count: int) -> list[Tiling]:
     ]
     shape = (product.n, product.k, padded(product.rows), product.norm, product.epilogue)
     fitting = [tiling for tiling in every if tiling.fits(*shape)]
-    tall = [t._replace(tall=tall) for t in fitting for tall in (32, 48, 64)]
+    tall = [
+        t._replace(tall=tall, box=box)
+        for t in fitting
+        for tall in (32, 48, 64)
+        for box in (False, True)
+    ]
     chosen: list[Tiling] = []
     for some in (fitting, [tiling for tiling in tall if tiling.fits(*shape)]):
         chosen += some[:: max(1, len(some) // count)][:count]
@@ -207,6 +213,14 @@ _SMALL_PRODUCTS = [
         Tiling(1, 4, 1, 1, 4, stream=True, pair=True, tall=48),
     ),
     ((176, 256, RMS_NORM, SILU_GATE, False), 9, Tiling(1, 4, 1, 1, 3, stream=True, tall=64)),
+    ((176, 320, RMS_NORM, SILU_GATE, True), 32, Tiling(2, 4, 1, 1, 2, True, tall=48, box=True)),
+    ((205, 384, RMS_NORM, STORE, True), 17, Tiling(1, 8, 1, 2, 3, True, tall=32, box=True)),
+    ((205, 256, NO_NORM, STORE, False), 6, Tiling(1, 4, 1, 1, 5, True, True, tall=64, box=True)),
+    (
+        (192, 448, NO_NORM, ADD, True),
+        30,
+        Tiling(1, 4, 1, 4, 1, True, False, True, tall=48, box=True),
+    ),
     ((96, 320, RMS_NORM, SILU_GATE, True), 7, Tiling(2, 4, 1, 1, 2, stream=True, tall=48)),
     ((256, 448, NO_NORM, ADD, True), 20, Tiling(1, 8, 1, 2, 3, stream=True, memory=True, tall=32)),
     ((192, 512, NO_NORM, ADD, False), 30, Tiling(2, 8, 1, 4, 4, True, tall=48)),
@@ -257,7 +271,7 @@ def test_emulated_tilings_use_every_way_to_build_the_kernel() -> None:
     for (n, k, norm, epilogue, _), rows, tiling in _SMALL_PRODUCTS:
         assert tiling.fits(n, k, padded(rows), norm, epilogue), tiling
     assert {tiling.tall for tiling in tilings} == {0, 32, 48, 64}
-    for name in ("stream", "persistent", "memory", "pair"):
+    for name in ("stream", "persistent", "memory", "pair", "box"):
         assert {getattr(tiling, name) for tiling in tilings} == {False, True}
     assert {epilogue for (_, _, _, epilogue, _), _, _ in _SMALL_PRODUCTS} == set(range(5))
 
@@ -272,7 +286,8 @@ def test_emulated_tilings_use_every_way_to_build_the_kernel() -> None:
         ("  wait_for_predecessor();\n", "", None),
         ("      __syncthreads();\n      issue_x();", "      issue_x();", None),
         ("await_copies<PENDING>();", "", None),
-        ("    publish_to_wgmma();\n    __syncthreads();\n", "", None),
+        ("      publish_to_wgmma();\n      __syncthreads();\n", "", None),
+        ("    await_bytes(arrived + stage * 8, passed);\n", "", "announced twice"),
         ("await_wgmma<MT * 8>(sums[r])", "", None),
         ("    keep_residual();\n#endif", "#endif", None),
         ("      __syncwarp();  // what the other lanes copied\n", "", None),
@@ -289,12 +304,15 @@ def test_the_emulator_notices(
     monkeypatch.setattr(
         cuda_linear, "kernel", lambda source, values, _: emulator.EmulatedKernel(source, values)
     )
+    monkeypatch.setattr(cuda, "tensor_map", emulator.tensor_map)
     adds = "residual" in there
     shape = (64, 512, NO_NORM if adds else RMS_NORM, ADD if adds else STORE, not adds)
     product = Product(torch.device("cpu"), *shape, 32)
     tiling = Tiling(1, 2, 1, 2, 3, stream=True, memory=True)
     if "wgmma" in there:
         tiling = tiling._replace(warps_n=4, tall=64)
+    if "passed" in there:
+        tiling = tiling._replace(warps_n=4, tall=64, box=True)
     linear = product.linear(tiling)
     if says is not None:
         with pytest.raises(AssertionError, match=says):

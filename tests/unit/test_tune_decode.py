@@ -93,7 +93,7 @@ def test_stops_in_time(tuner: ModuleType, compiled: list[int]) -> None:
 def test_neighbours_reach_every_field_and_what_is_printed_can_be_pasted(tuner: ModuleType) -> None:
     tiling = Tiling(2, 4, 1, 4, 4, stream=True, persistent=True)
     found = list(tuner.neighbours(tiling))
-    for field in Tiling._fields:
+    for field in set(Tiling._fields) - {"persistent"}:  # which follows from the number of blocks
         assert len({getattr(t, field) for t in found}) > 1, field
     for each in (tiling, tiling._replace(pair=True, memory=True, tall=64), Tiling(1, 1, 8, 1, 3)):
         shape, _, text = tuner.line_of(PRODUCT, each).rstrip(",").partition(": ")

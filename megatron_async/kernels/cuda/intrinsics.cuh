@@ -44,6 +44,47 @@ __device__ __forceinline__ void await_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// Bulk copies report the bytes that arrived to a barrier in shared memory. Its phases alternate in
+// parity, from 0 on; one ends when all bytes that its one arrival announced are there.
+__device__ __forceinline__ void init_barrier(u32 barrier) {
+  asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barrier) : "memory");
+}
+// Before the first copy reports to a barrier that this thread initialised.
+__device__ __forceinline__ void publish_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void await_bytes(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\n"
+      "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+// A box of a tensor, swizzled by 128 bytes; what lies beyond the tensor becomes zeros. Coordinates
+// begin with the innermost.
+__device__ __forceinline__ void copy_box(u32 into, const TensorMap& map, int a, int b, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%2, %3}], [%4];" ::"r"(into),
+      "l"(&map), "r"(a), "r"(b), "r"(barrier)
+      : "memory");
+}
+__device__ __forceinline__ void copy_box(u32 into, const TensorMap& map, int a, int b, int c, int d,
+                                         u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%2, %3, %4, %5}], [%6];" ::"r"(into),
+      "l"(&map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(barrier)
+      : "memory");
+}
+__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 __device__ __forceinline__ Vec load_shared(u32 at) {
   Vec v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"

@@ -27,6 +27,7 @@
 // wgmma m64nMk16: the warp-wide products above cost registers, loads and energy for each 16 rows. Rows
 // of 128 bytes then lie as that wants them (swizzled by 128 bytes), the stages of all warps in one
 // ring, and the whole block meets before each stage. Rows beyond TALL are the next tile's, for nothing.
+// With BOX 1 each four warps' rows of a stage come as a box of a tensor, in one bulk copy.
 //
 // x lies in shared memory as a whole (STREAM 0: normed, K / C columns), or passes through XB
 // buffers of XS stages (STREAM 1: WK = 1, RMSNorm or none), the only barriers of the loop. RMSNorm
@@ -42,7 +43,7 @@
 #define TOGETHER (PAIR ? 2 : 1)         // stages that are filled at the same time
 #define PENDING (ST - TOGETHER)         // copies that may be under way when a stage is read
 #define XS 2                            // stages in a buffer of x
-#define XB ((ST + 1) / 2 + 1)           // buffers of x
+#define XB (BOX ? 3 : (ST + 1) / 2 + 1) // buffers of x
 #define SLICE ((UNITS + C - 1) / C * 64)
 #define X_ROW (STREAM ? 128 : SLICE * 2 + 64)
 #define X_STAGE (MT * 8 * 128)
@@ -63,7 +64,8 @@
 #define SCALES (EPILOGUE == 1 && STATS == 1)
 
 #define X_AT (WARPS * RING_BYTES)
-#define SCALE_AT (X_AT + X_BYTES)
+#define ARRIVED_AT (X_AT + X_BYTES)     // barriers of the stages of each four warps
+#define SCALE_AT (ARRIVED_AT + (BOX ? WARPS / 4 * ST * 8 : 0))
 #define STATS_AT (SCALE_AT + MT * 8 * 8)
 #define SHARED_BYTES (STATS_AT + (EPILOGUE == 1 ? OWN * 64 : 0))
 
@@ -75,9 +77,10 @@ static_assert(!MEMORY || WK == 1, "partial sums in memory are of whole blocks");
 static_assert(TILES % STAT_TILES == 0 && OWN % STAT_TILES == 0, "statistics");
 static_assert(!WGMMA || (STREAM && WR % 4 == 0 && TALL % 16 == 0 && TALL <= 64), "wgmma");
 static_assert(XR == 8 * MT || MT == 1, "rows of x");
-static_assert((XB - 1) * XS >= ST, "x must not be later than the weights");
+static_assert(!BOX || (WGMMA && !PAIR && RT * TALL <= 256), "boxes");
+static_assert(BOX || (XB - 1) * XS >= ST, "x must not be later than the weights");
 static_assert(!STREAM || !PERSISTENT || UNITS % XS == 0, "streaming x in whole buffers");
-static_assert(RT * MT * 512 <= RING_BYTES || !SPLIT, "partial sums lie in the ring");
+static_assert(RT * MT * 512 <= RING_BYTES || !SPLIT || MEMORY, "partial sums lie in the ring");
 
 extern "C" __device__ const int shared_bytes = SHARED_BYTES > LEAST ? SHARED_BYTES : LEAST;
 
@@ -98,7 +101,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     linear(const u16* x, const char* w, const u16* bias, const u16* norm_weight,
            const u16* norm_bias, const float2* stats_in, int stats_tiles, float eps,
            const u16* residual, u16* out, const u16* next_weight, u16* scaled, float2* stats_out, int M,
-           int out_row, float4* partials, u32* arrivals) {
+           int out_row, float4* partials, u32* arrivals
+#if BOX
+           , const __grid_constant__ TensorMap w_map
+#endif
+           ) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int wr = warp % WR, wk = warp / WR;
   const int rank = C > 1 ? blockIdx.x % C : 0;
@@ -127,6 +134,36 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   float2* scale = (float2*)(shared + SCALE_AT);  // mean and 1 / deviation of each row of x
 
   // --- weights, as far as the ring holds them, before anything is known of x ------------------
+#if BOX
+  const u32 arrived = base + ARRIVED_AT + warp / 4 * ST * 8;
+  const bool leads = warp % 4 == 0 && lane == 0;
+  if (leads) {
+    prefetch_map(w_map);
+    for (int s = 0; s < ST; s++) init_barrier(arrived + s * 8);
+    publish_barriers();
+  }
+  int ahead_tile = tile, ahead_unit = 0, ahead_stage = 0, issued = 0;
+  auto issue_weights = [&]() {
+    if (leads) {
+      const u32 into = base + ahead_stage * STAGE_BYTES + warp / 4 * RT * TALL * 128;
+      const u32 barrier = arrived + ahead_stage * 8;
+      const int k = (first_unit + ahead_unit) * 64, row = ahead_tile * 16 * TILES + warp / 4 * RT * TALL;
+      expect_bytes(barrier, RT * TALL * 128);
+#if GATED
+      copy_box(into, w_map, k, 0, 0, row / 16, barrier);  // eight rows of each half in turn
+#else
+      copy_box(into, w_map, k, row, barrier);
+#endif
+    }
+    ahead_stage = ahead_stage == ST - 1 ? 0 : ahead_stage + 1;
+    issued++;
+    ahead_unit++;
+    if (PERSISTENT && ahead_unit == count) {
+      ahead_unit = 0;
+      ahead_tile += block_count;
+    }
+  };
+#else
   // This lane's rows in the copies of a warp's tiles, and of each tile's upper and lower half. Where
   // blocks, or eight rows, never go beyond W, one row's place gives the others.
   constexpr bool full = N % (16 * TILES) == 0, whole = N % 8 == 0;
@@ -182,6 +219,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     }
   };
 
+#endif
+
   // Pieces of 16 bytes of x that this thread copies for each buffer: where from, where to.
   int x_unit = 0;
   u32 x_buffer = base + X_AT;
@@ -205,8 +244,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   };
   for (int s = 0; s < ST; s++) {
     if (s % TOGETHER == 0 && issued < total) issue_weights();
-    commit_copies();
+    if (!BOX) commit_copies();
   }
+  if (BOX) __syncthreads();  // the barriers are there
   // What is read once a product would else come from memory while all wait for it.
   if (bias != nullptr && threadIdx.x < (GATED ? 2 : 1) * ((16 * TILES * 2 / (GATED ? 2 : 1) + 127) / 128)) {
     const int lines = (16 * TILES * 2 / (GATED ? 2 : 1) + 127) / 128;
@@ -427,16 +467,32 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   int unit = 0;
 #if WGMMA
   u32 slot = 0, x_at = base + X_AT;
+#if BOX
+  int stage = 0;
+  u32 passed = 0;  // rounds of the ring, by parity
+#else
   await_copies<XB - 2>();
+#endif
   for (int i = 0; i < total; i++) {
+#if BOX
+    await_bytes(arrived + stage * 8, passed);
+    if (++stage == ST) stage = 0, passed ^= 1;
+    if (unit % XS == 0) await_copies<XB - 2>();
+#else
     if (i < (XB - 1) * XS)
       await_copies<(PENDING < XB - 1 ? PENDING : XB - 1)>();
     else
       await_copies<PENDING>();
-    publish_to_wgmma();
-    __syncthreads();
+#endif
+    if (!BOX || unit % XS == 0) {
+      publish_to_wgmma();
+      __syncthreads();
+    }
     // The buffer that is filled next was read last before this barrier.
-    if (unit % XS == 0) issue_x();
+    if (unit % XS == 0) {
+      issue_x();
+      if (BOX) commit_copies();
+    }
     begin_wgmma();
 #pragma unroll
     for (int k = 0; k < 4; k++)
@@ -447,7 +503,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll
     for (int r = 0; r < RT; r++) await_wgmma<MT * 8>(sums[r]);
     if (i % TOGETHER == TOGETHER - 1 && issued < total) issue_weights();
-    commit_copies();
+    if (!BOX) commit_copies();
     slot = slot == (ST - 1) * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
     x_at += X_STAGE;
     if (x_at == base + X_AT + XB * XS * X_STAGE) x_at = base + X_AT;

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_async.kernels.cuda import compile as cuda
 from megatron_async.kernels.cuda.compile import Kernel, kernel
 
 STORE, ADD, SILU_GATE, GELU_TANH, GELU = range(5)
@@ -33,7 +34,8 @@ class Tiling(NamedTuple):
     """See ``linear.cu``: tiles of 16 rows a warp, warps in N and K, blocks in K, stages of the
     ring, whether x streams, whether blocks go on to further rows of the weight, whether the
     blocks in K add up through memory, rather than as a cluster, whether two stages are filled at
-    the same time, and rows of the weight that four warps multiply together, 0 for none."""
+    the same time, rows of the weight that four warps multiply together, 0 for none, and whether
+    these come as boxes."""
 
     row_tiles: int
     warps_n: int
@@ -45,6 +47,7 @@ class Tiling(NamedTuple):
     memory: bool = False
     pair: bool = False
     tall: int = 0
+    box: bool = False
 
     @property
     def weight_rows(self) -> int:
@@ -70,12 +73,15 @@ class Tiling(NamedTuple):
         """Stages of all buffers of x."""
         return 2 * ((self.stages + 1) // 2 + 1)
 
+    @property
+    def stage_bytes(self) -> int:
+        """Of the ring of all warps."""
+        return 128 * self.weight_rows * self.warps_k
+
     def shared_bytes(self, k: int, rows: int) -> int:
         """About what a block takes."""
-        self.warps_n * self.warps_k
         slice_k = -(-(k // UNIT) // self.splits) * UNIT
-        rows_copied = self.weight_rows * self.warps_k
-        ring = self.stages * 128 * rows_copied
+        ring = self.stages * self.stage_bytes
         if self.stream:
             x = self.x_stages * groups(rows) * 1024
             return ring + x + 8192
@@ -88,6 +94,7 @@ class Tiling(NamedTuple):
         split = self.warps_k * self.splits > 1
         owners = 1 if self.memory else min(self.splits, fragments)
         own = fragments // owners
+        sums = groups(rows) * self.row_tiles * 512 * self.warps_n * self.warps_k
         return (
             self.warps_n * self.warps_k <= 32
             and k // UNIT >= self.splits * self.warps_k
@@ -99,10 +106,12 @@ class Tiling(NamedTuple):
             and not (self.memory and (self.warps_k > 1 or self.splits == 1))
             and self.tall in (0, 32, 48, 64)
             and not (self.tall and (self.warps_n % 4 or not self.stream))
+            and not (self.box and (not self.tall or self.pair))
+            and self.tall * self.row_tiles <= 256
             and not (self.pair and (self.stages % 2 or self.stages < 4))
             and not (self.pair and k // UNIT % (2 * self.splits * self.warps_k))
             and not (self.persistent and (split or epilogue == ADD))
-            and (groups(rows) * 512 <= self.stages * 2048 or not split or self.memory)
+            and (sums <= self.stages * self.stage_bytes or not split or self.memory)
             and self.shared_bytes(k, rows) <= SHARED_BYTES
             # Statistics do not stop at the end of the weight.
             and (epilogue != ADD or n % self.weight_rows == 0)
@@ -270,6 +279,8 @@ class Linear:
             self._partials = torch.empty(blocks * most, device=device)
             self._arrivals = torch.zeros(tiles, dtype=torch.int32, device=device)
         self.statistic_rows = tiling.statistic_rows(rows)
+        self._n, self._k, self._gated, self._tiling = n, k, epilogue == SILU_GATE, tiling
+        self._maps: dict[int, Any] = {}
 
     def __call__(
         self,
@@ -300,8 +311,19 @@ class Linear:
             self._grid, x, weight, bias, norm_weight, norm_bias, statistics,
             0 if statistics is None else statistics.shape[1], float(eps), residual, out,
             next_weight, scaled_out, statistics_out, x.shape[0], out.stride(0),
-            self._partials, self._arrivals,
+            self._partials, self._arrivals, *([self._map(weight)] if self._tiling.box else []),
         )  # fmt: skip
+
+    def _map(self, weight: Tensor) -> Any:
+        """Of the weight, in boxes for four warps."""
+        if weight.data_ptr() not in self._maps:
+            n, row, rows = self._n, self._k * 2, self._tiling.tall * self._tiling.row_tiles
+            sizes, strides, box = [self._k, n], [row], [UNIT, rows]
+            if self._gated:  # eight rows of gate, eight of up
+                sizes, box = [self._k, 8, 2, n // 16], [UNIT, 8, 2, rows // 16]
+                strides = [row, n // 2 * row, 8 * row]
+            self._maps[weight.data_ptr()] = cuda.tensor_map(weight, sizes, strides, box)
+        return self._maps[weight.data_ptr()]
 
 
 def defines(
@@ -314,7 +336,7 @@ def defines(
         "C": tiling.splits, "ST": tiling.stages, "STREAM": int(tiling.stream),
         "PERSISTENT": int(tiling.persistent), "K": k, "N": n, "NORM": norm,
         "EPILOGUE": epilogue, "STATS": norm_statistics, "MEMORY": int(tiling.memory),
-        "PAIR": int(tiling.pair), "TALL": tiling.tall,
+        "PAIR": int(tiling.pair), "TALL": tiling.tall, "BOX": int(tiling.box),
         "LEAST": ALONE_BYTES if ALONE_BLOCKS <= tiling.blocks(n) <= MULTIPROCESSORS else 0,
     }  # fmt: skip
 
