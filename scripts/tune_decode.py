@@ -123,8 +123,9 @@ def neighbours(tiling: Tiling) -> Iterator[Tiling]:
     yield tiling._replace(pair=not tiling.pair, stages=tiling.stages // 2 * 2 + 2)
     yield tiling._replace(box=not tiling.box)
     four = tiling._replace(warps_k=1, stream=True, pair=False)
-    for rows, warps, tall, box in itertools.product((1, 2, 3, 4, 5), (4, 8), (48, 64), (0, 1)):
-        yield four._replace(row_tiles=rows, warps_n=warps, tall=tall, box=bool(box))
+    for rows, tall in itertools.product((1, 2, 3, 4, 5), (48, 64)):
+        yield from (four._replace(row_tiles=rows, warps_n=w, tall=tall) for w in (4, 8))
+        yield four._replace(row_tiles=rows, warps_n=4, tall=tall, box=True)
     if tiling.row_tiles > 1:
         yield tiling._replace(row_tiles=1, warps_n=tiling.warps_n * tiling.row_tiles)
     if tiling.warps_n % 2 == 0:

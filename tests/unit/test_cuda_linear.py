@@ -214,7 +214,7 @@ _SMALL_PRODUCTS = [
     ),
     ((176, 256, RMS_NORM, SILU_GATE, False), 9, Tiling(1, 4, 1, 1, 3, stream=True, tall=64)),
     ((176, 320, RMS_NORM, SILU_GATE, True), 32, Tiling(2, 4, 1, 1, 2, True, tall=48, box=True)),
-    ((205, 384, RMS_NORM, STORE, True), 17, Tiling(1, 8, 1, 2, 3, True, tall=32, box=True)),
+    ((205, 384, RMS_NORM, STORE, True), 17, Tiling(1, 4, 1, 2, 3, True, tall=32, box=True)),
     ((205, 256, NO_NORM, STORE, False), 6, Tiling(1, 4, 1, 1, 5, True, True, tall=64, box=True)),
     (
         (192, 448, NO_NORM, ADD, True),
@@ -286,8 +286,10 @@ def test_emulated_tilings_use_every_way_to_build_the_kernel() -> None:
         ("  wait_for_predecessor();\n", "", None),
         ("      __syncthreads();\n      issue_x();", "      issue_x();", None),
         ("await_copies<PENDING>();", "", None),
-        ("      publish_to_wgmma();\n      __syncthreads();\n", "", None),
+        ("    publish_to_wgmma();\n    __syncthreads();\n", "", None),
         ("    await_bytes(arrived + stage * 8, passed);\n", "", "announced twice"),
+        ("  if (leads) {\n    publish_to_copies();", "  if (false) {", "in vain"),
+        ("s < ST && s < total; s++) issue_x(s % count", "s < ST; s++) issue_x(0", None),
         ("await_wgmma<MT * 8>(sums[r])", "", None),
         ("    keep_residual();\n#endif", "#endif", None),
         ("      __syncwarp();  // what the other lanes copied\n", "", None),
@@ -311,7 +313,7 @@ def test_the_emulator_notices(
     tiling = Tiling(1, 2, 1, 2, 3, stream=True, memory=True)
     if "wgmma" in there:
         tiling = tiling._replace(warps_n=4, tall=64)
-    if "passed" in there:
+    if "passed" in there or "issue_x(s" in there or "leads" in there:
         tiling = tiling._replace(warps_n=4, tall=64, box=True)
     linear = product.linear(tiling)
     if says is not None:

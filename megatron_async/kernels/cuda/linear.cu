@@ -27,7 +27,8 @@
 // wgmma m64nMk16: the warp-wide products above cost registers, loads and energy for each 16 rows. Rows
 // of 128 bytes then lie as that wants them (swizzled by 128 bytes), the stages of all warps in one
 // ring, and the whole block meets before each stage. Rows beyond TALL are the next tile's, for nothing.
-// With BOX 1 each four warps' rows of a stage come as a box of a tensor, in one bulk copy.
+// With BOX 1 a block is four warps, and a stage two boxes of tensors, the weight's and that of x, each in
+// one bulk copy: the loop has neither copies nor barriers of the block.
 //
 // x lies in shared memory as a whole (STREAM 0: normed, K / C columns), or passes through XB
 // buffers of XS stages (STREAM 1: WK = 1, RMSNorm or none), the only barriers of the loop. RMSNorm
@@ -38,16 +39,18 @@
 #define WGMMA (TALL > 0)
 #define TILES (WGMMA ? WR / 4 * RT * TALL / 16 : RT * WR)  // tiles of 16 rows of W in a block
 #define UNITS (K / 64)                  // stages of K in all
-#define STAGE_BYTES (2048 * (WGMMA ? TILES : RT))  // of one warp, or of all
+#define WEIGHT_BYTES (2048 * (WGMMA ? TILES : RT))  // in a stage of one warp, or of all
+#define BEYOND ((64 - TALL) * 128)      // what a product reads behind a tile
+#define STAGE_BYTES (WEIGHT_BYTES + (BOX ? (X_STAGE > BEYOND ? X_STAGE : BEYOND) : 0))
 #define RING_BYTES (ST * STAGE_BYTES / (WGMMA ? WARPS : 1))  // for each warp
 #define TOGETHER (PAIR ? 2 : 1)         // stages that are filled at the same time
 #define PENDING (ST - TOGETHER)         // copies that may be under way when a stage is read
 #define XS 2                            // stages in a buffer of x
-#define XB (BOX ? 3 : (ST + 1) / 2 + 1) // buffers of x
+#define XB ((ST + 1) / 2 + 1)           // buffers of x
 #define SLICE ((UNITS + C - 1) / C * 64)
 #define X_ROW (STREAM ? 128 : SLICE * 2 + 64)
 #define X_STAGE (MT * 8 * 128)
-#define X_BYTES (STREAM ? XB * XS * X_STAGE : XR * X_ROW)
+#define X_BYTES (BOX ? 0 : STREAM ? XB * XS * X_STAGE : XR * X_ROW)
 #define X_VECTORS ((XR * SLICE / 8 + THREADS - 1) / THREADS)  // of 16 bytes for each thread
 #define X_BATCH (X_VECTORS < 12 ? X_VECTORS : 12)
 #define X_PIECES ((XS * MT * 64 + THREADS - 1) / THREADS)
@@ -64,8 +67,8 @@
 #define SCALES (EPILOGUE == 1 && STATS == 1)
 
 #define X_AT (WARPS * RING_BYTES)
-#define ARRIVED_AT (X_AT + X_BYTES)     // barriers of the stages of each four warps
-#define SCALE_AT (ARRIVED_AT + (BOX ? WARPS / 4 * ST * 8 : 0))
+#define ARRIVED_AT (X_AT + X_BYTES)     // barriers of the stages
+#define SCALE_AT (ARRIVED_AT + (BOX ? ST * 8 : 0))
 #define STATS_AT (SCALE_AT + MT * 8 * 8)
 #define SHARED_BYTES (STATS_AT + (EPILOGUE == 1 ? OWN * 64 : 0))
 
@@ -77,7 +80,7 @@ static_assert(!MEMORY || WK == 1, "partial sums in memory are of whole blocks");
 static_assert(TILES % STAT_TILES == 0 && OWN % STAT_TILES == 0, "statistics");
 static_assert(!WGMMA || (STREAM && WR % 4 == 0 && TALL % 16 == 0 && TALL <= 64), "wgmma");
 static_assert(XR == 8 * MT || MT == 1, "rows of x");
-static_assert(!BOX || (WGMMA && !PAIR && RT * TALL <= 256), "boxes");
+static_assert(!BOX || (WGMMA && WR == 4 && !PAIR && RT * TALL <= 256), "boxes");
 static_assert(BOX || (XB - 1) * XS >= ST, "x must not be later than the weights");
 static_assert(!STREAM || !PERSISTENT || UNITS % XS == 0, "streaming x in whole buffers");
 static_assert(RT * MT * 512 <= RING_BYTES || !SPLIT || MEMORY, "partial sums lie in the ring");
@@ -103,7 +106,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
            const u16* residual, u16* out, const u16* next_weight, u16* scaled, float2* stats_out, int M,
            int out_row, float4* partials, u32* arrivals
 #if BOX
-           , const __grid_constant__ TensorMap w_map
+           , const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map
 #endif
            ) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -135,30 +138,33 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 
   // --- weights, as far as the ring holds them, before anything is known of x ------------------
 #if BOX
-  const u32 arrived = base + ARRIVED_AT + warp / 4 * ST * 8;
-  const bool leads = warp % 4 == 0 && lane == 0;
+  const u32 arrived = base + ARRIVED_AT;
+  const bool leads = threadIdx.x == 0;
   if (leads) {
-    prefetch_map(w_map);
+    prefetch_map(w_map), prefetch_map(x_map);
     for (int s = 0; s < ST; s++) init_barrier(arrived + s * 8);
     publish_barriers();
   }
   int ahead_tile = tile, ahead_unit = 0, ahead_stage = 0, issued = 0;
+  auto issue_x = [&](int unit, int stage) {
+    copy_box(base + stage * STAGE_BYTES + WEIGHT_BYTES, x_map, (first_unit + unit) * 64, 0,
+             arrived + stage * 8);
+  };
   auto issue_weights = [&]() {
     if (leads) {
-      const u32 into = base + ahead_stage * STAGE_BYTES + warp / 4 * RT * TALL * 128;
-      const u32 barrier = arrived + ahead_stage * 8;
-      const int k = (first_unit + ahead_unit) * 64, row = ahead_tile * 16 * TILES + warp / 4 * RT * TALL;
-      expect_bytes(barrier, RT * TALL * 128);
+      const u32 into = base + ahead_stage * STAGE_BYTES, barrier = arrived + ahead_stage * 8;
+      const int k = (first_unit + ahead_unit) * 64;
+      expect_bytes(barrier, WEIGHT_BYTES + X_STAGE);
 #if GATED
-      copy_box(into, w_map, k, 0, 0, row / 16, barrier);  // eight rows of each half in turn
+      copy_box(into, w_map, k, 0, 0, ahead_tile * TILES, barrier);  // eight rows of each half in turn
 #else
-      copy_box(into, w_map, k, row, barrier);
+      copy_box(into, w_map, k, ahead_tile * TILES * 16, barrier);
 #endif
+      if (issued >= ST) issue_x(ahead_unit, ahead_stage);
     }
     ahead_stage = ahead_stage == ST - 1 ? 0 : ahead_stage + 1;
     issued++;
-    ahead_unit++;
-    if (PERSISTENT && ahead_unit == count) {
+    if (++ahead_unit == count) {
       ahead_unit = 0;
       ahead_tile += block_count;
     }
@@ -221,6 +227,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 
 #endif
 
+#if !BOX
   // Pieces of 16 bytes of x that this thread copies for each buffer: where from, where to.
   int x_unit = 0;
   u32 x_buffer = base + X_AT;
@@ -242,6 +249,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     x_unit += XS;
     if (PERSISTENT && x_unit >= count) x_unit = 0;
   };
+#endif
   for (int s = 0; s < ST; s++) {
     if (s % TOGETHER == 0 && issued < total) issue_weights();
     if (!BOX) commit_copies();
@@ -266,7 +274,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   release_successor();
 
   // --- x ---------------------------------------------------------------------------------------
-#if STREAM
+#if BOX
+  if (leads) {
+    publish_to_copies();
+    for (int s = 0; s < ST && s < total; s++) issue_x(s % count, s);
+  }
+#elif STREAM
   for (int s = 0; s < XB - 1; s++) {
     issue_x();
     commit_copies();
@@ -466,44 +479,43 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 
   int unit = 0;
 #if WGMMA
-  u32 slot = 0, x_at = base + X_AT;
-#if BOX
-  int stage = 0;
-  u32 passed = 0;  // rounds of the ring, by parity
-#else
-  await_copies<XB - 2>();
-#endif
-  for (int i = 0; i < total; i++) {
-#if BOX
-    await_bytes(arrived + stage * 8, passed);
-    if (++stage == ST) stage = 0, passed ^= 1;
-    if (unit % XS == 0) await_copies<XB - 2>();
-#else
-    if (i < (XB - 1) * XS)
-      await_copies<(PENDING < XB - 1 ? PENDING : XB - 1)>();
-    else
-      await_copies<PENDING>();
-#endif
-    if (!BOX || unit % XS == 0) {
-      publish_to_wgmma();
-      __syncthreads();
-    }
-    // The buffer that is filled next was read last before this barrier.
-    if (unit % XS == 0) {
-      issue_x();
-      if (BOX) commit_copies();
-    }
+  auto multiply = [&](u32 rows, u32 x_rows) {
+    __syncwarp();
     begin_wgmma();
 #pragma unroll
     for (int k = 0; k < 4; k++)
 #pragma unroll
       for (int r = 0; r < RT; r++)
-        wgmma<MT * 8>(sums[r], base + slot + (warp / 4 * RT + r) * TALL * 128 + k * 32, x_at + k * 32);
+        wgmma<MT * 8>(sums[r], rows + (warp / 4 * RT + r) * TALL * 128 + k * 32, x_rows + k * 32);
     end_wgmma();
 #pragma unroll
     for (int r = 0; r < RT; r++) await_wgmma<MT * 8>(sums[r]);
+  };
+#endif
+#if BOX
+  int stage = 0;
+  u32 passed = 0;  // rounds of the ring, by parity
+  for (int i = 0; i < total; i++) {
+    await_bytes(arrived + stage * 8, passed);
+    multiply(base + stage * STAGE_BYTES, base + stage * STAGE_BYTES + WEIGHT_BYTES);
+    if (issued < total) issue_weights();
+    if (++stage == ST) stage = 0, passed ^= 1;
+    unit++;
+#elif WGMMA
+  u32 slot = 0, x_at = base + X_AT;
+  await_copies<XB - 2>();
+  for (int i = 0; i < total; i++) {
+    if (i < (XB - 1) * XS)
+      await_copies<(PENDING < XB - 1 ? PENDING : XB - 1)>();
+    else
+      await_copies<PENDING>();
+    publish_to_wgmma();
+    __syncthreads();
+    // The buffer that is filled next was read last before this barrier.
+    if (unit % XS == 0) issue_x();
+    multiply(base + slot, x_at);
     if (i % TOGETHER == TOGETHER - 1 && issued < total) issue_weights();
-    if (!BOX) commit_copies();
+    commit_copies();
     slot = slot == (ST - 1) * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
     x_at += X_STAGE;
     if (x_at == base + X_AT + XB * XS * X_STAGE) x_at = base + X_AT;

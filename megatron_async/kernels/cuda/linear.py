@@ -35,7 +35,7 @@ class Tiling(NamedTuple):
     ring, whether x streams, whether blocks go on to further rows of the weight, whether the
     blocks in K add up through memory, rather than as a cluster, whether two stages are filled at
     the same time, rows of the weight that four warps multiply together, 0 for none, and whether
-    these come as boxes."""
+    these and x come as boxes."""
 
     row_tiles: int
     warps_n: int
@@ -82,6 +82,8 @@ class Tiling(NamedTuple):
         """About what a block takes."""
         slice_k = -(-(k // UNIT) // self.splits) * UNIT
         ring = self.stages * self.stage_bytes
+        if self.box:
+            return ring + self.stages * max(groups(rows) * 1024, (64 - self.tall) * 128) + 8192
         if self.stream:
             x = self.x_stages * groups(rows) * 1024
             return ring + x + 8192
@@ -106,7 +108,7 @@ class Tiling(NamedTuple):
             and not (self.memory and (self.warps_k > 1 or self.splits == 1))
             and self.tall in (0, 32, 48, 64)
             and not (self.tall and (self.warps_n % 4 or not self.stream))
-            and not (self.box and (not self.tall or self.pair))
+            and not (self.box and (not self.tall or self.pair or self.warps_n > 4))
             and self.tall * self.row_tiles <= 256
             and not (self.pair and (self.stages % 2 or self.stages < 4))
             and not (self.pair and k // UNIT % (2 * self.splits * self.warps_k))
@@ -279,8 +281,9 @@ class Linear:
             self._partials = torch.empty(blocks * most, device=device)
             self._arrivals = torch.zeros(tiles, dtype=torch.int32, device=device)
         self.statistic_rows = tiling.statistic_rows(rows)
-        self._n, self._k, self._gated, self._tiling = n, k, epilogue == SILU_GATE, tiling
-        self._maps: dict[int, Any] = {}
+        self._n, self._k, self._rows, self._tiling = n, k, rows, tiling
+        self._gated = epilogue == SILU_GATE
+        self._maps: dict[Any, Any] = {}
 
     def __call__(
         self,
@@ -311,19 +314,23 @@ class Linear:
             self._grid, x, weight, bias, norm_weight, norm_bias, statistics,
             0 if statistics is None else statistics.shape[1], float(eps), residual, out,
             next_weight, scaled_out, statistics_out, x.shape[0], out.stride(0),
-            self._partials, self._arrivals, *([self._map(weight)] if self._tiling.box else []),
+            self._partials, self._arrivals, *(self._maps_of(weight, x) if self._tiling.box else []),
         )  # fmt: skip
 
-    def _map(self, weight: Tensor) -> Any:
-        """Of the weight, in boxes for four warps."""
+    def _maps_of(self, weight: Tensor, x: Tensor) -> list[Any]:
+        """The weight in boxes of a block's rows, x in boxes of all its rows."""
+        row, rows = self._k * 2, self._tiling.weight_rows
         if weight.data_ptr() not in self._maps:
-            n, row, rows = self._n, self._k * 2, self._tiling.tall * self._tiling.row_tiles
-            sizes, strides, box = [self._k, n], [row], [UNIT, rows]
+            sizes, strides, box = [self._k, self._n], [row], [UNIT, rows]
             if self._gated:  # eight rows of gate, eight of up
-                sizes, box = [self._k, 8, 2, n // 16], [UNIT, 8, 2, rows // 16]
-                strides = [row, n // 2 * row, 8 * row]
+                sizes, box = [self._k, 8, 2, self._n // 16], [UNIT, 8, 2, rows // 16]
+                strides = [row, self._n // 2 * row, 8 * row]
             self._maps[weight.data_ptr()] = cuda.tensor_map(weight, sizes, strides, box)
-        return self._maps[weight.data_ptr()]
+        key = x.data_ptr(), x.shape[0]
+        if key not in self._maps:
+            box = [UNIT, 8 * groups(self._rows)]
+            self._maps[key] = cuda.tensor_map(x, [self._k, x.shape[0]], [row], box)
+        return [self._maps[weight.data_ptr()], self._maps[key]]
 
 
 def defines(
