@@ -104,10 +104,24 @@ class Rig:
 
 
 def spread(product: Product, rows: int, count: int) -> list[Tiling]:
-    """Some of a product's tilings, at random."""
-    found = list(candidates(product.n, product.k, rows, product.norm, product.epilogue))
-    random.Random(0).shuffle(found)
-    return found[:count]
+    """Some of a product's tilings at random, and as many that take boxes."""
+    shape = (product.n, product.k, rows, product.norm, product.epilogue)
+    found = [list(candidates(*shape)), [tiling for tiling in boxes(product) if tiling.fits(*shape)]]
+    for some in found:
+        random.Random(0).shuffle(some)
+    return [tiling for some in found for tiling in some[:count]]
+
+
+def boxes(product: Product) -> Iterator[Tiling]:
+    """Tilings that take boxes, where there are enough blocks but not many waves of them."""
+    for rows, tall, splits, stages, memory in itertools.product(
+        (1, 2, 3, 4, 5), (48, 64), (1, 2, 4, 8), (3, 4, 5, 6, 8), (False, True)
+    ):
+        tiling = Tiling(rows, 4, 1, splits, stages, True, False, memory, tall=tall, box=True)
+        blocks = tiling.blocks(product.n)
+        if 84 <= blocks:
+            persistent = blocks > 4 * cuda_linear.MULTIPROCESSORS
+            yield tiling._replace(persistent=persistent)
 
 
 def neighbours(tiling: Tiling) -> Iterator[Tiling]:

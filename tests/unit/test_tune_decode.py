@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_async.kernels.cuda import compile as cuda
-from megatron_async.kernels.cuda.linear import RMS_NORM, STORE, Tiling
+from megatron_async.kernels.cuda.linear import GELU, LAYER_NORM, RMS_NORM, STORE, Tiling
 from megatron_async.models.fused_decode import Product
 
 PRODUCT = Product(6144, 4096, RMS_NORM, STORE)
@@ -82,6 +82,14 @@ def test_keeps_the_best_constants(
     search = tuner.Search(Rig(lambda _: 100.0 - room.WARPS + room.STAGES), math.inf)
     tuner.vary_constants(search, room, ["WARPS", "STAGES"], [(8, 3), (8, 2), (2, 2)])
     assert (room.WARPS, room.STAGES, search.step) == (8, 2, 94.0)
+
+
+def test_the_spread_has_tilings_of_both_kinds_that_can_be_built(tuner: ModuleType) -> None:
+    found = tuner.spread(PRODUCT, 32, 20)
+    assert {tiling.box for tiling in found} == {False, True} and len(found) == 40
+    assert all(t.fits(6144, 4096, 32, RMS_NORM, STORE) for t in found)
+    gelu = tuner.spread(Product(3072, 768, LAYER_NORM, GELU), 1, 20)
+    assert not any(tiling.box for tiling in gelu)
 
 
 def test_stops_in_time(tuner: ModuleType, compiled: list[int]) -> None:
