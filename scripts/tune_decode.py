@@ -119,7 +119,7 @@ def boxes(product: Product) -> Iterator[Tiling]:
     ):
         tiling = Tiling(rows, 4, 1, splits, stages, True, False, memory, tall=tall, box=True)
         blocks = tiling.blocks(product.n)
-        if 84 <= blocks:
+        if blocks >= 84:
             persistent = blocks > 4 * cuda_linear.MULTIPROCESSORS
             yield tiling._replace(persistent=persistent)
 
