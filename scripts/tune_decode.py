@@ -219,7 +219,7 @@ def vary_constants(
 
 
 ATTENTION = ("WARPS", "STAGES", "LEAST_BYTES")
-ATTENTION_CUTS: list[Cut] = [(4, 2, 0), (4, 3, 0), (8, 2, 0), (2, 4, 0)]
+ATTENTION_CUTS: list[Cut] = [(4, 2, 0), (4, 3, 0), (8, 2, 0), (2, 4, 0), (3, 2, 0), (2, 3, 0)]
 ALONE_CUTS: list[Cut] = [(0,), (112 * 1024,)]
 
 
