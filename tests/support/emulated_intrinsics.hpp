@@ -317,7 +317,6 @@ inline void init_barrier(u32 barrier) {
   emulator::fiber->block->transfers[barrier] = {};
 }
 inline void publish_barriers() {}
-inline void publish_to_copies() {}
 inline void expect_bytes(u32 barrier, u32 bytes) {
   auto& t = emulator::transfer(barrier);
   if (t.announced) emulator::fail("bytes announced twice in a phase");

@@ -53,10 +53,6 @@ __device__ __forceinline__ void init_barrier(u32 barrier) {
 __device__ __forceinline__ void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
 }
-// What was stored, here or by kernels before, comes before later bulk copies.
-__device__ __forceinline__ void publish_to_copies() {
-  asm volatile("fence.proxy.async;" ::: "memory");
-}
 __device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");

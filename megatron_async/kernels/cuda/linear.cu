@@ -276,7 +276,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   // --- x ---------------------------------------------------------------------------------------
 #if BOX
   if (leads) {
-    publish_to_copies();
     for (int s = 0; s < ST && s < total; s++) issue_x(s % count, s);
   }
 #elif STREAM
