@@ -12,7 +12,6 @@ stand lines for ``kernels/cuda/linear.py``.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
 import random
@@ -104,24 +103,10 @@ class Rig:
 
 
 def spread(product: Product, rows: int, count: int) -> list[Tiling]:
-    """Some of a product's tilings at random, and as many that take boxes."""
-    shape = (product.n, product.k, rows, product.norm, product.epilogue)
-    found = [list(candidates(*shape)), [tiling for tiling in boxes(product) if tiling.fits(*shape)]]
-    for some in found:
-        random.Random(0).shuffle(some)
-    return [tiling for some in found for tiling in some[:count]]
-
-
-def boxes(product: Product) -> Iterator[Tiling]:
-    """Tilings that take boxes, where there are enough blocks but not many waves of them."""
-    for rows, tall, splits, stages, memory in itertools.product(
-        (1, 2, 3, 4, 5), (48, 64), (1, 2, 4, 8), (3, 4, 5, 6, 8), (False, True)
-    ):
-        tiling = Tiling(rows, 4, 1, splits, stages, True, False, memory, tall=tall, box=True)
-        blocks = tiling.blocks(product.n)
-        if blocks >= 84:
-            persistent = blocks > 4 * cuda_linear.MULTIPROCESSORS
-            yield tiling._replace(persistent=persistent)
+    """Some of a product's tilings, at random."""
+    found = list(candidates(product.n, product.k, rows, product.norm, product.epilogue))
+    random.Random(0).shuffle(found)
+    return found[:count]
 
 
 def neighbours(tiling: Tiling) -> Iterator[Tiling]:
@@ -133,13 +118,6 @@ def neighbours(tiling: Tiling) -> Iterator[Tiling]:
     yield from (tiling._replace(warps_k=w) for w in (1, 2, 4, 8, 16))
     yield tiling._replace(stream=not tiling.stream)
     yield tiling._replace(memory=not tiling.memory)
-    yield tiling._replace(pair=not tiling.pair)
-    yield tiling._replace(pair=not tiling.pair, stages=tiling.stages // 2 * 2 + 2)
-    yield tiling._replace(box=not tiling.box)
-    four = tiling._replace(warps_k=1, stream=True, pair=False)
-    for rows, tall in itertools.product((1, 2, 3, 4, 5), (48, 64)):
-        yield from (four._replace(row_tiles=rows, warps_n=w, tall=tall) for w in (4, 8))
-        yield four._replace(row_tiles=rows, warps_n=4, tall=tall, box=True)
     if tiling.row_tiles > 1:
         yield tiling._replace(row_tiles=1, warps_n=tiling.warps_n * tiling.row_tiles)
     if tiling.warps_n % 2 == 0:

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_async.kernels.cuda import compile as cuda
 from megatron_async.kernels.cuda import linear as cuda_linear
 from megatron_async.kernels.cuda.linear import (
     ADD,
@@ -120,7 +119,7 @@ class Product:
         # A row more than the kernel may write: it must stay as it is.
         guarded = torch.full((self.rows + 1, width), float("nan"), device=self.device).bfloat16()
         out = guarded[: self.rows]
-        statistics = statistics_of(self.x, self.norm, 16 if self.k > 1024 else 64)
+        statistics = statistics_of(self.x, self.norm, 32 if self.k % 64 else 64)
         x = self.x * self.norm_weight if self.norm == RMS_NORM else self.x
         emitted, scaled, error = None, None, 0.0
         if self.epilogue == ADD:
@@ -147,7 +146,7 @@ class Product:
 def _tilings(product: Product, count: int) -> list[Tiling]:
     """A spread of what can be built."""
     every = [
-        Tiling(row_tiles, warps_n, warps_k, splits, stages, stream, persistent, memory, pair)
+        Tiling(row_tiles, warps_n, warps_k, splits, stages, stream, persistent, memory)
         for row_tiles in (1, 2, 3)
         for warps_n in (1, 2, 4)
         for warps_k in (1, 2, 4)
@@ -156,20 +155,10 @@ def _tilings(product: Product, count: int) -> list[Tiling]:
         for stream in (False, True)
         for persistent in (False, True)
         for memory in (False, True)
-        for pair in (False, True)
     ]
     shape = (product.n, product.k, padded(product.rows), product.norm, product.epilogue)
     fitting = [tiling for tiling in every if tiling.fits(*shape)]
-    tall = [
-        t._replace(tall=tall, box=box)
-        for t in fitting
-        for tall in (32, 48, 64)
-        for box in (False, True)
-    ]
-    chosen: list[Tiling] = []
-    for some in (fitting, [tiling for tiling in tall if tiling.fits(*shape)]):
-        chosen += some[:: max(1, len(some) // count)][:count]
-    return chosen
+    return fitting[:: max(1, len(fitting) // count)][:count]
 
 
 _PRODUCTS = [
@@ -185,46 +174,17 @@ _PRODUCTS = [
 ]
 _SMALL_PRODUCTS = [
     ((96, 192, RMS_NORM, STORE, True), 5, Tiling(3, 1, 3, 1, 2)),
-    ((96, 256, RMS_NORM, STORE, True), 32, Tiling(1, 2, 1, 2, 4, stream=True, pair=True)),
+    ((96, 256, RMS_NORM, STORE, True), 32, Tiling(1, 2, 1, 2, 3, stream=True)),
     ((96, 448, RMS_NORM, STORE, False), 13, Tiling(1, 3, 1, 2, 3, stream=True, memory=True)),
-    ((128, 256, RMS_NORM, SILU_GATE, False), 1, Tiling(2, 2, 1, 1, 4, pair=True)),
+    ((128, 256, RMS_NORM, SILU_GATE, False), 1, Tiling(2, 2, 1, 1, 4)),
     ((128, 320, RMS_NORM, SILU_GATE, True), 32, Tiling(2, 2, 1, 1, 4, stream=True)),
     ((128, 384, RMS_NORM, SILU_GATE, False), 17, Tiling(1, 4, 1, 2, 2, memory=True)),
-    (
-        (205, 256, RMS_NORM, STORE, False),
-        30,
-        Tiling(1, 2, 1, 1, 4, stream=True, persistent=True, pair=True),
-    ),
+    ((205, 256, RMS_NORM, STORE, False), 30, Tiling(1, 2, 1, 1, 3, stream=True, persistent=True)),
     ((75, 256, RMS_NORM, STORE, False), 2, Tiling(1, 2, 1, 1, 8, persistent=True)),
-    (
-        (64, 512, NO_NORM, ADD, False),
-        32,
-        Tiling(1, 2, 1, 4, 6, stream=True, memory=True, pair=True),
-    ),
+    ((64, 512, NO_NORM, ADD, False), 32, Tiling(1, 2, 1, 4, 3, stream=True, memory=True)),
     ((64, 512, NO_NORM, ADD, True), 16, Tiling(1, 2, 1, 4, 2)),
     ((64, 448, NO_NORM, ADD, True), 8, Tiling(1, 1, 4, 1, 3)),
     ((64, 448, NO_NORM, ADD, False), 3, Tiling(2, 2, 2, 2, 4)),
-    ((32, 1088, RMS_NORM, STORE, False), 9, Tiling(1, 2, 1, 1, 3, stream=True)),
-    ((32, 1088, LAYER_NORM, STORE, False), 2, Tiling(1, 1, 2, 1, 3)),
-    ((128, 384, RMS_NORM, STORE, True), 32, Tiling(1, 4, 1, 2, 3, stream=True, tall=64)),
-    (
-        (208, 256, RMS_NORM, STORE, False),
-        13,
-        Tiling(1, 4, 1, 1, 4, stream=True, pair=True, tall=48),
-    ),
-    ((176, 256, RMS_NORM, SILU_GATE, False), 9, Tiling(1, 4, 1, 1, 3, stream=True, tall=64)),
-    ((176, 320, RMS_NORM, SILU_GATE, True), 32, Tiling(2, 4, 1, 1, 2, True, tall=48, box=True)),
-    ((205, 384, RMS_NORM, STORE, True), 17, Tiling(1, 4, 1, 2, 3, True, tall=32, box=True)),
-    ((205, 256, NO_NORM, STORE, False), 6, Tiling(1, 4, 1, 1, 5, True, True, tall=64, box=True)),
-    (
-        (192, 448, NO_NORM, ADD, True),
-        30,
-        Tiling(1, 4, 1, 4, 1, True, False, True, tall=48, box=True),
-    ),
-    ((96, 320, RMS_NORM, SILU_GATE, True), 7, Tiling(2, 4, 1, 1, 2, stream=True, tall=48)),
-    ((256, 448, NO_NORM, ADD, True), 20, Tiling(1, 8, 1, 2, 3, stream=True, memory=True, tall=32)),
-    ((192, 512, NO_NORM, ADD, False), 30, Tiling(2, 8, 1, 4, 4, True, tall=48)),
-    ((205, 256, RMS_NORM, STORE, False), 3, Tiling(1, 4, 1, 1, 2, True, persistent=True, tall=64)),
     ((96, 192, LAYER_NORM, GELU_TANH, True), 7, Tiling(1, 3, 2, 1, 3)),
     ((64, 256, LAYER_NORM, GELU, True), 20, Tiling(1, 2, 2, 2, 2)),
 ]
@@ -270,8 +230,7 @@ def test_emulated_tilings_use_every_way_to_build_the_kernel() -> None:
     tilings = [tiling for _, _, tiling in _SMALL_PRODUCTS]
     for (n, k, norm, epilogue, _), rows, tiling in _SMALL_PRODUCTS:
         assert tiling.fits(n, k, padded(rows), norm, epilogue), tiling
-    assert {tiling.tall for tiling in tilings} == {0, 32, 48, 64}
-    for name in ("stream", "persistent", "memory", "pair", "box"):
+    for name in ("stream", "persistent", "memory"):
         assert {getattr(tiling, name) for tiling in tilings} == {False, True}
     assert {epilogue for (_, _, _, epilogue, _), _, _ in _SMALL_PRODUCTS} == set(range(5))
 
@@ -285,15 +244,14 @@ def test_emulated_tilings_use_every_way_to_build_the_kernel() -> None:
     [
         ("  wait_for_predecessor();\n", "", None),
         ("      __syncthreads();\n      issue_x();", "      issue_x();", None),
-        ("await_copies<PENDING>();", "", None),
-        ("    publish_to_wgmma();\n    __syncthreads();\n", "", None),
-        ("    await_bytes(arrived + stage * 8, passed);\n", "", "announced twice"),
-        ("    for (int s = 0; s < ST && s < total", "    for (int s = 0; s < 0", "in vain"),
-        ("s < ST && s < total; s++) issue_x(s % count", "s < ST; s++) issue_x(0", None),
-        ("await_wgmma<MT * 8>(sums[r])", "", None),
+        ("await_copies<ST - 1>();", "", None),
         ("    keep_residual();\n#endif", "#endif", None),
         ("      __syncwarp();  // what the other lanes copied\n", "", None),
-        ("return w + (size_t)n * (K * 2)", "return w + (size_t)(n + N) * (K * 2)", "of nobody"),
+        (
+            "lane % 8 * 16;\n        }\n  };\n  start_tile",
+            "size_t(N) * K * 2;}};start_tile",
+            "of nobody",
+        ),
     ],
 )
 def test_the_emulator_notices(
@@ -306,16 +264,10 @@ def test_the_emulator_notices(
     monkeypatch.setattr(
         cuda_linear, "kernel", lambda source, values, _: emulator.EmulatedKernel(source, values)
     )
-    monkeypatch.setattr(cuda, "tensor_map", emulator.tensor_map)
     adds = "residual" in there
     shape = (64, 512, NO_NORM if adds else RMS_NORM, ADD if adds else STORE, not adds)
     product = Product(torch.device("cpu"), *shape, 32)
-    tiling = Tiling(1, 2, 1, 2, 3, stream=True, memory=True)
-    if "wgmma" in there:
-        tiling = tiling._replace(warps_n=4, tall=64)
-    if "passed" in there or "s < ST && s < total" in there:
-        tiling = tiling._replace(warps_n=4, tall=64, box=True)
-    linear = product.linear(tiling)
+    linear = product.linear(Tiling(1, 2, 1, 2, 3, stream=True, memory=True))
     if says is not None:
         with pytest.raises(AssertionError, match=says):
             product.run(linear)

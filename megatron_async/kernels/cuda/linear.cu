@@ -20,15 +20,7 @@
 // register holds is free as long as A and B agree, so a lane loads 16 bytes of a row of W, eight k of
 // it, and these are its own operands for two products. Each warp has a ring in shared memory for its
 // rows of W alone, a stage of 64 k at a time, so the weights need no barrier of the block. A copy
-// brings whole lines: 128 bytes of four rows, or with PAIR 1 two stages' 256 bytes of two rows, which
-// takes less of the memory's energy.
-//
-// With TALL not 0 four warps together multiply tiles of TALL rows of W, straight from shared memory, by
-// wgmma m64nMk16: the warp-wide products above cost registers, loads and energy for each 16 rows. Rows
-// of 128 bytes then lie as that wants them (swizzled by 128 bytes), the stages of all warps in one
-// ring, and the whole block meets before each stage. Rows beyond TALL are the next tile's, for nothing.
-// With BOX 1 a block is four warps, and a stage two boxes of tensors, the weight's and that of x, each in
-// one bulk copy: the loop has neither copies nor barriers of the block.
+// brings whole lines: 128 bytes of four rows.
 //
 // x lies in shared memory as a whole (STREAM 0: normed, K / C columns), or passes through XB
 // buffers of XS stages (STREAM 1: WK = 1, RMSNorm or none), the only barriers of the loop. RMSNorm
@@ -36,21 +28,16 @@
 
 #define WARPS (WR * WK)
 #define THREADS (32 * WARPS)
-#define WGMMA (TALL > 0)
-#define TILES (WGMMA ? WR / 4 * RT * TALL / 16 : RT * WR)  // tiles of 16 rows of W in a block
+#define TILES (RT * WR)                 // tiles of 16 rows of W in a block
 #define UNITS (K / 64)                  // stages of K in all
-#define WEIGHT_BYTES (2048 * (WGMMA ? TILES : RT))  // in a stage of one warp, or of all
-#define BEYOND ((64 - TALL) * 128)      // what a product reads behind a tile
-#define STAGE_BYTES (WEIGHT_BYTES + (BOX ? (X_STAGE > BEYOND ? X_STAGE : BEYOND) : 0))
-#define RING_BYTES (ST * STAGE_BYTES / (WGMMA ? WARPS : 1))  // for each warp
-#define TOGETHER (PAIR ? 2 : 1)         // stages that are filled at the same time
-#define PENDING (ST - TOGETHER)         // copies that may be under way when a stage is read
+#define STAGE_BYTES (2048 * RT)         // of one warp
+#define RING_BYTES (ST * STAGE_BYTES)
 #define XS 2                            // stages in a buffer of x
 #define XB ((ST + 1) / 2 + 1)           // buffers of x
 #define SLICE ((UNITS + C - 1) / C * 64)
 #define X_ROW (STREAM ? 128 : SLICE * 2 + 64)
 #define X_STAGE (MT * 8 * 128)
-#define X_BYTES (BOX ? 0 : STREAM ? XB * XS * X_STAGE : XR * X_ROW)
+#define X_BYTES (STREAM ? XB * XS * X_STAGE : XR * X_ROW)
 #define X_VECTORS ((XR * SLICE / 8 + THREADS - 1) / THREADS)  // of 16 bytes for each thread
 #define X_BATCH (X_VECTORS < 12 ? X_VECTORS : 12)
 #define X_PIECES ((XS * MT * 64 + THREADS - 1) / THREADS)
@@ -58,8 +45,7 @@
 #define CLUSTER (MEMORY ? 1 : C)
 #define OWNERS (CLUSTER < FRAGMENTS ? CLUSTER : FRAGMENTS)
 #define OWN (FRAGMENTS / OWNERS)        // fragments that an owner of the cluster finishes
-#define PER_WARP (WK * CLUSTER == 1 ? MT * RT : (OWN + WARPS - 1) / WARPS)
-#define PARTS (WARPS * RT * MT)         // fragments, with those of idle warps
+#define PER_WARP ((OWN + WARPS - 1) / WARPS)
 #define STAT_ROWS ((MT * 8 + WARPS - 1) / WARPS)
 #define STAT_TILES (OWN < TILES ? OWN : TILES)
 #define SPLIT (WK * C > 1)
@@ -67,27 +53,23 @@
 #define SCALES (EPILOGUE == 1 && STATS == 1)
 
 #define X_AT (WARPS * RING_BYTES)
-#define ARRIVED_AT (X_AT + X_BYTES)     // barriers of the stages
-#define SCALE_AT (ARRIVED_AT + (BOX ? ST * 8 : 0))
+#define SCALE_AT (X_AT + X_BYTES)
 #define STATS_AT (SCALE_AT + MT * 8 * 8)
 #define SHARED_BYTES (STATS_AT + (EPILOGUE == 1 ? OWN * 64 : 0))
 
-static_assert(!PAIR || (UNITS % (2 * C * WK) == 0 && ST % 2 == 0 && ST > 2), "pairs of stages");
 static_assert(K % 64 == 0 && FRAGMENTS % OWNERS == 0 && UNITS >= C * WK, "shape");
 static_assert(!STREAM || (WK == 1 && NORM != 2), "streaming x");
 static_assert(!PERSISTENT || (!SPLIT && EPILOGUE != 1), "a persistent block keeps its ring busy");
 static_assert(!MEMORY || WK == 1, "partial sums in memory are of whole blocks");
 static_assert(TILES % STAT_TILES == 0 && OWN % STAT_TILES == 0, "statistics");
-static_assert(!WGMMA || (STREAM && WR % 4 == 0 && TALL % 16 == 0 && TALL <= 64), "wgmma");
 static_assert(XR == 8 * MT || MT == 1, "rows of x");
-static_assert(!BOX || (WGMMA && WR == 4 && !PAIR && RT * TALL <= 256), "boxes");
-static_assert(BOX || (XB - 1) * XS >= ST, "x must not be later than the weights");
+static_assert((XB - 1) * XS >= ST, "x must not be later than the weights");
 static_assert(!STREAM || !PERSISTENT || UNITS % XS == 0, "streaming x in whole buffers");
-static_assert(RT * MT * 512 <= RING_BYTES || !SPLIT || MEMORY, "partial sums lie in the ring");
+static_assert(RT * MT * 512 <= RING_BYTES || !SPLIT, "partial sums lie in the ring");
 
 extern "C" __device__ const int shared_bytes = SHARED_BYTES > LEAST ? SHARED_BYTES : LEAST;
 
-extern __shared__ __align__(TALL ? 1024 : 128) char shared[];
+extern __shared__ __align__(128) char shared[];
 
 __device__ __forceinline__ float activate(float v) {
 #if EPILOGUE == 3
@@ -104,11 +86,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     linear(const u16* x, const char* w, const u16* bias, const u16* norm_weight,
            const u16* norm_bias, const float2* stats_in, int stats_tiles, float eps,
            const u16* residual, u16* out, const u16* next_weight, u16* scaled, float2* stats_out, int M,
-           int out_row, float4* partials, u32* arrivals
-#if BOX
-           , const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map
-#endif
-           ) {
+           int out_row, float4* partials, u32* arrivals) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int wr = warp % WR, wk = warp / WR;
   const int rank = C > 1 ? blockIdx.x % C : 0;
@@ -122,112 +100,55 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   const int total = count * my_tiles;
   const u32 base = shared_address(shared);
   const u32 ring = base + warp * RING_BYTES;
-  const u32 stages = WGMMA ? base : ring, stages_end = stages + ST * STAGE_BYTES;
-  // A warp's tiles of 16 rows of W. Where TALL is below 64 the last warps of each four have none.
-  const bool mine = !WGMMA || warp % 4 < TALL / 16;
-  auto own_tile = [&](int r) {
-    return WGMMA ? (warp / 4 * RT + r) * (TALL / 16) + warp % 4 : wr * RT + r;
-  };
   // Rows of 128 bytes in a stage, of W and of x: of odd rows the halves change places, so that the
-  // lanes of a load hit different banks.
-  auto moved = [](int row) { return WGMMA ? row & 7 : (row & 1) << 2; };
-  const int copied_row = lane / (8 * TOGETHER), copied_stage = lane / 8 % TOGETHER;
-  const u32 copied =
-      copied_stage * STAGE_BYTES + copied_row * 128 + ((lane % 8 ^ moved(copied_row)) * 16);
+  // lanes of a load hit different banks. A copy's lane: row lane / 8, 16 bytes number lane % 8.
+  const u32 ring_end = ring + RING_BYTES;
+  const u32 copied = lane / 8 * 128 + ((lane % 8 ^ (lane / 8 & 1) << 2) * 16);
   float2* scale = (float2*)(shared + SCALE_AT);  // mean and 1 / deviation of each row of x
 
   // --- weights, as far as the ring holds them, before anything is known of x ------------------
-#if BOX
-  const u32 arrived = base + ARRIVED_AT;
-  const bool leads = threadIdx.x == 0;
-  if (leads) {
-    prefetch_map(w_map), prefetch_map(x_map);
-    for (int s = 0; s < ST; s++) init_barrier(arrived + s * 8);
-    publish_barriers();
-  }
-  int ahead_tile = tile, ahead_unit = 0, ahead_stage = 0, issued = 0;
-  auto issue_x = [&](int unit, int stage) {
-    copy_box(base + stage * STAGE_BYTES + WEIGHT_BYTES, x_map, (first_unit + unit) * 64, 0,
-             arrived + stage * 8);
-  };
-  auto issue_weights = [&]() {
-    if (leads) {
-      const u32 into = base + ahead_stage * STAGE_BYTES, barrier = arrived + ahead_stage * 8;
-      const int k = (first_unit + ahead_unit) * 64;
-      expect_bytes(barrier, WEIGHT_BYTES + X_STAGE);
-#if GATED
-      copy_box(into, w_map, k, 0, 0, ahead_tile * TILES, barrier);  // eight rows of each half in turn
-#else
-      copy_box(into, w_map, k, ahead_tile * TILES * 16, barrier);
-#endif
-      if (issued >= ST) issue_x(ahead_unit, ahead_stage);
-    }
-    ahead_stage = ahead_stage == ST - 1 ? 0 : ahead_stage + 1;
-    issued++;
-    if (++ahead_unit == count) {
-      ahead_unit = 0;
-      ahead_tile += block_count;
-    }
-  };
-#else
-  // This lane's rows in the copies of a warp's tiles, and of each tile's upper and lower half. Where
-  // blocks, or eight rows, never go beyond W, one row's place gives the others.
-  constexpr bool full = N % (16 * TILES) == 0, whole = N % 8 == 0;
-  constexpr int copies = 2 * TOGETHER, apart = 8 / copies, halves = GATED ? 2 : 1;
-  const char* ahead[full ? halves : RT * 2 * (whole ? 1 : copies)];
-  auto row_of = [&](int tile, int r, int half) {
-    const int first = tile * TILES + own_tile(r);
-    return GATED ? first * 8 + half * (N / 2) : first * 16 + half * 8;
-  };
-  auto place_of = [&](int n) {
-    return w + (size_t)n * (K * 2) + (first_unit + copied_stage) * 128 + lane % 8 * 16;
-  };
+  // Of each tile, for its upper and lower half, the first of two copies' row of this lane; the second
+  // is four rows on, which must be rows of W too.
+  constexpr bool whole = N % 8 == 0;
+  const char* ahead[RT][2][whole ? 1 : 2];
   auto start_tile = [&](int tile) {
 #pragma unroll
-    for (int i = 0; i < (full ? halves : RT * 2); i++)
+    for (int r = 0; r < RT; r++)
 #pragma unroll
-      for (int j = 0; j < (whole ? 1 : copies); j++) {
-        const int n = row_of(tile, full ? 0 : i / 2, full ? i : i % 2), row = copied_row + j * apart;
-        ahead[i * (whole ? 1 : copies) + j] =
-            place_of(full ? n + row : whole ? min(n, N - 8) + row : min(n + row, N - 1));
-      }
-  };
-  auto copied_from = [&](int r, int half, int j) {
-    const int tiles = r * (WGMMA ? TALL / 16 : 1);
-    if (full)
-      return ahead[half % halves] + (tiles * (GATED ? 8 : 16) + half / halves * 8 + j * apart) * (K * 2);
-    return whole ? ahead[r * 2 + half] + j * apart * (K * 2) : ahead[(r * 2 + half) * copies + j];
+      for (int half = 0; half < 2; half++)
+#pragma unroll
+        for (int j = 0; j < (whole ? 1 : 2); j++) {
+          int first = (tile * WR + wr) * RT + r, row = lane / 8 + j * 4;
+          int n = GATED ? first * 8 + half * (N / 2) : first * 16 + half * 8;
+          n = whole ? min(n, N - 8) + row : min(n + row, N - 1);
+          ahead[r][half][j] = w + (size_t)n * (K * 2) + first_unit * 128 + lane % 8 * 16;
+        }
   };
   start_tile(tile);
   int ahead_tile = tile, ahead_unit = 0, issued = 0;
-  u32 ahead_slot = stages + copied;
+  u32 ahead_slot = ring + copied;
   auto issue_weights = [&]() {
 #pragma unroll
     for (int r = 0; r < RT; r++)
 #pragma unroll
       for (int half = 0; half < 2; half++) {
 #pragma unroll
-        for (int j = 0; j < copies; j++)
-          if (mine)
-            copy16((ahead_slot + (WGMMA ? own_tile(r) : r) * 2048 + half * 1024 + j * apart * 128) ^
-                       (WGMMA ? j * apart * 16 : 0),
-                   copied_from(r, half, j));
+        for (int j = 0; j < 2; j++)
+          copy16(ahead_slot + (r * 2 + half) * 1024 + j * 512,
+                 whole ? ahead[r][half][0] + j * 4 * K * 2 : ahead[r][half][j * !whole]);
+#pragma unroll
+        for (int j = 0; j < (whole ? 1 : 2); j++) ahead[r][half][j] += 128;
       }
-    for (auto& place : ahead) place += 128 * TOGETHER;
-    ahead_slot += TOGETHER * STAGE_BYTES;
-    if (ahead_slot >= stages_end) ahead_slot -= ST * STAGE_BYTES;
-    issued += TOGETHER;
-    ahead_unit += TOGETHER;
-    if (PERSISTENT && ahead_unit == count) {
+    ahead_slot += STAGE_BYTES;
+    if (ahead_slot >= ring_end) ahead_slot -= RING_BYTES;
+    issued++;
+    if (PERSISTENT && ++ahead_unit == count) {
       ahead_unit = 0;
       ahead_tile += block_count;
       start_tile(ahead_tile);
     }
   };
 
-#endif
-
-#if !BOX
   // Pieces of 16 bytes of x that this thread copies for each buffer: where from, where to.
   int x_unit = 0;
   u32 x_buffer = base + X_AT;
@@ -236,7 +157,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   for (int p = 0; p < X_PIECES && STREAM; p++) {
     const u32 i = threadIdx.x + p * THREADS, row = i / 8 % (MT * 8), c = i % 8;
     x_from[p] = min(row, M - 1u) * (K * 2u) + (slice_unit + i / (MT * 64)) * 128 + c * 16;
-    x_to[p] = i / (MT * 64) * X_STAGE + row * 128 + ((c ^ moved(row)) * 16);
+    x_to[p] = i / (MT * 64) * X_STAGE + row * 128 + ((c ^ ((row & 1) << 2)) * 16);
   }
   auto issue_x = [&]() {
 #pragma unroll
@@ -249,12 +170,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     x_unit += XS;
     if (PERSISTENT && x_unit >= count) x_unit = 0;
   };
-#endif
   for (int s = 0; s < ST; s++) {
-    if (s % TOGETHER == 0 && issued < total) issue_weights();
-    if (!BOX) commit_copies();
+    if (issued < total) issue_weights();
+    commit_copies();
   }
-  if (BOX) __syncthreads();  // the barriers are there
   // What is read once a product would else come from memory while all wait for it.
   if (bias != nullptr && threadIdx.x < (GATED ? 2 : 1) * ((16 * TILES * 2 / (GATED ? 2 : 1) + 127) / 128)) {
     const int lines = (16 * TILES * 2 / (GATED ? 2 : 1) + 127) / 128;
@@ -274,11 +193,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   release_successor();
 
   // --- x ---------------------------------------------------------------------------------------
-#if BOX
-  if (leads) {
-    for (int s = 0; s < ST && s < total; s++) issue_x(s % count, s);
-  }
-#elif STREAM
+#if STREAM
   for (int s = 0; s < XB - 1; s++) {
     issue_x();
     commit_copies();
@@ -290,8 +205,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     for (int i = 0; i < PER_WARP && EPILOGUE == 1; i++) {
       int f = rank * OWN + i * WARPS + warp, mt = f / TILES, rt = f % TILES;
       if (WK * CLUSTER == 1) {
-        mt = i / RT, rt = own_tile(i % RT);
-        if (!mine) break;
+        mt = i / RT, rt = wr * RT + i % RT;
       } else if (i * WARPS + warp >= OWN || rank >= OWNERS) {
         break;
       }
@@ -301,53 +215,32 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     }
   };
   if (!MEMORY) keep_residual();
-  // Statistics of this warp's rows, all at once: each is a trip to L2, made here and awaited when they
-  // are needed.
-  float squares[STAT_ROWS][2];
-#if NORM == 2
-  float means[STAT_ROWS][2];
-#endif
-  auto ask = [&](int j, int i, float& mean, float& square) {
-    const float2* from = stats_in + (size_t)min(warp + j * WARPS, M - 1) * stats_tiles + i;
-    mean = square = 0.f;
-    if (i >= stats_tiles) return;
-    square = load_l2(&from->y);
-    if (NORM == 2) mean = load_l2(&from->x);
-  };
-#pragma unroll
-  for (int i = 0; i < 2 && NORM; i++)
-#pragma unroll
-    for (int j = 0; j < STAT_ROWS; j++) {
-      float mean;
-      ask(j, lane + i * 32, mean, squares[j][i]);
-#if NORM == 2
-      means[j][i] = mean;
-#endif
-    }
   auto statistics = [&]() {
+    // All rows of this warp at once: each is a trip to L2.
+    float mean[STAT_ROWS], square[STAT_ROWS];
+#pragma unroll
+    for (int j = 0; j < STAT_ROWS; j++) mean[j] = square[j] = 0.f;
+#pragma unroll 2
+    for (int i = lane; i < stats_tiles; i += 32) {
+#pragma unroll
+      for (int j = 0; j < STAT_ROWS; j++) {
+        int row = min(warp + j * WARPS, M - 1);
+        float2 v = load_l2(stats_in + (size_t)row * stats_tiles + i);
+        mean[j] += v.x;
+        // Of RMSNorm the sum of squares; of LayerNorm that of deviations, and the tiles' means.
+        square[j] += NORM == 2 ? v.y + v.x * v.x * (float)(K / stats_tiles) : v.y;
+      }
+    }
 #pragma unroll
     for (int j = 0; j < STAT_ROWS; j++) {
-      // Of RMSNorm the sum of squares; of LayerNorm that of deviations, and the tiles' means.
-      float square = squares[j][0] + squares[j][1], mean = 0.f;
-#if NORM == 2
-      const float each = K / stats_tiles;
-      mean = means[j][0] + means[j][1];
-      square += (means[j][0] * means[j][0] + means[j][1] * means[j][1]) * each;
-#endif
-#pragma unroll 1
-      for (int i = lane + 64; i < stats_tiles; i += 32) {
-        float m, s;
-        ask(j, i, m, s);
-        mean += m;
-        square += s + (NORM == 2 ? m * m * (float)(K / stats_tiles) : 0.f);
-      }
 #pragma unroll
       for (int d = 16; d; d >>= 1) {
-        if (NORM == 2) mean += __shfl_xor_sync(~0u, mean, d);
-        square += __shfl_xor_sync(~0u, square, d);
+        mean[j] += __shfl_xor_sync(~0u, mean[j], d);
+        square[j] += __shfl_xor_sync(~0u, square[j], d);
       }
-      const float m = NORM == 2 ? mean / stats_tiles : 0.f, variance = square / K - m * m;
-      const int row = warp + j * WARPS;
+      float m = NORM == 2 ? mean[j] / stats_tiles : 0.f;
+      float variance = square[j] / K - m * m;
+      int row = warp + j * WARPS;
       if (lane == 0 && row < MT * 8) scale[row] = make_float2(m, rsqrtf(variance + eps));
     }
   };
@@ -385,28 +278,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     }
   }
 #endif
-  if (!STREAM) __syncthreads();
+  if (NORM == 1) statistics();
+  if (!STREAM || NORM) __syncthreads();
 
   // --- the product -----------------------------------------------------------------------------
-#if WGMMA
-  float sums[RT][MT * 4];  // row g of a tile and 2t, 2t + 1 of eight rows of x, then row g + 8
-  auto clear = [&]() {
-#pragma unroll
-    for (int r = 0; r < RT; r++)
-#pragma unroll
-      for (int j = 0; j < MT * 4; j++) sums[r][j] = 0.f;
-  };
-  // Turned round: row g of x, 2t and 2t + 1 of the tile's upper and of its lower half.
-  auto take = [&](int r, int mt, float (&v)[4]) {
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const int from = (2 * t + j % 2) * 4 + g / 2;
-      const float even = __shfl_sync(~0u, sums[r][mt * 4 + j / 2 * 2], from);
-      const float odd = __shfl_sync(~0u, sums[r][mt * 4 + j / 2 * 2 + 1], from);
-      v[j] = g % 2 ? odd : even;
-    }
-  };
-#else
   float sums[RT][2][(MT + 1) / 2][4];  // tile, its half, 16 rows of x
   auto clear = [&]() {
 #pragma unroll
@@ -422,7 +297,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll
     for (int j = 0; j < 4; j++) v[j] = sums[r][j / 2][mt / 2][mt % 2 * 2 + j % 2];
   };
-#endif
   clear();
 
   // Row m = 8 * mt + g of the output, columns 2t, 2t + 1 of the tile's upper and of its lower half.
@@ -461,7 +335,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     float gated[2];
 #pragma unroll
     for (int j = 0; j < 2; j++) gated[j] = v[j] / (1.f + __expf(-v[j])) * v[j + 2];
-    if (m < M && n < N / 2) *(u32*)into = pack(gated[0], gated[1]);
+    if (m < M) *(u32*)into = pack(gated[0], gated[1]);
 #else
 #pragma unroll
     for (int half = 0; half < 2; half++) {
@@ -477,49 +351,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   };
 
   int unit = 0;
-#if WGMMA
-  auto multiply = [&](u32 rows, u32 x_rows) {
-    __syncwarp();
-    begin_wgmma();
-#pragma unroll
-    for (int k = 0; k < 4; k++)
-#pragma unroll
-      for (int r = 0; r < RT; r++)
-        wgmma<MT * 8>(sums[r], rows + (warp / 4 * RT + r) * TALL * 128 + k * 32, x_rows + k * 32);
-    end_wgmma();
-#pragma unroll
-    for (int r = 0; r < RT; r++) await_wgmma<MT * 8>(sums[r]);
-  };
-#endif
-#if BOX
-  int stage = 0;
-  u32 passed = 0;  // rounds of the ring, by parity
-  for (int i = 0; i < total; i++) {
-    await_bytes(arrived + stage * 8, passed);
-    multiply(base + stage * STAGE_BYTES, base + stage * STAGE_BYTES + WEIGHT_BYTES);
-    if (issued < total) issue_weights();
-    if (++stage == ST) stage = 0, passed ^= 1;
-    unit++;
-#elif WGMMA
-  u32 slot = 0, x_at = base + X_AT;
-  await_copies<XB - 2>();
-  for (int i = 0; i < total; i++) {
-    if (i < (XB - 1) * XS)
-      await_copies<(PENDING < XB - 1 ? PENDING : XB - 1)>();
-    else
-      await_copies<PENDING>();
-    publish_to_wgmma();
-    __syncthreads();
-    // The buffer that is filled next was read last before this barrier.
-    if (unit % XS == 0) issue_x();
-    multiply(base + slot, x_at);
-    if (i % TOGETHER == TOGETHER - 1 && issued < total) issue_weights();
-    commit_copies();
-    slot = slot == (ST - 1) * STAGE_BYTES ? 0 : slot + STAGE_BYTES;
-    x_at += X_STAGE;
-    if (x_at == base + X_AT + XB * XS * X_STAGE) x_at = base + X_AT;
-    unit++;
-#else
   const u32 own_w = ring + g * 128 + (t ^ (g & 1) << 2) * 16;
   u32 slot = own_w;
   // This lane's 16 bytes of row g of x for the first half of a stage; the second is 64 bytes away.
@@ -531,13 +362,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (STREAM && unit % XS == 0) {
       // The buffer that is filled next was read last before this barrier.
       if (i < (XB - 1) * XS)
-        await_copies<(PENDING < XB - 1 ? PENDING : XB - 1)>();
+        await_copies<(ST < XB ? ST : XB) - 1>();
       else
-        await_copies<PENDING>();
+        await_copies<ST - 1>();
       __syncthreads();
       issue_x();
     } else {
-      await_copies<PENDING>();
+      await_copies<ST - 1>();
       __syncwarp();  // what the other lanes copied
     }
     Vec b[2][RT][2], a[2][MT];
@@ -553,7 +384,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
           b[u][r][half] = load_shared((slot ^ u * 64) + (r * 2 + half) * 1024);
     }
     __syncwarp();  // all lanes have read what is filled again
-    if (i % TOGETHER == TOGETHER - 1 && issued < total) issue_weights();
+    if (issued < total) issue_weights();
     commit_copies();
 #pragma unroll
     for (int u = 0; u < 2; u++)
@@ -584,45 +415,34 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       if (x_at == own_x + XB * XS * X_STAGE) x_at = own_x;
       // A last buffer that is not full ends the loop.
     }
-#endif
     if (unit == count && PERSISTENT) {
-      if (NORM == 1 && i < count) {
-        statistics();
-        __syncthreads();
-      }
 #pragma unroll
-      for (int r = 0; r < RT && mine; r++)
+      for (int r = 0; r < RT; r++)
 #pragma unroll
         for (int mt = 0; mt < MT; mt++) {
           float v[4];
           take(r, mt, v);
-          finish(tile * TILES + own_tile(r), mt, 0, v, kept[0]);
+          finish((tile * WR + wr) * RT + r, mt, 0, v, kept[0]);
         }
       clear();
       unit = 0;
-#if !STREAM
-      x_at = own_x;
-#endif
+      if (!STREAM) x_at = own_x;
       tile += block_count;
     }
   }
   if (PERSISTENT) return;
-  if (NORM == 1) {
-    statistics();
-    __syncthreads();
-  }
 
   // --- what the parts of K add up to -------------------------------------------------------------
   if (WK * CLUSTER == 1) {
 #if MEMORY && C > 1
-    float4* block = partials + (size_t)tile * C * PARTS * 32 + wr * RT * MT * 32 + lane;
+    float4* block = partials + (size_t)tile * C * FRAGMENTS * 32 + wr * RT * MT * 32 + lane;
 #pragma unroll
-    for (int r = 0; r < RT && mine; r++)
+    for (int r = 0; r < RT; r++)
 #pragma unroll
       for (int mt = 0; mt < MT; mt++) {
         float v[4];
         take(r, mt, v);
-        block[(rank * PARTS + r * MT + mt) * 32] = make_float4(v[0], v[1], v[2], v[3]);
+        block[(rank * FRAGMENTS + r * MT + mt) * 32] = make_float4(v[0], v[1], v[2], v[3]);
       }
     __shared__ u32 before;
     __threadfence();
@@ -637,7 +457,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     keep_residual();
 #endif
 #pragma unroll
-    for (int mt = 0; mt < MT && mine; mt++)
+    for (int mt = 0; mt < MT; mt++)
 #pragma unroll
       for (int r = 0; r < RT; r++) {
         float v[4];
@@ -647,20 +467,19 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll
         for (int c = 0; c < C; c++)
           part[c] = c == rank ? make_float4(v[0], v[1], v[2], v[3])
-                              : load_l2(block + (c * PARTS + r * MT + mt) * 32);
+                              : load_l2(block + (c * FRAGMENTS + r * MT + mt) * 32);
 #pragma unroll
         for (int c = 0; c < C; c++)
           sum.x += part[c].x, sum.y += part[c].y, sum.z += part[c].z, sum.w += part[c].w;
         v[0] = sum.x, v[1] = sum.y, v[2] = sum.z, v[3] = sum.w;
 #endif
-        finish(tile * TILES + own_tile(r), mt, mt * TILES + own_tile(r), v,
+        finish((tile * WR + wr) * RT + r, mt, mt * TILES + wr * RT + r, v,
                kept[EPILOGUE == 1 ? mt * RT + r : 0]);
       }
   } else {
     await_copies<0>();
-    if (WGMMA) __syncthreads();  // all have multiplied
 #pragma unroll
-    for (int r = 0; r < RT && mine; r++)
+    for (int r = 0; r < RT; r++)
 #pragma unroll
       for (int mt = 0; mt < MT; mt++) {
         float v[4];
@@ -678,9 +497,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       int own = i * WARPS + warp;
       if (own >= OWN || rank >= OWNERS) break;
       int f = rank * OWN + own, mt = f / TILES, rt = f % TILES;
-      const int tall = rt / (TALL / 16 + !WGMMA), in_tall = rt % (TALL / 16 + !WGMMA);
-      const int by = WGMMA ? tall / RT * 4 + in_tall : rt / RT, r = WGMMA ? tall % RT : rt % RT;
-      u32 at = base + by * RING_BYTES + (r * MT + mt) * 512 + lane * 16;
+      u32 at = base + (rt / RT) * RING_BYTES + (rt % RT * MT + mt) * 512 + lane * 16;
       float v[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
       for (int c = 0; c < CLUSTER; c++) {

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_async.kernels.cuda import compile as cuda
 from megatron_async.kernels.cuda.compile import Kernel, kernel
 
 STORE, ADD, SILU_GATE, GELU_TANH, GELU = range(5)
@@ -32,10 +31,8 @@ UNIT = 64
 
 class Tiling(NamedTuple):
     """See ``linear.cu``: tiles of 16 rows a warp, warps in N and K, blocks in K, stages of the
-    ring, whether x streams, whether blocks go on to further rows of the weight, whether the
-    blocks in K add up through memory, rather than as a cluster, whether two stages are filled at
-    the same time, rows of the weight that four warps multiply together, 0 for none, and whether
-    these and x come as boxes."""
+    ring, whether x streams, whether blocks go on to further rows of the weight, and whether the
+    blocks in K add up through memory, rather than as a cluster."""
 
     row_tiles: int
     warps_n: int
@@ -45,15 +42,10 @@ class Tiling(NamedTuple):
     stream: bool = False
     persistent: bool = False
     memory: bool = False
-    pair: bool = False
-    tall: int = 0
-    box: bool = False
 
     @property
     def weight_rows(self) -> int:
         """Rows of the weight in a block."""
-        if self.tall:
-            return self.tall * self.row_tiles * (self.warps_n // 4)
         return 16 * self.row_tiles * self.warps_n
 
     def blocks(self, n: int) -> int:
@@ -62,7 +54,7 @@ class Tiling(NamedTuple):
 
     def statistic_rows(self, rows: int) -> int:
         """Elements of the residual stream that one partial statistic of epilogue ADD covers."""
-        tiles = self.weight_rows // 16
+        tiles = self.row_tiles * self.warps_n
         fragments = groups(rows) * tiles
         if self.memory:
             return 16 * tiles
@@ -73,17 +65,11 @@ class Tiling(NamedTuple):
         """Stages of all buffers of x."""
         return 2 * ((self.stages + 1) // 2 + 1)
 
-    @property
-    def stage_bytes(self) -> int:
-        """Of the ring of all warps."""
-        return 128 * self.weight_rows * self.warps_k
-
     def shared_bytes(self, k: int, rows: int) -> int:
         """About what a block takes."""
+        warps = self.warps_n * self.warps_k
         slice_k = -(-(k // UNIT) // self.splits) * UNIT
-        ring = self.stages * self.stage_bytes
-        if self.box:
-            return ring + self.stages * max(groups(rows) * 1024, (64 - self.tall) * 128) + 8192
+        ring = warps * self.stages * 2048 * self.row_tiles
         if self.stream:
             x = self.x_stages * groups(rows) * 1024
             return ring + x + 8192
@@ -91,12 +77,11 @@ class Tiling(NamedTuple):
 
     def fits(self, n: int, k: int, rows: int, norm: int, epilogue: int) -> bool:
         """Whether the kernel can be built so."""
-        tiles = self.weight_rows // 16
-        fragments = groups(rows) * tiles
+        fragments = groups(rows) * self.row_tiles * self.warps_n
         split = self.warps_k * self.splits > 1
         owners = 1 if self.memory else min(self.splits, fragments)
+        tiles = self.row_tiles * self.warps_n
         own = fragments // owners
-        sums = groups(rows) * self.row_tiles * 512 * self.warps_n * self.warps_k
         return (
             self.warps_n * self.warps_k <= 32
             and k // UNIT >= self.splits * self.warps_k
@@ -106,18 +91,11 @@ class Tiling(NamedTuple):
             and not (self.stream and (self.warps_k > 1 or norm == LAYER_NORM))
             and not (self.stream and self.persistent and k // UNIT % 2)
             and not (self.memory and (self.warps_k > 1 or self.splits == 1))
-            and self.tall in (0, 32, 48, 64)
-            and not (self.tall and (self.warps_n % 4 or not self.stream))
-            and not (self.box and (not self.tall or self.pair or self.warps_n > 4))
-            and self.tall * self.row_tiles <= 256
-            and not (self.pair and (self.stages % 2 or self.stages < 4))
-            and not (self.pair and k // UNIT % (2 * self.splits * self.warps_k))
             and not (self.persistent and (split or epilogue == ADD))
-            and (sums <= self.stages * self.stage_bytes or not split or self.memory)
+            and (groups(rows) * 512 <= self.stages * 2048 or not split or self.memory)
             and self.shared_bytes(k, rows) <= SHARED_BYTES
-            # Statistics do not stop at the end of the weight.
-            and (epilogue != ADD or n % self.weight_rows == 0)
-            and (epilogue != SILU_GATE or n % 16 == 0)
+            # Statistics and pairs of gate and up do not stop at the end of the weight.
+            and (epilogue in (STORE, GELU, GELU_TANH) or n % self.weight_rows == 0)
         )
 
 
@@ -149,9 +127,9 @@ def candidates(n: int, k: int, rows: int, norm: int, epilogue: int) -> Iterator[
             continue
         if blocks > 2 * MULTIPROCESSORS + 24 and not persistent:
             continue
-        for stages, stream, memory, pair in itertools.product(_STAGES, *((False, True),) * 3):
+        for stages, stream, memory in itertools.product(_STAGES, (False, True), (False, True)):
             tiling = cut._replace(
-                stages=stages, stream=stream, persistent=persistent, memory=memory, pair=pair
+                stages=stages, stream=stream, persistent=persistent, memory=memory
             )
             if tiling.fits(n, k, rows, norm, epilogue):
                 yield tiling
@@ -277,13 +255,9 @@ class Linear:
         self._arrivals: Tensor | None = None
         if tiling.memory:
             tiles = blocks // tiling.splits
-            most = 16 * tiling.row_tiles * tiling.warps_n * max(8, rows)
-            self._partials = torch.empty(blocks * most, device=device)
+            self._partials = torch.empty(blocks * tiling.weight_rows * max(8, rows), device=device)
             self._arrivals = torch.zeros(tiles, dtype=torch.int32, device=device)
         self.statistic_rows = tiling.statistic_rows(rows)
-        self._n, self._k, self._rows, self._tiling = n, k, rows, tiling
-        self._gated = epilogue == SILU_GATE
-        self._maps: dict[Any, Any] = {}
 
     def __call__(
         self,
@@ -314,23 +288,8 @@ class Linear:
             self._grid, x, weight, bias, norm_weight, norm_bias, statistics,
             0 if statistics is None else statistics.shape[1], float(eps), residual, out,
             next_weight, scaled_out, statistics_out, x.shape[0], out.stride(0),
-            self._partials, self._arrivals, *(self._maps_of(weight, x) if self._tiling.box else []),
+            self._partials, self._arrivals,
         )  # fmt: skip
-
-    def _maps_of(self, weight: Tensor, x: Tensor) -> list[Any]:
-        """The weight in boxes of a block's rows, x in boxes of all its rows."""
-        row, rows = self._k * 2, self._tiling.weight_rows
-        if weight.data_ptr() not in self._maps:
-            sizes, strides, box = [self._k, self._n], [row], [UNIT, rows]
-            if self._gated:  # eight rows of gate, eight of up
-                sizes, box = [self._k, 8, 2, self._n // 16], [UNIT, 8, 2, rows // 16]
-                strides = [row, self._n // 2 * row, 8 * row]
-            self._maps[weight.data_ptr()] = cuda.tensor_map(weight, sizes, strides, box)
-        key = x.data_ptr(), x.shape[0]
-        if key not in self._maps:
-            box = [UNIT, 8 * groups(self._rows)]
-            self._maps[key] = cuda.tensor_map(x, [self._k, x.shape[0]], [row], box)
-        return [self._maps[weight.data_ptr()], self._maps[key]]
 
 
 def defines(
@@ -343,7 +302,6 @@ def defines(
         "C": tiling.splits, "ST": tiling.stages, "STREAM": int(tiling.stream),
         "PERSISTENT": int(tiling.persistent), "K": k, "N": n, "NORM": norm,
         "EPILOGUE": epilogue, "STATS": norm_statistics, "MEMORY": int(tiling.memory),
-        "PAIR": int(tiling.pair), "TALL": tiling.tall, "BOX": int(tiling.box),
         "LEAST": ALONE_BYTES if ALONE_BLOCKS <= tiling.blocks(n) <= MULTIPROCESSORS else 0,
     }  # fmt: skip
 
