@@ -188,13 +188,13 @@ def choose(n: int, k: int, rows: int, norm: int, epilogue: int) -> Tiling | None
             return tiling
     best: tuple[float, Tiling] | None = None
     for tiling in candidates(n, k, rows, norm, epilogue):
-        cost = _cost(tiling, n, k, rows, norm)
+        cost = _cost(tiling, n, k, rows)
         if best is None or cost < best[0]:
             best = cost, tiling
     return None if best is None else best[1]
 
 
-def _cost(tiling: Tiling, n: int, k: int, rows: int, norm: int) -> float:
+def _cost(tiling: Tiling, n: int, k: int, rows: int) -> float:
     """What measuring favoured: blocks on all multiprocessors in one wave, two of them beside each
     other so that the next product's weights are on their way while this one ends, many warps in K
     while x is small, no large clusters."""
