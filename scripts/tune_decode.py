@@ -142,6 +142,15 @@ class Search:
         self.first = self.step = rig.step_us(self.best)
         self.log: list[tuple[str, Tiling, float]] = []
 
+    def compile(self) -> None:
+        """Compile the products as they are now, side by side."""
+        decoder = self.rig.decoder({})
+        work = [
+            ("linear", decoder.defines(p, self.most, self.best[n]))
+            for n, p in self.products.items()
+        ]
+        cuda.compile_together(work, cuda.architecture(0))
+
     def vary(self, name: str, tilings: Sequence[Tiling]) -> None:
         """Measure tilings of one product, and take the best."""
         product, seen = self.products[name], {t for n, t, _ in self.log if n == name}
@@ -186,6 +195,7 @@ def vary_constants(
     def step(cut: Cut) -> float:
         for name, value in zip(names, cut, strict=True):
             setattr(module, name, value)
+        search.compile()
         time = min(search.rig.step_us(search.best) for _ in range(2))
         print(dict(zip(names, cut, strict=True)), f"{time:.1f} us", flush=True)
         return time
