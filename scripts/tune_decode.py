@@ -12,6 +12,7 @@ stand lines for ``kernels/cuda/linear.py``.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
@@ -103,21 +104,42 @@ class Rig:
 
 
 def spread(product: Product, rows: int, count: int) -> list[Tiling]:
-    """Some of a product's tilings, at random."""
-    found = list(candidates(product.n, product.k, rows, product.norm, product.epilogue))
-    random.Random(0).shuffle(found)
-    return found[:count]
+    """Some of a product's tilings at random, and as many that take boxes."""
+    shape = (product.n, product.k, rows, product.norm, product.epilogue)
+    found = [list(candidates(*shape)), [tiling for tiling in boxes(product) if tiling.fits(*shape)]]
+    for some in found:
+        random.Random(0).shuffle(some)
+    return [tiling for some in found for tiling in some[:count]]
+
+
+def boxes(product: Product) -> Iterator[Tiling]:
+    """Tilings that take boxes, where there are enough blocks but not many waves of them."""
+    if not product.boxes:
+        return
+    for tiles, splits, stages, memory in itertools.product(
+        range(2, 17), (1, 2, 4, 8), range(2, 9), (False, True)
+    ):
+        tiling = Tiling(tiles, 1, 1, splits, stages, True, False, memory, box=True)
+        blocks = tiling.blocks(product.n)
+        persistent = blocks > 4 * cuda_linear.MULTIPROCESSORS
+        if 96 <= blocks <= 2 * cuda_linear.MULTIPROCESSORS + 24 or persistent:
+            yield tiling._replace(persistent=persistent)
 
 
 def neighbours(tiling: Tiling) -> Iterator[Tiling]:
     """Those that differ in one field, or that trade one against another."""
     yield from (tiling._replace(stages=s) for s in range(2, 14))
     yield from (tiling._replace(warps_n=w) for w in range(1, 17))
-    yield from (tiling._replace(row_tiles=r) for r in (1, 2, 3, 4))
+    yield from (tiling._replace(row_tiles=r) for r in range(1, 17 if tiling.box else 5))
     yield from (tiling._replace(splits=s) for s in (1, 2, 3, 4, 8))
     yield from (tiling._replace(warps_k=w) for w in (1, 2, 4, 8, 16))
     yield tiling._replace(stream=not tiling.stream)
     yield tiling._replace(memory=not tiling.memory)
+    if tiling.box:
+        yield tiling._replace(row_tiles=1, warps_n=tiling.row_tiles, box=False)
+    else:
+        tiles = tiling.row_tiles * tiling.warps_n
+        yield tiling._replace(row_tiles=tiles, warps_n=1, warps_k=1, stream=True, box=True)
     if tiling.row_tiles > 1:
         yield tiling._replace(row_tiles=1, warps_n=tiling.warps_n * tiling.row_tiles)
     if tiling.warps_n % 2 == 0:

@@ -40,17 +40,20 @@ Norm = tuple[Tensor, Tensor | None, float]
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A product of the model: its shape, what is inside it, and how it is cut if that is fixed."""
+    """A product of the model: its shape, what is inside it, how it is cut if that is fixed, and
+    whether it may be cut into boxes."""
 
     n: int
     k: int
     norm: int
     epilogue: int
     fixed: Tiling | None = None
+    boxes: bool = True
 
     def tiling(self, rows: int) -> Tiling | None:
         """How it is cut for padded ``rows``; None if it cannot be built."""
-        return self.fixed or choose(self.n, self.k, rows, self.norm, self.epilogue)
+        shape = (self.n, self.k, rows, self.norm, self.epilogue)
+        return self.fixed or choose(*shape, boxes=self.boxes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,10 @@ class FusedDecoder:
             "head": (head.shape[0], hidden, self._norm, STORE),
         }
         fixed = tilings or {}
-        self.products = {name: Product(*shape, fixed.get(name)) for name, shape in shapes.items()}
+        boxes = cuda.has_wgmma(self._index)
+        self.products = {
+            name: Product(*shape, fixed.get(name), boxes) for name, shape in shapes.items()
+        }
         self._plans: dict[int, dict[str, Linear] | None] = {}
         self._kernels: dict[Any, Any] = {}
         rows = MAX_ROWS

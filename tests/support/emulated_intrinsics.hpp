@@ -12,7 +12,8 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
+#define __grid_constant__
 #define __cluster_dims__(x, y, z)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __shared__ static
@@ -42,11 +43,26 @@ struct Warp {
   alignas(16) char lanes[2][32][48];  // what the lanes show each other, in turn
 };
 
+struct Copy {
+  char* into;
+  const char* from;  // null: zeros
+};
+
+// What bulk copies report to.
+struct Transfer {
+  long long bytes = 0;  // announced and not there yet
+  bool announced = false;
+  unsigned parity = 0;
+  std::vector<Copy> under_way;
+};
+
 struct Block {
   Index index;
+  std::map<unsigned, Transfer> transfers;  // by address
   std::vector<char> memory;
   Barrier barrier, predecessor;
   std::vector<Warp> warps;
+  std::vector<Barrier> warpgroups;
 };
 
 struct Cluster {
@@ -54,13 +70,16 @@ struct Cluster {
   Barrier barrier;
 };
 
-struct Copy {
-  char* into;
-  const char* from;  // null: zeros
+// What one thread has of a product of four warps.
+struct Product {
+  float* sums;
+  int columns;
+  unsigned a, b;
 };
 
 struct Fiber {
   ucontext_t context;
+  std::vector<Product> products;
   Index thread;
   Block* block;
   std::vector<char> stack;
@@ -146,6 +165,42 @@ inline void copy(const Copy& c) {
   else
     std::memset(c.into, 0, 16);
 }
+inline Transfer& transfer(unsigned barrier) {
+  auto& all = fiber->block->transfers;
+  if (!all.count(barrier)) fail("a barrier that nobody initialised");
+  return all[barrier];
+}
+inline void arrive(Transfer& t, long long bytes) {
+  t.bytes -= bytes;
+  if (!t.announced || t.bytes != 0) return;
+  t.announced = false;
+  t.parity ^= 1;
+  events++;
+}
+inline void copy_box(unsigned into, const u64* map, std::vector<int> at, unsigned barrier) {
+  const u64 *sizes = map + 1, *strides = map + 5, *box = map + 9;
+  auto& t = transfer(barrier);
+  if (map[13] != at.size() || into % 1024) fail("a box of another kind, or misplaced");
+  long long rows = 1;
+  for (size_t d = 1; d < at.size(); d++) rows *= box[d];
+  for (long long row = 0; row < rows; row++)
+    for (int chunk = 0; chunk < 8; chunk++) {
+      const char* from = (const char*)map[0] + (at[0] + chunk * 8) * 2;
+      bool inside = at[0] + chunk * 8 < (long long)sizes[0];
+      long long rest = row;
+      for (size_t d = 1; d < at.size(); rest /= box[d], d++) {
+        const long long i = at[d] + rest % (long long)box[d];
+        inside = inside && i < (long long)sizes[d];
+        from += i * strides[d];
+      }
+      const unsigned to = into + row * 128 + chunk * 16;
+      Copy c{shared_memory(to ^ (to >> 7 & 7) << 4, 16), inside ? checked(from, 16) : nullptr};
+      if (random_bits() & 1)
+        copy(c), arrive(t, 16);
+      else
+        t.under_way.push_back(c);
+    }
+}
 inline void issue(unsigned into, const void* from) {
   Copy c{shared_memory(into, 16), (const char*)(from ? checked((const char*)from, 16) : nullptr)};
   if (random_bits() & 1)
@@ -170,6 +225,7 @@ T max(T a, T b) {
   return a < b ? b : a;
 }
 inline float rsqrtf(float v) { return 1.f / std::sqrt(v); }
+inline float __fdividef(float a, float b) { return a / b; }
 inline float __expf(float v) { return std::exp(v); }
 inline float __uint_as_float(u32 v) {
   float r;
@@ -257,6 +313,36 @@ void await_copies() {
   }
 }
 
+inline void init_barrier(u32 barrier) {
+  emulator::shared_memory(barrier, 8);
+  emulator::fiber->block->transfers[barrier] = {};
+}
+inline void publish_barriers() {}
+inline void expect_bytes(u32 barrier, u32 bytes) {
+  auto& t = emulator::transfer(barrier);
+  if (t.announced) emulator::fail("bytes announced twice in a phase");
+  t.announced = true;
+  t.bytes += bytes;
+  emulator::arrive(t, 0);
+}
+inline void await_bytes(u32 barrier, u32 parity) {
+  for (;;) {
+    auto& t = emulator::transfer(barrier);
+    if (t.parity != parity) return;
+    const auto copies = std::move(t.under_way);
+    t.under_way.clear();
+    for (const auto& c : copies) emulator::copy(c), emulator::arrive(t, 16);
+    if (t.parity == parity) emulator::give_way();
+  }
+}
+inline void copy_box(u32 into, const TensorMap& map, int a, int b, u32 barrier) {
+  emulator::copy_box(into, map.opaque, {a, b}, barrier);
+}
+inline void copy_box(u32 into, const TensorMap& map, int a, int b, int c, int d, u32 barrier) {
+  emulator::copy_box(into, map.opaque, {a, b, c, d}, barrier);
+}
+inline void prefetch_map(const TensorMap&) {}
+
 inline Vec load_shared(u32 at) { return *(const Vec*)emulator::shared_memory(at, 16); }
 inline void store_shared(u32 at, Vec v) { *(Vec*)emulator::shared_memory(at, 16) = v; }
 inline Vec load_l2_vec(const void* p) { return *emulator::checked((const Vec*)p); }
@@ -278,6 +364,37 @@ inline void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
       const Operands& w = emulator::of_lane(all, (2 * t + j % 2) * 4 + k % 8 / 2);
       c[j] += half(x.a[j / 2 + k / 8 * 2], k) * half(w.b[k / 8], k);
     }
+}
+
+namespace emulator {
+
+inline float swizzled(unsigned matrix, int row, int k) {
+  const unsigned at = matrix + row / 8 * 1024 + row % 8 * 128 + k * 2;
+  return __uint_as_float((u32) * (const u16*)shared_memory(at ^ (at >> 7 & 7) << 4, 2) << 16);
+}
+inline void multiply(const Product& p) {
+  const int lane = fiber->thread.x % 32, warp = fiber->thread.x / 32 % 4;
+  for (int j = 0; j < p.columns / 2; j++) {
+    const int row = warp * 16 + lane / 4 + j % 4 / 2 * 8, column = j / 4 * 8 + lane % 4 * 2 + j % 2;
+    for (int k = 0; k < 16; k++) p.sums[j] += swizzled(p.a, row, k) * swizzled(p.b, column, k);
+  }
+}
+
+}  // namespace emulator
+
+template <int COLUMNS>
+void wgmma(float (&d)[COLUMNS / 2], u32 a, u32 b) {
+  if (a % 1024 >= 128 || b % 1024 >= 128 || a % 32 || b % 32) emulator::fail("misaligned matrix");
+  emulator::fiber->products.push_back({d, COLUMNS, a, b});
+}
+inline void begin_wgmma() {}
+inline void end_wgmma() {}
+template <int COLUMNS>
+void await_wgmma(float (&d)[COLUMNS / 2]) {
+  for (const auto& p : emulator::fiber->products) emulator::multiply(p);
+  emulator::fiber->products.clear();
+  // It is over for all four warps at once.
+  emulator::arrive_and_wait(emulator::fiber->block->warpgroups[emulator::fiber->thread.x / 128]);
 }
 
 inline void load_matrices(u32 (&r)[4], u32 at) {
@@ -330,6 +447,8 @@ inline void run_cluster(std::vector<Index> indices, int threads, int shared_byte
     block.barrier.expected = block.predecessor.expected = threads;
     block.warps.resize(threads / 32);
     for (Warp& w : block.warps) w.barrier.expected = 32;
+    block.warpgroups.resize(threads / 128);
+    for (Barrier& group : block.warpgroups) group.expected = 128;
     all.blocks.push_back(std::move(block));
   }
   cluster = &all;

@@ -5,10 +5,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ _STANDARD = """
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <random>
 #include <string>
@@ -33,7 +35,7 @@ _STANDARD = """
 #include <vector>
 """
 _OPTIONS = ("-std=c++20", "-O1", "-w", "-fPIC")
-_SHARED = "extern __shared__ __align__(128) char shared[];"
+_SHARED = re.compile(r"extern __shared__ __align__\([^)]+\) char shared\[\];")
 _CLUSTER = {"linear": "CLUSTER", "attention": "SPLITS", "embed": "1"}
 _WRITTEN_BEFORE = {"linear": (0, 5, 8), "attention": (0,), "embed": (0, 1)}
 """Arguments that the kernel in front writes: x, statistics and residual; the projection; tokens."""
@@ -71,6 +73,8 @@ class EmulatedKernel:
                 values.append(ctypes.c_void_p(begin))
             elif argument is None:
                 values.append(ctypes.c_void_p(0))
+            elif isinstance(argument, ctypes.Array):
+                values.append(argument)
             else:
                 kind = ctypes.c_float if isinstance(argument, float) else ctypes.c_int
                 values.append(kind(argument))
@@ -98,8 +102,21 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the wrappers of ``kernels/cuda``, and the fused forward, work on a CPU."""
     monkeypatch.setattr(linear, "kernel", kernel)
     monkeypatch.setattr(attention, "kernel", kernel)
+    monkeypatch.setattr(cuda, "tensor_map", tensor_map)
     monkeypatch.setattr(cuda, "compile_together", lambda work, architecture: None)
     monkeypatch.setattr(cuda, "architecture", lambda device_index: "emulated")
+
+
+def tensor_map(
+    tensor: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]
+) -> Any:
+    """Stands for ``compile.tensor_map``: what ``copy_box`` in ``emulated_intrinsics.hpp`` reads."""
+    assert box[0] * 2 == 128 and max(box) <= 256 and len(sizes) == len(box) == len(strides) + 1
+    assert all(stride % 16 == 0 for stride in strides) and tensor.data_ptr() % 16 == 0
+    rest = [0] * (4 - len(sizes))
+    dimensions = [*sizes, *rest], [2, *strides, *rest], [*box, *rest]
+    fields = [tensor.data_ptr(), *dimensions[0], *dimensions[1], *dimensions[2], len(sizes)]
+    return (ctypes.c_ulonglong * 16)(*fields)
 
 
 def kernel(source: str, defines: Mapping[str, int], device: torch.device) -> EmulatedKernel:
@@ -117,7 +134,7 @@ def source_text(source: str) -> str:
     intrinsics = _INTRINSICS.read_text()
     head, mark, tail = intrinsics.partition("namespace emulator {")
     # The kernels' types may use the macros, and what follows uses the types.
-    text = head + types + mark + tail + rest.replace(_SHARED, "")
+    text = head + types + mark + tail + _SHARED.sub("", rest)
     return (
         text
         + f"""

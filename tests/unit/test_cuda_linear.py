@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_async.kernels.cuda import compile as cuda
 from megatron_async.kernels.cuda import linear as cuda_linear
 from megatron_async.kernels.cuda.linear import (
     ADD,
@@ -157,8 +158,19 @@ def _tilings(product: Product, count: int) -> list[Tiling]:
         for memory in (False, True)
     ]
     shape = (product.n, product.k, padded(product.rows), product.norm, product.epilogue)
-    fitting = [tiling for tiling in every if tiling.fits(*shape)]
-    return fitting[:: max(1, len(fitting) // count)][:count]
+    boxes = [
+        Tiling(row_tiles, 1, 1, splits, stages, True, persistent, memory, box=True)
+        for row_tiles in (1, 3, 4, 6, 14)
+        for splits in (1, 2, 4)
+        for stages in (1, 3, 5)
+        for persistent in (False, True)
+        for memory in (False, True)
+    ]
+    chosen: list[Tiling] = []
+    for some in (every, boxes if cuda.has_wgmma(0) else []):
+        fitting = [tiling for tiling in some if tiling.fits(*shape)]
+        chosen += fitting[:: max(1, len(fitting) // count)][:count]
+    return chosen
 
 
 _PRODUCTS = [
@@ -185,6 +197,13 @@ _SMALL_PRODUCTS = [
     ((64, 512, NO_NORM, ADD, True), 16, Tiling(1, 2, 1, 4, 2)),
     ((64, 448, NO_NORM, ADD, True), 8, Tiling(1, 1, 4, 1, 3)),
     ((64, 448, NO_NORM, ADD, False), 3, Tiling(2, 2, 2, 2, 4)),
+    ((208, 256, RMS_NORM, STORE, False), 13, Tiling(3, 1, 1, 1, 4, True, box=True)),
+    ((176, 320, RMS_NORM, SILU_GATE, True), 32, Tiling(11, 1, 1, 1, 2, True, box=True)),
+    ((96, 320, RMS_NORM, SILU_GATE, False), 1, Tiling(2, 1, 1, 1, 3, True, box=True)),
+    ((205, 384, RMS_NORM, STORE, True), 17, Tiling(2, 1, 1, 2, 3, True, box=True)),
+    ((205, 256, NO_NORM, STORE, False), 6, Tiling(4, 1, 1, 1, 5, True, True, box=True)),
+    ((192, 448, NO_NORM, ADD, True), 30, Tiling(6, 1, 1, 4, 1, True, False, True, box=True)),
+    ((160, 512, NO_NORM, ADD, False), 20, Tiling(5, 1, 1, 2, 3, True, box=True)),
     ((96, 192, LAYER_NORM, GELU_TANH, True), 7, Tiling(1, 3, 2, 1, 3)),
     ((64, 256, LAYER_NORM, GELU, True), 20, Tiling(1, 2, 2, 2, 2)),
 ]
@@ -230,7 +249,7 @@ def test_emulated_tilings_use_every_way_to_build_the_kernel() -> None:
     tilings = [tiling for _, _, tiling in _SMALL_PRODUCTS]
     for (n, k, norm, epilogue, _), rows, tiling in _SMALL_PRODUCTS:
         assert tiling.fits(n, k, padded(rows), norm, epilogue), tiling
-    for name in ("stream", "persistent", "memory"):
+    for name in ("stream", "persistent", "memory", "box"):
         assert {getattr(tiling, name) for tiling in tilings} == {False, True}
     assert {epilogue for (_, _, _, epilogue, _), _, _ in _SMALL_PRODUCTS} == set(range(5))
 
@@ -245,7 +264,11 @@ def test_emulated_tilings_use_every_way_to_build_the_kernel() -> None:
         ("  wait_for_predecessor();\n", "", None),
         ("      __syncthreads();\n      issue_x();", "      issue_x();", None),
         ("await_copies<ST - 1>();", "", None),
-        ("    keep_residual();\n#endif", "#endif", None),
+        ("    await_bytes(arrived + stage * 8, passed);\n", "", "announced twice"),
+        ("    for (int s = 0; s < ST && s < total", "    for (int s = 0; s < 0", "in vain"),
+        ("s < ST && s < total; s++) issue_x(s % count", "s < ST; s++) issue_x(0", None),
+        ("await_wgmma<MT * 8>(sums[r]);", ";", None),
+        ("    if (!BOX) keep_residual();\n#endif", "#endif", None),
         ("      __syncwarp();  // what the other lanes copied\n", "", None),
         (
             "lane % 8 * 16;\n        }\n  };\n  start_tile",
@@ -267,7 +290,11 @@ def test_the_emulator_notices(
     adds = "residual" in there
     shape = (64, 512, NO_NORM if adds else RMS_NORM, ADD if adds else STORE, not adds)
     product = Product(torch.device("cpu"), *shape, 32)
-    linear = product.linear(Tiling(1, 2, 1, 2, 3, stream=True, memory=True))
+    monkeypatch.setattr(cuda, "tensor_map", emulator.tensor_map)
+    tiling = Tiling(1, 2, 1, 2, 3, stream=True, memory=True)
+    if any(name in there for name in ("arrived", "total", "wgmma")):
+        tiling = tiling._replace(row_tiles=4, warps_n=1, box=True)
+    linear = product.linear(tiling)
     if says is not None:
         with pytest.raises(AssertionError, match=says):
             product.run(linear)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -84,10 +85,12 @@ def test_keeps_the_best_constants(
     assert (room.WARPS, room.STAGES, search.step) == (8, 2, 94.0)
 
 
-def test_the_spread_can_be_built(tuner: ModuleType) -> None:
+def test_the_spread_has_tilings_of_both_kinds_that_can_be_built(tuner: ModuleType) -> None:
     found = tuner.spread(PRODUCT, 32, 20)
-    assert len(set(found)) == 20
+    assert {tiling.box for tiling in found} == {False, True} and len(set(found)) == 40
     assert all(t.fits(6144, 4096, 32, RMS_NORM, STORE) for t in found)
+    found = tuner.spread(replace(PRODUCT, boxes=False), 32, 20)
+    assert not any(tiling.box for tiling in found)
 
 
 def test_stops_in_time(tuner: ModuleType, compiled: list[int]) -> None:
@@ -99,6 +102,8 @@ def test_stops_in_time(tuner: ModuleType, compiled: list[int]) -> None:
 def test_neighbours_reach_every_field_and_what_is_printed_can_be_pasted(tuner: ModuleType) -> None:
     tiling = Tiling(2, 4, 1, 4, 4, stream=True, persistent=True)
     found = list(tuner.neighbours(tiling))
+    box = Tiling(8, 1, 1, 4, 4, stream=True, persistent=True, box=True)
+    assert box in found and tiling._replace(row_tiles=1, warps_n=8) in tuner.neighbours(box)
     for field in set(Tiling._fields) - {"persistent"}:  # which follows from the number of blocks
         assert len({getattr(t, field) for t in found}) > 1, field
     for each in (tiling, tiling._replace(memory=True), Tiling(1, 1, 8, 1, 3)):

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron_async.errors import ConfigError
 
@@ -80,8 +81,8 @@ class Kernel:
         self._attribute.value = overlaps
 
     def launch(self, grid: tuple[int, int, int], *arguments: Any) -> None:
-        """Queue it. Tensors go as their addresses, None as a null pointer; the caller sees to
-        shapes, and to tensors living until the kernel has run."""
+        """Queue it. Tensors go as their addresses, None as a null pointer, tensor maps as they are;
+        the caller sees to shapes, and to tensors living until the kernel has run."""
         driver = _driver()
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
@@ -98,17 +99,47 @@ class Kernel:
                 types.append(ctypes.c_void_p)
             else:
                 values.append(argument)
-                types.append(ctypes.c_float if isinstance(argument, float) else ctypes.c_int)
+                kinds = {float: ctypes.c_float, int: ctypes.c_int}
+                types.append(kinds.get(type(argument)))
         _check(
             driver.cuLaunchKernelEx(config, self._function, (tuple(values), tuple(types)), 0),
             self.name,
         )
 
 
+def tensor_map(
+    tensor: Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]
+) -> Any:
+    """How bulk copies find boxes of a bfloat16 tensor, swizzled by 128 bytes: an argument of
+    :meth:`Kernel.launch`. It holds the tensor's address, not the tensor.
+
+    Args:
+        sizes, box: elements by dimension, the innermost first; that of the box is 128 bytes wide.
+        strides: bytes from one to the next, of all dimensions but the innermost.
+    """
+    driver = _driver()
+    return _check(
+        driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            len(sizes),
+            tensor.data_ptr(),
+            [driver.cuuint64_t(size) for size in sizes],
+            [driver.cuuint64_t(stride) for stride in strides],
+            [driver.cuuint32_t(size) for size in box],
+            [driver.cuuint32_t(1) for _ in sizes],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        ),
+        "cuTensorMapEncodeTiled",
+    )
+
+
 def architecture(device_index: int) -> str:
     """What to compile for."""
     major, minor = torch.cuda.get_device_capability(device_index)
-    return f"sm_{major}{minor}"
+    return f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
 
 
 @functools.cache
@@ -186,6 +217,11 @@ def _nvrtc() -> Any:
     from cuda.bindings import nvrtc
 
     return nvrtc
+
+
+def has_wgmma(device_index: int) -> bool:
+    """Whether a device has what Hopper alone has: products straight from shared memory."""
+    return architecture(device_index) == "sm_90a"
 
 
 @functools.cache

@@ -44,6 +44,47 @@ __device__ __forceinline__ void await_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
+// Bulk copies report the bytes that arrived to a barrier in shared memory. Its phases alternate in
+// parity, from 0 on; one ends when all bytes that its one arrival announced are there.
+__device__ __forceinline__ void init_barrier(u32 barrier) {
+  asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(barrier) : "memory");
+}
+// Before the first copy reports to a barrier that this thread initialised.
+__device__ __forceinline__ void publish_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ __forceinline__ void expect_bytes(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void await_bytes(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\n"
+      "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+// A box of a tensor, swizzled by 128 bytes; what lies beyond the tensor becomes zeros. Coordinates
+// begin with the innermost.
+__device__ __forceinline__ void copy_box(u32 into, const TensorMap& map, int a, int b, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%2, %3}], [%4];" ::"r"(into),
+      "l"(&map), "r"(a), "r"(b), "r"(barrier)
+      : "memory");
+}
+__device__ __forceinline__ void copy_box(u32 into, const TensorMap& map, int a, int b, int c, int d,
+                                         u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+      "[%1, {%2, %3, %4, %5}], [%6];" ::"r"(into),
+      "l"(&map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(barrier)
+      : "memory");
+}
+__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 __device__ __forceinline__ Vec load_shared(u32 at) {
   Vec v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -101,6 +142,57 @@ __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a
       "{%0,%1,%2,%3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Four warps together: d[64 x COLUMNS] += a[64 x 16] b[COLUMNS x 16]^T, bfloat16 in shared memory, fp32 out. Rows are
+// 128 bytes apart, eight of them 1,024, swizzled by 128 bytes. A thread has rows g and g + 8 of its warp's
+// 16, of each eight columns 2t and 2t + 1: d[4j] and d[4j + 1], of row g + 8 d[4j + 2] and d[4j + 3].
+__device__ __forceinline__ unsigned long long matrix(u32 at) {
+  return (at >> 4 & 0x3fffull) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+template <int COLUMNS>
+__device__ __forceinline__ void wgmma(float (&d)[COLUMNS / 2], u32 a_at, u32 b_at) {
+  static_assert(COLUMNS == 8 || COLUMNS == 16 || COLUMNS == 32, "columns");
+  const unsigned long long a = matrix(a_at), b = matrix(b_at);
+  if constexpr (COLUMNS == 8) {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.eq.u32 add, 0, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
+        "{%0,%1,%2,%3}, %4, %5, add, 1, 1, 0, 0;\n}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "l"(a), "l"(b)
+        : "memory");
+  } else if constexpr (COLUMNS == 16) {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.eq.u32 add, 0, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
+        "{%0,%1,%2,%3,%4,%5,%6,%7}, %8, %9, add, 1, 1, 0, 0;\n}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]),
+          "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+        : "l"(a), "l"(b)
+        : "memory");
+  } else {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.eq.u32 add, 0, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
+        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, %16, %17, add, 1, 1, 0, 0;\n}"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]),
+          "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
+          "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+        : "l"(a), "l"(b)
+        : "memory");
+  }
+}
+__device__ __forceinline__ void begin_wgmma() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void end_wgmma() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int COLUMNS>
+__device__ __forceinline__ void await_wgmma(float (&d)[COLUMNS / 2]) {
+  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+#pragma unroll
+  for (int i = 0; i < COLUMNS / 2; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
 __device__ __forceinline__ void cluster_sync() {

@@ -22,22 +22,30 @@
 // rows of W alone, a stage of 64 k at a time, so the weights need no barrier of the block. A copy
 // brings whole lines: 128 bytes of four rows.
 //
+// With BOX 1 a block is four warps that multiply its RT tiles together, straight from shared memory, by
+// wgmma m64nMk16 (rows beyond the last tile are what lies behind it, for nothing). A stage is two boxes
+// of tensors, the weight's and that of x, each one bulk copy: the loop has neither copies nor barriers
+// of the block, and few registers leave room for the next kernel's block beside this one.
+//
 // x lies in shared memory as a whole (STREAM 0: normed, K / C columns), or passes through XB
 // buffers of XS stages (STREAM 1: WK = 1, RMSNorm or none), the only barriers of the loop. RMSNorm
 // multiplies by 1 / rms at the end.
 
-#define WARPS (WR * WK)
+#define WARPS (BOX ? 4 : WR * WK)
+#define WARP_TILES (BOX ? (RT + 3) / 4 : RT)  // of a warp
 #define THREADS (32 * WARPS)
 #define TILES (RT * WR)                 // tiles of 16 rows of W in a block
 #define UNITS (K / 64)                  // stages of K in all
-#define STAGE_BYTES (2048 * RT)         // of one warp
+#define WEIGHT_BYTES (2048 * RT)
+#define STAGE_BYTES (WEIGHT_BYTES + (BOX ? X_STAGE : 0))  // of one warp, or with BOX of all
 #define RING_BYTES (ST * STAGE_BYTES)
 #define XS 2                            // stages in a buffer of x
 #define XB ((ST + 1) / 2 + 1)           // buffers of x
 #define SLICE ((UNITS + C - 1) / C * 64)
 #define X_ROW (STREAM ? 128 : SLICE * 2 + 64)
 #define X_STAGE (MT * 8 * 128)
-#define X_BYTES (STREAM ? XB * XS * X_STAGE : XR * X_ROW)
+#define BEYOND ((WARP_TILES * 4 - RT) * 2048)  // what wgmma reads behind the last tile
+#define X_BYTES (BOX ? (BEYOND > X_STAGE ? BEYOND - X_STAGE : 0) : STREAM ? XB * XS * X_STAGE : XR * X_ROW)
 #define X_VECTORS ((XR * SLICE / 8 + THREADS - 1) / THREADS)  // of 16 bytes for each thread
 #define X_BATCH (X_VECTORS < 12 ? X_VECTORS : 12)
 #define X_PIECES ((XS * MT * 64 + THREADS - 1) / THREADS)
@@ -45,15 +53,16 @@
 #define CLUSTER (MEMORY ? 1 : C)
 #define OWNERS (CLUSTER < FRAGMENTS ? CLUSTER : FRAGMENTS)
 #define OWN (FRAGMENTS / OWNERS)        // fragments that an owner of the cluster finishes
-#define PER_WARP ((OWN + WARPS - 1) / WARPS)
+#define PER_WARP (WK * CLUSTER == 1 ? MT * WARP_TILES : (OWN + WARPS - 1) / WARPS)
 #define STAT_ROWS ((MT * 8 + WARPS - 1) / WARPS)
 #define STAT_TILES (OWN < TILES ? OWN : TILES)
 #define SPLIT (WK * C > 1)
 #define GATED (EPILOGUE == 2)
 #define SCALES (EPILOGUE == 1 && STATS == 1)
 
-#define X_AT (WARPS * RING_BYTES)
-#define SCALE_AT (X_AT + X_BYTES)
+#define X_AT ((BOX ? 1 : WARPS) * RING_BYTES)
+#define ARRIVED_AT (X_AT + X_BYTES)     // barriers of the stages
+#define SCALE_AT (ARRIVED_AT + (BOX ? ST * 8 : 0))
 #define STATS_AT (SCALE_AT + MT * 8 * 8)
 #define SHARED_BYTES (STATS_AT + (EPILOGUE == 1 ? OWN * 64 : 0))
 
@@ -63,13 +72,14 @@ static_assert(!PERSISTENT || (!SPLIT && EPILOGUE != 1), "a persistent block keep
 static_assert(!MEMORY || WK == 1, "partial sums in memory are of whole blocks");
 static_assert(TILES % STAT_TILES == 0 && OWN % STAT_TILES == 0, "statistics");
 static_assert(XR == 8 * MT || MT == 1, "rows of x");
-static_assert((XB - 1) * XS >= ST, "x must not be later than the weights");
-static_assert(!STREAM || !PERSISTENT || UNITS % XS == 0, "streaming x in whole buffers");
+static_assert(!BOX || (STREAM && WR * WK == 1 && RT <= 16), "boxes");
+static_assert(BOX || (XB - 1) * XS >= ST, "x must not be later than the weights");
+static_assert(BOX || !STREAM || !PERSISTENT || UNITS % XS == 0, "streaming x in whole buffers");
 static_assert(RT * MT * 512 <= RING_BYTES || !SPLIT, "partial sums lie in the ring");
 
 extern "C" __device__ const int shared_bytes = SHARED_BYTES > LEAST ? SHARED_BYTES : LEAST;
 
-extern __shared__ __align__(128) char shared[];
+extern __shared__ __align__(BOX ? 1024 : 128) char shared[];
 
 __device__ __forceinline__ float activate(float v) {
 #if EPILOGUE == 3
@@ -86,9 +96,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     linear(const u16* x, const char* w, const u16* bias, const u16* norm_weight,
            const u16* norm_bias, const float2* stats_in, int stats_tiles, float eps,
            const u16* residual, u16* out, const u16* next_weight, u16* scaled, float2* stats_out, int M,
-           int out_row, float4* partials, u32* arrivals) {
+           int out_row, float4* partials, u32* arrivals
+#if BOX
+           , const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map
+#endif
+           ) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int wr = warp % WR, wk = warp / WR;
+  const int wr = warp % WR, wk = BOX ? 0 : warp / WR;
   const int rank = C > 1 ? blockIdx.x % C : 0;
   const int block_count = gridDim.x / C;
   int tile = blockIdx.x / C;
@@ -99,14 +113,50 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   const int slice_unit = UNITS * rank / C;
   const int total = count * my_tiles;
   const u32 base = shared_address(shared);
-  const u32 ring = base + warp * RING_BYTES;
+  const u32 ring = base + (BOX ? 0 : warp) * RING_BYTES;
+  // A warp's tiles in the block; with BOX the last of some lies beyond it.
+  auto own_tile = [&](int r) { return BOX ? r * 4 + warp : wr * RT + r; };
+  auto is_mine = [&](int r) { return !BOX || own_tile(r) < RT; };
+  float2* scale = (float2*)(shared + SCALE_AT);  // mean and 1 / deviation of each row of x
+
+  // --- weights, as far as the ring holds them, before anything is known of x ------------------
+#if BOX
+  const u32 arrived = base + ARRIVED_AT;
+  const bool leads = threadIdx.x == 0;
+  if (leads) {
+    prefetch_map(w_map), prefetch_map(x_map);
+    for (int s = 0; s < ST; s++) init_barrier(arrived + s * 8);
+    publish_barriers();
+  }
+  int ahead_tile = tile, ahead_unit = 0, ahead_stage = 0, issued = 0;
+  auto issue_x = [&](int unit, int stage) {
+    copy_box(base + stage * STAGE_BYTES + WEIGHT_BYTES, x_map, (first_unit + unit) * 64, 0,
+             arrived + stage * 8);
+  };
+  auto issue_weights = [&]() {
+    if (leads) {
+      const u32 into = base + ahead_stage * STAGE_BYTES, barrier = arrived + ahead_stage * 8;
+      const int k = (first_unit + ahead_unit) * 64;
+      expect_bytes(barrier, WEIGHT_BYTES + X_STAGE);
+#if GATED
+      copy_box(into, w_map, k, 0, 0, ahead_tile * TILES, barrier);  // eight rows of each half in turn
+#else
+      copy_box(into, w_map, k, ahead_tile * TILES * 16, barrier);
+#endif
+      if (issued >= ST) issue_x(ahead_unit, ahead_stage);
+    }
+    ahead_stage = ahead_stage == ST - 1 ? 0 : ahead_stage + 1;
+    issued++;
+    if (++ahead_unit == count) {
+      ahead_unit = 0;
+      ahead_tile += block_count;
+    }
+  };
+#else
   // Rows of 128 bytes in a stage, of W and of x: of odd rows the halves change places, so that the
   // lanes of a load hit different banks. A copy's lane: row lane / 8, 16 bytes number lane % 8.
   const u32 ring_end = ring + RING_BYTES;
   const u32 copied = lane / 8 * 128 + ((lane % 8 ^ (lane / 8 & 1) << 2) * 16);
-  float2* scale = (float2*)(shared + SCALE_AT);  // mean and 1 / deviation of each row of x
-
-  // --- weights, as far as the ring holds them, before anything is known of x ------------------
   // Of each tile, for its upper and lower half, the first of two copies' row of this lane; the second
   // is four rows on, which must be rows of W too.
   constexpr bool whole = N % 8 == 0;
@@ -170,10 +220,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     x_unit += XS;
     if (PERSISTENT && x_unit >= count) x_unit = 0;
   };
+#endif
   for (int s = 0; s < ST; s++) {
     if (issued < total) issue_weights();
-    commit_copies();
+    if (!BOX) commit_copies();
   }
+  if (BOX) __syncthreads();  // the barriers are there
   // What is read once a product would else come from memory while all wait for it.
   if (bias != nullptr && threadIdx.x < (GATED ? 2 : 1) * ((16 * TILES * 2 / (GATED ? 2 : 1) + 127) / 128)) {
     const int lines = (16 * TILES * 2 / (GATED ? 2 : 1) + 127) / 128;
@@ -193,7 +245,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   release_successor();
 
   // --- x ---------------------------------------------------------------------------------------
-#if STREAM
+#if BOX
+  if (leads)
+    for (int s = 0; s < ST && s < total; s++) issue_x(s % count, s);
+#elif STREAM
   for (int s = 0; s < XB - 1; s++) {
     issue_x();
     commit_copies();
@@ -205,7 +260,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     for (int i = 0; i < PER_WARP && EPILOGUE == 1; i++) {
       int f = rank * OWN + i * WARPS + warp, mt = f / TILES, rt = f % TILES;
       if (WK * CLUSTER == 1) {
-        mt = i / RT, rt = wr * RT + i % RT;
+        mt = i / WARP_TILES, rt = own_tile(i % WARP_TILES);
+        if (!is_mine(i % WARP_TILES)) continue;
       } else if (i * WARPS + warp >= OWN || rank >= OWNERS) {
         break;
       }
@@ -214,7 +270,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       kept[i][1] = load_l2((const u32*)(from + 8));
     }
   };
-  if (!MEMORY) keep_residual();
+  if (!MEMORY || BOX) keep_residual();
   auto statistics = [&]() {
     // All rows of this warp at once: each is a trip to L2.
     float mean[STAT_ROWS], square[STAT_ROWS];
@@ -282,6 +338,25 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   if (!STREAM || NORM) __syncthreads();
 
   // --- the product -----------------------------------------------------------------------------
+#if BOX
+  float sums[WARP_TILES][MT * 4];  // row g of a tile, 2t and 2t + 1 of eight rows of x; then row g + 8
+  auto clear = [&]() {
+#pragma unroll
+    for (int r = 0; r < WARP_TILES; r++)
+#pragma unroll
+      for (int j = 0; j < MT * 4; j++) sums[r][j] = 0.f;
+  };
+  // Turned round: row g of x, 2t and 2t + 1 of the tile's upper and of its lower half.
+  auto take = [&](int r, int mt, float (&v)[4]) {
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const int from = (2 * t + j % 2) * 4 + g / 2;
+      const float even = __shfl_sync(~0u, sums[r][mt * 4 + j / 2 * 2], from);
+      const float odd = __shfl_sync(~0u, sums[r][mt * 4 + j / 2 * 2 + 1], from);
+      v[j] = g % 2 ? odd : even;
+    }
+  };
+#else
   float sums[RT][2][(MT + 1) / 2][4];  // tile, its half, 16 rows of x
   auto clear = [&]() {
 #pragma unroll
@@ -297,6 +372,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll
     for (int j = 0; j < 4; j++) v[j] = sums[r][j / 2][mt / 2][mt % 2 * 2 + j % 2];
   };
+#endif
   clear();
 
   // Row m = 8 * mt + g of the output, columns 2t, 2t + 1 of the tile's upper and of its lower half.
@@ -334,7 +410,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #elif GATED
     float gated[2];
 #pragma unroll
-    for (int j = 0; j < 2; j++) gated[j] = v[j] / (1.f + __expf(-v[j])) * v[j + 2];
+    for (int j = 0; j < 2; j++) gated[j] = __fdividef(v[j], 1.f + __expf(-v[j])) * v[j + 2];
     if (m < M) *(u32*)into = pack(gated[0], gated[1]);
 #else
 #pragma unroll
@@ -351,6 +427,26 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   };
 
   int unit = 0;
+#if BOX
+  int stage = 0;
+  u32 passed = 0;  // rounds of the ring, by parity
+  for (int i = 0; i < total; i++) {
+    const u32 weights = base + stage * STAGE_BYTES;
+    await_bytes(arrived + stage * 8, passed);
+    __syncwarp();
+    begin_wgmma();
+#pragma unroll
+    for (int k = 0; k < 4; k++)
+#pragma unroll
+      for (int r = 0; r < WARP_TILES; r++)
+        wgmma<MT * 8>(sums[r], weights + r * 64 * 128 + k * 32, weights + WEIGHT_BYTES + k * 32);
+    end_wgmma();
+#pragma unroll
+    for (int r = 0; r < WARP_TILES; r++) await_wgmma<MT * 8>(sums[r]);
+    if (issued < total) issue_weights();
+    if (++stage == ST) stage = 0, passed ^= 1;
+    unit++;
+#else
   const u32 own_w = ring + g * 128 + (t ^ (g & 1) << 2) * 16;
   u32 slot = own_w;
   // This lane's 16 bytes of row g of x for the first half of a stage; the second is 64 bytes away.
@@ -415,18 +511,21 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       if (x_at == own_x + XB * XS * X_STAGE) x_at = own_x;
       // A last buffer that is not full ends the loop.
     }
+#endif
     if (unit == count && PERSISTENT) {
 #pragma unroll
-      for (int r = 0; r < RT; r++)
+      for (int r = 0; r < WARP_TILES; r++)
 #pragma unroll
-        for (int mt = 0; mt < MT; mt++) {
+        for (int mt = 0; mt < MT && is_mine(r); mt++) {
           float v[4];
           take(r, mt, v);
-          finish((tile * WR + wr) * RT + r, mt, 0, v, kept[0]);
+          finish(tile * TILES + own_tile(r), mt, 0, v, kept[0]);
         }
       clear();
       unit = 0;
-      if (!STREAM) x_at = own_x;
+#if !STREAM
+      x_at = own_x;
+#endif
       tile += block_count;
     }
   }
@@ -435,14 +534,14 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   // --- what the parts of K add up to -------------------------------------------------------------
   if (WK * CLUSTER == 1) {
 #if MEMORY && C > 1
-    float4* block = partials + (size_t)tile * C * FRAGMENTS * 32 + wr * RT * MT * 32 + lane;
+    float4* block = partials + (size_t)tile * C * FRAGMENTS * 32 + lane;
 #pragma unroll
-    for (int r = 0; r < RT; r++)
+    for (int r = 0; r < WARP_TILES; r++)
 #pragma unroll
-      for (int mt = 0; mt < MT; mt++) {
+      for (int mt = 0; mt < MT && is_mine(r); mt++) {
         float v[4];
         take(r, mt, v);
-        block[(rank * FRAGMENTS + r * MT + mt) * 32] = make_float4(v[0], v[1], v[2], v[3]);
+        block[(rank * FRAGMENTS + own_tile(r) * MT + mt) * 32] = make_float4(v[0], v[1], v[2], v[3]);
       }
     __shared__ u32 before;
     __threadfence();
@@ -454,12 +553,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     __syncthreads();
     if (before != C - 1) return;
     __threadfence();
-    keep_residual();
+    if (!BOX) keep_residual();
 #endif
 #pragma unroll
     for (int mt = 0; mt < MT; mt++)
 #pragma unroll
-      for (int r = 0; r < RT; r++) {
+      for (int r = 0; r < WARP_TILES; r++) {
+        if (!is_mine(r)) continue;
         float v[4];
         take(r, mt, v);
 #if MEMORY && C > 1
@@ -467,24 +567,25 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll
         for (int c = 0; c < C; c++)
           part[c] = c == rank ? make_float4(v[0], v[1], v[2], v[3])
-                              : load_l2(block + (c * FRAGMENTS + r * MT + mt) * 32);
+                              : load_l2(block + (c * FRAGMENTS + own_tile(r) * MT + mt) * 32);
 #pragma unroll
         for (int c = 0; c < C; c++)
           sum.x += part[c].x, sum.y += part[c].y, sum.z += part[c].z, sum.w += part[c].w;
         v[0] = sum.x, v[1] = sum.y, v[2] = sum.z, v[3] = sum.w;
 #endif
-        finish((tile * WR + wr) * RT + r, mt, mt * TILES + wr * RT + r, v,
-               kept[EPILOGUE == 1 ? mt * RT + r : 0]);
+        finish(tile * TILES + own_tile(r), mt, mt * TILES + own_tile(r), v,
+               kept[EPILOGUE == 1 ? mt * WARP_TILES + r : 0]);
       }
   } else {
     await_copies<0>();
+    if (BOX) __syncthreads();  // all have multiplied
 #pragma unroll
-    for (int r = 0; r < RT; r++)
+    for (int r = 0; r < WARP_TILES; r++)
 #pragma unroll
-      for (int mt = 0; mt < MT; mt++) {
+      for (int mt = 0; mt < MT && is_mine(r); mt++) {
         float v[4];
         take(r, mt, v);
-        store_shared(ring + lane * 16 + (r * MT + mt) * 512,
+        store_shared(ring + lane * 16 + ((BOX ? own_tile(r) : r) * MT + mt) * 512,
                      Vec{__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
                          __float_as_uint(v[3])});
       }

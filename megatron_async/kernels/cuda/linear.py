@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_async.kernels.cuda import compile as cuda
 from megatron_async.kernels.cuda.compile import Kernel, kernel
 
 STORE, ADD, SILU_GATE, GELU_TANH, GELU = range(5)
@@ -31,8 +32,9 @@ UNIT = 64
 
 class Tiling(NamedTuple):
     """See ``linear.cu``: tiles of 16 rows a warp, warps in N and K, blocks in K, stages of the
-    ring, whether x streams, whether blocks go on to further rows of the weight, and whether the
-    blocks in K add up through memory, rather than as a cluster."""
+    ring, whether x streams, whether blocks go on to further rows of the weight, whether the blocks
+    in K add up through memory, rather than as a cluster, and whether four warps take the tiles
+    together, the weight and x in boxes of tensors (Hopper only)."""
 
     row_tiles: int
     warps_n: int
@@ -42,6 +44,7 @@ class Tiling(NamedTuple):
     stream: bool = False
     persistent: bool = False
     memory: bool = False
+    box: bool = False
 
     @property
     def weight_rows(self) -> int:
@@ -70,6 +73,8 @@ class Tiling(NamedTuple):
         warps = self.warps_n * self.warps_k
         slice_k = -(-(k // UNIT) // self.splits) * UNIT
         ring = warps * self.stages * 2048 * self.row_tiles
+        if self.box:
+            return self.stages * (2048 * self.row_tiles + groups(rows) * 1024) + 16384
         if self.stream:
             x = self.x_stages * groups(rows) * 1024
             return ring + x + 8192
@@ -90,6 +95,8 @@ class Tiling(NamedTuple):
             and own % min(tiles, own) == 0
             and not (self.stream and (self.warps_k > 1 or norm == LAYER_NORM))
             and not (self.stream and self.persistent and k // UNIT % 2)
+            and not (self.box and not self.stream)
+            and not (self.box and (self.warps_n > 1 or self.row_tiles > 16))
             and not (self.memory and (self.warps_k > 1 or self.splits == 1))
             and not (self.persistent and (split or epilogue == ADD))
             and (groups(rows) * 512 <= self.stages * 2048 or not split or self.memory)
@@ -177,14 +184,19 @@ _LIKE = {1: (1, 32), 2: (1, 32), 4: (1, 32), 8: (1, 32), 16: (32, 1), 32: (32, 1
 
 
 @functools.cache
-def choose(n: int, k: int, rows: int, norm: int, epilogue: int) -> Tiling | None:
+def choose(
+    n: int, k: int, rows: int, norm: int, epilogue: int, boxes: bool = True
+) -> Tiling | None:
     """The tiling for a product ``[rows, k] x [n, k]``; None if no tiling fits.
 
-    The measured one of this shape, else what :func:`_cost` says.
+    The measured one of this shape, unless it takes boxes and ``boxes`` are not to be had, else what
+    :func:`_cost` says.
     """
     for like in _LIKE.get(rows, ()):
         tiling = _MEASURED[like].get((n, k))
-        if tiling is not None and tiling.fits(n, k, rows, norm, epilogue):
+        if tiling is None or tiling.box > boxes:
+            continue
+        if tiling.fits(n, k, rows, norm, epilogue):
             return tiling
     best: tuple[float, Tiling] | None = None
     for tiling in candidates(n, k, rows, norm, epilogue):
@@ -258,6 +270,9 @@ class Linear:
             self._partials = torch.empty(blocks * tiling.weight_rows * max(8, rows), device=device)
             self._arrivals = torch.zeros(tiles, dtype=torch.int32, device=device)
         self.statistic_rows = tiling.statistic_rows(rows)
+        self._n, self._k, self._rows, self._tiling = n, k, rows, tiling
+        self._gated = epilogue == SILU_GATE
+        self._maps: dict[Any, Any] = {}
 
     def __call__(
         self,
@@ -288,8 +303,23 @@ class Linear:
             self._grid, x, weight, bias, norm_weight, norm_bias, statistics,
             0 if statistics is None else statistics.shape[1], float(eps), residual, out,
             next_weight, scaled_out, statistics_out, x.shape[0], out.stride(0),
-            self._partials, self._arrivals,
+            self._partials, self._arrivals, *(self._maps_of(weight, x) if self._tiling.box else []),
         )  # fmt: skip
+
+    def _maps_of(self, weight: Tensor, x: Tensor) -> list[Any]:
+        """The weight in boxes of a block's rows, x in boxes of all its rows."""
+        row, tiles = self._k * 2, self._tiling.row_tiles
+        if weight.data_ptr() not in self._maps:
+            sizes, strides, box = [self._k, self._n], [row], [UNIT, 16 * tiles]
+            if self._gated:  # eight rows of gate, eight of up
+                sizes, box = [self._k, 8, 2, self._n // 16], [UNIT, 8, 2, tiles]
+                strides = [row, self._n // 2 * row, 8 * row]
+            self._maps[weight.data_ptr()] = cuda.tensor_map(weight, sizes, strides, box)
+        key = x.data_ptr(), x.shape[0]
+        if key not in self._maps:
+            box = [UNIT, 8 * groups(self._rows)]
+            self._maps[key] = cuda.tensor_map(x, [self._k, x.shape[0]], [row], box)
+        return [self._maps[weight.data_ptr()], self._maps[key]]
 
 
 def defines(
@@ -302,6 +332,7 @@ def defines(
         "C": tiling.splits, "ST": tiling.stages, "STREAM": int(tiling.stream),
         "PERSISTENT": int(tiling.persistent), "K": k, "N": n, "NORM": norm,
         "EPILOGUE": epilogue, "STATS": norm_statistics, "MEMORY": int(tiling.memory),
+        "BOX": int(tiling.box),
         "LEAST": ALONE_BYTES if ALONE_BLOCKS <= tiling.blocks(n) <= MULTIPROCESSORS else 0,
     }  # fmt: skip
 

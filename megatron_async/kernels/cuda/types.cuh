@@ -13,3 +13,6 @@ typedef long long i64;
 struct __align__(16) Vec {
   u32 x, y, z, w;
 };
+struct __align__(64) TensorMap {
+  u64 opaque[16];
+};
