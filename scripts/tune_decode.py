@@ -136,8 +136,7 @@ def neighbours(tiling: Tiling) -> Iterator[Tiling]:
     yield tiling._replace(stream=not tiling.stream)
     yield tiling._replace(memory=not tiling.memory)
     if tiling.box:
-        yield tiling._replace(row_tiles=1, warps_n=tiling.row_tiles, box=False, spaced=False)
-        yield tiling._replace(spaced=not tiling.spaced)
+        yield tiling._replace(row_tiles=1, warps_n=tiling.row_tiles, box=False)
     else:
         tiles = tiling.row_tiles * tiling.warps_n
         yield tiling._replace(row_tiles=tiles, warps_n=1, warps_k=1, stream=True, box=True)

@@ -52,9 +52,6 @@ class EmulatedKernel:
         self.shared_bytes = ctypes.c_int.in_dll(self._library, "shared_bytes").value
         self.threads = ctypes.c_int.in_dll(self._library, "threads").value
 
-    def keep_apart(self) -> None:
-        """Nothing: there are no registers."""
-
     def launch(self, grid: tuple[int, int, int], *arguments: Any) -> None:
         """Run it.
 

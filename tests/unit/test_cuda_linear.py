@@ -159,7 +159,7 @@ def _tilings(product: Product, count: int) -> list[Tiling]:
     ]
     shape = (product.n, product.k, padded(product.rows), product.norm, product.epilogue)
     boxes = [
-        Tiling(row_tiles, 1, 1, splits, stages, True, persistent, memory, box=True, spaced=memory)
+        Tiling(row_tiles, 1, 1, splits, stages, True, persistent, memory, box=True)
         for row_tiles in (1, 3, 4, 6, 14)
         for splits in (1, 2, 4)
         for stages in (1, 3, 5)
@@ -197,7 +197,7 @@ _SMALL_PRODUCTS = [
     ((64, 512, NO_NORM, ADD, True), 16, Tiling(1, 2, 1, 4, 2)),
     ((64, 448, NO_NORM, ADD, True), 8, Tiling(1, 1, 4, 1, 3)),
     ((64, 448, NO_NORM, ADD, False), 3, Tiling(2, 2, 2, 2, 4)),
-    ((208, 256, RMS_NORM, STORE, False), 13, Tiling(3, 1, 1, 1, 4, True, box=True, spaced=True)),
+    ((208, 256, RMS_NORM, STORE, False), 13, Tiling(3, 1, 1, 1, 4, True, box=True)),
     ((176, 320, RMS_NORM, SILU_GATE, True), 32, Tiling(11, 1, 1, 1, 2, True, box=True)),
     ((96, 320, RMS_NORM, SILU_GATE, False), 1, Tiling(2, 1, 1, 1, 3, True, box=True)),
     ((205, 384, RMS_NORM, STORE, True), 17, Tiling(2, 1, 1, 2, 3, True, box=True)),
@@ -249,7 +249,7 @@ def test_emulated_tilings_use_every_way_to_build_the_kernel() -> None:
     tilings = [tiling for _, _, tiling in _SMALL_PRODUCTS]
     for (n, k, norm, epilogue, _), rows, tiling in _SMALL_PRODUCTS:
         assert tiling.fits(n, k, padded(rows), norm, epilogue), tiling
-    for name in ("stream", "persistent", "memory", "box", "spaced"):
+    for name in ("stream", "persistent", "memory", "box"):
         assert {getattr(tiling, name) for tiling in tilings} == {False, True}
     assert {epilogue for (_, _, _, epilogue, _), _, _ in _SMALL_PRODUCTS} == set(range(5))
 

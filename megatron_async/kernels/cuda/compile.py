@@ -27,8 +27,6 @@ from megatron_async.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
-REGISTERS = 64 * 1024
-"""Of a multiprocessor."""
 _COMMON = ("types.cuh", "intrinsics.cuh", "arithmetic.cuh")
 
 
@@ -67,10 +65,7 @@ class Kernel:
         self._function = _check(driver.cuModuleGetFunction(module, source.encode()))
         attributes = driver.CUfunction_attribute
         most = attributes.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
-        self.threads = self._most_threads = _check(driver.cuFuncGetAttribute(most, self._function))
-        self._registers = _check(
-            driver.cuFuncGetAttribute(attributes.CU_FUNC_ATTRIBUTE_NUM_REGS, self._function)
-        )
+        self.threads = _check(driver.cuFuncGetAttribute(most, self._function))
         address, size = _check(driver.cuModuleGetGlobal(module, b"shared_bytes"))
         value = ctypes.c_int()
         _check(driver.cuMemcpyDtoH(ctypes.addressof(value), address, size))
@@ -84,12 +79,6 @@ class Kernel:
         overlaps = driver.CUlaunchAttributeValue()
         overlaps.programmaticStreamSerializationAllowed = 1
         self._attribute.value = overlaps
-
-    def keep_apart(self) -> None:
-        """From now on launch with so many warps that the registers of two blocks do not fit into a
-        multiprocessor; the kernel must send home those that it does not need."""
-        warp = 32 * (-(-self._registers // 8) * 8)
-        self.threads = min(self._most_threads, 32 * (REGISTERS // 2 // warp + 1))
 
     def launch(self, grid: tuple[int, int, int], *arguments: Any) -> None:
         """Queue it. Tensors go as their addresses, None as a null pointer, tensor maps as they are;

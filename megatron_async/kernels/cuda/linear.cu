@@ -25,8 +25,7 @@
 // With BOX 1 a block is four warps that multiply its RT tiles together, straight from shared memory, by
 // wgmma m64nMk16 (rows beyond the last tile are what lies behind it, for nothing). A stage is two boxes
 // of tensors, the weight's and that of x, each one bulk copy: the loop has neither copies nor barriers
-// of the block, and few registers leave room for the next kernel's block beside this one. With SPACED 1
-// idle warps take so many registers that another block of the same product does not fit there.
+// of the block, and few registers leave room for the next kernel's block beside this one.
 //
 // x lies in shared memory as a whole (STREAM 0: normed, K / C columns), or passes through XB
 // buffers of XS stages (STREAM 1: WK = 1, RMSNorm or none), the only barriers of the loop. RMSNorm
@@ -35,7 +34,6 @@
 #define WARPS (BOX ? 4 : WR * WK)
 #define WARP_TILES (BOX ? (RT + 3) / 4 : RT)  // of a warp
 #define THREADS (32 * WARPS)
-#define MOST_THREADS (!SPACED ? THREADS : WARP_TILES > 1 ? 640 : 1024)
 #define TILES (RT * WR)                 // tiles of 16 rows of W in a block
 #define UNITS (K / 64)                  // stages of K in all
 #define WEIGHT_BYTES (2048 * RT)
@@ -94,7 +92,7 @@ __device__ __forceinline__ float activate(float v) {
 #endif
 }
 
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(MOST_THREADS)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS)
     linear(const u16* x, const char* w, const u16* bias, const u16* norm_weight,
            const u16* norm_bias, const float2* stats_in, int stats_tiles, float eps,
            const u16* residual, u16* out, const u16* next_weight, u16* scaled, float2* stats_out, int M,
@@ -103,7 +101,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(MOS
            , const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map
 #endif
            ) {
-  if (SPACED && threadIdx.x >= THREADS) return;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int wr = warp % WR, wk = BOX ? 0 : warp / WR;
   const int rank = C > 1 ? blockIdx.x % C : 0;

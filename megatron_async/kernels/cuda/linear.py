@@ -33,9 +33,8 @@ UNIT = 64
 class Tiling(NamedTuple):
     """See ``linear.cu``: tiles of 16 rows a warp, warps in N and K, blocks in K, stages of the
     ring, whether x streams, whether blocks go on to further rows of the weight, whether the blocks
-    in K add up through memory, rather than as a cluster, whether four warps take the tiles
-    together, the weight and x in boxes of tensors (Hopper only), and whether registers, rather than
-    shared memory, keep two such blocks from one multiprocessor, see :data:`ALONE_BYTES`."""
+    in K add up through memory, rather than as a cluster, and whether four warps take the tiles
+    together, the weight and x in boxes of tensors (Hopper only)."""
 
     row_tiles: int
     warps_n: int
@@ -46,7 +45,6 @@ class Tiling(NamedTuple):
     persistent: bool = False
     memory: bool = False
     box: bool = False
-    spaced: bool = False
 
     @property
     def weight_rows(self) -> int:
@@ -98,7 +96,6 @@ class Tiling(NamedTuple):
             and not (self.stream and (self.warps_k > 1 or norm == LAYER_NORM))
             and not (self.stream and self.persistent and k // UNIT % 2)
             and not (self.box and not self.stream)
-            and not (self.spaced and not self.box)
             and not (self.box and (self.warps_n > 1 or self.row_tiles > 16))
             and not (self.memory and (self.warps_k > 1 or self.splits == 1))
             and not (self.persistent and (split or epilogue == ADD))
@@ -260,8 +257,6 @@ class Linear:
             defines(n, k, rows, norm, epilogue, norm_statistics, tiling),
             device,
         )
-        if tiling.spaced:
-            self.kernel.keep_apart()
         blocks = tiling.blocks(n)
         if tiling.persistent:
             resident = max(1, SHARED_BYTES // (self.kernel.shared_bytes + 1024))
@@ -331,15 +326,14 @@ def defines(
     n: int, k: int, rows: int, norm: int, epilogue: int, norm_statistics: int, tiling: Tiling
 ) -> dict[str, int]:
     """Macros of ``linear.cu``."""
-    one_each = ALONE_BLOCKS <= tiling.blocks(n) <= MULTIPROCESSORS
     return {
         "MT": groups(rows), "XR": rows,
         "RT": tiling.row_tiles, "WR": tiling.warps_n, "WK": tiling.warps_k,
         "C": tiling.splits, "ST": tiling.stages, "STREAM": int(tiling.stream),
         "PERSISTENT": int(tiling.persistent), "K": k, "N": n, "NORM": norm,
         "EPILOGUE": epilogue, "STATS": norm_statistics, "MEMORY": int(tiling.memory),
-        "BOX": int(tiling.box), "SPACED": int(tiling.spaced),
-        "LEAST": ALONE_BYTES if one_each and not tiling.spaced else 0,
+        "BOX": int(tiling.box),
+        "LEAST": ALONE_BYTES if ALONE_BLOCKS <= tiling.blocks(n) <= MULTIPROCESSORS else 0,
     }  # fmt: skip
 
 
