@@ -269,6 +269,8 @@ class Rig:
             for row, key in enumerate(plan.rows.keys):
                 if plan.samples(row):
                     logits[key].append(pending[row].to(self.device, torch.float64, copy=True))
+            # The copies are on another stream than the next forward, which overwrites the logits.
+            self.engine.device.synchronize()
             full += plan.is_decode_only and len(plan.rows) == batch_size
         assert full >= 1, "no step decoded the whole batch"
         return self._worst(prompts, logits, tokens)
