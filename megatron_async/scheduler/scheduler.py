@@ -242,6 +242,7 @@ class Scheduler(Lifecycle):
         commits: list[Commit] = []
         epochs, sequences = self.slots.epochs, self._sequences
         decode_rows, is_caching = plan.decode_rows, self.prefixes.enabled
+        block_size = self.limits.block_size
         of = plan.rows
         rows = zip(of.keys, of.slots, of.epochs, result.tokens, strict=False)
         for row, (key, slot, epoch, token) in enumerate(rows):
@@ -263,7 +264,8 @@ class Scheduler(Lifecycle):
             if self._debug:
                 self._check_device_agrees(key, reason, result.live[row], result.ended[row])
             # The forward that wrote all tokens but the newest is over.
-            if is_caching and sequence.blocks:
+            full = len(tokens) > (sequence.registered + 1) * block_size
+            if is_caching and full and sequence.blocks:
                 self._register_blocks(sequence, len(tokens) - 1)
             if reason is not None:
                 self._finish(sequence, reason)
