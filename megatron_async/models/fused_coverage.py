@@ -63,6 +63,8 @@ def model_why_not(model: Any) -> str | None:
     """:func:`why_not` on a GPU that runs the kernels."""
     if any(p.dtype != torch.bfloat16 or not p.is_contiguous() for p in model.parameters()):
         return "its parameters are not all contiguous bfloat16"
+    if any(p.data_ptr() % 16 for p in model.parameters()):
+        return "a parameter does not begin at a multiple of 16 bytes"
     config = model.config
     for name, plain in _PLAIN_CONFIG.items():
         value = getattr(config, name, plain[0])

@@ -125,9 +125,16 @@ def _other_width(layer: Any) -> None:
     layer.mlp.linear_fc1.weight = torch.nn.Parameter(torch.zeros(256, 128).bfloat16())
 
 
+def _odd_place(layer: Any) -> None:
+    weight = layer.mlp.linear_fc1.weight
+    flat = torch.zeros(weight.numel() + 1, dtype=weight.dtype)
+    layer.mlp.linear_fc1.weight = torch.nn.Parameter(flat[1:].view(weight.shape))
+
+
 CHANGES: list[tuple[Callable[[Any], Any], str]] = [
     (_foreign_norm, "norm RMSNorm is not covered"),
     (_other_width, "not all built alike"),
+    (_odd_place, "multiple of 16 bytes"),
     (lambda layer: setattr(layer, "cross_attention", torch.nn.Linear(1, 1).bfloat16()), "cross"),
     (lambda layer: setattr(layer, "mlp_bda", lambda *_: None), "residual stream"),
     (lambda layer: setattr(layer, "mlp", OwnLayer(1, 1).bfloat16()), "with OwnLayer"),
