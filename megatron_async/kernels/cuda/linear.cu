@@ -24,8 +24,8 @@
 //
 // With BOX 1 a block is four warps that multiply its RT tiles together, straight from shared memory, by
 // wgmma m64nMk16 (rows beyond the last tile are what lies behind it, for nothing). A stage is two boxes
-// of tensors, the weight's and that of x, each one bulk copy: the loop has neither copies nor barriers
-// of the block, and few registers leave room for the next kernel's block beside this one.
+// of tensors, the weight's and that of x, each one bulk copy: the loop has neither copies by lanes nor
+// barriers of the block.
 //
 // x lies in shared memory as a whole (STREAM 0: normed, K / C columns), or passes through XB
 // buffers of XS stages (STREAM 1: WK = 1, RMSNorm or none), the only barriers of the loop. RMSNorm
