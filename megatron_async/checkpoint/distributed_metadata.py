@@ -86,6 +86,14 @@ class _Record:
         return value
 
 
+def _member(owner: Any, name: Any) -> _Record:
+    """Stands for ``getattr``, by which Python up to 3.11.3 pickles the members of an enumeration: a
+    record of that class, not an attribute of anything."""
+    if not (isinstance(owner, type) and issubclass(owner, _Record) and isinstance(name, str)):
+        raise pickle.UnpicklingError("builtins.getattr is not allowed")
+    return owner(name)
+
+
 class _RecordUnpickler(pickle.Unpickler):
     def __init__(self, file: Any) -> None:
         super().__init__(file)
@@ -95,6 +103,8 @@ class _RecordUnpickler(pickle.Unpickler):
         key = (module, name)
         if key in _VALUES:
             return _VALUES[key]
+        if key == ("builtins", "getattr"):
+            return _member
         if key not in _RECORDS:
             raise pickle.UnpicklingError(f"{module}.{name} is not allowed")
         return self._classes.setdefault(key, type(name, (_Record,), {}))

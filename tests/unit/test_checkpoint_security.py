@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_async.checkpoint import load_pretrained, save_distributed
+from megatron_async.checkpoint.distributed_metadata import _RecordUnpickler
 from megatron_async.checkpoint.native import write_config
 from megatron_async.errors import CheckpointError
 from megatron_async.models.build import build_model
@@ -81,6 +83,8 @@ def test_pickle_in_metadata_does_not_run(saved: Path, tmp_path: Path, where: str
         b'cbuiltins\neval\n(S\'open("ran", "w")\'\ntR.',
         b"ctorch.distributed.checkpoint.metadata\nos.system\n(S'touch ran'\ntR.",
         b"ctorch\nload\n(S'common.pt'\ntR.",
+        b"cbuiltins\ngetattr\n(ctorch\nSize\nS'__class__'\ntR.",
+        b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.metadata\nMetadata\nI1\ntR.",
         # BUILD on a class, which sets attributes of it, then an instance.
         b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N}S'field'\nctorch\nSize\nstb.",
         b"Pposix.system\n.",
@@ -99,6 +103,15 @@ def test_hand_made_metadata_is_refused(
         load_pretrained(saved)
     assert "\n" not in str(raised.value)
     assert not (saved.parent / "ran").exists()
+
+
+def test_getattr_in_metadata_names_a_member_and_reads_no_attribute(tmp_path: Path) -> None:
+    """As an enumeration's member is pickled by Python up to 3.11.3."""
+    head = b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.planner\nWriteItemType\n"
+    for name in ("TENSOR", "__class__", "__init__"):
+        pickled = head + f"S'{name}'\ntR.".encode()
+        found = _RecordUnpickler(io.BytesIO(pickled)).load()
+        assert type(found).__name__ == "WriteItemType" and found.args == (name,)
 
 
 @pytest.mark.parametrize("archive", [True, False])
