@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import enum
 import io
+import pickle
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -45,7 +47,17 @@ _STORED_NAMES = {
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
 # Classes without behaviour that a training script's arguments hold.
+
+
+def _member(owner: Any, name: Any) -> enum.Enum:
+    """Stands for ``getattr``, by which Python up to 3.11.3 pickles members of enumerations."""
+    if not (isinstance(owner, type) and issubclass(owner, enum.Enum)):
+        raise pickle.UnpicklingError("GLOBAL builtins.getattr")
+    return owner[name]
+
+
 _COMMON_GLOBALS: list[Any] = [
+    (_member, "builtins.getattr"),
     argparse.Namespace,
     ModelType,
     enums.AttnBackend,

@@ -21,6 +21,8 @@ from megatron_async.errors import CheckpointError
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig
 
+from megatron.core.transformer.enums import LayerType  # isort: skip
+
 CONFIG = ModelConfig(
     num_layers=2,
     hidden_size=32,
@@ -140,8 +142,26 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_training_arguments_in_common_are_plain_data(saved: Path) -> None:
-    torch.save({"args": argparse.Namespace(lr=1e-3), "iteration": 3}, saved / "common.pt")
+    args = argparse.Namespace(lr=1e-3, layer_type=LayerType.encoder)
+    torch.save({"args": args, "iteration": 3}, saved / "common.pt")
     load_pretrained(saved)
+
+
+class ByGetattr:
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __reduce__(self) -> Any:
+        return getattr, (self.owner, self.name)
+
+
+def test_members_of_enumerations_as_older_pythons_pickle_them(saved: Path) -> None:
+    torch.save({"layer_type": ByGetattr(LayerType, "encoder")}, saved / "common.pt")
+    load_pretrained(saved)
+    for owner, name in ((argparse.Namespace, "__init__"), (LayerType, "__class__")):
+        torch.save({"any": ByGetattr(owner, name)}, saved / "common.pt")
+        with pytest.raises(CheckpointError, match=r"common\.pt: content refused: "):
+            load_pretrained(saved)
 
 
 def rewrite_metadata(path: Path, edit: Any) -> None:
