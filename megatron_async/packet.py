@@ -8,6 +8,7 @@ Floats travel as their bits, seeds as two halves.
 
 from __future__ import annotations
 
+import functools
 import struct
 from dataclasses import dataclass
 
@@ -86,18 +87,23 @@ def write_packet(
     """Write ``plan`` into ``packet`` [layout.width] int32, padded to ``shape``."""
     rows = packet[: shape.rows * ROW_WIDTH].reshape(shape.rows, ROW_WIDTH)
     count = len(plan.rows)
-    rows[:, ROW_SLOT] = null_slot
+    rows[:] = _empty_row(null_slot)
     rows[:count, ROW_SLOT] = plan.rows.slots
-    rows[:, ROW_SAMPLES] = 0
     rows[:count, ROW_SAMPLES] = 1
-    rows[:, ROW_GRANT_SLOT] = null_slot
-    rows[:, ROW_GRANT_COLUMN] = 0
-    rows[:, ROW_GRANT_BLOCK] = NULL_BLOCK
     if plan.is_decode_only:
         if plan.grants:
             rows[: len(plan.grants), ROW_GRANT_SLOT : ROW_GRANT_BLOCK + 1] = plan.grants
         return
     _write_prefill(packet, layout, plan, shape, rows, null_slot)
+
+
+@functools.cache
+def _empty_row(null_slot: int) -> Ints:
+    """The record of a row that holds no request and brings no grant."""
+    row = np.zeros(ROW_WIDTH, dtype=np.int32)
+    row[[ROW_SLOT, ROW_GRANT_SLOT]] = null_slot
+    row[ROW_GRANT_BLOCK] = NULL_BLOCK
+    return row
 
 
 def _write_prefill(
@@ -109,8 +115,6 @@ def _write_prefill(
     null_slot: int,
 ) -> None:
     decode_rows = plan.decode_rows
-    rows[:, ROW_QUERY_LENGTH] = 0
-    rows[:, ROW_LAST_TOKEN] = 0
     rows[:decode_rows, ROW_QUERY_LENGTH] = 1
     rows[:decode_rows, ROW_LAST_TOKEN] = np.arange(decode_rows)
 
