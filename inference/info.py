@@ -93,11 +93,14 @@ def run(args: argparse.Namespace) -> int:
 
 def collect() -> dict[str, Any]:
     """What the command shows, as plain JSON types."""
+    import torch
+
     versions: dict[str, str | None] = {
         "megatron-async": __version__,
         "python": platform.python_version(),
     }
     versions |= {name: _version(name) for name in REQUIRED}
+    versions["torch"] = str(torch.__version__)  # which build, CPU or CUDA: not in all wheels' names
     optional = {}
     for part in OPTIONAL:
         version = None

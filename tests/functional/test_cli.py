@@ -422,7 +422,9 @@ def test_closed_pipe_is_quiet(model: str) -> None:
     )
     os.close(writer)
     assert done.returncode == 141
-    assert done.stderr == ""
+    # A CUDA build of torch may log that the machine has no CUDA.
+    lines = done.stderr.splitlines()
+    assert [line for line in lines if "No CUDA runtime is found" not in line] == []
 
 
 def test_tiny_writes_python(tmp_path: Path) -> None:
