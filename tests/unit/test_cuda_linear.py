@@ -25,7 +25,14 @@ from megatron_async.kernels.cuda.linear import (
     statistics_of,
 )
 from tests.support import emulator
-from tests.support.cuda_kernels import LIMIT, device, emulated, on_both, relative_error
+from tests.support.cuda_kernels import (
+    LIMIT,
+    device,
+    emulated,
+    on_both,
+    on_gpu,
+    relative_error,
+)
 
 __all__ = ["device"]
 
@@ -242,6 +249,31 @@ class TestProducts:
         first, _ = self.product.run(linear, statistics_norm)
         again, _ = self.product.run(linear, statistics_norm)
         assert torch.equal(first, again)
+
+
+_NORMS = {4096: RMS_NORM, 1024: RMS_NORM, 768: LAYER_NORM}  # by hidden size
+
+
+def _measured(n: int, k: int) -> tuple[int, int, int, int, bool]:
+    """The product of a known model with this weight."""
+    hidden = min(n, k)
+    norm = _NORMS[hidden]
+    if n == hidden:
+        return n, k, NO_NORM, ADD, norm == LAYER_NORM
+    activated = {28672: SILU_GATE, 6144: SILU_GATE if hidden == 1024 else STORE, 3072: GELU_TANH}
+    return n, k, norm, activated.get(n, STORE), norm == LAYER_NORM
+
+
+@pytest.mark.parametrize("rows", [pytest.param(rows, marks=on_gpu) for rows in (1, 20, 32)])
+@pytest.mark.parametrize(("n", "k"), cuda_linear._MEASURED[32])
+def test_measured_tilings_equal_float64(n: int, k: int, rows: int) -> None:
+    product = Product(torch.device("cuda"), *_measured(n, k), rows)
+    tiling = choose(n, k, padded(rows), product.norm, product.epilogue, cuda.has_wgmma(0))
+    assert tiling is not None
+    statistics_norm = _NORMS[min(n, k)]
+    out, error = product.run(product.linear(tiling, statistics_norm), statistics_norm)
+    assert relative_error(out, product.wanted()) < LIMIT, tiling
+    assert error < 1e-3, tiling
 
 
 @emulated
