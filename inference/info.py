@@ -100,7 +100,7 @@ def collect() -> dict[str, Any]:
         "python": platform.python_version(),
     }
     versions |= {name: _version(name) for name in REQUIRED}
-    versions["torch"] = str(torch.__version__)  # which build, CPU or CUDA: not in all wheels' names
+    versions["torch"] = str(torch.__version__)  # with the build, which metadata may lack
     optional = {}
     for part in OPTIONAL:
         version = None

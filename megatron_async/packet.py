@@ -103,6 +103,7 @@ def _empty_row(null_slot: int) -> Ints:
     row = np.zeros(ROW_WIDTH, dtype=np.int32)
     row[[ROW_SLOT, ROW_GRANT_SLOT]] = null_slot
     row[ROW_GRANT_BLOCK] = NULL_BLOCK
+    row.flags.writeable = False
     return row
 
 

@@ -70,6 +70,10 @@ class Rig:
     def decoder(self, tilings: dict[str, Tiling]) -> FusedDecoder:
         return FusedDecoder(self.model, tilings=tilings)
 
+    def compile(self, tilings: dict[str, Tiling]) -> None:
+        """Compile a step's kernels side by side."""
+        self.decoder(tilings).compile([self.rows], self.context)
+
     def step_us(self, tilings: dict[str, Tiling]) -> float:
         """Microseconds of a step, the least of several means.
 
@@ -164,15 +168,6 @@ class Search:
         self.first = self.step = rig.step_us(self.best)
         self.log: list[tuple[str, Tiling, float]] = []
 
-    def compile(self) -> None:
-        """Compile the products as they are now, side by side."""
-        decoder = self.rig.decoder({})
-        work = [
-            ("linear", decoder.defines(p, self.most, self.best[n]))
-            for n, p in self.products.items()
-        ]
-        cuda.compile_together(work, cuda.architecture(0))
-
     def vary(self, name: str, tilings: Sequence[Tiling]) -> None:
         """Measure tilings of one product, and take the best."""
         product, seen = self.products[name], {t for n, t, _ in self.log if n == name}
@@ -217,7 +212,7 @@ def vary_constants(
     def step(cut: Cut) -> float:
         for name, value in zip(names, cut, strict=True):
             setattr(module, name, value)
-        search.compile()
+        search.rig.compile(search.best)
         time = min(search.rig.step_us(search.best) for _ in range(2))
         print(dict(zip(names, cut, strict=True)), f"{time:.1f} us", flush=True)
         return time

@@ -46,7 +46,6 @@ _STORED_NAMES = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
-# Classes without behaviour that a training script's arguments hold.
 
 
 def _member(owner: Any, name: Any) -> enum.Enum:
@@ -56,6 +55,7 @@ def _member(owner: Any, name: Any) -> enum.Enum:
     return owner[name]
 
 
+# Classes without behaviour that a training script's arguments hold.
 _COMMON_GLOBALS: list[Any] = [
     (_member, "builtins.getattr"),
     argparse.Namespace,

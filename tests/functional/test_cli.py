@@ -422,9 +422,10 @@ def test_closed_pipe_is_quiet(model: str) -> None:
     )
     os.close(writer)
     assert done.returncode == 141
-    # A CUDA build of torch may log that the machine has no CUDA.
     lines = done.stderr.splitlines()
-    assert [line for line in lines if "No CUDA runtime is found" not in line] == []
+    if torch.version.cuda is not None:  # its torch logs when the machine has no CUDA
+        lines = [line for line in lines if "No CUDA runtime is found" not in line]
+    assert lines == []
 
 
 def test_tiny_writes_python(tmp_path: Path) -> None:

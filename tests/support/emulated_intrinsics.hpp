@@ -12,7 +12,7 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
-#define __launch_bounds__(...)
+#define __launch_bounds__(threads)
 #define __grid_constant__
 #define __cluster_dims__(x, y, z)
 #define __align__(bytes) __attribute__((aligned(bytes)))

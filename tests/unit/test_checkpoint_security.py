@@ -105,7 +105,7 @@ def test_hand_made_metadata_is_refused(
     assert not (saved.parent / "ran").exists()
 
 
-def test_getattr_in_metadata_names_a_member_and_reads_no_attribute(tmp_path: Path) -> None:
+def test_getattr_in_metadata_names_a_member_and_reads_no_attribute() -> None:
     """As an enumeration's member is pickled by Python up to 3.11.3."""
     head = b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.planner\nWriteItemType\n"
     for name in ("TENSOR", "__class__", "__init__"):

@@ -40,6 +40,9 @@ class Rig:
     def decoder(self, tilings: dict[str, Tiling]) -> Any:
         return SimpleNamespace(products={"qkv": PRODUCT}, defines=lambda *_: {})
 
+    def compile(self, tilings: dict[str, Tiling]) -> None:
+        self.compiled = tilings
+
     def step_us(self, tilings: dict[str, Tiling]) -> float:
         return self.time(tilings["qkv"])
 
@@ -83,6 +86,7 @@ def test_keeps_the_best_constants(
     search = tuner.Search(Rig(lambda _: 100.0 - room.WARPS + room.STAGES), math.inf)
     tuner.vary_constants(search, room, ["WARPS", "STAGES"], [(8, 3), (8, 2), (2, 2)])
     assert (room.WARPS, room.STAGES, search.step) == (8, 2, 94.0)
+    assert search.rig.compiled == search.best
 
 
 def test_the_spread_has_tilings_of_both_kinds_that_can_be_built(tuner: ModuleType) -> None:

@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
 _COMMON = ("types.cuh", "intrinsics.cuh", "arithmetic.cuh")
+_NUMBERS = {float: ctypes.c_float, int: ctypes.c_int}
 
 
 @functools.cache
@@ -99,8 +100,7 @@ class Kernel:
                 types.append(ctypes.c_void_p)
             else:
                 values.append(argument)
-                kinds = {float: ctypes.c_float, int: ctypes.c_int}
-                types.append(kinds.get(type(argument)))
+                types.append(_NUMBERS.get(type(argument)))  # None: it knows itself how it is passed
         _check(
             driver.cuLaunchKernelEx(config, self._function, (tuple(values), tuple(types)), 0),
             self.name,
@@ -140,6 +140,11 @@ def architecture(device_index: int) -> str:
     """What to compile for."""
     major, minor = torch.cuda.get_device_capability(device_index)
     return f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
+
+
+def has_wgmma(device_index: int) -> bool:
+    """Whether a device has what Hopper alone has: products straight from shared memory."""
+    return architecture(device_index) == "sm_90a"
 
 
 @functools.cache
@@ -217,11 +222,6 @@ def _nvrtc() -> Any:
     from cuda.bindings import nvrtc
 
     return nvrtc
-
-
-def has_wgmma(device_index: int) -> bool:
-    """Whether a device has what Hopper alone has: products straight from shared memory."""
-    return architecture(device_index) == "sm_90a"
 
 
 @functools.cache

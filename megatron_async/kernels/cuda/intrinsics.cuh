@@ -144,9 +144,10 @@ __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// Four warps together: d[64 x COLUMNS] += a[64 x 16] b[COLUMNS x 16]^T, bfloat16 in shared memory, fp32 out. Rows are
-// 128 bytes apart, eight of them 1,024, swizzled by 128 bytes. A thread has rows g and g + 8 of its warp's
-// 16, of each eight columns 2t and 2t + 1: d[4j] and d[4j + 1], of row g + 8 d[4j + 2] and d[4j + 3].
+// Four warps together: d[64 x COLUMNS] += a[64 x 16] b[COLUMNS x 16]^T, bfloat16 in shared memory, fp32
+// out. Rows are 128 bytes apart, eight of them 1,024, swizzled by 128 bytes. A thread has rows g and
+// g + 8 of its warp's 16, of each eight columns 2t and 2t + 1: d[4j] and d[4j + 1], of row g + 8 d[4j + 2]
+// and d[4j + 3].
 __device__ __forceinline__ unsigned long long matrix(u32 at) {
   return (at >> 4 & 0x3fffull) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }

@@ -45,7 +45,8 @@
 #define X_ROW (STREAM ? 128 : SLICE * 2 + 64)
 #define X_STAGE (MT * 8 * 128)
 #define BEYOND ((WARP_TILES * 4 - RT) * 2048)  // what wgmma reads behind the last tile
-#define X_BYTES (BOX ? (BEYOND > X_STAGE ? BEYOND - X_STAGE : 0) : STREAM ? XB * XS * X_STAGE : XR * X_ROW)
+#define BOX_REST (BEYOND > X_STAGE ? BEYOND - X_STAGE : 0)
+#define X_BYTES (BOX ? BOX_REST : STREAM ? XB * XS * X_STAGE : XR * X_ROW)
 #define X_VECTORS ((XR * SLICE / 8 + THREADS - 1) / THREADS)  // of 16 bytes for each thread
 #define X_BATCH (X_VECTORS < 12 ? X_VECTORS : 12)
 #define X_PIECES ((XS * MT * 64 + THREADS - 1) / THREADS)
@@ -443,6 +444,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     end_wgmma();
 #pragma unroll
     for (int r = 0; r < WARP_TILES; r++) await_wgmma<MT * 8>(sums[r]);
+    // The four warps' products end together: nobody reads this stage any more.
     if (issued < total) issue_weights();
     if (++stage == ST) stage = 0, passed ^= 1;
     unit++;

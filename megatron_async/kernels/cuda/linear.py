@@ -70,11 +70,11 @@ class Tiling(NamedTuple):
 
     def shared_bytes(self, k: int, rows: int) -> int:
         """About what a block takes."""
+        if self.box:
+            return self.stages * (2048 * self.row_tiles + groups(rows) * 1024) + 16384
         warps = self.warps_n * self.warps_k
         slice_k = -(-(k // UNIT) // self.splits) * UNIT
         ring = warps * self.stages * 2048 * self.row_tiles
-        if self.box:
-            return self.stages * (2048 * self.row_tiles + groups(rows) * 1024) + 16384
         if self.stream:
             x = self.x_stages * groups(rows) * 1024
             return ring + x + 8192
