@@ -29,6 +29,10 @@ PROFILED_STEPS = 100
 STOPPING = 3
 """One request in so many ends at a token id."""
 
+STOPPING_TEMPERATURE = 1e6
+"""Of those requests. Their own noise alone decides then, whatever the model: in 16 bits greedy
+outputs of random weights differ from run to run, and an end token would seldom come again."""
+
 NO_TERMINATION = -1
 
 
@@ -41,30 +45,38 @@ class Wish:
 
 
 def make_wishes(vocab_size: int, load: RaggedLoad) -> list[Wish]:
-    """The requests, all of which end by their drawn length; greedy."""
+    """The requests, all of which end by their drawn length. Greedy but for those that
+    :func:`with_stops` gives an end token, which are sampled from their own seeds."""
     source = random.Random(load.seed)
     wishes = []
-    for _ in range(load.requests):
+    for number in range(load.requests):
         length = log_normal(source, *load.prompt_range)
         params = SamplingParams(
-            temperature=0,
+            temperature=STOPPING_TEMPERATURE if is_stopping(number) else 0,
             num_tokens_to_generate=log_normal(source, *load.output_range),
             termination_id=NO_TERMINATION,
+            seed=number,
         )
         wishes.append(Wish([source.randrange(vocab_size) for _ in range(length)], params))
     return wishes
 
 
+def is_stopping(number: int) -> bool:
+    """Whether this request of the workload gets an end token."""
+    return number % STOPPING == 1
+
+
 def with_stops(wishes: Sequence[Wish], tokens: Sequence[list[int]], seed: int) -> list[Wish]:
-    """``wishes`` with a termination id in every third of them: a token of its own stream in
-    ``tokens``, what a serial run decoded, that first occurs near a drawn place before the end."""
+    """``wishes`` with a termination id in those that :func:`is_stopping` names: a token of its own
+    stream in ``tokens``, what a serial run decoded, that first occurs near a drawn place before
+    the end."""
     source = random.Random(seed)
     stopping = list(wishes)
     for number, (wish, stream) in enumerate(zip(wishes, tokens, strict=True)):
         place = source.uniform(0, len(stream))
         first = {token: at for at, token in reversed(list(enumerate(stream)))}
         places = {at: token for token, at in first.items() if at < len(stream) - 1}
-        if number % STOPPING == 1 and places:
+        if is_stopping(number) and places:
             stop = places[min(places, key=lambda at: abs(at - place))]
             params = dataclasses.replace(wish.params, termination_id=stop)
             stopping[number] = Wish(wish.prompt, params)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import random
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megatron_async.engine import DynamicInferenceEngine
 from megatron_async.inference import bench_ragged_run
 from megatron_async.inference.bench_load import RaggedLoad, log_normal
 from megatron_async.inference.bench_ragged import arrivals, make_wishes, with_stops
@@ -127,6 +129,18 @@ def test_stops_occur_first_where_the_request_then_ends() -> None:
         assert (stop != -1) is (number % 3 == 1 and len(stream) > 1)
         assert stop in (-1, *stream[:-1])
         assert wish.prompt == wishes[number].prompt
+
+
+def test_what_stopping_requests_generate_does_not_hang_on_logits() -> None:
+    """So that an end token that occurred once occurs again, whatever 16 bits make of the rest."""
+    params = make_wishes(512, LOAD)[1].params
+    engine = DynamicInferenceEngine.from_pretrained("tiny")
+    prompts = ["import os", "class Cou"]
+    first, second = (request.generated_tokens for request in engine.generate(prompts, params))
+    assert first == second and len(set(first)) > 1
+    greedy = dataclasses.replace(params, temperature=0)
+    first, second = (request.generated_tokens for request in engine.generate(prompts, greedy))
+    assert first != second
 
 
 def test_arrivals_are_poisson_or_all_at_once() -> None:
