@@ -10,7 +10,7 @@ import torch
 
 from megatron_async.device.cpu import Span
 
-ALIGNMENTS = 8
+ALIGNMENTS = 64
 """Events recorded on the idle stream, of which the fastest answer aligns the clocks."""
 
 
