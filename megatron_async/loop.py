@@ -69,7 +69,7 @@ class DecodeLoop:
 
     def _commit(self, plan: Plan, result: StepResult, barrier: NotOverlapped | None = None) -> None:
         commits = self.scheduler.commit(plan, result)
-        discarded = sum(commit.discarded for commit in commits)
+        discarded = sum([commit.discarded for commit in commits])
         self.counters.committed(len(commits) - discarded, discarded, self._not_overlapped(barrier))
         self._emit(commits)
 

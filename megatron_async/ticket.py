@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import chain, compress, repeat
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 
 class BlockGrant(NamedTuple):
@@ -85,6 +89,13 @@ class Plan:
     def samples(self, row: int) -> bool:
         """Whether the logits of ``row`` are sampled."""
         return row < self.decode_rows or self.prefills[row - self.decode_rows].samples
+
+    def sampled(self, rows: Iterable[T]) -> Iterable[T]:
+        """Those of ``rows``, one for each row of the forward, whose logits are sampled."""
+        if not self.prefills:
+            return rows
+        last_chunks = (chunk.samples for chunk in self.prefills)
+        return compress(rows, chain(repeat(True, self.decode_rows), last_chunks))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from enum import Enum
 from typing import NamedTuple
 
@@ -19,6 +21,11 @@ class Commit(NamedTuple):
     token: int | None
     reason: FinishReason | None
     discarded: bool = False
+
+
+new_commit: Callable[[tuple[int, int | None, FinishReason | None, bool]], Commit]
+new_commit = functools.partial(tuple.__new__, Commit)
+"""A commit from all its fields; in half the time, as every row of every step needs one."""
 
 
 class Change(str, Enum):

@@ -10,7 +10,7 @@ from collections import deque
 
 from megatron_async.errors import IntegrityError
 from megatron_async.requests import FinishReason
-from megatron_async.scheduler.events import Change, Commit, Event
+from megatron_async.scheduler.events import Change, Commit, Event, new_commit
 from megatron_async.scheduler.lifecycle import Lifecycle
 from megatron_async.scheduler.pressure import choose_victims
 from megatron_async.scheduler.sequence import Sequence, State
@@ -204,7 +204,7 @@ class Scheduler(Lifecycle):
             Admission(
                 slot,
                 *sequence.sampling,
-                sequence.prompt_length + sequence.max_new,
+                sequence.max_total,
                 cached,
                 tuple(sorted(sequence.stop_ids)),
             )
@@ -223,7 +223,7 @@ class Scheduler(Lifecycle):
 
     def _register_blocks(self, sequence: Sequence, written: int) -> None:
         """Make the full blocks among the first ``written`` tokens known to the prefix cache."""
-        if not self.prefixes.enabled:
+        if not self.prefixes.enabled or not sequence.blocks:
             return
         size = self.limits.block_size
         while (sequence.registered + 1) * size <= written:
@@ -241,17 +241,16 @@ class Scheduler(Lifecycle):
         """Take the tokens of a launched plan, end requests, and retire the plan's ticket."""
         commits: list[Commit] = []
         epochs, sequences = self.slots.epochs, self._sequences
-        decode_rows, is_caching = plan.decode_rows, self.prefixes.enabled
+        debug, is_caching = self._debug, self.prefixes.enabled
         block_size = self.limits.block_size
         of = plan.rows
-        rows = zip(of.keys, of.slots, of.epochs, result.tokens, strict=False)
-        for row, (key, slot, epoch, token) in enumerate(rows):
-            if row >= decode_rows and not plan.samples(row):
-                continue
+        for key, slot, epoch, token, live, ended in plan.sampled(
+            zip(of.keys, of.slots, of.epochs, *result, strict=False)
+        ):
             if epoch != epochs[slot]:
-                if self._debug and result.live[row]:
+                if debug and live:
                     self._check_was_aborted(key)
-                commits.append(Commit(key, token, None, discarded=True))
+                commits.append(new_commit((key, token, None, True)))
                 continue
             sequence = sequences[key]
             tokens = sequence.tokens
@@ -259,17 +258,16 @@ class Scheduler(Lifecycle):
             reason = None
             if token in sequence.stop_ids:
                 reason = FinishReason.STOP
-            elif len(tokens) == sequence.prompt_length + sequence.max_new:
+            elif len(tokens) == sequence.max_total:
                 reason = FinishReason.LENGTH
-            if self._debug:
-                self._check_device_agrees(key, reason, result.live[row], result.ended[row])
+            if debug:
+                self._check_device_agrees(key, reason, live, ended)
             # The forward that wrote all tokens but the newest is over.
-            full = len(tokens) > (sequence.registered + 1) * block_size
-            if is_caching and full and sequence.blocks:
+            if is_caching and len(tokens) > (sequence.registered + 1) * block_size:
                 self._register_blocks(sequence, len(tokens) - 1)
             if reason is not None:
                 self._finish(sequence, reason)
-            commits.append(Commit(key, token, reason))
+            commits.append(new_commit((key, token, reason, False)))
         self._retired_ticket = plan.number
         self._retire()
         return commits

@@ -46,6 +46,7 @@ class Sequence:
         "last_ticket",
         "launched",
         "max_new",
+        "max_total",
         "node",
         "prefill_end",
         "prefilled",
@@ -75,6 +76,7 @@ class Sequence:
         self.tokens = list(prompt)
         self.prompt_length = len(prompt)
         self.max_new = max_new
+        self.max_total = len(prompt) + max_new
         self.stop_ids = frozenset(stop_ids)
         self.sampling = sampling
         self.slot = -1
@@ -97,7 +99,7 @@ class Sequence:
 
     def worst_case_blocks(self, block_size: int) -> int:
         """Blocks of the longest this request can get; its last token is never written."""
-        return -(-(self.prompt_length + self.max_new - 1) // block_size)
+        return -(-(self.max_total - 1) // block_size)
 
     def forget_launches(self) -> None:
         """Back to the queue: what was launched has been committed, what was cached is gone."""

@@ -214,13 +214,13 @@ def end_decided_from_what_has_been_launched(original: Any) -> Any:
 
     def commit(self: Scheduler, plan: Plan, result: StepResult) -> list[Commit]:
         known = [self._sequences[key] for key in plan.rows.keys if key in self._sequences]
-        lengths = [sequence.max_new for sequence in known]
+        lengths = [sequence.max_total for sequence in known]
         for sequence in known:
             if sequence.launched == sequence.max_new:
-                sequence.max_new = sequence.committed + 1
+                sequence.max_total = len(sequence.tokens) + 1
         commits: list[Commit] = original(self, plan, result)
         for sequence, length in zip(known, lengths, strict=True):
-            sequence.max_new = length
+            sequence.max_total = length
         return commits
 
     return commit
