@@ -49,6 +49,7 @@ setup(
             "mypy",
             "pytest",
             "pytest-timeout",
+            "pytest-xdist",
             "ruff",
             "setuptools>=77",
             "transformers",
