@@ -227,9 +227,8 @@ class DynamicInferenceEngine(DecodeLoop):
         return True
 
     def _abort(self, key: int) -> None:
-        commit = self.scheduler.abort(key)
-        if commit is not None:
-            self._emit([commit])
+        if self.scheduler.abort(key):
+            self._emit(*self._book.abort(key))
 
     def get_request(self, request_id: int) -> DynamicInferenceRequest:
         """The record of a request that has not ended; ended ones belong to who took them.

@@ -11,7 +11,6 @@ from megatron_async.controller import InFlight, TextGenerationController
 from megatron_async.observability.counters import EngineCounters, NotOverlapped
 from megatron_async.output import OutputBook, TokenOutput
 from megatron_async.requests import DynamicInferenceRequest
-from megatron_async.scheduler.events import Commit
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.ticket import Plan, StepResult
 
@@ -68,17 +67,17 @@ class DecodeLoop:
             self._commit(*self._in_flight.popleft().wait(), barrier=reason)
 
     def _commit(self, plan: Plan, result: StepResult, barrier: NotOverlapped | None = None) -> None:
-        commits = self.scheduler.commit(plan, result)
-        discarded = sum([commit.discarded for commit in commits])
-        self.counters.committed(len(commits) - discarded, discarded, self._not_overlapped(barrier))
-        self._emit(commits)
+        commit = self.scheduler.commit(plan, result)
+        discarded = len(commit.discarded)
+        kept = len(commit.keys) - discarded
+        self.counters.committed(kept, discarded, self._not_overlapped(barrier))
+        self._emit(*self._book.commit(commit))
 
     def _launched(self, plan: Plan) -> None:
         self.counters.launched(plan, self.scheduler.waiting_count)
         self._book.launched(plan)
 
-    def _emit(self, commits: list[Commit]) -> None:
-        outputs, finished = self._book.commit(commits)
+    def _emit(self, outputs: list[TokenOutput], finished: list[DynamicInferenceRequest]) -> None:
         self._outputs += outputs
         self._finished += finished
         if self._listeners:

@@ -126,49 +126,58 @@ class OutputBook:
             if request.finish_reason is None:
                 request.status = STATUS_AFTER[change]
 
-    def commit(
-        self, commits: list[Commit]
-    ) -> tuple[list[TokenOutput], list[DynamicInferenceRequest]]:
-        """Apply commits in order; returns the outputs and the requests that ended."""
+    def commit(self, commit: Commit) -> tuple[list[TokenOutput], list[DynamicInferenceRequest]]:
+        """Apply a commit in the order of its rows; returns the outputs and the requests that
+        ended."""
         outputs: list[TokenOutput] = []
         finished: list[DynamicInferenceRequest] = []
         now = time.perf_counter()
         entries, version = self._entries, self.weight_version
-        for key, token, reason, discarded in commits:
+        keys, tokens, reasons, discarded = commit
+        for key, token in zip(keys, tokens, strict=False):
             entry = entries[key]
             request = entry.request
-            if discarded:
+            if key in discarded:
                 request.counters.discarded += 1
                 continue
+            if entry.version != version:
+                entry.version = version
+                request.weight_spans.append(WeightSpan(len(request.generated_tokens), version))
+            request.generated_tokens.append(token)
+            request.counters.committed += 1
+            request.tpot.append(now - entry.last_time)
+            entry.last_time = now
+            reason = reasons.get(key)
+            text = None
             stream = entry.stream
-            text = None if stream is None else ""
-            if token is not None:
-                if entry.version != version:
-                    entry.version = version
-                    request.weight_spans.append(WeightSpan(len(request.generated_tokens), version))
-                request.generated_tokens.append(token)
-                request.counters.committed += 1
-                request.tpot.append(now - entry.last_time)
-                entry.last_time = now
-                if stream is not None and reason is not FinishReason.STOP:
-                    text = stream.push(token)
+            if stream is not None:
+                text = "" if reason is FinishReason.STOP else stream.push(token)
+                if text:
+                    entry.pieces.append(text)
             if reason is not None:
-                if stream is not None:
-                    text = (text or "") + stream.flush()
-                self._finish(entry, reason, text, now)
+                text = self._finish(entry, reason, text, now)
                 finished.append(request)
-            elif text:
-                entry.pieces.append(text)
             outputs.append(_new_output((request.request_id, token, text, reason)))
         return outputs, finished
 
-    def _finish(self, entry: Entry, reason: FinishReason, text: str | None, now: float) -> None:
+    def abort(self, key: int) -> tuple[list[TokenOutput], list[DynamicInferenceRequest]]:
+        """End a request without a token; returns what :meth:`commit` does."""
+        entry, reason = self._entries[key], FinishReason.ABORT
+        text = self._finish(entry, reason, None, time.perf_counter())
+        return [TokenOutput(entry.request.request_id, None, text, reason)], [entry.request]
+
+    def _finish(
+        self, entry: Entry, reason: FinishReason, text: str | None, now: float
+    ) -> str | None:
+        """End a request; returns ``text`` of its last output with what was held back until now."""
         request = entry.request
         request.finish_reason = reason
         request.status = STATUS_OF[reason]
         request.latency = now - entry.started
         if entry.stream is not None:
-            request.generated_text = "".join(entry.pieces) + (text or "")
+            rest = entry.stream.flush()
+            request.generated_text = "".join(entry.pieces) + rest
+            text = (text or "") + rest
         elif self._tokenizer is not None:
             tokens = request.generated_tokens
             request.generated_text = self._tokenizer.detokenize(
@@ -181,6 +190,7 @@ class OutputBook:
         del self._keys[request.request_id]
         if not entry.future.done():
             entry.future.set_result(request)
+        return text
 
     def close(self, keys: list[int]) -> None:
         """Drop the records of requests whose last ticket has retired."""

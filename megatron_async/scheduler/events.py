@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -11,21 +10,18 @@ from megatron_async.requests import FinishReason
 
 
 class Commit(NamedTuple):
-    """One event of a commit: a token that a request keeps, the end of a request, or both.
+    """What the host took of a step: a token of each row that was sampled.
 
-    ``token`` is None when the request ends without one (an abort); ``discarded`` marks a token
-    that was sampled for a request that had ended before.
+    Token i was sampled for request ``keys[i]``; tokens beyond the keys are padding. ``reasons``
+    has the requests that end with their token, ``discarded`` those that had ended before it was
+    sampled: it is dropped. By rows, not an object for each: a row costs the host its time at every
+    token.
     """
 
-    key: int
-    token: int | None
-    reason: FinishReason | None
-    discarded: bool = False
-
-
-new_commit: Callable[[tuple[int, int | None, FinishReason | None, bool]], Commit]
-new_commit = functools.partial(tuple.__new__, Commit)
-"""A commit from all its fields; in half the time, as every row of every step needs one."""
+    keys: Sequence[int]
+    tokens: Sequence[int]
+    reasons: dict[int, FinishReason]
+    discarded: set[int]
 
 
 class Change(str, Enum):

@@ -10,7 +10,7 @@ from megatron_async.cache.prefix_cache import PrefixCache
 from megatron_async.cache.retire_queue import RetireQueue
 from megatron_async.errors import IntegrityError
 from megatron_async.requests import FinishReason
-from megatron_async.scheduler.events import Change, Commit, Event
+from megatron_async.scheduler.events import Change, Event
 from megatron_async.scheduler.limits import Limits
 from megatron_async.scheduler.pressure import EVICTABLE
 from megatron_async.scheduler.sequence import Sequence, State
@@ -75,14 +75,14 @@ class Lifecycle:
         self._waiting.add(sequence)
         self._unfinished += 1
 
-    def abort(self, key: int) -> Commit | None:
+    def abort(self, key: int) -> bool:
         """End a request at once; rows of it in flight will be discarded."""
         sequence = self._sequences.get(key)
         if sequence is None or sequence.state is State.FINISHED:
-            return None
+            return False
         self._finish(sequence, FinishReason.ABORT)
         self._retire()
-        return Commit(key, None, FinishReason.ABORT)
+        return True
 
     def pause(self, key: int) -> bool:
         """Leave the request out of all row maps to come; what is in flight is committed."""

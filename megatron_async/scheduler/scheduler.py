@@ -10,7 +10,7 @@ from collections import deque
 
 from megatron_async.errors import IntegrityError
 from megatron_async.requests import FinishReason
-from megatron_async.scheduler.events import Change, Commit, Event, new_commit
+from megatron_async.scheduler.events import Change, Commit, Event
 from megatron_async.scheduler.lifecycle import Lifecycle
 from megatron_async.scheduler.pressure import choose_victims
 from megatron_async.scheduler.sequence import Sequence, State
@@ -237,20 +237,20 @@ class Scheduler(Lifecycle):
 
     # --- commit -------------------------------------------------------------------------------
 
-    def commit(self, plan: Plan, result: StepResult) -> list[Commit]:
+    def commit(self, plan: Plan, result: StepResult) -> Commit:
         """Take the tokens of a launched plan, end requests, and retire the plan's ticket."""
-        commits: list[Commit] = []
+        reasons: dict[int, FinishReason] = {}
+        discarded: set[int] = set()
         epochs, sequences = self.slots.epochs, self._sequences
         debug, is_caching = self._debug, self.prefixes.enabled
         block_size = self.limits.block_size
         of = plan.rows
-        for key, slot, epoch, token, live, ended in plan.sampled(
-            zip(of.keys, of.slots, of.epochs, *result, strict=False)
-        ):
+        rows = zip(of.keys, of.slots, of.epochs, *result, strict=False)
+        for key, slot, epoch, token, live, ended in plan.sampled(rows):
             if epoch != epochs[slot]:
                 if debug and live:
                     self._check_was_aborted(key)
-                commits.append(new_commit((key, token, None, True)))
+                discarded.add(key)
                 continue
             sequence = sequences[key]
             tokens = sequence.tokens
@@ -266,11 +266,13 @@ class Scheduler(Lifecycle):
             if is_caching and len(tokens) > (sequence.registered + 1) * block_size:
                 self._register_blocks(sequence, len(tokens) - 1)
             if reason is not None:
+                reasons[key] = reason
                 self._finish(sequence, reason)
-            commits.append(new_commit((key, token, reason, False)))
         self._retired_ticket = plan.number
         self._retire()
-        return commits
+        return Commit(
+            tuple(plan.sampled(of.keys)), tuple(plan.sampled(result.tokens)), reasons, discarded
+        )
 
     def _check_was_aborted(self, key: int) -> None:
         """A dead row that the device took for live: it cannot know of an abort, but of an end."""

@@ -174,8 +174,9 @@ def token_of_the_old_weights_committed(original: Any) -> Any:
 
 @mutant(Scheduler, "commit", "TokenAfterEndError", least_depth=1)
 def overshoot_token_kept(original: Any) -> Any:
-    def commit(self: Scheduler, plan: Plan, result: StepResult) -> list[Commit]:
-        return [c._replace(discarded=False) for c in original(self, plan, result)]
+    def commit(self: Scheduler, plan: Plan, result: StepResult) -> Commit:
+        taken: Commit = original(self, plan, result)
+        return taken._replace(discarded=set())
 
     return commit
 
@@ -198,12 +199,12 @@ def rows_swapped(original: Any) -> Any:
 
 @mutant(Scheduler, "commit", "IntegrityError", "WrongTokensError", "KeyError", least_depth=1)
 def commit_reads_the_live_row_map(original: Any) -> Any:
-    def commit(self: Scheduler, plan: Plan, result: StepResult) -> list[Commit]:
+    def commit(self: Scheduler, plan: Plan, result: StepResult) -> Commit:
         live = _row_map(list(self._decoding.values()))
         if plan.is_decode_only and len(live) == len(plan.rows):
             plan = dataclasses.replace(plan, rows=live)
-        commits: list[Commit] = original(self, plan, result)
-        return commits
+        taken: Commit = original(self, plan, result)
+        return taken
 
     return commit
 
@@ -212,16 +213,16 @@ def commit_reads_the_live_row_map(original: Any) -> Any:
 def end_decided_from_what_has_been_launched(original: Any) -> Any:
     """One token too few: the next launch has advanced the count that commit reads."""
 
-    def commit(self: Scheduler, plan: Plan, result: StepResult) -> list[Commit]:
+    def commit(self: Scheduler, plan: Plan, result: StepResult) -> Commit:
         known = [self._sequences[key] for key in plan.rows.keys if key in self._sequences]
         lengths = [sequence.max_total for sequence in known]
         for sequence in known:
             if sequence.launched == sequence.max_new:
                 sequence.max_total = len(sequence.tokens) + 1
-        commits: list[Commit] = original(self, plan, result)
+        taken: Commit = original(self, plan, result)
         for sequence, length in zip(known, lengths, strict=True):
             sequence.max_total = length
-        return commits
+        return taken
 
     return commit
 

@@ -217,16 +217,16 @@ class Run:
 def _watched(commit: Any) -> Any:
     """``Scheduler.commit`` that looks at what the device says of rows that had stopped."""
 
-    def watched(self: Scheduler, plan: Plan, result: StepResult) -> list[Commit]:
+    def watched(self: Scheduler, plan: Plan, result: StepResult) -> Commit:
         sequences = dict(self._sequences)
-        commits: list[Commit] = commit(self, plan, result)
+        taken: Commit = commit(self, plan, result)
         live = dict(zip(plan.rows.keys, result.live, strict=False))
-        for key, _, _, discarded in commits:
-            if discarded and live[key] and sequences[key].reason is FinishReason.STOP:
+        for key in taken.discarded:
+            if live[key] and sequences[key].reason is FinishReason.STOP:
                 raise DeadRowLivedError(
                     f"request {key} had stopped, and the device went on with it"
                 )
-        return commits
+        return taken
 
     return watched
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -12,7 +12,7 @@ from megatron_async.cache.prefix_cache import ROOT, PrefixCache
 from megatron_async.cache.retire_queue import RetireQueue
 from megatron_async.errors import IntegrityError
 from megatron_async.requests import FinishReason
-from megatron_async.scheduler.events import Change, Commit
+from megatron_async.scheduler.events import Change
 from megatron_async.scheduler.limits import Limits
 from megatron_async.scheduler.pressure import choose_victims
 from megatron_async.scheduler.scheduler import Scheduler
@@ -37,6 +37,15 @@ def ranked(key: int, state: State, held: bool = False) -> Sequence:
     return made
 
 
+class Row(NamedTuple):
+    """What a commit says of one row."""
+
+    key: int
+    token: int
+    reason: FinishReason | None
+    discarded: bool
+
+
 class Chain:
     """A scheduler with up to ``depth`` plans in flight; every row samples ``token``."""
 
@@ -58,7 +67,7 @@ class Chain:
             )
         )
         self.in_flight: deque[Plan] = deque()
-        self.commits: list[Commit] = []
+        self.commits: list[Row] = []
 
     def add(self, *sequences: Sequence, priority: int = 0) -> None:
         for added in sequences:
@@ -71,13 +80,17 @@ class Chain:
         self.scheduler.check()
         return plan
 
-    def commit(self, token: int = 7) -> list[Commit]:
+    def commit(self, token: int = 7) -> list[Row]:
         plan = self.in_flight.popleft()
         ones = [1] * len(plan.rows)
-        commits = self.scheduler.commit(plan, StepResult([token] * len(plan.rows), ones, ones))
-        self.commits += commits
+        commit = self.scheduler.commit(plan, StepResult([token] * len(plan.rows), ones, ones))
+        rows = [
+            Row(key, token, commit.reasons.get(key), key in commit.discarded)
+            for key, token in zip(commit.keys, commit.tokens, strict=True)
+        ]
+        self.commits += rows
         self.scheduler.check()
-        return commits
+        return rows
 
     def step(self, token: int = 7) -> Plan | None:
         """As the engine's step."""
@@ -342,9 +355,8 @@ def test_abort_ends_a_request_once_wherever_it_is() -> None:
     chain = Chain(1, max_requests=1)
     chain.add(sequence(1), sequence(2))
     chain.step()
-    assert chain.scheduler.abort(2) == Commit(2, None, FinishReason.ABORT)
-    assert chain.scheduler.abort(1) == Commit(1, None, FinishReason.ABORT)
-    assert chain.scheduler.abort(1) is None and chain.scheduler.abort(5) is None
+    assert chain.scheduler.abort(2) and chain.scheduler.abort(1)
+    assert not chain.scheduler.abort(1) and not chain.scheduler.abort(5)
     chain.finish()
     assert all(commit.discarded for commit in chain.commits)
 
