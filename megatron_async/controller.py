@@ -181,7 +181,8 @@ class TextGenerationController:
         started = time.perf_counter_ns()
         values = self._results.wait(ticket.number, RESULT_FIELDS * rows)
         self.wait_ns += time.perf_counter_ns() - started
-        return StepResult(*values.reshape(RESULT_FIELDS, rows).tolist())
+        columns = values.reshape(RESULT_FIELDS, rows)[:, : len(ticket.plan.rows)]
+        return StepResult(*columns.tolist())
 
     def update_weights(self, source: str | Path | Mapping[str, Any]) -> None:
         """Replace the model's weights in place; nothing may be in flight."""

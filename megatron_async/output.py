@@ -134,7 +134,7 @@ class OutputBook:
         now = time.perf_counter()
         entries, version = self._entries, self.weight_version
         keys, tokens, reasons, discarded = commit
-        for key, token in zip(keys, tokens, strict=False):
+        for key, token in zip(keys, tokens, strict=True):
             entry = entries[key]
             request = entry.request
             if key in discarded:

@@ -86,10 +86,6 @@ class Plan:
         """Tokens of the forward, without padding."""
         return self.decode_rows + sum(len(chunk.tokens) for chunk in self.prefills)
 
-    def samples(self, row: int) -> bool:
-        """Whether the logits of ``row`` are sampled."""
-        return row < self.decode_rows or self.prefills[row - self.decode_rows].samples
-
     def sampled(self, rows: Iterable[T]) -> Iterable[T]:
         """Those of ``rows``, one for each row of the forward, whose logits are sampled."""
         if not self.prefills:
@@ -109,8 +105,9 @@ class Ticket:
 
 
 class StepResult(NamedTuple):
-    """What S found for each row of a ticket: the token, and on the device's own judgement
-    whether the row was still live when it was sampled and whether the token ends the request."""
+    """What S found for each row of a ticket, padding left out: the token, and on the device's own
+    judgement whether the row was still live when it was sampled and whether the token ends the
+    request."""
 
     tokens: list[int]
     live: list[int]

@@ -12,10 +12,9 @@ from megatron_async.requests import FinishReason
 class Commit(NamedTuple):
     """What the host took of a step: a token of each row that was sampled.
 
-    Token i was sampled for request ``keys[i]``; tokens beyond the keys are padding. ``reasons``
-    has the requests that end with their token, ``discarded`` those that had ended before it was
-    sampled: it is dropped. By rows, not an object for each: a row costs the host its time at every
-    token.
+    Token i was sampled for request ``keys[i]``. ``reasons`` has the requests that end with their
+    token, ``discarded`` those that had ended before it was sampled: it is dropped. By rows, not an
+    object for each: a row costs the host its time at every token.
     """
 
     keys: Sequence[int]

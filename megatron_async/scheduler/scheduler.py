@@ -245,7 +245,7 @@ class Scheduler(Lifecycle):
         debug, is_caching = self._debug, self.prefixes.enabled
         block_size = self.limits.block_size
         of = plan.rows
-        rows = zip(of.keys, of.slots, of.epochs, *result, strict=False)
+        rows = zip(of.keys, of.slots, of.epochs, *result, strict=True)
         for key, slot, epoch, token, live, ended in plan.sampled(rows):
             if epoch != epochs[slot]:
                 if debug and live:

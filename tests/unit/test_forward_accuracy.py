@@ -266,9 +266,8 @@ class Rig:
             plan = self._plans.pop()
             self.engine.device.synchronize()
             pending = self.engine.controller._program._pending_logits
-            for row, key in enumerate(plan.rows.keys):
-                if plan.samples(row):
-                    logits[key].append(pending[row].to(self.device, torch.float64, copy=True))
+            for row, key in plan.sampled(enumerate(plan.rows.keys)):
+                logits[key].append(pending[row].to(self.device, torch.float64, copy=True))
             # The copies are on another stream than the next forward, which overwrites the logits.
             self.engine.device.synchronize()
             full += plan.is_decode_only and len(plan.rows) == batch_size

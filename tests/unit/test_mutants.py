@@ -220,7 +220,7 @@ def _watched(commit: Any) -> Any:
     def watched(self: Scheduler, plan: Plan, result: StepResult) -> Commit:
         sequences = dict(self._sequences)
         taken: Commit = commit(self, plan, result)
-        live = dict(zip(plan.rows.keys, result.live, strict=False))
+        live = dict(zip(plan.rows.keys, result.live, strict=True))
         for key in taken.discarded:
             if live[key] and sequences[key].reason is FinishReason.STOP:
                 raise DeadRowLivedError(
