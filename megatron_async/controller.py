@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,8 +21,7 @@ Progress = Callable[[Iterable[int], int], Iterable[int]]
 """Wraps an iterable of known length to show a progress bar."""
 
 
-@dataclass(frozen=True, slots=True)
-class InFlight:
+class InFlight(NamedTuple):
     """A launched step whose tokens the host has not taken."""
 
     ticket: Ticket

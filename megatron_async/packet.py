@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -73,8 +74,7 @@ class PacketLayout:
         return self.tokens + self.max_tokens * TOKEN_WIDTH
 
 
-@dataclass(frozen=True, slots=True)
-class StepShape:
+class StepShape(NamedTuple):
     """Rows and tokens of a forward, padding included: all that distinguishes its graph."""
 
     rows: int

@@ -64,8 +64,7 @@ class RowMap:
         return len(self.slots)
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(NamedTuple):
     """The host's decision for one step. Pure data: rows ``0 .. decode_rows`` decode one token
     each, the rows after them prefill one chunk each, in the order of ``prefills``."""
 
@@ -94,8 +93,7 @@ class Plan:
         return compress(rows, chain(repeat(True, self.decode_rows), last_chunks))
 
 
-@dataclass(frozen=True, slots=True)
-class Ticket:
+class Ticket(NamedTuple):
     """Launch-time snapshot of one launched step. The forward of ticket n is over on the device
     when the tokens sampled from its logits are on the host: its commit is its retirement."""
 

@@ -6,7 +6,6 @@ A mutant patches methods of the real classes while it is active; the product kno
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -202,7 +201,7 @@ def commit_reads_the_live_row_map(original: Any) -> Any:
     def commit(self: Scheduler, plan: Plan, result: StepResult) -> Commit:
         live = _row_map(list(self._decoding.values()))
         if plan.is_decode_only and len(live) == len(plan.rows):
-            plan = dataclasses.replace(plan, rows=live)
+            plan = plan._replace(rows=live)
         taken: Commit = original(self, plan, result)
         return taken
 
