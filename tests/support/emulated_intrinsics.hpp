@@ -420,6 +420,15 @@ inline void load_transposed(u32 (&r)[4], u32 at) {
   __syncwarp();
 }
 
+inline u32 transpose(u32 pair) {
+  const u32* all = emulator::show(pair);
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  auto element = [&](int row, int column) {
+    return emulator::of_lane(all, row * 4 + column / 2) >> column % 2 * 16 & 0xffff;
+  };
+  return element(2 * t, g) | element(2 * t + 1, g) << 16;
+}
+
 inline void cluster_sync() { emulator::arrive_and_wait(emulator::cluster->barrier); }
 inline u32 peer_address(u32 at, u32 rank) { return at | (rank + 1) << 24; }
 inline float4 load_peer(u32 at) { return *(const float4*)emulator::shared_memory(at, 16); }

@@ -9,8 +9,8 @@
 //   LEAST bytes of shared memory are taken at least: they decide how many blocks fit beside each other
 //   NORM 1: RMSNorm of each query head and key; ROPE 1: rotation of pairs (i, i + D / 2)
 //
-// A warp takes tiles of 16 tokens: scores[16 heads x 16 tokens] and out[16 heads x D] with
-// m16n8k16, heads padded to 16, online softmax in base 2. Tokens before this one were written by
+// A warp takes tiles of 16 tokens: scores[16 tokens x 8 heads] and out[D x 8 heads] with m16n8k16, by
+// eight heads, online softmax in base 2. Tokens before this one were written by
 // earlier steps, so their copies start before the projection is there. The pieces of all rows and
 // heads go round the clusters, which find them from the lengths.
 
@@ -21,7 +21,7 @@
 #define TILE_BYTES (16 * ROW_BYTES)
 #define STAGE_BYTES (2 * TILE_BYTES)       // keys, values
 #define RING_BYTES (ST * STAGE_BYTES)
-#define WIDE (GROUP > 8)                   // rows 8 to 15 of a product are heads too
+#define EIGHTS ((GROUP + 7) / 8)           // of heads
 #define Q_ROW (ROW_BYTES + 16)
 
 #define NEW_AT (WARPS * RING_BYTES)        // this step's key and value: a tile of one token
@@ -206,71 +206,91 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
     }
     __syncthreads();
 
-    u32 q[D / 16][4];
+    u32 q[D / 16][EIGHTS][2];
 #pragma unroll
-    for (int k = 0; k < D / 16; k++) {
-      const char* at = shared + Q_AT + g * Q_ROW + (k * 16 + 2 * t) * 2;
-      q[k][0] = *(const u32*)at;
-      q[k][2] = *(const u32*)(at + 16);
-      q[k][1] = WIDE ? *(const u32*)(at + 8 * Q_ROW) : 0;
-      q[k][3] = WIDE ? *(const u32*)(at + 8 * Q_ROW + 16) : 0;
-    }
+    for (int k = 0; k < D / 16; k++)
+#pragma unroll
+      for (int e = 0; e < EIGHTS; e++) {
+        const char* at = shared + Q_AT + (e * 8 + g) * Q_ROW + (k * 16 + 2 * t) * 2;
+        q[k][e][0] = *(const u32*)at;
+        q[k][e][1] = *(const u32*)(at + 16);
+      }
 
     // --- tiles ---------------------------------------------------------------------------------------
-    float o[D / 8][4];
+    // Of heads 2t and 2t + 1 of each eight: elements g and g + 8 of every 16 of the output.
+    float o[D / 16][EIGHTS][4];
+    float most[EIGHTS][2], total[EIGHTS][2];
 #pragma unroll
-    for (int n = 0; n < D / 8; n++)
+    for (int e = 0; e < EIGHTS; e++) {
 #pragma unroll
-      for (int j = 0; j < 4; j++) o[n][j] = 0.f;
-    float most[2] = {MINUS_INF, MINUS_INF}, total[2] = {0.f, 0.f};
+      for (int n = 0; n < D / 16; n++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) o[n][e][j] = 0.f;
+#pragma unroll
+      for (int j = 0; j < 2; j++) most[e][j] = MINUS_INF, total[e][j] = 0.f;
+    }
 
     // Tokens from `valid` on weigh nothing. A tile of one token has `rows` 0: its row stands for all.
     auto attend = [&](u32 tile, u32 value_tile, int rows, int valid) {
-      float s[2][4] = {{0.f, 0.f, 0.f, 0.f}, {0.f, 0.f, 0.f, 0.f}};
+      float s[EIGHTS][4];  // tokens g and g + 8
+#pragma unroll
+      for (int e = 0; e < EIGHTS; e++)
+#pragma unroll
+        for (int j = 0; j < 4; j++) s[e][j] = 0.f;
 #pragma unroll
       for (int k = 0; k < D / 16; k++) {
-        u32 b[4];
-        load_matrices(b, tile + place((lane / 16 * 8 + lane % 8) & rows, k * 2 + lane / 8 % 2));
-        mma(s[0], q[k][0], q[k][1], q[k][2], q[k][3], b[0], b[1]);
-        mma(s[1], q[k][0], q[k][1], q[k][2], q[k][3], b[2], b[3]);
+        u32 a[4];
+        load_matrices(a, tile + place((lane / 8 % 2 * 8 + lane % 8) & rows, k * 2 + lane / 16));
+#pragma unroll
+        for (int e = 0; e < EIGHTS; e++)
+          mma(s[e], a[0], a[1], a[2], a[3], q[k][e][0], q[k][e][1]);
       }
-      float p[2][4];
+      float high[EIGHTS][2];
+      bool rises = false;
 #pragma unroll
-      for (int h = 0; h < (WIDE ? 2 : 1); h++) {
-        float m = most[h];
+      for (int e = 0; e < EIGHTS; e++)
 #pragma unroll
-        for (int n = 0; n < 2; n++)
+        for (int j = 0; j < 2; j++) {
+          float& upper = s[e][j];
+          float& lower = s[e][j + 2];
+          upper = g < valid ? upper * scale_log2 : MINUS_INF;
+          lower = g + 8 < valid ? lower * scale_log2 : MINUS_INF;
+          float m = fmaxf(upper, lower);
 #pragma unroll
-          for (int j = 0; j < 2; j++) {
-            float& v = s[n][h * 2 + j];
-            v = n * 8 + 2 * t + j < valid ? v * scale_log2 : MINUS_INF;
-            m = fmaxf(m, v);
-          }
-        m = fmaxf(m, __shfl_xor_sync(~0u, m, 1));
-        m = fmaxf(m, __shfl_xor_sync(~0u, m, 2));
-        if (__any_sync(~0u, m > most[h])) {
-          float keep = weight_of(most[h], m);
-          total[h] *= keep;
-#pragma unroll
-          for (int n = 0; n < D / 8; n++) o[n][h * 2] *= keep, o[n][h * 2 + 1] *= keep;
-          most[h] = m;
+          for (int d = 4; d < 32; d <<= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, d));
+          rises |= m > most[e][j];
+          high[e][j] = fmaxf(m, most[e][j]);
         }
+      if (__any_sync(~0u, rises)) {
 #pragma unroll
-        for (int n = 0; n < 2; n++)
+        for (int e = 0; e < EIGHTS; e++)
 #pragma unroll
           for (int j = 0; j < 2; j++) {
-            p[n][h * 2 + j] = exp2f(s[n][h * 2 + j] - m);
-            total[h] += p[n][h * 2 + j];
+            const float keep = weight_of(most[e][j], high[e][j]);
+            most[e][j] = high[e][j];
+            total[e][j] *= keep;
+#pragma unroll
+            for (int n = 0; n < D / 16; n++) o[n][e][j] *= keep, o[n][e][j + 2] *= keep;
           }
       }
-      const u32 a0 = pack(p[0][0], p[0][1]), a2 = pack(p[1][0], p[1][1]);
-      const u32 a1 = WIDE ? pack(p[0][2], p[0][3]) : 0, a3 = WIDE ? pack(p[1][2], p[1][3]) : 0;
+      u32 p[EIGHTS][2];
 #pragma unroll
-      for (int n = 0; n < D / 8; n += 2) {
-        u32 b[4];
-        load_transposed(b, value_tile + place((lane / 8 % 2 * 8 + lane % 8) & rows, n + lane / 16));
-        mma(o[n], a0, a1, a2, a3, b[0], b[1]);
-        mma(o[n + 1], a0, a1, a2, a3, b[2], b[3]);
+      for (int e = 0; e < EIGHTS; e++) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+          s[e][j] = exp2f(s[e][j] - most[e][j % 2]);
+          total[e][j % 2] += s[e][j];
+        }
+        // From a token's heads to a head's tokens.
+        p[e][0] = transpose(pack(s[e][0], s[e][1]));
+        p[e][1] = transpose(pack(s[e][2], s[e][3]));
+      }
+#pragma unroll
+      for (int n = 0; n < D / 16; n++) {
+        u32 a[4];
+        load_transposed(a, value_tile + place((lane / 16 * 8 + lane % 8) & rows, n * 2 + lane / 8 % 2));
+#pragma unroll
+        for (int e = 0; e < EIGHTS; e++) mma(o[n][e], a[0], a[1], a[2], a[3], p[e][0], p[e][1]);
       }
     };
 
@@ -295,22 +315,21 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
     }
 
     // --- the warps' parts, then the splits', then the pieces' ----------------------------------------
-#pragma unroll
-    for (int h = 0; h < (WIDE ? 2 : 1); h++) {
-      total[h] += __shfl_xor_sync(~0u, total[h], 1);
-      total[h] += __shfl_xor_sync(~0u, total[h], 2);
-    }
     float* parts = (float*)(shared + PARTS_AT);
     float2* part_stats = (float2*)(shared + PART_STATS_AT);
 #pragma unroll
-    for (int h = 0; h < (WIDE ? 2 : 1); h++) {
-      int r = g + h * 8;
-      if (r >= GROUP) continue;
-      float2* into = (float2*)(parts + (warp * GROUP + r) * D);
+    for (int e = 0; e < EIGHTS; e++)
 #pragma unroll
-      for (int n = 0; n < D / 8; n++) into[n * 4 + t] = make_float2(o[n][h * 2], o[n][h * 2 + 1]);
-      if (t == 0) part_stats[warp * GROUP + r] = make_float2(most[h], total[h]);
-    }
+      for (int j = 0; j < 2; j++) {
+#pragma unroll
+        for (int d = 4; d < 32; d <<= 1) total[e][j] += __shfl_xor_sync(~0u, total[e][j], d);
+        const int r = e * 8 + 2 * t + j;
+        if (r >= GROUP) continue;
+        float* into = parts + (warp * GROUP + r) * D + g;
+#pragma unroll
+        for (int n = 0; n < D / 16; n++) into[n * 16] = o[n][e][j], into[n * 16 + 8] = o[n][e][j + 2];
+        if (g == 0) part_stats[warp * GROUP + r] = make_float2(most[e][j], total[e][j]);
+      }
     __syncthreads();
     float* merged = (float*)(shared + MERGED_AT);
     float2* merged_stats = (float2*)(shared + MERGED_STATS_AT);

@@ -227,6 +227,12 @@ __device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 at) {
                : "r"(at)
                : "memory");
 }
+// Of a matrix of 8x8 bfloat16, of whose row g a lane has elements 2t and 2t + 1: those of column g.
+__device__ __forceinline__ u32 transpose(u32 pair) {
+  u32 r;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(pair));
+  return r;
+}
 __device__ __forceinline__ void load_transposed(u32 (&r)[4], u32 at) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
