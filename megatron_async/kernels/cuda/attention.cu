@@ -9,8 +9,8 @@
 //   LEAST bytes of shared memory are taken at least: they decide how many blocks fit beside each other
 //   NORM 1: RMSNorm of each query head and key; ROPE 1: rotation of pairs (i, i + D / 2)
 //
-// A warp takes tiles of 16 tokens: scores[16 tokens x 8 heads] and out[D x 8 heads] with m16n8k16, by
-// eight heads, online softmax in base 2. Tokens before this one were written by
+// A warp takes tiles of 16 tokens: scores[16 tokens x 8 heads] and out[D x 8 heads] with m16n8k16, for
+// each eight heads of the group, online softmax in base 2. Tokens before this one were written by
 // earlier steps, so their copies start before the projection is there. The pieces of all rows and
 // heads go round the clusters, which find them from the lengths.
 
