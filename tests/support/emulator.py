@@ -150,6 +150,25 @@ extern "C" const char* run(void** values, const int* grid, int ranges, void** be
     )
 
 
+def shared_bytes(source: str, several: Sequence[Mapping[str, int]]) -> list[int]:
+    """What a kernel with each of these macros takes of shared memory, without building it."""
+    lines = (cuda.SOURCES / f"{source}.cu").read_text().splitlines()
+    formulas = [line for line in lines if line.startswith("#define")]
+    text = ["#include <cstdio>"]
+    for defines in several:
+        text += [f"#undef {macro}\n#define {macro} {value}" for macro, value in defines.items()]
+        text += formulas if defines is several[0] else []
+        text.append(f"int f{len(text)}() {{ return SHARED_BYTES > LEAST ? SHARED_BYTES : LEAST; }}")
+    calls = (line.partition("{")[0].split()[1] for line in text if line.startswith("int f"))
+    text.append("int main() {" + "".join(f'std::printf("%d\\n", {call});' for call in calls) + "}")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "shared.cpp")
+        path.write_text("\n".join(text))
+        _compile("-o", str(path.with_suffix("")), str(path))
+        printed = subprocess.check_output([path.with_suffix("")], text=True)
+    return [int(line) for line in printed.split()]
+
+
 @functools.cache
 def _folder() -> tempfile.TemporaryDirectory[str]:
     # The standard library takes most of a compilation: it is compiled once.

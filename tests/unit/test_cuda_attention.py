@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -9,8 +10,14 @@ import torch
 import torch.nn.functional as F
 
 from megatron_async.kernels.cuda import attention as decode_attention
-from megatron_async.kernels.cuda.linear import LAYER_NORM, RMS_NORM, statistics_of
-from tests.support.cuda_kernels import LIMIT, device, on_both, relative_error
+from megatron_async.kernels.cuda.linear import (
+    LAYER_NORM,
+    RMS_NORM,
+    SHARED_BYTES,
+    statistics_of,
+)
+from tests.support import emulator
+from tests.support.cuda_kernels import LIMIT, device, emulated, on_both, relative_error
 
 __all__ = ["device"]
 
@@ -29,6 +36,17 @@ def test_attention_says_what_it_does_not_take(shape: tuple[int, ...], word: str)
     assert reason is not None and word in reason
 
 
+@emulated
+def test_every_shape_fits_into_shared_memory() -> None:
+    shapes = list(itertools.product(range(16, 257, 16), range(1, 17), (1, 2, 4, 8)))
+    assert all(decode_attention.unsupported(d, group, 16, d) is None for d, group, _ in shapes)
+    defines = [
+        decode_attention.Heads(head_dim, group, 8, 16, norm=True, rope=True).defines(splits)
+        for head_dim, group, splits in shapes
+    ]
+    assert max(emulator.shared_bytes("attention", defines)) <= SHARED_BYTES
+
+
 _ATTENTIONS = [
     (128, 4, 64, False, True),
     (128, 2, 64, True, True),
@@ -39,14 +57,19 @@ _ATTENTIONS = [
     (64, 12, 64, False, True),
 ]
 _LENGTHS = [0, 1, 15, 16, 17, 63, 64, 200, 700, 1]
+_MANY_PIECES = [700, 650, 1000, 500, 64, 1, 0, 900]
+"""More pieces, of 128 tokens, than clusters of eight blocks."""
 
 
 @on_both(
     *("shape", "splits", "piece_tokens", "lengths"),
     gpu=(
-        (shape, splits, piece_tokens, _LENGTHS)
+        (shape, splits, piece_tokens, lengths)
         for shape in _ATTENTIONS
-        for splits, piece_tokens in ((1, 2048), (2, 2048), (8, 2048), (1, 128), (2, 32), (4, 16))
+        for splits, piece_tokens, lengths in (
+            *((splits, 2048, _LENGTHS) for splits in (1, 2, 8)),
+            *((1, 128, _LENGTHS), (2, 32, _LENGTHS), (4, 16, _LENGTHS), (8, 16, _MANY_PIECES)),
+        )
     ),
     small=[
         ((64, 2, 16, True, True), 1, 2048, [0, 1, 15, 17, 200]),
@@ -54,6 +77,7 @@ _LENGTHS = [0, 1, 15, 16, 17, 63, 64, 200, 700, 1]
         ((64, 12, 64, False, False), 1, 64, [64, 0, 33, 129, 65]),
         ((128, 4, 16, False, True), 4, 16, [0, 31, 64, 65, 330]),
         ((32, 1, 16, True, True), 1, 16, [1016, 0, 511, 16, 15, 17]),
+        ((32, 3, 16, False, True), 8, 16, _MANY_PIECES),
     ],
 )
 class TestAttention:

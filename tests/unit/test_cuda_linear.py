@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -61,6 +63,41 @@ def test_every_shape_has_a_tiling_that_fits(
     tiling = choose(n, k, most, norm, epilogue)
     assert tiling is not None
     assert tiling.fits(n, k, most, norm, epilogue)
+
+
+@emulated
+def test_tilings_of_many_models_fit_into_shared_memory() -> None:
+    models = [  # hidden and MLP width, query and KV heads, head dimension, vocabulary, gated
+        (128, 256, 4, 2, 32, 1003, True),
+        (576, 1536, 9, 3, 64, 49152, True),
+        (768, 3072, 12, 12, 64, 50257, False),
+        (896, 4864, 14, 2, 64, 151936, True),
+        (1600, 6400, 25, 25, 64, 50257, False),
+        (2048, 16384, 8, 1, 256, 256000, True),
+        (3072, 8192, 32, 32, 96, 32064, True),
+        (3584, 18944, 28, 4, 128, 152064, True),
+        (4096, 14336, 32, 8, 128, 128256, True),
+        (5120, 13824, 40, 40, 128, 32000, True),
+        (8192, 28672, 64, 8, 128, 128256, True),
+        (16384, 53248, 128, 8, 128, 128256, True),
+    ]
+    several = []
+    for hidden, width, heads, kv_heads, head_dim, vocabulary, gated in models:
+        norm = RMS_NORM if gated else LAYER_NORM
+        products = [
+            ((heads + 2 * kv_heads) * head_dim, hidden, norm, STORE),
+            (hidden, heads * head_dim, NO_NORM, ADD),
+            (width * (1 + gated), hidden, norm, SILU_GATE if gated else GELU_TANH),
+            (hidden, width, NO_NORM, ADD),
+            (vocabulary, hidden, norm, STORE),
+        ]
+        for (n, k, of, epilogue), rows, boxes in itertools.product(
+            products, (1, 2, 4, 8, 16, 32), (False, True)
+        ):
+            tiling = choose(n, k, rows, of, epilogue, boxes)
+            assert tiling is not None
+            several.append(cuda_linear.defines(n, k, rows, of, epilogue, norm, tiling))
+    assert max(emulator.shared_bytes("linear", several)) <= cuda_linear.SHARED_BYTES
 
 
 def test_a_weight_too_narrow_for_the_kernel_has_no_tiling() -> None:
