@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
@@ -37,6 +38,15 @@ BLOCK_SIZE = 64
 ERROR_LIMIT = 2e-2
 WORTH = 0.998
 """A tiling replaces another one if the step takes at most this share of its time."""
+
+
+class Step(NamedTuple):
+    """A captured step, and what its graph needs: the kernels, and where the logits go."""
+
+    decoder: FusedDecoder
+    graph: torch.cuda.CUDAGraph
+    logits: torch.Tensor
+    error: float
 
 
 class Rig:
@@ -74,12 +84,8 @@ class Rig:
         """Compile a step's kernels side by side."""
         self.decoder(tilings).compile([self.rows], self.context)
 
-    def step_us(self, tilings: dict[str, Tiling]) -> float:
-        """Microseconds of a step, the least of several means.
-
-        Raises:
-            ArithmeticError: the logits are not those of the first call.
-        """
+    def capture(self, tilings: dict[str, Tiling]) -> Step:
+        """A step's graph, and how far its logits are from those of the first one."""
         decoder = self.decoder(tilings)
         size = decoder.products["head"].n
         logits = torch.zeros(self.rows, size, device=self.device, dtype=torch.bfloat16)
@@ -91,20 +97,30 @@ class Rig:
         if self.wanted is None:
             self.wanted = got
         error = float((got - self.wanted).norm() / self.wanted.norm())
-        if not error < ERROR_LIMIT:
-            raise ArithmeticError(f"relative error {error:.3g}")
         with torch.cuda.graph(graph, stream=stream):
             decoder.forward(self.tokens, self.positions, self.context, logits)
-        times = []
-        for _ in range(4):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            for _ in range(self.replays):
-                graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end) * 1e3 / self.replays)
-        return min(times[1:])
+        return Step(decoder, graph, logits, error)
+
+    def mean_us(self, step: Step) -> float:
+        """Microseconds of a step, the mean of ``replays``."""
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(self.replays):
+            step.graph.replay()
+        end.record()
+        end.synchronize()
+        return float(start.elapsed_time(end)) * 1e3 / self.replays
+
+    def step_us(self, tilings: dict[str, Tiling]) -> float:
+        """Microseconds of a step, the least of several means.
+
+        Raises:
+            ArithmeticError: the logits are not those of the first call.
+        """
+        step = self.capture(tilings)
+        if not step.error < ERROR_LIMIT:
+            raise ArithmeticError(f"relative error {step.error:.3g}")
+        return min([self.mean_us(step) for _ in range(4)][1:])
 
 
 def spread(product: Product, rows: int, count: int) -> list[Tiling]:
