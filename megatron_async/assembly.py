@@ -29,7 +29,9 @@ def resolve_device(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ConfigError(f"device={name!r} is not known; use cpu, cuda or cuda:N") from None
+        device = None
+    if device is None or device.type not in DEFAULT_CACHE_GIB:
+        raise ConfigError(f"device={name!r} is not known; use cpu, cuda or cuda:N")
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise ConfigError(f"device={name!r} but PyTorch finds no GPU; use cpu")
@@ -120,7 +122,22 @@ def parts_over_same_weights(
     eos_token_ids: tuple[int, ...] | None,
     model_name: str,
 ) -> EngineParts:
-    """The parts of another engine over the weights of a wrapped model."""
+    """The parts of another engine over the weights of a wrapped model.
+
+    Raises:
+        ConfigError: the configuration names another device or dtype than the weights'.
+    """
+    if config.device is not None and resolve_device(config.device) != resolve_device(str(device)):
+        raise ConfigError(
+            f"device={config.device!r} but the weights are on {device}; leave it out, or load the "
+            "model again"
+        )
+    dtype = wrapper.kv_cache_spec.dtype
+    if config.dtype is not None and getattr(torch, config.dtype) != dtype:
+        raise ConfigError(
+            f"dtype={config.dtype!r} but the weights are {dtype}; leave it out, or load the model "
+            "again"
+        )
     if isinstance(wrapper, GPTInferenceWrapper):
         wrapper = GPTInferenceWrapper(wrapper.model, batch_invariant=config.batch_invariant)
     return EngineParts(

@@ -100,6 +100,8 @@ class EngineConfig:
         self._check("depth", 0, MAX_DEPTH, optional=True)
         self._check("inference_logging_step_interval", 0)
         self._check("max_tokens", 1, optional=True)
+        if isinstance(self.random_seed, bool) or not isinstance(self.random_seed, int):
+            raise ConfigError(f"random_seed={self.random_seed!r} must be an integer")
         if self.depth and not self.inference_async_scheduling:
             raise ConfigError(
                 f"depth={self.depth} needs asynchronous scheduling; turn on "

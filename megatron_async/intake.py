@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +11,7 @@ from megatron_async.requests import (
     MAX_STOP_TOKEN_IDS,
     DynamicInferenceRequest,
     SamplingParams,
+    as_integer,
 )
 from megatron_async.scheduler.limits import Limits
 from megatron_async.scheduler.sequence import Sequence
@@ -69,10 +69,10 @@ class Intake:
         Raises:
             RequestError: names the value that cannot be served and what to change.
         """
-        params = copy.deepcopy(params) if params is not None else SamplingParams()
+        params = params if params is not None else SamplingParams()
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params is a {type(params).__name__}, not SamplingParams")
-        params.validate()
+        params = params.checked()
         text, tokens = self._tokens(prompt, params)
         max_new = self._max_new(len(tokens), params)
         stop_ids = self._stop_ids(params)
@@ -110,10 +110,12 @@ class Intake:
             )
         if not tokens:
             raise RequestError("the prompt is empty; give at least one token")
-        for token in tokens:
-            if isinstance(token, bool) or not isinstance(token, int):
+        for index, token in enumerate(tokens):
+            number = as_integer(token)
+            if number is None:
                 raise RequestError(f"the prompt holds {token!r}; every token id must be an integer")
-            if not 0 <= token < self._vocab_size:
+            tokens[index] = number
+            if not 0 <= number < self._vocab_size:
                 raise RequestError(
                     f"the prompt holds token id {token}; the model's ids are "
                     f"0 .. {self._vocab_size - 1}"
@@ -154,7 +156,7 @@ class Intake:
                 ids = () if eod is None else (int(eod),)
         else:
             ids = () if params.termination_id < 0 else (params.termination_id,)
-        unique = tuple(dict.fromkeys((*ids, *params.stop_token_ids)))
+        unique = tuple(dict.fromkeys((*ids, *(params.stop_token_ids or ()))))
         if len(unique) > MAX_STOP_TOKEN_IDS:
             raise RequestError(
                 f"{len(unique)} stop-token ids were given; the most is {MAX_STOP_TOKEN_IDS}"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import concurrent.futures
+import copy
 import dataclasses
-import math
+import numbers
 import time
 from collections.abc import Generator
 from dataclasses import dataclass, field
@@ -15,6 +16,17 @@ from megatron_async.errors import RequestError
 
 MAX_STOP_TOKEN_IDS = 8
 """Stop-token ids a request may have: the width of the stop set kept on the device."""
+MAX_TOKEN_ID = 2**31 - 1
+"""Token ids are int32 on the device."""
+
+
+def as_integer(value: object) -> int | None:
+    """``value`` if it is an integer, one of NumPy's too; None if it is anything else."""
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        return None
+    return int(value)
 
 
 class Status(Enum):
@@ -69,7 +81,7 @@ class SamplingParams:
         num_tokens_total: most tokens of prompt and generation together.
         termination_id: token that ends the request; None takes the model's own end tokens, -1
             means none.
-        stop_token_ids: further tokens that end the request.
+        stop_token_ids: further tokens that end the request; None means none.
         add_BOS: put the tokenizer's begin token before a text prompt.
         seed: of this request's randomness; None derives one from the engine's seed and the
             request id. The same seed gives the same tokens whatever else is being decoded.
@@ -87,13 +99,25 @@ class SamplingParams:
     top_n_logprobs: int = 0
     add_BOS: bool = False
     stop_words: list[str] | None = None
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] | None = ()
     seed: int | None = None
 
     def __post_init__(self) -> None:
         default = type(self).__dataclass_fields__["num_tokens_to_generate"].default
         if self.num_tokens_total is not None and self.num_tokens_to_generate == default:
             self.num_tokens_to_generate = None
+
+    def checked(self) -> SamplingParams:
+        """A copy whose integers are Python's own; raises as :meth:`validate`."""
+        own = copy.deepcopy(self)
+        for item in dataclasses.fields(own):
+            value = as_integer(getattr(own, item.name))
+            if value is not None:
+                setattr(own, item.name, value)
+        own.validate()
+        own.temperature, own.top_p = float(own.temperature), float(own.top_p)
+        own.stop_token_ids = tuple(map(int, own.stop_token_ids or ()))
+        return own
 
     @property
     def greedy(self) -> bool:
@@ -111,14 +135,16 @@ class SamplingParams:
             value = getattr(self, name)
             if optional and value is None:
                 return
-            if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            number = as_integer(value)
+            if number is None or number < low:
                 raise RequestError(f"{name}={value!r} must be an integer of at least {low}")
 
         def number(name: str, low: float, high: float) -> None:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
+            value: Any = getattr(self, name)
+            is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+            if not is_number:
                 raise RequestError(f"{name}={value!r} must be a number")
-            if not (math.isfinite(value) and low <= value <= high):
+            if not low <= value <= high:  # nor is NaN between them
                 raise RequestError(f"{name}={value!r} must lie between {low:g} and {high:g}")
 
         number("temperature", 0.0, 1e6)
@@ -139,13 +165,25 @@ class SamplingParams:
                 f"num_tokens_total={self.num_tokens_total} contradict each other; set one of them"
             )
         if self.seed is not None:
-            if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            if as_integer(self.seed) is None:
                 raise RequestError(f"seed={self.seed!r} must be an integer")
             if not -(2**63) <= self.seed < 2**63:
                 raise RequestError(f"seed={self.seed} must fit into 64 bits")
-        for token in self.stop_token_ids:
-            if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-                raise RequestError(f"stop_token_ids has {token!r}; every id must be at least 0")
+        if not isinstance(self.stop_token_ids, (list, tuple, set, frozenset, type(None))):
+            raise RequestError(
+                f"stop_token_ids={self.stop_token_ids!r} must be a list of token ids, or ()"
+            )
+        for token in self.stop_token_ids or ():
+            number_of = as_integer(token)
+            if number_of is None or not 0 <= number_of <= MAX_TOKEN_ID:
+                raise RequestError(
+                    f"stop_token_ids has {token!r}; every id must be an integer from 0 to "
+                    f"{MAX_TOKEN_ID}"
+                )
+        if self.termination_id is not None and self.termination_id > MAX_TOKEN_ID:
+            raise RequestError(
+                f"termination_id={self.termination_id} must be at most {MAX_TOKEN_ID}"
+            )
         for name in ("return_log_probs", "return_segments", "top_n_logprobs", "stop_words"):
             if getattr(self, name):
                 raise RequestError(
@@ -159,6 +197,8 @@ class SamplingParams:
             if name not in names:
                 raise RequestError(f"unknown sampling parameter {name}={value!r}")
             setattr(self, name, value)
+        if "num_tokens_to_generate" not in attribute_value_pair:
+            self.__post_init__()
 
     def serialize(self) -> dict[str, Any]:
         """All fields as a plain dictionary."""
@@ -243,7 +283,9 @@ class DynamicInferenceRequest:
 
 
 class RequestFuture(concurrent.futures.Future[DynamicInferenceRequest]):
-    """Result of ``add_request``: ``result()`` for threads, ``await`` for coroutines."""
+    """Result of ``add_request``: ``result()`` for threads, ``await`` for coroutines, while somebody
+    steps the engine. ``cancel()`` aborts the request at the next step, and so does cancelling a
+    task that awaits it."""
 
     def __await__(self) -> Generator[Any, None, DynamicInferenceRequest]:
         import asyncio
