@@ -87,12 +87,18 @@ class DynamicInferenceContext(BaseInferenceContext):
         check_integer("max_requests", max_requests, 1, MAX_REQUESTS)
         check_integer("block_size_tokens", block_size_tokens, 1, MAX_COUNT)
         check_integer("max_sequence_length", max_sequence_length, 2, MAX_COUNT)
+        if slot_count is not None:
+            check_integer("slot_count", slot_count, 1, MAX_COUNT)
+        if max_tokens is not None:
+            check_integer("max_tokens", max_tokens, 1)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device)
         self.max_sequence_length = max_sequence_length
         self.max_requests = max_requests
         self.max_tokens = max_tokens
+        self.attached = False
+        """It serves an engine."""
         self.block_size_tokens = block_size_tokens
         self.num_cuda_graphs = num_cuda_graphs
         self.params_dtype = params_dtype

@@ -92,14 +92,16 @@ class TextGenerationController:
         """Build rings and graphs for an engine; ``capture_mixed`` is about steps with prefill.
 
         Raises:
-            ConfigError: the controller serves an engine already.
+            ConfigError: the controller or the context serves an engine already, or the context
+                does not suit the model.
         """
         if self._attached:
             raise ConfigError(
                 "the controller serves another engine already; build a new "
                 "TextGenerationController over the same model"
             )
-        self._attached = True
+        self._check_suits(context)
+        self._attached = context.attached = True
         self.device = device
         self.context = context
         buckets = row_buckets(
@@ -138,6 +140,31 @@ class TextGenerationController:
             pass
         device.enqueue(context.reset, "reset")
         device.synchronize()
+
+    def _check_suits(self, context: DynamicInferenceContext) -> None:
+        if context.attached:
+            raise ConfigError(
+                "the context serves another engine already; build a new DynamicInferenceContext"
+            )
+        model = self.inference_wrapped_model
+        most = getattr(model, "max_sequence_length", None)
+        if most is not None and context.max_sequence_length > most:
+            raise ConfigError(
+                f"the context's max_sequence_length={context.max_sequence_length} exceeds the "
+                f"model's {most}; lower it"
+            )
+        spec = getattr(model, "kv_cache_spec", None)
+        if spec is None:
+            return
+        layers, _, _, _, heads, head_dim = context.kv_cache.shape
+        for name, has, needs in (
+            ("num_layers", layers, spec.num_layers),
+            ("num_attention_heads", heads, spec.num_kv_heads),
+            ("kv_channels", head_dim, spec.head_dim),
+            ("params_dtype", context.params_dtype, spec.dtype),
+        ):
+            if has != needs:
+                raise ConfigError(f"the context has {name}={has} and the model needs {needs}")
 
     @property
     def graph_count(self) -> int:
