@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
-import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +21,29 @@ from megatron_async.context import DynamicInferenceContext
 from megatron_async.controller import Progress, TextGenerationController
 from megatron_async.device import open_device
 from megatron_async.device.protocol import Device
-from megatron_async.errors import ConfigError, RequestError
+from megatron_async.errors import ConfigError, EngineStoppedError, RequestError
 from megatron_async.intake import Intake
 from megatron_async.limits import limits_of
 from megatron_async.loop import DecodeLoop
 from megatron_async.observability.counters import EngineCounters, NotOverlapped
 from megatron_async.output import OutputBook, TokenOutput
-from megatron_async.requests import DynamicInferenceRequest, RequestFuture, SamplingParams
+from megatron_async.requests import (
+    DynamicInferenceRequest,
+    RequestFuture,
+    SamplingParams,
+    as_integer,
+)
 from megatron_async.scheduler.scheduler import Scheduler
 
 Prompt = str | list[int] | torch.Tensor
 
 STANDSTILL_SECONDS = 1e-3
 """How long to sleep before looking again when all requests are paused."""
+
+_engines_over: weakref.WeakKeyDictionary[Any, weakref.WeakSet[DynamicInferenceEngine]]
+_engines_over = weakref.WeakKeyDictionary()
+"""Those that share a model's weights."""
+_numbers = itertools.count()
 
 
 class DynamicInferenceEngine(DecodeLoop):
@@ -81,16 +93,21 @@ class DynamicInferenceEngine(DecodeLoop):
             config,
         )
         self.device = device or open_device(context.device, config)
-        controller.attach(
-            self.device,
-            context,
-            max_tokens=limits.max_tokens,
-            max_grants=limits.max_grants,
-            depth=self.depth,
-            poison=config.debug,
-            capture_mixed=config.capture_mixed_steps,
-            progress=progress,
-        )
+        try:
+            controller.attach(
+                self.device,
+                context,
+                max_tokens=limits.max_tokens,
+                max_grants=limits.max_grants,
+                depth=self.depth,
+                poison=config.debug,
+                capture_mixed=config.capture_mixed_steps,
+                progress=progress,
+            )
+        except BaseException:
+            if device is None:
+                self.device.close()
+            raise
         self._intake = Intake(
             controller,
             limits,
@@ -101,8 +118,13 @@ class DynamicInferenceEngine(DecodeLoop):
         )
         self._keys = itertools.count()
         self._request_ids = itertools.count()
-        self._step_lock = threading.RLock()
         self.suspended = False
+        wrapper = controller.inference_wrapped_model
+        self._number = next(_numbers)
+        self._sharing = _engines_over.setdefault(
+            getattr(wrapper, "model", wrapper), weakref.WeakSet()
+        )
+        self._sharing.add(self)
 
     @classmethod
     def from_pretrained(
@@ -176,18 +198,40 @@ class DynamicInferenceEngine(DecodeLoop):
 
         Raises:
             RequestError: the request cannot be served; other requests are not affected.
+            EngineStoppedError: the engine is closed, or was stopped by an error.
         """
-        if isinstance(request_id, bool) or not isinstance(request_id, int) or request_id < 0:
+        return self._add(request_id, prompt, sampling_params, priority, None)[1]
+
+    def _add(
+        self,
+        request_id: int,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        priority: int,
+        listener: deque[TokenOutput] | None,
+    ) -> tuple[int, RequestFuture]:
+        """:meth:`add_request`; also the scheduler's key. ``listener`` gets the outputs."""
+        number, rank = as_integer(request_id), as_integer(priority)
+        if number is None or number < 0:
             raise RequestError(f"request_id={request_id!r} must be an integer of at least 0")
-        if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > 10**6:
+        if rank is None or abs(rank) > 10**6:
             raise RequestError(f"priority={priority!r} must be an integer of at most a million")
-        if self._book.key_of(request_id) is not None:
-            raise RequestError(f"request_id={request_id} is in use; choose another")
         key = next(self._keys)
-        request, sequence = self._intake.accept(key, request_id, prompt, sampling_params)
-        future = self._book.open(key, request)
-        self._inbox.append(lambda: self.scheduler.add(sequence, priority))
-        return future
+        request, sequence = self._intake.accept(key, number, prompt, sampling_params)
+        with self._door:
+            self._turn.check()
+            if self._book.key_of(number) is not None:
+                raise RequestError(f"request_id={number} is in use; choose another")
+            future = self._book.open(key, request)
+            if listener is not None:
+                self._listeners[number] = listener
+            self._inbox.append(lambda: self.scheduler.add(sequence, rank))
+        future.add_done_callback(functools.partial(self._let_go, key))
+        return key, future
+
+    def _let_go(self, key: int, future: RequestFuture) -> None:
+        if future.cancelled():
+            self._inbox.append(lambda: self._abort(key))
 
     def abort_request(self, request_id: int) -> bool:
         """End a request at the next step; its tokens in flight are discarded.
@@ -195,11 +239,7 @@ class DynamicInferenceEngine(DecodeLoop):
         Returns:
             False when the request is not known or has ended.
         """
-        key = self._book.key_of(request_id)
-        if key is None:
-            return False
-        self._inbox.append(lambda: self._abort(key))
-        return True
+        return self._apply(request_id, self._abort)
 
     def pause_request(self, request_id: int) -> bool:
         """Leave a request out from the next step on; its tokens in flight are kept, and so are
@@ -219,11 +259,12 @@ class DynamicInferenceEngine(DecodeLoop):
         is computed again when there is room. Returns as :meth:`pause_request`."""
         return self._apply(request_id, self.scheduler.evict)
 
-    def _apply(self, request_id: int, change: Callable[[int], bool]) -> bool:
-        key = self._book.key_of(request_id)
-        if key is None:
-            return False
-        self._inbox.append(lambda: _ignore(change(key)))
+    def _apply(self, request_id: int, change: Callable[[int], object]) -> bool:
+        with self._door:
+            key = self._book.key_of(request_id)
+            if key is None:
+                return False
+            self._inbox.append(lambda: change(key))
         return True
 
     def _abort(self, key: int) -> None:
@@ -242,8 +283,15 @@ class DynamicInferenceEngine(DecodeLoop):
         return request
 
     def has_unfinished_requests(self) -> bool:
-        """A request has not ended, or a step in flight has not been committed."""
-        return bool(self._inbox or self._in_flight or self.scheduler.has_unfinished)
+        """A request has not ended, a step in flight has not been committed, or the next
+        :meth:`step_modern` has something to hand out."""
+        return bool(
+            self._inbox
+            or self._in_flight
+            or self.scheduler.has_unfinished
+            or self._outputs
+            or self._finished
+        )
 
     # --- stepping -----------------------------------------------------------------------------
 
@@ -254,10 +302,17 @@ class DynamicInferenceEngine(DecodeLoop):
             ``active_request_ids``; ``finished_request_records``, the requests that ended;
             ``tokens``, a list of :class:`TokenOutput` in order of commit; ``step_time`` in
             seconds; ``cuda_graph_request_count``, the row bucket replayed, or None.
+
+        Raises:
+            EngineStoppedError: the engine is closed, or was stopped by an error in an earlier
+                step, which was raised there. The futures of all requests get it too.
         """
-        with self._step_lock:
+        with self._turn:
             started = time.perf_counter_ns()
-            if not self.suspended:
+            if self.suspended:
+                self._obey()
+                self._settle()
+            else:
                 self._log_step()
                 self._step()
             outputs, self._outputs = self._outputs, []
@@ -287,14 +342,18 @@ class DynamicInferenceEngine(DecodeLoop):
         prompts: Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[DynamicInferenceRequest]:
-        """Decode all prompts and return their requests in the same order.
+        """Decode all prompts and return their requests in the same order. What other requests
+        generate meanwhile is in their records and futures.
 
         Args:
+            prompts: several; a single text is taken as one prompt.
             sampling_params: for all prompts, or one for each.
 
         Raises:
             RequestError: one of the prompts cannot be served; then none is started.
         """
+        if isinstance(prompts, str):
+            prompts = [prompts]
         if not isinstance(sampling_params, Sequence):
             sampling_params = [sampling_params] * len(prompts)  # type: ignore[list-item]
         if len(sampling_params) != len(prompts):
@@ -308,8 +367,8 @@ class DynamicInferenceEngine(DecodeLoop):
             for prompt, params in zip(prompts, sampling_params, strict=True):
                 ids.append(self._free_id())
                 futures.append(self.add_request(ids[-1], prompt, params))
-        except RequestError:
-            for request_id in ids:
+        except BaseException:
+            for request_id in ids[: len(futures)]:
                 self.abort_request(request_id)
             raise
         while not all(future.done() for future in futures):
@@ -329,16 +388,17 @@ class DynamicInferenceEngine(DecodeLoop):
         """Decode one prompt and yield its tokens as they are committed.
 
         Several streams may run at once: whichever is waited for steps the engine for all. Leaving
-        the iteration early aborts the request.
+        the iteration early aborts the request. What other requests generate meanwhile is in their
+        streams, records and futures.
 
         Raises:
             RequestError: the request cannot be served.
         """
         if request_id is None:
             request_id = self._free_id()
-        arrived = self._listeners[request_id] = deque()
+        arrived: deque[TokenOutput] = deque()
+        key, _ = self._add(request_id, prompt, sampling_params, 0, arrived)
         try:
-            self.add_request(request_id, prompt, sampling_params)
             while True:
                 while arrived:
                     output = arrived.popleft()
@@ -349,8 +409,12 @@ class DynamicInferenceEngine(DecodeLoop):
                 if self._stands_still:
                     await asyncio.sleep(STANDSTILL_SECONDS)
         finally:
-            del self._listeners[request_id]
-            self.abort_request(request_id)
+            # When the request has ended, its id may be another one's by now.
+            with self._door:
+                if self._listeners.get(request_id) is arrived:
+                    del self._listeners[request_id]
+                if self._book.key_of(request_id) == key:
+                    self._inbox.append(lambda: self._abort(key))
 
     @property
     def _stands_still(self) -> bool:
@@ -368,7 +432,7 @@ class DynamicInferenceEngine(DecodeLoop):
 
     def suspend(self) -> None:
         """Take what is in flight and launch nothing until :meth:`resume`. Requests are kept."""
-        with self._step_lock:
+        with self._turn:
             self._drain(NotOverlapped.SUSPENDED)
             self.suspended = True
 
@@ -388,6 +452,7 @@ class DynamicInferenceEngine(DecodeLoop):
         which version sampled which of its tokens.
 
         What is in flight is committed first, so no token of the old weights comes after this.
+        Engines over the same weights (:meth:`with_config`) do the same, all at once.
 
         Args:
             source: a model directory, a ``.safetensors`` file with megatron-core's parameter
@@ -402,40 +467,56 @@ class DynamicInferenceEngine(DecodeLoop):
         Raises:
             CheckpointError: the weights do not fit; the old ones stay.
         """
-        with self._step_lock:
-            self._drain(NotOverlapped.WEIGHTS)
-            self.device.synchronize()
+        self._turn.check()
+        with ExitStack() as turns:
+            # In one order, so that two updates do not wait for each other.
+            engines = sorted(self._sharing, key=lambda engine: engine._number)
+            engines = [engine for engine in engines if engine._turn.stopped is None]
+            for engine in engines:
+                turns.enter_context(engine._turn)
+                engine._drain(NotOverlapped.WEIGHTS)
+                engine.device.synchronize()
             self.controller.update_weights(source)
-            self.device.synchronize()
-            if recompute_kv_cache:
-                self.scheduler.evict_all()
-            self.scheduler.forget_prefixes()
-            self._settle()
-            self._book.weight_version += 1
-            return self._book.weight_version
+            for engine in engines:
+                engine._adopt_weights(recompute_kv_cache)
+        return self._book.weight_version
+
+    def _adopt_weights(self, recompute_kv_cache: bool) -> None:
+        self.device.synchronize()
+        if recompute_kv_cache:
+            self.scheduler.evict_all()
+        self.scheduler.forget_prefixes()
+        self._settle()
+        self._book.weight_version += 1
 
     def reset(self) -> None:
         """Abort every request, take what is in flight, and start the counters anew."""
-        for request_id in self._book.active_request_ids:
-            self.abort_request(request_id)
-        self.suspended = False
-        while self.has_unfinished_requests():
-            self.step_modern()
-        self.scheduler.forget_prefixes()
-        self.counters = EngineCounters()
-        self._logged_at = 0
-        self.controller.wait_ns = 0
+        with self._turn:
+            self.suspended = False
+            self._obey()
+            for key in self._book.active_keys:
+                self._abort(key)
+            self._drain(NotOverlapped.SUSPENDED)
+            self._outputs, self._finished = [], []
+            self.scheduler.check_idle()
+            self.scheduler.forget_prefixes()
+            self.counters = EngineCounters()
+            self._logged_at = 0
+            self.controller.wait_ns = 0
 
     def close(self) -> None:
-        """Release the device's threads and graphs; the engine cannot be used afterwards."""
-        self.device.close()
+        """End the device's threads; requests that have not ended fail, and the engine cannot be
+        used afterwards. Its memory is free when nothing refers to it any more."""
+        with self._door:  # whoever steps now stops after this step
+            if self._turn.stopped is None:
+                self._turn.stopped = EngineStoppedError("the engine is closed; build a new one")
+        with self._turn.lock:
+            self._fail(self._turn.stopped)
+            self.device.close()
+        self._book.tell()
 
     def __enter__(self) -> DynamicInferenceEngine:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _ignore(result: object) -> None:
-    """Make a command of a call whose result comes too late for whoever asked."""

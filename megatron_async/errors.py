@@ -17,6 +17,10 @@ class RequestError(MegatronAsyncError, ValueError):
     """A request cannot be served as asked; other requests are not affected."""
 
 
+class EngineStoppedError(MegatronAsyncError, RuntimeError):
+    """The engine is closed, or an error in a step has ended it: build a new one."""
+
+
 class CheckpointError(MegatronAsyncError, ValueError):
     """A model directory is missing, corrupt, or of an architecture that is not supported."""
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable
 
 from megatron_async.config import EngineConfig
 from megatron_async.controller import InFlight, TextGenerationController
+from megatron_async.errors import EngineStoppedError
 from megatron_async.observability.counters import EngineCounters, NotOverlapped
 from megatron_async.output import OutputBook, TokenOutput
 from megatron_async.requests import DynamicInferenceRequest
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.ticket import Plan, StepResult
+from megatron_async.turn import Turn
 
 logger = logging.getLogger(__name__)
 
@@ -38,17 +41,20 @@ class DecodeLoop:
         self.counters = EngineCounters()
         self._book = book
         self._in_flight: deque[InFlight] = deque()
-        self._inbox: deque[Callable[[], None]] = deque()
+        self._inbox: deque[Callable[[], object]] = deque()
         self._outputs: list[TokenOutput] = []
         self._finished: list[DynamicInferenceRequest] = []
         self._listeners: dict[int, deque[TokenOutput]] = {}
         self._logged_at = 0
         self._no_plan = False
+        self._turn = Turn(self._fail, book.tell)
+        self._door = threading.Lock()
+        """Around the way in: an id that is free, its record, its place in the inbox."""
 
     def _step(self) -> None:
         """Launch a step, then commit what is in flight beyond ``depth``; depth 0 is serial."""
-        while self._inbox:
-            self._inbox.popleft()()
+        self._obey()
+        self._commit_all_but(self.depth)  # there are more only after an interrupted wait
         plan = self.scheduler.plan()
         self._no_plan = plan is None
         self._settle()
@@ -57,14 +63,39 @@ class DecodeLoop:
             self._launched(plan)
         # With nothing to launch the oldest step is taken: its commit is what makes room.
         allowed = self.depth if plan is not None else max(len(self._in_flight) - 1, 0)
-        while len(self._in_flight) > allowed:
-            self._commit(*self._in_flight.popleft().wait())
+        self._commit_all_but(allowed)
 
     def _drain(self, reason: NotOverlapped) -> None:
         """Commit all that is in flight: a barrier. The chain goes on with the next step."""
         self.counters.barriers += 1
         while self._in_flight:
-            self._commit(*self._in_flight.popleft().wait(), barrier=reason)
+            self._commit(*self._take(), barrier=reason)
+
+    def _commit_all_but(self, count: int) -> None:
+        while len(self._in_flight) > count:
+            self._commit(*self._take())
+
+    def _obey(self) -> None:
+        """Do what users have asked for."""
+        while self._inbox:
+            self._inbox.popleft()()
+
+    def _take(self) -> tuple[Plan, StepResult]:
+        """The tokens of the oldest step in flight, as soon as they are there.
+
+        What interrupts the wait, such as Ctrl-C, leaves the step in flight, and nothing is lost.
+        Devices fail with a ``RuntimeError``, or on a CPU with what the model raised.
+        """
+        try:
+            taken = self._in_flight[0].wait()
+        except RuntimeError:
+            raise
+        except BaseException as error:
+            if error is not getattr(self.controller.device, "failure", None):
+                self._turn.interrupt = error
+            raise
+        self._in_flight.popleft()
+        return taken
 
     def _commit(self, plan: Plan, result: StepResult, barrier: NotOverlapped | None = None) -> None:
         commit = self.scheduler.commit(plan, result)
@@ -72,6 +103,11 @@ class DecodeLoop:
         kept = len(commit.keys) - discarded
         self.counters.committed(kept, discarded, self._not_overlapped(barrier))
         self._emit(*self._book.commit(commit))
+
+    def _fail(self, error: EngineStoppedError) -> None:
+        """The engine has stopped: nobody else comes in, and no request will end."""
+        with self._door:
+            self._book.fail(error)
 
     def _launched(self, plan: Plan) -> None:
         self.counters.launched(plan, self.scheduler.waiting_count)

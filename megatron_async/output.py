@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import InvalidStateError
 from typing import Any, NamedTuple
 
+from megatron_async.errors import EngineStoppedError
 from megatron_async.requests import (
     DynamicInferenceEventType,
     DynamicInferenceRequest,
@@ -17,6 +21,8 @@ from megatron_async.requests import (
 )
 from megatron_async.scheduler.events import Change, Commit, Event
 from megatron_async.ticket import Plan
+
+logger = logging.getLogger(__name__)
 
 STATUS_OF = {
     FinishReason.STOP: Status.COMPLETED,
@@ -54,7 +60,16 @@ _new_output = functools.partial(tuple.__new__, TokenOutput)
 class Entry:
     """A live request: its record, its future and its text so far."""
 
-    __slots__ = ("future", "last_time", "pieces", "request", "started", "stream", "version")
+    __slots__ = (
+        "future",
+        "last_time",
+        "legible",
+        "pieces",
+        "request",
+        "started",
+        "stream",
+        "version",
+    )
 
     def __init__(self, request: DynamicInferenceRequest, tokenizer: Any) -> None:
         self.request = request
@@ -62,6 +77,8 @@ class Entry:
         make_stream = getattr(tokenizer, "stream", None)
         self.stream = make_stream() if make_stream is not None else None
         self.pieces: list[str] = []
+        self.legible = tokenizer is not None
+        """The tokenizer has made text of all its tokens so far."""
         self.version: int | None = None
         """Of the weights that its newest token is from."""
         self.started = self.last_time = time.perf_counter()
@@ -77,6 +94,7 @@ class OutputBook:
         self._track_pauses = track_pauses
         self._entries: dict[int, Entry] = {}
         self._keys: dict[int, int] = {}
+        self._ended: deque[tuple[RequestFuture, DynamicInferenceRequest | Exception]] = deque()
 
     def open(self, key: int, request: DynamicInferenceRequest) -> RequestFuture:
         """Start the record of a request."""
@@ -93,12 +111,18 @@ class OutputBook:
     def request(self, request_id: int) -> DynamicInferenceRequest | None:
         """The record of a request that has not ended."""
         key = self._keys.get(request_id)
-        return None if key is None else self._entries[key].request
+        entry = None if key is None else self._entries.get(key)
+        return None if entry is None else entry.request
 
     @property
     def active_request_ids(self) -> list[int]:
         """Ids of the requests that have not ended."""
         return list(self._keys)
+
+    @property
+    def active_keys(self) -> list[int]:
+        """The scheduler's keys of the same."""
+        return list(self._keys.values())
 
     def launched(self, plan: Plan) -> None:
         """Count the rows of a launched plan whose logits will be sampled."""
@@ -151,7 +175,10 @@ class OutputBook:
             text = None
             stream = entry.stream
             if stream is not None:
-                text = "" if reason is FinishReason.STOP else stream.push(token)
+                try:
+                    text = "" if reason is FinishReason.STOP else stream.push(token)
+                except Exception as error:
+                    self._illegible(entry, error)
                 if text:
                     entry.pieces.append(text)
             if reason is not None:
@@ -174,23 +201,53 @@ class OutputBook:
         request.finish_reason = reason
         request.status = STATUS_OF[reason]
         request.latency = now - entry.started
-        if entry.stream is not None:
-            rest = entry.stream.flush()
-            request.generated_text = "".join(entry.pieces) + rest
-            text = (text or "") + rest
-        elif self._tokenizer is not None:
-            tokens = request.generated_tokens
-            request.generated_text = self._tokenizer.detokenize(
-                tokens[:-1] if reason is FinishReason.STOP else tokens
-            )
+        try:
+            if entry.stream is not None:
+                rest = entry.stream.flush()
+                request.generated_text = "".join(entry.pieces) + rest
+                text = (text or "") + rest
+            elif entry.legible:
+                tokens = request.generated_tokens
+                request.generated_text = self._tokenizer.detokenize(
+                    tokens[:-1] if reason is FinishReason.STOP else tokens
+                )
+        except Exception as error:
+            self._illegible(entry, error)
         aborted = reason is FinishReason.ABORT
         request.add_event(
             DynamicInferenceEventType.FAIL if aborted else DynamicInferenceEventType.FINISH
         )
         del self._keys[request.request_id]
-        if not entry.future.done():
-            entry.future.set_result(request)
+        self._ended.append((entry.future, request))
         return text
+
+    def _illegible(self, entry: Entry, error: Exception) -> None:
+        """Go on without text: a tokenizer's error is the request's alone."""
+        entry.legible, entry.stream = False, None
+        entry.request.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)
+        logger.warning(
+            "request %d goes on without text, since its tokenizer failed (%s: %s)",
+            entry.request.request_id,
+            type(error).__name__,
+            error,
+        )
+
+    def fail(self, error: EngineStoppedError) -> None:
+        """No request will end any more."""
+        self._ended += [(entry.future, error) for entry in self._entries.values()]
+
+    def tell(self) -> None:
+        """Resolve the futures of requests that have ended. Their callbacks may step the engine, so
+        this is for when a commit is over."""
+        while self._ended:
+            future, result = self._ended.popleft()
+            try:
+                if isinstance(result, Exception):
+                    future.set_exception(result)
+                else:
+                    future.set_result(result)
+            except InvalidStateError:
+                pass  # cancelled
 
     def close(self, keys: list[int]) -> None:
         """Drop the records of requests whose last ticket has retired."""

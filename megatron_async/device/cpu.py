@@ -7,24 +7,27 @@ that every packet and every result is written once and taken once.
 
 from __future__ import annotations
 
-import atexit
 import queue
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 
 from megatron_async.device.protocol import Graph, Ints
-from megatron_async.errors import IntegrityError
+from megatron_async.errors import EngineStoppedError, IntegrityError
 
 POISON = -0x5A5A5A5B
 """What consumed int32 buffers are filled with."""
 
 MAX_JITTER_SECONDS = 2e-4
+
+
+_Queue: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], None], str, int] | None]"
 
 
 class Span(NamedTuple):
@@ -48,15 +51,18 @@ class CpuDevice:
         self.poison = poison
         self.timeline: list[Span] | None = [] if record else None
         self._jitter = None if jitter_seed is None else random.Random(jitter_seed)
-        self._work: queue.SimpleQueue[tuple[Callable[[], None], str, int] | None]
-        self._work = queue.SimpleQueue()
+        self._work: _Queue = queue.SimpleQueue()
         self._ticket = -1
         self.failure: BaseException | None = None
         self.changed = threading.Condition()
-        self._thread = threading.Thread(target=self._run, name="cpu-stream", daemon=True)
+        # The thread holds no more than the work that it runs, so that what nobody refers to any
+        # more goes away, and the thread with it.
+        self._thread = threading.Thread(
+            target=_run, args=(self._work, weakref.ref(self)), name="cpu-stream", daemon=True
+        )
         self._thread.start()
-        # A daemon thread inside torch must not live on while the interpreter goes away.
-        atexit.register(self.close)
+        # At exit too: a daemon thread inside torch must not live on while the interpreter ends.
+        self._end = weakref.finalize(self, _end, self._work, self._thread)
 
     def enqueue(self, work: Callable[[], None], name: str) -> None:
         self.raise_failure()
@@ -82,10 +88,9 @@ class CpuDevice:
         self.raise_failure()
 
     def close(self) -> None:
-        if self._thread.is_alive():
-            self._work.put(None)
-            self._thread.join()
-        atexit.unregister(self.close)
+        self._end()
+        if self.failure is None:  # else whoever waits now would wait for ever
+            self.failure = EngineStoppedError("the device is closed; build a new engine")
 
     def raise_failure(self) -> None:
         """Raise what device work raised, if it did."""
@@ -97,22 +102,35 @@ class CpuDevice:
         if self._jitter is not None and self._jitter.random() < 0.5:
             time.sleep(self._jitter.random() * MAX_JITTER_SECONDS)
 
-    def _run(self) -> None:
-        with torch.inference_mode():
-            while (item := self._work.get()) is not None:
-                work, name, ticket = item
-                if self.failure is not None and name != "synchronize":
-                    continue
-                self.sleep_jitter()
-                start = time.perf_counter_ns()
-                try:
-                    work()
-                except BaseException as error:  # handed to the host at its next call
-                    self.failure = error
-                    with self.changed:
-                        self.changed.notify_all()
-                if self.timeline is not None:
-                    self.timeline.append(Span(name, ticket, start, time.perf_counter_ns()))
+    def run(self, work: Callable[[], None], name: str, ticket: int) -> None:
+        """On the stream's thread: one piece of work."""
+        if self.failure is not None and name != "synchronize":
+            return
+        self.sleep_jitter()
+        start = time.perf_counter_ns()
+        try:
+            work()
+        except BaseException as error:  # handed to the host at its next call
+            self.failure = error
+            with self.changed:
+                self.changed.notify_all()
+        if self.timeline is not None:
+            self.timeline.append(Span(name, ticket, start, time.perf_counter_ns()))
+
+
+def _run(queued: _Queue, device_of: weakref.ref[CpuDevice]) -> None:
+    with torch.inference_mode():
+        while (item := queued.get()) is not None:
+            device = device_of()
+            if device is not None:
+                device.run(*item)
+            del item, device
+
+
+def _end(queued: _Queue, thread: threading.Thread) -> None:
+    queued.put(None)
+    if thread is not threading.current_thread():
+        thread.join()
 
 
 class _RecordedCall:

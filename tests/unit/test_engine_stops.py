@@ -1,0 +1,190 @@
+"""How an engine ends, and what becomes of those who wait: closed, failed, interrupted, dropped."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from megatron_async.engine import DynamicInferenceEngine
+from megatron_async.errors import ConfigError, EngineStoppedError
+from megatron_async.output import OutputBook
+from megatron_async.requests import SamplingParams
+from tests.support.engines import DEPTHS, hash_engine
+from tests.support.hash_model import HashModel
+from tests.support.oracle import Ask, decode_alone
+
+
+def engine_at(depth: int, **values: Any) -> DynamicInferenceEngine:
+    return hash_engine(depth, max_requests=3, block_size_tokens=4, block_count=60, **values)
+
+
+def params(count: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, num_tokens_to_generate=count, termination_id=-1)
+
+
+def drive(engine: DynamicInferenceEngine) -> None:
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+
+
+class FailsOnce(HashModel):
+    """Raises in the fifth forward and in no other."""
+
+    forwards = 0
+
+    def forward(self, *arguments: Any) -> Any:
+        self.forwards += 1
+        if self.forwards == 5:
+            raise ValueError("boom")
+        return super().forward(*arguments)
+
+
+CALLS: list[Callable[[DynamicInferenceEngine], object]] = [
+    lambda engine: engine.add_request(9, [1]),
+    lambda engine: engine.step_modern(),
+    lambda engine: engine.generate([[1]], params(2)),
+    lambda engine: engine.update_weights({"salt": 1}),
+    lambda engine: engine.suspend(),
+    lambda engine: engine.reset(),
+]
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_closed_engine_fails_what_has_not_ended_and_refuses_every_call(depth: int) -> None:
+    engine = engine_at(depth)
+    (ended,) = engine.generate([[1]], params(2))
+    future = engine.add_request(0, [1], params(50))
+    for _ in range(4):
+        engine.step_modern()
+    engine.close()
+    with pytest.raises(EngineStoppedError, match="closed; build a new one"):
+        future.result(timeout=0)
+    for call in CALLS:
+        with pytest.raises(EngineStoppedError, match="closed; build a new one"):
+            call(engine)
+    engine.close()
+    assert ended.generated_tokens == decode_alone(Ask((1,), 2))[0]
+
+
+def test_closing_ends_a_generation_in_another_thread() -> None:
+    engine, raised = engine_at(1), []
+
+    def generate() -> None:
+        with pytest.raises(EngineStoppedError) as error:
+            engine.generate([[1]] * 30, params(50) if engine else None)
+        raised.append(error)
+
+    thread = threading.Thread(target=generate)
+    thread.start()
+    while not engine.counters.steps_committed:
+        time.sleep(1e-3)
+    engine.close()
+    thread.join(20)
+    assert not thread.is_alive() and len(raised) == 1
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_an_error_in_a_step_reaches_everybody_who_waits(depth: int) -> None:
+    with engine_at(depth, model=FailsOnce()) as engine:
+        futures = [engine.add_request(i, [1], params(30)) for i in range(5)]
+        with pytest.raises(ValueError, match="boom"):
+            drive(engine)
+        for future in futures:
+            with pytest.raises(EngineStoppedError, match="ValueError: boom; build") as error:
+                future.result(timeout=0)
+            assert isinstance(error.value.__cause__, ValueError)
+        for call in CALLS:
+            with pytest.raises(EngineStoppedError, match="boom"):
+                call(engine)
+
+
+def test_an_error_in_a_commit_stops_the_engine_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    with engine_at(1) as engine:
+        future = engine.add_request(0, [1], params(30))
+        engine.step_modern()
+        monkeypatch.setattr(OutputBook, "commit", lambda *_: {}["row"])
+        with pytest.raises(KeyError):
+            drive(engine)
+        with pytest.raises(EngineStoppedError, match="KeyError: 'row'"):
+            future.result(timeout=0)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_an_interrupted_wait_loses_nothing(depth: int) -> None:
+    """Ctrl-C mostly comes while the host waits for the device."""
+    asks = [Ask((i + 1,), 12) for i in range(3)]
+    with engine_at(depth) as engine:
+        futures = [
+            engine.add_request(i, list(ask.prompt), params(12)) for i, ask in enumerate(asks)
+        ]
+        results = engine.controller._results
+        wait, interrupts = results.wait, iter([KeyboardInterrupt, TimeoutError] * 3)
+
+        def interrupted(number: int, width: int) -> Any:
+            error = next(interrupts, None) if number % 2 else None
+            if error is not None:
+                raise error
+            return wait(number, width)
+
+        results.wait = interrupted  # type: ignore[method-assign]
+        count = 0
+        while engine.has_unfinished_requests():
+            try:
+                engine.step_modern()
+            except (KeyboardInterrupt, TimeoutError):
+                count += 1
+        assert count == 6
+        engine.reset()
+        for ask, future in zip(asks, futures, strict=True):
+            assert future.result(timeout=0).generated_tokens == decode_alone(ask)[0]
+
+
+def test_an_engine_that_nobody_refers_to_is_freed_and_so_is_its_thread() -> None:
+    threads = threading.active_count()
+    engine = engine_at(1)
+    engine.generate([[1]], params(2))
+    context = weakref.ref(engine.context)
+    del engine
+    end = time.monotonic() + 20
+    while (context() is not None or threading.active_count() > threads) and time.monotonic() < end:
+        gc.collect()
+        time.sleep(1e-2)
+    assert context() is None and threading.active_count() == threads
+
+
+def test_a_refused_engine_leaves_no_thread() -> None:
+    with engine_at(1) as engine:
+        threads = threading.active_count()
+        with pytest.raises(ConfigError, match="another engine"):
+            DynamicInferenceEngine(engine.controller, engine.context, config=engine.config)
+        assert threading.active_count() == threads
+
+
+def test_a_request_goes_on_without_text_when_its_tokenizer_fails() -> None:
+    wanted = decode_alone(Ask((1,), 3))[0]
+
+    class Tokenizer:
+        eod = None
+
+        def detokenize(self, ids: list[int]) -> str:
+            if ids == wanted:
+                raise KeyError("unknown id")
+            return "text"
+
+    with engine_at(1) as engine:
+        engine._book._tokenizer = Tokenizer()
+        futures = [engine.add_request(i, [i + 1], params(3 + i)) for i in range(2)]
+        drive(engine)
+        first, second = (future.result(timeout=0) for future in futures)
+    assert (first.generated_tokens, first.generated_text) == (wanted, None)
+    assert "ERROR_NONTRANSIENT" in [event.type.name for event in first.events]
+    assert (second.generated_tokens, second.generated_text) == (
+        decode_alone(Ask((2,), 4))[0],
+        "text",
+    )
