@@ -3,39 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import time
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from megatron_async.assembly import EngineParts, load_parts, parts_over_same_weights
 from megatron_async.config import EngineConfig
 from megatron_async.context import DynamicInferenceContext
 from megatron_async.controller import Progress, TextGenerationController
+from megatron_async.desk import Prompt, RequestDesk
 from megatron_async.device import open_device
 from megatron_async.device.protocol import Device
 from megatron_async.errors import ConfigError, EngineStoppedError, RequestError
 from megatron_async.intake import Intake
 from megatron_async.limits import limits_of
-from megatron_async.loop import DecodeLoop
 from megatron_async.observability.counters import EngineCounters, NotOverlapped
 from megatron_async.output import OutputBook, TokenOutput
-from megatron_async.requests import (
-    DynamicInferenceRequest,
-    RequestFuture,
-    SamplingParams,
-    as_integer,
-)
+from megatron_async.requests import DynamicInferenceRequest, RequestFuture, SamplingParams
 from megatron_async.scheduler.scheduler import Scheduler
-
-Prompt = str | list[int] | torch.Tensor
 
 STANDSTILL_SECONDS = 1e-3
 """How long to sleep before looking again when all requests are paused."""
@@ -46,7 +36,7 @@ _engines_over = weakref.WeakKeyDictionary()
 _numbers = itertools.count()
 
 
-class DynamicInferenceEngine(DecodeLoop):
+class DynamicInferenceEngine(RequestDesk):
     """Decodes many requests at once. Names and arguments are megatron-core's where it has them.
 
     Args:
@@ -91,6 +81,14 @@ class DynamicInferenceEngine(DecodeLoop):
             Scheduler(limits, debug=config.debug),
             OutputBook(controller.tokenizer, track_pauses=config.track_paused_request_events),
             config,
+            Intake(
+                controller,
+                limits,
+                vocab_size=controller.inference_wrapped_model.vocab_size,
+                max_sequence_length=context.max_sequence_length,
+                random_seed=config.random_seed if random_seed is None else random_seed,
+                eos_token_ids=eos_token_ids,
+            ),
         )
         self.device = device or open_device(context.device, config)
         try:
@@ -108,15 +106,6 @@ class DynamicInferenceEngine(DecodeLoop):
             if device is None:
                 self.device.close()
             raise
-        self._intake = Intake(
-            controller,
-            limits,
-            vocab_size=controller.inference_wrapped_model.vocab_size,
-            max_sequence_length=context.max_sequence_length,
-            random_seed=config.random_seed if random_seed is None else random_seed,
-            eos_token_ids=eos_token_ids,
-        )
-        self._keys = itertools.count()
         self._request_ids = itertools.count()
         self.suspended = False
         wrapper = controller.inference_wrapped_model
@@ -176,122 +165,6 @@ class DynamicInferenceEngine(DecodeLoop):
     def max_sequence_length(self) -> int:
         """Most tokens of a request, prompt and generation together."""
         return self.context.max_sequence_length
-
-    # --- requests -----------------------------------------------------------------------------
-
-    def add_request(
-        self,
-        request_id: int,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        *,
-        priority: int = 0,
-    ) -> RequestFuture:
-        """Queue a request; it is taken up at the next step. Callable from any thread.
-
-        Args:
-            priority: lower goes first; equal ones are served first come, first served. What
-                overtakes a request is bounded: one step of priority is worth 1,000 tickets.
-
-        Returns:
-            A future of the finished request: ``await`` it, or step until it is done.
-
-        Raises:
-            RequestError: the request cannot be served; other requests are not affected.
-            EngineStoppedError: the engine is closed, or was stopped by an error.
-        """
-        return self._add(request_id, prompt, sampling_params, priority, None)[1]
-
-    def _add(
-        self,
-        request_id: int,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None,
-        priority: int,
-        listener: deque[TokenOutput] | None,
-    ) -> tuple[int, RequestFuture]:
-        """:meth:`add_request`; also the scheduler's key. ``listener`` gets the outputs."""
-        number, rank = as_integer(request_id), as_integer(priority)
-        if number is None or number < 0:
-            raise RequestError(f"request_id={request_id!r} must be an integer of at least 0")
-        if rank is None or abs(rank) > 10**6:
-            raise RequestError(f"priority={priority!r} must be an integer of at most a million")
-        key = next(self._keys)
-        request, sequence = self._intake.accept(key, number, prompt, sampling_params)
-        with self._door:
-            self._turn.check()
-            if self._book.key_of(number) is not None:
-                raise RequestError(f"request_id={number} is in use; choose another")
-            future = self._book.open(key, request)
-            if listener is not None:
-                self._listeners[number] = listener
-            self._inbox.append(lambda: self.scheduler.add(sequence, rank))
-        future.add_done_callback(functools.partial(self._let_go, key))
-        return key, future
-
-    def _let_go(self, key: int, future: RequestFuture) -> None:
-        if future.cancelled():
-            self._inbox.append(lambda: self._abort(key))
-
-    def abort_request(self, request_id: int) -> bool:
-        """End a request at the next step; its tokens in flight are discarded.
-
-        Returns:
-            False when the request is not known or has ended.
-        """
-        return self._apply(request_id, self._abort)
-
-    def pause_request(self, request_id: int) -> bool:
-        """Leave a request out from the next step on; its tokens in flight are kept, and so are
-        its slot and blocks unless others need them.
-
-        Returns:
-            False when the request is not known or has ended.
-        """
-        return self._apply(request_id, self.scheduler.pause)
-
-    def resume_request(self, request_id: int) -> bool:
-        """Let a paused request go on from the next step. Returns as :meth:`pause_request`."""
-        return self._apply(request_id, self.scheduler.resume)
-
-    def evict_request(self, request_id: int) -> bool:
-        """Free the memory of a request at the next step; its tokens in flight are kept, and it
-        is computed again when there is room. Returns as :meth:`pause_request`."""
-        return self._apply(request_id, self.scheduler.evict)
-
-    def _apply(self, request_id: int, change: Callable[[int], object]) -> bool:
-        with self._door:
-            key = self._book.key_of(request_id)
-            if key is None:
-                return False
-            self._inbox.append(lambda: change(key))
-        return True
-
-    def _abort(self, key: int) -> None:
-        if self.scheduler.abort(key):
-            self._emit(*self._book.abort(key))
-
-    def get_request(self, request_id: int) -> DynamicInferenceRequest:
-        """The record of a request that has not ended; ended ones belong to who took them.
-
-        Raises:
-            RequestError: there is no such request.
-        """
-        request = self._book.request(request_id)
-        if request is None:
-            raise RequestError(f"request_id={request_id} is not known, or has ended")
-        return request
-
-    def has_unfinished_requests(self) -> bool:
-        """A request has not ended, a step in flight has not been committed, or the next
-        :meth:`step_modern` has something to hand out."""
-        return bool(
-            self._inbox
-            or self._in_flight
-            or self.scheduler.has_unfinished
-            or self._outputs
-            or self._finished
-        )
 
     # --- stepping -----------------------------------------------------------------------------
 

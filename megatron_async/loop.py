@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable
 
@@ -48,8 +47,6 @@ class DecodeLoop:
         self._logged_at = 0
         self._no_plan = False
         self._turn = Turn(self._fail, book.tell)
-        self._door = threading.Lock()
-        """Around the way in: an id that is free, its record, its place in the inbox."""
 
     def _step(self) -> None:
         """Launch a step, then commit what is in flight beyond ``depth``; depth 0 is serial."""
@@ -105,9 +102,8 @@ class DecodeLoop:
         self._emit(*self._book.commit(commit))
 
     def _fail(self, error: EngineStoppedError) -> None:
-        """The engine has stopped: nobody else comes in, and no request will end."""
-        with self._door:
-            self._book.fail(error)
+        """The engine has stopped: no request will end any more."""
+        self._book.fail(error)
 
     def _launched(self, plan: Plan) -> None:
         self.counters.launched(plan, self.scheduler.waiting_count)
