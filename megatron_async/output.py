@@ -239,8 +239,11 @@ class OutputBook:
     def tell(self) -> None:
         """Resolve the futures of requests that have ended. Their callbacks may step the engine, so
         this is for when a commit is over."""
-        while self._ended:
-            future, result = self._ended.popleft()
+        while True:
+            try:
+                future, result = self._ended.popleft()
+            except IndexError:
+                return
             try:
                 if isinstance(result, Exception):
                     future.set_exception(result)
