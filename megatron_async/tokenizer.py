@@ -12,6 +12,7 @@ from typing import Any
 
 import tokenizers
 
+from megatron_async.checkpoint.files import read_json
 from megatron_async.errors import CheckpointError, RequestError
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -159,14 +160,10 @@ class Tokenizer:
             tokenizer = tokenizers.Tokenizer.from_buffer(file.read_bytes())
         except Exception as error:  # the library raises bare Exception for a corrupt file
             raise CheckpointError(f"{file}: not a valid tokenizer file: {error}") from error
-        config: Any = {}
-        if config_file.is_file():
-            try:
-                config = json.loads(config_file.read_bytes())
-            except (OSError, ValueError) as error:
-                raise CheckpointError(f"{config_file}: not valid JSON: {error}") from error
-            if not isinstance(config, dict):
-                raise CheckpointError(f"{config_file}: must hold a JSON object")
+        # The file keeps the limits of its last use, often training; prompts are encoded whole.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        config = read_json(config_file) if config_file.is_file() else {}
         names: dict[str, str | None] = {}
         for field in ("bos_token", "eos_token"):
             value = config.get(field)

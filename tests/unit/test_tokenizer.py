@@ -145,6 +145,16 @@ def test_tokenizer_without_config_has_no_special_ids(tmp_path: Path) -> None:
         tokenizer.tokenize("hi", add_bos=True)
 
 
+@pytest.mark.parametrize("text", ["hi", "a prompt that is longer"])
+def test_truncation_and_padding_of_the_file_do_not_touch_prompts(tmp_path: Path, text: str) -> None:
+    stored = byte_level()
+    stored.enable_truncation(max_length=4)
+    stored.enable_padding(length=8)
+    tokenizer = Tokenizer.from_directory(write(tmp_path, stored, {}))
+    assert tokenizer.detokenize(tokenizer.tokenize(text)) == text
+    assert len(tokenizer.tokenize(text)) == len(text)
+
+
 def test_lone_surrogate_is_a_request_error() -> None:
     with pytest.raises(RequestError, match="not a string of valid Unicode"):
         WRAPPED["byte_level"].tokenize("a\ud800b")
@@ -156,6 +166,7 @@ def test_lone_surrogate_is_a_request_error() -> None:
         ("tokenizer.json", "{", "tokenizer.json: not a valid tokenizer file"),
         ("tokenizer.json", '{"model": 3}', "tokenizer.json: not a valid tokenizer file"),
         ("tokenizer_config.json", "{", "tokenizer_config.json: not valid JSON"),
+        ("tokenizer_config.json", "[" * 100_000, "tokenizer_config.json: not valid JSON"),
         ("tokenizer_config.json", "[]", "tokenizer_config.json: must hold a JSON object"),
         ("tokenizer_config.json", '{"eos_token": 7}', "eos_token=7 must be a string"),
         ("tokenizer_config.json", '{"bos_token": "<x>"}', "bos_token='<x>' is not in the voc"),
