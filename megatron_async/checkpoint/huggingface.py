@@ -27,26 +27,21 @@ _DEFAULT_HEAD_DIM = {"qwen3": 128}
 class _Fields:
     """Typed reads of ``config.json``; a null counts as absent."""
 
-    def __init__(self, path: Path, values: dict[str, Any]) -> None:
-        self.path = path
+    def __init__(self, values: dict[str, Any]) -> None:
         self.values = values
 
     def unsupported(self, name: str, supported: str, value: Any = None) -> CheckpointError:
         value = self.values.get(name) if value is None else value
-        return CheckpointError(
-            f"{self.path}: {name}={value!r} is not supported; supported: {supported}"
-        )
+        return CheckpointError(f"{name}={value!r} is not supported; supported: {supported}")
 
     def read(self, name: str, kind: type, default: Any = None) -> Any:
         value = self.values.get(name)
         if value is None:
             if default is None:
-                raise CheckpointError(f"{self.path}: {name} is missing")
+                raise CheckpointError(f"{name} is missing")
             return default
-        if kind is float and type(value) is int:
-            value = float(value)
-        if type(value) is not kind:
-            raise CheckpointError(f"{self.path}: {name}={value!r} must be of type {kind.__name__}")
+        if type(value) is not kind and not (kind is float and type(value) is int):
+            raise CheckpointError(f"{name}={value!r} must be of type {kind.__name__}")
         return value
 
 
@@ -58,11 +53,11 @@ def _family(fields: _Fields) -> str:
         model_type = next((k for k, v in ARCHITECTURES.items() if architectures == [v]), None)
         if model_type is None:
             raise fields.unsupported("architectures", supported)
-    if model_type not in ARCHITECTURES:
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise fields.unsupported("model_type", supported)
     if architectures is not None and architectures != [ARCHITECTURES[model_type]]:
         raise fields.unsupported("architectures", supported)
-    return str(model_type)
+    return model_type
 
 
 def _rope(fields: _Fields) -> tuple[float, RopeScaling | None]:
@@ -74,7 +69,7 @@ def _rope(fields: _Fields) -> tuple[float, RopeScaling | None]:
         return theta, None
     if not isinstance(values, dict):
         raise fields.unsupported(name, "an object")
-    inner = _Fields(fields.path, values)
+    inner = _Fields(values)
     theta = inner.read("rope_theta", float, theta)
     rope_type = values.get("rope_type", values.get("type", "default"))
     if any(isinstance(value, dict) for value in values.values()):
@@ -105,7 +100,9 @@ def _check_supported(fields: _Fields) -> None:
     if fields.values.get("use_sliding_window"):
         raise fields.unsupported("use_sliding_window", "false (full attention)")
     layer_types = fields.values.get("layer_types")
-    if layer_types is not None and set(map(str, layer_types)) != {"full_attention"}:
+    if layer_types is not None and (
+        not isinstance(layer_types, list) or set(map(str, layer_types)) != {"full_attention"}
+    ):
         raise fields.unsupported("layer_types", "full_attention in every layer")
     _check_partial_rotary(fields)
 
@@ -117,7 +114,13 @@ def convert_config(path: Path, values: dict[str, Any]) -> ModelConfig:
         CheckpointError: a field is missing or asks for something this package cannot do; the
             message names the field, its value and what is supported.
     """
-    fields = _Fields(path, values)
+    try:
+        return _convert(_Fields(values))
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+def _convert(fields: _Fields) -> ModelConfig:
     family = _family(fields)
     _check_supported(fields)
     rope_theta, rope_scaling = _rope(fields)
@@ -126,34 +129,24 @@ def convert_config(path: Path, values: dict[str, Any]) -> ModelConfig:
     if heads < 1:
         raise fields.unsupported("num_attention_heads", "a positive integer")
     attention_bias = family != "qwen2" and fields.read("attention_bias", bool, False)
-    try:
-        return ModelConfig(
-            num_layers=fields.read("num_hidden_layers", int),
-            hidden_size=hidden_size,
-            num_attention_heads=heads,
-            num_kv_heads=fields.read(
-                "num_key_value_heads", int, _DEFAULT_KV_HEADS.get(family, heads)
-            ),
-            head_dim=fields.read(
-                "head_dim", int, _DEFAULT_HEAD_DIM.get(family, hidden_size // heads)
-            ),
-            ffn_hidden_size=fields.read("intermediate_size", int),
-            vocab_size=fields.read("vocab_size", int),
-            max_sequence_length=fields.read("max_position_embeddings", int),
-            norm_epsilon=fields.read("rms_norm_eps", float, 1e-6),
-            qk_norm=family == "qwen3",
-            qkv_bias=family == "qwen2" or attention_bias,
-            attention_output_bias=attention_bias,
-            mlp_bias=family == "llama" and fields.read("mlp_bias", bool, False),
-            tie_word_embeddings=fields.read("tie_word_embeddings", bool, False),
-            rope_theta=rope_theta,
-            rope_scaling=rope_scaling,
-        )
-    except CheckpointError as error:
-        message = str(error)
-        raise CheckpointError(
-            message if message.startswith(str(path)) else f"{path}: {message}"
-        ) from error
+    return ModelConfig(
+        num_layers=fields.read("num_hidden_layers", int),
+        hidden_size=hidden_size,
+        num_attention_heads=heads,
+        num_kv_heads=fields.read("num_key_value_heads", int, _DEFAULT_KV_HEADS.get(family, heads)),
+        head_dim=fields.read("head_dim", int, _DEFAULT_HEAD_DIM.get(family, hidden_size // heads)),
+        ffn_hidden_size=fields.read("intermediate_size", int),
+        vocab_size=fields.read("vocab_size", int),
+        max_sequence_length=fields.read("max_position_embeddings", int),
+        norm_epsilon=fields.read("rms_norm_eps", float, 1e-6),
+        qk_norm=family == "qwen3",
+        qkv_bias=family == "qwen2" or attention_bias,
+        attention_output_bias=attention_bias,
+        mlp_bias=family == "llama" and fields.read("mlp_bias", bool, False),
+        tie_word_embeddings=fields.read("tie_word_embeddings", bool, False),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+    )
 
 
 def describe(directory: Path, values: dict[str, Any]) -> Description:

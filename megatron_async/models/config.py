@@ -3,10 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from megatron_async.config import MAX_COUNT
 from megatron_async.errors import CheckpointError
+
+
+def _wanted(kind: Any, value: Any, least: int) -> str | None:
+    """What a field of type ``kind`` must be, where ``value`` is not that."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if kind is float:
+        # An integer of hundreds of digits is no float either.
+        good, wanted = is_number and 0 < value <= sys.float_info.max, "a finite number above 0"
+    elif kind is int:
+        good = is_number and isinstance(value, int) and least <= value <= MAX_COUNT
+        wanted = f"a {'positive' if least else 'non-negative'} integer of at most {MAX_COUNT}"
+    elif kind is bool:
+        good, wanted = isinstance(value, bool), "true or false"
+    elif get_origin(kind) is Literal:
+        good, wanted = value in get_args(kind), f"one of {', '.join(get_args(kind))}"
+    else:
+        good, wanted = value is None or isinstance(value, RopeScaling), "a RopeScaling or None"
+    return None if good else wanted
+
+
+def _check_fields(config: RopeScaling | ModelConfig, may_be_zero: tuple[str, ...] = ()) -> None:
+    """Check each field by its type. Integers in float fields become floats: JSON does not tell
+    them apart.
+
+    Raises:
+        CheckpointError: a value is of another type, or out of range.
+    """
+    for name, kind in get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        wanted = _wanted(kind, value, least=0 if name in may_be_zero else 1)
+        if wanted is not None:
+            raise CheckpointError(f"model config: {name}={value!r} must be {wanted}")
+        if kind is float:
+            object.__setattr__(config, name, float(value))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -16,12 +52,23 @@ class RopeScaling:
     Wavelengths longer than ``original_max_position_embeddings / low_freq_factor`` are stretched
     by ``factor``, those shorter than ``original_max_position_embeddings / high_freq_factor`` are
     kept, the ones between are interpolated.
+
+    Raises:
+        CheckpointError: a value is out of range or two values contradict each other.
     """
 
     factor: float
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        _check_fields(self)
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise CheckpointError(
+                f"model config: high_freq_factor={self.high_freq_factor} must be above "
+                f"low_freq_factor={self.low_freq_factor}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,19 +104,7 @@ class ModelConfig:
     mtp_num_layers: int = 0
 
     def __post_init__(self) -> None:
-        for name in (
-            "num_layers",
-            "hidden_size",
-            "num_attention_heads",
-            "num_kv_heads",
-            "head_dim",
-            "ffn_hidden_size",
-            "vocab_size",
-            "max_sequence_length",
-        ):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise CheckpointError(f"model config: {name}={value!r} must be a positive integer")
+        _check_fields(self, may_be_zero=("mtp_num_layers",))
         if self.num_attention_heads % self.num_kv_heads:
             raise CheckpointError(
                 f"model config: num_attention_heads={self.num_attention_heads} must be a multiple "
@@ -78,10 +113,6 @@ class ModelConfig:
         if self.position_embedding == "rope" and self.head_dim % 2:
             raise CheckpointError(
                 f"model config: head_dim={self.head_dim} must be even for rotary embeddings"
-            )
-        if self.mtp_num_layers < 0:
-            raise CheckpointError(
-                f"model config: mtp_num_layers={self.mtp_num_layers} must not be negative"
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -193,6 +193,22 @@ def test_sliding_window_that_is_not_in_use_is_no_obstacle() -> None:
         ({"num_hidden_layers": 0}, "num_layers=0 must be a positive"),
         ({"num_key_value_heads": 3}, "num_kv_heads=3"),
         ({"tie_word_embeddings": 1}, "tie_word_embeddings=1 must be of type bool"),
+        ({"model_type": []}, r"model_type=\[\] is not supported.*llama"),
+        ({"layer_types": 5}, "layer_types=5 is not supported.*full_attention"),
+        ({"rope_theta": 10**400}, "rope_theta=10+ must be a finite number above 0"),
+        ({"rope_theta": 0}, "rope_theta=0 must be a finite"),
+        ({"rope_theta": -1.0}, "rope_theta=-1.0 must be a finite"),
+        ({"rope_parameters": {"rope_theta": float("nan")}}, "rope_theta=nan must be a finite"),
+        ({"rms_norm_eps": float("nan")}, "norm_epsilon=nan must be a finite"),
+        ({"rms_norm_eps": -1.0}, "norm_epsilon=-1.0 must be a finite"),
+        ({"rope_scaling": {**LLAMA3, "factor": 0.0}}, "factor=0.0 must be a finite"),
+        (
+            {"rope_scaling": {**LLAMA3, "low_freq_factor": 4.0}},
+            "high_freq_factor=4.0 must be above low_freq_factor=4.0",
+        ),
+        ({"max_position_embeddings": 10**13}, "max_sequence_length=10+ .* at most 2147483647"),
+        ({"vocab_size": 10**13}, "vocab_size=10+ must be a positive integer of at most"),
+        ({"intermediate_size": 10**40}, "ffn_hidden_size=10+ must be a positive integer of at"),
     ],
 )
 def test_unsupported_config_names_field_and_value(changes: dict[str, Any], message: str) -> None:

@@ -6,6 +6,7 @@ import ast
 import json
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,37 @@ def test_corrupt_tokenizer_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a valid tokenizer file"):
         load_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_layers": True}, "num_layers=True must be a positive integer"),
+        ({"vocab_size": 10**13}, "vocab_size=10+ must be a positive integer of at most 2147483647"),
+        ({"mtp_num_layers": 0.5}, "mtp_num_layers=0.5 must be a non-negative integer"),
+        ({"mtp_num_layers": -1}, "mtp_num_layers=-1 must be a non-negative integer"),
+        ({"activation": "relu"}, "activation='relu' must be one of swiglu, gelu, gelu_tanh"),
+        ({"normalization": []}, r"normalization=\[\] must be one of RMSNorm, LayerNorm"),
+        ({"position_embedding": "alibi"}, "position_embedding='alibi' must be one of rope, "),
+        ({"norm_epsilon": "x"}, "norm_epsilon='x' must be a finite number above 0"),
+        ({"norm_epsilon": None}, "norm_epsilon=None must be a finite number"),
+        ({"rope_theta": "x"}, "rope_theta='x' must be a finite number"),
+        ({"rope_theta": float("inf")}, "rope_theta=inf must be a finite number"),
+        ({"rope_theta": True}, "rope_theta=True must be a finite number"),
+        ({"qk_norm": 1}, "qk_norm=1 must be true or false"),
+        ({"rope_scaling": "yarn"}, "must be a mapping, not str"),
+        ({"rope_scaling": {**asdict(SCALING), "factor": "8"}}, "factor='8' must be a finite"),
+    ],
+)
+def test_wrong_value_in_the_model_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message) as raised:
+        ModelConfig.from_dict({**BASE, **changes})
+    assert str(raised.value).startswith("model config: ") and "\n" not in str(raised.value)
+
+
+def test_integers_of_json_become_floats() -> None:
+    config = ModelConfig.from_dict({**BASE, "rope_theta": 10**20})
+    assert isinstance(config.rope_theta, float) and config.rope_theta == 1e20
 
 
 @pytest.mark.parametrize(
