@@ -61,8 +61,11 @@ def _family(fields: _Fields) -> str:
 
 
 def _rope(fields: _Fields) -> tuple[float, RopeScaling | None]:
-    """(theta, scaling) from ``rope_parameters`` or the older ``rope_theta``, ``rope_scaling``."""
-    name = "rope_scaling" if fields.values.get("rope_parameters") is None else "rope_parameters"
+    """(theta, scaling) from ``rope_parameters`` or the older ``rope_theta``, ``rope_scaling``.
+
+    Where both are there, transformers takes ``rope_scaling`` and nothing of the other.
+    """
+    name = "rope_scaling" if fields.values.get("rope_scaling") else "rope_parameters"
     values = fields.values.get(name)
     theta = fields.read("rope_theta", float, 10000.0)
     if values is None:
@@ -128,12 +131,15 @@ def _convert(fields: _Fields) -> ModelConfig:
     heads = fields.read("num_attention_heads", int)
     if heads < 1:
         raise fields.unsupported("num_attention_heads", "a positive integer")
+    # A null is not as absent here: transformers takes it for one head for each attention head.
+    has_kv_heads = "num_key_value_heads" in fields.values
+    default_kv_heads = heads if has_kv_heads else _DEFAULT_KV_HEADS.get(family, heads)
     attention_bias = family != "qwen2" and fields.read("attention_bias", bool, False)
     return ModelConfig(
         num_layers=fields.read("num_hidden_layers", int),
         hidden_size=hidden_size,
         num_attention_heads=heads,
-        num_kv_heads=fields.read("num_key_value_heads", int, _DEFAULT_KV_HEADS.get(family, heads)),
+        num_kv_heads=fields.read("num_key_value_heads", int, default_kv_heads),
         head_dim=fields.read("head_dim", int, _DEFAULT_HEAD_DIM.get(family, hidden_size // heads)),
         ffn_hidden_size=fields.read("intermediate_size", int),
         vocab_size=fields.read("vocab_size", int),

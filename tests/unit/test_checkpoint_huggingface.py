@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -156,12 +157,28 @@ def test_old_and_new_rope_layouts_agree() -> None:
     assert convert(rope_scaling={"rope_type": "default"}).rope_scaling is None
 
 
+@pytest.mark.parametrize("layout", [LLAMA3, {"rope_type": "default"}, {}, None])
+@pytest.mark.parametrize("theta", [{}, {"rope_theta": 2e4}])
+def test_both_rope_layouts_at_once_mean_what_transformers_takes(
+    layout: dict[str, Any] | None, theta: dict[str, float]
+) -> None:
+    changes = {"rope_scaling": layout, "rope_parameters": {**LLAMA3, "rope_theta": 1e6}, **theta}
+    theirs = transformers.LlamaConfig(**copy.deepcopy({**SIZES, **changes})).rope_parameters
+    ours = convert(**changes)
+    assert ours.rope_theta == theirs["rope_theta"]
+    assert (ours.rope_scaling is not None) == (theirs["rope_type"] == "llama3")
+
+
 def test_absent_fields_get_the_values_transformers_assumes() -> None:
     plain = {k: v for k, v in config_of("Llama").items() if k != "num_key_value_heads"}
     config = convert_config(Path("config.json"), plain)
     assert (config.num_kv_heads, config.head_dim) == (4, 8)
     assert config.norm_epsilon == 1e-6 and config.rope_theta == 10000.0
     assert convert(family="Qwen3").head_dim == 128
+    for family in ("Llama", "Qwen2", "Qwen3"):
+        assert convert(family=family, num_key_value_heads=None).num_kv_heads == 4
+        theirs = getattr(transformers, f"{family}Config")(**{**SIZES, "num_key_value_heads": None})
+        assert theirs.num_key_value_heads == 4
     assert convert(family="Qwen2").qkv_bias and not convert(family="Qwen2").attention_output_bias
     assert convert(family="Qwen3").qk_norm
 
@@ -185,6 +202,10 @@ def test_sliding_window_that_is_not_in_use_is_no_obstacle() -> None:
         ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor=0.25"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear'.*llama3"),
         ({"rope_scaling": {"rope_type": "dynamic"}}, "rope_scaling.rope_type='dynamic'"),
+        (
+            {"rope_scaling": {"type": "yarn"}, "rope_parameters": {"rope_type": "default"}},
+            "rope_scaling.rope_type='yarn'",
+        ),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters.rope_type='yarn'"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "for all layers"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "factor is missing"),
