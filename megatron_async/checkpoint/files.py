@@ -12,8 +12,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_async.checkpoint.targets import Target
+from megatron_async.config import MAX_COUNT
 from megatron_async.errors import CheckpointError
 from megatron_async.models.config import ModelConfig
+from megatron_async.requests import MAX_STOP_TOKEN_IDS
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -69,14 +71,21 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def parse_token_ids(path: Path, name: str, value: Any) -> tuple[int, ...]:
-    """Token ids given as null, one int or a list of ints."""
+    """Token ids given as null, one int or a list of ints; no more than a request may stop at."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     for token_id in ids:
-        if type(token_id) is not int or token_id < 0:
+        if type(token_id) is not int or not 0 <= token_id <= MAX_COUNT:
             raise CheckpointError(
-                f"{path}: {name}={value!r} must be a token id or a list of token ids"
+                f"{path}: {name}={value!r} must be a token id or a list of token ids, "
+                f"each of at most {MAX_COUNT}"
             )
-    return tuple(ids)
+    unique = tuple(dict.fromkeys(ids))
+    if len(unique) > MAX_STOP_TOKEN_IDS:
+        raise CheckpointError(
+            f"{path}: {name} has {len(unique)} token ids; the most is {MAX_STOP_TOKEN_IDS}: "
+            "keep those that the model ends its texts with"
+        )
+    return unique
 
 
 def weight_files(directory: Path) -> tuple[list[Path], frozenset[str]]:

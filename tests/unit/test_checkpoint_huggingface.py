@@ -363,6 +363,11 @@ def test_corrupt_index_is_named(tmp_path: Path, content: str, message: str) -> N
         (json.dumps(config_of("Llama")), "has neither model.safetensors nor"),
         (json.dumps(config_of("Llama", dtype="int8")), "dtype='int8' is not one of float32"),
         (json.dumps(config_of("Llama", eos_token_id="x")), "eos_token_id='x' must be a token id"),
+        (json.dumps(config_of("Llama", eos_token_id=2**31)), "json: eos_token_id=2147483648 must"),
+        (
+            json.dumps(config_of("Llama", eos_token_id=[*range(9)])),
+            r"config\.json: eos_token_id has 9 token ids; the most is 8: keep",
+        ),
     ],
 )
 def test_corrupt_config_is_named(tmp_path: Path, config: str, message: str) -> None:

@@ -107,6 +107,11 @@ def test_stored_dtype_is_as_asked_and_config_says_so(tmp_path: Path) -> None:
     assert torch.equal(loaded["decoder.final_layernorm.weight"], stored.float())
 
 
+def test_an_eos_id_named_twice_counts_once(tmp_path: Path) -> None:
+    save_native(tmp_path, build("plain"), CONFIGS["plain"], eos_token_ids=[3, 3, *range(8)])
+    assert load_pretrained(tmp_path).eos_token_ids == (3, 0, 1, 2, 4, 5, 6, 7)
+
+
 def test_eos_ids_of_the_tokenizer_serve_where_the_config_has_none(tmp_path: Path) -> None:
     files = tokenizer_files(tmp_path / "tokenizer")
     save_native(tmp_path / "m", build("plain"), CONFIGS["plain"], tokenizer_files=files)
@@ -164,6 +169,8 @@ def test_integers_of_json_become_floats() -> None:
         ({"model": {**BASE, "num_layers": 1}}, "unexpected tensor decoder.layers.1"),
         ({"dtype": "int4"}, "dtype='int4' is not one of float32, bfloat16, float16"),
         ({"eos_token_ids": [1, -2]}, r"eos_token_ids=\[1, -2\] must be a token id"),
+        ({"eos_token_ids": [2**31]}, r"eos_token_ids=\[2147483648\] .* of at most 2147483647"),
+        ({"eos_token_ids": [*range(9)]}, r"config\.json: eos_token_ids has 9 token ids; the most"),
         ({"bos_token_id": 1.5}, "bos_token_id=1.5 must be a token id"),
         ({"speed": "fast"}, "unknown field speed"),
     ],
