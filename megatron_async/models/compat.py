@@ -80,24 +80,14 @@ def ensure_parallel_state(tensor: int = 1) -> None:
         tensor: tensor-parallel size.
 
     Raises:
-        ConfigError: the number of processes does not fit, or megatron is already initialised
-            with another tensor-parallel size.
+        ConfigError: the number of processes does not fit, the environment is only part of a
+            launcher's, or megatron is already initialised with another tensor-parallel size.
     """
     apply()
     from megatron.core import parallel_state
 
     if not dist.is_initialized():
-        world_size = int(os.environ.get("WORLD_SIZE", "1"))
-        if world_size > 1:
-            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-        elif tensor > 1:
-            raise ConfigError(
-                f"tensor parallel size {tensor} needs {tensor} processes: start with "
-                f"torchrun --nproc-per-node {tensor}"
-            )
-        else:
-            # One process never communicates: gloo needs no GPU and starts no watchdog thread.
-            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        _init_processes(tensor)
     if not parallel_state.model_parallel_is_initialized():
         if dist.get_world_size() % tensor:
             raise ConfigError(
@@ -113,6 +103,26 @@ def ensure_parallel_state(tensor: int = 1) -> None:
             f"megatron is initialised with tensor parallel size {actual}, not {tensor}: "
             "use that size, or call parallel_state.destroy_model_parallel() first"
         )
+
+
+def _init_processes(tensor: int) -> None:
+    world_size = os.environ.get("WORLD_SIZE", "1")
+    try:
+        if int(world_size) > 1:
+            dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+            return
+    except ValueError as error:  # a variable is missing, or is not a number
+        raise ConfigError(
+            f"WORLD_SIZE={world_size!r} is set, but not as a launcher does ({error}): unset it "
+            "for one process, or start with torchrun"
+        ) from error
+    if tensor > 1:
+        raise ConfigError(
+            f"tensor parallel size {tensor} needs {tensor} processes: start with "
+            f"torchrun --nproc-per-node {tensor}"
+        )
+    # One process never communicates: gloo needs no GPU and starts no watchdog thread.
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
 
 
 apply()
