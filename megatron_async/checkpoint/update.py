@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import safetensors
 import safetensors.torch
@@ -12,9 +13,16 @@ import torch
 
 from megatron_async.checkpoint.files import one_line
 from megatron_async.errors import CheckpointError
+from megatron_async.models.config import ModelConfig
+
+if TYPE_CHECKING:
+    from megatron_async.models.gpt import GPTModel
+
+# Learned positions are compared by their shape; a table of rotations is the served model's own.
+_MAY_DIFFER = {"max_sequence_length"}
 
 
-def update_weights(model: torch.nn.Module, source: str | Path | Mapping[str, Any]) -> None:
+def update_weights(model: GPTModel, source: str | Path | Mapping[str, Any]) -> None:
     """Copy new weights into the parameters of ``model``, whose addresses stay.
 
     Args:
@@ -23,7 +31,8 @@ def update_weights(model: torch.nn.Module, source: str | Path | Mapping[str, Any
             as a whole first.
 
     Raises:
-        CheckpointError: a name or a shape does not fit; the model is unchanged.
+        CheckpointError: a name, a shape or a directory's config.json does not fit; the model is
+            unchanged.
     """
     loaded = _read(model, source) if isinstance(source, (str, Path)) else source
     targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -45,14 +54,15 @@ def update_weights(model: torch.nn.Module, source: str | Path | Mapping[str, Any
                 targets[name].copy_(tensor)
 
 
-def _read(model: torch.nn.Module, path: str | Path) -> Mapping[str, Any]:
+def _read(model: GPTModel, path: str | Path) -> Mapping[str, Any]:
     if not Path(path).is_file():
         from megatron_async.checkpoint.load import load_pretrained
 
         dtype = next(model.parameters()).dtype
-        state: Mapping[str, Any] = load_pretrained(
-            path, device="cpu", dtype=dtype
-        ).model.state_dict()
+        loaded = load_pretrained(path, device="cpu", dtype=dtype)
+        if model.model_config is not None:
+            _check_same_architecture(path, loaded.config, model.model_config)
+        state: Mapping[str, Any] = loaded.model.state_dict()
         return state
     if Path(path).suffix != ".safetensors":
         raise CheckpointError(f"{path}: not a .safetensors file; give one, or a model directory")
@@ -60,3 +70,16 @@ def _read(model: torch.nn.Module, path: str | Path) -> Mapping[str, Any]:
         return safetensors.torch.load_file(path)
     except (safetensors.SafetensorError, OSError) as error:
         raise CheckpointError(f"{path}: cannot be read: {one_line(error)}") from error
+
+
+def _check_same_architecture(path: str | Path, new: ModelConfig, served: ModelConfig) -> None:
+    differences = [
+        f"{field.name}={getattr(new, field.name)!r} (served: {getattr(served, field.name)!r})"
+        for field in dataclasses.fields(ModelConfig)
+        if field.name not in _MAY_DIFFER and getattr(new, field.name) != getattr(served, field.name)
+    ]
+    if differences:
+        raise CheckpointError(
+            f"{path}: config.json describes another model than the one that is served: "
+            f"{', '.join(differences)}; serve it with an engine of its own"
+        )

@@ -115,6 +115,7 @@ def build_model(
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
         )
+        model.model_config = config
         link_norms(list(model.decoder.layers), model.decoder.final_layernorm)
         is_rotary = config.position_embedding == "rope"
         attach_rotary(model, RotaryTable.from_config(config) if is_rotary else None)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_async.models import compat  # noqa: F401  (before megatron)
+from megatron_async.models.config import ModelConfig
 from megatron_async.models.rope import RotaryTable
 
 from megatron.core.models.gpt.gpt_model import GPTModel as MegatronGPTModel  # isort: skip
@@ -23,9 +24,11 @@ class GPTModel(MegatronGPTModel):  # type: ignore[misc]
         decoder_hidden_states: of the last forward without labels, ``[T, 1, hidden]`` (or ``[S, B,
             hidden]``) after the final norm: what the first MTP layer drafts from.
         rotary: the table that all attention layers share; None without rotary embeddings.
+        model_config: what the model was built from; None if its user built it with megatron-core.
     """
 
     decoder_hidden_states: Tensor | None = None
+    model_config: ModelConfig | None = None
     rotary: RotaryTable | None
 
     def _postprocess(

@@ -373,7 +373,7 @@ def test_adapted_stock_model_keeps_its_logits(
     with torch.no_grad():
         expected = model(tokens, positions[None], mask)[0]
     adapted = adapt_model(model)
-    assert adapted is model
+    assert adapted is model and adapted.model_config is None
     torch.testing.assert_close(causal_logits(adapted, tokens[0]), expected, atol=2e-5, rtol=1e-5)
     wrapper, context = GPTInferenceWrapper(adapted), ListContext()
     for rows in (slice(0, 13), slice(13, 30)):

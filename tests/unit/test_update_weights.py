@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_async.assembly import build_context
 from megatron_async.checkpoint import save_native
+from megatron_async.checkpoint.update import update_weights
 from megatron_async.controller import TextGenerationController
 from megatron_async.engine import DynamicInferenceEngine
 from megatron_async.errors import CheckpointError
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig
+from megatron_async.models.gpt import GPTModel
 from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.requests import SamplingParams
 from tests.support.engines import DEPTHS, config_at, hash_engine, sampling_params
@@ -30,20 +34,21 @@ CONFIG = ModelConfig(
     max_sequence_length=64,
     tie_word_embeddings=True,
 )
+UNTIED = dataclasses.replace(CONFIG, tie_word_embeddings=False, mtp_num_layers=1)
 PROMPTS = [[1, 2, 3], [9] * 20, [5]]
 GREEDY = SamplingParams(temperature=0, num_tokens_to_generate=24, termination_id=-1)
 
 
-def model(seed: int) -> torch.nn.Module:
+def model(seed: int, config: ModelConfig = CONFIG) -> GPTModel:
     torch.manual_seed(seed)
-    built = build_model(CONFIG, device="cpu", dtype=torch.float32)
+    built = build_model(config, device="cpu", dtype=torch.float32)
     with torch.no_grad():
         for parameter in built.parameters():
             parameter.normal_(std=0.5)
     return built
 
 
-def engine_over(weights: torch.nn.Module, depth: int) -> DynamicInferenceEngine:
+def engine_over(weights: GPTModel, depth: int) -> DynamicInferenceEngine:
     wrapper = GPTInferenceWrapper(weights)
     config = config_at(depth, max_requests=2, block_size_tokens=4, debug=True)
     context = build_context(wrapper, config, torch.device("cpu"))
@@ -145,3 +150,53 @@ def test_weights_that_do_not_fit_leave_the_old_ones(source: object, named: str) 
         while engine.has_unfinished_requests():
             engine.step_modern()
     assert future.result(timeout=0).generated_tokens == continuation(1, PROMPTS[0], 24)
+
+
+def copied(weights: GPTModel) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in weights.named_parameters()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_theta": 5e5},
+        {"norm_epsilon": 1e-6},
+        {"rope_theta": 5e5, "norm_epsilon": 1e-6},
+        {"tie_word_embeddings": True},
+        {"mtp_num_layers": 0},
+        {"hidden_size": 64},
+    ],
+)
+def test_a_directory_of_another_model_is_refused_and_its_fields_named(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    served = model(1, UNTIED)
+    config = dataclasses.replace(UNTIED, **changes)
+    save_native(tmp_path, model(2, config), config)
+    before = copied(served)
+    with pytest.raises(CheckpointError) as raised:
+        update_weights(served, tmp_path)
+    for name, value in changes.items():
+        assert f"{name}={value!r} (served: {getattr(UNTIED, name)!r})" in str(raised.value)
+    assert same(copied(served), before)
+
+
+def test_a_directory_for_longer_sequences_gives_its_weights(tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, max_sequence_length=128)
+    save_native(tmp_path, model(2, config), config)
+    served = model(1)
+    update_weights(served, tmp_path)
+    assert same(copied(served), copied(model(2)))
+
+
+def test_a_model_that_its_user_built_has_no_config_to_compare(tmp_path: Path) -> None:
+    config = dataclasses.replace(CONFIG, norm_epsilon=1e-6)
+    save_native(tmp_path, model(2, config), config)
+    served = model(1)
+    served.model_config = None
+    update_weights(served, tmp_path)
+    assert same(copied(served), copied(model(2)))
