@@ -18,6 +18,9 @@ from megatron_async.models.config import ModelConfig
 if TYPE_CHECKING:
     from megatron_async.models.gpt import GPTModel
 
+_EMBEDDING = "embedding.word_embeddings.weight"
+_OUTPUT = "output_layer.weight"
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Learned positions are compared by their shape; a table of rotations is the served model's own.
 _MAY_DIFFER = {"max_sequence_length"}
 
@@ -31,27 +34,55 @@ def update_weights(model: GPTModel, source: str | Path | Mapping[str, Any]) -> N
             as a whole first.
 
     Raises:
-        CheckpointError: a name, a shape or a directory's config.json does not fit; the model is
-            unchanged.
+        CheckpointError: a name, a shape, a dtype or a directory's config.json does not fit; the
+            model is unchanged.
     """
     loaded = _read(model, source) if isinstance(source, (str, Path)) else source
+    if not isinstance(loaded, Mapping):
+        raise CheckpointError(
+            f"the new weights are a {type(loaded).__name__}; give a model directory, a "
+            ".safetensors file or a state dict"
+        )
     targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    tensors = {name: value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
+    tied = model.share_embeddings_and_output_weights
+    if tied:
+        targets[_OUTPUT] = targets[_EMBEDDING]
+    # megatron-core's layers have an extra state each, which holds no weights.
+    tensors = {k: v for k, v in loaded.items() if not str(k).endswith("_extra_state")}
     if not tensors:
         raise CheckpointError("the new weights are empty; give parameters by their names")
     for name, tensor in tensors.items():
-        target = targets.get(name)
-        if target is None and name != "output_layer.weight":
+        if name not in targets:
             raise CheckpointError(f"the new weights hold {name}, which the model does not have")
-        if target is not None and target.shape != tensor.shape:
+        _check_tensor(name, tensor, targets[name])
+    if tied and {_OUTPUT, _EMBEDDING} <= tensors.keys():
+        shared = targets[_EMBEDDING]
+        if not torch.equal(tensors[_OUTPUT].to(shared), tensors[_EMBEDDING].to(shared)):
             raise CheckpointError(
-                f"the new {name} has shape {tuple(tensor.shape)}, the model's has "
-                f"{tuple(target.shape)}"
+                f"the new {_OUTPUT} differs from the new {_EMBEDDING}, to which the model ties it"
             )
     with torch.no_grad():
         for name, tensor in tensors.items():
-            if name in targets:
-                targets[name].copy_(tensor)
+            targets[name].copy_(tensor)
+
+
+def _check_tensor(name: str, new: Any, target: torch.Tensor) -> None:
+    """Raise where ``new`` cannot be copied to ``target`` as it is."""
+    # Subclasses may hold their values in another way, or a share of them.
+    if type(new) not in (torch.Tensor, torch.nn.Parameter):
+        raise CheckpointError(f"the new {name} is a {type(new).__name__}; give a torch.Tensor")
+    if new.is_meta or new.is_nested or new.layout != torch.strided:
+        kind = "meta" if new.is_meta else "nested" if new.is_nested else new.layout
+        raise CheckpointError(f"the new {name} is a {kind} tensor; give one with all its values")
+    if target.shape != new.shape:
+        raise CheckpointError(
+            f"the new {name} has shape {tuple(new.shape)}, the model's has {tuple(target.shape)}"
+        )
+    if new.dtype != target.dtype and not (new.dtype in _FLOATS and target.is_floating_point()):
+        raise CheckpointError(
+            f"the new {name} has dtype {new.dtype}, the model's has {target.dtype}; supported are "
+            f"{', '.join(map(str, _FLOATS))}"
+        )
 
 
 def _read(model: GPTModel, path: str | Path) -> Mapping[str, Any]:

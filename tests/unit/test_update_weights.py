@@ -134,6 +134,9 @@ def test_a_block_that_fills_after_an_update_keeps_its_old_keys_to_itself() -> No
         ({}, "empty"),
         ({"decoder.final_layernorm.weight": torch.ones(3)}, "(3,)"),
         ({"decoder.no_such.weight": torch.ones(3)}, "decoder.no_such.weight"),
+        (None, "NoneType; give a model directory"),
+        (7, "int; give a model directory"),
+        ([("decoder.final_layernorm.weight", torch.ones(32))], "list; give a model directory"),
         ("no/such/directory", "no/such/directory"),
         (__file__, ".safetensors"),
     ],
@@ -200,3 +203,59 @@ def test_a_model_that_its_user_built_has_no_config_to_compare(tmp_path: Path) ->
     served.model_config = None
     update_weights(served, tmp_path)
     assert same(copied(served), copied(model(2)))
+
+
+NORM = "decoder.final_layernorm.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (NORM, torch.ones(32).numpy(), "is a ndarray; give a torch.Tensor"),
+        (NORM, None, "is a NoneType"),
+        (NORM, torch.ones(32).to_sparse(), "is a torch.sparse_coo tensor"),
+        (NORM, torch.ones(32, device="meta"), "is a meta tensor; give one with all its values"),
+        (NORM, torch.ones(32, dtype=torch.int8), "has dtype torch.int8, the model's has torch.fl"),
+        (NORM, torch.ones(32, dtype=torch.bool), "has dtype torch.bool"),
+        (NORM, torch.ones(32, dtype=torch.complex64), "has dtype torch.complex64"),
+        (NORM, torch.ones(32).to(torch.float8_e4m3fn), "has dtype torch.float8_e4m3fn"),
+        (OUTPUT, torch.ones(3, 5), "has shape (3, 5), the model's has (64, 32)"),
+        (OUTPUT, torch.ones(64, 32), f"differs from the new {EMBEDDING}"),
+    ],
+)
+def test_one_tensor_that_does_not_fit_leaves_all_as_they_are(
+    name: str, value: object, message: str
+) -> None:
+    served = model(1)
+    before = copied(served)
+    with pytest.raises(CheckpointError) as raised:
+        update_weights(served, {EMBEDDING: torch.zeros(64, 32), name: value})
+    assert message in str(raised.value) and name in str(raised.value)
+    assert same(copied(served), before)
+
+
+@pytest.mark.parametrize("names", [{EMBEDDING}, {OUTPUT}, {EMBEDDING, OUTPUT}])
+def test_a_tied_weight_is_taken_by_either_name(names: set[str]) -> None:
+    served = model(1)
+    new = torch.randn(64, 32)
+    # Equal once both are in the model's dtype.
+    stored = {EMBEDDING: new, OUTPUT: new.double() * (1 + 1e-12)}
+    update_weights(served, {name: stored[name] for name in names})
+    assert torch.equal(copied(served)[EMBEDDING], new)
+
+
+def test_other_floats_are_converted_and_extra_states_are_no_weights() -> None:
+    served = model(1)
+    new = {name: tensor.bfloat16() for name, tensor in copied(model(2)).items()}
+    update_weights(served, {**new, "decoder.layers.0.mlp.linear_fc1._extra_state": None})
+    assert same(copied(served), {name: tensor.float() for name, tensor in new.items()})
+
+
+def test_its_own_state_dict_always_fits() -> None:
+    for config in (CONFIG, UNTIED):
+        served = model(1, config)
+        before = copied(served)
+        update_weights(served, served.state_dict())
+        assert same(copied(served), before)
