@@ -43,8 +43,8 @@ class DecodeBench:
         for batch_size in self._args.batch_sizes:
             for depths in self._groups(batch_size):
                 self._measure(batch_size, depths, progress)
-            compare_with_serial(self.results)
-            progress.keep()
+                compare_with_serial(self.results)
+                progress.keep()
         if self._args.profile and self._cuda:
             for row in [row for row in self.results if "error" not in row]:
                 self._profile(row, progress)

@@ -64,7 +64,6 @@ class RaggedBench:
         for depth in self._args.depths:
             work = partial(self._depth, depth=depth, wishes=wishes, progress=progress)
             self._guarded(depth, progress, work)
-            compare_with_serial(self.results)
 
     def requests(self) -> list[list[tuple[list[int], int]]]:
         """Prompts, and as many tokens as they generated here."""
@@ -102,6 +101,7 @@ class RaggedBench:
                     f"{sum(map(len, runs[-1].tokens)) / runs[-1].seconds:.0f} tokens/s"
                 )
             self.results.append(self._row(made, depth, rate, runs))
+            compare_with_serial(self.results)
             progress.keep()
         if self._args.profile and self._subject.device.type == "cuda":
             # After what is timed: a profiler slows the host. Arrivals do not matter in the middle.

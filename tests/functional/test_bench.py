@@ -257,17 +257,20 @@ def test_a_run_that_is_cut_off_shows_what_it_measured(
 ) -> None:
     make = bench_decode_run.make_engine
 
-    def make_until_cut_off(subject: Subject, batch_size: int, *args: Any, **kwargs: Any) -> Any:
-        if batch_size == 2:
+    def make_until_cut_off(
+        subject: Subject, batch_size: int, depth: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        if (batch_size, depth) == (2, 1):
             signal.raise_signal(signal.SIGTERM)
-        return make(subject, batch_size, *args, **kwargs)
+        return make(subject, batch_size, depth, *args, **kwargs)
 
     monkeypatch.setattr(bench_decode_run, "make_engine", make_until_cut_off)
     path = tmp_path / "report.json"
-    options = ("--batch-sizes", "1,2", "--depths", "0", "--rounds", "1", "--json", str(path))
+    options = ("--batch-sizes", "1,2", "--depths", "0,1", "--rounds", "1", "--json", str(path))
     assert main(["bench", *SMALL, *options]) == 130
-    (row,) = json.loads(path.read_text())["results"]
-    assert row["batch"] == 1
+    rows = json.loads(path.read_text())["results"]
+    assert [(row["batch"], row["depth"]) for row in rows] == [(1, 0), (1, 1), (2, 0)]
+    assert all(row["speedup_over_serial"] for row in rows)
     assert "ms/step" in capsys.readouterr().out
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,26 @@ def test_a_depth_that_fails_leaves_the_others(
         ["-", "2"],
         ["at-once", "1"],
     ]
+
+
+def test_a_run_that_is_cut_off_shows_what_it_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = bench_ragged_run.run_workload
+    runs: list[Any] = []
+
+    def run_until_cut_off(*args: Any, **kwargs: Any) -> Any:
+        if len(runs) == 3:  # those for end tokens and to warm up, and the first rate
+            signal.raise_signal(signal.SIGTERM)
+        runs.append(run(*args, **kwargs))
+        return runs[-1]
+
+    monkeypatch.setattr(bench_ragged_run, "run_workload", run_until_cut_off)
+    path = tmp_path / "report.json"
+    options = ("--depths", "0,1", "--arrival-rate", "inf,200", "--json", str(path))
+    assert main(["bench", *SMALL, *options]) == 130
+    (row,) = json.loads(path.read_text())["results"]
+    assert (row["depth"], row["speedup_over_serial"]) == (0, 1.0)
 
 
 # --- the load ---------------------------------------------------------------------------------
