@@ -115,7 +115,7 @@ def add_command(commands: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command. Returns 2 if a prompt of several could not be served."""
+    """Run the command. Returns 2 if a prompt could not be served."""
     depth = resolve_scheduling(args.inference_async_scheduling, args.depth, default=False)
     config = engine_config(args, depth, random_seed=args.seed)
     jobs = read_jobs(args.prompt, args.prompt_file)
@@ -133,7 +133,11 @@ def run(args: argparse.Namespace) -> int:
 def _submit(
     engine: DynamicInferenceEngine, args: argparse.Namespace, jobs: list[Job], writer: Writer
 ) -> int:
-    """Queue every job under its index; returns how many could not be served."""
+    """Queue every job under its index; returns how many could not be served.
+
+    Raises:
+        RequestError: the only one could not, and no line of JSON was asked for.
+    """
     refused = 0
     for index, job in enumerate(jobs):
         try:
@@ -141,7 +145,7 @@ def _submit(
             params = _sampling_params(engine, args, job)
             engine.add_request(index, job.prompt, params, priority=job.priority)
         except RequestError as error:
-            if len(jobs) == 1:
+            if len(jobs) == 1 and not args.json:
                 raise RequestError(f"{job.source}: {error}") from error
             message = f"{job.source}: {name_options(str(error))}"
             print(f"{PROGRAM}: error: {message}", file=sys.stderr)

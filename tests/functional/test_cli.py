@@ -217,6 +217,14 @@ def test_a_single_bad_prompt_is_one_line(
         assert part in err
 
 
+def test_a_single_bad_prompt_has_its_line_of_json(model: str, capsys: Capture) -> None:
+    status, out, err = call(capsys, "generate", "--json", "--model", model, "--prompt", "")
+    assert status == 2
+    (record,) = [json.loads(line) for line in out.splitlines()]
+    assert (record["prompt"], record["text"]) == ("", None)
+    assert "--prompt 1: " in record["error"] and f"error: {record['error']}\n" in err
+
+
 def test_default_length_is_cut_to_what_the_model_allows(model: str, capsys: Capture) -> None:
     prompt = "x" * (MAX_LENGTH - 10)
     (record,) = generate_json(capsys, "--model", model, "--prompt", prompt)
