@@ -12,7 +12,8 @@ from typing import Any, TextIO
 from megatron_async.errors import ConfigError, RequestError
 
 SAMPLING_FIELDS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
-"""What a line of a .jsonl file may set for itself, named as the options are; and ``priority``."""
+"""What a line of a .jsonl file may set for itself, named as the options are; and ``priority``. A
+null sets nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,4 +86,5 @@ def _parse_json(source: str, line: str) -> Job:
     if unknown:
         known = ", ".join(("prompt", *SAMPLING_FIELDS, "priority"))
         return Job(source, prompt, error=f"unknown field {unknown[0]!r}; known are {known}")
-    return Job(source, prompt, values, priority)
+    sampling = {name: value for name, value in values.items() if value is not None}
+    return Job(source, prompt, sampling, priority)

@@ -209,6 +209,13 @@ def test_a_bad_line_of_json_is_an_error_of_that_line(line: str, error: str, tmp_
     assert (good.prompt, good.error) == ("good", None)
 
 
+def test_a_null_leaves_the_option_as_it_is(tmp_path: Path) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "a", "max_new_tokens": null, "temperature": null, "top_p": 0.5}')
+    (job,) = read_jobs([], [str(file)])
+    assert (job.sampling, job.error) == ({"top_p": 0.5}, None)
+
+
 @pytest.mark.parametrize("content", [b"\xff\xfe\n", b"\n\n"])
 def test_a_file_without_prompts_is_refused(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
