@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
@@ -53,12 +52,21 @@ def read_jobs(prompts: list[str], files: list[str]) -> list[Job]:
 
 def _read_file(name: str) -> Iterator[Job]:
     try:
-        with nullcontext(sys.stdin) if name == "-" else open(name, encoding="utf-8-sig") as file:
+        with _open(name) as file:
             yield from _read_lines(name, file)
     except OSError as error:
         raise ConfigError(f"--prompt-file {name}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"--prompt-file {name}: not UTF-8 text: {error}") from error
+
+
+def _open(name: str) -> TextIO:
+    """Text is read alike from a file and from the standard input, whatever the locale."""
+    if name != "-":
+        return open(name, encoding="utf-8-sig")
+    if sys.stdin is None:
+        raise ConfigError("--prompt-file -: the standard input is closed; redirect a file to it")
+    return open(sys.stdin.fileno(), encoding="utf-8-sig", closefd=False)
 
 
 def _read_lines(name: str, file: TextIO) -> Iterator[Job]:

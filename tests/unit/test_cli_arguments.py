@@ -216,6 +216,21 @@ def test_a_null_leaves_the_option_as_it_is(tmp_path: Path) -> None:
     assert (job.sampling, job.error) == ({"top_p": 0.5}, None)
 
 
+def test_the_standard_input_is_read_as_a_file_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes("\ufeffab\r\nc\u00e4\n".encode())
+    assert [job.prompt for job in read_jobs([], [str(file)])] == ["ab", "c\u00e4"]
+    with file.open(encoding="latin-1", newline="\n") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert [job.prompt for job in read_jobs([], ["-"])] == ["ab", "c\u00e4"]
+        stdin.fileno()  # still open
+    monkeypatch.setattr(sys, "stdin", None)  # as Python has it where there is none
+    with pytest.raises(ConfigError, match="--prompt-file -: the standard input is closed"):
+        read_jobs([], ["-"])
+
+
 @pytest.mark.parametrize("content", [b"\xff\xfe\n", b"\n\n"])
 def test_a_file_without_prompts_is_refused(content: bytes, tmp_path: Path) -> None:
     file = tmp_path / "prompts.txt"
