@@ -1,15 +1,17 @@
 """The console script ``megatron-async``: parses arguments, runs a command, reports errors.
 
-Exit status: 0 success, 1 a comparison failed, 2 bad input (one line on stderr), 130 interrupted.
+Exit status: 0 success, 1 a comparison failed, 2 bad input or output that cannot be written (one
+line on stderr), 130 interrupted.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
 
-from megatron_async.errors import MegatronAsyncError
+from megatron_async.errors import ConfigError, MegatronAsyncError
 from megatron_async.version import __version__
 
 from . import bench, demo, generate, info, trace, verify
@@ -48,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     args = build_parser().parse_args(argv)
     try:
+        _prepare_stdout()
         status: int = args.run(args)
         sys.stdout.flush()
         return status
@@ -57,10 +60,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"\n{PROGRAM}: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
-        # The reader has gone. Python would complain again when it flushes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader has gone
+        _drop_stdout()
         return EXIT_BROKEN_PIPE
+    except OSError as error:
+        # Of a file that was opened by name, or of a library: that is no stream, but a bug.
+        if error.filename is not None or error.errno is None:
+            raise
+        _drop_stdout()
+        print(
+            f"{PROGRAM}: error: the standard output cannot be written: {error.strerror}; "
+            "redirect it to another place",
+            file=sys.stderr,
+        )
+        return EXIT_BAD_INPUT
+
+
+def _prepare_stdout() -> None:
+    """Show what the terminal's encoding lacks as escapes, as stderr does.
+
+    Raises:
+        ConfigError: there is no standard output.
+    """
+    if sys.stdout is None:
+        raise ConfigError("the standard output is closed; redirect it to a file or to /dev/null")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _drop_stdout() -> None:
+    """Python would complain again when it flushes stdout at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":
