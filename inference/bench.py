@@ -8,16 +8,17 @@ import math
 import shlex
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from megatron_async.config import MAX_DEPTH
 from megatron_async.errors import ConfigError
 
 from .options import PROGRAM, SEED, add_subject_options, integer, number
+from .output_file import OutputFile
 
 BASELINE_NAMES = ("transformers", "transformers-cb")
 EXIT_FAILED = 1
+EXIT_UNWRITTEN = 2
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "decode": {"batch_sizes": [1], "prompt_tokens": 128, "new_tokens": 512},
@@ -151,22 +152,32 @@ def resolve(args: argparse.Namespace) -> None:
         raise ConfigError("--all-buckets belongs to --workload decode; ragged captures all anyway")
     if bool(args.stall_us) != (args.stall_every is not None):
         raise ConfigError("--stall-us and --stall-every belong together; give both or neither")
-    if args.json not in (None, "-") and not Path(args.json).absolute().parent.is_dir():
-        raise ConfigError(f"--json {args.json}: its directory does not exist; create it first")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     resolve(args)
+    file = None if args.json in (None, "-") else OutputFile("--json", args.json)
+    from tqdm import tqdm
+
     from .bench_guard import loud_ends
     from .bench_run import collect
 
     report: dict[str, Any] = {}
+    unwritten = False
 
     def keep(latest: dict[str, Any]) -> None:
+        nonlocal unwritten
         report.update(latest)
-        if args.json not in (None, "-"):
-            Path(args.json).write_text(json.dumps(report, indent=1) + "\n")
+        try:
+            if file is not None:
+                file.write(json.dumps(report, indent=1) + "\n")
+            unwritten = False
+        except ConfigError as error:
+            # Said once; the table will show what is still to be measured.
+            if not unwritten:
+                tqdm.write(f"{PROGRAM}: error: {error}", file=sys.stderr)
+            unwritten = True
 
     with loud_ends():
         try:
@@ -175,6 +186,8 @@ def run(args: argparse.Namespace) -> int:
             # Cut off or not: what was found is not lost.
             if report.get("results"):
                 show(report, args)
+    if unwritten:
+        return EXIT_UNWRITTEN
     return 0 if report["complete"] else EXIT_FAILED
 
 

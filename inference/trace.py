@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from megatron_async.config import DEFAULT_ASYNC_DEPTH, MAX_DEPTH
-from megatron_async.errors import ConfigError
 
 from .options import add_subject_options, integer
+from .output_file import OutputFile
 
 _DESCRIPTION = """\
 Record some decode steps and write them as a trace for https://ui.perfetto.dev: what the host does,
@@ -54,9 +53,7 @@ def add_command(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    path = Path(args.output)
-    if not path.absolute().parent.is_dir() or path.is_dir():
-        raise ConfigError(f"--output {args.output}: no file can be there; choose another place")
+    file = OutputFile("--output", args.output)
     from tqdm import tqdm
 
     from megatron_async.version import __version__
@@ -82,10 +79,10 @@ def run(args: argparse.Namespace) -> int:
         "displayTimeUnit": "ns",
         "otherData": {"megatron-async": __version__, "title": title},
     }
-    path.write_text(json.dumps(trace, separators=(",", ":")) + "\n")
+    file.write(json.dumps(trace, separators=(",", ":")) + "\n")
     print(
         f"{title}: {summary.beside} of {summary.commits} commits ran beside the forward of a "
         f"later ticket (tickets {summary.first_ticket} to {summary.last_ticket})"
     )
-    print(f"{path}: open it at https://ui.perfetto.dev")
+    print(f"{args.output}: open it at https://ui.perfetto.dev")
     return 0

@@ -227,6 +227,7 @@ def test_on_a_gpu(depth: int, kernels: bool, tmp_path: Path) -> None:
         (("--shape", "gpt2", "--model", "tiny"), "not allowed with"),
         (("--kernels",), "--kernels needs a GPU"),
         (("-o", "/nowhere/trace.json"), "/nowhere/trace.json"),
+        (("-o", "/proc/trace.json"), "--output /proc/trace.json: cannot be written"),
         (("--model", "/nowhere"), "not a directory"),
         (("--steps", "2"), "at least 6"),
     ],
@@ -241,6 +242,14 @@ def test_bad_arguments_are_one_line(
     captured = capsys.readouterr()
     assert status == 2 and not captured.out
     assert message in captured.err and captured.err.count("\n") == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_trace_that_finds_no_room_is_one_line(capsys: Capture) -> None:
+    assert main(["trace", *SMALL, "--shape", "tiny-llama", "-o", "/dev/full"]) == 2
+    captured = capsys.readouterr()
+    assert "--output /dev/full: cannot be written: No space left" in captured.err
+    assert captured.err.count("\n") == 1 and not captured.out
 
 
 # --- the parts --------------------------------------------------------------------------------
