@@ -247,4 +247,4 @@ def _option(name: str) -> str:
 
 
 def _word(value: object) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)

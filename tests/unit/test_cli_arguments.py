@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from megatron_async.config import EngineConfig
 from megatron_async.errors import ConfigError
+from megatron_async.inference import bench
 from megatron_async.inference.cli import build_parser, main
 from megatron_async.inference.options import (
     FLAGS,
@@ -257,3 +259,12 @@ def test_every_shape_can_be_asked_for(command: str) -> None:
     assert len(SHAPES) > 4
     for shape in SHAPES:
         assert build_parser().parse_args([command, "--shape", shape]).shape == shape
+
+
+def test_a_bench_report_tells_the_command_that_measures_the_same() -> None:
+    options = "--workload ragged --arrival-rate inf,40,0.1234567 --host-work-us 1234567.5"
+    args = build_parser().parse_args(["bench", *options.split()])
+    bench.resolve(args)
+    command = bench.command_line(args)
+    assert "--arrival-rate inf,40,0.1234567 " in command
+    assert build_parser().parse_args(shlex.split(command)[1:]) == args
