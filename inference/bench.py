@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from megatron_async.config import MAX_DEPTH
+from megatron_async.config import MAX_DEPTH, MAX_REQUESTS
 from megatron_async.errors import ConfigError
 
 from .options import PROGRAM, SEED, add_subject_options, integer, number
@@ -78,14 +78,16 @@ def add_command(commands: Any) -> None:
     parser.set_defaults(run=run)
     add_subject_options(parser)
     add = parser.add_argument_group("workload decode").add_argument
-    add("--batch-sizes", type=_several(integer(1)), metavar="B,...", help="default: 1")
+    add(
+        "--batch-sizes", type=_several(integer(1, MAX_REQUESTS)), metavar="B,...", help="default: 1"
+    )
     add("--prompt-tokens", type=integer(1), metavar="N", help="default: 128")
     add("--new-tokens", type=integer(1), metavar="N", help="default: 512")
     add("--all-buckets", action="store_true", help="capture every row bucket, not just the batch")
 
     add = parser.add_argument_group("workload ragged").add_argument
     add("--requests", type=integer(1), metavar="N", help="default: 512")
-    add("--max-requests", type=integer(1), metavar="N", help="at once (default: 128)")
+    add("--max-requests", type=integer(1, MAX_REQUESTS), metavar="N", help="at once (default: 128)")
     add("--prompt-range", type=_range, metavar="LOW,HIGH", help="tokens (default: 32,2048)")
     add("--output-range", type=_range, metavar="LOW,HIGH", help="tokens (default: 16,1024)")
     add(

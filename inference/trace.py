@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from megatron_async.config import DEFAULT_ASYNC_DEPTH, MAX_DEPTH
+from megatron_async.config import DEFAULT_ASYNC_DEPTH, MAX_DEPTH, MAX_REQUESTS
 
 from .options import add_subject_options, integer
 from .output_file import OutputFile
@@ -27,7 +27,7 @@ def add_command(commands: Any) -> None:
     parser.set_defaults(run=run)
     add_subject_options(parser)
     add = parser.add_argument_group("recording").add_argument
-    add("--batch-size", type=integer(1), default=4, metavar="B", help="default: 4")
+    add("--batch-size", type=integer(1, MAX_REQUESTS), default=4, metavar="B", help="default: 4")
     add(
         "--depth",
         type=integer(0, MAX_DEPTH),

@@ -51,7 +51,10 @@ def open_engine(args: argparse.Namespace) -> tuple[DynamicInferenceEngine, str]:
     if args.kernels and resolve_device(args.device).type != "cuda":
         raise ConfigError("--kernels needs a GPU, and the device is the CPU; leave it out")
     length = args.prompt_tokens + new_tokens(args)
-    what = f"--prompt-tokens {args.prompt_tokens} and --steps {args.steps}"
+    what = (
+        f"--prompt-tokens {args.prompt_tokens}, --steps {args.steps}, --batch-size "
+        f"{args.batch_size} and --depth {args.depth}"
+    )
     subject = load_subject(args, longest=length, what=what)
     device, wrapper = subject.device, subject.wrapper
     block_size = EngineConfig().block_size_tokens

@@ -141,6 +141,7 @@ def test_embedded_model_is_measured_by_default(capsys: Capture) -> None:
         (("--shape", "llama9b"), "invalid choice"),
         (("--shape", "gpt2", "--model", "tiny"), "not allowed with"),
         (("--batch-sizes", "1,none"), "must be an integer"),
+        (("--batch-sizes", "1,65537"), "argument --batch-sizes: '65537' must be an integer"),
         (("--depths", "0,65"), "between 0 and 64"),
         (("--rounds", "0"), "at least 1"),
         (("--stall-us", "5"), "--stall-every"),

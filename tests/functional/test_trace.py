@@ -223,7 +223,9 @@ def test_on_a_gpu(depth: int, kernels: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--shape", "gpt2", "--steps", "1000"), "--prompt-tokens 64 and --steps 1000"),
+        (("--shape", "gpt2", "--steps", "1000"), "--prompt-tokens 64, --steps 1000, --batch"),
+        (("--shape", "gpt2", "--batch-size", "1000"), "--batch-size 1000 and --depth 1 make"),
+        (("--batch-size", "65537"), "argument --batch-size: '65537' must be an integer between"),
         (("--shape", "gpt2", "--model", "tiny"), "not allowed with"),
         (("--kernels",), "--kernels needs a GPU"),
         (("-o", "/nowhere/trace.json"), "/nowhere/trace.json"),
