@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_async.errors import ConfigError
+from megatron_async.errors import MegatronAsyncError
 from megatron_async.requests import SamplingParams
 
 from .bench_engine import Started
@@ -16,6 +16,10 @@ from .bench_timeline import WINDOWS_SKIPPED, Timeline, analyse, profile
 
 PROFILED_STEPS = 50
 WARM_UP_TOKENS = 12
+
+
+class NoSteadyStepsError(MegatronAsyncError):
+    """A batch is so large that its first requests end before its last ones decode."""
 
 
 class Round(NamedTuple):
@@ -52,7 +56,7 @@ def run_round(engine: Any, batch_size: int, load: Load) -> Round:
     fill the chain, and the last drain it: neither is counted.
 
     Raises:
-        ConfigError: the load is too short to have steady steps.
+        NoSteadyStepsError: the load is too short for such a batch.
     """
     start(engine, batch_size, load, load.new_tokens)
     counters = engine.counters
@@ -70,7 +74,7 @@ def run_round(engine: Any, batch_size: int, load: Load) -> Round:
     full = [n for n, count in enumerate(tokens) if count == batch_size]
     steady = full[engine.depth + 4 : len(full) - engine.depth - 1]
     if not steady:
-        raise ConfigError("no step decoded all rows together; raise --new-tokens")
+        raise NoSteadyStepsError("no step decoded all rows together; raise --new-tokens")
     return Round([ends[n] - ends[n - 1] for n in steady], [hosts[n] for n in steady])
 
 

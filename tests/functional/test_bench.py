@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron_async.errors import CacheTooLargeError
-from megatron_async.inference import bench_decode_run, bench_load, bench_run
+from megatron_async.inference import bench_decode_run, bench_engine, bench_load, bench_run
 from megatron_async.inference.bench_decode import run_round
 from megatron_async.inference.bench_engine import make_engine
 from megatron_async.inference.bench_load import Load, add_host_work, prompts
@@ -255,6 +255,22 @@ def test_a_failed_batch_is_marked_and_the_others_are_measured(
     assert "Traceback" in captured.err and "in make_small" in captured.err
     assert "failed: batch 3, depth 0: ZeroDivisionError: broken" in captured.out
     assert captured.out.splitlines()[2].split()[:3] == ["2", "0", "failed"]
+
+
+def test_a_batch_that_never_decodes_together_leaves_the_others(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(bench_engine, "MOST_PREFILL_TOKENS", 8)  # of one prompt
+    path = tmp_path / "report.json"
+    options = ("--batch-sizes", "2,30,1", "--depths", "0", "--rounds", "1", "--new-tokens", "14")
+    assert main(["bench", *SMALL, *options, "--json", str(path)]) == 1
+    rows = json.loads(path.read_text())["results"]
+    assert [(row["batch"], row.get("error")) for row in rows] == [
+        (2, None),
+        (30, "no step decoded all rows together; raise --new-tokens"),
+        (1, None),
+    ]
+    assert "Traceback" not in capsys.readouterr().err
 
 
 def test_a_run_that_is_cut_off_shows_what_it_measured(
