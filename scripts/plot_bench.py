@@ -47,7 +47,7 @@ def panels_of(report: dict[str, Any], others: list[tuple[str, int, Bar]]) -> lis
         mine = [row for row in rows if row["arrival_rate" if ragged else "batch"] == key]
         height = "output_tokens_per_second" if ragged else "step_ms_mean"
         bars = [
-            Bar(f"depth {row['depth']}", row[height], "ours" if row["depth"] else "serial")
+            Bar(f"depth {row['depth']}", float(row[height]), "ours" if row["depth"] else "serial")
             for row in mine
         ]
         title = f"{report['shape']}, batch {key}"
@@ -58,7 +58,8 @@ def panels_of(report: dict[str, Any], others: list[tuple[str, int, Bar]]) -> lis
         else:
             bars += [_other(row, "step_ms_mean") for row in found if row["batch"] == key]
             bars += [bar for shape, at, bar in others if (shape, at) == (report["shape"], key)]
-        panels.append(Panel(title + slowed, unit, bars, mine[0].get("floor_ms")))
+        floor = mine[0].get("floor_ms")
+        panels.append(Panel(title + slowed, unit, bars, None if floor is None else float(floor)))
     return panels
 
 
@@ -66,7 +67,7 @@ def _other(row: dict[str, Any], height: str) -> Bar:
     name = "transformers"
     if "continuous" in row["engine"]:
         name += " cb async" if "asynchronous" in row["engine"] else " cb"
-    return Bar(name, row[height], "other")
+    return Bar(name, float(row[height]), "other")
 
 
 def draw(panels: list[Panel], heading: str, out: Path) -> None:
@@ -133,6 +134,12 @@ def main() -> int:
             return fail(f"{file}: not of this version of bench ({error})")
     if not panels:
         return fail("nothing in these files was measured")
+    for shape, batch, bar in args.other:
+        if not any(bar is shown for panel in panels for shown in panel.bars):
+            there = "; ".join(dict.fromkeys(panel.title for panel in panels))
+            return fail(
+                f"--other {shape}:{batch}:{bar.name}: there is no such panel, but these: {there}"
+            )
     try:
         draw(panels, "; ".join(machines), args.output)
     except ImportError:

@@ -92,7 +92,21 @@ def test_several_files_make_one_png(tmp_path: Path) -> None:
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", "nothing"])
+def test_a_figure_that_no_panel_shows_is_one_line(tmp_path: Path) -> None:
+    given = tmp_path / "given.json"
+    given.write_text(json.dumps(DECODE))
+    out = tmp_path / "out.png"
+    run = run_plot(str(given), "-o", str(out), "--other", "llama8b:9:vLLM=5.49")
+    assert run.returncode == 2 and run.stderr.count("\n") == 1 and not out.exists()
+    assert "--other llama8b:9:vLLM: there is no such panel" in run.stderr
+    assert "llama8b, batch 32" in run.stderr
+
+
+WITHOUT_HEIGHT = copy.deepcopy(DECODE)
+WITHOUT_HEIGHT["results"][0]["step_ms_mean"] = None
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "nothing", json.dumps(WITHOUT_HEIGHT)])
 def test_plot_of_something_else_is_one_line(tmp_path: Path, text: str) -> None:
     given = tmp_path / "given.json"
     given.write_text(text)
