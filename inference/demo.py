@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from megatron_async.errors import ConfigError
 from megatron_async.requests import SamplingParams
 
 from .options import (
@@ -73,6 +74,11 @@ def run(args: argparse.Namespace) -> int:
     warm_up = [Work(PROMPTS[0], SamplingParams(temperature=0.0, num_tokens_to_generate=4))]
     print(f"Loading model {args.model}.", flush=True)
     with load_engine(args.model, config) as engine:
+        if engine.controller.tokenizer is None:
+            raise ConfigError(
+                f"--model {args.model} has no tokenizer, and the prompts of demo are text; use "
+                "verify, which makes token ids of its own"
+            )
         decode(engine, warm_up)
         print(f"Decoding {len(works)} prompts together, {_mode(depth)}.\n", flush=True)
         stream = OrderedStream(works)

@@ -200,7 +200,7 @@ def _verify_random(
                 decoded.depth,
                 decoded.differences(runs[0]),
                 dataclasses.asdict(seen),
-                seen.missing(decoded.depth),
+                seen.missing(decoded.depth, args.inference_logging_step_interval),
                 decoded.counters,
                 decoded.seconds,
             )

@@ -109,11 +109,14 @@ class Witnesses:
     crossed_blocks: int
     chunked_prefills: int
 
-    def missing(self, depth: int) -> list[str]:
-        """What did not happen at this depth, and how to make it happen."""
+    def missing(self, depth: int, logging: int = 0) -> list[str]:
+        """What did not happen at this depth, and how to make it happen; every ``logging`` steps
+        one was logged, which commits all before the next."""
+        overlap_more = "--inference-logging-step-interval, as a logged step is a barrier, or "
         remedies = {
             "finished_early": "no request ended before its length: raise --requests",
-            "discarded": "no token was sampled past a request's end: raise --requests",
+            "discarded": "no token was sampled past a request's end: raise "
+            f"{overlap_more if logging else ''}--requests",
             "waited": "no request waited for a slot: raise --requests above --max-requests",
             "crossed_blocks": "no decoding request crossed a KV block: lower "
             "--inference-dynamic-batching-block-size",

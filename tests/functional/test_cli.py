@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -262,6 +264,18 @@ def test_verify_fails_when_nothing_had_to_wait(model: str, capsys: Capture) -> N
     assert "waited for a slot" in err
 
 
+def test_verify_names_the_log_that_keeps_steps_from_overlapping(
+    model: str, capsys: Capture, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "megatron_async")  # and back, as the command sets it
+    arguments = ("--model", model, "--requests", "12", "--depths", "1")
+    logged = ("--inference-logging-step-interval", "1")
+    status, _, err = call(capsys, "verify", *arguments, *logged)
+    assert status == 1
+    assert "depth 1: no token was sampled past" in err
+    assert "raise --inference-logging-step-interval, as a logged step is a barrier" in err
+
+
 def test_verify_fails_when_a_token_differs(
     model: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -383,6 +397,16 @@ def test_demo_shows_texts_and_that_they_are_equal(model: str, capsys: Capture) -
     assert "def is_palindrome(text):" in out
     assert "asynchronously depth 1" in out
     assert "Equal: all" in out
+
+
+def test_demo_without_a_tokenizer_says_what_to_use(
+    model: str, tmp_path: Path, capsys: Capture
+) -> None:
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(Path(model) / name, tmp_path)
+    status, _, err = call(capsys, "demo", "--model", str(tmp_path))
+    assert status == 2 and err.count("\n") == 1
+    assert f"--model {tmp_path} has no tokenizer" in err and "use verify" in err
 
 
 def test_info_names_versions_and_devices() -> None:
