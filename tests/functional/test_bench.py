@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import signal
 import time
 import weakref
@@ -21,7 +20,6 @@ from megatron_async.inference.bench_engine import make_engine
 from megatron_async.inference.bench_load import Load, add_host_work, prompts
 from megatron_async.inference.bench_report import as_table
 from megatron_async.inference.cli import main
-from megatron_async.inference.output_file import OutputFile
 from megatron_async.inference.shapes import SHAPES, build_shape, floor_ms, weight_bytes
 from megatron_async.inference.subject import Subject
 from megatron_async.models.wrapper import GPTInferenceWrapper
@@ -293,49 +291,6 @@ def test_a_run_that_is_cut_off_shows_what_it_measured(
     assert [(row["batch"], row["depth"]) for row in rows] == [(1, 0), (1, 1), (2, 0)]
     assert all(row["speedup_over_serial"] for row in rows)
     assert "ms/step" in capsys.readouterr().out
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_report_that_finds_no_room_is_said_once(capsys: Capture) -> None:
-    options = ("--batch-sizes", "1,2", "--depths", "0", "--rounds", "1", "--json", "/dev/full")
-    assert main(["bench", *SMALL, *options]) == 2
-    captured = capsys.readouterr()
-    error = "error: --json /dev/full: cannot be written: No space left on device; choose"
-    assert captured.err.count("error: ") == captured.err.count(error) == 1
-    rows = [line.split() for line in captured.out.splitlines()[2:4]]
-    assert [(row[:2], row[2] != "failed") for row in rows] == [
-        (["1", "0"], True),
-        (["2", "0"], True),
-    ]
-
-
-def test_a_file_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, link = tmp_path / "report.json", tmp_path / "link.json"
-    link.symlink_to(path)
-    file = OutputFile("--json", str(link))
-    assert not path.exists()
-    file.write("old")
-    write = Path.write_text
-
-    def cut_off(self: Path, text: str) -> int:
-        write(self, text[:1])
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Path, "write_text", cut_off)
-    with pytest.raises(KeyboardInterrupt):
-        file.write("new")
-    assert path.read_text() == "old" and link.is_symlink()
-    assert sorted(tmp_path.iterdir()) == [link, path]
-
-
-def test_a_pipe_is_written_and_stays(tmp_path: Path) -> None:
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    file = OutputFile("--json", str(pipe))
-    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
-    file.write("text")
-    assert os.read(reader, 9) == b"text" and pipe.is_fifo()
-    os.close(reader)
 
 
 # --- the start --------------------------------------------------------------------------------

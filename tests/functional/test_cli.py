@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -20,7 +19,6 @@ from tokenizers import decoders, models, pre_tokenizers
 from megatron_async.checkpoint import save_native
 from megatron_async.engine import DynamicInferenceEngine
 from megatron_async.inference import decode as decode_module
-from megatron_async.inference import verify
 from megatron_async.inference.cli import main
 from megatron_async.inference.scenario_table import TABLE
 from megatron_async.inference.workload import Witnesses
@@ -460,44 +458,6 @@ def test_closed_pipe_is_quiet(model: str) -> None:
     if torch.version.cuda is not None:  # its torch logs when the machine has no CUDA
         lines = [line for line in lines if "No CUDA runtime is found" not in line]
     assert lines == []
-
-
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_output_without_room_is_one_line(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    with open("/dev/full", "w") as full, monkeypatch.context() as patched:
-        patched.setattr(sys, "stdout", full)
-        assert main(["verify", "--list-scenarios"]) == 2
-    err = capsys.readouterr().err
-    assert "the standard output cannot be written: No space left on device" in err
-    assert err.count("\n") == 1
-
-
-def test_a_closed_output_is_one_line(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr(sys, "stdout", None)  # as Python has it where there is none
-        assert main(["verify", "--list-scenarios"]) == 2
-    err = capsys.readouterr().err
-    assert "the standard output is closed" in err and err.count("\n") == 1
-
-
-def test_other_errors_of_the_system_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise FileNotFoundError(errno.ENOENT, "No such file or directory", "libnone.so")
-
-    monkeypatch.setattr(verify, "_list_scenarios", fail)
-    with pytest.raises(FileNotFoundError):
-        main(["verify", "--list-scenarios"])
-
-
-def test_what_the_encoding_lacks_is_shown_as_escapes(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "out.txt"
-    with file.open("w", encoding="ascii") as stdout, monkeypatch.context() as patched:
-        patched.setattr(sys, "stdout", stdout)
-        arguments = ("--model", model, "--prompt", "\u00e4", "b", "--max-new-tokens", "4")
-        assert main(["generate", *arguments, "--device", "cpu"]) == 0
-    assert file.read_bytes().startswith(b"=== 1/2: '\\xe4'\n")
 
 
 def test_tiny_writes_python(tmp_path: Path) -> None:

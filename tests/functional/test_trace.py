@@ -246,14 +246,6 @@ def test_bad_arguments_are_one_line(
     assert message in captured.err and captured.err.count("\n") == 1
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_trace_that_finds_no_room_is_one_line(capsys: Capture) -> None:
-    assert main(["trace", *SMALL, "--shape", "tiny-llama", "-o", "/dev/full"]) == 2
-    captured = capsys.readouterr()
-    assert "--output /dev/full: cannot be written: No space left" in captured.err
-    assert captured.err.count("\n") == 1 and not captured.out
-
-
 # --- the parts --------------------------------------------------------------------------------
 
 
