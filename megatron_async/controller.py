@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -196,12 +197,15 @@ class TextGenerationController:
                 graphs.launch_mixed(shape)
         return InFlight(self._pending, self)
 
-    def take(self, ticket: Ticket) -> StepResult:
-        """Wait for the tokens of ``ticket``. Its S rides at the head of the next launch; when
-        there was none, as always at depth 0, it is launched now."""
+    def flush(self, ticket: Ticket) -> None:
+        """Launch the S of ``ticket`` if it is still to be: it rides at the head of the next launch,
+        and there was none, as always at depth 0."""
         if self._pending is ticket:
             self._pending = None
             self._sample(ticket)
+
+    def take(self, ticket: Ticket) -> StepResult:
+        """Wait for the tokens of ``ticket``, whose S has been launched."""
         rows = ticket.row_bucket
         started = time.perf_counter_ns()
         values = self._results.wait(ticket.number, RESULT_FIELDS * rows)
@@ -209,15 +213,24 @@ class TextGenerationController:
         columns = values.reshape(RESULT_FIELDS, rows)[:, : len(ticket.plan.rows)]
         return StepResult(*columns.tolist())
 
-    def update_weights(self, source: str | Path | Mapping[str, Any]) -> None:
-        """Replace the model's weights in place; nothing may be in flight."""
+    @property
+    def weights_owner(self) -> Any:
+        """The object whose weights are replaced: one may be under several controllers."""
+        return getattr(self.inference_wrapped_model, "model", self.inference_wrapped_model)
+
+    def read_weights(self, source: str | Path | Mapping[str, Any]) -> Callable[[], None]:
+        """Read and check new weights. Calling the result replaces the model's in place; then
+        nothing may be in flight.
+
+        Raises:
+            CheckpointError: they do not fit.
+        """
         own = getattr(self.inference_wrapped_model, "update_weights", None)
         if own is not None:
-            own(source)
-            return
-        from megatron_async.checkpoint.update import update_weights
+            return functools.partial(own, source)
+        from megatron_async.checkpoint.update import read_weights
 
-        update_weights(self.inference_wrapped_model.model, source)
+        return read_weights(self.weights_owner, source)
 
     def poison_blocks(self, blocks: list[int]) -> None:
         """Queue garbage for freed KV blocks (debug mode)."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -41,8 +42,10 @@ class RequestDesk(DecodeLoop):
         super().__init__(controller, scheduler, book, config)
         self._intake = intake
         self._keys = itertools.count()
-        self._door = threading.Lock()
-        """Around the way in: an id that is free, its record, its place in the inbox."""
+        self._door = threading.RLock()
+        """Around the way in: an id that is free, its record, its place in the inbox. A signal's
+        handler may call the engine in the midst of it."""
+        self._request_ids = itertools.count()
 
     def add_request(
         self,
@@ -69,34 +72,57 @@ class RequestDesk(DecodeLoop):
 
     def _add(
         self,
-        request_id: int,
+        request_id: int | None,
         prompt: Prompt,
         sampling_params: SamplingParams | None,
         priority: int,
         listener: deque[TokenOutput] | None,
     ) -> tuple[int, RequestFuture]:
-        """:meth:`add_request`; also the scheduler's key. ``listener`` gets the outputs."""
-        number, rank = as_integer(request_id), as_integer(priority)
-        if number is None or number < 0:
-            raise RequestError(f"request_id={request_id!r} must be an integer of at least 0")
+        """:meth:`add_request`; also the scheduler's key. ``listener`` gets the outputs, and without
+        an id a free one is taken."""
+        rank = as_integer(priority)
         if rank is None or abs(rank) > 10**6:
             raise RequestError(f"priority={priority!r} must be an integer of at most a million")
+        while True:
+            number = next(self._request_ids) if request_id is None else as_integer(request_id)
+            if number is None or number < 0:
+                raise RequestError(f"request_id={request_id!r} must be an integer of at least 0")
+            if self._book.key_of(number) is None:
+                added = self._try_to_add(number, prompt, sampling_params, rank, listener)
+                if added is not None:
+                    return added
+            if request_id is not None:
+                raise RequestError(f"request_id={number} is in use; choose another")
+
+    def _try_to_add(
+        self,
+        request_id: int,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        rank: int,
+        listener: deque[TokenOutput] | None,
+    ) -> tuple[int, RequestFuture] | None:
+        """None if somebody else has taken the id meanwhile."""
         key = next(self._keys)
-        request, sequence = self._intake.accept(key, number, prompt, sampling_params)
+        request, sequence = self._intake.accept(key, request_id, prompt, sampling_params)
         with self._door:
             self._turn.check()
-            if self._book.key_of(number) is not None:
-                raise RequestError(f"request_id={number} is in use; choose another")
-            future = self._book.open(key, request)
-            if listener is not None:
-                self._listeners[number] = listener
-            self._inbox.append(lambda: self.scheduler.add(sequence, rank))
-        future.add_done_callback(functools.partial(self._let_go, key))
+            if self._book.key_of(request_id) is not None:
+                return None
+            try:
+                future = self._book.open(key, request)
+                if listener is not None:
+                    self._listeners[request_id] = listener
+                self._inbox.append(lambda: self.scheduler.add(sequence, rank))
+            except BaseException:  # of a signal
+                self._book.forget(key, request_id)
+                raise
+        # Whoever keeps a future does not keep the engine.
+        future.add_done_callback(functools.partial(_abort_if_cancelled, weakref.ref(self), key))
+        if self._turn.stopped is not None:  # meanwhile, by a signal's handler
+            self._fail(self._turn.stopped)
+            self._book.tell()
         return key, future
-
-    def _let_go(self, key: int, future: RequestFuture) -> None:
-        if future.cancelled():
-            self._inbox.append(lambda: self._abort(key))
 
     def abort_request(self, request_id: int) -> bool:
         """End a request at the next step; its tokens in flight are discarded.
@@ -132,6 +158,9 @@ class RequestDesk(DecodeLoop):
             self._inbox.append(lambda: change(key))
         return True
 
+    def _ask_to_abort(self, key: int) -> None:
+        self._inbox.append(lambda: self._abort(key))
+
     def _abort(self, key: int) -> None:
         if self.scheduler.abort(key):
             self._emit(*self._book.abort(key))
@@ -161,3 +190,9 @@ class RequestDesk(DecodeLoop):
     def _fail(self, error: EngineStoppedError) -> None:
         with self._door:  # whoever was on the way in is in, and nobody else comes
             super()._fail(error)
+
+
+def _abort_if_cancelled(desk: weakref.ref[RequestDesk], key: int, future: RequestFuture) -> None:
+    alive = desk()
+    if alive is not None and future.cancelled():
+        alive._ask_to_abort(key)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
-import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -19,21 +17,22 @@ from megatron_async.controller import Progress, TextGenerationController
 from megatron_async.desk import Prompt, RequestDesk
 from megatron_async.device import open_device
 from megatron_async.device.protocol import Device
-from megatron_async.errors import ConfigError, EngineStoppedError, RequestError
+from megatron_async.errors import (
+    CheckpointError,
+    ConfigError,
+    EngineStoppedError,
+    RequestError,
+)
 from megatron_async.intake import Intake
 from megatron_async.limits import limits_of
 from megatron_async.observability.counters import EngineCounters, NotOverlapped
 from megatron_async.output import OutputBook, TokenOutput
 from megatron_async.requests import DynamicInferenceRequest, RequestFuture, SamplingParams
 from megatron_async.scheduler.scheduler import Scheduler
+from megatron_async.weights import shared_weights
 
 STANDSTILL_SECONDS = 1e-3
 """How long to sleep before looking again when all requests are paused."""
-
-_engines_over: weakref.WeakKeyDictionary[Any, weakref.WeakSet[DynamicInferenceEngine]]
-_engines_over = weakref.WeakKeyDictionary()
-"""Those that share a model's weights."""
-_numbers = itertools.count()
 
 
 class DynamicInferenceEngine(RequestDesk):
@@ -106,14 +105,11 @@ class DynamicInferenceEngine(RequestDesk):
             if device is None:
                 self.device.close()
             raise
-        self._request_ids = itertools.count()
         self.suspended = False
-        wrapper = controller.inference_wrapped_model
-        self._number = next(_numbers)
-        self._sharing = _engines_over.setdefault(
-            getattr(wrapper, "model", wrapper), weakref.WeakSet()
-        )
-        self._sharing.add(self)
+        self._weights = shared_weights(controller.weights_owner)
+        with self._weights.lock:
+            self._weights.join(self)
+            self._book.weight_version = self._weights.version
 
     @classmethod
     def from_pretrained(
@@ -180,7 +176,7 @@ class DynamicInferenceEngine(RequestDesk):
             EngineStoppedError: the engine is closed, or was stopped by an error in an earlier
                 step, which was raised there. The futures of all requests get it too.
         """
-        with self._turn:
+        with self._told, self._turn.lock, self._turn:
             started = time.perf_counter_ns()
             if self.suspended:
                 self._obey()
@@ -234,22 +230,20 @@ class DynamicInferenceEngine(RequestDesk):
                 f"{len(prompts)} prompts and {len(sampling_params)} sampling_params; give one "
                 "for all, or one for each"
             )
-        futures: list[RequestFuture] = []
-        ids: list[int] = []
+        added: list[tuple[int, RequestFuture]] = []
         try:
             for prompt, params in zip(prompts, sampling_params, strict=True):
-                ids.append(self._free_id())
-                futures.append(self.add_request(ids[-1], prompt, params))
+                added.append(self._add(None, prompt, params, 0, None))
+            while not all(future.done() for _, future in added):
+                self.step_modern()
+                self._nap()
         except BaseException:
-            for request_id in ids[: len(futures)]:
-                self.abort_request(request_id)
+            for key, _ in added:
+                self._ask_to_abort(key)
             raise
-        while not all(future.done() for future in futures):
-            self.step_modern()
-            self._nap()
         while self._in_flight and not self.scheduler.has_unfinished:
             self.step_modern()
-        return [future.result() for future in futures]
+        return [future.result() for _, future in added]
 
     async def stream(
         self,
@@ -267,8 +261,6 @@ class DynamicInferenceEngine(RequestDesk):
         Raises:
             RequestError: the request cannot be served.
         """
-        if request_id is None:
-            request_id = self._free_id()
         arrived: deque[TokenOutput] = deque()
         key, _ = self._add(request_id, prompt, sampling_params, 0, arrived)
         try:
@@ -284,10 +276,10 @@ class DynamicInferenceEngine(RequestDesk):
         finally:
             # When the request has ended, its id may be another one's by now.
             with self._door:
-                if self._listeners.get(request_id) is arrived:
-                    del self._listeners[request_id]
-                if self._book.key_of(request_id) == key:
-                    self._inbox.append(lambda: self._abort(key))
+                for number in [n for n, each in self._listeners.items() if each is arrived]:
+                    del self._listeners[number]
+                if key in self._book.active_keys:
+                    self._ask_to_abort(key)
 
     @property
     def _stands_still(self) -> bool:
@@ -298,14 +290,11 @@ class DynamicInferenceEngine(RequestDesk):
         if self._stands_still:
             time.sleep(STANDSTILL_SECONDS)
 
-    def _free_id(self) -> int:
-        return next(i for i in self._request_ids if self._book.key_of(i) is None)
-
     # --- whole engine -------------------------------------------------------------------------
 
     def suspend(self) -> None:
         """Take what is in flight and launch nothing until :meth:`resume`. Requests are kept."""
-        with self._turn:
+        with self._told, self._turn.lock, self._turn:
             self._drain(NotOverlapped.SUSPENDED)
             self.suspended = True
 
@@ -341,30 +330,52 @@ class DynamicInferenceEngine(RequestDesk):
             CheckpointError: the weights do not fit; the old ones stay.
         """
         self._turn.check()
-        with ExitStack() as turns:
-            # In one order, so that two updates do not wait for each other.
-            engines = sorted(self._sharing, key=lambda engine: engine._number)
-            engines = [engine for engine in engines if engine._turn.stopped is None]
+        with ExitStack() as stack:
+            stack.enter_context(self._weights.lock)
+            replace = self.controller.read_weights(source)
+            engines = self._weights.engines
             for engine in engines:
-                turns.enter_context(engine._turn)
-                engine._drain(NotOverlapped.WEIGHTS)
-                engine.device.synchronize()
-            self.controller.update_weights(source)
+                stack.enter_context(engine._told)
+            engines = [engine for engine in engines if engine._drained(stack, wanted=self)]
             for engine in engines:
-                engine._adopt_weights(recompute_kv_cache)
+                stack.enter_context(engine._turn)
+            try:
+                with self._weights.replacing():
+                    replace()
+            except CheckpointError as error:
+                self._weights.refused()
+                for engine in engines:
+                    engine._turn.harmless = error
+                raise
+            for engine in engines:
+                engine._adopt_weights(self._weights.version, recompute_kv_cache)
         return self._book.weight_version
 
-    def _adopt_weights(self, recompute_kv_cache: bool) -> None:
+    def _drained(self, stack: ExitStack, wanted: DynamicInferenceEngine) -> bool:
+        """Take what is in flight, in a turn of its own, and keep the lock in ``stack``. An engine
+        that has stopped, or does so now, is left out unless it is the one that is ``wanted``."""
+        stack.enter_context(self._turn.lock)
+        try:
+            with self._turn:
+                self._drain(NotOverlapped.WEIGHTS)
+                self.device.synchronize()
+        except Exception:
+            if self is wanted or self._turn.stopped is None:
+                raise
+            return False
+        return True
+
+    def _adopt_weights(self, version: int, recompute_kv_cache: bool) -> None:
         self.device.synchronize()
         if recompute_kv_cache:
             self.scheduler.evict_all()
         self.scheduler.forget_prefixes()
         self._settle()
-        self._book.weight_version += 1
+        self._book.weight_version = version
 
     def reset(self) -> None:
         """Abort every request, take what is in flight, and start the counters anew."""
-        with self._turn:
+        with self._told, self._turn.lock, self._turn:
             self.suspended = False
             self._obey()
             for key in self._book.active_keys:
@@ -383,10 +394,11 @@ class DynamicInferenceEngine(RequestDesk):
         with self._door:  # whoever steps now stops after this step
             if self._turn.stopped is None:
                 self._turn.stopped = EngineStoppedError("the engine is closed; build a new one")
-        with self._turn.lock:
+        if self._turn.is_mine:
+            return  # the end of this turn does the rest, and the device goes with the engine
+        with self._told, self._turn.lock:
             self._fail(self._turn.stopped)
             self.device.close()
-        self._book.tell()
 
     def __enter__(self) -> DynamicInferenceEngine:
         return self

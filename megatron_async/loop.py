@@ -14,7 +14,7 @@ from megatron_async.output import OutputBook, TokenOutput
 from megatron_async.requests import DynamicInferenceRequest
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.ticket import Plan, StepResult
-from megatron_async.turn import Turn
+from megatron_async.turn import Told, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,8 @@ class DecodeLoop:
         self._listeners: dict[int, deque[TokenOutput]] = {}
         self._logged_at = 0
         self._no_plan = False
-        self._turn = Turn(self._fail, book.tell)
+        self._turn = Turn(self._fail)
+        self._told = Told(book.tell)
 
     def _step(self) -> None:
         """Launch a step, then commit what is in flight beyond ``depth``; depth 0 is serial."""
@@ -83,13 +84,15 @@ class DecodeLoop:
         What interrupts the wait, such as Ctrl-C, leaves the step in flight, and nothing is lost.
         Devices fail with a ``RuntimeError``, or on a CPU with what the model raised.
         """
+        oldest = self._in_flight[0]
+        self.controller.flush(oldest.ticket)
         try:
-            taken = self._in_flight[0].wait()
+            taken = oldest.wait()
         except RuntimeError:
             raise
         except BaseException as error:
             if error is not getattr(self.controller.device, "failure", None):
-                self._turn.interrupt = error
+                self._turn.harmless = error
             raise
         self._in_flight.popleft()
         return taken

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
@@ -103,6 +104,12 @@ class OutputBook:
         self._keys[request.request_id] = key
         request.add_event(DynamicInferenceEventType.ADD)
         return entry.future
+
+    def forget(self, key: int, request_id: int) -> None:
+        """Take back :meth:`open`, however far it came."""
+        self._entries.pop(key, None)
+        if self._keys.get(request_id) == key:
+            del self._keys[request_id]
 
     def key_of(self, request_id: int) -> int | None:
         """The scheduler's key of a request that has not ended."""
@@ -241,16 +248,17 @@ class OutputBook:
         this is for when a commit is over."""
         while True:
             try:
-                future, result = self._ended.popleft()
+                ended = self._ended[0]
             except IndexError:
                 return
-            try:
+            future, result = ended
+            with contextlib.suppress(InvalidStateError):  # cancelled, or another thread was faster
                 if isinstance(result, Exception):
                     future.set_exception(result)
                 else:
                     future.set_result(result)
-            except InvalidStateError:
-                pass  # cancelled
+            with contextlib.suppress(ValueError):
+                self._ended.remove(ended)
 
     def close(self, keys: list[int]) -> None:
         """Drop the records of requests whose last ticket has retired."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import copy
 import dataclasses
 import numbers
@@ -286,6 +287,15 @@ class RequestFuture(concurrent.futures.Future[DynamicInferenceRequest]):
     """Result of ``add_request``: ``result()`` for threads, ``await`` for coroutines, while somebody
     steps the engine. ``cancel()`` aborts the request at the next step, and so does cancelling a
     task that awaits it."""
+
+    def cancel(self) -> bool:
+        """Abort the request, unless it has ended."""
+        if not super().cancel():
+            return False
+        # For those who wait in ``concurrent.futures.wait``; once.
+        with contextlib.suppress(concurrent.futures.InvalidStateError, RuntimeError):
+            self.set_running_or_notify_cancel()
+        return True
 
     def __await__(self) -> Generator[Any, None, DynamicInferenceRequest]:
         import asyncio

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +26,17 @@ _MAY_DIFFER = {"max_sequence_length"}
 
 
 def update_weights(model: GPTModel, source: str | Path | Mapping[str, Any]) -> None:
-    """Copy new weights into the parameters of ``model``, whose addresses stay.
+    """Copy new weights into the parameters of ``model``, whose addresses stay: :func:`read_weights`
+    and what it returns."""
+    read_weights(model, source)()
+
+
+def read_weights(model: GPTModel, source: str | Path | Mapping[str, Any]) -> Callable[[], None]:
+    """Read and check new weights as a whole. Calling the result copies them.
 
     Args:
         source: a model directory, as :func:`load_pretrained` takes it; a ``.safetensors`` file
-            with megatron-core's parameter names; or a state dict with these. It is read and checked
-            as a whole first.
+            with megatron-core's parameter names; or a state dict with these.
 
     Raises:
         CheckpointError: a name, a shape, a dtype or a directory's config.json does not fit; the
@@ -61,9 +66,19 @@ def update_weights(model: GPTModel, source: str | Path | Mapping[str, Any]) -> N
             raise CheckpointError(
                 f"the new {_OUTPUT} differs from the new {_EMBEDDING}, to which the model ties it"
             )
-    with torch.no_grad():
-        for name, tensor in tensors.items():
-            targets[name].copy_(tensor)
+    # A parameter given for another one would be overwritten before it is read.
+    served = {target.untyped_storage().data_ptr() for target in targets.values()}
+    for name, tensor in tensors.items():
+        moves = tensor.data_ptr() != targets[name].data_ptr()
+        if moves and tensor.untyped_storage().data_ptr() in served:
+            tensors[name] = tensor.detach().clone()
+
+    def copy() -> None:
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                targets[name].copy_(tensor)
+
+    return copy
 
 
 def _check_tensor(name: str, new: Any, target: torch.Tensor) -> None:

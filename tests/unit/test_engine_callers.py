@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
+import gc
 import sys
 import threading
 from collections.abc import Callable
@@ -18,7 +20,7 @@ from megatron_async.config import EngineConfig
 from megatron_async.context import DynamicInferenceContext
 from megatron_async.controller import TextGenerationController
 from megatron_async.engine import DynamicInferenceEngine
-from megatron_async.errors import ConfigError, RequestError
+from megatron_async.errors import ConfigError, EngineStoppedError, RequestError
 from megatron_async.requests import FinishReason, SamplingParams
 from tests.support.engines import DEPTHS, hash_engine
 from tests.support.hash_model import HashModel
@@ -146,6 +148,7 @@ def test_cancelling_a_future_aborts_its_request() -> None:
         assert futures[0].cancel()
         record = engine.get_request(0)
         drive(engine)
+        assert concurrent.futures.wait(futures, timeout=20).not_done == set()
         assert record.finish_reason is FinishReason.ABORT and record.generated_length < 5
         assert futures[1].result().generated_tokens == alone(2, 50)
 
@@ -254,6 +257,98 @@ def test_new_weights_reach_all_engines_over_them() -> None:
         (again,) = other.generate(prompts, several)
         assert again.generated_tokens == wanted.generated_tokens
         assert running.result().weight_spans[-1].version == 1
+
+
+class Failing(HashModel):
+    """Replaces its weights and then fails, where it is told to."""
+
+    def update_weights(self, source: Any) -> None:
+        super().update_weights(source)
+        if source.get("fails"):
+            raise RuntimeError("no memory while copying")
+
+
+def test_an_update_that_fails_on_the_way_stops_all_engines_before_anybody_is_told() -> None:
+    model = Failing()
+    with engine_at(1, model=model) as one, engine_at(1, model=model) as other:
+        raised: list[Any] = []
+
+        def turn_to_the_other(_: Any) -> None:
+            with pytest.raises(EngineStoppedError) as error:
+                one.generate([[1]], params(8))
+            raised.append(error)
+
+        other.add_request(0, [1], params(20)).add_done_callback(turn_to_the_other)
+        other.step_modern()
+        with pytest.raises(RuntimeError, match="no memory"):
+            one.update_weights({"salt": 1, "fails": True})
+        assert len(raised) == 1
+        with pytest.raises(ConfigError, match="some are new"):
+            engine_at(1, model=model)
+
+
+def test_an_engine_whose_device_has_failed_stops_alone_at_an_update() -> None:
+    model = HashModel()
+    with engine_at(1, model=model) as one, engine_at(1, model=model) as other:
+        mine, others = (engine.add_request(0, [1], params(20)) for engine in (one, other))
+        for engine in (one, other):
+            engine.step_modern()
+        other.device.enqueue(lambda: 1 / 0, "fails")  # type: ignore[arg-type, return-value]
+        while other.device.failure is None:  # type: ignore[attr-defined]
+            pass
+        assert one.update_weights({"salt": 0}) == 1
+        assert isinstance(others.exception(timeout=0), EngineStoppedError)
+        drive(one)
+        assert mine.result(timeout=0).generated_tokens == alone(1, 20)
+
+
+def test_an_engine_joins_others_with_the_version_of_their_weights() -> None:
+    model = HashModel()
+    with engine_at(1, model=model) as one:
+        one.update_weights({"salt": 0})
+        with engine_at(1, model=model) as other:
+            assert other.weight_version == 1
+            assert other.update_weights({"salt": 0}) == one.weight_version == 2
+
+
+def test_parameters_may_change_places() -> None:
+    config = EngineConfig(device="cpu", block_count=100)
+    with DynamicInferenceEngine.from_pretrained("tiny", config) as engine:
+        state = engine.controller.weights_owner.state_dict()
+        tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
+        swap = {"decoder.layers.0.": "decoder.layers.1.", "decoder.layers.1.": "decoder.layers.0."}
+        swapped = {
+            swap[name[:17]] + name[17:]: tensor
+            for name, tensor in tensors.items()
+            if name[:17] in swap
+        }
+        wanted = {name: tensor.clone() for name, tensor in swapped.items()}
+        assert len(wanted) > 8
+        engine.update_weights(swapped)
+        assert all(torch.equal(tensors[name], tensor) for name, tensor in wanted.items())
+
+
+def test_what_the_garbage_collector_ends_may_abort_requests() -> None:
+    thresholds = gc.get_threshold()
+    gc.set_threshold(20, 3, 3)
+    try:
+        with engine_at(1, debug=False) as engine:
+
+            class Handle:
+                def __init__(self, number: int) -> None:
+                    self.number, self.cycle = number, self
+                    engine.add_request(number, [1], params(3))
+
+                def __del__(self) -> None:
+                    engine.abort_request(self.number)
+
+            for number in range(1500):
+                Handle(number)
+                if number % 3 == 0:
+                    engine.step_modern()
+            drive(engine)
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def test_a_context_serves_one_engine_alone_and_one_that_suits_it() -> None:

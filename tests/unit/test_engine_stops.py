@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_async.engine import DynamicInferenceEngine
-from megatron_async.errors import ConfigError, EngineStoppedError
+from megatron_async.errors import ConfigError, EngineStoppedError, RequestError
 from megatron_async.output import OutputBook
 from megatron_async.requests import SamplingParams
 from tests.support.engines import DEPTHS, hash_engine
@@ -104,6 +104,19 @@ def test_an_error_in_a_step_reaches_everybody_who_waits(depth: int) -> None:
                 call(engine)
 
 
+@pytest.mark.parametrize("error", [ConfigError("bad shape"), RequestError("bad token")])
+def test_an_error_of_any_class_in_a_forward_stops_the_engine(error: Exception) -> None:
+    class Fails(HashModel):
+        def forward(self, *arguments: Any) -> Any:
+            raise error
+
+    with engine_at(1, model=Fails()) as engine:
+        future = engine.add_request(0, [1], params(30))
+        with pytest.raises(type(error)):
+            drive(engine)
+        assert future.done()
+
+
 def test_an_error_in_a_commit_stops_the_engine_too(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_at(1) as engine:
         future = engine.add_request(0, [1], params(30))
@@ -145,12 +158,65 @@ def test_an_interrupted_wait_loses_nothing(depth: int) -> None:
             assert future.result(timeout=0).generated_tokens == decode_alone(ask)[0]
 
 
+def test_an_interrupt_before_the_wait_stops_the_engine() -> None:
+    """Nobody knows whether the device was asked for the tokens: to wait for them may be for ever."""
+    with engine_at(0) as engine:
+        future = engine.add_request(0, [1], params(5))
+        engine.step_modern()
+        engine.controller._sample = lambda _: (_ for _ in ()).throw(KeyboardInterrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.step_modern()
+        with pytest.raises(EngineStoppedError, match="KeyboardInterrupt"):
+            engine.step_modern()
+        assert future.done()
+
+
+def test_a_generation_that_is_interrupted_leaves_no_request_behind() -> None:
+    with engine_at(1) as engine:
+        steps, step = iter(range(5)), engine.step_modern
+
+        def interrupted() -> Any:
+            if next(steps, None) is None:
+                raise KeyboardInterrupt
+            return step()
+
+        engine.step_modern = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([[1], [2]], params(50))
+        engine.step_modern = step  # type: ignore[method-assign]
+        drive(engine)
+        assert engine.counters.tokens_committed < 20
+        assert (
+            engine.generate([[1]], params(4))[0].generated_tokens == decode_alone(Ask((1,), 4))[0]
+        )
+
+
+def test_a_handler_of_a_signal_may_close_the_engine_in_the_midst_of_a_step() -> None:
+    engine = engine_at(1)
+    future = engine.add_request(0, [1], params(30))
+    results = engine.controller._results
+    wait = results.wait
+
+    def closing(number: int, width: int) -> Any:
+        with engine.controller.device.changed:  # type: ignore[attr-defined]
+            engine.close()
+        return wait(number, width)
+
+    results.wait = closing  # type: ignore[method-assign]
+    with pytest.raises(EngineStoppedError, match="closed"):
+        drive(engine)
+    assert isinstance(future.exception(timeout=0), EngineStoppedError)
+
+
 def test_an_engine_that_nobody_refers_to_is_freed_and_so_is_its_thread() -> None:
     threads = threading.active_count()
     engine = engine_at(1)
     engine.generate([[1]], params(2))
+    future = engine.add_request(0, [1], params(2))
+    drive(engine)
     context = weakref.ref(engine.context)
     del engine
+    assert future.done()
     end = time.monotonic() + 20
     while (context() is not None or threading.active_count() > threads) and time.monotonic() < end:
         gc.collect()
