@@ -159,7 +159,7 @@ def test_an_interrupted_wait_loses_nothing(depth: int) -> None:
 
 
 def test_an_interrupt_before_the_wait_stops_the_engine() -> None:
-    """Nobody knows whether the device was asked for the tokens: to wait for them may be for ever."""
+    """Nobody knows whether the device was asked for the tokens: the wait might never end."""
     with engine_at(0) as engine:
         future = engine.add_request(0, [1], params(5))
         engine.step_modern()
@@ -209,6 +209,7 @@ def test_a_handler_of_a_signal_may_close_the_engine_in_the_midst_of_a_step() -> 
 
 
 def test_an_engine_that_nobody_refers_to_is_freed_and_so_is_its_thread() -> None:
+    gc.collect()
     threads = threading.active_count()
     engine = engine_at(1)
     engine.generate([[1]], params(2))
@@ -221,7 +222,7 @@ def test_an_engine_that_nobody_refers_to_is_freed_and_so_is_its_thread() -> None
     while (context() is not None or threading.active_count() > threads) and time.monotonic() < end:
         gc.collect()
         time.sleep(1e-2)
-    assert context() is None and threading.active_count() == threads
+    assert context() is None and threading.active_count() <= threads
 
 
 def test_a_refused_engine_leaves_no_thread() -> None:
@@ -229,7 +230,7 @@ def test_a_refused_engine_leaves_no_thread() -> None:
         threads = threading.active_count()
         with pytest.raises(ConfigError, match="another engine"):
             DynamicInferenceEngine(engine.controller, engine.context, config=engine.config)
-        assert threading.active_count() == threads
+        assert threading.active_count() <= threads
 
 
 def test_a_request_goes_on_without_text_when_its_tokenizer_fails() -> None:
