@@ -23,6 +23,8 @@ MAX_SPLITS = 32
 """Bounds the programs and the workspace of a row, however long the block table is."""
 TILE_BYTES = 16384
 """Keys of a tile; two tiles of keys and of values are in shared memory at a time."""
+MOST_ROWS = 8192
+"""Of a launch: a grid takes 65,535, and the workspace grows with them."""
 NUM_WARPS = 4
 NUM_STAGES = 5
 LOG2_E = math.log2(math.e)
@@ -190,6 +192,19 @@ def paged_decode_attention_triton(
     capacity = columns * block_size
     out = torch.empty((rows, heads, head_dim), dtype=query.dtype, device=query.device)
     if rows == 0:
+        return out
+    if rows > MOST_ROWS:
+        for first in range(0, rows, MOST_ROWS):
+            some = slice(first, first + MOST_ROWS)
+            out[some] = paged_decode_attention_triton(
+                query[some],
+                key_cache,
+                value_cache,
+                block_table[some] if table_rows is None else block_table,
+                lengths[some],
+                scale,
+                None if table_rows is None else table_rows[some],
+            )
         return out
     splits = min(MAX_SPLITS, triton.cdiv(capacity, MIN_SPLIT))
     partial = torch.empty((rows, heads, splits, head_dim), dtype=torch.float32, device=query.device)

@@ -25,17 +25,31 @@ from megatron_async.models import (
     compat,  # noqa: F401  (before megatron)
 )
 from megatron_async.models.attention import PagedSelfAttention
-from megatron_async.models.spec import DecoderLayer
+from megatron_async.models.spec import (
+    BiasedColumnParallelLinear,
+    BiasedRowParallelLinear,
+    DecoderLayer,
+)
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add  # isort: skip
+from megatron.core.models.common.embeddings.language_model_embedding import (  # isort: skip
+    LanguageModelEmbedding,
+)
 from megatron.core.tensor_parallel.layers import (  # isort: skip
     ColumnParallelLinear,
     RowParallelLinear,
 )
 from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
 from megatron.core.transformer.mlp import MLP  # isort: skip
+from megatron.core.transformer.transformer_block import TransformerBlock  # isort: skip
 from megatron.core.transformer.transformer_layer import TransformerLayer  # isort: skip
 
+_LINEARS = (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    BiasedColumnParallelLinear,
+    BiasedRowParallelLinear,
+)
 _NORMS = {"RMSNorm": RMS_NORM, "LayerNorm": LAYER_NORM, "FusedLayerNorm": LAYER_NORM}
 _NORM_HOMES = ("megatron_async", "torch", "transformer_engine", "megatron")
 _PLAIN_CONFIG: dict[str, tuple[Any, ...]] = {
@@ -83,7 +97,20 @@ def model_why_not(model: Any) -> str | None:
         return f"its final norm is a {type(norm).__name__}"
     if getattr(model.embedding, "tokentype_embeddings", None) is not None:
         return "it has token type embeddings"
-    return None
+    return _ends_why_not(model)
+
+
+def _ends_why_not(model: Any) -> str | None:
+    """What is around the layers; a subclass may compute anything."""
+    head = model.output_layer
+    for part, known in (
+        (model.embedding, (LanguageModelEmbedding,)),
+        (model.decoder, (TransformerBlock,)),
+        (head, (ColumnParallelLinear, type(None))),
+    ):
+        if type(part) not in known:
+            return f"{type(part).__name__} is not covered"
+    return None if getattr(head, "bias", None) is None else "its output layer has a bias"
 
 
 def _layer_why_not(layer: Any, config: Any) -> str | None:
@@ -98,10 +125,10 @@ def _layer_why_not(layer: Any, config: Any) -> str | None:
     kinds = {norm_kind(layer.input_layernorm), norm_kind(layer.pre_mlp_layernorm)}
     if len(kinds) > 1 or None in kinds:
         return f"norm {type(layer.input_layernorm).__name__} is not covered"
-    if not isinstance(attention, PagedSelfAttention) or type(mlp) is not MLP:
+    if type(attention) is not PagedSelfAttention or type(mlp) is not MLP:
         return f"{type(attention).__name__} with {type(mlp).__name__} is not covered"
     for linear in (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2):
-        if not isinstance(linear, ColumnParallelLinear | RowParallelLinear):
+        if type(linear) not in _LINEARS:
             return f"linear layer {type(linear).__name__} is not covered"
         if linear.weight.shape[1] % UNIT or linear.weight.shape[0] % 16:
             return f"a weight of {tuple(linear.weight.shape)} is not covered"

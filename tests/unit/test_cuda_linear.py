@@ -51,6 +51,9 @@ __all__ = ["device"]
         (50257, 768, LAYER_NORM, STORE),
         (768, 3072, NO_NORM, ADD),
         (5120, 8192, NO_NORM, ADD),
+        (50272, 4096, LAYER_NORM, STORE),
+        (256000, 6144, LAYER_NORM, STORE),
+        (50257, 12288, LAYER_NORM, STORE),
         (384, 128, RMS_NORM, STORE),
         (256, 256, NO_NORM, ADD),
     ],
@@ -80,6 +83,7 @@ def test_tilings_of_many_models_fit_into_shared_memory() -> None:
         (5120, 13824, 40, 40, 128, 32000, True),
         (8192, 28672, 64, 8, 128, 128256, True),
         (16384, 53248, 128, 8, 128, 128256, True),
+        (6144, 24576, 48, 4, 128, 256000, False),
     ]
     several = []
     for hidden, width, heads, kv_heads, head_dim, vocabulary, gated in models:

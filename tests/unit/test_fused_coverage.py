@@ -131,6 +131,26 @@ def _odd_place(layer: Any) -> None:
     layer.mlp.linear_fc1.weight = torch.nn.Parameter(flat[1:].view(weight.shape))
 
 
+def _subclass(module: Any) -> None:
+    """Its forward may do anything, such as add what LoRA has learned."""
+    kind = type(module)
+    module.__class__ = type(f"Own{kind.__name__}", (kind,), {})
+
+
+@pytest.mark.parametrize("part", ["embedding", "decoder", "output_layer"])
+def test_a_part_around_the_layers_that_was_changed_is_not(part: str) -> None:
+    model = our_model("llama")
+    _subclass(getattr(model, part))
+    found = model_why_not(model)
+    assert found is not None and found.startswith("Own") and "is not covered" in found
+
+
+def test_an_output_layer_with_a_bias_is_not() -> None:
+    model = our_model("llama")
+    model.output_layer.bias = torch.nn.Parameter(torch.zeros(model.vocab_size).bfloat16())
+    assert model_why_not(model) == "its output layer has a bias"
+
+
 CHANGES: list[tuple[Callable[[Any], Any], str]] = [
     (_foreign_norm, "norm RMSNorm is not covered"),
     (_other_width, "not all built alike"),
@@ -139,6 +159,8 @@ CHANGES: list[tuple[Callable[[Any], Any], str]] = [
     (lambda layer: setattr(layer, "mlp_bda", lambda *_: None), "residual stream"),
     (lambda layer: setattr(layer, "mlp", OwnLayer(1, 1).bfloat16()), "with OwnLayer"),
     (lambda layer: setattr(layer, "__class__", type("Mine", (type(layer),), {})), "Mine is not"),
+    (lambda layer: _subclass(layer.self_attention), "OwnPagedSelfAttention with MLP"),
+    (lambda layer: _subclass(layer.mlp.linear_fc2), "OwnRowParallelLinear is not"),
     (lambda layer: layer.mlp.register_forward_hook(lambda *_: None), "hooks"),
     (lambda layer: setattr(layer.self_attention, "q_layernorm", None), "norms of the heads"),
 ]

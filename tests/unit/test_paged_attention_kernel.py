@@ -53,6 +53,25 @@ def test_interpreted_kernel_equals_float64(
 
 
 @interpreted
+def test_interpreted_kernel_takes_many_rows_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case(
+        [5, 257, 1, 30, 64],
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        block_size=16,
+        dtype=torch.float32,
+        device="cpu",
+    )
+    rows = torch.tensor([4, 1, 0, 2, 3])
+    whole, by_slot = case.run(), case.run(rows, by_slot=True)
+    monkeypatch.setattr(paged_attention_triton, "MOST_ROWS", 2)
+    assert_close(case, case.run())
+    assert torch.equal(case.run(), whole)
+    assert torch.equal(case.run(rows, by_slot=True), by_slot)
+
+
+@interpreted
 def test_interpreted_kernel_splits_long_rows_into_longer_splits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

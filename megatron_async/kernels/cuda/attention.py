@@ -19,7 +19,7 @@ MAX_SPLITS = 8
 PIECE_TOKENS = 8192
 """A row of more tokens a block is cut into pieces; a multiple of 16."""
 MOST_PIECES = 32
-"""Of a row: of a longer one the pieces are longer."""
+"""Of a row: of a longer one the pieces are longer. Their weights take the place of a head."""
 BLOCKS_PER_MULTIPROCESSOR = 2
 """As many fit beside each other: more would come in a second wave."""
 
@@ -29,8 +29,8 @@ def unsupported(head_dim: int, group: int, block_size: int, rotated: int) -> str
 
     ``rotated`` elements of each head are rotated.
     """
-    if head_dim % 16 or head_dim > 256:
-        return f"head dimension {head_dim} is not a multiple of 16 up to 256"
+    if head_dim % 16 or not MOST_PIECES <= head_dim <= 256:
+        return f"head dimension {head_dim} is not a multiple of 16 from {MOST_PIECES} to 256"
     if group > 16:
         return f"{group} query heads share a KV head, more than 16"
     if block_size % 16:

@@ -120,21 +120,27 @@ _WARPS_N = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
 _STAGES = (2, 3, 4, 5, 6, 8)
 
 
-def candidates(n: int, k: int, rows: int, norm: int, epilogue: int) -> Iterator[Tiling]:
-    """Tilings that are not hopeless: enough warps, and enough blocks but not many waves of them."""
+def candidates(
+    n: int, k: int, rows: int, norm: int, epilogue: int, *, waves: bool = False
+) -> Iterator[Tiling]:
+    """Tilings that are not hopeless: enough warps, and enough blocks but not many waves of them.
+
+    ``waves``: many waves, in place of blocks that go on to further rows and cannot split K.
+    """
     for row_tiles, warps_n, warps_k, splits in itertools.product(
         (1, 2, 3, 4), _WARPS_N, (1, 2, 4, 8, 16), (1, 2, 4, 8)
     ):
         cut = Tiling(row_tiles, warps_n, warps_k, splits, stages=2)
         blocks = cut.blocks(n)
-        persistent = blocks > 4 * MULTIPROCESSORS
+        persistent = blocks > 4 * MULTIPROCESSORS and not waves
         if not 2 <= warps_n * warps_k <= 16:
             continue
         if blocks < 84 and row_tiles * warps_n > 1:
             continue
-        if blocks > 2 * MULTIPROCESSORS + 24 and not persistent:
+        if blocks > 2 * MULTIPROCESSORS + 24 and not persistent and not waves:
             continue
-        for stages, stream, memory in itertools.product(_STAGES, (False, True), (False, True)):
+        memories = (False,) if waves else (False, True)
+        for stages, stream, memory in itertools.product(_STAGES, (False, True), memories):
             tiling = cut._replace(
                 stages=stages, stream=stream, persistent=persistent, memory=memory
             )
@@ -198,12 +204,15 @@ def choose(
             continue
         if tiling.fits(n, k, rows, norm, epilogue):
             return tiling
-    best: tuple[float, Tiling] | None = None
-    for tiling in candidates(n, k, rows, norm, epilogue):
-        cost = _cost(tiling, n, k, rows)
-        if best is None or cost < best[0]:
-            best = cost, tiling
-    return None if best is None else best[1]
+    for waves in (False, True):
+        best: tuple[float, Tiling] | None = None
+        for tiling in candidates(n, k, rows, norm, epilogue, waves=waves):
+            cost = _cost(tiling, n, k, rows)
+            if best is None or cost < best[0]:
+                best = cost, tiling
+        if best is not None:
+            return best[1]
+    return None
 
 
 def _cost(tiling: Tiling, n: int, k: int, rows: int) -> float:
