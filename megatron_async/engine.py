@@ -330,25 +330,27 @@ class DynamicInferenceEngine(RequestDesk):
             CheckpointError: the weights do not fit; the old ones stay.
         """
         self._turn.check()
-        with ExitStack() as stack:
-            stack.enter_context(self._weights.lock)
-            replace = self.controller.read_weights(source)
-            engines = self._weights.engines
-            for engine in engines:
-                stack.enter_context(engine._told)
-            engines = [engine for engine in engines if engine._drained(stack, wanted=self)]
-            for engine in engines:
-                stack.enter_context(engine._turn)
-            try:
-                with self._weights.replacing():
-                    replace()
-            except CheckpointError as error:
-                self._weights.refused()
+        sharing: list[DynamicInferenceEngine] = []
+        try:
+            with self._weights.lock, ExitStack() as stack:
+                replace = self.controller.read_weights(source)
+                sharing = self._weights.engines
+                engines = [engine for engine in sharing if engine._drained(stack, wanted=self)]
                 for engine in engines:
-                    engine._turn.harmless = error
-                raise
-            for engine in engines:
-                engine._adopt_weights(self._weights.version, recompute_kv_cache)
+                    stack.enter_context(engine._turn)
+                try:
+                    with self._weights.replacing():
+                        replace()
+                except CheckpointError as error:
+                    self._weights.refused()
+                    for engine in engines:
+                        engine._turn.harmless = error
+                    raise
+                for engine in engines:
+                    engine._adopt_weights(self._weights.version, recompute_kv_cache)
+        finally:
+            for engine in sharing:  # outside of all locks
+                engine._book.tell()
         return self._book.weight_version
 
     def _drained(self, stack: ExitStack, wanted: DynamicInferenceEngine) -> bool:

@@ -287,6 +287,29 @@ def test_an_update_that_fails_on_the_way_stops_all_engines_before_anybody_is_tol
             engine_at(1, model=model)
 
 
+def test_what_an_update_ended_is_told_outside_of_all_locks() -> None:
+    """A callback may wait for another thread, which needs a turn or builds an engine."""
+    model = HashModel()
+    with engine_at(1, model=model) as one, engine_at(1, model=model) as other:
+        results: list[Any] = []
+
+        def wait_for_a_thread(_: Any) -> None:
+            def generate() -> None:
+                results.append(one.generate([[2]], params(3)))
+                with engine_at(1, model=model) as third:
+                    results.append(third.generate([[2]], params(3)))
+
+            thread = threading.Thread(target=generate, daemon=True)
+            thread.start()
+            thread.join(20)
+
+        other.add_request(0, [1], params(2)).add_done_callback(wait_for_a_thread)
+        other.step_modern()
+        other.step_modern()
+        one.update_weights({"salt": 0})
+        assert [request.generated_tokens for (request,) in results] == [alone(2, 3)] * 2
+
+
 def test_an_engine_whose_device_has_failed_stops_alone_at_an_update() -> None:
     model = HashModel()
     with engine_at(1, model=model) as one, engine_at(1, model=model) as other:
