@@ -109,7 +109,6 @@ class DynamicInferenceEngine(RequestDesk):
         self._weights = shared_weights(controller.weights_owner)
         with self._weights.lock:
             self._weights.join(self)
-            self._book.weight_version = self._weights.version
 
     @classmethod
     def from_pretrained(
@@ -304,7 +303,7 @@ class DynamicInferenceEngine(RequestDesk):
 
     @property
     def weight_version(self) -> int:
-        """How many times the weights have been updated."""
+        """How many times the weights have been updated since this engine was built."""
         return self._book.weight_version
 
     def update_weights(
@@ -347,7 +346,7 @@ class DynamicInferenceEngine(RequestDesk):
                         engine._turn.harmless = error
                     raise
                 for engine in engines:
-                    engine._adopt_weights(self._weights.version, recompute_kv_cache)
+                    engine._adopt_weights(recompute_kv_cache)
         finally:
             for engine in sharing:  # outside of all locks
                 engine._book.tell()
@@ -367,13 +366,13 @@ class DynamicInferenceEngine(RequestDesk):
             return False
         return True
 
-    def _adopt_weights(self, version: int, recompute_kv_cache: bool) -> None:
+    def _adopt_weights(self, recompute_kv_cache: bool) -> None:
         self.device.synchronize()
         if recompute_kv_cache:
             self.scheduler.evict_all()
         self.scheduler.forget_prefixes()
         self._settle()
-        self._book.weight_version = version
+        self._book.weight_version += 1
 
     def reset(self) -> None:
         """Abort every request, take what is in flight, and start the counters anew."""

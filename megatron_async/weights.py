@@ -19,7 +19,6 @@ class SharedWeights:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.version = 0
         self._torn = False
         self._engines: dict[int, weakref.ref[Any]] = {}
         self._joined = 0
@@ -51,7 +50,6 @@ class SharedWeights:
         self._torn = True
         yield
         self._torn = False
-        self.version += 1
 
 
 _shared: dict[int, SharedWeights] = {}

@@ -325,13 +325,31 @@ def test_an_engine_whose_device_has_failed_stops_alone_at_an_update() -> None:
         assert mine.result(timeout=0).generated_tokens == alone(1, 20)
 
 
-def test_an_engine_joins_others_with_the_version_of_their_weights() -> None:
-    model = HashModel()
+def test_an_engine_that_is_built_during_an_update_waits_for_it() -> None:
+    begun, end = threading.Event(), threading.Event()
+
+    class Slow(HashModel):
+        def update_weights(self, source: Any) -> None:
+            begun.set()
+            end.wait(20)
+            super().update_weights(source)
+
+    model = Slow()
     with engine_at(1, model=model) as one:
-        one.update_weights({"salt": 0})
-        with engine_at(1, model=model) as other:
-            assert other.weight_version == 1
-            assert other.update_weights({"salt": 0}) == one.weight_version == 2
+        update = threading.Thread(target=one.update_weights, args=({"salt": 0},))
+        update.start()
+        begun.wait(20)
+        built: list[DynamicInferenceEngine] = []
+        build = threading.Thread(target=lambda: built.append(engine_at(1, model=model)))
+        build.start()
+        build.join(0.3)
+        assert not built
+        end.set()
+        build.join(20)
+        update.join(20)
+        with built[0] as other:
+            assert (one.weight_version, other.weight_version) == (1, 0)
+            assert other.update_weights({"salt": 0}) == 1 and one.weight_version == 2
 
 
 def test_parameters_may_change_places() -> None:
