@@ -24,6 +24,7 @@ from megatron_async.requests import (
     as_integer,
 )
 from megatron_async.scheduler.scheduler import Scheduler
+from megatron_async.scheduler.sequence import Sequence
 
 Prompt = str | list[int] | torch.Tensor
 
@@ -62,7 +63,8 @@ class RequestDesk(DecodeLoop):
                 overtakes a request is bounded: one step of priority is worth 1,000 tickets.
 
         Returns:
-            A future of the finished request: ``await`` it, or step until it is done.
+            A future of the finished request: step until it is done, or ``await`` it while somebody
+            else steps.
 
         Raises:
             RequestError: the request cannot be served; other requests are not affected.
@@ -113,9 +115,11 @@ class RequestDesk(DecodeLoop):
                 future = self._book.open(key, request)
                 if listener is not None:
                     self._listeners[request_id] = listener
-                self._inbox.append(lambda: self.scheduler.add(sequence, rank))
+                self._inbox.append(functools.partial(self._admit, key, sequence, rank))
             except BaseException:  # of a signal
                 self._book.forget(key, request_id)
+                if self._listeners.get(request_id) is listener:
+                    self._listeners.pop(request_id, None)
                 raise
         # Whoever keeps a future does not keep the engine.
         future.add_done_callback(functools.partial(_abort_if_cancelled, weakref.ref(self), key))
@@ -157,6 +161,10 @@ class RequestDesk(DecodeLoop):
                 return False
             self._inbox.append(lambda: change(key))
         return True
+
+    def _admit(self, key: int, sequence: Sequence, rank: int) -> None:
+        if self._book.knows(key):
+            self.scheduler.add(sequence, rank)
 
     def _ask_to_abort(self, key: int) -> None:
         self._inbox.append(lambda: self._abort(key))

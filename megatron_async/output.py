@@ -111,6 +111,10 @@ class OutputBook:
         if self._keys.get(request_id) == key:
             del self._keys[request_id]
 
+    def knows(self, key: int) -> bool:
+        """There is a record under the scheduler's key."""
+        return key in self._entries
+
     def key_of(self, request_id: int) -> int | None:
         """The scheduler's key of a request that has not ended."""
         return self._keys.get(request_id)

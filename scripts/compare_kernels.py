@@ -1,5 +1,6 @@
 """Time a decode step with these CUDA sources beside the same step with others, on a GPU.
 
+    mkdir -p /tmp/before
     git archive HEAD~1 megatron_async/kernels/cuda | tar -x -C /tmp/before
     python scripts/compare_kernels.py /tmp/before/megatron_async/kernels/cuda --shape llama8b
 

@@ -25,14 +25,9 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MAY_DIFFER = {"max_sequence_length"}
 
 
-def update_weights(model: GPTModel, source: str | Path | Mapping[str, Any]) -> None:
-    """Copy new weights into the parameters of ``model``, whose addresses stay: :func:`read_weights`
-    and what it returns."""
-    read_weights(model, source)()
-
-
 def read_weights(model: GPTModel, source: str | Path | Mapping[str, Any]) -> Callable[[], None]:
-    """Read and check new weights as a whole. Calling the result copies them.
+    """Read and check new weights as a whole. Calling the result copies them into the parameters of
+    ``model``, whose addresses stay.
 
     Args:
         source: a model directory, as :func:`load_pretrained` takes it; a ``.safetensors`` file

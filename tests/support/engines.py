@@ -43,6 +43,26 @@ def hash_engine(
     )
 
 
+def engine_at(depth: int, **values: Any) -> DynamicInferenceEngine:
+    """A hash engine of three rows and 60 small blocks."""
+    return hash_engine(depth, max_requests=3, block_size_tokens=4, block_count=60, **values)
+
+
+def greedy(count: int, **values: Any) -> SamplingParams:
+    """The ``count`` likeliest tokens, without an end."""
+    return SamplingParams(
+        temperature=0.0, num_tokens_to_generate=count, termination_id=-1, **values
+    )
+
+
+def drive(engine: DynamicInferenceEngine) -> list[int]:
+    """Step to the end; the ids of the requests that ended."""
+    ended = []
+    while engine.has_unfinished_requests():
+        ended += [r.request_id for r in engine.step_modern()["finished_request_records"]]
+    return ended
+
+
 def sampling_params(ask: Ask) -> SamplingParams:
     """The API's parameters of an oracle request."""
     return SamplingParams(

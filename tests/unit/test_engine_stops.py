@@ -14,23 +14,9 @@ import pytest
 from megatron_async.engine import DynamicInferenceEngine
 from megatron_async.errors import ConfigError, EngineStoppedError, RequestError
 from megatron_async.output import OutputBook
-from megatron_async.requests import SamplingParams
-from tests.support.engines import DEPTHS, hash_engine
+from tests.support.engines import DEPTHS, drive, engine_at, greedy
 from tests.support.hash_model import HashModel
 from tests.support.oracle import Ask, decode_alone
-
-
-def engine_at(depth: int, **values: Any) -> DynamicInferenceEngine:
-    return hash_engine(depth, max_requests=3, block_size_tokens=4, block_count=60, **values)
-
-
-def params(count: int) -> SamplingParams:
-    return SamplingParams(temperature=0.0, num_tokens_to_generate=count, termination_id=-1)
-
-
-def drive(engine: DynamicInferenceEngine) -> None:
-    while engine.has_unfinished_requests():
-        engine.step_modern()
 
 
 class FailsOnce(HashModel):
@@ -48,7 +34,7 @@ class FailsOnce(HashModel):
 CALLS: list[Callable[[DynamicInferenceEngine], object]] = [
     lambda engine: engine.add_request(9, [1]),
     lambda engine: engine.step_modern(),
-    lambda engine: engine.generate([[1]], params(2)),
+    lambda engine: engine.generate([[1]], greedy(2)),
     lambda engine: engine.update_weights({"salt": 1}),
     lambda engine: engine.suspend(),
     lambda engine: engine.reset(),
@@ -58,8 +44,8 @@ CALLS: list[Callable[[DynamicInferenceEngine], object]] = [
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_closed_engine_fails_what_has_not_ended_and_refuses_every_call(depth: int) -> None:
     engine = engine_at(depth)
-    (ended,) = engine.generate([[1]], params(2))
-    future = engine.add_request(0, [1], params(50))
+    (ended,) = engine.generate([[1]], greedy(2))
+    future = engine.add_request(0, [1], greedy(50))
     for _ in range(4):
         engine.step_modern()
     engine.close()
@@ -77,7 +63,7 @@ def test_closing_ends_a_generation_in_another_thread() -> None:
 
     def generate() -> None:
         with pytest.raises(EngineStoppedError) as error:
-            engine.generate([[1]] * 30, params(50) if engine else None)
+            engine.generate([[1]] * 30, greedy(50))
         raised.append(error)
 
     thread = threading.Thread(target=generate)
@@ -92,7 +78,7 @@ def test_closing_ends_a_generation_in_another_thread() -> None:
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_an_error_in_a_step_reaches_everybody_who_waits(depth: int) -> None:
     with engine_at(depth, model=FailsOnce()) as engine:
-        futures = [engine.add_request(i, [1], params(30)) for i in range(5)]
+        futures = [engine.add_request(i, [1], greedy(30)) for i in range(5)]
         with pytest.raises(ValueError, match="boom"):
             drive(engine)
         for future in futures:
@@ -111,7 +97,7 @@ def test_an_error_of_any_class_in_a_forward_stops_the_engine(error: Exception) -
             raise error
 
     with engine_at(1, model=Fails()) as engine:
-        future = engine.add_request(0, [1], params(30))
+        future = engine.add_request(0, [1], greedy(30))
         with pytest.raises(type(error)):
             drive(engine)
         assert future.done()
@@ -119,7 +105,7 @@ def test_an_error_of_any_class_in_a_forward_stops_the_engine(error: Exception) -
 
 def test_an_error_in_a_commit_stops_the_engine_too(monkeypatch: pytest.MonkeyPatch) -> None:
     with engine_at(1) as engine:
-        future = engine.add_request(0, [1], params(30))
+        future = engine.add_request(0, [1], greedy(30))
         engine.step_modern()
         monkeypatch.setattr(OutputBook, "commit", lambda *_: {}["row"])
         with pytest.raises(KeyError):
@@ -134,7 +120,7 @@ def test_an_interrupted_wait_loses_nothing(depth: int) -> None:
     asks = [Ask((i + 1,), 12) for i in range(3)]
     with engine_at(depth) as engine:
         futures = [
-            engine.add_request(i, list(ask.prompt), params(12)) for i, ask in enumerate(asks)
+            engine.add_request(i, list(ask.prompt), greedy(12)) for i, ask in enumerate(asks)
         ]
         results = engine.controller._results
         wait, interrupts = results.wait, iter([KeyboardInterrupt, TimeoutError] * 3)
@@ -161,7 +147,7 @@ def test_an_interrupted_wait_loses_nothing(depth: int) -> None:
 def test_an_interrupt_before_the_wait_stops_the_engine() -> None:
     """Nobody knows whether the device was asked for the tokens: the wait might never end."""
     with engine_at(0) as engine:
-        future = engine.add_request(0, [1], params(5))
+        future = engine.add_request(0, [1], greedy(5))
         engine.step_modern()
         engine.controller._sample = lambda _: (_ for _ in ()).throw(KeyboardInterrupt)
         with pytest.raises(KeyboardInterrupt):
@@ -182,18 +168,18 @@ def test_a_generation_that_is_interrupted_leaves_no_request_behind() -> None:
 
         engine.step_modern = interrupted  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
-            engine.generate([[1], [2]], params(50))
+            engine.generate([[1], [2]], greedy(50))
         engine.step_modern = step  # type: ignore[method-assign]
         drive(engine)
         assert engine.counters.tokens_committed < 20
         assert (
-            engine.generate([[1]], params(4))[0].generated_tokens == decode_alone(Ask((1,), 4))[0]
+            engine.generate([[1]], greedy(4))[0].generated_tokens == decode_alone(Ask((1,), 4))[0]
         )
 
 
 def test_a_handler_of_a_signal_may_close_the_engine_in_the_midst_of_a_step() -> None:
     engine = engine_at(1)
-    future = engine.add_request(0, [1], params(30))
+    future = engine.add_request(0, [1], greedy(30))
     results = engine.controller._results
     wait = results.wait
 
@@ -212,8 +198,8 @@ def test_an_engine_that_nobody_refers_to_is_freed_and_so_is_its_thread() -> None
     gc.collect()
     threads = threading.active_count()
     engine = engine_at(1)
-    engine.generate([[1]], params(2))
-    future = engine.add_request(0, [1], params(2))
+    engine.generate([[1]], greedy(2))
+    future = engine.add_request(0, [1], greedy(2))
     drive(engine)
     context = weakref.ref(engine.context)
     del engine
@@ -246,7 +232,7 @@ def test_a_request_goes_on_without_text_when_its_tokenizer_fails() -> None:
 
     with engine_at(1) as engine:
         engine._book._tokenizer = Tokenizer()
-        futures = [engine.add_request(i, [i + 1], params(3 + i)) for i in range(2)]
+        futures = [engine.add_request(i, [i + 1], greedy(3 + i)) for i in range(2)]
         drive(engine)
         first, second = (future.result(timeout=0) for future in futures)
     assert (first.generated_tokens, first.generated_text) == (wanted, None)

@@ -11,7 +11,7 @@ import torch
 
 from megatron_async.assembly import build_context
 from megatron_async.checkpoint import save_native
-from megatron_async.checkpoint.update import update_weights
+from megatron_async.checkpoint.update import read_weights
 from megatron_async.controller import TextGenerationController
 from megatron_async.engine import DynamicInferenceEngine
 from megatron_async.errors import CheckpointError
@@ -182,7 +182,7 @@ def test_a_directory_of_another_model_is_refused_and_its_fields_named(
     save_native(tmp_path, model(2, config), config)
     before = copied(served)
     with pytest.raises(CheckpointError) as raised:
-        update_weights(served, tmp_path)
+        read_weights(served, tmp_path)()
     for name, value in changes.items():
         assert f"{name}={value!r} (served: {getattr(UNTIED, name)!r})" in str(raised.value)
     assert same(copied(served), before)
@@ -192,7 +192,7 @@ def test_a_directory_for_longer_sequences_gives_its_weights(tmp_path: Path) -> N
     config = dataclasses.replace(CONFIG, max_sequence_length=128)
     save_native(tmp_path, model(2, config), config)
     served = model(1)
-    update_weights(served, tmp_path)
+    read_weights(served, tmp_path)()
     assert same(copied(served), copied(model(2)))
 
 
@@ -201,7 +201,7 @@ def test_a_model_that_its_user_built_has_no_config_to_compare(tmp_path: Path) ->
     save_native(tmp_path, model(2, config), config)
     served = model(1)
     served.model_config = None
-    update_weights(served, tmp_path)
+    read_weights(served, tmp_path)()
     assert same(copied(served), copied(model(2)))
 
 
@@ -231,7 +231,7 @@ def test_one_tensor_that_does_not_fit_leaves_all_as_they_are(
     served = model(1)
     before = copied(served)
     with pytest.raises(CheckpointError) as raised:
-        update_weights(served, {EMBEDDING: torch.zeros(64, 32), name: value})
+        read_weights(served, {EMBEDDING: torch.zeros(64, 32), name: value})()
     assert message in str(raised.value) and name in str(raised.value)
     assert same(copied(served), before)
 
@@ -242,14 +242,14 @@ def test_a_tied_weight_is_taken_by_either_name(names: set[str]) -> None:
     new = torch.randn(64, 32)
     # Equal once both are in the model's dtype.
     stored = {EMBEDDING: new, OUTPUT: new.double() * (1 + 1e-12)}
-    update_weights(served, {name: stored[name] for name in names})
+    read_weights(served, {name: stored[name] for name in names})()
     assert torch.equal(copied(served)[EMBEDDING], new)
 
 
 def test_other_floats_are_converted_and_extra_states_are_no_weights() -> None:
     served = model(1)
     new = {name: tensor.bfloat16() for name, tensor in copied(model(2)).items()}
-    update_weights(served, {**new, "decoder.layers.0.mlp.linear_fc1._extra_state": None})
+    read_weights(served, {**new, "decoder.layers.0.mlp.linear_fc1._extra_state": None})()
     assert same(copied(served), {name: tensor.float() for name, tensor in new.items()})
 
 
@@ -257,5 +257,5 @@ def test_its_own_state_dict_always_fits() -> None:
     for config in (CONFIG, UNTIED):
         served = model(1, config)
         before = copied(served)
-        update_weights(served, served.state_dict())
+        read_weights(served, served.state_dict())()
         assert same(copied(served), before)
