@@ -2,7 +2,10 @@
 // cluster are fibers of one thread, which run in random order from one point where they wait for
 // each other to the next. It is meant to be stricter than a GPU:
 //
-//   - an asynchronous copy takes place when it is issued or when it is awaited, at random;
+//   - an asynchronous copy takes place when it is issued or when it is awaited, at random, and so does
+//     what a block sends to a peer;
+//   - blocks of a cluster begin late and fall behind, at random; nothing may be sent before all have
+//     begun, nor to one that has ended;
 //   - what the kernel before writes is garbage until all threads of the first cluster wait for it;
 //   - shared memory begins as NaN, and every address is checked against what the kernel was given;
 //   - threads that wait for each other in vain are an error.
@@ -48,12 +51,19 @@ struct Copy {
   const char* from;  // null: zeros
 };
 
-// What bulk copies report to.
+// What a block was sent by a peer.
+struct Delivery {
+  char* into;
+  std::vector<char> bytes;
+};
+
+// What bulk copies and peers report to.
 struct Transfer {
   long long bytes = 0;  // announced and not there yet
   bool announced = false;
   unsigned parity = 0;
   std::vector<Copy> under_way;
+  std::vector<Delivery> sent;
 };
 
 struct Block {
@@ -63,6 +73,8 @@ struct Block {
   Barrier barrier, predecessor;
   std::vector<Warp> warps;
   std::vector<Barrier> warpgroups;
+  int running = 0;  // threads
+  int held = 0;     // rounds for which no thread goes on
 };
 
 struct Cluster {
@@ -85,6 +97,9 @@ struct Fiber {
   std::vector<char> stack;
   std::vector<Copy> issued;
   std::vector<std::vector<Copy>> groups;
+  bool in_cluster = false;  // has arrived, and not waited yet
+  bool saw_cluster = false;
+  unsigned cluster_generation = 0;
   bool done = false;
 };
 
@@ -150,13 +165,20 @@ const T* checked(const T* p, size_t size = sizeof(T)) {
   return p;
 }
 
+// An address in a peer has the peer's rank + 1 in its upper byte.
+inline Block& block_of(unsigned at) {
+  if (at >> 24 == 0) return *fiber->block;
+  Block& block = cluster->blocks[(at >> 24) - 1];
+  if (!fiber->saw_cluster) fail("a peer that may not have begun");
+  if (block.running == 0) fail("a peer that has ended");
+  return block;
+}
 inline char* shared_memory(unsigned at, unsigned size) {
-  // An address in a peer has the peer's rank + 1 in its upper byte.
-  Block* block = at >> 24 ? &cluster->blocks[(at >> 24) - 1] : fiber->block;
+  Block& block = block_of(at);
   at &= 0xffffff;
   if (at % size) fail("misaligned access to shared memory");
-  if (at + size > block->memory.size()) fail("access beyond shared memory");
-  return block->memory.data() + at;
+  if (at + size > block.memory.size()) fail("access beyond shared memory");
+  return block.memory.data() + at;
 }
 
 inline void copy(const Copy& c) {
@@ -166,9 +188,9 @@ inline void copy(const Copy& c) {
     std::memset(c.into, 0, 16);
 }
 inline Transfer& transfer(unsigned barrier) {
-  auto& all = fiber->block->transfers;
-  if (!all.count(barrier)) fail("a barrier that nobody initialised");
-  return all[barrier];
+  auto& all = block_of(barrier).transfers;
+  if (!all.count(barrier & 0xffffff)) fail("a barrier that nobody initialised");
+  return all[barrier & 0xffffff];
 }
 inline void arrive(Transfer& t, long long bytes) {
   t.bytes -= bytes;
@@ -200,6 +222,19 @@ inline void copy_box(unsigned into, const u64* map, std::vector<int> at, unsigne
       else
         t.under_way.push_back(c);
     }
+}
+inline void take(const Delivery& d, Transfer& t) {
+  std::memcpy(d.into, d.bytes.data(), d.bytes.size());
+  arrive(t, d.bytes.size());
+}
+inline void send(unsigned into, const void* value, unsigned size, unsigned barrier) {
+  if (into >> 24 != barrier >> 24) fail("bytes for one block, reported to another");
+  auto& t = transfer(barrier);
+  Delivery d{shared_memory(into, size), {(const char*)value, (const char*)value + size}};
+  if (random_bits() & 1)
+    take(d, t);
+  else
+    t.sent.push_back(std::move(d)), events++;
 }
 inline void issue(unsigned into, const void* from) {
   Copy c{shared_memory(into, 16), (const char*)(from ? checked((const char*)from, 16) : nullptr)};
@@ -239,12 +274,7 @@ inline u32 __float_as_uint(float v) {
 }
 inline void __syncthreads() { emulator::arrive_and_wait(emulator::fiber->block->barrier); }
 inline void __syncwarp() { emulator::arrive_and_wait(emulator::warp().barrier); }
-inline void __threadfence() {}
-inline u32 atomicAdd(u32* at, u32 by) {
-  const u32 before = *emulator::checked(at);
-  *at += by;
-  return before;
-}
+inline u32 add_one_in_order(u32* at) { return (*(u32*)emulator::checked(at))++; }
 template <typename T>
 T __shfl_xor_sync(unsigned, T v, int lanes) {
   return emulator::of_lane(emulator::show(v), emulator::fiber->thread.x ^ lanes);
@@ -330,11 +360,16 @@ inline void await_bytes(u32 barrier, u32 parity) {
     auto& t = emulator::transfer(barrier);
     if (t.parity != parity) return;
     const auto copies = std::move(t.under_way);
-    t.under_way.clear();
+    const auto sent = std::move(t.sent);
+    t.under_way.clear(), t.sent.clear();
     for (const auto& c : copies) emulator::copy(c), emulator::arrive(t, 16);
+    for (const auto& d : sent) emulator::take(d, t);
     if (t.parity == parity) emulator::give_way();
   }
 }
+inline void await_sent(u32 barrier, u32 parity) { await_bytes(barrier, parity); }
+inline void send(u32 at, float4 v, u32 barrier) { emulator::send(at, &v, 16, barrier); }
+inline void send(u32 at, float2 v, u32 barrier) { emulator::send(at, &v, 8, barrier); }
 inline void copy_box(u32 into, const TensorMap& map, int a, int b, u32 barrier) {
   emulator::copy_box(into, map.opaque, {a, b}, barrier);
 }
@@ -429,10 +464,24 @@ inline u32 transpose(u32 pair) {
   return element(2 * t, g) | element(2 * t + 1, g) << 16;
 }
 
-inline void cluster_sync() { emulator::arrive_and_wait(emulator::cluster->barrier); }
+inline void arrive_in_cluster() {
+  using namespace emulator;
+  if (fiber->in_cluster) fail("arrived twice in the cluster");
+  fiber->in_cluster = true;
+  fiber->cluster_generation = cluster->barrier.generation;
+  if (++cluster->barrier.arrived < cluster->barrier.expected) return;
+  cluster->barrier.arrived = 0;
+  cluster->barrier.generation++;
+  events++;
+}
+inline void await_cluster() {
+  using namespace emulator;
+  if (!fiber->in_cluster) fail("waits for a cluster in which it has not arrived");
+  fiber->in_cluster = false;
+  fiber->saw_cluster = true;
+  while (cluster->barrier.generation == fiber->cluster_generation) give_way();
+}
 inline u32 peer_address(u32 at, u32 rank) { return at | (rank + 1) << 24; }
-inline float4 load_peer(u32 at) { return *(const float4*)emulator::shared_memory(at, 16); }
-inline float load_peer_float(u32 at) { return *(const float*)emulator::shared_memory(at, 4); }
 
 // --- launch --------------------------------------------------------------------------------------
 
@@ -443,6 +492,7 @@ inline void (*body)();
 inline void enter() {
   body();
   fiber->done = true;
+  fiber->block->running--;
   events++;
   give_way();
 }
@@ -453,7 +503,8 @@ inline void run_cluster(std::vector<Index> indices, int threads, int shared_byte
   for (const Index& index : indices) {
     Block block{index};
     block.memory.assign(shared_bytes, (char)0xff);
-    block.barrier.expected = block.predecessor.expected = threads;
+    block.barrier.expected = block.predecessor.expected = block.running = threads;
+    if (indices.size() > 1) block.held = random_bits() % 20;
     block.warps.resize(threads / 32);
     for (Warp& w : block.warps) w.barrier.expected = 32;
     block.warpgroups.resize(threads / 128);
@@ -478,12 +529,18 @@ inline void run_cluster(std::vector<Index> indices, int threads, int shared_byte
   while (!fibers.empty() && error.empty()) {
     const unsigned long before = events;
     std::shuffle(fibers.begin(), fibers.end(), random_bits);
+    bool held = false;
+    for (Block& block : all.blocks) {
+      if (all.blocks.size() > 1 && random_bits() % 16 == 0) block.held = random_bits() % 20;
+      held |= block.running > 0 && block.held-- > 0;
+    }
     for (auto& f : fibers) {
       fiber = f.get();
+      if (fiber->block->held >= 0) continue;
       swapcontext(&scheduler, &f->context);
       if (!error.empty()) return;
     }
-    if (events == before) error = "threads wait for each other in vain";
+    if (events == before && !held) error = "threads wait for each other in vain";
     fibers.erase(std::remove_if(fibers.begin(), fibers.end(), [](auto& f) { return f->done; }),
                  fibers.end());
   }

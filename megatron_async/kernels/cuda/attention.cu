@@ -4,6 +4,7 @@
 //
 //   D head dimension, GROUP query heads of a KV head, KV_HEADS, BLOCK tokens of a cache block
 //   SPLITS blocks (a cluster) share the tokens of one row and KV head; WARPS warps share a block's.
+//   Each owns some elements of the result, and is sent what the others have of them.
 //   A row of more than PIECE tokens a block comes in equal pieces, MOST_PIECES at most, so that one
 //   long row does not keep the others waiting. How a row is cut depends on nothing but its length.
 //   LEAST bytes of shared memory are taken at least: they decide how many blocks fit beside each other
@@ -26,16 +27,23 @@
 
 #define NEW_AT (WARPS * RING_BYTES)        // this step's key and value: a tile of one token
 #define Q_AT (NEW_AT + 2 * ROW_BYTES)
-#define MERGED_AT (Q_AT + 16 * Q_ROW)      // [GROUP][D] fp32
-#define MERGED_STATS_AT (MERGED_AT + GROUP * D * 4)
-#define PART_STATS_AT (MERGED_STATS_AT + GROUP * 8)
-#define PARTS_AT (PART_STATS_AT + WARPS * GROUP * 8)  // [WARPS][GROUP][D] fp32
-#define BEFORE_AT (PARTS_AT + WARPS * GROUP * D * 4)
-#define SHARED_BYTES (BEFORE_AT + 16)
+#define PARTS_AT (Q_AT + 16 * Q_ROW)       // [WARPS][GROUP][D] fp32
+#define PART_STATS_AT (PARTS_AT + WARPS * GROUP * D * 4)
+#define WEIGHTS_AT (PART_STATS_AT + WARPS * GROUP * 8)  // of pieces
+#define BEFORE_AT (WEIGHTS_AT + GROUP * MOST_PIECES * 4)
+#define SENT_AT ((BEFORE_AT + 16 + 15) / 16 * 16)
+#define QUADS (GROUP * D / 4)              // of elements of the result
+#define OWN_QUADS ((QUADS + SPLITS - 1) / SPLITS)
+#define SENT_PARTS (SPLITS * OWN_QUADS * 16)            // [SPLITS][OWN_QUADS] and statistics:
+#define SENT_BYTES (SENT_PARTS + SPLITS * GROUP * 8)    // [SPLITS][GROUP]
+// One piece's may come while that of the piece before is read.
+#define ALL_SENT_AT (SENT_AT + (SPLITS > 1 ? 2 * SENT_BYTES : 0))
+#define SHARED_BYTES (ALL_SENT_AT + 16)
 #define PIECE_TILES (PIECE * SPLITS / 16)
 
 static_assert(D % 16 == 0 && D <= 256 && GROUP <= 16 && BLOCK % 16 == 0, "shape");
-static_assert(MOST_PIECES <= 32 && MOST_PIECES <= D, "a lane for each piece, and its weight");
+static_assert(MOST_PIECES <= 32, "a lane for each piece");
+static_assert(PARTS_AT % 16 == 0 && (SPLITS == 1 || SENT_BYTES % 16 == 0), "four at a time");
 
 extern "C" __device__ const int shared_bytes = SHARED_BYTES > LEAST ? SHARED_BYTES : LEAST;
 
@@ -45,6 +53,10 @@ extern __shared__ __align__(128) char shared[];
 
 __device__ __forceinline__ u32 place(int row, int chunk) {
   return row * ROW_BYTES + ((chunk ^ (row & 7)) * 16);
+}
+__device__ __forceinline__ void add(float4& sum, float weight, float4 part) {
+  sum.x += weight * part.x, sum.y += weight * part.y;
+  sum.z += weight * part.z, sum.w += weight * part.w;
 }
 __device__ __forceinline__ float weight_of(float m, float of) {
   return m == MINUS_INF ? 0.f : exp2f(m - of);
@@ -126,6 +138,19 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
 
   int number = blockIdx.x / SPLITS;
   if (number >= items) return;
+  const int own_quads = max(0, min(OWN_QUADS, QUADS - rank * OWN_QUADS));
+  auto expect_parts = [&](int turn) {
+    expect_bytes(base + ALL_SENT_AT + turn * 8, SPLITS * (own_quads * 16 + GROUP * 8));
+  };
+  if (SPLITS > 1) {
+    if (threadIdx.x == 0) {
+      for (int turn = 0; turn < 2; turn++) init_barrier(base + ALL_SENT_AT + turn * 8);
+      publish_barriers();
+      for (int turn = 0; turn < 2; turn++) expect_parts(turn);
+    }
+    __syncwarp();
+    arrive_in_cluster();  // peers may send
+  }
   Item item = find(number);
   start(item);
   // Heads beyond the group are zeros.
@@ -141,7 +166,9 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
   wait_for_predecessor();
   release_successor();
 
-  for (bool goes_on = true; goes_on;) {
+  int turn = 0;
+  u32 passed = 0;  // turns of both barriers, by parity
+  for (bool first = true, goes_on = true; goes_on; first = false) {
     // --- queries, and by the last split the key and the value --------------------------------------
     const int position = item.position;
     const size_t row_head = (size_t)item.row * KV_HEADS + item.head;
@@ -331,75 +358,79 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
         if (g == 0) part_stats[warp * GROUP + r] = make_float2(most[e][j], total[e][j]);
       }
     __syncthreads();
-    float* merged = (float*)(shared + MERGED_AT);
-    float2* merged_stats = (float2*)(shared + MERGED_STATS_AT);
     u16* row_out = out + row_head * GROUP * D;
-    float* piece_out = (float*)pieces_out + (row_head * MOST_PIECES + piece) * GROUP * D;
+    float4* piece_out = pieces_out + (row_head * MOST_PIECES + piece) * QUADS;
     float2* piece_stats = pieces_stats + (row_head * MOST_PIECES + piece) * GROUP;
-    auto emit = [&](int i, float sum, float m, float l) {
+    auto emit = [&](int quad, float4 sum, float m, float l) {
       if (pieces == 1) {
-        row_out[i] = narrow(sum / l);
+        *(u32*)(row_out + quad * 4) = pack(sum.x / l, sum.y / l);
+        *(u32*)(row_out + quad * 4 + 2) = pack(sum.z / l, sum.w / l);
       } else {
-        piece_out[i] = sum;
-        if (i % D == 0) piece_stats[i / D] = make_float2(m, l);
+        piece_out[quad] = sum;
+        if (quad % (D / 4) == 0) piece_stats[quad / (D / 4)] = make_float2(m, l);
       }
     };
-    for (int i = threadIdx.x; i < GROUP * D; i += THREADS) {
-      int r = i / D;
-      float m = MINUS_INF, sum = 0.f, l = 0.f;
+    const u32 sent = base + SENT_AT + turn * SENT_BYTES, all_sent = base + ALL_SENT_AT + turn * 8;
+    if (SPLITS > 1 && first) await_cluster();
+    for (int quad = threadIdx.x; quad < QUADS; quad += THREADS) {
+      const int r = quad / (D / 4);
+      float m = MINUS_INF, l = 0.f;
+      float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
       for (int w = 0; w < WARPS; w++) m = fmaxf(m, part_stats[w * GROUP + r].x);
 #pragma unroll
       for (int w = 0; w < WARPS; w++) {
-        float2 stat = part_stats[w * GROUP + r];
-        float weight = weight_of(stat.x, m);
+        const float2 stat = part_stats[w * GROUP + r];
+        const float weight = weight_of(stat.x, m);
         l += weight * stat.y;
-        sum += weight * parts[(w * GROUP + r) * D + i % D];
+        add(sum, weight, ((const float4*)parts)[w * QUADS + quad]);
       }
       if (SPLITS == 1) {
-        emit(i, sum, m, l);
+        emit(quad, sum, m, l);
       } else {
-        merged[i] = sum;
-        if (i % D == 0) merged_stats[r] = make_float2(m, l);
+        const int owner = quad / OWN_QUADS;
+        send(peer_address(sent + (rank * OWN_QUADS + quad % OWN_QUADS) * 16, owner), sum,
+             peer_address(all_sent, owner));
+        if (quad % (D / 4) == 0)
+          for (int peer = 0; peer < SPLITS; peer++)
+            send(peer_address(sent + SENT_PARTS + (rank * GROUP + r) * 8, peer), make_float2(m, l),
+                 peer_address(all_sent, peer));
       }
     }
     if (SPLITS > 1) {
-      cluster_sync();
-      for (int i = rank * THREADS + threadIdx.x; i < GROUP * D; i += THREADS * SPLITS) {
-        int r = i / D;
-        float m[SPLITS], l[SPLITS], part[SPLITS], high_m = MINUS_INF, sum = 0.f, all = 0.f;
+      await_sent(all_sent, passed);
+      const char* all = shared + SENT_AT + turn * SENT_BYTES;
+      for (int own = threadIdx.x; own < own_quads; own += THREADS) {
+        const int quad = rank * OWN_QUADS + own, r = quad / (D / 4);
+        float m = MINUS_INF, l = 0.f;
+        float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+        const float2* stats = (const float2*)(all + SENT_PARTS) + r;
+#pragma unroll
+        for (int c = 0; c < SPLITS; c++) m = fmaxf(m, stats[c * GROUP].x);
 #pragma unroll
         for (int c = 0; c < SPLITS; c++) {
-          u32 stat = peer_address(base + MERGED_STATS_AT + r * 8, c);
-          m[c] = load_peer_float(stat);
-          l[c] = load_peer_float(stat + 4);
-          part[c] = load_peer_float(peer_address(base + MERGED_AT + i * 4, c));
+          const float weight = weight_of(stats[c * GROUP].x, m);
+          l += weight * stats[c * GROUP].y;
+          add(sum, weight, ((const float4*)all)[c * OWN_QUADS + own]);
         }
-#pragma unroll
-        for (int c = 0; c < SPLITS; c++) high_m = fmaxf(high_m, m[c]);
-#pragma unroll
-        for (int c = 0; c < SPLITS; c++) {
-          float weight = weight_of(m[c], high_m);
-          all += weight * l[c];
-          sum += weight * part[c];
-        }
-        emit(i, sum, high_m, all);
+        emit(quad, sum, m, l);
       }
-      cluster_sync();  // nobody goes on while a peer reads its part
+      if (threadIdx.x == 0) expect_parts(turn);
+      turn ^= 1;
+      passed ^= turn == 0;
     }
 
     if (pieces > 1) {
       u32& before = *(u32*)(shared + BEFORE_AT);
-      __threadfence();
       __syncthreads();
       if (threadIdx.x == 0) {
-        before = atomicAdd(arrivals + row_head, 1);
+        before = add_one_in_order(arrivals + row_head);
         if (before == pieces * SPLITS - 1) arrivals[row_head] = 0;  // for the next launch
       }
       __syncthreads();
       if (before == pieces * SPLITS - 1) {
-        __threadfence();
-        // Lane c has the statistics of piece c; `merged` takes the weights [GROUP][MOST_PIECES].
+        // Lane c has the statistics of piece c.
+        float* weights = (float*)(shared + WEIGHTS_AT);  // [GROUP][MOST_PIECES]
         for (int r = warp; r < GROUP; r += WARPS) {
           float2 stat = make_float2(MINUS_INF, 0.f);
           if (lane < pieces) stat = load_l2(pieces_stats + (row_head * MOST_PIECES + lane) * GROUP + r);
@@ -410,22 +441,17 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
           float l = weight * stat.y;
 #pragma unroll
           for (int d = 16; d; d >>= 1) l += __shfl_xor_sync(~0u, l, d);
-          if (lane < MOST_PIECES) merged[r * MOST_PIECES + lane] = weight / l;
+          if (lane < MOST_PIECES) weights[r * MOST_PIECES + lane] = weight / l;
         }
         __syncthreads();
-        const float4* from = pieces_out + row_head * MOST_PIECES * (GROUP * D / 4);
-        for (int i = threadIdx.x; i < GROUP * D / 4; i += THREADS) {
-          const float* weights = merged + i / (D / 4) * MOST_PIECES;
+        const float4* from = pieces_out + row_head * MOST_PIECES * QUADS;
+        for (int quad = threadIdx.x; quad < QUADS; quad += THREADS) {
           float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 8
-          for (int c = 0; c < pieces; c++) {
-            const float4 part = load_l2(from + (size_t)c * (GROUP * D / 4) + i);
-            const float weight = weights[c];
-            sum.x += weight * part.x, sum.y += weight * part.y;
-            sum.z += weight * part.z, sum.w += weight * part.w;
-          }
-          *(u32*)(row_out + i * 4) = pack(sum.x, sum.y);
-          *(u32*)(row_out + i * 4 + 2) = pack(sum.z, sum.w);
+          for (int c = 0; c < pieces; c++)
+            add(sum, weights[quad / (D / 4) * MOST_PIECES + c], load_l2(from + (size_t)c * QUADS + quad));
+          *(u32*)(row_out + quad * 4) = pack(sum.x, sum.y);
+          *(u32*)(row_out + quad * 4 + 2) = pack(sum.z, sum.w);
         }
       }
     }

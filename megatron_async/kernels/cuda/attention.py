@@ -11,6 +11,8 @@ from megatron_async.kernels.cuda.compile import kernel
 from megatron_async.kernels.cuda.linear import LAYER_NORM, MULTIPROCESSORS
 
 WARPS = 4
+MOST_ELEMENTS = 3600
+"""Of a group's heads: with more, the sums of so many warps do not fit, and half as many do it."""
 STAGES = 2
 LEAST_BYTES = 78 * 1024
 """Two blocks beside each other on a multiprocessor, not three."""
@@ -59,10 +61,11 @@ class Heads(NamedTuple):
 
     def defines(self, splits: int, piece_tokens: int = PIECE_TOKENS) -> dict[str, int]:
         """Macros of ``attention.cu``."""
+        warps = WARPS if self.head_dim * self.group <= MOST_ELEMENTS else WARPS // 2
         return {
             "D": self.head_dim, "GROUP": self.group, "KV_HEADS": self.kv_heads,
             "BLOCK": self.block_size, "NORM": int(self.norm), "ROPE": int(self.rope),
-            "SPLITS": splits, "WARPS": WARPS, "ST": STAGES, "LEAST": LEAST_BYTES,
+            "SPLITS": splits, "WARPS": warps, "ST": STAGES, "LEAST": LEAST_BYTES,
             "PIECE": piece_tokens, "MOST_PIECES": MOST_PIECES,
         }  # fmt: skip
 

@@ -196,9 +196,13 @@ __device__ __forceinline__ void await_wgmma(float (&d)[COLUMNS / 2]) {
   for (int i = 0; i < COLUMNS / 2; i++) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
-                   : "memory");
+// A cluster's blocks wait for each other: all threads have arrived. Between the two a block may do what
+// needs no peer.
+__device__ __forceinline__ void arrive_in_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void await_cluster() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 // The address of `at`, in this block's shared memory, in that of block `rank` of the cluster.
 __device__ __forceinline__ u32 peer_address(u32 at, u32 rank) {
@@ -206,18 +210,36 @@ __device__ __forceinline__ u32 peer_address(u32 at, u32 rank) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(at), "r"(rank));
   return r;
 }
-__device__ __forceinline__ float4 load_peer(u32 at) {
-  float4 v;
-  asm volatile("ld.shared::cluster.v4.f32 {%0,%1,%2,%3}, [%4];"
-               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-               : "r"(at)
-               : "memory");
-  return v;
+// Sends into a peer's shared memory, and reports the bytes to a barrier beside it. Who awaits them
+// there sees them.
+__device__ __forceinline__ void send(u32 at, float4 v, u32 barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::
+          "r"(at),
+      "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier)
+      : "memory");
 }
-__device__ __forceinline__ float load_peer_float(u32 at) {
-  float v;
-  asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(v) : "r"(at) : "memory");
-  return v;
+__device__ __forceinline__ void send(u32 at, float2 v, u32 barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];" ::"r"(at),
+      "f"(v.x), "f"(v.y), "r"(barrier)
+      : "memory");
+}
+__device__ __forceinline__ void await_sent(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}" ::"r"(
+          barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// Adds one. What this block wrote before its last barrier is there for whoever adds later, and what
+// those wrote who added earlier is there for this block after its next barrier.
+__device__ __forceinline__ u32 add_one_in_order(u32* at) {
+  u32 before;
+  asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(at) : "memory");
+  return before;
 }
 
 // Four matrices of 8x8 bfloat16; lane 8i + r gives the address of row r of matrix i.

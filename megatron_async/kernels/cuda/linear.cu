@@ -13,8 +13,9 @@
 //
 // A block has WR x WK warps: WR warps beside each other in N with RT tiles of 16 rows of W each, WK
 // in K; C blocks split K further. Partial sums are added in a fixed order: by the blocks of a cluster
-// (MEMORY 0), or through memory by the last of the C blocks that comes to it (MEMORY 1), which needs
-// no blocks beside each other.
+// (MEMORY 0), of which each owns some fragments and is sent what the others have of them, or through
+// memory by the last of the C blocks that comes to it (MEMORY 1), which needs no blocks beside each
+// other.
 //
 // W is the B operand of m16n8k16, 8 of its rows at a time, and x the A operand. Which k an operand
 // register holds is free as long as A and B agree, so a lane loads 16 bytes of a row of W, eight k of
@@ -65,7 +66,10 @@
 #define ARRIVED_AT (X_AT + X_BYTES)     // barriers of the stages
 #define SCALE_AT (ARRIVED_AT + (BOX ? ST * 8 : 0))
 #define STATS_AT (SCALE_AT + MT * 8 * 8)
-#define SHARED_BYTES (STATS_AT + (EPILOGUE == 1 ? OWN * 64 : 0))
+#define SENT_AT ((STATS_AT + (EPILOGUE == 1 ? OWN * 64 : 0) + 15) / 16 * 16)
+#define SENT_BYTES (CLUSTER > 1 ? OWN * CLUSTER * WK * 512 : 0)  // partial sums of own fragments
+#define ALL_SENT_AT (SENT_AT + SENT_BYTES)  // their barrier
+#define SHARED_BYTES (ALL_SENT_AT + (CLUSTER > 1 ? 8 : 0))
 
 static_assert(K % 64 == 0 && FRAGMENTS % OWNERS == 0 && UNITS >= C * WK, "shape");
 static_assert(!STREAM || (WK == 1 && NORM != 2), "streaming x");
@@ -119,6 +123,16 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   auto own_tile = [&](int r) { return BOX ? r * 4 + warp : wr * RT + r; };
   auto is_mine = [&](int r) { return !BOX || own_tile(r) < RT; };
   float2* scale = (float2*)(shared + SCALE_AT);  // mean and 1 / deviation of each row of x
+
+  if (CLUSTER > 1) {
+    if (threadIdx.x == 0) {
+      init_barrier(base + ALL_SENT_AT);
+      publish_barriers();
+      if (rank < OWNERS) expect_bytes(base + ALL_SENT_AT, SENT_BYTES);
+    }
+    __syncwarp();
+    arrive_in_cluster();  // peers may send
+  }
 
   // --- weights, as far as the ring holds them, before anything is known of x ------------------
 #if BOX
@@ -534,6 +548,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   if (PERSISTENT) return;
 
   // --- what the parts of K add up to -------------------------------------------------------------
+  // Where an owner is sent a part: the number of its fragment, the block and the warp it comes from.
+  auto part_at = [&](int own, int c, int k) { return ((own * CLUSTER + c) * WK + k) * 512 + lane * 16; };
   if (WK * CLUSTER == 1) {
 #if MEMORY && C > 1
     float4* block = partials + (size_t)tile * C * FRAGMENTS * 32 + lane;
@@ -546,15 +562,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         block[(rank * FRAGMENTS + own_tile(r) * MT + mt) * 32] = make_float4(v[0], v[1], v[2], v[3]);
       }
     __shared__ u32 before;
-    __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-      before = atomicAdd(arrivals + tile, 1);
+      before = add_one_in_order(arrivals + tile);
       if (before == C - 1) arrivals[tile] = 0;  // for the next launch
     }
     __syncthreads();
     if (before != C - 1) return;
-    __threadfence();
     if (!BOX) keep_residual();
 #endif
 #pragma unroll
@@ -579,45 +593,44 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                kept[EPILOGUE == 1 ? mt * WARP_TILES + r : 0]);
       }
   } else {
-    await_copies<0>();
-    if (BOX) __syncthreads();  // all have multiplied
+    // Fragment f of this warp's slice of K: to the block that owns it, or into this warp's own ring.
+    if (CLUSTER > 1)
+      await_cluster();
+    else
+      await_copies<0>();
 #pragma unroll
     for (int r = 0; r < WARP_TILES; r++)
 #pragma unroll
       for (int mt = 0; mt < MT && is_mine(r); mt++) {
         float v[4];
         take(r, mt, v);
-        store_shared(ring + lane * 16 + ((BOX ? own_tile(r) : r) * MT + mt) * 512,
-                     Vec{__float_as_uint(v[0]), __float_as_uint(v[1]), __float_as_uint(v[2]),
-                         __float_as_uint(v[3])});
-      }
-    if (CLUSTER > 1)
-      cluster_sync();
-    else
-      __syncthreads();
-#pragma unroll
-    for (int i = 0; i < PER_WARP; i++) {
-      int own = i * WARPS + warp;
-      if (own >= OWN || rank >= OWNERS) break;
-      int f = rank * OWN + own, mt = f / TILES, rt = f % TILES;
-      u32 at = base + (rt / RT) * RING_BYTES + (rt % RT * MT + mt) * 512 + lane * 16;
-      float v[4] = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-      for (int c = 0; c < CLUSTER; c++) {
-        u32 from = CLUSTER > 1 ? peer_address(at, c) : at;
-#pragma unroll
-        for (int k = 0; k < WK; k++) {
-          float4 part;
-          if (CLUSTER > 1) {
-            part = load_peer(from + k * WR * RING_BYTES);
-          } else {
-            Vec p = load_shared(from + k * WR * RING_BYTES);
-            part = make_float4(__uint_as_float(p.x), __uint_as_float(p.y), __uint_as_float(p.z),
-                               __uint_as_float(p.w));
-          }
-          v[0] += part.x, v[1] += part.y, v[2] += part.z, v[3] += part.w;
+        const float4 part = make_float4(v[0], v[1], v[2], v[3]);
+        if (CLUSTER > 1) {
+          const int f = mt * TILES + own_tile(r), owner = f / OWN;
+          send(peer_address(base + SENT_AT + part_at(f % OWN, rank, wk), owner), part,
+               peer_address(base + ALL_SENT_AT, owner));
+        } else {
+          store_shared(ring + (r * MT + mt) * 512 + lane * 16, bits(part));
         }
       }
+    if (CLUSTER == 1) __syncthreads();
+    if (rank >= OWNERS) return;
+    if (CLUSTER > 1) await_sent(base + ALL_SENT_AT, 0);
+#pragma unroll
+    for (int i = 0; i < PER_WARP; i++) {
+      const int own = i * WARPS + warp;
+      if (own >= OWN) break;
+      const int f = rank * OWN + own, mt = f / TILES, rt = f % TILES;
+      float v[4] = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+      for (int c = 0; c < CLUSTER; c++)
+#pragma unroll
+        for (int k = 0; k < WK; k++) {
+          const u32 at = CLUSTER > 1 ? SENT_AT + part_at(own, c, k)
+                                     : (k * WR + rt / RT) * RING_BYTES + (rt % RT * MT + mt) * 512 + lane * 16;
+          const float4 part = floats(load_shared(base + at));
+          v[0] += part.x, v[1] += part.y, v[2] += part.z, v[3] += part.w;
+        }
       finish(tile * TILES + rt, mt, own, v, kept[EPILOGUE == 1 ? i : 0]);
     }
   }
@@ -625,7 +638,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #if EPILOGUE == 1
   __syncthreads();
   const float2* stats = (const float2*)(shared + STATS_AT);
-  for (int i = threadIdx.x; i < OWN / STAT_TILES * 8 && (MEMORY || rank < OWNERS); i += THREADS) {
+  for (int i = threadIdx.x; i < OWN / STAT_TILES * 8; i += THREADS) {
     int f = (MEMORY ? 0 : rank) * OWN + i / 8 * STAT_TILES, m = f / TILES * 8 + i % 8;
     float mean = 0.f, square = 0.f;
     for (int r = 0; r < STAT_TILES; r++) {
@@ -639,5 +652,4 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (m < M) stats_out[(size_t)m * (N / (16 * STAT_TILES)) + index] = make_float2(mean, square);
   }
 #endif
-  if (CLUSTER > 1) cluster_sync();  // nobody leaves while a peer reads its partial sums
 }

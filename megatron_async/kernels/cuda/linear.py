@@ -57,19 +57,26 @@ class Tiling(NamedTuple):
 
     def statistic_rows(self, rows: int) -> int:
         """Elements of the residual stream that one partial statistic of epilogue ADD covers."""
-        tiles = self.row_tiles * self.warps_n
-        fragments = groups(rows) * tiles
-        if self.memory:
-            return 16 * tiles
-        return 16 * min(tiles, fragments // min(self.splits, fragments))
+        return 16 * min(self.row_tiles * self.warps_n, self.owned(rows))
 
     @property
     def x_stages(self) -> int:
         """Stages of all buffers of x."""
         return 2 * ((self.stages + 1) // 2 + 1)
 
+    def owned(self, rows: int) -> int:
+        """Fragments, of 16 rows of the weight and 8 of x, that a block of a cluster finishes."""
+        fragments = groups(rows) * self.row_tiles * self.warps_n
+        return fragments if self.memory else fragments // min(self.splits, fragments)
+
     def shared_bytes(self, k: int, rows: int) -> int:
         """About what a block takes."""
+        in_cluster = self.splits > 1 and not self.memory
+        sent = self.owned(rows) * self.splits * self.warps_k * 512 if in_cluster else 0
+        return self._ring_bytes(k, rows) + sent
+
+    def _ring_bytes(self, k: int, rows: int) -> int:
+        """Of weights and x, and what little there is else."""
         if self.box:
             return self.stages * (2048 * self.row_tiles + groups(rows) * 1024) + 16384
         warps = self.warps_n * self.warps_k
@@ -84,13 +91,11 @@ class Tiling(NamedTuple):
         """Whether the kernel can be built so."""
         fragments = groups(rows) * self.row_tiles * self.warps_n
         split = self.warps_k * self.splits > 1
-        owners = 1 if self.memory else min(self.splits, fragments)
-        tiles = self.row_tiles * self.warps_n
-        own = fragments // owners
+        tiles, own = self.row_tiles * self.warps_n, self.owned(rows)
         return (
             self.warps_n * self.warps_k <= 32
             and k // UNIT >= self.splits * self.warps_k
-            and fragments % owners == 0
+            and (self.memory or fragments % min(self.splits, fragments) == 0)
             and tiles % min(tiles, own) == 0
             and own % min(tiles, own) == 0
             and not (self.stream and (self.warps_k > 1 or norm == LAYER_NORM))
