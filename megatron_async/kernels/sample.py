@@ -1,5 +1,8 @@
 """Triton kernel of token sampling, bit for bit equal to ``sampling.sample_tokens_reference``.
 
+``cuda/sample.cu`` does the same, and filters far faster, where it can be had: this one is for fp16,
+very large vocabularies and GPUs before Hopper.
+
 Logits are compared through the order-preserving int32 key of their bit pattern. Thresholds are
 found by a four-way search over keys with integer counts (top-k) and integer masses (top-p), so
 no result depends on an order of reduction. Float operations follow ``sampling.exact_math`` one
@@ -10,11 +13,14 @@ by one; the kernels must be launched with ``enable_fp_fusion=False``, which forb
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_async.kernels.cuda import sample as cuda_sample
 from megatron_async.kernels.pdl import pdl_enter
 from megatron_async.sampling import exact_math, filters, noise, philox
 
@@ -327,37 +333,47 @@ def sample_splits(
     """
     if logits.stride(1) != 1:
         logits = logits.contiguous()
+    parameters = [t.contiguous() for t in (inverse_temperature, top_k, top_p, seed, position)]
+    if cuda_sample.takes(logits, index):
+        return cuda_sample.best_of_rows(logits, parameters, index)
+    return _triton_splits(logits, parameters, index, pdl=pdl)
+
+
+def _triton_splits(
+    logits: Tensor, parameters: Sequence[Tensor], index: Tensor | None = None, *, pdl: bool = False
+) -> Tensor:
     rows, vocab_size = logits.shape
     tiles = triton.cdiv(vocab_size, BLOCK)
     tiles_per_split = triton.cdiv(tiles, max(1, min(tiles, TARGET_PROGRAMS // rows)))
     splits = triton.cdiv(tiles, tiles_per_split)
     packed = torch.empty((rows, splits), dtype=torch.int64, device=logits.device)
     _sample_kernel[(rows, splits)](
-        logits, logits.stride(0), inverse_temperature.contiguous(), top_k.contiguous(),
-        top_p.contiguous(), seed.contiguous(), position.contiguous(),
-        position if index is None else index, 0 if index is None else index.stride(0), packed,
-        vocab_size, tiles_per_split * BLOCK,
+        logits, logits.stride(0), *parameters, parameters[-1] if index is None else index,
+        0 if index is None else index.stride(0), packed, vocab_size, tiles_per_split * BLOCK,
         KEY_SHIFT=_KEY_SHIFT[logits.dtype], BLOCK=BLOCK, INDEXED=index is not None, PDL=pdl,
         num_warps=NUM_WARPS, enable_fp_fusion=False, launch_pdl=pdl,
     )  # fmt: skip
     return packed
 
 
-def sample_tokens_triton(
-    logits: Tensor,
-    inverse_temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    seed: Tensor,
-    position: Tensor,
-) -> Tensor:
-    """``sampling.sample_tokens`` on the device of ``logits``; arguments are not checked."""
-    rows = logits.shape[0]
-    tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    if rows == 0:
-        return tokens
-    packed = sample_splits(logits, inverse_temperature, top_k, top_p, seed, position)
-    splits = packed.shape[1]
+def sample_tokens_gpu(logits: Tensor, *parameters: Tensor) -> Tensor:
+    """``sampling.sample_tokens`` on the device of ``logits``, in the CUDA C++ kernel where that
+    takes them; arguments are not checked."""
+    return _best_tokens(sample_splits(logits, *parameters)) if len(logits) else _none(logits)
+
+
+def sample_tokens_triton(logits: Tensor, *parameters: Tensor) -> Tensor:
+    """The same, always in the Triton kernel."""
+    return _best_tokens(_triton_splits(logits, parameters)) if len(logits) else _none(logits)
+
+
+def _none(logits: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.int64, device=logits.device)
+
+
+def _best_tokens(packed: Tensor) -> Tensor:
+    rows, splits = packed.shape
+    tokens = torch.empty(rows, dtype=torch.int64, device=packed.device)
     _combine_kernel[(rows,)](
         packed, tokens, splits, SPLITS=triton.next_power_of_2(splits), num_warps=1
     )

@@ -15,7 +15,7 @@
 #define __device__
 #define __global__
 #define __forceinline__ inline
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define __grid_constant__
 #define __cluster_dims__(x, y, z)
 #define __align__(bytes) __attribute__((aligned(bytes)))
@@ -260,6 +260,8 @@ T max(T a, T b) {
   return a < b ? b : a;
 }
 inline float rsqrtf(float v) { return 1.f / std::sqrt(v); }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdividef(float a, float b) { return a / b; }
 inline float __expf(float v) { return std::exp(v); }
 inline float __uint_as_float(u32 v) {
@@ -296,6 +298,12 @@ inline bool __any_sync(unsigned, bool v) {
   return any;
 }
 
+inline u32 __reduce_add_sync(unsigned, u32 v) {
+  const u32* all = emulator::show(v);
+  u32 sum = 0;
+  for (int lane = 0; lane < 32; lane++) sum += emulator::of_lane(all, lane);
+  return sum;
+}
 inline u32 __ballot_sync(unsigned, bool v) {
   const bool* all = emulator::show(v);
   u32 bits = 0;

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async.kernels.cuda import attention, linear
+from megatron_async.kernels.cuda import attention, linear, sample
 from megatron_async.kernels.cuda import compile as cuda
 
 COMPILER = shutil.which("g++")
@@ -36,9 +36,10 @@ _STANDARD = """
 """
 _OPTIONS = ("-std=c++20", "-O1", "-w", "-fPIC")
 _SHARED = re.compile(r"extern __shared__ __align__\([^)]+\) char shared\[\];")
-_CLUSTER = {"linear": "CLUSTER", "attention": "SPLITS", "embed": "1"}
-_WRITTEN_BEFORE = {"linear": (0, 5, 8), "attention": (0,), "embed": (0, 1)}
-"""Arguments that the kernel in front writes: x, statistics and residual; the projection; tokens."""
+_CLUSTER = {"linear": "CLUSTER", "attention": "SPLITS", "embed": "1", "sample": "C"}
+_WRITTEN_BEFORE = {"linear": (0, 5, 8), "attention": (0,), "embed": (0, 1), "sample": (0,)}
+"""Arguments that the kernel in front writes: x, statistics and residual; the projection; tokens;
+logits."""
 
 
 class EmulatedKernel:
@@ -102,6 +103,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the wrappers of ``kernels/cuda``, and the fused forward, work on a CPU."""
     monkeypatch.setattr(linear, "kernel", kernel)
     monkeypatch.setattr(attention, "kernel", kernel)
+    monkeypatch.setattr(sample, "kernel", kernel)
     monkeypatch.setattr(cuda, "tensor_map", tensor_map)
     monkeypatch.setattr(cuda, "compile_together", lambda work, architecture: None)
     monkeypatch.setattr(cuda, "architecture", lambda device_index: "emulated")

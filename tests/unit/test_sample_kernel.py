@@ -1,6 +1,7 @@
-"""The Triton sampling kernel against the torch reference, bit for bit.
+"""The sampling kernels against the torch reference, bit for bit.
 
-On a GPU the kernel is compiled. Without one, ``TRITON_INTERPRET=1`` runs it on the CPU.
+On a GPU they are compiled. Without one, ``TRITON_INTERPRET=1`` runs the Triton kernel on the CPU,
+and ``test_cuda_sample.py`` the other one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tests.support.interpreter import compiled, interpreted
 
 pytest.importorskip("triton", reason="the kernel needs triton")
 
-from megatron_async.kernels.sample import BLOCK, sample_tokens_triton
+from megatron_async.kernels.sample import BLOCK, sample_tokens_gpu, sample_tokens_triton
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -88,8 +89,9 @@ def test_kernel_reads_strided_rows_split_over_programs(rows: int, device: torch.
         arguments = (torch.full((rows,), inverse_temperature), *arguments[1:])
         expected = sample_tokens_reference(logits, *arguments)
         on_device = padded.to(device)[:, : logits.shape[1]]
-        tokens = sample_tokens_triton(on_device, *on(device, arguments))
-        assert torch.equal(tokens.cpu(), expected)
+        for sample in (sample_tokens_triton, sample_tokens_gpu):
+            tokens = sample(on_device, *on(device, arguments))
+            assert torch.equal(tokens.cpu(), expected)
 
 
 class TestOnGpu:
@@ -109,9 +111,9 @@ class TestOnGpu:
             arguments = random_parameters(rows, vocab_size, generator)
             device_arguments = on(torch.device("cuda"), arguments)
             expected = sample_tokens(logits, *arguments)
-            assert torch.equal(sample_tokens(logits.cuda(), *device_arguments).cpu(), expected)
-            reference = sample_tokens_reference(logits.cuda(), *device_arguments)
-            assert torch.equal(reference.cpu(), expected)
+            for sample in (sample_tokens, sample_tokens_triton, sample_tokens_reference):
+                got = sample(logits.cuda(), *device_arguments)
+                assert torch.equal(got.cpu(), expected), sample.__name__
 
     def test_a_row_does_not_depend_on_its_batch(self) -> None:
         generator = torch.Generator().manual_seed(0)
