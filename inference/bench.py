@@ -21,7 +21,14 @@ EXIT_FAILED = 1
 EXIT_UNWRITTEN = 2
 
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "decode": {"batch_sizes": [1], "prompt_tokens": 128, "new_tokens": 512},
+    "decode": {
+        "batch_sizes": [1],
+        "prompt_tokens": 128,
+        "new_tokens": 512,
+        "temperature": 0.0,
+        "top_k": 0,
+        "top_p": 0.0,
+    },
     "ragged": {
         "requests": 512,
         "max_requests": 128,
@@ -38,11 +45,11 @@ COMMON_DEFAULTS: dict[str, dict[str, Any]] = {
     "ragged": {"depths": [0, 1, 2], "rounds": 1},
 }
 _DESCRIPTION = """\
-Measure how fast requests are decoded, greedily, from prompts of random token ids. Every depth
-decodes the same load on the same weights; depth 0, serial decoding, is the baseline. The workload
-"decode" measures steps in which all rows decode; "ragged" serves requests of many lengths, a third
-of which stop at a token id. Exit status 1: a measurement failed; the others are reported. What the
-columns mean: docs/performance.md.
+Measure how fast requests are decoded from prompts of random token ids. Every depth decodes the
+same load on the same weights; depth 0, serial decoding, is the baseline. The workload "decode"
+measures steps in which all rows decode, greedily unless --temperature is given; "ragged" serves
+requests of many lengths, a third of which stop at a token id. Exit status 1: a measurement failed;
+the others are reported. What the columns mean: docs/performance.md.
 """
 
 
@@ -83,6 +90,9 @@ def add_command(commands: Any) -> None:
     )
     add("--prompt-tokens", type=integer(1), metavar="N", help="default: 128")
     add("--new-tokens", type=integer(1), metavar="N", help="default: 512")
+    add("--temperature", type=number(0), metavar="T", help="default: 0, greedy")
+    add("--top-k", type=integer(0), metavar="K", help="of --temperature; 0 is off (default: 0)")
+    add("--top-p", type=number(0, 1), metavar="P", help="of --temperature; 0 is off (default: 0)")
     add("--all-buckets", action="store_true", help="capture every row bucket, not just the batch")
 
     add = parser.add_argument_group("workload ragged").add_argument
@@ -150,6 +160,10 @@ def resolve(args: argparse.Namespace) -> None:
     for name, default in COMMON_DEFAULTS[args.workload].items():
         if getattr(args, name) is None:
             setattr(args, name, default)
+    if (args.top_k or args.top_p) and not args.temperature:
+        raise ConfigError("--top-k and --top-p belong to sampling; give a --temperature above 0")
+    if args.temperature and args.baseline:
+        raise ConfigError("--baseline decodes greedily; leave --temperature or --baseline out")
     if args.all_buckets and args.workload != "decode":
         raise ConfigError("--all-buckets belongs to --workload decode; ragged captures all anyway")
     if bool(args.stall_us) != (args.stall_every is not None):
@@ -225,7 +239,8 @@ def make_load(args: argparse.Namespace) -> Any:
             f"--new-tokens {args.new_tokens} leaves no steady steps at depth {max(args.depths)}; "
             f"use at least {least}"
         )
-    return Load(**values, prompt_tokens=args.prompt_tokens, new_tokens=args.new_tokens)
+    own = ("prompt_tokens", "new_tokens", "temperature", "top_k", "top_p")
+    return Load(**values, **{name: getattr(args, name) for name in own})
 
 
 def command_line(args: argparse.Namespace) -> str:

@@ -39,7 +39,13 @@ def start(engine: Any, batch_size: int, load: Load, new_tokens: int) -> None:
     """Reset the engine and queue one request for each row."""
     engine.reset()
     vocab_size = engine.controller.inference_wrapped_model.vocab_size
-    params = SamplingParams(temperature=0, num_tokens_to_generate=new_tokens, termination_id=-1)
+    params = SamplingParams(
+        temperature=load.temperature,
+        top_k=load.top_k,
+        top_p=load.top_p,
+        num_tokens_to_generate=new_tokens,
+        termination_id=-1,
+    )
     for number, prompt in enumerate(prompts(vocab_size, batch_size, load)):
         engine.add_request(number, prompt, params)
 

@@ -23,10 +23,14 @@ class HostWork:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Load(HostWork):
-    """Every request has the same lengths, so that all rows decode for the whole time."""
+    """Every request has the same lengths, so that all rows decode for the whole time, and is
+    sampled alike."""
 
     prompt_tokens: int
     new_tokens: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 0.0
 
     @property
     def longest(self) -> int:

@@ -119,7 +119,7 @@ def as_table(report: dict[str, Any]) -> str:
     """The report for people: a line on what was measured, a table, and what else there is."""
     load = report["load"]
     lines = [f"{heading(report)}, prompt {load['prompt_tokens']}, {load['new_tokens']} new tokens"]
-    lines[0] += slowed(load)
+    lines[0] += sampled(load) + slowed(load)
     lines.append(format_table(_HEADER, [_cells(row) for row in report["results"]]))
     lines.append(f"built in {report['build_seconds']:.1f} s")
     if any(row.get("floor_ms") is not None for row in report["results"]):
@@ -132,6 +132,18 @@ def as_table(report: dict[str, Any]) -> str:
 def heading(report: dict[str, Any]) -> str:
     """Model, type and device."""
     return f"{report['shape']}, {report['dtype']}, {report['device_name']}"
+
+
+def sampled(load: dict[str, Any]) -> str:
+    """How tokens were sampled; nothing where greedily."""
+    if not load.get("temperature"):
+        return ""
+    said = f", temperature {load['temperature']:g}"
+    if load["top_k"]:
+        said += f", top-k {load['top_k']}"
+    if load["top_p"]:
+        said += f", top-p {load['top_p']:g}"
+    return said
 
 
 def slowed(load: dict[str, Any]) -> str:

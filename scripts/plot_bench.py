@@ -40,7 +40,8 @@ def panels_of(report: dict[str, Any], others: list[tuple[str, int, Bar]]) -> lis
     ragged = report["workload"] == "ragged"
     unit = "output tokens/s" if ragged else "ms/step"
     load, rows = report["load"], [row for row in report["results"] if "error" not in row]
-    slowed = ", host slowed" if load["host_work_us"] or load["stall_us"] else ""
+    added = ", sampled" if load.get("temperature") else ""
+    added += ", host slowed" if load["host_work_us"] or load["stall_us"] else ""
     found = [row for baseline in report["baselines"] for row in baseline["results"]]
     panels = []
     for key in dict.fromkeys(row["arrival_rate" if ragged else "batch"] for row in rows):
@@ -59,7 +60,7 @@ def panels_of(report: dict[str, Any], others: list[tuple[str, int, Bar]]) -> lis
             bars += [_other(row, "step_ms_mean") for row in found if row["batch"] == key]
             bars += [bar for shape, at, bar in others if (shape, at) == (report["shape"], key)]
         floor = mine[0].get("floor_ms")
-        panels.append(Panel(title + slowed, unit, bars, None if floor is None else float(floor)))
+        panels.append(Panel(title + added, unit, bars, None if floor is None else float(floor)))
     return panels
 
 

@@ -14,7 +14,13 @@ import pytest
 import torch
 
 from megatron_async.errors import CacheTooLargeError
-from megatron_async.inference import bench_decode_run, bench_engine, bench_load, bench_run
+from megatron_async.inference import (
+    bench_decode,
+    bench_decode_run,
+    bench_engine,
+    bench_load,
+    bench_run,
+)
 from megatron_async.inference.bench_decode import run_round
 from megatron_async.inference.bench_engine import make_engine
 from megatron_async.inference.bench_load import Load, add_host_work, prompts
@@ -23,6 +29,7 @@ from megatron_async.inference.cli import main
 from megatron_async.inference.shapes import SHAPES, build_shape, floor_ms, weight_bytes
 from megatron_async.inference.subject import Subject
 from megatron_async.models.wrapper import GPTInferenceWrapper
+from megatron_async.requests import SamplingParams
 
 Capture = pytest.CaptureFixture[str]
 SMALL = ("--shape", "tiny-llama", "--prompt-tokens", "8", "--new-tokens", "24", "--device", "cpu")
@@ -152,6 +159,9 @@ def test_embedded_model_is_measured_by_default(capsys: Capture) -> None:
         (("--model", "/nowhere"), "not a directory"),
         (("--requests", "5"), "--requests belongs to --workload ragged"),
         (("--workload", "ragged", "--batch-sizes", "1"), "belongs to --workload decode"),
+        (("--workload", "ragged", "--temperature", "1"), "belongs to --workload decode"),
+        (("--top-k", "5"), "give a --temperature above 0"),
+        (("--temperature", "1", "--baseline", "transformers"), "--baseline decodes greedily"),
         (("--workload", "ragged", "--all-buckets"), "ragged captures all"),
         (("--workload", "ragged", "--prompt-range", "5,4"), "LOW,HIGH"),
         (("--workload", "ragged", "--arrival-rate", "inf,0"), "above 0"),
@@ -219,6 +229,23 @@ def test_all_depths_decode_the_same_prompts() -> None:
     first = prompts(100, 4, load)
     assert first == prompts(100, 4, load)
     assert len({tuple(prompt) for prompt in first}) == 4
+
+
+def test_requests_are_sampled_as_asked(
+    subject: Subject, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[SamplingParams] = []
+    load = Load(prompt_tokens=4, new_tokens=16, temperature=0.6, top_k=20, top_p=0.9)
+    with make_engine(subject, 2, 1, load).engine as engine:
+        monkeypatch.setattr(engine, "add_request", lambda *request: asked.append(request[2]))
+        bench_decode.start(engine, 2, load, 16)
+    assert {(params.temperature, params.top_k, params.top_p) for params in asked} == {
+        (0.6, 20, 0.9)
+    }
+    shape = ("--device", "cpu", "--shape", "tiny-llama", "--new-tokens", "16", "--depths", "1")
+    sampling = ("--temperature", "0.6", "--top-k", "20", "--top-p", "0.9")
+    assert main(["bench", *shape, "--rounds", "1", *sampling]) == 0
+    assert "16 new tokens, temperature 0.6, top-k 20, top-p 0.9\n" in capsys.readouterr().out
 
 
 # --- failures ---------------------------------------------------------------------------------
