@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_async.inference.shapes import SHAPES
 from megatron_async.kernels.cuda import compile as cuda
 from megatron_async.kernels.cuda import linear as cuda_linear
 from megatron_async.kernels.cuda.linear import (
@@ -292,17 +293,32 @@ class TestProducts:
         assert torch.equal(first, again)
 
 
-_NORMS = {4096: RMS_NORM, 1024: RMS_NORM, 768: LAYER_NORM}  # by hidden size
+_NORMS = {
+    config.hidden_size: LAYER_NORM if config.activation == "gelu_tanh" else RMS_NORM
+    for config in SHAPES.values()
+}
+
+
+def _known_products() -> dict[tuple[int, int], tuple[int, int, int, int, bool]]:
+    """Products of the known models, by the shape of the weight."""
+    products = {}
+    for config in SHAPES.values():
+        hidden, ffn, norm = config.hidden_size, config.ffn_hidden_size, _NORMS[config.hidden_size]
+        qkv = (config.num_attention_heads + 2 * config.num_kv_heads) * config.head_dim
+        fc1 = (2 * ffn, SILU_GATE) if norm == RMS_NORM else (ffn, GELU_TANH)
+        for n, epilogue in ((qkv, STORE), fc1, (config.vocab_size, STORE)):
+            products[n, hidden] = n, hidden, norm, epilogue, norm == LAYER_NORM
+        for k in (config.num_attention_heads * config.head_dim, ffn):
+            products[hidden, k] = hidden, k, NO_NORM, ADD, norm == LAYER_NORM
+    return products
+
+
+_KNOWN = _known_products()
 
 
 def _measured(n: int, k: int) -> tuple[int, int, int, int, bool]:
     """The product of a known model with this weight."""
-    hidden = min(n, k)
-    norm = _NORMS[hidden]
-    if n == hidden:
-        return n, k, NO_NORM, ADD, norm == LAYER_NORM
-    activated = {28672: SILU_GATE, 6144: SILU_GATE if hidden == 1024 else STORE, 3072: GELU_TANH}
-    return n, k, norm, activated.get(n, STORE), norm == LAYER_NORM
+    return _KNOWN[n, k]
 
 
 @pytest.mark.parametrize("rows", [1, 32])
