@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +18,19 @@ if TYPE_CHECKING:
 
 WARM_UP_RUNS = 2
 SPINS_BETWEEN_CHECKS = 2000
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Keep Python's garbage collector away: an engine that nobody refers to has graphs, and to
+    destroy one invalidates the capture of another (pytorch/pytorch#161037)."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class CudaDevice:
@@ -44,11 +59,14 @@ class CudaDevice:
                 work()
             self.stream.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(
-                graph,
-                pool=self._pool,
-                stream=self.stream,
-                capture_error_mode="thread_local",
+            with (
+                no_collection(),
+                torch.cuda.graph(
+                    graph,
+                    pool=self._pool,
+                    stream=self.stream,
+                    capture_error_mode="thread_local",
+                ),
             ):
                 work()
         # Warm-up ran for real: put the rings back to where they were.
