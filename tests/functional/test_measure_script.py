@@ -41,7 +41,7 @@ def test_bench_takes_every_part_and_a_failure_does_not_stop_the_others(tmp_path:
     status, errors, commands = measure(tmp_path, str(out))
     assert status == 1 and errors.split() == ["[measure]", "failed:", "host-work"]
     parts = [Path(command[-1]).stem for command in commands]
-    assert len(set(parts)) == 9 and out.is_dir()
+    assert len(set(parts)) == 10 and out.is_dir()
     for command in commands:
         given = build_parser().parse_args(command)
         assert given.shape is not None and Path(given.json).parent == out
