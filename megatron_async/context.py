@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from typing import Any
 
 import torch
 
@@ -163,6 +164,8 @@ class DynamicInferenceContext(BaseInferenceContext):
         self._decode_lengths_host: list[int] | None = None
         self._chunks: torch.Tensor | None = None
         self.last_token_index: torch.Tensor | None = None
+        self._decode_attentions: dict[Any, Any] = {}
+        """Kernels of decode steps that the model's own forward takes, by heads and rows."""
 
     def _make_slots(self) -> None:
         def per_slot(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -302,10 +305,21 @@ class DynamicInferenceContext(BaseInferenceContext):
         eps: float,
     ) -> torch.Tensor:
         """:meth:`attend` on CUDA from the packed projection, normed, rotated and appended by one
-        kernel; see :func:`~megatron_async.kernels.rope_append.rope_append`."""
+        kernel; see :func:`~megatron_async.kernels.rope_append.rope_append`. Where one kernel of
+        ``kernels/cuda`` takes all of a decode step's attention, it does that too."""
         from megatron_async.kernels.rope_append import rope_append
 
         keys, values = self.kv_cache[layer]
+        attention = self._decode_attention(packed, cos_sin, q_weight, k_weight)
+        if attention is not None:
+            heads = packed.shape[1] // self.kv_cache.shape[5] - 2 * self.kv_cache.shape[4]
+            out = packed.new_empty(packed.shape[0], heads, self.kv_cache.shape[5])
+            attention(
+                packed.contiguous(), keys, values, self.block_table, self.token_slots,
+                self.position_ids.contiguous(), self.slot_mapping, out, scale=softmax_scale,
+                cos_sin=cos_sin, q_weight=q_weight, k_weight=k_weight, eps=eps,
+            )  # fmt: skip
+            return out
         query = rope_append(
             packed,
             keys,
@@ -318,6 +332,51 @@ class DynamicInferenceContext(BaseInferenceContext):
             eps,
         )
         return self._attend_appended(query, keys, values, softmax_scale)
+
+    def _decode_attention(
+        self,
+        packed: torch.Tensor,
+        cos_sin: torch.Tensor | None,
+        q_weight: torch.Tensor | None,
+        k_weight: torch.Tensor | None,
+    ) -> Any:
+        """The kernel that does all of a decode step's attention, if there is one for it."""
+        from megatron_async.kernels.cuda import attention
+        from megatron_async.kernels.cuda import compile as cuda
+        from megatron_async.kernels.cuda.linear import padded
+
+        rows, width = packed.shape
+        kv_heads, head_dim = self.kv_cache.shape[4:]
+        if (
+            self._chunks is not None
+            or self.batch_invariant
+            or self._decode_lengths_host is not None
+        ):
+            return None
+        weights = [weight for weight in (q_weight, k_weight) if weight is not None]
+        if any(x.dtype != torch.bfloat16 for x in (packed, self.kv_cache, *weights)):
+            return None
+        if rows > attention.MOST_ROWS or cuda.unavailable(packed.device.index or 0) is not None:
+            return None
+        heads = attention.Heads(
+            head_dim=head_dim,
+            group=width // (kv_heads * head_dim) - 2,
+            kv_heads=kv_heads,
+            block_size=self.block_size_tokens,
+            norm=q_weight is not None,
+            rope=cos_sin is not None,
+        )
+        rotated = 0 if cos_sin is None else 2 * cos_sin.shape[2]
+        if attention.unsupported(head_dim, heads.group, heads.block_size, rotated) is not None:
+            return None
+        key = heads, padded(rows)
+        if key not in self._decode_attentions:
+            capacity = self.block_table.shape[1] * self.block_size_tokens
+            first = next(iter(self._decode_attentions.values()), None)
+            self._decode_attentions[key] = attention.DecodeAttention(
+                heads, padded(rows), capacity, packed.device, beside=first
+            )
+        return self._decode_attentions[key]
 
     def _attend_appended(
         self,

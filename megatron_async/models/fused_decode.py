@@ -144,16 +144,16 @@ class FusedDecoder:
     def compile(self, rows: list[int], context: Any) -> None:
         """Compile what forwards of so many rows need, side by side; later calls find it."""
         work: list[tuple[str, dict[str, int]]] = []
-        sizes = {padded(r) for r in rows if r <= MAX_ROWS}
+        sizes = {padded(r) for r in rows if r <= cuda_attention.MOST_ROWS}
         for most in sizes:
-            for product in self.products.values():
-                tiling = product.tiling(most)
-                if tiling is not None:
-                    work.append(("linear", self.defines(product, most, tiling)))
+            cuts = {name: product.tiling(most) for name, product in self.products.items()}
+            for name, tiling in cuts.items():
+                if tiling is not None and most <= MAX_ROWS:
+                    work.append(("linear", self.defines(self.products[name], most, tiling)))
         if self._attention_off(context) is None:
-            heads = self._heads_of(context)
-            for splits in {cuda_attention.splits_of(most, self._kv_heads) for most in sizes}:
-                work.append(("attention", heads.defines(splits)))
+            heads, capacity = self._heads_of(context), _capacity(context)
+            attentions = [heads.defines(most, capacity) for most in sizes]
+            work += [("attention", d) for n, d in enumerate(attentions) if d not in attentions[:n]]
         cuda.compile_together(work, cuda.architecture(self._index))
 
     def _attention_off(self, context: Any) -> str | None:
@@ -221,11 +221,16 @@ class FusedDecoder:
         )
 
     def _attention(self, rows: int, context: Any) -> cuda_attention.DecodeAttention:
-        capacity = context.block_table.shape[1] * context.block_size_tokens
+        capacity = _capacity(context)
         key = ("attention", padded(rows), capacity, context.block_size_tokens)
         if key not in self._kernels:
+            others = (kernel for name, kernel in self._kernels.items() if name[0] == "attention")
             self._kernels[key] = cuda_attention.DecodeAttention(
-                self._heads_of(context), padded(rows), capacity, self._device
+                self._heads_of(context),
+                padded(rows),
+                capacity,
+                self._device,
+                beside=next(others, None),
             )
         attention: cuda_attention.DecodeAttention = self._kernels[key]
         return attention
@@ -306,6 +311,12 @@ class FusedDecoder:
                 scaled=scaled_by(next_norm), statistics_out=layer_stats,
             )  # fmt: skip
         plan["head"](scaled, self._head_weight(), out, norm=final, statistics=layer_stats)
+
+
+def _capacity(context: Any) -> int:
+    """Tokens that a row may have."""
+    capacity: int = context.block_table.shape[1] * context.block_size_tokens
+    return capacity
 
 
 def _layer(layer: Any) -> _Layer:

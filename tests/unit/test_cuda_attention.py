@@ -42,8 +42,11 @@ def test_every_shape_fits_into_shared_memory() -> None:
     shapes = list(itertools.product(range(32, 257, 16), range(1, 17), (1, 2, 4, 8)))
     assert all(decode_attention.unsupported(d, group, 16, d) is None for d, group, _ in shapes)
     defines = [
-        decode_attention.Heads(head_dim, group, 8, 16, norm=True, rope=True).defines(splits)
+        decode_attention.Heads(head_dim, group, 8, 16, norm=True, rope=True).defines(
+            rows, capacity, splits=splits
+        )
         for head_dim, group, splits in shapes
+        for rows, capacity in ((32, 131072), (decode_attention.MOST_ROWS, 1 << 20))
     ]
     assert max(emulator.shared_bytes("attention", defines)) <= SHARED_BYTES
 
@@ -60,6 +63,9 @@ _ATTENTIONS = [
 _LENGTHS = [0, 1, 15, 16, 17, 63, 64, 200, 700, 1]
 _MANY_PIECES = [700, 650, 1000, 500, 64, 1, 0, 900]
 """More pieces, of 128 tokens, than clusters of eight blocks."""
+_WIDE = [(37 * row) % 61 for row in range(40)]
+_WIDE_PIECES = [0, 300, *_WIDE[:35], 130, 16]
+_VERY_WIDE = [(37 * row) % 611 for row in range(150)]
 
 
 @on_both(
@@ -70,6 +76,7 @@ _MANY_PIECES = [700, 650, 1000, 500, 64, 1, 0, 900]
         for splits, piece_tokens, lengths in (
             *((splits, 2048, _LENGTHS) for splits in (1, 2, 8)),
             *((1, 128, _LENGTHS), (2, 32, _LENGTHS), (4, 16, _LENGTHS), (8, 16, _MANY_PIECES)),
+            *((1, 8192, _VERY_WIDE), (1, 64, _WIDE_PIECES), (2, 128, _VERY_WIDE)),
         )
     ),
     small=[
@@ -79,6 +86,8 @@ _MANY_PIECES = [700, 650, 1000, 500, 64, 1, 0, 900]
         ((128, 4, 16, False, True), 4, 16, [0, 31, 64, 65, 330]),
         ((32, 1, 16, True, True), 1, 16, [1016, 0, 511, 16, 15, 17]),
         ((32, 3, 16, False, True), 8, 16, _MANY_PIECES),
+        ((32, 2, 16, True, True), 1, 2048, _WIDE),
+        ((32, 1, 16, False, True), 2, 16, _WIDE_PIECES),
     ],
 )
 class TestAttention:

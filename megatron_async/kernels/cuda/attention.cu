@@ -7,13 +7,16 @@
 //   Each owns some elements of the result, and is sent what the others have of them.
 //   A row of more than PIECE tokens a block comes in equal pieces, MOST_PIECES at most, so that one
 //   long row does not keep the others waiting. How a row is cut depends on nothing but its length.
+//   LANE_ROWS rows of the batch are looked after by each lane of a warp that finds a piece: 32 * LANE_ROWS
+//   rows at most
 //   LEAST bytes of shared memory are taken at least: they decide how many blocks fit beside each other
 //   NORM 1: RMSNorm of each query head and key; ROPE 1: rotation of pairs (i, i + D / 2)
 //
 // A warp takes tiles of 16 tokens: scores[16 tokens x 8 heads] and out[D x 8 heads] with m16n8k16, for
 // each eight heads of the group, online softmax in base 2. Tokens before this one were written by
 // earlier steps, so their copies start before the projection is there. The pieces of all rows and
-// heads go round the clusters, which find them from the lengths.
+// heads go round the clusters, which find them from the lengths. Of many rows, whose lengths differ, a
+// block that is done takes the next piece (SHARES).
 
 #define THREADS (32 * WARPS)
 #define PADDED (D <= 64 ? 64 : D <= 128 ? 128 : 256)
@@ -31,6 +34,7 @@
 #define PART_STATS_AT (PARTS_AT + WARPS * GROUP * D * 4)
 #define WEIGHTS_AT (PART_STATS_AT + WARPS * GROUP * 8)  // of pieces
 #define BEFORE_AT (WEIGHTS_AT + GROUP * MOST_PIECES * 4)
+#define NEXT_AT (BEFORE_AT + 4)             // the piece that comes next
 #define SENT_AT ((BEFORE_AT + 16 + 15) / 16 * 16)
 #define QUADS (GROUP * D / 4)              // of elements of the result
 #define OWN_QUADS ((QUADS + SPLITS - 1) / SPLITS)
@@ -40,9 +44,11 @@
 #define ALL_SENT_AT (SENT_AT + (SPLITS > 1 ? 2 * SENT_BYTES : 0))
 #define SHARED_BYTES (ALL_SENT_AT + 16)
 #define PIECE_TILES (PIECE * SPLITS / 16)
+#define SHARES (LANE_ROWS > 1 && SPLITS == 1)
 
 static_assert(D % 16 == 0 && D <= 256 && GROUP <= 16 && BLOCK % 16 == 0, "shape");
 static_assert(MOST_PIECES <= 32, "a lane for each piece");
+static_assert(LANE_ROWS <= 32, "a lane for each row of a lane");
 static_assert(PARTS_AT % 16 == 0 && (SPLITS == 1 || SENT_BYTES % 16 == 0), "four at a time");
 
 extern "C" __device__ const int shared_bytes = SHARED_BYTES > LEAST ? SHARED_BYTES : LEAST;
@@ -74,18 +80,28 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
   const u32 ring = base + warp * RING_BYTES;
 
   // --- which piece ---------------------------------------------------------------------------------
-  const int length = lane < rows ? (int)load_l2(positions + lane) : 0;  // of the row of this lane
-  const int length_tiles = (length + 15) / 16;
-  const int piece_tiles = PIECE_TILES * max(1, (length_tiles + PIECE_TILES * MOST_PIECES - 1) /
-                                                   (PIECE_TILES * MOST_PIECES));
-  const int own_pieces = lane < rows ? max(1, (length_tiles + piece_tiles - 1) / piece_tiles) : 0;
-  int until = own_pieces;  // pieces of all rows up to that of this lane
+  auto tokens_of = [&](int row) { return row < rows ? (int)load_l2(positions + row) : 0; };
+  auto pieces_of = [&](int row, int tokens) {
+    const int tiles = (tokens + 15) / 16;
+    const int piece_tiles =
+        PIECE_TILES * max(1, (tiles + PIECE_TILES * MOST_PIECES - 1) / (PIECE_TILES * MOST_PIECES));
+    return row < rows ? max(1, (tiles + piece_tiles - 1) / piece_tiles) : 0;
+  };
+  auto up_to_this_lane = [&](int sum) {
 #pragma unroll
-  for (int d = 1; d < 32; d <<= 1) {
-    int before = __shfl_up_sync(~0u, until, d);
-    if (lane >= d) until += before;
-  }
-  const int items = __shfl_sync(~0u, until, 31) * KV_HEADS;
+    for (int d = 1; d < 32; d <<= 1) {
+      int before = __shfl_up_sync(~0u, sum, d);
+      if (lane >= d) sum += before;
+    }
+    return sum;
+  };
+  int length[LANE_ROWS], own_pieces = 0;  // of the rows of this lane
+#pragma unroll
+  for (int j = 0; j < LANE_ROWS; j++) length[j] = tokens_of(lane * LANE_ROWS + j);
+#pragma unroll
+  for (int j = 0; j < LANE_ROWS; j++) own_pieces += pieces_of(lane * LANE_ROWS + j, length[j]);
+  const int until = up_to_this_lane(own_pieces);  // pieces of all rows up to those of this lane
+  const int all_pieces = __shfl_sync(~0u, until, 31), items = all_pieces * KV_HEADS;
   struct Item {
     int row, head, piece, pieces, position, first, count;
     const i64* table;
@@ -94,10 +110,28 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
     Item item;
     const int which = number / KV_HEADS;
     item.head = number % KV_HEADS;
-    item.row = __popc(__ballot_sync(~0u, until <= which));
-    item.piece = which - __shfl_sync(~0u, until - own_pieces, item.row);
-    item.pieces = __shfl_sync(~0u, own_pieces, item.row);
-    item.position = __shfl_sync(~0u, length, item.row);
+    if (LANE_ROWS > 1 && all_pieces == rows) {
+      item.row = which, item.piece = 0, item.pieces = 1;
+      item.position = tokens_of(which);
+    } else {
+      const int owner = __popc(__ballot_sync(~0u, until <= which));
+      const int before = __shfl_sync(~0u, until - own_pieces, owner);
+      if (LANE_ROWS == 1) {
+        item.row = owner;
+        item.piece = which - before;
+        item.pieces = __shfl_sync(~0u, own_pieces, owner);
+        item.position = __shfl_sync(~0u, length[0], owner);
+      } else {  // the owner's rows, one in each lane
+        const int row = owner * LANE_ROWS + lane, tokens = lane < LANE_ROWS ? tokens_of(row) : 0;
+        const int pieces = lane < LANE_ROWS ? pieces_of(row, tokens) : 0;
+        const int row_until = up_to_this_lane(pieces);
+        const int j = __popc(__ballot_sync(~0u, lane < LANE_ROWS && before + row_until <= which));
+        item.row = owner * LANE_ROWS + j;
+        item.piece = which - before - __shfl_sync(~0u, row_until - pieces, j);
+        item.pieces = __shfl_sync(~0u, pieces, j);
+        item.position = __shfl_sync(~0u, tokens, j);
+      }
+    }
     const int tiles = (item.position + 15) / 16;
     const int begin = tiles * item.piece / item.pieces;
     const int these = tiles * (item.piece + 1) / item.pieces - begin;
@@ -170,6 +204,9 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
   u32 passed = 0;  // turns of both barriers, by parity
   for (bool first = true, goes_on = true; goes_on; first = false) {
     // --- queries, and by the last split the key and the value --------------------------------------
+    u32* all_taken = arrivals + rows * KV_HEADS;
+    u32 taken = 0;
+    if (SHARES && threadIdx.x == 0) taken = add_one_in_order(all_taken);
     const int position = item.position;
     const size_t row_head = (size_t)item.row * KV_HEADS + item.head;
     const bool appends = rank == SPLITS - 1 && item.piece == item.pieces - 1;
@@ -230,6 +267,10 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
           keys[append_at + i + D / 2] = y;
         }
       }
+    }
+    if (SHARES && threadIdx.x == 0) {
+      *(u32*)(shared + NEXT_AT) = gridDim.x + taken;
+      if (taken == items - 1) *all_taken = 0;  // the last of all, for the next launch
     }
     __syncthreads();
 
@@ -334,7 +375,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
 
     // The next piece is on its way while this one is summed up.
     const int piece = item.piece, pieces = item.pieces;
-    number += gridDim.x / SPLITS;
+    number = SHARES ? *(const u32*)(shared + NEXT_AT) : number + gridDim.x / SPLITS;
     goes_on = number < items;
     if (goes_on) {
       item = find(number);

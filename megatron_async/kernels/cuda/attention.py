@@ -20,8 +20,14 @@ MAX_SPLITS = 8
 """The most blocks of a cluster that every GPU of this capability runs."""
 PIECE_TOKENS = 8192
 """A row of more tokens a block is cut into pieces; a multiple of 16."""
+WIDE_PIECE_TOKENS = 1024
+"""So where the batch has more rows than a warp has lanes: their pieces fill the GPU anyhow, and
+short ones end together."""
 MOST_PIECES = 32
 """Of a row: of a longer one the pieces are longer. Their weights take the place of a head."""
+LANES = 32
+MOST_ROWS = LANES * LANES
+"""Of a batch: each lane of a warp looks after some when it searches for a piece."""
 BLOCKS_PER_MULTIPROCESSOR = 2
 """As many fit beside each other: more would come in a second wave."""
 
@@ -48,6 +54,11 @@ def splits_of(rows: int, kv_heads: int) -> int:
     return min(MAX_SPLITS, 1 << max(0, wanted.bit_length() - 1))
 
 
+def pieces_of(tokens: int, splits: int, piece_tokens: int) -> int:
+    """Into how many pieces a row of so many tokens is cut."""
+    return min(MOST_PIECES, -(-tokens // (piece_tokens * splits)))
+
+
 class Heads(NamedTuple):
     """What the attention of a model's layers is like: ``group`` query heads of each KV head, norms
     of heads, rotation."""
@@ -59,14 +70,25 @@ class Heads(NamedTuple):
     norm: bool
     rope: bool
 
-    def defines(self, splits: int, piece_tokens: int = PIECE_TOKENS) -> dict[str, int]:
-        """Macros of ``attention.cu``."""
+    def defines(
+        self, rows: int, capacity: int, *, splits: int | None = None,
+        piece_tokens: int | None = None,
+    ) -> dict[str, int]:  # fmt: skip
+        """Macros of ``attention.cu`` for padded ``rows`` of up to ``capacity`` tokens."""
+        splits = splits or splits_of(rows, self.kv_heads)
+        if piece_tokens is None:
+            piece_tokens = PIECE_TOKENS if rows <= LANES else WIDE_PIECE_TOKENS
+        lane_rows = 1 << (-(-rows // LANES) - 1).bit_length()
+        most_pieces = MOST_PIECES
+        if rows > LANES:  # what they leave between them takes memory for each row
+            needed = pieces_of(capacity, splits, piece_tokens)
+            most_pieces = 1 << (needed - 1).bit_length()
         warps = WARPS if self.head_dim * self.group <= MOST_ELEMENTS else WARPS // 2
         return {
             "D": self.head_dim, "GROUP": self.group, "KV_HEADS": self.kv_heads,
             "BLOCK": self.block_size, "NORM": int(self.norm), "ROPE": int(self.rope),
             "SPLITS": splits, "WARPS": warps, "ST": STAGES, "LEAST": LEAST_BYTES,
-            "PIECE": piece_tokens, "MOST_PIECES": MOST_PIECES,
+            "PIECE": piece_tokens, "MOST_PIECES": most_pieces, "LANE_ROWS": lane_rows,
         }  # fmt: skip
 
 
@@ -77,6 +99,7 @@ class DecodeAttention:
         rows, capacity: of a batch, and tokens of a row, at most.
         splits: blocks that share the tokens of a row, or of a piece of it; None fills the GPU.
         piece_tokens: a row of more tokens for each of its blocks is cut into pieces.
+        beside: another one on the same stream, whose ``scratch`` is shared if it is large enough.
     """
 
     def __init__(
@@ -87,18 +110,30 @@ class DecodeAttention:
         device: torch.device,
         *,
         splits: int | None = None,
-        piece_tokens: int = PIECE_TOKENS,
+        piece_tokens: int | None = None,
+        beside: DecodeAttention | None = None,
     ) -> None:
-        self._splits = splits or splits_of(rows, heads.kv_heads)
-        self._kernel = kernel("attention", heads.defines(self._splits, piece_tokens), device)
-        pieces = min(MOST_PIECES, -(-capacity // (piece_tokens * self._splits)))
+        defines = heads.defines(rows, capacity, splits=splits, piece_tokens=piece_tokens)
+        self._splits = defines["SPLITS"]
+        self._kernel = kernel("attention", defines, device)
+        pieces = pieces_of(capacity, self._splits, defines["PIECE"])
         at_once = max(1, BLOCKS_PER_MULTIPROCESSOR * MULTIPROCESSORS // self._splits)
         self._clusters = min(at_once, rows * heads.kv_heads * pieces)
-        # Sums, statistics and arrivals of the pieces of each row and head.
-        parts = rows * heads.kv_heads * heads.group * MOST_PIECES if pieces > 1 else 0
-        self._pieces = torch.empty(parts * heads.head_dim, device=device)
-        self._piece_statistics = torch.empty(parts * 2, device=device)
-        self._arrivals = torch.zeros(rows * heads.kv_heads, dtype=torch.int32, device=device)
+        parts = rows * heads.kv_heads * heads.group * defines["MOST_PIECES"] if pieces > 1 else 0
+        sizes = (parts * heads.head_dim, parts * 2, rows * heads.kv_heads + 1)
+        self.scratch: tuple[Tensor, Tensor, Tensor]
+        """What the pieces of each row and head leave for the last of them: sums, statistics, and
+        how many are done (none between launches); behind these how many pieces are taken."""
+        if beside is not None and all(
+            tensor.numel() >= size for tensor, size in zip(beside.scratch, sizes, strict=True)
+        ):
+            self.scratch = beside.scratch
+        else:
+            self.scratch = (
+                torch.empty(sizes[0], device=device),
+                torch.empty(sizes[1], device=device),
+                torch.zeros(sizes[2], dtype=torch.int32, device=device),
+            )
 
     def __call__(
         self,
@@ -130,8 +165,7 @@ class DecodeAttention:
         self._kernel.launch(
             (self._splits * self._clusters, 1, 1), qkv, keys, values, block_table,
             block_table.stride(0), slots, position_ids, slot_mapping, cos_sin, q_weight, k_weight,
-            float(eps), float(scale * 1.4426950408889634), out, qkv.shape[0], self._pieces,
-            self._piece_statistics, self._arrivals,
+            float(eps), float(scale * 1.4426950408889634), out, qkv.shape[0], *self.scratch,
         )  # fmt: skip
 
 
