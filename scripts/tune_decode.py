@@ -123,6 +123,22 @@ class Rig:
         return min([self.mean_us(step) for _ in range(4)][1:])
 
 
+def start_of(product: Product, rows: int) -> Tiling:
+    """Where the search begins: the tiling of ``linear.py``, or the first boxes that can be built.
+
+    Raises:
+        ValueError: there are none.
+    """
+    known = product.tiling(rows)
+    if known is not None:
+        return known
+    shape = (product.n, product.k, rows, product.norm, product.epilogue)
+    for tiling in sorted(boxes(product), key=lambda t: (-t.stages, t.splits)):
+        if tiling.fits(*shape):
+            return tiling
+    raise ValueError(f"no tiling of {product.n} x {product.k} can be built for {rows} rows")
+
+
 def spread(product: Product, rows: int, count: int) -> list[Tiling]:
     """Some of a product's tilings at random, and as many that take boxes."""
     shape = (product.n, product.k, rows, product.norm, product.epilogue)
@@ -178,9 +194,8 @@ class Search:
         self.products = decoder.products
         self.best: dict[str, Tiling] = {}
         for name, product in self.products.items():
-            tiling = product.tiling(self.most)
-            assert tiling is not None
-            self.best[name] = tiling
+            self.best[name] = start_of(product, self.most)
+        rig.compile(self.best)
         self.first = self.step = rig.step_us(self.best)
         self.log: list[tuple[str, Tiling, float]] = []
 

@@ -21,6 +21,7 @@ from megatron_async.kernels.cuda import attention as cuda_attention
 from megatron_async.kernels.cuda import compile as cuda
 from megatron_async.kernels.cuda.linear import (
     ADD,
+    ANY_SHAPE_ROWS,
     LAYER_NORM,
     MAX_ROWS,
     NO_NORM,
@@ -148,7 +149,7 @@ class FusedDecoder:
         for most in sizes:
             cuts = {name: product.tiling(most) for name, product in self.products.items()}
             for name, tiling in cuts.items():
-                if tiling is not None and most <= MAX_ROWS:
+                if tiling is not None and None not in cuts.values():
                     work.append(("linear", self.defines(self.products[name], most, tiling)))
         if self._attention_off(context) is None:
             heads, capacity = self._heads_of(context), _capacity(context)
@@ -170,14 +171,14 @@ class FusedDecoder:
         )
 
     def off(self, rows: list[int], context: Any) -> str | None:
-        """Why decode steps of some of so many rows will not be taken, :data:`MAX_ROWS` rows and
-        fewer; None if all are."""
+        """Why decode steps of some of so many rows will not be taken, :data:`ANY_SHAPE_ROWS` rows
+        and fewer; None if all are."""
         reason = self._attention_off(context)
         if reason is not None:
             return reason
         for count in rows:
             for name, product in self.products.items():
-                if count <= MAX_ROWS and product.tiling(padded(count)) is None:
+                if count <= ANY_SHAPE_ROWS and product.tiling(padded(count)) is None:
                     return f"no kernel for {name} ({product.n} x {product.k}) at {count} rows"
         return None
 

@@ -63,7 +63,7 @@ def test_every_shape_has_a_tiling_that_fits(
     n: int, k: int, norm: int, epilogue: int, rows: int
 ) -> None:
     most = padded(rows)
-    assert most >= rows
+    assert rows <= most < 2 * rows
     tiling = choose(n, k, most, norm, epilogue)
     assert tiling is not None
     assert tiling.fits(n, k, most, norm, epilogue)
@@ -253,6 +253,12 @@ _SMALL_PRODUCTS = [
     ((205, 256, NO_NORM, STORE, False), 6, Tiling(4, 1, 1, 1, 5, True, True, box=True)),
     ((192, 448, NO_NORM, ADD, True), 30, Tiling(6, 1, 1, 4, 1, True, False, True, box=True)),
     ((160, 512, NO_NORM, ADD, False), 20, Tiling(5, 1, 1, 2, 3, True, box=True)),
+    ((208, 256, RMS_NORM, STORE, False), 50, Tiling(3, 1, 1, 1, 3, True, box=True)),
+    ((160, 320, RMS_NORM, SILU_GATE, True), 64, Tiling(5, 1, 1, 1, 2, True, box=True)),
+    ((205, 256, NO_NORM, STORE, False), 33, Tiling(4, 1, 1, 1, 3, True, True, box=True)),
+    ((192, 448, NO_NORM, ADD, True), 40, Tiling(6, 1, 1, 4, 1, True, False, True, box=True)),
+    ((192, 256, NO_NORM, ADD, False), 48, Tiling(4, 1, 1, 2, 4, True, box=True)),
+    ((160, 512, NO_NORM, ADD, False), 64, Tiling(5, 1, 1, 2, 4, True, box=True)),
     ((96, 192, LAYER_NORM, GELU_TANH, True), 7, Tiling(1, 3, 2, 1, 3)),
     ((64, 256, LAYER_NORM, GELU, True), 20, Tiling(1, 2, 2, 2, 2)),
 ]
@@ -260,7 +266,12 @@ _SMALL_PRODUCTS = [
 
 @on_both(
     *("product", "rows", "tiling"),
-    gpu=((product, rows, None) for product in _PRODUCTS for rows in (1, 5, 8, 13, 16, 32)),
+    gpu=(
+        (product, rows, None)
+        for product in _PRODUCTS
+        for rows in (1, 5, 8, 13, 16, 32, 40, 48, 50, 64)
+        if rows <= cuda_linear.ANY_SHAPE_ROWS or product[2] != LAYER_NORM
+    ),
     small=_SMALL_PRODUCTS,
 )
 class TestProducts:
@@ -272,6 +283,8 @@ class TestProducts:
         rows: int,
         tiling: Tiling | None,
     ) -> None:
+        if device.type == "cuda" and rows > cuda_linear.ANY_SHAPE_ROWS and not cuda.has_wgmma(0):
+            pytest.skip("more rows than 32 need Hopper's boxes")
         self.product = Product(device, *product, rows)
         self.tilings = _tilings(self.product, 5) if tiling is None else [tiling]
         assert self.tilings
@@ -321,22 +334,33 @@ def _measured(n: int, k: int) -> tuple[int, int, int, int, bool]:
     return _KNOWN[n, k]
 
 
-@pytest.mark.parametrize("rows", [1, 32])
+@pytest.mark.parametrize("rows", list(cuda_linear._MEASURED))
 def test_measured_tilings_are_chosen_where_they_can_be_built(rows: int) -> None:
     assert cuda_linear._MEASURED[1].keys() == cuda_linear._MEASURED[32].keys()
+    assert cuda_linear._MEASURED[48].keys() == cuda_linear._MEASURED[64].keys()
     for (n, k), tiling in cuda_linear._MEASURED[rows].items():
         _, _, norm, epilogue, _ = _measured(n, k)
         assert choose(n, k, rows, norm, epilogue) == tiling
         other = choose(n, k, rows, norm, epilogue, boxes=False)
+        if rows > cuda_linear.ANY_SHAPE_ROWS:
+            assert other is None
+            continue
         assert other is not None and not other.box
         assert (other == tiling) == (not tiling.box)
 
 
-@pytest.mark.parametrize("rows", [pytest.param(rows, marks=on_gpu) for rows in (1, 20, 32)])
-@pytest.mark.parametrize(("n", "k"), cuda_linear._MEASURED[32])
-def test_measured_tilings_equal_float64(n: int, k: int, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("n", "k", "rows", "like"),
+    [
+        pytest.param(n, k, rows, like, marks=on_gpu)
+        for like, of in ((1, (1,)), (32, (20, 32)), (48, (33, 48)), (64, (50, 64)))
+        for rows in of
+        for n, k in cuda_linear._MEASURED[like]
+    ],
+)
+def test_measured_tilings_equal_float64(n: int, k: int, rows: int, like: int) -> None:
     product = Product(torch.device("cuda"), *_measured(n, k), rows)
-    tiling = cuda_linear._MEASURED[1 if rows == 1 else 32][n, k]
+    tiling = cuda_linear._MEASURED[like][n, k]
     if tiling.box and not cuda.has_wgmma(0):
         pytest.skip("boxes need Hopper")
     statistics_norm = _NORMS[min(n, k)]

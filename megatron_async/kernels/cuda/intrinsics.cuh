@@ -151,38 +151,45 @@ __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a
 __device__ __forceinline__ unsigned long long matrix(u32 at) {
   return (at >> 4 & 0x3fffull) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
+#define REGISTERS_4 "%0,%1,%2,%3"
+#define REGISTERS_8 REGISTERS_4 ",%4,%5,%6,%7"
+#define REGISTERS_16 REGISTERS_8 ",%8,%9,%10,%11,%12,%13,%14,%15"
+#define REGISTERS_24 REGISTERS_16 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define REGISTERS_32 REGISTERS_24 ",%24,%25,%26,%27,%28,%29,%30,%31"
+#define SUMS_4 "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+#define SUMS_8 \
+  SUMS_4, "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+#define SUMS_16 \
+  SUMS_8, "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), \
+  "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+#define SUMS_24 \
+  SUMS_16, "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), \
+  "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
+#define SUMS_32 \
+  SUMS_24, "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), \
+  "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+#define WGMMA(COLUMNS, REGISTERS, A, B, SUMS)                                  \
+  asm volatile(                                                               \
+      "{\n.reg .pred add;\nsetp.eq.u32 add, 0, 0;\n"                          \
+      "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32.bf16.bf16 "        \
+      "{" REGISTERS "}, %" #A ", %" #B ", add, 1, 1, 0, 0;\n}"                \
+      : SUMS                                                                  \
+      : "l"(a), "l"(b)                                                        \
+      : "memory")
 template <int COLUMNS>
 __device__ __forceinline__ void wgmma(float (&d)[COLUMNS / 2], u32 a_at, u32 b_at) {
-  static_assert(COLUMNS == 8 || COLUMNS == 16 || COLUMNS == 32, "columns");
   const unsigned long long a = matrix(a_at), b = matrix(b_at);
   if constexpr (COLUMNS == 8) {
-    asm volatile(
-        "{\n.reg .pred add;\nsetp.eq.u32 add, 0, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 "
-        "{%0,%1,%2,%3}, %4, %5, add, 1, 1, 0, 0;\n}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "l"(a), "l"(b)
-        : "memory");
+    WGMMA(8, REGISTERS_4, 4, 5, SUMS_4);
   } else if constexpr (COLUMNS == 16) {
-    asm volatile(
-        "{\n.reg .pred add;\nsetp.eq.u32 add, 0, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 "
-        "{%0,%1,%2,%3,%4,%5,%6,%7}, %8, %9, add, 1, 1, 0, 0;\n}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]),
-          "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
-        : "l"(a), "l"(b)
-        : "memory");
+    WGMMA(16, REGISTERS_8, 8, 9, SUMS_8);
+  } else if constexpr (COLUMNS == 32) {
+    WGMMA(32, REGISTERS_16, 16, 17, SUMS_16);
+  } else if constexpr (COLUMNS == 48) {
+    WGMMA(48, REGISTERS_24, 24, 25, SUMS_24);
   } else {
-    asm volatile(
-        "{\n.reg .pred add;\nsetp.eq.u32 add, 0, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 "
-        "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, %16, %17, add, 1, 1, 0, 0;\n}"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]),
-          "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
-          "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
-        : "l"(a), "l"(b)
-        : "memory");
+    static_assert(COLUMNS == 64, "columns");
+    WGMMA(64, REGISTERS_32, 32, 33, SUMS_32);
   }
 }
 __device__ __forceinline__ void begin_wgmma() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

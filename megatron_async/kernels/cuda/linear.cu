@@ -80,7 +80,7 @@ static_assert(XR == 8 * MT || MT == 1, "rows of x");
 static_assert(!BOX || (STREAM && WR * WK == 1 && RT <= 16), "boxes");
 static_assert(BOX || (XB - 1) * XS >= ST, "x must not be later than the weights");
 static_assert(BOX || !STREAM || !PERSISTENT || UNITS % XS == 0, "streaming x in whole buffers");
-static_assert(RT * MT * 512 <= RING_BYTES || !SPLIT, "partial sums lie in the ring");
+static_assert(RT * MT * 512 <= RING_BYTES || WK == 1 || CLUSTER > 1, "partial sums lie in the ring");
 
 extern "C" __device__ const int shared_bytes = SHARED_BYTES > LEAST ? SHARED_BYTES : LEAST;
 

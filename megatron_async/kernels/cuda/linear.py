@@ -17,7 +17,9 @@ STORE, ADD, SILU_GATE, GELU_TANH, GELU = range(5)
 """Epilogues."""
 NO_NORM, RMS_NORM, LAYER_NORM = range(3)
 
-MAX_ROWS = 32
+MAX_ROWS = 64
+ANY_SHAPE_ROWS = 32
+"""More rows are multiplied by boxes alone, and only weights of shapes that were measured."""
 MULTIPROCESSORS = 132
 """Of an H100 or H200: tilings are chosen for about so many blocks."""
 SHARED_BYTES = 227 * 1024
@@ -101,10 +103,10 @@ class Tiling(NamedTuple):
             and not (self.stream and (self.warps_k > 1 or norm == LAYER_NORM))
             and not (self.stream and self.persistent and k // UNIT % 2)
             and not (self.box and not self.stream)
+            and (self.box or rows <= ANY_SHAPE_ROWS)
             and not (self.box and (self.warps_n > 1 or self.row_tiles > 16))
             and not (self.memory and (self.warps_k > 1 or self.splits == 1))
             and not (self.persistent and (split or epilogue == ADD))
-            and (groups(rows) * 512 <= self.stages * 2048 or not split or self.memory)
             and self.shared_bytes(k, rows) <= SHARED_BYTES
             # Statistics and pairs of gate and up do not stop at the end of the weight.
             and (epilogue in (STORE, GELU, GELU_TANH) or n % self.weight_rows == 0)
@@ -112,8 +114,9 @@ class Tiling(NamedTuple):
 
 
 def padded(rows: int) -> int:
-    """The number of rows of x that a kernel for ``rows`` rows is compiled for: a power of two."""
-    return 1 << (rows - 1).bit_length()
+    """The number of rows of x that a kernel for ``rows`` rows is compiled for: a power of two, and
+    48."""
+    return 48 if 32 < rows <= 48 else 1 << (rows - 1).bit_length()
 
 
 def groups(rows: int) -> int:
@@ -153,7 +156,7 @@ def candidates(
                 yield tiling
 
 
-# Measured on an H200 by scripts/tune_decode.py with 1 row and with 32: (n, k) -> tiling.
+# Measured on an H200 by scripts/tune_decode.py, by rows: (n, k) -> tiling.
 _MEASURED: dict[int, dict[tuple[int, int], Tiling]] = {
     1: {
         (6144, 4096): Tiling(3, 1, 8, 1, 3),
@@ -233,8 +236,45 @@ _MEASURED: dict[int, dict[tuple[int, int], Tiling]] = {
         (4096, 12288): Tiling(4, 1, 1, 4, 7, stream=True, memory=True, box=True),
         (151936, 4096): Tiling(3, 4, 1, 1, 2, stream=True),
     },
+    48: {
+        (6144, 4096): Tiling(4, 1, 1, 2, 4, stream=True, box=True),
+        (4096, 4096): Tiling(4, 1, 1, 2, 10, stream=True, box=True),
+        (28672, 4096): Tiling(14, 1, 1, 1, 4, stream=True, box=True),
+        (4096, 14336): Tiling(4, 1, 1, 2, 7, stream=True, box=True),
+        (128256, 4096): Tiling(16, 1, 1, 1, 2, stream=True, persistent=True, box=True),
+        (4096, 1024): Tiling(3, 1, 1, 2, 7, stream=True, box=True),
+        (1024, 2048): Tiling(1, 1, 1, 2, 10, stream=True, box=True),
+        (6144, 1024): Tiling(3, 1, 1, 2, 7, stream=True, box=True),
+        (1024, 3072): Tiling(2, 1, 1, 4, 8, stream=True, memory=True, box=True),
+        (151936, 1024): Tiling(12, 1, 1, 1, 4, stream=True, persistent=True, box=True),
+        (3072, 2048): Tiling(3, 1, 1, 2, 7, stream=True, box=True),
+        (2048, 2048): Tiling(2, 1, 1, 2, 9, stream=True, box=True),
+        (16384, 2048): Tiling(8, 1, 1, 1, 9, stream=True, box=True),
+        (2048, 8192): Tiling(4, 1, 1, 4, 10, stream=True, memory=True, box=True),
+        (128256, 2048): Tiling(8, 1, 1, 1, 4, stream=True, persistent=True, box=True),
+    },
+    64: {
+        (6144, 4096): Tiling(4, 1, 1, 2, 4, stream=True, box=True),
+        (4096, 4096): Tiling(4, 1, 1, 2, 10, stream=True, box=True),
+        (28672, 4096): Tiling(14, 1, 1, 1, 4, stream=True, box=True),
+        (4096, 14336): Tiling(4, 1, 1, 2, 7, stream=True, box=True),
+        (128256, 4096): Tiling(16, 1, 1, 1, 2, stream=True, persistent=True, box=True),
+        (4096, 1024): Tiling(4, 1, 1, 2, 6, stream=True, box=True),
+        (1024, 2048): Tiling(4, 1, 1, 8, 6, stream=True, box=True),
+        (6144, 1024): Tiling(4, 1, 1, 2, 6, stream=True, box=True),
+        (1024, 3072): Tiling(4, 1, 1, 8, 6, stream=True, box=True),
+        (151936, 1024): Tiling(12, 1, 1, 1, 4, stream=True, persistent=True, box=True),
+        (3072, 2048): Tiling(8, 1, 1, 4, 7, stream=True, box=True),
+        (2048, 2048): Tiling(2, 1, 1, 2, 8, stream=True, box=True),
+        (16384, 2048): Tiling(4, 1, 1, 1, 6, stream=True, box=True),
+        (2048, 8192): Tiling(4, 1, 1, 8, 5, stream=True, box=True),
+        (128256, 2048): Tiling(8, 1, 1, 1, 4, stream=True, persistent=True, box=True),
+    },
 }
-_LIKE = {1: (1, 32), 2: (1, 32), 4: (1, 32), 8: (1, 32), 16: (32, 1), 32: (32, 1)}
+_LIKE = {
+    1: (1, 32), 2: (1, 32), 4: (1, 32), 8: (1, 32), 16: (32, 1), 32: (32, 1), 48: (48, 64),
+    64: (64, 48),
+}  # fmt: skip
 """Whose measurements a number of rows goes by."""
 
 
@@ -244,8 +284,8 @@ def choose(
 ) -> Tiling | None:
     """The tiling for a product ``[rows, k] x [n, k]``; None if no tiling fits.
 
-    The measured one of this shape, unless it takes boxes and ``boxes`` are not to be had, else what
-    :func:`_cost` says.
+    The measured one of this shape, unless it takes boxes and ``boxes`` are not to be had, else for
+    up to :data:`ANY_SHAPE_ROWS` rows what :func:`_cost` says.
     """
     for like in _LIKE.get(rows, ()):
         tiling = _MEASURED[like].get((n, k))
@@ -253,6 +293,8 @@ def choose(
             continue
         if tiling.fits(n, k, rows, norm, epilogue):
             return tiling
+    if rows > ANY_SHAPE_ROWS:
+        return None
     for waves in (False, True):
         best: tuple[float, Tiling] | None = None
         for tiling in candidates(n, k, rows, norm, epilogue, waves=waves):
