@@ -343,7 +343,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         """The kernel that does all of a decode step's attention, if there is one for it."""
         from megatron_async.kernels.cuda import attention
         from megatron_async.kernels.cuda import compile as cuda
-        from megatron_async.kernels.cuda.linear import padded
+        from megatron_async.kernels.cuda.tilings import padded
 
         rows, width = packed.shape
         kv_heads, head_dim = self.kv_cache.shape[4:]

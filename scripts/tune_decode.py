@@ -6,7 +6,7 @@ times a CUDA graph of the whole forward of a model with a few of the shape's lay
 follow each other share multiprocessors, so a tiling is measured among those of the other products.
 One product after the other is varied: a spread of its tilings at first, then those that differ
 from the best one in a field. A tiling that changes the logits is reported and dropped. At the end
-stand lines for ``kernels/cuda/linear.py``.
+stand lines for ``kernels/cuda/tilings.py``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from megatron_async.inference.shapes import SHAPES, build_shape
 from megatron_async.kernels.cuda import attention as cuda_attention
 from megatron_async.kernels.cuda import compile as cuda
 from megatron_async.kernels.cuda import linear as cuda_linear
-from megatron_async.kernels.cuda.linear import Tiling, candidates, padded
+from megatron_async.kernels.cuda.tilings import MULTIPROCESSORS, Tiling, candidates, padded
 from megatron_async.models.fused_decode import FusedDecoder, Product
 
 BLOCK_SIZE = 64
@@ -124,7 +124,7 @@ class Rig:
 
 
 def start_of(product: Product, rows: int) -> Tiling:
-    """Where the search begins: the tiling of ``linear.py``, or the first boxes that can be built.
+    """Where the search begins: the tiling of ``tilings.py``, or the first boxes that can be built.
 
     Raises:
         ValueError: there are none.
@@ -157,8 +157,8 @@ def boxes(product: Product) -> Iterator[Tiling]:
     ):
         tiling = Tiling(tiles, 1, 1, splits, stages, True, False, memory, box=True)
         blocks = tiling.blocks(product.n)
-        persistent = blocks > 4 * cuda_linear.MULTIPROCESSORS
-        if 96 <= blocks <= 2 * cuda_linear.MULTIPROCESSORS + 24 or persistent:
+        persistent = blocks > 4 * MULTIPROCESSORS
+        if 96 <= blocks <= 2 * MULTIPROCESSORS + 24 or persistent:
             yield tiling._replace(persistent=persistent)
 
 
@@ -288,7 +288,7 @@ def main() -> None:
     args = parser.parse_args()
     rig = Rig(args.shape, args.rows, args.layers, args.context, args.replays)
     search = Search(rig, time.monotonic() + args.seconds)
-    print(f"{args.shape} rows {args.rows}: {search.first:.1f} us with the tilings of linear.py")
+    print(f"{args.shape} rows {args.rows}: {search.first:.1f} us with the tilings of tilings.py")
     vary_constants(search, cuda_attention, ATTENTION, ATTENTION_CUTS)
     vary_constants(search, cuda_linear, ["ALONE_BYTES"], ALONE_CUTS)
     for number in range(args.rounds):

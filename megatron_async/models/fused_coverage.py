@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_async.kernels.cuda import compile as cuda
-from megatron_async.kernels.cuda.linear import (
+from megatron_async.kernels.cuda.tilings import (
     GELU,
     GELU_TANH,
     LAYER_NORM,

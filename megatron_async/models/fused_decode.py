@@ -19,7 +19,8 @@ from torch import Tensor
 
 from megatron_async.kernels.cuda import attention as cuda_attention
 from megatron_async.kernels.cuda import compile as cuda
-from megatron_async.kernels.cuda.linear import (
+from megatron_async.kernels.cuda.linear import Linear, defines
+from megatron_async.kernels.cuda.tilings import (
     ADD,
     ANY_SHAPE_ROWS,
     LAYER_NORM,
@@ -27,10 +28,8 @@ from megatron_async.kernels.cuda.linear import (
     NO_NORM,
     RMS_NORM,
     STORE,
-    Linear,
     Tiling,
     choose,
-    defines,
     padded,
 )
 from megatron_async.models.fused_coverage import epilogue_of, norm_kind, why_not

@@ -1,17 +1,16 @@
-"""The products of the fused decode forward against float64, and how they are cut up."""
+"""The products of the fused decode forward against float64."""
 
 from __future__ import annotations
-
-import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_async.inference.shapes import SHAPES
 from megatron_async.kernels.cuda import compile as cuda
 from megatron_async.kernels.cuda import linear as cuda_linear
-from megatron_async.kernels.cuda.linear import (
+from megatron_async.kernels.cuda import tilings
+from megatron_async.kernels.cuda.linear import Linear, statistics_of
+from megatron_async.kernels.cuda.tilings import (
     ADD,
     GELU,
     GELU_TANH,
@@ -20,12 +19,8 @@ from megatron_async.kernels.cuda.linear import (
     RMS_NORM,
     SILU_GATE,
     STORE,
-    Linear,
     Tiling,
-    candidates,
-    choose,
     padded,
-    statistics_of,
 )
 from tests.support import emulator
 from tests.support.cuda_kernels import (
@@ -36,78 +31,9 @@ from tests.support.cuda_kernels import (
     on_gpu,
     relative_error,
 )
+from tests.support.known_products import NORMS, PRODUCTS
 
 __all__ = ["device"]
-
-# --- tilings: anywhere ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 17, 32])
-@pytest.mark.parametrize(
-    ("n", "k", "norm", "epilogue"),
-    [
-        (6144, 4096, RMS_NORM, STORE),
-        (4096, 14336, NO_NORM, ADD),
-        (28672, 4096, RMS_NORM, SILU_GATE),
-        (50257, 768, LAYER_NORM, STORE),
-        (768, 3072, NO_NORM, ADD),
-        (5120, 8192, NO_NORM, ADD),
-        (50272, 4096, LAYER_NORM, STORE),
-        (256000, 6144, LAYER_NORM, STORE),
-        (50257, 12288, LAYER_NORM, STORE),
-        (384, 128, RMS_NORM, STORE),
-        (256, 256, NO_NORM, ADD),
-    ],
-)
-def test_every_shape_has_a_tiling_that_fits(
-    n: int, k: int, norm: int, epilogue: int, rows: int
-) -> None:
-    most = padded(rows)
-    assert rows <= most < 2 * rows
-    tiling = choose(n, k, most, norm, epilogue)
-    assert tiling is not None
-    assert tiling.fits(n, k, most, norm, epilogue)
-
-
-@emulated
-def test_tilings_of_many_models_fit_into_shared_memory() -> None:
-    models = [  # hidden and MLP width, query and KV heads, head dimension, vocabulary, gated
-        (128, 256, 4, 2, 32, 1003, True),
-        (576, 1536, 9, 3, 64, 49152, True),
-        (768, 3072, 12, 12, 64, 50257, False),
-        (896, 4864, 14, 2, 64, 151936, True),
-        (1600, 6400, 25, 25, 64, 50257, False),
-        (2048, 16384, 8, 1, 256, 256000, True),
-        (3072, 8192, 32, 32, 96, 32064, True),
-        (3584, 18944, 28, 4, 128, 152064, True),
-        (4096, 14336, 32, 8, 128, 128256, True),
-        (5120, 13824, 40, 40, 128, 32000, True),
-        (8192, 28672, 64, 8, 128, 128256, True),
-        (16384, 53248, 128, 8, 128, 128256, True),
-        (6144, 24576, 48, 4, 128, 256000, False),
-    ]
-    several = []
-    for hidden, width, heads, kv_heads, head_dim, vocabulary, gated in models:
-        norm = RMS_NORM if gated else LAYER_NORM
-        products = [
-            ((heads + 2 * kv_heads) * head_dim, hidden, norm, STORE),
-            (hidden, heads * head_dim, NO_NORM, ADD),
-            (width * (1 + gated), hidden, norm, SILU_GATE if gated else GELU_TANH),
-            (hidden, width, NO_NORM, ADD),
-            (vocabulary, hidden, norm, STORE),
-        ]
-        for (n, k, of, epilogue), rows, boxes in itertools.product(
-            products, (1, 2, 4, 8, 16, 32), (False, True)
-        ):
-            tiling = choose(n, k, rows, of, epilogue, boxes)
-            assert tiling is not None
-            several.append(cuda_linear.defines(n, k, rows, of, epilogue, norm, tiling))
-    assert max(emulator.shared_bytes("linear", several)) <= cuda_linear.SHARED_BYTES
-
-
-def test_a_weight_too_narrow_for_the_kernel_has_no_tiling() -> None:
-    assert list(candidates(256, 32, 1, NO_NORM, STORE)) == []
-
 
 # --- products ------------------------------------------------------------------------------------
 
@@ -270,7 +196,7 @@ _SMALL_PRODUCTS = [
         (product, rows, None)
         for product in _PRODUCTS
         for rows in (1, 5, 8, 13, 16, 32, 40, 48, 50, 64)
-        if rows <= cuda_linear.ANY_SHAPE_ROWS or product[2] != LAYER_NORM
+        if rows <= tilings.ANY_SHAPE_ROWS or product[2] != LAYER_NORM
     ),
     small=_SMALL_PRODUCTS,
 )
@@ -283,7 +209,7 @@ class TestProducts:
         rows: int,
         tiling: Tiling | None,
     ) -> None:
-        if device.type == "cuda" and rows > cuda_linear.ANY_SHAPE_ROWS and not cuda.has_wgmma(0):
+        if device.type == "cuda" and rows > tilings.ANY_SHAPE_ROWS and not cuda.has_wgmma(0):
             pytest.skip("more rows than 32 need Hopper's boxes")
         self.product = Product(device, *product, rows)
         self.tilings = _tilings(self.product, 5) if tiling is None else [tiling]
@@ -306,64 +232,21 @@ class TestProducts:
         assert torch.equal(first, again)
 
 
-_NORMS = {
-    config.hidden_size: LAYER_NORM if config.activation == "gelu_tanh" else RMS_NORM
-    for config in SHAPES.values()
-}
-
-
-def _known_products() -> dict[tuple[int, int], tuple[int, int, int, int, bool]]:
-    """Products of the known models, by the shape of the weight."""
-    products = {}
-    for config in SHAPES.values():
-        hidden, ffn, norm = config.hidden_size, config.ffn_hidden_size, _NORMS[config.hidden_size]
-        qkv = (config.num_attention_heads + 2 * config.num_kv_heads) * config.head_dim
-        fc1 = (2 * ffn, SILU_GATE) if norm == RMS_NORM else (ffn, GELU_TANH)
-        for n, epilogue in ((qkv, STORE), fc1, (config.vocab_size, STORE)):
-            products[n, hidden] = n, hidden, norm, epilogue, norm == LAYER_NORM
-        for k in (config.num_attention_heads * config.head_dim, ffn):
-            products[hidden, k] = hidden, k, NO_NORM, ADD, norm == LAYER_NORM
-    return products
-
-
-_KNOWN = _known_products()
-
-
-def _measured(n: int, k: int) -> tuple[int, int, int, int, bool]:
-    """The product of a known model with this weight."""
-    return _KNOWN[n, k]
-
-
-@pytest.mark.parametrize("rows", list(cuda_linear._MEASURED))
-def test_measured_tilings_are_chosen_where_they_can_be_built(rows: int) -> None:
-    assert cuda_linear._MEASURED[1].keys() == cuda_linear._MEASURED[32].keys()
-    assert cuda_linear._MEASURED[48].keys() == cuda_linear._MEASURED[64].keys()
-    for (n, k), tiling in cuda_linear._MEASURED[rows].items():
-        _, _, norm, epilogue, _ = _measured(n, k)
-        assert choose(n, k, rows, norm, epilogue) == tiling
-        other = choose(n, k, rows, norm, epilogue, boxes=False)
-        if rows > cuda_linear.ANY_SHAPE_ROWS:
-            assert other is None
-            continue
-        assert other is not None and not other.box
-        assert (other == tiling) == (not tiling.box)
-
-
 @pytest.mark.parametrize(
     ("n", "k", "rows", "like"),
     [
         pytest.param(n, k, rows, like, marks=on_gpu)
         for like, of in ((1, (1,)), (32, (20, 32)), (48, (33, 48)), (64, (50, 64)))
         for rows in of
-        for n, k in cuda_linear._MEASURED[like]
+        for n, k in tilings._MEASURED[like]
     ],
 )
 def test_measured_tilings_equal_float64(n: int, k: int, rows: int, like: int) -> None:
-    product = Product(torch.device("cuda"), *_measured(n, k), rows)
-    tiling = cuda_linear._MEASURED[like][n, k]
+    product = Product(torch.device("cuda"), *PRODUCTS[n, k], rows)
+    tiling = tilings._MEASURED[like][n, k]
     if tiling.box and not cuda.has_wgmma(0):
         pytest.skip("boxes need Hopper")
-    statistics_norm = _NORMS[min(n, k)]
+    statistics_norm = NORMS[min(n, k)]
     out, error = product.run(product.linear(tiling, statistics_norm), statistics_norm)
     assert relative_error(out, product.wanted()) < LIMIT, tiling
     assert error < 1e-3, tiling

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async.kernels.cuda.linear import GELU, GELU_TANH, LAYER_NORM, RMS_NORM, SILU_GATE
+from megatron_async.kernels.cuda.tilings import GELU, GELU_TANH, LAYER_NORM, RMS_NORM, SILU_GATE
 from megatron_async.models import fused_decode, wrapper
 from megatron_async.models.build import build_model
 from megatron_async.models.fused_coverage import epilogue_of, model_why_not, norm_kind, why_not

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_async.kernels.cuda import compile as cuda
-from megatron_async.kernels.cuda.linear import RMS_NORM, STORE, Tiling
+from megatron_async.kernels.cuda.tilings import RMS_NORM, STORE, Tiling
 from megatron_async.models.fused_decode import Product
 
 PRODUCT = Product(6144, 4096, RMS_NORM, STORE)

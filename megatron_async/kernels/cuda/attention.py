@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.kernels.cuda.compile import kernel
-from megatron_async.kernels.cuda.linear import LAYER_NORM, MULTIPROCESSORS
+from megatron_async.kernels.cuda.tilings import LAYER_NORM, MULTIPROCESSORS
 
 WARPS = 4
 MOST_ELEMENTS = 3600

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_async.kernels.cuda import compile as cuda
 from megatron_async.kernels.cuda.compile import kernel
-from megatron_async.kernels.cuda.linear import MULTIPROCESSORS, SHARED_BYTES
+from megatron_async.kernels.cuda.tilings import MULTIPROCESSORS, SHARED_BYTES
 
 THREADS = 512
 BLOCKS = 8

@@ -1,0 +1,37 @@
+"""The products of the known models' decode forward."""
+
+from __future__ import annotations
+
+from megatron_async.inference.shapes import SHAPES
+from megatron_async.kernels.cuda.tilings import (
+    ADD,
+    GELU_TANH,
+    LAYER_NORM,
+    NO_NORM,
+    RMS_NORM,
+    SILU_GATE,
+    STORE,
+)
+
+NORMS = {
+    config.hidden_size: LAYER_NORM if config.activation == "gelu_tanh" else RMS_NORM
+    for config in SHAPES.values()
+}
+
+
+def _products() -> dict[tuple[int, int], tuple[int, int, int, int, bool]]:
+    """Products of the known models, by the shape of the weight."""
+    products = {}
+    for config in SHAPES.values():
+        hidden, ffn, norm = config.hidden_size, config.ffn_hidden_size, NORMS[config.hidden_size]
+        qkv = (config.num_attention_heads + 2 * config.num_kv_heads) * config.head_dim
+        fc1 = (2 * ffn, SILU_GATE) if norm == RMS_NORM else (ffn, GELU_TANH)
+        for n, epilogue in ((qkv, STORE), fc1, (config.vocab_size, STORE)):
+            products[n, hidden] = n, hidden, norm, epilogue, norm == LAYER_NORM
+        for k in (config.num_attention_heads * config.head_dim, ffn):
+            products[hidden, k] = hidden, k, NO_NORM, ADD, norm == LAYER_NORM
+    return products
+
+
+PRODUCTS = _products()
+"""(n, k) -> (n, k, norm, epilogue, bias)."""

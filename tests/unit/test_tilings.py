@@ -1,0 +1,107 @@
+"""How the products of the fused decode forward are cut up."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from megatron_async.kernels.cuda import tilings
+from megatron_async.kernels.cuda.linear import defines
+from megatron_async.kernels.cuda.tilings import (
+    ADD,
+    GELU_TANH,
+    LAYER_NORM,
+    NO_NORM,
+    RMS_NORM,
+    SILU_GATE,
+    STORE,
+    candidates,
+    choose,
+    padded,
+)
+from tests.support import emulator
+from tests.support.cuda_kernels import emulated
+from tests.support.known_products import PRODUCTS
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 17, 32])
+@pytest.mark.parametrize(
+    ("n", "k", "norm", "epilogue"),
+    [
+        (6144, 4096, RMS_NORM, STORE),
+        (4096, 14336, NO_NORM, ADD),
+        (28672, 4096, RMS_NORM, SILU_GATE),
+        (50257, 768, LAYER_NORM, STORE),
+        (768, 3072, NO_NORM, ADD),
+        (5120, 8192, NO_NORM, ADD),
+        (50272, 4096, LAYER_NORM, STORE),
+        (256000, 6144, LAYER_NORM, STORE),
+        (50257, 12288, LAYER_NORM, STORE),
+        (384, 128, RMS_NORM, STORE),
+        (256, 256, NO_NORM, ADD),
+    ],
+)
+def test_every_shape_has_a_tiling_that_fits(
+    n: int, k: int, norm: int, epilogue: int, rows: int
+) -> None:
+    most = padded(rows)
+    assert rows <= most < 2 * rows
+    tiling = choose(n, k, most, norm, epilogue)
+    assert tiling is not None
+    assert tiling.fits(n, k, most, norm, epilogue)
+
+
+@emulated
+def test_tilings_of_many_models_fit_into_shared_memory() -> None:
+    models = [  # hidden and MLP width, query and KV heads, head dimension, vocabulary, gated
+        (128, 256, 4, 2, 32, 1003, True),
+        (576, 1536, 9, 3, 64, 49152, True),
+        (768, 3072, 12, 12, 64, 50257, False),
+        (896, 4864, 14, 2, 64, 151936, True),
+        (1600, 6400, 25, 25, 64, 50257, False),
+        (2048, 16384, 8, 1, 256, 256000, True),
+        (3072, 8192, 32, 32, 96, 32064, True),
+        (3584, 18944, 28, 4, 128, 152064, True),
+        (4096, 14336, 32, 8, 128, 128256, True),
+        (5120, 13824, 40, 40, 128, 32000, True),
+        (8192, 28672, 64, 8, 128, 128256, True),
+        (16384, 53248, 128, 8, 128, 128256, True),
+        (6144, 24576, 48, 4, 128, 256000, False),
+    ]
+    several = []
+    for hidden, width, heads, kv_heads, head_dim, vocabulary, gated in models:
+        norm = RMS_NORM if gated else LAYER_NORM
+        products = [
+            ((heads + 2 * kv_heads) * head_dim, hidden, norm, STORE),
+            (hidden, heads * head_dim, NO_NORM, ADD),
+            (width * (1 + gated), hidden, norm, SILU_GATE if gated else GELU_TANH),
+            (hidden, width, NO_NORM, ADD),
+            (vocabulary, hidden, norm, STORE),
+        ]
+        for (n, k, of, epilogue), rows, boxes in itertools.product(
+            products, (1, 2, 4, 8, 16, 32), (False, True)
+        ):
+            tiling = choose(n, k, rows, of, epilogue, boxes)
+            assert tiling is not None
+            several.append(defines(n, k, rows, of, epilogue, norm, tiling))
+    assert max(emulator.shared_bytes("linear", several)) <= tilings.SHARED_BYTES
+
+
+def test_a_weight_too_narrow_for_the_kernel_has_no_tiling() -> None:
+    assert list(candidates(256, 32, 1, NO_NORM, STORE)) == []
+
+
+@pytest.mark.parametrize("rows", list(tilings._MEASURED))
+def test_measured_tilings_are_chosen_where_they_can_be_built(rows: int) -> None:
+    assert tilings._MEASURED[1].keys() == tilings._MEASURED[32].keys()
+    assert tilings._MEASURED[48].keys() == tilings._MEASURED[64].keys()
+    for (n, k), tiling in tilings._MEASURED[rows].items():
+        _, _, norm, epilogue, _ = PRODUCTS[n, k]
+        assert choose(n, k, rows, norm, epilogue) == tiling
+        other = choose(n, k, rows, norm, epilogue, boxes=False)
+        if rows > tilings.ANY_SHAPE_ROWS:
+            assert other is None
+            continue
+        assert other is not None and not other.box
+        assert (other == tiling) == (not tiling.box)
