@@ -227,21 +227,14 @@ _MEASURED: dict[int, dict[tuple[int, int], Tiling]] = {
         (151936, 4096): Tiling(3, 4, 1, 1, 2, stream=True),
     },
     48: {
-        (6144, 4096): Tiling(4, 1, 1, 2, 4, stream=True, box=True),
-        (4096, 4096): Tiling(4, 1, 1, 2, 10, stream=True, box=True),
-        (28672, 4096): Tiling(14, 1, 1, 1, 4, stream=True, box=True),
-        (4096, 14336): Tiling(4, 1, 1, 2, 7, stream=True, box=True),
-        (128256, 4096): Tiling(16, 1, 1, 1, 2, stream=True, persistent=True, box=True),
         (4096, 1024): Tiling(3, 1, 1, 2, 7, stream=True, box=True),
         (1024, 2048): Tiling(1, 1, 1, 2, 10, stream=True, box=True),
         (6144, 1024): Tiling(3, 1, 1, 2, 7, stream=True, box=True),
         (1024, 3072): Tiling(2, 1, 1, 4, 8, stream=True, memory=True, box=True),
-        (151936, 1024): Tiling(12, 1, 1, 1, 4, stream=True, persistent=True, box=True),
         (3072, 2048): Tiling(3, 1, 1, 2, 7, stream=True, box=True),
         (2048, 2048): Tiling(2, 1, 1, 2, 9, stream=True, box=True),
         (16384, 2048): Tiling(8, 1, 1, 1, 9, stream=True, box=True),
         (2048, 8192): Tiling(4, 1, 1, 4, 10, stream=True, memory=True, box=True),
-        (128256, 2048): Tiling(8, 1, 1, 1, 4, stream=True, persistent=True, box=True),
     },
     64: {
         (6144, 4096): Tiling(4, 1, 1, 2, 4, stream=True, box=True),
@@ -263,7 +256,7 @@ _MEASURED: dict[int, dict[tuple[int, int], Tiling]] = {
 }
 _LIKE = {
     1: (1, 32), 2: (1, 32), 4: (1, 32), 8: (1, 32), 16: (32, 1), 32: (32, 1), 48: (48, 64),
-    64: (64, 48),
+    64: (64,),
 }  # fmt: skip
 """Whose measurements a number of rows goes by."""
 
