@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
 
 import torch
 
@@ -12,6 +11,7 @@ from megatron_async.cache.block_allocator import NULL_BLOCK
 from megatron_async.config import MAX_COUNT, MAX_REQUESTS, check_buffer_size, check_integer
 from megatron_async.errors import ConfigError
 from megatron_async.kernels import paged_attention
+from megatron_async.kernels.cuda.attention import DecodeAttentions, Heads, heads_of
 from megatron_async.memory import GIB, must_fit
 from megatron_async.models import compat  # noqa: F401  (before megatron)
 from megatron_async.requests import MAX_STOP_TOKEN_IDS
@@ -164,8 +164,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         self._decode_lengths_host: list[int] | None = None
         self._chunks: torch.Tensor | None = None
         self.last_token_index: torch.Tensor | None = None
-        self._decode_attentions: dict[Any, Any] = {}
-        """Kernels of decode steps that the model's own forward takes, by heads and rows."""
+        self._decode_attentions = DecodeAttentions(self.device)
 
     def _make_slots(self) -> None:
         def per_slot(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -310,10 +309,11 @@ class DynamicInferenceContext(BaseInferenceContext):
         from megatron_async.kernels.rope_append import rope_append
 
         keys, values = self.kv_cache[layer]
-        attention = self._decode_attention(packed, cos_sin, q_weight, k_weight)
-        if attention is not None:
-            heads = packed.shape[1] // self.kv_cache.shape[5] - 2 * self.kv_cache.shape[4]
-            out = packed.new_empty(packed.shape[0], heads, self.kv_cache.shape[5])
+        heads = self._decode_heads(packed, cos_sin, q_weight, k_weight)
+        if heads is not None:
+            capacity = self.max_blocks_per_request * self.block_size_tokens
+            attention = self._decode_attentions.get(heads, packed.shape[0], capacity)
+            out = packed.new_empty(packed.shape[0], heads.kv_heads * heads.group, heads.head_dim)
             attention(
                 packed.contiguous(), keys, values, self.block_table, self.token_slots,
                 self.position_ids.contiguous(), self.slot_mapping, out, scale=softmax_scale,
@@ -333,50 +333,18 @@ class DynamicInferenceContext(BaseInferenceContext):
         )
         return self._attend_appended(query, keys, values, softmax_scale)
 
-    def _decode_attention(
+    def _decode_heads(
         self,
         packed: torch.Tensor,
         cos_sin: torch.Tensor | None,
         q_weight: torch.Tensor | None,
         k_weight: torch.Tensor | None,
-    ) -> Any:
-        """The kernel that does all of a decode step's attention, if there is one for it."""
-        from megatron_async.kernels.cuda import attention
-        from megatron_async.kernels.cuda import compile as cuda
-        from megatron_async.kernels.cuda.tilings import padded
-
-        rows, width = packed.shape
-        kv_heads, head_dim = self.kv_cache.shape[4:]
-        if (
-            self._chunks is not None
-            or self.batch_invariant
-            or self._decode_lengths_host is not None
-        ):
+    ) -> Heads | None:
+        """What one kernel takes all of this step's attention as, if there is one that does."""
+        is_plain_decode = self._chunks is None and self._decode_lengths_host is None
+        if not is_plain_decode or self.batch_invariant:
             return None
-        weights = [weight for weight in (q_weight, k_weight) if weight is not None]
-        if any(x.dtype != torch.bfloat16 for x in (packed, self.kv_cache, *weights)):
-            return None
-        if rows > attention.MOST_ROWS or cuda.unavailable(packed.device.index or 0) is not None:
-            return None
-        heads = attention.Heads(
-            head_dim=head_dim,
-            group=width // (kv_heads * head_dim) - 2,
-            kv_heads=kv_heads,
-            block_size=self.block_size_tokens,
-            norm=q_weight is not None,
-            rope=cos_sin is not None,
-        )
-        rotated = 0 if cos_sin is None else 2 * cos_sin.shape[2]
-        if attention.unsupported(head_dim, heads.group, heads.block_size, rotated) is not None:
-            return None
-        key = heads, padded(rows)
-        if key not in self._decode_attentions:
-            capacity = self.block_table.shape[1] * self.block_size_tokens
-            first = next(iter(self._decode_attentions.values()), None)
-            self._decode_attentions[key] = attention.DecodeAttention(
-                heads, padded(rows), capacity, packed.device, beside=first
-            )
-        return self._decode_attentions[key]
+        return heads_of(packed, self.kv_cache, cos_sin, q_weight, k_weight)
 
     def _attend_appended(
         self,

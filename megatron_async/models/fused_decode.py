@@ -116,7 +116,8 @@ class FusedDecoder:
             name: Product(*shape, fixed.get(name), boxes) for name, shape in shapes.items()
         }
         self._plans: dict[int, dict[str, Linear] | None] = {}
-        self._kernels: dict[Any, Any] = {}
+        self._attentions = cuda_attention.DecodeAttentions(self._device)
+        self._embeds: dict[int, cuda_attention.Embed] = {}
         rows = MAX_ROWS
         self._hidden = self._empty(rows, hidden)
         # Times the next norm's weight, where that is RMSNorm.
@@ -146,14 +147,11 @@ class FusedDecoder:
         work: list[tuple[str, dict[str, int]]] = []
         sizes = {padded(r) for r in rows if r <= cuda_attention.MOST_ROWS}
         for most in sizes:
-            cuts = {name: product.tiling(most) for name, product in self.products.items()}
-            for name, tiling in cuts.items():
-                if tiling is not None and None not in cuts.values():
-                    work.append(("linear", self.defines(self.products[name], most, tiling)))
+            for name, tiling in (self._tilings(most) or {}).items():
+                work.append(("linear", self.defines(self.products[name], most, tiling)))
         if self._attention_off(context) is None:
             heads, capacity = self._heads_of(context), _capacity(context)
-            attentions = [heads.defines(most, capacity) for most in sizes]
-            work += [("attention", d) for n, d in enumerate(attentions) if d not in attentions[:n]]
+            work += [("attention", heads.defines(most, capacity)) for most in sizes]
         cuda.compile_together(work, cuda.architecture(self._index))
 
     def _attention_off(self, context: Any) -> str | None:
@@ -198,17 +196,23 @@ class FusedDecoder:
     def _plan(self, rows: int) -> dict[str, Linear] | None:
         most = padded(rows)
         if most not in self._plans:
-            tilings = {name: p.tiling(most) for name, p in self.products.items()}
-            plan: dict[str, Linear] | None = None
-            if None not in tilings.values():
-                statistics = LAYER_NORM if self._norm == LAYER_NORM else RMS_NORM
-                plan = {
+            tilings = self._tilings(most)
+            statistics = LAYER_NORM if self._norm == LAYER_NORM else RMS_NORM
+            self._plans[most] = (
+                None
+                if tilings is None
+                else {
                     name: Linear(p.n, p.k, most, p.norm, p.epilogue, statistics, t, self._device)
-                    for (name, p), t in zip(self.products.items(), tilings.values(), strict=True)
-                    if t is not None
+                    for (name, t), p in zip(tilings.items(), self.products.values(), strict=True)
                 }
-            self._plans[most] = plan
+            )
         return self._plans[most]
+
+    def _tilings(self, most: int) -> dict[str, Tiling] | None:
+        """How the products are cut for padded rows; None if one of them cannot be built."""
+        tilings = {name: product.tiling(most) for name, product in self.products.items()}
+        found = {name: tiling for name, tiling in tilings.items() if tiling is not None}
+        return found if len(found) == len(tilings) else None
 
     def _heads_of(self, context: Any) -> cuda_attention.Heads:
         return cuda_attention.Heads(
@@ -220,35 +224,18 @@ class FusedDecoder:
             self._cos_sin is not None,
         )
 
-    def _attention(self, rows: int, context: Any) -> cuda_attention.DecodeAttention:
-        capacity = _capacity(context)
-        key = ("attention", padded(rows), capacity, context.block_size_tokens)
-        if key not in self._kernels:
-            others = (kernel for name, kernel in self._kernels.items() if name[0] == "attention")
-            self._kernels[key] = cuda_attention.DecodeAttention(
-                self._heads_of(context),
-                padded(rows),
-                capacity,
-                self._device,
-                beside=next(others, None),
-            )
-        attention: cuda_attention.DecodeAttention = self._kernels[key]
-        return attention
-
     def _embed(self, per_tile: int) -> cuda_attention.Embed:
-        key = ("embed", per_tile)
-        if key not in self._kernels:
+        if per_tile not in self._embeds:
             learned = self._model.position_embedding_type == "learned_absolute"
             assert self._norm is not None
-            self._kernels[key] = cuda_attention.Embed(
+            self._embeds[per_tile] = cuda_attention.Embed(
                 self._model.config.hidden_size,
                 per_tile,
                 self._norm,
                 positions=learned,
                 device=self._device,
             )
-        embed: cuda_attention.Embed = self._kernels[key]
-        return embed
+        return self._embeds[per_tile]
 
     def forward(self, token_ids: Tensor, position_ids: Tensor, context: Any, out: Tensor) -> None:
         """Decode one token of each row; :meth:`takes` must have said yes.
@@ -270,7 +257,7 @@ class FusedDecoder:
         per_layer, per_half = plan["fc2"].statistic_rows, plan["projection"].statistic_rows
         layer_stats = self._statistics[0][: rows * size // per_layer * 2].view(rows, -1, 2)
         half_stats = self._statistics[1][: rows * size // per_half * 2].view(rows, -1, 2)
-        attention = self._attention(rows, context)
+        attention = self._attentions.get(self._heads_of(context), rows, _capacity(context))
         final = _norm_of(model.decoder.final_layernorm)
         input_norms = [layer.input_norm for layer in self._layers] + [final]
 

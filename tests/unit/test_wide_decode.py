@@ -72,9 +72,9 @@ class Case:
         self.context.begin_decode(self.slots, self.positions, self.mapping, lengths)
 
     @property
-    def kernel(self) -> Any:
-        """The kernel that the context would take."""
-        return self.context._decode_attention(self.packed, self.cos_sin, *self.norms)
+    def heads(self) -> cuda_attention.Heads | None:
+        """What one kernel takes the step's attention as; None if none does."""
+        return self.context._decode_heads(self.packed, self.cos_sin, *self.norms)
 
     def attended(self) -> torch.Tensor:
         out = self.context.attend_packed(1, self.packed, 0.2, self.cos_sin, *self.norms, 1e-6)
@@ -108,7 +108,7 @@ class TestWide:
             monkeypatch.setattr(cuda_attention, "MULTIPROCESSORS", 5)
             monkeypatch.setattr(cuda_attention, "WIDE_PIECE_TOKENS", 32)
         case = Case(device, lengths)
-        assert isinstance(case.kernel, cuda_attention.DecodeAttention)
+        assert case.heads is not None
         wanted, before = case.wanted(), case.context.kv_cache.clone()
         attended = case.attended()
         assert relative_error(attended, wanted) < LIMIT
@@ -120,7 +120,7 @@ class TestWide:
         untouched = torch.ones(keys.shape[:2], dtype=torch.bool, device=device).flatten()
         untouched[case.mapping] = False
         assert torch.equal(keys.flatten(0, 1)[untouched], before[1, 0].flatten(0, 1)[untouched])
-        assert case.kernel is case.kernel, "one for all layers and steps"
+        assert len(case.context._decode_attentions._made) == 1, "one for all layers and steps"
 
 
 @emulated
@@ -149,9 +149,11 @@ def test_the_emulator_notices(there: str, instead: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(cuda, "unavailable", lambda index: None)
     case = Case(torch.device("cpu"), _ROWS[:34])
     wanted = case.wanted()
+    assert case.heads is not None
+    kernel = cuda_attention.DecodeAttention(case.heads, 34, 64, torch.device("cpu"))
     with pytest.raises(AssertionError):
         for _ in range(2):
-            case.kernel(
+            kernel(
                 case.packed, *case.context.kv_cache[1], case.context.block_table, case.slots,
                 case.positions, case.mapping, out := torch.full_like(wanted, math.nan).bfloat16(),
                 scale=0.2, cos_sin=case.cos_sin, q_weight=case.norms[0], k_weight=case.norms[1],
@@ -176,37 +178,32 @@ def test_only_what_the_kernel_computes_goes_to_it(
     change: dict[str, Any], takes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda, "unavailable", lambda index: None)
-    monkeypatch.setattr(cuda_attention, "kernel", lambda *_: None)
     case = Case(torch.device("cpu"), **{"lengths": [3, 1], **change})
-    assert (case.kernel is not None) == takes
+    assert (case.heads is not None) == takes
 
 
 def test_chunks_and_lengths_on_the_host_do_not_go_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "unavailable", lambda index: None)
-    monkeypatch.setattr(cuda_attention, "kernel", lambda *_: None)
     case = Case(torch.device("cpu"), [3, 1])
     chunks = torch.zeros(1, 4, dtype=torch.int32)
     for values in ({"chunks": chunks}, {"read_lengths": True}):
         case.context.begin_forward(case.slots, case.positions, decode_rows=2, **values)
-        assert case.kernel is None
+        assert case.heads is None
     monkeypatch.setattr(cuda, "unavailable", lambda index: "there is no GPU")
     case.begin()
-    assert case.kernel is None
+    assert case.heads is None
 
 
 def test_kernels_for_fewer_rows_share_the_memory_of_those_for_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cuda, "unavailable", lambda index: None)
     monkeypatch.setattr(cuda_attention, "kernel", lambda *_: None)
+    heads = cuda_attention.Heads(HEAD_DIM, 3, KV_HEADS, BLOCK_SIZE, norm=True, rope=True)
     for sizes, shared in (((300, 100, 40), True), ((40, 100, 300), False)):
-        case = Case(torch.device("cpu"), [2000, *([1] * 299)])
-        kernels = []
-        for rows in sizes:
-            kernels.append(
-                case.context._decode_attention(case.packed[:rows], case.cos_sin, *case.norms)
-            )
+        attentions = cuda_attention.DecodeAttentions(torch.device("cpu"))
+        kernels = [attentions.get(heads, rows, 2000) for rows in sizes]
+        assert attentions.get(heads, sizes[0] - 1, 2000) is kernels[0]
         assert all((kernel.scratch is kernels[0].scratch) == shared for kernel in kernels[1:])
-        sums, statistics, counts = kernels[-1].scratch
+        sums, statistics, counts = kernels[0 if shared else -1].scratch
         assert counts.numel() == 512 * KV_HEADS + 1 and not counts.any()
         assert sums.numel() == statistics.numel() // 2 * HEAD_DIM == 512 * 6 * 2 * HEAD_DIM

@@ -7,8 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_async.kernels.cuda import compile as cuda
 from megatron_async.kernels.cuda.compile import kernel
-from megatron_async.kernels.cuda.tilings import LAYER_NORM, MULTIPROCESSORS
+from megatron_async.kernels.cuda.tilings import LAYER_NORM, MULTIPROCESSORS, padded
 
 WARPS = 4
 MOST_ELEMENTS = 3600
@@ -92,6 +93,35 @@ class Heads(NamedTuple):
         }  # fmt: skip
 
 
+def heads_of(
+    packed: Tensor,
+    kv_cache: Tensor,
+    cos_sin: Tensor | None,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+) -> Heads | None:
+    """What the kernel takes a decode step's packed projection as; None if it does not take it.
+
+    Args:
+        packed: ``[R, kv_heads * (group + 2) * head_dim]``.
+        kv_cache: ``[layers, 2, blocks, block_size, kv_heads, head_dim]``.
+        cos_sin: fp32 ``[positions, 2, pairs]``.
+    """
+    rows, width = packed.shape
+    block_size, kv_heads, head_dim = kv_cache.shape[3:]
+    tensors = (packed, kv_cache, q_weight, k_weight)
+    if any(x is not None and x.dtype != torch.bfloat16 for x in tensors) or rows > MOST_ROWS:
+        return None
+    group = width // (kv_heads * head_dim) - 2
+    rotated = 0 if cos_sin is None else 2 * cos_sin.shape[2]
+    if (
+        cuda.unavailable(packed.device.index or 0) is not None
+        or unsupported(head_dim, group, block_size, rotated) is not None
+    ):
+        return None
+    return Heads(head_dim, group, kv_heads, block_size, q_weight is not None, cos_sin is not None)
+
+
 class DecodeAttention:
     """Decode attention of one model's layers, see ``attention.cu``.
 
@@ -167,6 +197,23 @@ class DecodeAttention:
             block_table.stride(0), slots, position_ids, slot_mapping, cos_sin, q_weight, k_weight,
             float(eps), float(scale * 1.4426950408889634), out, qkv.shape[0], *self.scratch,
         )  # fmt: skip
+
+
+class DecodeAttentions:
+    """:class:`DecodeAttention` for batches of all sizes on one stream; they share their scratch."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._made: dict[tuple[Heads, int, int], DecodeAttention] = {}
+
+    def get(self, heads: Heads, rows: int, capacity: int) -> DecodeAttention:
+        """The one for ``rows`` of up to ``capacity`` tokens, made at its first use: the largest
+        first saves memory."""
+        key = heads, padded(rows), capacity
+        if key not in self._made:
+            first = next(iter(self._made.values()), None)
+            self._made[key] = DecodeAttention(*key, self._device, beside=first)
+        return self._made[key]
 
 
 class Embed:

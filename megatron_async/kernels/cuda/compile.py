@@ -159,9 +159,10 @@ def kernel(source: str, defines: Mapping[str, int], device: torch.device) -> Ker
 
 
 def compile_together(work: Sequence[tuple[str, Mapping[str, int]]], architecture: str) -> None:
-    """Compile several kernels side by side, so that :func:`kernel` finds them on disk."""
+    """Compile kernels side by side, each once, so that :func:`kernel` finds them on disk."""
+    distinct = {(source, tuple(sorted(defines.items()))) for source, defines in work}
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        list(pool.map(lambda item: _machine_code(item[0], item[1], architecture), work))
+        list(pool.map(lambda item: _machine_code(item[0], dict(item[1]), architecture), distinct))
 
 
 def cache_directory() -> Path:
