@@ -6,7 +6,7 @@ times a CUDA graph of the whole forward of a model with a few of the shape's lay
 follow each other share multiprocessors, so a tiling is measured among those of the other products.
 One product after the other is varied: a spread of its tilings at first, then those that differ
 from the best one in a field. A tiling that changes the logits is reported and dropped. At the end
-stand lines for ``kernels/cuda/tilings.py``.
+stand lines for ``kernels/cuda/tilings.py``. ``--quick`` tries a short list instead.
 """
 
 from __future__ import annotations
@@ -31,7 +31,14 @@ from megatron_async.inference.shapes import SHAPES, build_shape
 from megatron_async.kernels.cuda import attention as cuda_attention
 from megatron_async.kernels.cuda import compile as cuda
 from megatron_async.kernels.cuda import linear as cuda_linear
-from megatron_async.kernels.cuda.tilings import MULTIPROCESSORS, Tiling, candidates, padded
+from megatron_async.kernels.cuda.tilings import (
+    MAX_ROWS,
+    MULTIPROCESSORS,
+    SHARED_BYTES,
+    Tiling,
+    candidates,
+    padded,
+)
 from megatron_async.models.fused_decode import FusedDecoder, Product
 
 BLOCK_SIZE = 64
@@ -124,7 +131,7 @@ class Rig:
 
 
 def start_of(product: Product, rows: int) -> Tiling:
-    """Where the search begins: the tiling of ``tilings.py``, or the first boxes that can be built.
+    """Where the search begins: the tiling of ``tilings.py``, or boxes of many rows.
 
     Raises:
         ValueError: there are none.
@@ -132,11 +139,10 @@ def start_of(product: Product, rows: int) -> Tiling:
     known = product.tiling(rows)
     if known is not None:
         return known
-    shape = (product.n, product.k, rows, product.norm, product.epilogue)
-    for tiling in sorted(boxes(product), key=lambda t: (-t.stages, t.splits)):
-        if tiling.fits(*shape):
-            return tiling
-    raise ValueError(f"no tiling of {product.n} x {product.k} can be built for {rows} rows")
+    found = fullest(product, rows)
+    if not found:
+        raise ValueError(f"no tiling of {product.n} x {product.k} can be built for {rows} rows")
+    return found[-1]
 
 
 def spread(product: Product, rows: int, count: int) -> list[Tiling]:
@@ -153,13 +159,27 @@ def boxes(product: Product) -> Iterator[Tiling]:
     if not product.boxes:
         return
     for tiles, splits, stages, memory in itertools.product(
-        range(2, 17), (1, 2, 4, 8), range(2, 9), (False, True)
+        range(1, 17), (1, 2, 4, 8), range(2, 11), (False, True)
     ):
         tiling = Tiling(tiles, 1, 1, splits, stages, True, False, memory, box=True)
         blocks = tiling.blocks(product.n)
         persistent = blocks > 4 * MULTIPROCESSORS
         if 96 <= blocks <= 2 * MULTIPROCESSORS + 24 or persistent:
             yield tiling._replace(persistent=persistent)
+
+
+def fullest(product: Product, rows: int) -> list[Tiling]:
+    """Of each cut into boxes those with the most stages: a block alone on a multiprocessor, and two
+    beside each other."""
+    shape = (product.n, product.k, rows, product.norm, product.epilogue)
+    found: dict[Tiling, None] = {}
+    for limit in (SHARED_BYTES, SHARED_BYTES // 2):
+        by_cut = {}
+        for tiling in boxes(product):  # of a cut the most stages come last
+            if tiling.fits(*shape) and tiling.shared_bytes(product.k, rows) <= limit:
+                by_cut[tiling._replace(stages=0)] = tiling
+        found.update(dict.fromkeys(by_cut.values()))
+    return list(found)
 
 
 def neighbours(tiling: Tiling) -> Iterator[Tiling]:
@@ -259,6 +279,17 @@ ATTENTION_CUTS: list[Cut] = [(4, 2, 0), (4, 3, 0), (8, 2, 0), (2, 4, 0), (3, 2, 
 ALONE_CUTS: list[Cut] = [(0,), (112 * 1024,)]
 
 
+def search_all(search: Search, names: Sequence[str], rounds: int, count: int) -> None:
+    """The constants, then all products in turn."""
+    vary_constants(search, cuda_attention, ATTENTION, ATTENTION_CUTS)
+    vary_constants(search, cuda_linear, ["ALONE_BYTES"], ALONE_CUTS)
+    for number in range(rounds):
+        for name in names:
+            if number == 0:
+                search.vary(name, spread(search.products[name], search.most, count))
+            search.vary(name, list(neighbours(search.best[name])))
+
+
 def line_of(product: Product, tiling: Tiling) -> str:
     """For ``_MEASURED``."""
     fields = [str(value) for value in tiling[:5]]
@@ -284,18 +315,27 @@ def main() -> None:
         help="steps of a measurement: some hundred show what a GPU's power limit costs",
     )
     parser.add_argument("--seconds", type=float, default=math.inf, help="of searching, about")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="boxes alone, each with as many stages as fit, and no constants: 20 s",
+    )
     parser.add_argument("--json", metavar="FILE", help="every time measured")
     args = parser.parse_args()
+    if not 1 <= args.rows <= MAX_ROWS:
+        parser.error(f"--rows must be 1 to {MAX_ROWS}")
     rig = Rig(args.shape, args.rows, args.layers, args.context, args.replays)
-    search = Search(rig, time.monotonic() + args.seconds)
+    try:
+        search = Search(rig, time.monotonic() + args.seconds)
+    except ValueError as error:
+        parser.error(str(error))
     print(f"{args.shape} rows {args.rows}: {search.first:.1f} us with the tilings of tilings.py")
-    vary_constants(search, cuda_attention, ATTENTION, ATTENTION_CUTS)
-    vary_constants(search, cuda_linear, ["ALONE_BYTES"], ALONE_CUTS)
-    for number in range(args.rounds):
-        for name in args.products.split(","):
-            if number == 0:
-                search.vary(name, spread(search.products[name], search.most, args.count))
-            search.vary(name, list(neighbours(search.best[name])))
+    names = args.products.split(",")
+    if args.quick:
+        for name in names:
+            search.vary(name, fullest(search.products[name], search.most))
+    else:
+        search_all(search, names, args.rounds, args.count)
     print(f"{args.shape} rows {args.rows}: {search.first:.1f} -> {search.step:.1f} us")
     for name, tiling in search.best.items():
         print(line_of(search.products[name], tiling))

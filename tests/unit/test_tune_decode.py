@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_async.kernels.cuda import compile as cuda
-from megatron_async.kernels.cuda.tilings import RMS_NORM, STORE, Tiling
+from megatron_async.kernels.cuda.tilings import LAYER_NORM, RMS_NORM, SHARED_BYTES, STORE, Tiling
 from megatron_async.models.fused_decode import Product
 
 PRODUCT = Product(6144, 4096, RMS_NORM, STORE)
@@ -95,6 +95,26 @@ def test_the_spread_has_tilings_of_both_kinds_that_can_be_built(tuner: ModuleTyp
     assert all(t.fits(6144, 4096, 32, RMS_NORM, STORE) for t in found)
     found = tuner.spread(replace(PRODUCT, boxes=False), 32, 20)
     assert not any(tiling.box for tiling in found)
+
+
+def test_many_rows_begin_with_boxes_that_can_be_built(tuner: ModuleType) -> None:
+    unknown = replace(PRODUCT, n=6400)
+    for rows in (48, 64):
+        assert unknown.tiling(rows) is None
+        found = tuner.fullest(unknown, rows)
+        shape = (unknown.n, unknown.k, rows, RMS_NORM, STORE)
+        assert len(set(found)) == len(found) > 10
+        assert all(tiling.box and tiling.fits(*shape) for tiling in found)
+        for tiling in found:
+            more = tiling._replace(stages=tiling.stages + 1)
+            bytes_ = [t.shared_bytes(unknown.k, rows) for t in (tiling, more)]
+            assert tiling.stages == 10 or any(
+                bytes_[0] <= limit < bytes_[1] for limit in (SHARED_BYTES, SHARED_BYTES // 2)
+            )
+        assert tuner.start_of(unknown, rows) in found
+    assert tuner.start_of(PRODUCT, 64) == PRODUCT.tiling(64)
+    with pytest.raises(ValueError, match="6400 x 4096"):
+        tuner.start_of(replace(unknown, norm=LAYER_NORM), 64)
 
 
 def test_stops_in_time(tuner: ModuleType, compiled: list[int]) -> None:
