@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable
+import random
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 
+from megatron_async.context import DynamicInferenceContext
 from megatron_async.kernels import batch_invariant_triton as products
 from megatron_async.kernels import paged_attention_triton as attention
+from megatron_async.kernels import rope_append
 
 CALLS = 20
 REPLAYS = 10
@@ -31,6 +34,9 @@ DECODE_SHAPES = (
     (8, 4, 2, 64, 512),
 )
 """Rows, query heads, KV heads, head dimension, context."""
+STEP_ROWS = (40, 64, 96, 128, 256)
+STEP_HEADS, STEP_KV_HEADS, STEP_HEAD_DIM = 32, 8, 128
+STEP_CAPACITY = 131072
 PRODUCT_SHAPES = ((28672, 4096), (4096, 14336), (6144, 4096))
 """N, K."""
 PRODUCT_ROWS = (1, 32, 128)
@@ -83,6 +89,76 @@ def decode_call(
     return call, byte_count
 
 
+def lengths_of(rows: int) -> dict[str, list[int]]:
+    """Tokens in the cache of each row: all alike, and ragged."""
+    draw = random.Random(rows)
+    ragged = [int(min(2500, max(40, draw.lognormvariate(6, 0.9)))) for _ in range(rows)]
+    return {"even": [384] * rows, "ragged": ragged}
+
+
+def step_calls(
+    lengths: Sequence[int], device: str = "cuda"
+) -> tuple[dict[str, Callable[[int], torch.Tensor]], float]:
+    """A decode step's attention from the packed projection on, in one kernel and in the three of
+    Triton, and the bytes that it must read."""
+    byte_count = 4.0 * sum(lengths) * STEP_KV_HEADS * STEP_HEAD_DIM
+    rows, needed = len(lengths), [length // BLOCK_SIZE + 1 for length in lengths]
+    layers = copies(byte_count)
+    context = DynamicInferenceContext(
+        params_dtype=torch.bfloat16,
+        num_layers=layers,
+        kv_channels=STEP_HEAD_DIM,
+        num_attention_heads=STEP_KV_HEADS,
+        max_sequence_length=STEP_CAPACITY,
+        block_count=sum(needed),
+        max_requests=rows,
+        block_size_tokens=BLOCK_SIZE,
+        device=device,
+    )
+    context.kv_cache.normal_()
+    blocks = (torch.randperm(sum(needed), device=device) + 1).split(needed)
+    for row, own in enumerate(blocks):
+        context.block_table[row, : len(own)] = own
+    slots, positions = torch.arange(rows, device=device), torch.tensor(lengths, device=device)
+    mapping = context.block_table[slots, positions // BLOCK_SIZE] * BLOCK_SIZE
+    context.begin_decode(slots, positions, mapping + positions % BLOCK_SIZE, positions + 1)
+    width = (STEP_HEADS + 2 * STEP_KV_HEADS) * STEP_HEAD_DIM
+    packed = torch.randn(rows, width, device=device, dtype=torch.bfloat16)
+    cos_sin = torch.randn(max(lengths) + 1, 2, STEP_HEAD_DIM // 2, device=device)
+    scale = STEP_HEAD_DIM**-0.5
+
+    def one(number: int) -> torch.Tensor:
+        return context.attend_packed(number % layers, packed, scale, cos_sin, None, None, 0.0)
+
+    def three(number: int) -> torch.Tensor:
+        keys, values = context.kv_cache[number % layers]
+        query = rope_append.rope_append(
+            packed, keys, values, context.slot_mapping, positions, cos_sin
+        )
+        return context._attend_appended(query, keys, values, scale)
+
+    return {"one": one, "three": three}, byte_count
+
+
+def bench_steps() -> None:
+    print(
+        "a decode step's attention of Llama-3.1-8B, bf16: rows, lengths: floor, three kernels, one"
+    )
+    cases = [(rows, *case) for rows in STEP_ROWS for case in lengths_of(rows).items()]
+    cases += [(64, "one of 60,000", [60000] + [300] * 63), (64, "4,000", [4000] * 64)]
+    for rows, name, lengths in cases:
+        calls, byte_count = step_calls(lengths)
+        wanted, got = calls["three"](0).double(), calls["one"](0).double()
+        error = float((got - wanted).norm() / wanted.norm())
+        times = {kind: seconds_per_call(call) * 1e6 for kind, call in calls.items()}
+        print(
+            f"  {rows}, {name}: {byte_count / BANDWIDTH * 1e6:.1f}, {times['three']:.1f}, "
+            f"{times['one']:.1f} us, relative difference {error:.1g}",
+            flush=True,
+        )
+        del calls
+
+
 def weights_of(columns: int, depth: int) -> list[torch.Tensor]:
     return [
         torch.randn(columns, depth, device="cuda", dtype=torch.bfloat16)
@@ -112,6 +188,7 @@ def bench() -> None:
             flush=True,
         )
         del call
+    bench_steps()
     print("batch-invariant product against torch, bf16: N K M")
     for columns, depth in PRODUCT_SHAPES:
         weights = weights_of(columns, depth)
