@@ -8,6 +8,7 @@ from typing import Any
 from .bench_decode import Round, profile_steps, run_marked_round, run_round, warm_up
 from .bench_engine import Started, close_engines, fit_together, make_engine
 from .bench_guard import Progress
+from .bench_host import HostConditions, HostWatch
 from .bench_load import Load, prompts
 from .bench_report import compare_with_serial, figures
 from .subject import Subject
@@ -93,15 +94,18 @@ class DecodeBench:
         self, batch_size: int, depths: list[int], made: list[Started], progress: Progress
     ) -> list[dict[str, Any]]:
         rounds: list[list[Round]] = [[] for _ in depths]
+        hosts: list[list[HostConditions]] = [[] for _ in depths]
         events: list[Any] = [None] * len(depths)
         for _ in range(self._args.rounds):
             for n, one in enumerate(made):
                 progress.describe(f"batch {batch_size}, depth {depths[n]}")
-                if self._marks_ride:
-                    found, events[n] = run_marked_round(one, batch_size, self._load)
-                else:
-                    found = run_round(one.engine, batch_size, self._load)
+                with HostWatch() as watch:
+                    if self._marks_ride:
+                        found, events[n] = run_marked_round(one, batch_size, self._load)
+                    else:
+                        found = run_round(one.engine, batch_size, self._load)
                 rounds[n].append(found)
+                hosts[n].append(watch.conditions)
                 step_ms = sum(found.step_ns) / len(found.step_ns) * 1e-6
                 progress.done(f"batch {batch_size}, depth {depths[n]}: {step_ms:.3f} ms/step")
         if self._marks_apart:
@@ -112,6 +116,7 @@ class DecodeBench:
         rows = []
         for n, depth in enumerate(depths):
             row = figures(self._subject, self._load, batch_size, depth, rounds[n], started=made[n])
+            row["host_conditions"] = [one._asdict() for one in hosts[n]]
             if events[n] is not None:
                 row["events"] = {**events[n], "in_timed_round": self._marks_ride}
             rows.append(row)

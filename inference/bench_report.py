@@ -14,6 +14,7 @@ from megatron_async.version import __version__
 
 from .bench_decode import Round
 from .bench_engine import Started
+from .bench_host import HostConditions, conditions_line
 from .bench_load import Load
 from .bench_timeline import percentile
 from .shapes import BANDWIDTH_BYTES_PER_SECOND, floor_ms
@@ -126,6 +127,11 @@ def as_table(report: dict[str, Any]) -> str:
         lines[-1] += f"; floor at {BANDWIDTH_BYTES_PER_SECOND / 1e12:.1f} TB/s"
     if any((row.get("events") or {}).get("in_timed_round") for row in report["results"]):
         lines[-1] += "; events were recorded in the timed rounds"
+    hosts = [
+        HostConditions(**one) for row in report["results"] for one in row.get("host_conditions", ())
+    ]
+    if hosts:
+        lines.append(conditions_line(hosts))
     return "\n".join([*lines, *tail(report)])
 
 

@@ -56,6 +56,7 @@ ROW = {
     "graphs": int,
     "events": dict,
     "timeline": type(None),
+    "host_conditions": list,
 }
 
 
@@ -86,6 +87,7 @@ def test_report_has_a_row_for_each_batch_and_depth(report: dict[str, Any]) -> No
         assert row["events"]["launches"] == (47 if row["depth"] == 0 else 24)
         assert 0 < row["events"]["inside_share"] <= 1 and not row["events"]["in_timed_round"]
         assert 0 < row["host_ms_mean"] <= row["step_ms_mean"]
+        assert len(row["host_conditions"]) == 2
         assert row["tokens_per_second"] == pytest.approx(1e3 * row["batch"] / row["step_ms_mean"])
 
 
@@ -124,6 +126,7 @@ def test_table_has_a_line_for_each_row(report: dict[str, Any]) -> None:
     assert [tuple(line.split()[:2]) for line in lines[2:8]] == [
         (str(row["batch"]), str(row["depth"])) for row in report["results"]
     ]
+    assert lines[9].startswith("host: reference work ")
 
 
 def test_json_on_stdout_stands_alone(capsys: Capture) -> None:

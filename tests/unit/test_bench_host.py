@@ -1,0 +1,83 @@
+"""What ``bench`` says of the host beside its times."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from megatron_async.inference.bench_host import (
+    HostConditions,
+    HostWatch,
+    conditions_line,
+    reference_us,
+    reference_work,
+)
+
+SPIN = "import time\nuntil = time.monotonic() + 30\nwhile time.monotonic() < until: pass"
+
+
+def watched(seconds: float) -> HostConditions:
+    with HostWatch() as watch:
+        time.sleep(seconds)
+    return watch.conditions
+
+
+def test_reference_is_the_same_work_each_time() -> None:
+    assert reference_work() == reference_work() == sum(range(500))
+    assert 0 < reference_us() < 1e5
+
+
+def test_own_work_is_nobody_elses() -> None:
+    with HostWatch() as watch:
+        until = time.perf_counter() + 0.3
+        while time.perf_counter() < until:
+            pass
+    assert watch.conditions.other_threads_cores < 0.3
+
+
+def test_another_thread_is_seen() -> None:
+    end = threading.Event()
+
+    def spin() -> None:
+        while not end.is_set():
+            pass
+
+    thread = threading.Thread(target=spin)
+    thread.start()
+    try:
+        assert watched(0.5).other_threads_cores > 0.2
+    finally:
+        end.set()
+        thread.join()
+
+
+def test_another_process_is_seen() -> None:
+    process = subprocess.Popen([sys.executable, "-c", SPIN])
+    try:
+        time.sleep(0.2)
+        assert watched(0.5).other_processes_cores > 0.2
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_what_is_interrupted_has_no_conditions() -> None:
+    watch = HostWatch()
+    with pytest.raises(KeyError), watch:
+        raise KeyError
+    assert not hasattr(watch, "conditions")
+
+
+def test_line_has_the_extremes_of_all_rounds() -> None:
+    rounds = [
+        HostConditions((40.0, 41.0), 0.0, 2.0, 0.0),
+        HostConditions((39.0, 80.0), 0.1, 0.0, 0.3),
+    ]
+    assert conditions_line(rounds) == (
+        "host: reference work 39 to 80 us; cores at most, of a round: "
+        "other threads 0.1, other processes 2.0, stolen 0.3"
+    )
