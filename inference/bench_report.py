@@ -80,6 +80,7 @@ def figures(
         "host_ms_mean": statistics.fmean(hosts),
         "host_ms_p50": statistics.median(hosts),
         "host_ms_p99": percentile(hosts, 0.99),
+        "round_host_ms": [statistics.median(one.host_ns) * 1e-6 for one in rounds],
         "speedup_over_serial": None,
         "floor_ms": floor,
         "floor_share": None if floor is None else floor / mean,

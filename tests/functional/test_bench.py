@@ -48,6 +48,7 @@ ROW = {
     "host_ms_mean": float,
     "host_ms_p50": float,
     "host_ms_p99": float,
+    "round_host_ms": list,
     "speedup_over_serial": float,
     "floor_ms": type(None),
     "floor_share": type(None),
