@@ -94,7 +94,8 @@ class DynamicInferenceContext(BaseInferenceContext):
             check_integer("max_tokens", max_tokens, 1)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(device)
+        # Of "cuda" the current GPU: kernels are loaded for one, and another may be current later.
+        self.device = torch.empty(0, device=device).device
         self.max_sequence_length = max_sequence_length
         self.max_requests = max_requests
         self.max_tokens = max_tokens
@@ -212,6 +213,7 @@ class DynamicInferenceContext(BaseInferenceContext):
             decode_rows: the first so many tokens are one row each.
             chunks: [N, 4] int32, the prefill chunks that follow: slot, first token, number of
                 tokens, first position; entries without tokens come last and begin at token T.
+                None means that there are none, and that each token is of another request.
             last_token_index: [R] int64 token whose logits row r wants; None means token r.
             read_lengths: the device may be read by the caller, so lengths may steer shapes.
         """

@@ -55,11 +55,12 @@ def test_another_thread_is_seen() -> None:
         thread.join()
 
 
-def test_another_process_is_seen() -> None:
-    process = subprocess.Popen([sys.executable, "-c", SPIN])
+@pytest.mark.parametrize("niceness", [0, 10])
+def test_another_process_is_seen(niceness: int) -> None:
+    process = subprocess.Popen([sys.executable, "-c", f"import os; os.nice({niceness})\n{SPIN}"])
     try:
         time.sleep(0.2)
-        assert watched(0.5).other_processes_cores > 0.2
+        assert watched(1.0).other_processes_cores > 0.2
     finally:
         process.kill()
         process.wait()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megatron_async import memory
 from megatron_async.context import DynamicInferenceContext
 from megatron_async.kernels import paged_attention
 from megatron_async.models.build import build_model
@@ -52,6 +54,22 @@ def context_for(wrapper: GPTInferenceWrapper, slots: int) -> DynamicInferenceCon
     context.block_table[:slots] = order.view(slots, 16)
     context.finished[:slots] = False
     return context
+
+
+def test_a_context_on_cuda_is_on_one_gpu_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "memory_bytes", lambda device: None)
+    with FakeTensorMode():  # tensors of a GPU that is not there
+        context = DynamicInferenceContext(
+            params_dtype=torch.bfloat16,
+            num_layers=1,
+            kv_channels=64,
+            num_attention_heads=1,
+            max_sequence_length=64,
+            block_count=8,
+            device="cuda",
+        )
+    assert context.device == context.kv_cache.device
+    assert context.device.index is not None
 
 
 @torch.inference_mode()
