@@ -149,6 +149,7 @@ def resolve(args: argparse.Namespace) -> None:
 
     Raises:
         ConfigError: an option belongs to the other workload, or two contradict each other.
+        RequestError: nothing can be sampled so.
     """
     for workload, options in DEFAULTS.items():
         for name, default in options.items():
@@ -162,6 +163,11 @@ def resolve(args: argparse.Namespace) -> None:
             setattr(args, name, default)
     if (args.top_k or args.top_p) and not args.temperature:
         raise ConfigError("--top-k and --top-p belong to sampling; give a --temperature above 0")
+    if args.workload == "decode":
+        from megatron_async.requests import SamplingParams
+
+        sampling = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
+        SamplingParams(**sampling).validate()
     if args.temperature and args.baseline:
         raise ConfigError("--baseline decodes greedily; leave --temperature or --baseline out")
     if args.all_buckets and args.workload != "decode":

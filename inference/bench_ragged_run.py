@@ -10,6 +10,7 @@ from typing import Any
 
 from .bench_engine import Started, close_engines, ragged_config, start_engine
 from .bench_guard import Progress
+from .bench_host import HostWatch
 from .bench_load import RaggedLoad
 from .bench_ragged import (
     Run,
@@ -92,15 +93,18 @@ class RaggedBench:
         run_workload(made, few, [0.0] * len(few), mark=False)
         for rate in self._args.arrival_rate:
             arrived = arrivals(rate, len(wishes), self._load.seed)
-            runs = []
+            runs, hosts = [], []
             for _ in range(self._args.rounds):
                 progress.describe(f"depth {depth}, {rate:g} requests/s")
-                runs.append(run_workload(made, wishes, arrived, mark=self._events))
+                with HostWatch() as watch:
+                    runs.append(run_workload(made, wishes, arrived, mark=self._events))
+                hosts.append(watch.conditions)
                 progress.done(
                     f"depth {depth}, {rate:g} requests/s: {runs[-1].seconds:.2f} s, "
                     f"{sum(map(len, runs[-1].tokens)) / runs[-1].seconds:.0f} tokens/s"
                 )
             self.results.append(self._row(made, depth, rate, runs))
+            self.results[-1]["host_conditions"] = [one._asdict() for one in hosts]
             compare_with_serial(self.results)
             progress.keep()
         if self._args.profile and self._subject.device.type == "cuda":

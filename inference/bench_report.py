@@ -128,11 +128,6 @@ def as_table(report: dict[str, Any]) -> str:
         lines[-1] += f"; floor at {BANDWIDTH_BYTES_PER_SECOND / 1e12:.1f} TB/s"
     if any((row.get("events") or {}).get("in_timed_round") for row in report["results"]):
         lines[-1] += "; events were recorded in the timed rounds"
-    hosts = [
-        HostConditions(**one) for row in report["results"] for one in row.get("host_conditions", ())
-    ]
-    if hosts:
-        lines.append(conditions_line(hosts))
     return "\n".join([*lines, *tail(report)])
 
 
@@ -164,8 +159,12 @@ def slowed(load: dict[str, Any]) -> str:
 
 
 def tail(report: dict[str, Any]) -> list[str]:
-    """Lines below a table: the slower decode path, failures, phases of the start, baselines."""
+    """Lines below a table: the host, the slower decode path, failures, phases of the start,
+    baselines."""
     lines = []
+    rounds = [one for row in report["results"] for one in row.get("host_conditions", ())]
+    if rounds:
+        lines.append(conditions_line([HostConditions(**one) for one in rounds]))
     if report["device"] != "cpu" and report["fused_decode_off"] is not None:
         lines.append(f"decoded with the model's own forward: {report['fused_decode_off']}")
     for row in report["results"]:

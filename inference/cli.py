@@ -48,6 +48,8 @@ def build_parser() -> OneLineErrorParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
+    if sys.stderr is None:  # closed by who started us: nobody wants to hear
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     args = build_parser().parse_args(argv)
     try:
         _prepare_stdout()

@@ -88,7 +88,8 @@ FLAGS = {
 
 def name_options(message: str) -> str:
     """``message`` on one line, with options where it names configuration fields."""
-    fields = re.compile(rf"\b({'|'.join(FLAGS)})\b")
+    # Not in paths, where such names may stand too.
+    fields = re.compile(rf"(?<![\w/.-])({'|'.join(FLAGS)})(?![\w/-]|\.\w)")
     return fields.sub(lambda found: FLAGS[found[1]], " ".join(message.split()))
 
 

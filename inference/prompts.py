@@ -77,9 +77,13 @@ def _read_lines(name: str, file: TextIO) -> Iterator[Job]:
             yield parse(f"{name}:{number}", line)
 
 
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is none of its numbers")
+
+
 def _parse_json(source: str, line: str) -> Job:
     try:
-        values = json.loads(line)
+        values = json.loads(line, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         return Job(source, line, error=f"not valid JSON: {error}")
     if not isinstance(values, dict) or "prompt" not in values:

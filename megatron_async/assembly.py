@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,10 @@ from typing import Any
 import torch
 
 from megatron_async.checkpoint import load_pretrained
-from megatron_async.config import EngineConfig
+from megatron_async.config import EngineConfig, check_config
 from megatron_async.context import GIB, DynamicInferenceContext
 from megatron_async.controller import TextGenerationController
-from megatron_async.errors import ConfigError
+from megatron_async.errors import CheckpointError, ConfigError
 from megatron_async.models.wrapper import GPTInferenceWrapper
 
 DEFAULT_CACHE_GIB = {"cpu": 1.0, "cuda": 16.0}
@@ -28,7 +29,7 @@ def resolve_device(name: str | None) -> torch.device:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         device = None
     if device is None or device.type not in DEFAULT_CACHE_GIB:
         raise ConfigError(f"device={name!r} is not known; use cpu, cuda or cuda:N")
@@ -42,7 +43,8 @@ def resolve_device(name: str | None) -> torch.device:
                 f"device={name!r} but there are {torch.cuda.device_count()} GPUs; use a lower index"
             )
         torch.cuda.set_device(device)
-    return device
+        return device
+    return torch.device("cpu")  # there is one, whatever its number
 
 
 def build_context(
@@ -102,6 +104,9 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
         CheckpointError: the directory is missing, corrupt or not supported.
         ConfigError: the configuration does not suit the model or the machine.
     """
+    check_config(config)
+    if not isinstance(path, str | os.PathLike):
+        raise CheckpointError(f"path={path!r} must be 'tiny' or the path of a model directory")
     device = resolve_device(config.device)
     dtype = None if config.dtype is None else getattr(torch, config.dtype)
     pretrained = load_pretrained(path, device=device, dtype=dtype)
@@ -127,6 +132,7 @@ def parts_over_same_weights(
     Raises:
         ConfigError: the configuration names another device or dtype than the weights'.
     """
+    check_config(config)
     if config.device is not None and resolve_device(config.device) != resolve_device(str(device)):
         raise ConfigError(
             f"device={config.device!r} but the weights are on {device}; leave it out, or load the "

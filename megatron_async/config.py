@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import numbers
 from dataclasses import dataclass
 
 from megatron_async.errors import ConfigError
@@ -26,6 +28,12 @@ def check_buffer_size(gib: object) -> None:
     """Raises :class:`ConfigError` unless ``gib`` is a size that memory may have."""
     if isinstance(gib, bool) or not isinstance(gib, (int, float)) or not 0 < gib <= MAX_GIB:
         raise ConfigError(f"buffer_size_gb={gib!r} must be above 0 and at most {MAX_GIB}")
+
+
+def check_config(config: object) -> None:
+    """Raises :class:`ConfigError` unless ``config`` is an :class:`EngineConfig`."""
+    if not isinstance(config, EngineConfig):
+        raise ConfigError(f"config is a {type(config).__name__}; give an EngineConfig")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,8 +108,16 @@ class EngineConfig:
         self._check("depth", 0, MAX_DEPTH, optional=True)
         self._check("inference_logging_step_interval", 0)
         self._check("max_tokens", 1, optional=True)
-        if isinstance(self.random_seed, bool) or not isinstance(self.random_seed, int):
-            raise ConfigError(f"random_seed={self.random_seed!r} must be an integer")
+        for name in ("random_seed", "jitter_seed"):
+            value = self._own_integer(name)
+            if isinstance(value, bool) or not isinstance(value, int | None):
+                raise ConfigError(f"{name}={value!r} must be an integer")
+        if self.random_seed is None:
+            raise ConfigError("random_seed=None must be an integer; leave it out for 0")
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(field.default, bool) and not isinstance(value, bool):
+                raise ConfigError(f"{field.name}={value!r} must be True or False")
         if self.depth and not self.inference_async_scheduling:
             raise ConfigError(
                 f"depth={self.depth} needs asynchronous scheduling; turn on "
@@ -131,9 +147,17 @@ class EngineConfig:
     def _check(
         self, name: str, low: int, high: int | None = None, *, optional: bool = False
     ) -> None:
-        value = getattr(self, name)
+        value = self._own_integer(name)
         if not (optional and value is None):
             check_integer(name, value, low, high)
+
+    def _own_integer(self, name: str) -> object:
+        """The value of a field, NumPy's integers as Python's own."""
+        value: object = getattr(self, name)
+        if isinstance(value, numbers.Integral) and not isinstance(value, bool):
+            value = int(value)
+            object.__setattr__(self, name, value)
+        return value
 
     @property
     def effective_depth(self) -> int:

@@ -213,6 +213,10 @@ class TextGenerationController:
         columns = values.reshape(RESULT_FIELDS, rows)[:, : len(ticket.plan.rows)]
         return StepResult(*columns.tolist())
 
+    def put_back(self, ticket: Ticket) -> None:
+        """A signal came in the midst of :meth:`take`: the tokens are there to be taken again."""
+        self._results.put_back(ticket.number)
+
     @property
     def weights_owner(self) -> Any:
         """The object whose weights are replaced: one may be under several controllers."""

@@ -86,9 +86,7 @@ class RequestDesk(DecodeLoop):
         if rank is None or abs(rank) > 10**6:
             raise RequestError(f"priority={priority!r} must be an integer of at most a million")
         while True:
-            number = next(self._request_ids) if request_id is None else as_integer(request_id)
-            if number is None or number < 0:
-                raise RequestError(f"request_id={request_id!r} must be an integer of at least 0")
+            number = next(self._request_ids) if request_id is None else _checked_id(request_id)
             if self._book.key_of(number) is None:
                 added = self._try_to_add(number, prompt, sampling_params, rank, listener)
                 if added is not None:
@@ -155,9 +153,10 @@ class RequestDesk(DecodeLoop):
         return self._apply(request_id, self.scheduler.evict)
 
     def _apply(self, request_id: int, change: Callable[[int], object]) -> bool:
+        number = _checked_id(request_id)
         with self._door:
-            key = self._book.key_of(request_id)
-            if key is None:
+            key = self._book.key_of(number)
+            if key is None or self._turn.stopped is not None:
                 return False
             self._inbox.append(lambda: change(key))
         return True
@@ -179,7 +178,7 @@ class RequestDesk(DecodeLoop):
         Raises:
             RequestError: there is no such request.
         """
-        request = self._book.request(request_id)
+        request = self._book.request(_checked_id(request_id))
         if request is None:
             raise RequestError(f"request_id={request_id} is not known, or has ended")
         return request
@@ -198,6 +197,13 @@ class RequestDesk(DecodeLoop):
     def _fail(self, error: EngineStoppedError) -> None:
         with self._door:  # whoever was on the way in is in, and nobody else comes
             super()._fail(error)
+
+
+def _checked_id(request_id: object) -> int:
+    number = as_integer(request_id)
+    if number is None or number < 0:
+        raise RequestError(f"request_id={request_id!r} must be an integer of at least 0")
+    return number
 
 
 def _abort_if_cancelled(desk: weakref.ref[RequestDesk], key: int, future: RequestFuture) -> None:

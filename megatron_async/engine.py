@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence, Set
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from megatron_async.assembly import EngineParts, load_parts, parts_over_same_weights
-from megatron_async.config import EngineConfig
+from megatron_async.config import EngineConfig, check_config
 from megatron_async.context import DynamicInferenceContext
 from megatron_async.controller import Progress, TextGenerationController
 from megatron_async.desk import Prompt, RequestDesk
@@ -68,7 +68,8 @@ class DynamicInferenceEngine(RequestDesk):
         progress: Progress | None = None,
         device: Device | None = None,
     ) -> None:
-        config = config or EngineConfig(max_requests=context.max_requests)
+        config = EngineConfig(max_requests=context.max_requests) if config is None else config
+        check_config(config)
         self.context = context
         self.model_name = model_name
         self.eos_token_ids = eos_token_ids
@@ -126,7 +127,7 @@ class DynamicInferenceEngine(RequestDesk):
             CheckpointError: the directory is missing, corrupt or not supported.
             ConfigError: the configuration does not suit the model or the machine.
         """
-        config = config or EngineConfig()
+        config = EngineConfig() if config is None else config
         return cls._over(load_parts(path, config), config, progress)
 
     def with_config(
@@ -183,6 +184,7 @@ class DynamicInferenceEngine(RequestDesk):
             else:
                 self._log_step()
                 self._step()
+            self._turns += 1
             outputs, self._outputs = self._outputs, []
             finished, self._finished = self._finished, []
             elapsed = time.perf_counter_ns() - started
@@ -207,7 +209,7 @@ class DynamicInferenceEngine(RequestDesk):
 
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Iterable[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[DynamicInferenceRequest]:
         """Decode all prompts and return their requests in the same order. What other requests
@@ -218,10 +220,17 @@ class DynamicInferenceEngine(RequestDesk):
             sampling_params: for all prompts, or one for each.
 
         Raises:
-            RequestError: one of the prompts cannot be served; then none is started.
+            RequestError: the prompts are no list, or one of them cannot be served; then none is
+                started.
         """
         if isinstance(prompts, str):
             prompts = [prompts]
+        if isinstance(prompts, (Mapping, Set)) or not isinstance(prompts, Iterable):
+            raise RequestError(
+                f"prompts is a {type(prompts).__name__}; give a list of prompts, each a text or a "
+                "list of token ids"
+            )
+        prompts = list(prompts)
         if not isinstance(sampling_params, Sequence):
             sampling_params = [sampling_params] * len(prompts)  # type: ignore[list-item]
         if len(sampling_params) != len(prompts):
@@ -253,15 +262,16 @@ class DynamicInferenceEngine(RequestDesk):
     ) -> AsyncIterator[TokenOutput]:
         """Decode one prompt and yield its tokens as they are committed.
 
-        Several streams may run at once: whichever is waited for steps the engine for all. Leaving
-        the iteration early aborts the request. What other requests generate meanwhile is in their
-        streams, records and futures.
+        Several streams may run at once: whichever is waited for steps the engine for all, and all
+        get their tokens before the next step. Leaving the iteration early aborts the request. What
+        other requests generate meanwhile is in their streams, records and futures.
 
         Raises:
             RequestError: the request cannot be served.
         """
         arrived: deque[TokenOutput] = deque()
         key, _ = self._add(request_id, prompt, sampling_params, 0, arrived)
+        seen = -1
         try:
             while True:
                 while arrived:
@@ -269,9 +279,10 @@ class DynamicInferenceEngine(RequestDesk):
                     yield output
                     if output.finish_reason is not None:
                         return
-                await self.async_step()
-                if self._stands_still:
-                    await asyncio.sleep(STANDSTILL_SECONDS)
+                if seen == self._turns:  # else somebody has stepped: let all look first
+                    self.step_modern()
+                seen = self._turns
+                await asyncio.sleep(STANDSTILL_SECONDS if self._stands_still else 0)
         finally:
             # When the request has ended, its id may be another one's by now.
             with self._door:
@@ -299,6 +310,7 @@ class DynamicInferenceEngine(RequestDesk):
 
     def resume(self) -> None:
         """Go on after :meth:`suspend`."""
+        self._turn.check()
         self.suspended = False
 
     @property

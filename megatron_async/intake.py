@@ -17,6 +17,8 @@ from megatron_async.scheduler.limits import Limits
 from megatron_async.scheduler.sequence import Sequence
 
 MASK64 = 2**64 - 1
+LEAST_TOP_P = 1e-37
+"""Less would be 0 as float32, which is off; this too keeps the most likely token alone."""
 
 
 class PromptTokenizer(Protocol):
@@ -80,7 +82,8 @@ class Intake:
         if seed is None:
             seed = derive_seed(self._random_seed, request_id)
         inverse_temperature = 0.0 if params.greedy else 1.0 / params.temperature
-        sampling = (inverse_temperature, min(params.top_k, 2**31 - 1), params.top_p, seed)
+        top_p = max(params.top_p, LEAST_TOP_P) if params.top_p else 0.0
+        sampling = (inverse_temperature, min(params.top_k, 2**31 - 1), top_p, seed)
         sequence = Sequence(key, tuple(tokens), max_new, stop_ids, sampling)
         self._check_fits(sequence)
         request = DynamicInferenceRequest(

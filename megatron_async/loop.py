@@ -46,6 +46,7 @@ class DecodeLoop:
         self._listeners: dict[int, deque[TokenOutput]] = {}
         self._logged_at = 0
         self._no_plan = False
+        self._turns = 0
         self._turn = Turn(self._fail)
         self._told = Told(book.tell)
 
@@ -92,6 +93,7 @@ class DecodeLoop:
             raise
         except BaseException as error:
             if error is not getattr(self.controller.device, "failure", None):
+                self.controller.put_back(oldest.ticket)
                 self._turn.harmless = error
             raise
         self._in_flight.popleft()

@@ -110,7 +110,7 @@ class SamplingParams:
 
     def checked(self) -> SamplingParams:
         """A copy whose integers are Python's own; raises as :meth:`validate`."""
-        own = copy.deepcopy(self)
+        own = copy.copy(self)
         for item in dataclasses.fields(own):
             value = as_integer(getattr(own, item.name))
             if value is not None:
@@ -290,6 +290,8 @@ class RequestFuture(concurrent.futures.Future[DynamicInferenceRequest]):
 
     def cancel(self) -> bool:
         """Abort the request, unless it has ended."""
+        if self.cancelled():
+            return True
         if not super().cancel():
             return False
         # For those who wait in ``concurrent.futures.wait``; once.

@@ -57,12 +57,16 @@ class CpuDevice:
         self.changed = threading.Condition()
         # The thread holds no more than the work that it runs, so that what nobody refers to any
         # more goes away, and the thread with it.
+        self._over = threading.Event()
         self._thread = threading.Thread(
-            target=_run, args=(self._work, weakref.ref(self)), name="cpu-stream", daemon=True
+            target=_run,
+            args=(self._work, weakref.ref(self), self._over),
+            name="cpu-stream",
+            daemon=True,
         )
         self._thread.start()
         # At exit too: a daemon thread inside torch must not live on while the interpreter ends.
-        self._end = weakref.finalize(self, _end, self._work, self._thread)
+        self._end = weakref.finalize(self, _end, self._work, self._thread, self._over)
 
     def enqueue(self, work: Callable[[], None], name: str) -> None:
         self.raise_failure()
@@ -88,7 +92,8 @@ class CpuDevice:
         self.raise_failure()
 
     def close(self) -> None:
-        self._end()
+        _end(self._work, self._thread, self._over)
+        self._end.detach()  # not before: a signal may interrupt the wait
         if self.failure is None:  # else whoever waits now would wait for ever
             self.failure = EngineStoppedError("the device is closed; build a new engine")
 
@@ -118,18 +123,23 @@ class CpuDevice:
             self.timeline.append(Span(name, ticket, start, time.perf_counter_ns()))
 
 
-def _run(queued: _Queue, device_of: weakref.ref[CpuDevice]) -> None:
-    with torch.inference_mode():
-        while (item := queued.get()) is not None:
-            device = device_of()
-            if device is not None:
-                device.run(*item)
-            del item, device
+def _run(queued: _Queue, device_of: weakref.ref[CpuDevice], over: threading.Event) -> None:
+    try:
+        with torch.inference_mode():
+            while (item := queued.get()) is not None:
+                device = device_of()
+                if device is not None:
+                    device.run(*item)
+                del item, device
+    finally:
+        over.set()
 
 
-def _end(queued: _Queue, thread: threading.Thread) -> None:
+def _end(queued: _Queue, thread: threading.Thread, over: threading.Event) -> None:
     queued.put(None)
     if thread is not threading.current_thread():
+        # A join that a signal has interrupted takes the thread for ended (python/cpython#90882).
+        over.wait()
         thread.join()
 
 
@@ -178,6 +188,8 @@ class CpuResultRing:
         self._ring = torch.zeros(entries, width, dtype=torch.int32)
         self._published = 0
         self._taken = 0
+        self._last: Ints = np.zeros(0, np.int32)
+        """What was taken last."""
 
     def publish(self, record: torch.Tensor) -> None:
         entries = self._ring.shape[0]
@@ -199,9 +211,16 @@ class CpuResultRing:
                 device.changed.wait(timeout=1.0)
         entry = self._ring[number % self._ring.shape[0]]
         values: Ints = entry[:width].numpy().copy()
-        if device.poison:
-            if np.any(values == POISON):
-                raise IntegrityError(f"result {number} holds a consumed value")
-            entry.fill_(POISON)
+        if device.poison and np.any(values == POISON):
+            raise IntegrityError(f"result {number} holds a consumed value")
+        self._last = values
         self._taken += 1
+        if device.poison:
+            entry.fill_(POISON)
         return values
+
+    def put_back(self, number: int) -> None:
+        if self._taken == number + 1:
+            entry = self._ring[number % self._ring.shape[0]]
+            entry[: len(self._last)] = torch.from_numpy(self._last)
+            self._taken = number

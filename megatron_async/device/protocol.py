@@ -49,6 +49,10 @@ class ResultRing(Protocol):
         Each result is taken once, in order. The only place where the host waits for the device.
         """
 
+    def put_back(self, number: int) -> None:
+        """Host: a signal came while ``number`` was waited for. If it was taken all the same, it is
+        there to be taken again."""
+
 
 class Device(Protocol):
     """A place to run a step on."""

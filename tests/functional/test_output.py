@@ -36,6 +36,12 @@ def test_a_closed_output_is_one_line(capsys: Capture, monkeypatch: pytest.Monkey
     assert "the standard output is closed" in err and err.count("\n") == 1
 
 
+def test_errors_without_a_place_to_go_are_lost_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["generate", "--model", "/no/such", "--prompt", "a"]) == 2
+    assert main(["verify", "--list-scenarios"]) == 0
+
+
 def test_other_errors_of_the_system_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> None:
         raise FileNotFoundError(errno.ENOENT, "No such file or directory", "libnone.so")

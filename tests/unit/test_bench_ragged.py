@@ -63,6 +63,8 @@ def test_rows_have_what_was_measured(report: dict[str, Any]) -> None:
         assert row["evictions"] == 0 and row["timeline"] is None
         assert 0 < row["events"]["inside_share"] <= 1
         assert row["speedup_over_serial"] > 0
+        (host,) = row["host_conditions"]
+        assert min(host["reference_us"]) > 0
 
 
 def test_table_has_a_line_for_each_row(report: dict[str, Any]) -> None:
@@ -70,6 +72,7 @@ def test_table_has_a_line_for_each_row(report: dict[str, Any]) -> None:
     assert "ragged: 12 requests, at most 4 at once" in lines[0]
     assert [line.split()[:2] for line in lines[2:4]] == [["at-once", "0"], ["200/s", "0"]]
     assert "--arrival-rate inf,200" in report["command"]
+    assert any(line.startswith("host: reference work ") for line in lines)
 
 
 def test_a_small_cache_evicts(tmp_path: Path) -> None:

@@ -104,6 +104,8 @@ def test_contradictory_scheduling_options_are_refused(asynchronous: bool, depth:
         ),
         (["trace", "--steps", "5"], ["--steps", "'5'"]),
         (["bench", "--workload", "ragged", "--new-tokens", "9"], ["--new-tokens", "decode"]),
+        (["bench", "--temperature", "1e-7"], ["temperature=1e-07 is too small"]),
+        (["bench", "--temperature", "1e9"], ["temperature=1000000000.0", "between 0 and 1e+06"]),
         (["verify", "--depths", "0"], ["'0'", "use 0,1"]),
         (["verify", "--depths", "1,x"], ["'x'"]),
         (["verify", "--requests", "0"], ["--requests", "'0'"]),
@@ -162,6 +164,9 @@ def test_engine_defaults_are_those_of_the_configuration() -> None:
 
 def test_errors_name_options_instead_of_fields() -> None:
     assert name_options("max_requests=0\n is low") == "--max-requests=0 is low"
+    assert name_options("lower max_tokens.") == "lower --inference-dynamic-batching-max-tokens."
+    for path in ("/tmp/max_tokens", "a/max_tokens/b", "max_tokens.json: none", "x-block_count"):
+        assert name_options(path) == path
     fields = {*EngineConfig.__dataclass_fields__, *SamplingParams.__dataclass_fields__}
     assert set(FLAGS) <= fields
 
@@ -195,6 +200,7 @@ def test_prompts_come_in_the_order_given(tmp_path: Path) -> None:
         ("[1]", 'must be an object with "prompt"'),
         ('{"text": "a"}', 'must be an object with "prompt"'),
         ('{"prompt": 3}', "give text or a list"),
+        ('{"prompt": [NaN]}', "not valid JSON: NaN"),
         ('{"prompt": "a", "beams": 2}', "unknown field 'beams'"),
         *(
             (f'{{"prompt": "a", "priority": {value}}}', '"priority" is ')

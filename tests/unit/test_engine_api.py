@@ -109,6 +109,10 @@ BAD_CONFIGS = [
     ({"buffer_size_gb": math.inf}, "buffer_size_gb=inf"),
     ({"buffer_size_gb": 1e300}, "buffer_size_gb=1e+300"),
     ({"buffer_size_gb": "3"}, "buffer_size_gb='3'"),
+    ({"inference_async_scheduling": "false"}, "inference_async_scheduling='false' must be True"),
+    ({"enable_prefix_caching": None}, "enable_prefix_caching=None must be True or False"),
+    ({"debug": 1}, "debug=1 must be True or False"),
+    ({"jitter_seed": [1]}, "jitter_seed=[1]"),
     *(
         ({name: 2**31}, f"{name}={2**31} must be at most {2**31 - 1}; lower it")
         for name in (
@@ -302,6 +306,22 @@ def test_streams_interleave_and_leaving_one_aborts_it() -> None:
         results = asyncio.run(main(engine))
         assert engine.scheduler.allocator.free_count == 12
     assert results == [decode_alone(ask)[0] for ask in asks]
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_all_streams_get_their_tokens_before_the_next_step(depth: int) -> None:
+    count, length = 6, 10
+
+    async def consume(engine: DynamicInferenceEngine, number: int) -> list[int]:
+        ask = sampling_params(Ask(prompt=(number + 1,), max_new=length))
+        return [engine.counters.steps_committed async for _ in engine.stream([number + 1], ask)]
+
+    async def main(engine: DynamicInferenceEngine) -> list[list[int]]:
+        return await asyncio.gather(*(consume(engine, number) for number in range(count)))
+
+    with small_engine(depth, max_requests=count, block_count=60) as engine:
+        # Steps that were committed when a stream had a token: its n-th is of the n-th step.
+        assert asyncio.run(main(engine)) == [list(range(1, length + 1))] * count
 
 
 def test_futures_can_be_awaited_and_requests_added_from_other_threads() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from megatron_async.config import EngineConfig
 from megatron_async.engine import DynamicInferenceEngine
-from megatron_async.errors import RequestError
+from megatron_async.errors import CheckpointError, ConfigError, RequestError
 from megatron_async.requests import FinishReason, SamplingParams
 from tests.support.engines import DEPTHS, drive, engine_at, greedy
 from tests.support.oracle import Ask, decode_alone
@@ -118,11 +118,12 @@ def test_a_callback_may_call_the_engine(
         engine.scheduler.check_idle()
 
 
-def test_cancelling_a_future_aborts_its_request() -> None:
+def test_cancelling_a_future_aborts_its_request(caplog: pytest.LogCaptureFixture) -> None:
     with engine_at(2) as engine:
         futures = [engine.add_request(i, [i + 1], greedy(50)) for i in range(2)]
         engine.step_modern()
         assert futures[0].cancel()
+        assert futures[0].cancel() and not caplog.records
         record = engine.get_request(0)
         drive(engine)
         assert concurrent.futures.wait(futures, timeout=20).not_done == set()
@@ -248,6 +249,73 @@ def test_integers_of_numpy_are_integers() -> None:
         assert request.generated_tokens == alone(1, 6)
         assert type(request.request_id) is int and type(request.sampling_params.seed) is int
         assert request.sampling_params.stop_token_ids == ()
+
+
+def test_integers_of_numpy_configure_an_engine() -> None:
+    config = EngineConfig(max_requests=np.int64(4), random_seed=np.int32(7))  # type: ignore[arg-type]
+    assert type(config.max_requests) is type(config.random_seed) is int
+    assert config == EngineConfig(max_requests=4, random_seed=7)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "named"),
+    [({"prompt": "a"}, "dict"), ({"a"}, "set"), (None, "NoneType"), (3, "int")],
+)
+def test_what_is_no_list_of_prompts_is_refused(prompts: Any, named: str) -> None:
+    with engine_at(1) as engine:
+        with pytest.raises(RequestError, match=f"prompts is a {named}; give a list"):
+            engine.generate(prompts, greedy(2))
+        assert not engine.has_unfinished_requests()
+
+
+def test_prompts_may_come_from_a_generator() -> None:
+    with engine_at(1) as engine:
+        requests = engine.generate(([number] for number in (1, 2)), greedy(6))
+        assert [request.generated_tokens for request in requests] == [alone(1, 6), alone(2, 6)]
+
+
+@pytest.mark.parametrize("call", ["abort_request", "pause_request", "get_request"])
+def test_an_id_that_is_no_integer_is_refused(call: str) -> None:
+    with engine_at(1) as engine, pytest.raises(RequestError, match=r"request_id=\[1\]"):
+        getattr(engine, call)([1])
+
+
+def test_a_generator_of_stop_ids_is_refused() -> None:
+    with engine_at(1) as engine, pytest.raises(RequestError, match="stop_token_ids=<generator"):
+        engine.add_request(0, [1], greedy(2, stop_token_ids=(n for n in (1,))))
+
+
+@pytest.mark.parametrize("top_p", [1e-300, 1e-46, 1e-40, 1e-30])
+def test_the_least_top_p_keeps_one_token(top_p: float) -> None:
+    with engine_at(1) as engine:
+        futures = [
+            engine.add_request(
+                seed,
+                [1],
+                SamplingParams(
+                    temperature=1.0,
+                    top_p=top_p,
+                    seed=seed,
+                    num_tokens_to_generate=6,
+                    termination_id=-1,
+                ),
+            )
+            for seed in range(3)
+        ]
+        drive(engine)
+        assert [future.result().generated_tokens for future in futures] == [alone(1, 6)] * 3
+
+
+def test_engines_are_configured_by_a_configuration() -> None:
+    with pytest.raises(ConfigError, match="config is a dict; give an EngineConfig"):
+        DynamicInferenceEngine.from_pretrained("tiny", {"max_requests": 3})  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match="path=None must be"):
+        DynamicInferenceEngine.from_pretrained(None)  # type: ignore[arg-type]
+    with (
+        engine_at(1) as engine,
+        pytest.raises(ConfigError, match="config is a NoneType; give an EngineConfig"),
+    ):
+        engine.with_config(None)  # type: ignore[arg-type]
 
 
 def test_a_single_text_is_one_prompt() -> None:

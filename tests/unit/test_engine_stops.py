@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
+from megatron_async.device.cpu import CpuDevice
+from megatron_async.device.cuda import CudaResultRing
 from megatron_async.engine import DynamicInferenceEngine
-from megatron_async.errors import ConfigError, EngineStoppedError, RequestError
+from megatron_async.errors import ConfigError, EngineStoppedError, IntegrityError, RequestError
 from megatron_async.output import OutputBook
 from tests.support.engines import DEPTHS, drive, engine_at, greedy
 from tests.support.hash_model import HashModel
@@ -37,6 +41,7 @@ CALLS: list[Callable[[DynamicInferenceEngine], object]] = [
     lambda engine: engine.generate([[1]], greedy(2)),
     lambda engine: engine.update_weights({"salt": 1}),
     lambda engine: engine.suspend(),
+    lambda engine: engine.resume(),
     lambda engine: engine.reset(),
 ]
 
@@ -54,6 +59,8 @@ def test_a_closed_engine_fails_what_has_not_ended_and_refuses_every_call(depth: 
     for call in CALLS:
         with pytest.raises(EngineStoppedError, match="closed; build a new one"):
             call(engine)
+    for change in ("abort", "pause", "resume", "evict"):
+        assert getattr(engine, f"{change}_request")(0) is False  # it has ended
     engine.close()
     assert ended.generated_tokens == decode_alone(Ask((1,), 2))[0]
 
@@ -114,9 +121,10 @@ def test_an_error_in_a_commit_stops_the_engine_too(monkeypatch: pytest.MonkeyPat
             future.result(timeout=0)
 
 
+@pytest.mark.parametrize("taken", [False, True])
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_an_interrupted_wait_loses_nothing(depth: int) -> None:
-    """Ctrl-C mostly comes while the host waits for the device."""
+def test_an_interrupted_wait_loses_nothing(depth: int, taken: bool) -> None:
+    """Ctrl-C mostly comes while the host waits for the device, or just after."""
     asks = [Ask((i + 1,), 12) for i in range(3)]
     with engine_at(depth) as engine:
         futures = [
@@ -128,6 +136,8 @@ def test_an_interrupted_wait_loses_nothing(depth: int) -> None:
         def interrupted(number: int, width: int) -> Any:
             error = next(interrupts, None) if number % 2 else None
             if error is not None:
+                if taken:
+                    wait(number, width)
                 raise error
             return wait(number, width)
 
@@ -142,6 +152,42 @@ def test_an_interrupted_wait_loses_nothing(depth: int) -> None:
         engine.reset()
         for ask, future in zip(asks, futures, strict=True):
             assert future.result(timeout=0).generated_tokens == decode_alone(ask)[0]
+
+
+def test_a_ring_of_a_gpu_gives_a_result_that_was_put_back_again() -> None:
+    ring = object.__new__(CudaResultRing)  # its buffers are pinned, which needs a GPU
+    ring._done, ring._seen = 0, np.array([5], np.int32)
+    ring._views = [np.array([10 * entry, 1], np.int32) for entry in range(3)]
+    assert ring.wait(0, 1).tolist() == [0]
+    ring.put_back(1)  # was never taken
+    assert ring.wait(1, 1).tolist() == [10]
+    ring.put_back(1)
+    assert ring.wait(1, 2).tolist() == [10, 1]
+    assert ring.wait(2, 1).tolist() == [20]
+    with pytest.raises(IntegrityError, match="3 is next"):
+        ring.wait(2, 1)
+
+
+def test_a_close_that_is_interrupted_is_made_up_for_at_exit() -> None:
+    """A stream's thread that runs on in torch while the interpreter ends aborts the process."""
+    device, go = CpuDevice(), threading.Event()
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    device.enqueue(lambda: go.wait(30) or None, "long")
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            device.close()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert device._end.alive and not device._over.is_set()
+    threading.Timer(0.1, go.set).start()
+    device._end()  # what the interpreter calls at its end
+    assert device._over.is_set() and not device._thread.is_alive()
 
 
 def test_an_interrupt_before_the_wait_stops_the_engine() -> None:

@@ -205,3 +205,11 @@ def test_engines_over_the_same_weights_have_their_device_and_dtype(
         pytest.raises(ConfigError, match=named),
     ):
         engine.with_config(EngineConfig(block_count=100, **values))
+
+
+def test_all_cpus_are_the_same_device() -> None:
+    with DynamicInferenceEngine.from_pretrained(
+        "tiny", EngineConfig(device="cpu:0", block_count=100)
+    ) as engine:
+        for device in ("cpu", "cpu:0"):
+            engine.with_config(EngineConfig(device=device, block_count=100)).close()
