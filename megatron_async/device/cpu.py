@@ -7,6 +7,7 @@ that every packet and every result is written once and taken once.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import random
 import threading
@@ -54,7 +55,8 @@ class CpuDevice:
         self._work: _Queue = queue.SimpleQueue()
         self._ticket = -1
         self.failure: BaseException | None = None
-        self.changed = threading.Condition()
+        # Not a condition: one that a signal interrupts may not get its lock back.
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
         # The thread holds no more than the work that it runs, so that what nobody refers to any
         # more goes away, and the thread with it.
         self._over = threading.Event()
@@ -96,11 +98,26 @@ class CpuDevice:
         self._end.detach()  # not before: a signal may interrupt the wait
         if self.failure is None:  # else whoever waits now would wait for ever
             self.failure = EngineStoppedError("the device is closed; build a new engine")
+            self.wake()
 
     def raise_failure(self) -> None:
         """Raise what device work raised, if it did."""
         if self.failure is not None:
             raise self.failure
+
+    def wake(self) -> None:
+        """What the host waits for may be there."""
+        self._wakes.put(None)
+
+    def wait_until(self, ready: Callable[[], bool]) -> None:
+        """Block the host; raises what device work raised."""
+        while not ready():
+            self.raise_failure()
+            with contextlib.suppress(queue.Empty):
+                self._wakes.get(timeout=1.0)
+        with contextlib.suppress(queue.Empty):
+            while True:  # of what was there before it was waited for
+                self._wakes.get_nowait()
 
     def sleep_jitter(self) -> None:
         """Sleep a random time when jitter is on."""
@@ -117,8 +134,7 @@ class CpuDevice:
             work()
         except BaseException as error:  # handed to the host at its next call
             self.failure = error
-            with self.changed:
-                self.changed.notify_all()
+            self.wake()
         if self.timeline is not None:
             self.timeline.append(Span(name, ticket, start, time.perf_counter_ns()))
 
@@ -196,19 +212,15 @@ class CpuResultRing:
         if self._published - self._taken >= entries:
             raise IntegrityError(f"result {self._published} would overwrite one not taken yet")
         self._ring[self._published % entries, : record.numel()].copy_(record)
-        with self._device.changed:
-            self._published += 1
-            self._device.changed.notify_all()
+        self._published += 1
+        self._device.wake()
 
     def wait(self, number: int, width: int) -> Ints:
         if number != self._taken:
             raise IntegrityError(f"result {number} taken, {self._taken} is next")
         device = self._device
         device.sleep_jitter()
-        with device.changed:
-            while self._published <= number:
-                device.raise_failure()
-                device.changed.wait(timeout=1.0)
+        device.wait_until(lambda: self._published > number)
         entry = self._ring[number % self._ring.shape[0]]
         values: Ints = entry[:width].numpy().copy()
         if device.poison and np.any(values == POISON):

@@ -230,8 +230,7 @@ def test_a_handler_of_a_signal_may_close_the_engine_in_the_midst_of_a_step() -> 
     wait = results.wait
 
     def closing(number: int, width: int) -> Any:
-        with engine.controller.device.changed:  # type: ignore[attr-defined]
-            engine.close()
+        engine.close()
         return wait(number, width)
 
     results.wait = closing  # type: ignore[method-assign]
