@@ -16,12 +16,25 @@ MAX_COUNT = 2**31 - 1
 """Of tokens and blocks: packets hold them as int32."""
 
 
-def check_integer(name: str, value: object, low: int, high: int | None = None) -> None:
-    """Raises :class:`ConfigError` unless ``value`` is an integer of that range."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ConfigError(f"{name}={value!r} must be an integer of at least {low}")
-    if high is not None and value > high:
+def as_integer(value: object) -> int | None:
+    """``value`` if it is an integer, one of NumPy's too; None if it is anything else."""
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        return None
+    return int(value)
+
+
+def check_integer(name: str, value: object, low: int | None = None, high: int | None = None) -> int:
+    """``value`` as Python's own integer; raises :class:`ConfigError` unless it is one of that
+    range."""
+    number = as_integer(value)
+    if number is None or (low is not None and number < low):
+        least = "" if low is None else f" of at least {low}"
+        raise ConfigError(f"{name}={value!r} must be an integer{least}")
+    if high is not None and number > high:
         raise ConfigError(f"{name}={value} must be at most {high}; lower it")
+    return number
 
 
 def check_buffer_size(gib: object) -> None:
@@ -108,12 +121,8 @@ class EngineConfig:
         self._check("depth", 0, MAX_DEPTH, optional=True)
         self._check("inference_logging_step_interval", 0)
         self._check("max_tokens", 1, optional=True)
-        for name in ("random_seed", "jitter_seed"):
-            value = self._own_integer(name)
-            if isinstance(value, bool) or not isinstance(value, int | None):
-                raise ConfigError(f"{name}={value!r} must be an integer")
-        if self.random_seed is None:
-            raise ConfigError("random_seed=None must be an integer; leave it out for 0")
+        self._check("random_seed")
+        self._check("jitter_seed", optional=True)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(field.default, bool) and not isinstance(value, bool):
@@ -145,19 +154,12 @@ class EngineConfig:
             raise ConfigError(f"dtype={self.dtype!r} must be float32, bfloat16 or float16")
 
     def _check(
-        self, name: str, low: int, high: int | None = None, *, optional: bool = False
+        self, name: str, low: int | None = None, high: int | None = None, *, optional: bool = False
     ) -> None:
-        value = self._own_integer(name)
+        """An integer of that range, Python's own from now on."""
+        value = getattr(self, name)
         if not (optional and value is None):
-            check_integer(name, value, low, high)
-
-    def _own_integer(self, name: str) -> object:
-        """The value of a field, NumPy's integers as Python's own."""
-        value: object = getattr(self, name)
-        if isinstance(value, numbers.Integral) and not isinstance(value, bool):
-            value = int(value)
-            object.__setattr__(self, name, value)
-        return value
+            object.__setattr__(self, name, check_integer(name, value, low, high))
 
     @property
     def effective_depth(self) -> int:

@@ -85,13 +85,15 @@ class DynamicInferenceContext(BaseInferenceContext):
                 "materialize_only_last_token_logits=False is not supported by this version; "
                 "leave it out"
             )
-        check_integer("max_requests", max_requests, 1, MAX_REQUESTS)
-        check_integer("block_size_tokens", block_size_tokens, 1, MAX_COUNT)
-        check_integer("max_sequence_length", max_sequence_length, 2, MAX_COUNT)
+        max_requests = check_integer("max_requests", max_requests, 1, MAX_REQUESTS)
+        block_size_tokens = check_integer("block_size_tokens", block_size_tokens, 1, MAX_COUNT)
+        max_sequence_length = check_integer(
+            "max_sequence_length", max_sequence_length, 2, MAX_COUNT
+        )
         if slot_count is not None:
-            check_integer("slot_count", slot_count, 1, MAX_COUNT)
+            slot_count = check_integer("slot_count", slot_count, 1, MAX_COUNT)
         if max_tokens is not None:
-            check_integer("max_tokens", max_tokens, 1)
+            max_tokens = check_integer("max_tokens", max_tokens, 1)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         # Of "cuda" the current GPU: kernels are loaded for one, and another may be current later.
@@ -122,7 +124,7 @@ class DynamicInferenceContext(BaseInferenceContext):
                     "is kept for padding; raise it or lower block_size_tokens"
                 )
         else:
-            check_integer("block_count", block_count, 1, MAX_COUNT)
+            block_count = check_integer("block_count", block_count, 1, MAX_COUNT)
         self.block_count = block_count
         self.max_blocks_per_request = -(-max_sequence_length // block_size_tokens)
         self.slot_count = slot_count or 2 * max_requests

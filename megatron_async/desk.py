@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_async.config import EngineConfig
+from megatron_async.config import EngineConfig, as_integer
 from megatron_async.controller import TextGenerationController
 from megatron_async.errors import EngineStoppedError, RequestError
 from megatron_async.intake import Intake
@@ -21,7 +21,6 @@ from megatron_async.requests import (
     DynamicInferenceRequest,
     RequestFuture,
     SamplingParams,
-    as_integer,
 )
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.scheduler.sequence import Sequence
@@ -130,7 +129,10 @@ class RequestDesk(DecodeLoop):
         """End a request at the next step; its tokens in flight are discarded.
 
         Returns:
-            False when the request is not known or has ended.
+            False when the request is not known or has ended, as all have in a stopped engine.
+
+        Raises:
+            RequestError: the id is no integer.
         """
         return self._apply(request_id, self._abort)
 

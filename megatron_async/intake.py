@@ -6,12 +6,12 @@ from typing import Any, Protocol
 
 import torch
 
+from megatron_async.config import as_integer
 from megatron_async.errors import RequestError
 from megatron_async.requests import (
     MAX_STOP_TOKEN_IDS,
     DynamicInferenceRequest,
     SamplingParams,
-    as_integer,
 )
 from megatron_async.scheduler.limits import Limits
 from megatron_async.scheduler.sequence import Sequence

@@ -13,21 +13,13 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
+from megatron_async.config import as_integer
 from megatron_async.errors import RequestError
 
 MAX_STOP_TOKEN_IDS = 8
 """Stop-token ids a request may have: the width of the stop set kept on the device."""
 MAX_TOKEN_ID = 2**31 - 1
 """Token ids are int32 on the device."""
-
-
-def as_integer(value: object) -> int | None:
-    """``value`` if it is an integer, one of NumPy's too; None if it is anything else."""
-    if type(value) is int:
-        return value
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        return None
-    return int(value)
 
 
 class Status(Enum):

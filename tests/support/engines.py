@@ -48,6 +48,12 @@ def engine_at(depth: int, **values: Any) -> DynamicInferenceEngine:
     return hash_engine(depth, max_requests=3, block_size_tokens=4, block_count=60, **values)
 
 
+def small_engine(depth: int = 1, **values: Any) -> DynamicInferenceEngine:
+    """A hash engine of two rows and 12 small blocks, unless ``values`` say otherwise."""
+    values = {"max_requests": 2, "block_size_tokens": 4, "block_count": 12, **values}
+    return hash_engine(depth, **values)
+
+
 def greedy(count: int, **values: Any) -> SamplingParams:
     """The ``count`` likeliest tokens, without an end."""
     return SamplingParams(

@@ -16,7 +16,7 @@ import pytest
 
 from megatron_async.config import EngineConfig
 from megatron_async.engine import DynamicInferenceEngine
-from megatron_async.errors import CheckpointError, ConfigError, RequestError
+from megatron_async.errors import RequestError
 from megatron_async.requests import FinishReason, SamplingParams
 from tests.support.engines import DEPTHS, drive, engine_at, greedy
 from tests.support.oracle import Ask, decode_alone
@@ -251,12 +251,6 @@ def test_integers_of_numpy_are_integers() -> None:
         assert request.sampling_params.stop_token_ids == ()
 
 
-def test_integers_of_numpy_configure_an_engine() -> None:
-    config = EngineConfig(max_requests=np.int64(4), random_seed=np.int32(7))  # type: ignore[arg-type]
-    assert type(config.max_requests) is type(config.random_seed) is int
-    assert config == EngineConfig(max_requests=4, random_seed=7)
-
-
 @pytest.mark.parametrize(
     ("prompts", "named"),
     [({"prompt": "a"}, "dict"), ({"a"}, "set"), (None, "NoneType"), (3, "int")],
@@ -304,18 +298,6 @@ def test_the_least_top_p_keeps_one_token(top_p: float) -> None:
         ]
         drive(engine)
         assert [future.result().generated_tokens for future in futures] == [alone(1, 6)] * 3
-
-
-def test_engines_are_configured_by_a_configuration() -> None:
-    with pytest.raises(ConfigError, match="config is a dict; give an EngineConfig"):
-        DynamicInferenceEngine.from_pretrained("tiny", {"max_requests": 3})  # type: ignore[arg-type]
-    with pytest.raises(CheckpointError, match="path=None must be"):
-        DynamicInferenceEngine.from_pretrained(None)  # type: ignore[arg-type]
-    with (
-        engine_at(1) as engine,
-        pytest.raises(ConfigError, match="config is a NoneType; give an EngineConfig"),
-    ):
-        engine.with_config(None)  # type: ignore[arg-type]
 
 
 def test_a_single_text_is_one_prompt() -> None:
