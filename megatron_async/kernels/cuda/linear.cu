@@ -2,6 +2,7 @@
 // around the product is inside.
 //
 //   x        [M, K] bf16, M <= 8 * MT and M <= XR    W  [N, K] bf16, row major
+//   OWN      fragments, of 16 rows of W and 8 of x, that a block of a cluster finishes, if it does any
 //   LEAST    bytes of shared memory to take at least: more than half keeps two blocks of one product
 //            from one multiprocessor while others have none
 //   NORM     0 none, 1 RMSNorm, 2 LayerNorm of x over K, from the partial statistics of its producer;
@@ -53,8 +54,7 @@
 #define X_PIECES ((XS * MT * 64 + THREADS - 1) / THREADS)
 #define FRAGMENTS (MT * TILES)
 #define CLUSTER (MEMORY ? 1 : C)
-#define OWNERS (CLUSTER < FRAGMENTS ? CLUSTER : FRAGMENTS)
-#define OWN (FRAGMENTS / OWNERS)        // fragments that an owner of the cluster finishes
+#define OWNERS (FRAGMENTS / OWN)        // blocks of the cluster that finish some fragments
 #define PER_WARP (WK * CLUSTER == 1 ? MT * WARP_TILES : (OWN + WARPS - 1) / WARPS)
 #define STAT_ROWS ((MT * 8 + WARPS - 1) / WARPS)
 #define STAT_TILES (OWN < TILES ? OWN : TILES)
@@ -71,11 +71,12 @@
 #define ALL_SENT_AT (SENT_AT + SENT_BYTES)  // their barrier
 #define SHARED_BYTES (ALL_SENT_AT + (CLUSTER > 1 ? 8 : 0))
 
-static_assert(K % 64 == 0 && FRAGMENTS % OWNERS == 0 && UNITS >= C * WK, "shape");
+static_assert(K % 64 == 0 && UNITS >= C * WK, "shape");
+static_assert(FRAGMENTS % OWN == 0 && OWNERS <= CLUSTER, "every fragment has an owner");
+static_assert(TILES % STAT_TILES == 0 && OWN % STAT_TILES == 0, "statistics");
 static_assert(!STREAM || (WK == 1 && NORM != 2), "streaming x");
 static_assert(!PERSISTENT || (!SPLIT && EPILOGUE != 1), "a persistent block keeps its ring busy");
 static_assert(!MEMORY || WK == 1, "partial sums in memory are of whole blocks");
-static_assert(TILES % STAT_TILES == 0 && OWN % STAT_TILES == 0, "statistics");
 static_assert(XR == 8 * MT || MT == 1, "rows of x");
 static_assert(!BOX || (STREAM && WR * WK == 1 && RT <= 16), "boxes");
 static_assert(BOX || (XB - 1) * XS >= ST, "x must not be later than the weights");

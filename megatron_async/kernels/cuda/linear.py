@@ -127,7 +127,7 @@ def defines(
         "C": tiling.splits, "ST": tiling.stages, "STREAM": int(tiling.stream),
         "PERSISTENT": int(tiling.persistent), "K": k, "N": n, "NORM": norm,
         "EPILOGUE": epilogue, "STATS": norm_statistics, "MEMORY": int(tiling.memory),
-        "BOX": int(tiling.box),
+        "BOX": int(tiling.box), "OWN": tiling.owned(rows),
         "LEAST": ALONE_BYTES if ALONE_BLOCKS <= tiling.blocks(n) <= MULTIPROCESSORS else 0,
     }  # fmt: skip
 

@@ -57,9 +57,17 @@ class Tiling(NamedTuple):
         return 2 * ((self.stages + 1) // 2 + 1)
 
     def owned(self, rows: int) -> int:
-        """Fragments, of 16 rows of the weight and 8 of x, that a block of a cluster finishes."""
-        fragments = groups(rows) * self.row_tiles * self.warps_n
-        return fragments if self.memory else fragments // min(self.splits, fragments)
+        """Fragments, of 16 rows of the weight and 8 of x, that a block of a cluster finishes: as few
+        as the cluster can, all that finish some alike, and whole columns of tiles or equal parts of
+        one, since statistics are of such."""
+        tiles = self.row_tiles * self.warps_n
+        fragments = groups(rows) * tiles
+        if self.memory:
+            return fragments
+        own = -(-fragments // self.splits)
+        while fragments % own or (tiles % own and own % tiles):
+            own += 1
+        return own
 
     def shared_bytes(self, k: int, rows: int) -> int:
         """About what a block takes."""
@@ -81,15 +89,10 @@ class Tiling(NamedTuple):
 
     def fits(self, n: int, k: int, rows: int, norm: int, epilogue: int) -> bool:
         """Whether the kernel can be built so."""
-        fragments = groups(rows) * self.row_tiles * self.warps_n
         split = self.warps_k * self.splits > 1
-        tiles, own = self.row_tiles * self.warps_n, self.owned(rows)
         return (
             self.warps_n * self.warps_k <= 32
             and k // UNIT >= self.splits * self.warps_k
-            and (self.memory or fragments % min(self.splits, fragments) == 0)
-            and tiles % min(tiles, own) == 0
-            and own % min(tiles, own) == 0
             and not (self.stream and (self.warps_k > 1 or norm == LAYER_NORM))
             and not (self.stream and self.persistent and k // UNIT % 2)
             and not (self.box and not self.stream)
