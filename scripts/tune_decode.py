@@ -18,6 +18,7 @@ import math
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -32,11 +33,14 @@ from megatron_async.kernels.cuda import attention as cuda_attention
 from megatron_async.kernels.cuda import compile as cuda
 from megatron_async.kernels.cuda import linear as cuda_linear
 from megatron_async.kernels.cuda.tilings import (
+    ANY_SHAPE_ROWS,
     MAX_ROWS,
     MULTIPROCESSORS,
     SHARED_BYTES,
+    UNIT,
     Tiling,
     candidates,
+    known,
     padded,
 )
 from megatron_async.models.fused_decode import FusedDecoder, Product
@@ -182,6 +186,58 @@ def fullest(product: Product, rows: int) -> list[Tiling]:
     return list(found)
 
 
+def even(product: Product, rows: int, count: int) -> list[Tiling]:
+    """Tilings by lanes, and half as many by boxes, whose blocks all run at once and give every
+    multiprocessor about as much to read, with enough of it on its way."""
+    shape = (product.n, product.k, rows, product.norm, product.epilogue)
+    chosen: list[Tiling] = []
+    for cuts, most in ((_cuts_by_lanes(), count), (boxes(product), count // 2)):
+        scores: dict[Tiling, float] = {}
+        for cut in cuts:
+            # Blocks on a multiprocessor, and units of K of a warp or a box.
+            together = -(-cut.blocks(product.n) // MULTIPROCESSORS)
+            units = product.k // UNIT / (cut.splits * cut.warps_k)
+            if cut.persistent or together > 4 or units < 1:
+                continue
+            room = SHARED_BYTES // together - 1024
+            for stages in range(min(14, math.ceil(units)), 1, -1):
+                tiling = cut._replace(stages=stages)
+                if tiling.fits(*shape) and tiling.shared_bytes(product.k, rows) <= room:
+                    break
+            else:
+                continue
+            share = cut.blocks(product.n) / MULTIPROCESSORS / together * units / math.ceil(units)
+            flight = together * tiling.warps_n * tiling.warps_k * stages * 2048 * tiling.row_tiles
+            scores[tiling] = share * min(1.0, flight / 65536) - 0.01 * tiling.splits
+        taken: Counter[tuple[int, int]] = Counter()
+        for tiling in sorted(scores, key=scores.__getitem__, reverse=True):
+            alike = tiling.weight_rows, tiling.splits
+            if taken[alike] < 3 and taken.total() < most:
+                taken[alike] += 1
+                chosen.append(tiling)
+    return chosen
+
+
+def _cuts_by_lanes() -> Iterator[Tiling]:
+    for row_tiles, warps_n, warps_k, splits, stream, memory in itertools.product(
+        (1, 2, 3, 4, 5, 6),
+        (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16),
+        (1, 2, 4, 8, 16),
+        (1, 2, 3, 4, 6, 8),
+        (False, True),
+        (False, True),
+    ):
+        if 4 <= warps_n * warps_k <= 16:
+            yield Tiling(row_tiles, warps_n, warps_k, splits, 2, stream, memory=memory)
+
+
+def short_list(product: Product, rows: int, count: int) -> list[Tiling]:
+    """Those of :func:`even`, and what other numbers of rows take; of many rows all boxes."""
+    if rows > ANY_SHAPE_ROWS:
+        return fullest(product, rows)
+    return [*known(product.n, product.k), *even(product, rows, count)]
+
+
 def neighbours(tiling: Tiling) -> Iterator[Tiling]:
     """Those that differ in one field, or that trade one against another."""
     yield from (tiling._replace(stages=s) for s in range(2, 14))
@@ -318,7 +374,7 @@ def main() -> None:
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="boxes alone, each with as many stages as fit, and no constants: 20 s",
+        help="tilings that fill the GPU evenly, with as many stages as fit, and no constants: 20 s",
     )
     parser.add_argument("--json", metavar="FILE", help="every time measured")
     args = parser.parse_args()
@@ -333,7 +389,7 @@ def main() -> None:
     names = args.products.split(",")
     if args.quick:
         for name in names:
-            search.vary(name, fullest(search.products[name], search.most))
+            search.vary(name, short_list(search.products[name], search.most, args.count))
     else:
         search_all(search, names, args.rounds, args.count)
     print(f"{args.shape} rows {args.rows}: {search.first:.1f} -> {search.step:.1f} us")

@@ -94,8 +94,7 @@ def test_a_weight_too_narrow_for_the_kernel_has_no_tiling() -> None:
 
 @pytest.mark.parametrize("rows", list(tilings._MEASURED))
 def test_measured_tilings_are_chosen_where_they_can_be_built(rows: int) -> None:
-    assert tilings._MEASURED[1].keys() == tilings._MEASURED[32].keys()
-    assert tilings._MEASURED[48].keys() <= tilings._MEASURED[64].keys()
+    assert tilings._MEASURED[rows].keys() <= tilings._MEASURED[tilings._LIKE[rows][-1]].keys()
     for (n, k), tiling in tilings._MEASURED[rows].items():
         _, _, norm, epilogue, _ = PRODUCTS[n, k]
         assert choose(n, k, rows, norm, epilogue) == tiling
@@ -107,9 +106,29 @@ def test_measured_tilings_are_chosen_where_they_can_be_built(rows: int) -> None:
         assert (other == tiling) == (not tiling.box)
 
 
-@pytest.mark.parametrize(("n", "k"), tilings._MEASURED[64])
-def test_a_shape_that_was_measured_at_64_rows_has_a_tiling_at_48(n: int, k: int) -> None:
+@pytest.mark.parametrize("rows", list(tilings._LIKE))
+def test_every_measured_shape_has_the_first_tiling_that_fits(rows: int) -> None:
+    likes = tilings._LIKE[rows]
+    assert likes[0] == rows or rows not in tilings._MEASURED
+    shapes = set().union(*(tilings._MEASURED[like] for like in likes))
+    assert shapes == tilings._MEASURED[likes[-1]].keys()
+    for n, k in shapes:
+        _, _, norm, epilogue, _ = PRODUCTS[n, k]
+        known = [tilings._MEASURED[like].get((n, k)) for like in likes]
+        fitting = [tiling for tiling in known if tiling and tiling.fits(n, k, rows, norm, epilogue)]
+        assert choose(n, k, rows, norm, epilogue) == fitting[0]
+
+
+@pytest.mark.parametrize(
+    ("like", "n", "k"),
+    [(like, *shape) for like in (8, 16, 48) for shape in tilings._MEASURED[like]],
+)
+def test_no_tiling_stands_where_it_would_be_chosen_anyway(
+    like: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, _, norm, epilogue, _ = PRODUCTS[n, k]
-    own = tilings._MEASURED[48].get((n, k))
-    assert own != tilings._MEASURED[64][n, k], "it would be chosen anyway"
-    assert choose(n, k, 48, norm, epilogue) == (own or tilings._MEASURED[64][n, k])
+    users = [rows for rows, likes in tilings._LIKE.items() if like in likes]
+    chosen = [choose(n, k, rows, norm, epilogue) for rows in users]
+    monkeypatch.delitem(tilings._MEASURED[like], (n, k))
+    without = choose.__wrapped__
+    assert [without(n, k, rows, norm, epilogue) for rows in users] != chosen

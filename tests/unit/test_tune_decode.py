@@ -13,7 +13,15 @@ from typing import Any
 import pytest
 
 from megatron_async.kernels.cuda import compile as cuda
-from megatron_async.kernels.cuda.tilings import LAYER_NORM, RMS_NORM, SHARED_BYTES, STORE, Tiling
+from megatron_async.kernels.cuda.tilings import (
+    LAYER_NORM,
+    MULTIPROCESSORS,
+    RMS_NORM,
+    SHARED_BYTES,
+    STORE,
+    UNIT,
+    Tiling,
+)
 from megatron_async.models.fused_decode import Product
 
 PRODUCT = Product(6144, 4096, RMS_NORM, STORE)
@@ -95,6 +103,34 @@ def test_the_spread_has_tilings_of_both_kinds_that_can_be_built(tuner: ModuleTyp
     assert all(t.fits(6144, 4096, 32, RMS_NORM, STORE) for t in found)
     found = tuner.spread(replace(PRODUCT, boxes=False), 32, 20)
     assert not any(tiling.box for tiling in found)
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32])
+@pytest.mark.parametrize(("n", "k"), [(6144, 4096), (5120, 3072), (1024, 2048), (50257, 768)])
+def test_even_tilings_run_at_once_and_can_be_built(
+    tuner: ModuleType, n: int, k: int, rows: int
+) -> None:
+    found = tuner.even(replace(PRODUCT, n=n, k=k), rows, 24)
+    assert found and len(set(found)) == len(found) <= 36
+    for tiling in found:
+        assert tiling.fits(n, k, rows, RMS_NORM, STORE)
+        together = math.ceil(tiling.blocks(n) / MULTIPROCESSORS)
+        assert together * (tiling.shared_bytes(k, rows) + 1024) <= SHARED_BYTES
+        assert tiling.stages <= math.ceil(k / UNIT / (tiling.splits * tiling.warps_k))
+        alike = [t for t in found if t.box == tiling.box and t.splits == tiling.splits]
+        assert sum(t.weight_rows == tiling.weight_rows for t in alike) <= 3
+    if n == 5120:  # 128 blocks of the same size: nothing is more even
+        best = found[0]
+        assert best.blocks(n) * best.weight_rows == n * best.splits
+        assert n // best.weight_rows * best.splits in (128, 256, 384, 512)
+
+
+def test_the_short_list_begins_with_what_is_known(tuner: ModuleType) -> None:
+    found = tuner.short_list(PRODUCT, 8, 24)
+    measured = tuner.known(6144, 4096)
+    assert found[: len(measured)] == measured and len(measured) >= 3
+    assert found[len(measured) :] == tuner.even(PRODUCT, 8, 24)
+    assert tuner.short_list(PRODUCT, 64, 24) == tuner.fullest(PRODUCT, 64)
 
 
 def test_many_rows_begin_with_boxes_that_can_be_built(tuner: ModuleType) -> None:

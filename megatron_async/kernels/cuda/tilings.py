@@ -57,9 +57,11 @@ class Tiling(NamedTuple):
         return 2 * ((self.stages + 1) // 2 + 1)
 
     def owned(self, rows: int) -> int:
-        """Fragments, of 16 rows of the weight and 8 of x, that a block of a cluster finishes: as few
-        as the cluster can, all that finish some alike, and whole columns of tiles or equal parts of
-        one, since statistics are of such."""
+        """Fragments, of 16 rows of the weight and 8 of x, that a block of a cluster finishes.
+
+        As few as the cluster can, as many in each block that finishes any, and whole columns of
+        tiles or equal parts of one, since statistics are of such.
+        """
         tiles = self.row_tiles * self.warps_n
         fragments = groups(rows) * tiles
         if self.memory:
@@ -152,43 +154,102 @@ def candidates(
 # Measured on an H200 by scripts/tune_decode.py, by rows: (n, k) -> tiling.
 _MEASURED: dict[int, dict[tuple[int, int], Tiling]] = {
     1: {
-        (6144, 4096): Tiling(3, 1, 8, 1, 3),
-        (4096, 4096): Tiling(2, 1, 8, 1, 6),
+        (6144, 4096): Tiling(1, 3, 4, 1, 8),
+        (4096, 4096): Tiling(1, 16, 1, 6, 6),
         (28672, 4096): Tiling(1, 14, 1, 1, 5),
-        (4096, 14336): Tiling(2, 2, 2, 2, 11),
+        (4096, 14336): Tiling(1, 2, 4, 1, 11),
         (128256, 4096): Tiling(1, 8, 1, 1, 5, persistent=True),
-        (4096, 1024): Tiling(2, 1, 8, 1, 2),
+        (4096, 1024): Tiling(1, 2, 4, 1, 4),
         (1024, 2048): Tiling(1, 1, 16, 1, 5),
         (6144, 1024): Tiling(2, 2, 4, 1, 6),
         (1024, 3072): Tiling(1, 1, 16, 1, 6),
         (151936, 1024): Tiling(3, 4, 1, 1, 7, persistent=True),
         (2304, 768): Tiling(2, 1, 8, 1, 3),
         (768, 768): Tiling(2, 1, 8, 1, 3),
-        (3072, 768): Tiling(3, 1, 8, 1, 4),
-        (768, 3072): Tiling(1, 1, 8, 1, 13),
+        (3072, 768): Tiling(3, 1, 8, 1, 2),
+        (768, 3072): Tiling(1, 1, 16, 1, 3),
         (50257, 768): Tiling(1, 12, 1, 1, 4),
         (3072, 2048): Tiling(8, 1, 1, 4, 7, stream=True, box=True),
-        (2048, 2048): Tiling(1, 1, 8, 2, 4),
-        (16384, 2048): Tiling(2, 2, 4, 1, 5),
-        (2048, 8192): Tiling(1, 1, 8, 2, 4),
-        (128256, 2048): Tiling(4, 8, 1, 1, 2, stream=True),
-        (5120, 3072): Tiling(3, 4, 1, 4, 8, memory=True),
+        (2048, 2048): Tiling(1, 4, 1, 3, 11),
+        (16384, 2048): Tiling(1, 8, 1, 2, 6),
+        (2048, 8192): Tiling(1, 1, 8, 2, 5),
+        (128256, 2048): Tiling(2, 8, 1, 1, 2, stream=True),
+        (5120, 3072): Tiling(2, 1, 4, 3, 2),
         (3072, 3072): Tiling(1, 16, 1, 8, 4),
-        (16384, 3072): Tiling(8, 1, 1, 4, 6, stream=True, memory=True, box=True),
-        (3072, 8192): Tiling(1, 1, 8, 1, 7),
-        (128256, 3072): Tiling(3, 5, 1, 1, 2, persistent=True),
-        (4096, 2048): Tiling(2, 3, 2, 2, 5),
-        (12288, 2048): Tiling(1, 2, 4, 1, 4),
+        (16384, 3072): Tiling(1, 4, 1, 1, 11, stream=True),
+        (3072, 8192): Tiling(3, 1, 4, 2, 8),
+        (128256, 3072): Tiling(3, 11, 1, 1, 2, persistent=True),
+        (4096, 2048): Tiling(2, 2, 2, 2, 5),
+        (12288, 2048): Tiling(1, 6, 2, 1, 8),
         (2048, 6144): Tiling(1, 1, 8, 2, 4),
-        (151936, 2048): Tiling(1, 12, 1, 1, 3, stream=True, persistent=True),
+        (151936, 2048): Tiling(1, 12, 1, 1, 3, persistent=True),
         (6144, 2560): Tiling(3, 1, 8, 1, 2),
         (2560, 4096): Tiling(1, 1, 8, 1, 5),
         (19456, 2560): Tiling(2, 4, 2, 1, 3),
-        (2560, 9728): Tiling(1, 10, 1, 8, 6, stream=True, memory=True),
+        (2560, 9728): Tiling(1, 10, 1, 6, 10),
         (151936, 2560): Tiling(1, 12, 1, 1, 4, stream=True, persistent=True),
-        (24576, 4096): Tiling(2, 3, 4, 1, 2),
-        (4096, 12288): Tiling(8, 1, 1, 4, 7, stream=True, memory=True, box=True),
-        (151936, 4096): Tiling(9, 1, 1, 1, 7, stream=True, persistent=True, box=True),
+        (24576, 4096): Tiling(1, 6, 2, 1, 4),
+        (4096, 12288): Tiling(1, 2, 4, 1, 12),
+        (151936, 4096): Tiling(12, 1, 1, 1, 7, stream=True, persistent=True, box=True),
+    },
+    8: {
+        (4096, 4096): Tiling(1, 8, 1, 6, 5),
+        (28672, 4096): Tiling(7, 1, 1, 1, 6, stream=True, box=True),
+        (4096, 14336): Tiling(4, 1, 1, 4, 10, stream=True, memory=True, box=True),
+        (128256, 4096): Tiling(8, 1, 1, 1, 5, stream=True, persistent=True, box=True),
+        (4096, 1024): Tiling(1, 4, 1, 4, 2, stream=True),
+        (1024, 2048): Tiling(2, 1, 1, 8, 4, stream=True, box=True),
+        (6144, 1024): Tiling(4, 1, 1, 2, 6, stream=True, box=True),
+        (151936, 1024): Tiling(3, 4, 1, 1, 5, persistent=True),
+        (768, 768): Tiling(1, 6, 1, 4, 3, stream=True),
+        (768, 3072): Tiling(4, 1, 1, 8, 6, stream=True, box=True),
+        (2048, 2048): Tiling(1, 4, 1, 3, 11, stream=True),
+        (16384, 2048): Tiling(8, 1, 1, 1, 12, stream=True, box=True),
+        (2048, 8192): Tiling(1, 8, 1, 6, 11),
+        (5120, 3072): Tiling(4, 1, 1, 4, 8, stream=True, box=True),
+        (3072, 3072): Tiling(1, 4, 2, 8, 2),
+        (3072, 8192): Tiling(8, 1, 1, 4, 12, stream=True, box=True),
+        (128256, 3072): Tiling(8, 1, 1, 1, 5, stream=True, persistent=True, box=True),
+        (12288, 2048): Tiling(1, 6, 2, 1, 7),
+        (2048, 6144): Tiling(1, 8, 1, 6, 12),
+        (6144, 2560): Tiling(1, 3, 4, 2, 3),
+        (2560, 4096): Tiling(2, 1, 1, 4, 10, stream=True, box=True),
+        (19456, 2560): Tiling(4, 1, 1, 1, 4, stream=True, box=True),
+        (2560, 9728): Tiling(1, 10, 1, 6, 9),
+        (151936, 2560): Tiling(12, 1, 1, 1, 4, stream=True, persistent=True, box=True),
+        (24576, 4096): Tiling(1, 8, 1, 2, 3, stream=True),
+        (4096, 12288): Tiling(4, 1, 1, 4, 10, stream=True, memory=True, box=True),
+    },
+    16: {
+        (6144, 4096): Tiling(13, 1, 1, 4, 6, stream=True, box=True),
+        (4096, 4096): Tiling(1, 16, 1, 6, 5),
+        (28672, 4096): Tiling(1, 14, 1, 2, 3, stream=True),
+        (4096, 14336): Tiling(1, 4, 1, 4, 10, stream=True, memory=True),
+        (4096, 1024): Tiling(1, 8, 1, 8, 3),
+        (1024, 2048): Tiling(2, 4, 1, 8, 10, stream=True),
+        (6144, 1024): Tiling(1, 2, 4, 1, 4),
+        (151936, 1024): Tiling(9, 1, 1, 1, 5, stream=True, persistent=True, box=True),
+        (2304, 768): Tiling(1, 7, 2, 4, 2),
+        (768, 768): Tiling(2, 1, 8, 1, 6),
+        (3072, 768): Tiling(1, 2, 4, 1, 4),
+        (768, 3072): Tiling(1, 6, 1, 8, 6),
+        (3072, 2048): Tiling(3, 1, 1, 4, 6, stream=True, box=True),
+        (2048, 2048): Tiling(1, 8, 1, 6, 6, stream=True),
+        (2048, 8192): Tiling(1, 8, 1, 6, 10),
+        (128256, 2048): Tiling(12, 1, 1, 1, 4, stream=True, persistent=True, box=True),
+        (5120, 3072): Tiling(3, 1, 1, 2, 11, stream=True, box=True),
+        (3072, 3072): Tiling(1, 4, 1, 6, 5, stream=True),
+        (16384, 3072): Tiling(1, 8, 1, 2, 5, stream=True),
+        (3072, 8192): Tiling(3, 1, 1, 4, 12, stream=True, memory=True, box=True),
+        (128256, 3072): Tiling(8, 1, 1, 1, 5, stream=True, persistent=True, box=True),
+        (12288, 2048): Tiling(1, 3, 1, 2, 5, stream=True),
+        (2048, 6144): Tiling(1, 8, 1, 6, 8),
+        (6144, 2560): Tiling(1, 10, 1, 8, 2),
+        (2560, 4096): Tiling(1, 5, 1, 6, 6),
+        (19456, 2560): Tiling(2, 16, 1, 3, 2),
+        (2560, 9728): Tiling(1, 5, 1, 6, 6, stream=True),
+        (24576, 4096): Tiling(1, 8, 1, 2, 3, stream=True),
+        (4096, 12288): Tiling(4, 1, 1, 4, 9, stream=True, memory=True, box=True),
     },
     32: {
         (6144, 4096): Tiling(6, 1, 1, 2, 10, stream=True, box=True),
@@ -201,32 +262,32 @@ _MEASURED: dict[int, dict[tuple[int, int], Tiling]] = {
         (6144, 1024): Tiling(3, 1, 1, 2, 6, stream=True, box=True),
         (1024, 3072): Tiling(2, 4, 2, 8, 3),
         (151936, 1024): Tiling(12, 1, 1, 1, 5, stream=True, persistent=True, box=True),
-        (2304, 768): Tiling(1, 6, 2, 4, 3),
-        (768, 768): Tiling(1, 1, 8, 1, 3),
-        (3072, 768): Tiling(1, 2, 8, 1, 4),
-        (768, 3072): Tiling(1, 4, 1, 8, 8),
-        (50257, 768): Tiling(1, 12, 1, 1, 2),
+        (2304, 768): Tiling(1, 6, 2, 4, 2),
+        (768, 768): Tiling(2, 1, 8, 1, 3),
+        (3072, 768): Tiling(1, 8, 1, 3, 4),
+        (768, 3072): Tiling(4, 1, 1, 8, 6, stream=True, box=True),
+        (50257, 768): Tiling(2, 12, 1, 1, 2),
         (3072, 2048): Tiling(8, 1, 1, 4, 6, stream=True, box=True),
-        (2048, 2048): Tiling(4, 1, 1, 8, 3, stream=True, box=True),
+        (2048, 2048): Tiling(1, 4, 1, 6, 6, stream=True),
         (16384, 2048): Tiling(4, 1, 1, 1, 8, stream=True, box=True),
-        (2048, 8192): Tiling(2, 1, 1, 4, 8, stream=True, box=True),
-        (128256, 2048): Tiling(8, 1, 1, 1, 4, stream=True, persistent=True, box=True),
-        (5120, 3072): Tiling(4, 1, 1, 2, 8, stream=True, box=True),
-        (3072, 3072): Tiling(4, 1, 1, 4, 7, stream=True, box=True),
+        (2048, 8192): Tiling(4, 1, 1, 8, 5, stream=True, box=True),
+        (128256, 2048): Tiling(16, 1, 1, 1, 4, stream=True, persistent=True, box=True),
+        (5120, 3072): Tiling(6, 1, 1, 4, 5, stream=True, box=True),
+        (3072, 3072): Tiling(1, 6, 1, 6, 4, stream=True),
         (16384, 3072): Tiling(4, 1, 1, 1, 8, stream=True, box=True),
-        (3072, 8192): Tiling(4, 1, 1, 4, 7, stream=True, box=True),
-        (128256, 3072): Tiling(3, 5, 1, 1, 2, stream=True, persistent=True),
-        (4096, 2048): Tiling(10, 1, 1, 4, 3, stream=True, box=True),
-        (12288, 2048): Tiling(6, 1, 1, 2, 4, stream=True, box=True),
+        (3072, 8192): Tiling(8, 1, 1, 4, 9, stream=True, box=True),
+        (128256, 3072): Tiling(3, 7, 1, 1, 2, stream=True, persistent=True),
+        (4096, 2048): Tiling(10, 1, 1, 4, 5, stream=True, box=True),
+        (12288, 2048): Tiling(3, 1, 1, 1, 8, stream=True, box=True),
         (2048, 6144): Tiling(4, 1, 1, 8, 4, stream=True, box=True),
         (151936, 2048): Tiling(12, 1, 1, 1, 4, stream=True, persistent=True, box=True),
-        (6144, 2560): Tiling(1, 7, 1, 4, 5, stream=True, memory=True),
-        (2560, 4096): Tiling(1, 16, 1, 8, 4, stream=True),
+        (6144, 2560): Tiling(3, 1, 1, 2, 9, stream=True, box=True),
+        (2560, 4096): Tiling(1, 10, 1, 6, 7),
         (19456, 2560): Tiling(8, 1, 1, 1, 4, stream=True, box=True),
-        (2560, 9728): Tiling(1, 10, 1, 8, 5, memory=True),
-        (151936, 2560): Tiling(3, 12, 1, 1, 2, stream=True),
+        (2560, 9728): Tiling(1, 5, 1, 6, 5, stream=True),
+        (151936, 2560): Tiling(3, 6, 1, 1, 2, stream=True),
         (24576, 4096): Tiling(12, 1, 1, 2, 2, stream=True, box=True),
-        (4096, 12288): Tiling(4, 1, 1, 4, 7, stream=True, memory=True, box=True),
+        (4096, 12288): Tiling(1, 8, 1, 6, 3, stream=True),
         (151936, 4096): Tiling(3, 4, 1, 1, 2, stream=True),
     },
     48: {
@@ -280,8 +341,8 @@ _MEASURED: dict[int, dict[tuple[int, int], Tiling]] = {
     },
 }
 _LIKE = {
-    1: (1, 32), 2: (1, 32), 4: (1, 32), 8: (1, 32), 16: (32, 1), 32: (32, 1), 48: (48, 64),
-    64: (64,),
+    1: (1, 32), 2: (1, 8, 32), 4: (8, 1, 32), 8: (8, 1, 32), 16: (16, 32, 1), 32: (32, 1),
+    48: (48, 64), 64: (64,),
 }  # fmt: skip
 """Whose measurements a number of rows goes by."""
 
@@ -312,6 +373,12 @@ def choose(
         if best is not None:
             return best[1]
     return None
+
+
+def known(n: int, k: int) -> list[Tiling]:
+    """What was measured of this shape at any number of rows."""
+    found = [some[n, k] for some in _MEASURED.values() if (n, k) in some]
+    return list(dict.fromkeys(found))
 
 
 def _cost(tiling: Tiling, n: int, k: int, rows: int) -> float:
