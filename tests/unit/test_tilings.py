@@ -121,7 +121,7 @@ def test_every_measured_shape_has_the_first_tiling_that_fits(rows: int) -> None:
 
 @pytest.mark.parametrize(
     ("like", "n", "k"),
-    [(like, *shape) for like in (8, 16, 48) for shape in tilings._MEASURED[like]],
+    [(like, *shape) for like in (4, 8, 16, 48) for shape in tilings._MEASURED[like]],
 )
 def test_no_tiling_stands_where_it_would_be_chosen_anyway(
     like: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch

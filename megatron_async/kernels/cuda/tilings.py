@@ -166,8 +166,8 @@ _MEASURED: dict[int, dict[tuple[int, int], Tiling]] = {
         (151936, 1024): Tiling(3, 4, 1, 1, 7, persistent=True),
         (2304, 768): Tiling(2, 1, 8, 1, 3),
         (768, 768): Tiling(2, 1, 8, 1, 3),
-        (3072, 768): Tiling(3, 1, 8, 1, 2),
-        (768, 3072): Tiling(1, 1, 16, 1, 3),
+        (3072, 768): Tiling(3, 1, 8, 1, 4),
+        (768, 3072): Tiling(1, 1, 8, 1, 13),
         (50257, 768): Tiling(1, 12, 1, 1, 4),
         (3072, 2048): Tiling(8, 1, 1, 4, 7, stream=True, box=True),
         (2048, 2048): Tiling(1, 4, 1, 3, 11),
@@ -192,6 +192,14 @@ _MEASURED: dict[int, dict[tuple[int, int], Tiling]] = {
         (4096, 12288): Tiling(1, 2, 4, 1, 12),
         (151936, 4096): Tiling(12, 1, 1, 1, 7, stream=True, persistent=True, box=True),
     },
+    4: {
+        (28672, 4096): Tiling(1, 14, 1, 2, 3, stream=True),
+        (6144, 1024): Tiling(2, 2, 4, 1, 6),
+        (2304, 768): Tiling(1, 7, 2, 4, 2),
+        (3072, 768): Tiling(1, 2, 4, 1, 4),
+        (768, 3072): Tiling(1, 6, 1, 8, 6),
+        (19456, 2560): Tiling(2, 16, 1, 3, 2),
+    },
     8: {
         (4096, 4096): Tiling(1, 8, 1, 6, 5),
         (28672, 4096): Tiling(7, 1, 1, 1, 6, stream=True, box=True),
@@ -201,8 +209,8 @@ _MEASURED: dict[int, dict[tuple[int, int], Tiling]] = {
         (1024, 2048): Tiling(2, 1, 1, 8, 4, stream=True, box=True),
         (6144, 1024): Tiling(4, 1, 1, 2, 6, stream=True, box=True),
         (151936, 1024): Tiling(3, 4, 1, 1, 5, persistent=True),
+        (3072, 768): Tiling(3, 1, 8, 1, 2),
         (768, 768): Tiling(1, 6, 1, 4, 3, stream=True),
-        (768, 3072): Tiling(4, 1, 1, 8, 6, stream=True, box=True),
         (2048, 2048): Tiling(1, 4, 1, 3, 11, stream=True),
         (16384, 2048): Tiling(8, 1, 1, 1, 12, stream=True, box=True),
         (2048, 8192): Tiling(1, 8, 1, 6, 11),
@@ -287,7 +295,7 @@ _MEASURED: dict[int, dict[tuple[int, int], Tiling]] = {
         (2560, 9728): Tiling(1, 5, 1, 6, 5, stream=True),
         (151936, 2560): Tiling(3, 6, 1, 1, 2, stream=True),
         (24576, 4096): Tiling(12, 1, 1, 2, 2, stream=True, box=True),
-        (4096, 12288): Tiling(1, 8, 1, 6, 3, stream=True),
+        (4096, 12288): Tiling(4, 1, 1, 4, 7, stream=True, memory=True, box=True),
         (151936, 4096): Tiling(3, 4, 1, 1, 2, stream=True),
     },
     48: {
@@ -341,7 +349,7 @@ _MEASURED: dict[int, dict[tuple[int, int], Tiling]] = {
     },
 }
 _LIKE = {
-    1: (1, 32), 2: (1, 8, 32), 4: (8, 1, 32), 8: (8, 1, 32), 16: (16, 32, 1), 32: (32, 1),
+    1: (1, 32), 2: (1, 8, 32), 4: (4, 8, 1, 32), 8: (8, 1, 32), 16: (16, 32, 1), 32: (32, 1),
     48: (48, 64), 64: (64,),
 }  # fmt: skip
 """Whose measurements a number of rows goes by."""
