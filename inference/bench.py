@@ -7,13 +7,12 @@ import json
 import math
 import shlex
 import sys
-from collections.abc import Callable
 from typing import Any
 
 from megatron_async.config import MAX_DEPTH, MAX_REQUESTS
 from megatron_async.errors import ConfigError
 
-from .options import PROGRAM, SEED, add_subject_options, integer, number
+from .options import PROGRAM, SEED, add_subject_options, integer, number, several
 from .output_file import OutputFile
 
 BASELINE_NAMES = ("transformers", "transformers-cb")
@@ -53,10 +52,6 @@ the others are reported. What the columns mean: docs/performance.md.
 """
 
 
-def _several(convert: Callable[[str], Any]) -> Callable[[str], list[Any]]:
-    return lambda text: list(dict.fromkeys(convert(part) for part in text.split(",")))
-
-
 def _range(text: str) -> tuple[int, int]:
     try:
         low, high = map(int, text.split(","))
@@ -85,9 +80,7 @@ def add_command(commands: Any) -> None:
     parser.set_defaults(run=run)
     add_subject_options(parser)
     add = parser.add_argument_group("workload decode").add_argument
-    add(
-        "--batch-sizes", type=_several(integer(1, MAX_REQUESTS)), metavar="B,...", help="default: 1"
-    )
+    add("--batch-sizes", type=several(integer(1, MAX_REQUESTS)), metavar="B,...", help="default: 1")
     add("--prompt-tokens", type=integer(1), metavar="N", help="default: 128")
     add("--new-tokens", type=integer(1), metavar="N", help="default: 512")
     add("--temperature", type=number(0), metavar="T", help="default: 0, greedy")
@@ -102,7 +95,7 @@ def add_command(commands: Any) -> None:
     add("--output-range", type=_range, metavar="LOW,HIGH", help="tokens (default: 16,1024)")
     add(
         "--arrival-rate",
-        type=_several(_rate),
+        type=several(_rate),
         metavar="R,...",
         help="requests a second, Poisson; inf is all at once (default: inf)",
     )
@@ -112,7 +105,7 @@ def add_command(commands: Any) -> None:
     add("--workload", choices=tuple(DEFAULTS), default="decode", help="default: decode")
     add(
         "--depths",
-        type=_several(integer(0, MAX_DEPTH)),
+        type=several(integer(0, MAX_DEPTH)),
         metavar="D,...",
         help="steps in flight; 0 is serial (default: 0,1; ragged: 0,1,2)",
     )
@@ -136,7 +129,7 @@ def add_command(commands: Any) -> None:
     add("--startup", action="store_true", help="time the phases of two starts first")
     add(
         "--baseline",
-        type=_several(_baseline),
+        type=several(_baseline),
         metavar="NAME,...",
         help="measure the same load with transformers (generate) or transformers-cb (continuous "
         "batching)",

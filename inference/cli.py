@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from megatron_async.errors import ConfigError, MegatronAsyncError
 from megatron_async.version import __version__
 
-from . import bench, demo, generate, info, trace, verify
+from . import bench, demo, generate, info, trace, tune, verify
 from .options import PROGRAM, OneLineErrorParser, name_options
 
 EXIT_BAD_INPUT = 2
@@ -41,7 +41,7 @@ def build_parser() -> OneLineErrorParser:
     parser = OneLineErrorParser(prog=PROGRAM, description=_DESCRIPTION, epilog=_EXAMPLES)
     parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (generate, verify, demo, info, bench, trace):
+    for module in (generate, verify, demo, info, bench, trace, tune):
         module.add_command(commands)
     return parser
 

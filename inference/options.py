@@ -65,6 +65,11 @@ def number(low: float, high: float = math.inf, *, above: bool = False) -> Callab
     return convert
 
 
+def several(convert: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Converts an argument to a list, from parts between commas; a value stands in it once."""
+    return lambda text: list(dict.fromkeys(convert(part) for part in text.split(",")))
+
+
 DTYPES = ("float32", "bfloat16", "float16")
 
 FLAGS = {

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.resources
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megatron_async.checkpoint import huggingface, native
-from megatron_async.checkpoint.files import SINGLE_FILE, read_json, weight_files
+from megatron_async.checkpoint.files import SINGLE_FILE, Description, read_json, weight_files
 from megatron_async.errors import CheckpointError
 from megatron_async.models.config import ModelConfig
 from megatron_async.tokenizer import TOKENIZER_FILE, Tokenizer
@@ -53,26 +53,16 @@ def _resolve(path: str | Path) -> Path:
     return embedded
 
 
-def load_pretrained(
-    path: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
-) -> Pretrained:
-    """Load a model directory; its format is recognised from its files.
+class _Described(NamedTuple):
+    """What a directory's files say: the model, whether in this package's own words, and whether its
+    weights are spread over files of dist_checkpointing."""
 
-    Only safetensors and tensors in ``torch.load(weights_only=True)`` are read: no code in a
-    checkpoint ever runs. The weights are streamed, one tensor at a time. Where megatron's
-    parallel state is initialised, each tensor-parallel rank takes its share.
+    model: Description
+    own: bool
+    distributed: bool
 
-    Args:
-        path: a directory, or "tiny" for the embedded model.
-        device: where the parameters go.
-        dtype: of the parameters. None means float32 on the CPU, elsewhere the checkpoint's own
-            (bfloat16 if it does not say).
 
-    Raises:
-        CheckpointError: the directory is missing, corrupt, of an unknown format, or asks for
-            something that is not supported; the message names it.
-    """
-    directory = _resolve(path)
+def _describe(directory: Path) -> _Described:
     config_file = directory / "config.json"
     if not config_file.is_file():
         if (directory / "metadata.json").is_file():
@@ -96,6 +86,39 @@ def load_pretrained(
         raise CheckpointError(
             f"{config_file}: has neither format nor model_type nor architectures; {_SUPPORTED}"
         )
+    return _Described(description, own, distributed)
+
+
+def load_config(path: str | Path) -> ModelConfig:
+    """The configuration of a model directory, or of "tiny"; no weights are read.
+
+    Raises:
+        CheckpointError: as :func:`load_pretrained`.
+    """
+    return _describe(_resolve(path)).model.config
+
+
+def load_pretrained(
+    path: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> Pretrained:
+    """Load a model directory; its format is recognised from its files.
+
+    Only safetensors and tensors in ``torch.load(weights_only=True)`` are read: no code in a
+    checkpoint ever runs. The weights are streamed, one tensor at a time. Where megatron's
+    parallel state is initialised, each tensor-parallel rank takes its share.
+
+    Args:
+        path: a directory, or "tiny" for the embedded model.
+        device: where the parameters go.
+        dtype: of the parameters. None means float32 on the CPU, elsewhere the checkpoint's own
+            (bfloat16 if it does not say).
+
+    Raises:
+        CheckpointError: the directory is missing, corrupt, of an unknown format, or asks for
+            something that is not supported; the message names it.
+    """
+    directory = _resolve(path)
+    description, own, distributed = _describe(directory)
     if not distributed:
         weight_files(directory)
     tokenizer = None

@@ -11,7 +11,7 @@ covered (``fused_coverage.py``) runs in the model's own forward.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron_async.kernels.cuda import attention as cuda_attention
 from megatron_async.kernels.cuda import compile as cuda
+from megatron_async.kernels.cuda import tuned
 from megatron_async.kernels.cuda.linear import Linear, defines
 from megatron_async.kernels.cuda.tilings import (
     ADD,
@@ -32,6 +33,7 @@ from megatron_async.kernels.cuda.tilings import (
     choose,
     padded,
 )
+from megatron_async.kernels.cuda.tuned import Case
 from megatron_async.models.fused_coverage import epilogue_of, norm_kind, why_not
 
 Norm = tuple[Tensor, Tensor | None, float]
@@ -40,8 +42,8 @@ Norm = tuple[Tensor, Tensor | None, float]
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """A product of the model: its shape, what is inside it, how it is cut if that is fixed, and
-    whether it may be cut into boxes."""
+    """A product of the model: its shape, what is inside it, how it is cut if that is fixed, whether
+    it may be cut into boxes, and what was found to be best on this machine."""
 
     n: int
     k: int
@@ -49,11 +51,20 @@ class Product:
     epilogue: int
     fixed: Tiling | None = None
     boxes: bool = True
+    found: Mapping[Case, Tiling] = field(default_factory=dict)
+
+    def case(self, rows: int) -> Case:
+        """It for padded ``rows``."""
+        return Case(rows, self.n, self.k, self.norm, self.epilogue)
 
     def tiling(self, rows: int) -> Tiling | None:
         """How it is cut for padded ``rows``; None if it cannot be built."""
-        shape = (self.n, self.k, rows, self.norm, self.epilogue)
-        return self.fixed or choose(*shape, boxes=self.boxes)
+        if self.fixed is not None:
+            return self.fixed
+        found = self.found.get(self.case(rows))
+        if found is not None and found.box <= self.boxes:
+            return found
+        return choose(self.n, self.k, rows, self.norm, self.epilogue, boxes=self.boxes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +123,9 @@ class FusedDecoder:
         }
         fixed = tilings or {}
         boxes = cuda.has_wgmma(self._index)
+        found = tuned.load(torch.cuda.get_device_name(self._index))
         self.products = {
-            name: Product(*shape, fixed.get(name), boxes) for name, shape in shapes.items()
+            name: Product(*shape, fixed.get(name), boxes, found) for name, shape in shapes.items()
         }
         self._plans: dict[int, dict[str, Linear] | None] = {}
         self._attentions = cuda_attention.DecodeAttentions(self._device)

@@ -25,7 +25,7 @@ from megatron_async.inference.shapes import SHAPES
 from megatron_async.inference.table import format_table
 from megatron_async.requests import SamplingParams
 
-COMMANDS = ("generate", "verify", "demo", "info", "bench", "trace")
+COMMANDS = ("generate", "verify", "demo", "info", "bench", "trace", "tune")
 
 
 def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -260,7 +260,7 @@ def test_table_columns_line_up() -> None:
     assert format_table(("", "n"), [("a", 1), ("long", 23)]) == "       n\na      1\nlong  23"
 
 
-@pytest.mark.parametrize("command", ("bench", "trace"))
+@pytest.mark.parametrize("command", ("bench", "trace", "tune"))
 def test_every_shape_can_be_asked_for(command: str) -> None:
     assert len(SHAPES) > 4
     for shape in SHAPES:

@@ -1,0 +1,95 @@
+"""Tilings that were found on this machine: kept, read, and used before all others."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from megatron_async.errors import ConfigError
+from megatron_async.kernels.cuda import tuned
+from megatron_async.kernels.cuda.tilings import ADD, NO_NORM, RMS_NORM, STORE, Tiling, choose
+from megatron_async.kernels.cuda.tuned import Case
+from megatron_async.models.fused_decode import Product
+
+CASE = Case(8, 6144, 4096, RMS_NORM, STORE)
+TILING = Tiling(3, 1, 4, 1, 3)
+BOX = Tiling(6, 1, 1, 2, 10, stream=True, box=True)
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MEGATRON_ASYNC_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_what_is_kept_is_there_again_beside_what_was_there(folder: Path) -> None:
+    assert tuned.load("GPU") == {}
+    other = Case(1, 6144, 4096, NO_NORM, ADD)
+    assert tuned.save("GPU", {CASE: TILING}) == folder / tuned.FILE
+    tuned.save("another GPU", {CASE: BOX})
+    tuned.save("GPU", {other: TILING})
+    assert tuned.load("GPU") == {CASE: TILING, other: TILING}
+    assert tuned.load("another GPU") == {CASE: BOX}
+    tuned.save("GPU", {CASE: BOX})
+    assert tuned.load("GPU") == {CASE: BOX, other: TILING}
+    assert [path.name for path in folder.iterdir()] == [tuned.FILE]
+
+
+def entry(**fields: object) -> dict[str, object]:
+    return {"case": CASE._asdict(), "tiling": {**TILING._asdict(), **fields}}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        "{",
+        json.dumps({"GPU": 3}),
+        json.dumps({"GPU": [{"case": CASE._asdict()}]}),
+        json.dumps({"GPU": [entry(colour="red")]}),
+        json.dumps({"GPU": [entry(stages="3")]}),
+        json.dumps({"GPU": [entry(row_tiles=0)]}),
+        json.dumps({"GPU": [entry(splits=-1)]}),
+        json.dumps({"GPU": [entry(box=1)]}),
+    ],
+)
+def test_a_file_that_is_damaged_is_named_and_not_used(
+    text: str, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder.mkdir()
+    (folder / tuned.FILE).write_text(text)
+    with caplog.at_level(logging.WARNING):
+        assert tuned.load("GPU") == tuned.load("GPU") == {}
+    (said,) = caplog.messages
+    assert str(folder / tuned.FILE) in said and "megatron-async tune" in said
+    tuned.save("GPU", {CASE: TILING})
+    assert tuned.load("GPU") == {CASE: TILING}
+
+
+def test_a_tiling_that_cannot_be_built_any_more_is_left_out(folder: Path) -> None:
+    folder.mkdir()
+    entries = [entry(), entry(stages=99)]
+    entries[0]["case"] = {**CASE._asdict(), "rows": 4}
+    (folder / tuned.FILE).write_text(json.dumps({"GPU": entries}))
+    assert tuned.load("GPU") == {CASE._replace(rows=4): TILING}
+
+
+def test_a_cache_that_cannot_be_written_to_is_a_clear_error(folder: Path) -> None:
+    folder.write_text("a file where the folder should be")
+    with pytest.raises(ConfigError, match="MEGATRON_ASYNC_CACHE"):
+        tuned.save("GPU", {CASE: TILING})
+
+
+def test_a_product_takes_what_was_found_before_what_is_known() -> None:
+    product = Product(6144, 4096, RMS_NORM, STORE, found={CASE: TILING})
+    assert product.case(8) == CASE and product.tiling(8) == TILING
+    assert product.tiling(4) == choose(6144, 4096, 4, RMS_NORM, STORE)
+    fixed = Product(6144, 4096, RMS_NORM, STORE, BOX, found={CASE: TILING})
+    assert fixed.tiling(8) == BOX
+    without_boxes = Product(6144, 4096, RMS_NORM, STORE, boxes=False, found={CASE: BOX})
+    tiling = without_boxes.tiling(8)
+    assert tiling is not None and not tiling.box
