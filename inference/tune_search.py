@@ -27,9 +27,10 @@ from megatron_async.kernels.cuda.tilings import (
     ANY_SHAPE_ROWS,
     MULTIPROCESSORS,
     SHARED_BYTES,
-    UNIT,
     Tiling,
+    box_cuts,
     candidates,
+    even_tilings,
     known,
     padded,
 )
@@ -179,17 +180,10 @@ def spread(product: Product, rows: int, count: int) -> list[Tiling]:
 
 
 def boxes(product: Product) -> Iterator[Tiling]:
-    """Tilings that take boxes, where there are enough blocks but not many waves of them."""
-    if not product.boxes:
-        return
-    for tiles, splits, stages, memory in itertools.product(
-        range(1, 17), (1, 2, 4, 8), range(2, 11), (False, True)
-    ):
-        tiling = Tiling(tiles, 1, 1, splits, stages, True, False, memory, box=True)
-        blocks = tiling.blocks(product.n)
-        persistent = blocks > 4 * MULTIPROCESSORS
-        if 96 <= blocks <= 2 * MULTIPROCESSORS + 24 or persistent:
-            yield tiling._replace(persistent=persistent)
+    """Tilings that take boxes, with all numbers of stages."""
+    if product.boxes:
+        for cut, stages in itertools.product(box_cuts(product.n), range(2, 11)):
+            yield cut._replace(stages=stages)
 
 
 def fullest(product: Product, rows: int) -> list[Tiling]:
@@ -207,30 +201,14 @@ def fullest(product: Product, rows: int) -> list[Tiling]:
 
 
 def even(product: Product, rows: int, count: int) -> list[Tiling]:
-    """Tilings by lanes, and half as many by boxes, whose blocks all run at once and give every
-    multiprocessor about as much to read, with enough of it on its way."""
+    """Of :func:`.even_tilings` the first ``count`` by lanes, and half as many by boxes: at most
+    three that cut the weight in the same way."""
     shape = (product.n, product.k, rows, product.norm, product.epilogue)
+    by_boxes = box_cuts(product.n) if product.boxes else ()
     chosen: list[Tiling] = []
-    for cuts, most in ((_cuts_by_lanes(), count), (boxes(product), count // 2)):
-        scores: dict[Tiling, float] = {}
-        for cut in cuts:
-            # Blocks on a multiprocessor, and units of K of a warp or a box.
-            together = -(-cut.blocks(product.n) // MULTIPROCESSORS)
-            units = product.k // UNIT / (cut.splits * cut.warps_k)
-            if cut.persistent or together > 4 or units < 1:
-                continue
-            room = SHARED_BYTES // together - 1024
-            for stages in range(min(14, math.ceil(units)), 1, -1):
-                tiling = cut._replace(stages=stages)
-                if tiling.fits(*shape) and tiling.shared_bytes(product.k, rows) <= room:
-                    break
-            else:
-                continue
-            share = cut.blocks(product.n) / MULTIPROCESSORS / together * units / math.ceil(units)
-            flight = together * tiling.warps_n * tiling.warps_k * stages * 2048 * tiling.row_tiles
-            scores[tiling] = share * min(1.0, flight / 65536) - 0.01 * tiling.splits
+    for cuts, most in ((_cuts_by_lanes(product.n), count), (by_boxes, count // 2)):
         taken: Counter[tuple[int, int]] = Counter()
-        for tiling in sorted(scores, key=scores.__getitem__, reverse=True):
+        for tiling in even_tilings(cuts, *shape):
             alike = tiling.weight_rows, tiling.splits
             if taken[alike] < 3 and taken.total() < most:
                 taken[alike] += 1
@@ -238,7 +216,7 @@ def even(product: Product, rows: int, count: int) -> list[Tiling]:
     return chosen
 
 
-def _cuts_by_lanes() -> Iterator[Tiling]:
+def _cuts_by_lanes(n: int) -> Iterator[Tiling]:
     for row_tiles, warps_n, warps_k, splits, stream, memory in itertools.product(
         (1, 2, 3, 4, 5, 6),
         (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16),
@@ -248,7 +226,8 @@ def _cuts_by_lanes() -> Iterator[Tiling]:
         (False, True),
     ):
         if 4 <= warps_n * warps_k <= 16:
-            yield Tiling(row_tiles, warps_n, warps_k, splits, 2, stream, memory=memory)
+            cut = Tiling(row_tiles, warps_n, warps_k, splits, 2, stream, memory=memory)
+            yield cut._replace(persistent=cut.blocks(n) > 4 * MULTIPROCESSORS)
 
 
 def short_list(product: Product, rows: int, count: int) -> list[Tiling]:

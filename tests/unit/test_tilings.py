@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import pytest
 
@@ -86,6 +87,36 @@ def test_tilings_of_many_models_fit_into_shared_memory() -> None:
             assert tiling is not None
             several.append(defines(n, k, rows, of, epilogue, norm, tiling))
     assert max(emulator.shared_bytes("linear", several)) <= tilings.SHARED_BYTES
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "rows", "epilogue", "is_box"),
+    [
+        (4608, 3584, 32, STORE, True),
+        (3584, 18944, 17, ADD, True),
+        (3584, 18944, 16, ADD, False),
+        (37888, 3584, 16, SILU_GATE, False),
+        (37888, 3584, 8, SILU_GATE, True),
+        (152064, 3584, 1, STORE, True),
+        (3584, 18944, 1, ADD, False),
+        (4608, 3584, 1, STORE, False),
+    ],
+)
+def test_unknown_shapes_are_cut_into_even_boxes_where_these_did_well(
+    n: int, k: int, rows: int, epilogue: int, is_box: bool
+) -> None:
+    shape = (n, k, padded(rows), RMS_NORM if epilogue != ADD else NO_NORM, epilogue)
+    tiling = choose(*shape)
+    assert tiling is not None and tiling.box == is_box
+    if is_box:
+        blocks = tiling.blocks(n)
+        slots = tilings.MULTIPROCESSORS * (2 if tiling.persistent else 1)
+        assert blocks / slots / math.ceil(blocks / slots) > 0.8
+        assert tiling.stages >= 3
+    by_lanes = choose(*shape, boxes=False)
+    assert by_lanes is not None and not by_lanes.box
+    with_mean = choose(n, k, padded(rows), LAYER_NORM, epilogue)
+    assert with_mean is not None and not with_mean.box, "boxes know no means"
 
 
 def test_a_weight_too_narrow_for_the_kernel_has_no_tiling() -> None:

@@ -121,7 +121,7 @@ def test_even_tilings_run_at_once_and_can_be_built(n: int, k: int, rows: int) ->
     assert found and len(set(found)) == len(found) <= 36
     for tiling in found:
         assert tiling.fits(n, k, rows, RMS_NORM, STORE)
-        together = math.ceil(tiling.blocks(n) / MULTIPROCESSORS)
+        together = 2 if tiling.persistent else math.ceil(tiling.blocks(n) / MULTIPROCESSORS)
         assert together * (tiling.shared_bytes(k, rows) + 1024) <= SHARED_BYTES
         assert tiling.stages <= math.ceil(k / UNIT / (tiling.splits * tiling.warps_k))
         alike = [t for t in found if t.box == tiling.box and t.splits == tiling.splits]

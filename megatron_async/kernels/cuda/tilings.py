@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 STORE, ADD, SILU_GATE, GELU_TANH, GELU = range(5)
@@ -361,8 +362,8 @@ def choose(
 ) -> Tiling | None:
     """The tiling for a product ``[rows, k] x [n, k]``; None if no tiling fits.
 
-    The measured one of this shape, unless it takes boxes and ``boxes`` are not to be had, else for
-    up to :data:`ANY_SHAPE_ROWS` rows what :func:`_cost` says.
+    The measured one of this shape, unless it takes boxes and ``boxes`` are not to be had. Else for
+    up to :data:`ANY_SHAPE_ROWS` rows an estimate: the most even cut, or what :func:`_cost` says.
     """
     for like in _LIKE.get(rows, ()):
         tiling = _MEASURED[like].get((n, k))
@@ -372,6 +373,10 @@ def choose(
             return tiling
     if rows > ANY_SHAPE_ROWS:
         return None
+    if boxes and _is_for_boxes(n, k, rows, epilogue):
+        even = even_tilings(box_cuts(n), n, k, rows, norm, epilogue)
+        if even:
+            return even[0]
     for waves in (False, True):
         best: tuple[float, Tiling] | None = None
         for tiling in candidates(n, k, rows, norm, epilogue, waves=waves):
@@ -381,6 +386,52 @@ def choose(
         if best is not None:
             return best[1]
     return None
+
+
+def _is_for_boxes(n: int, k: int, rows: int, epilogue: int) -> bool:
+    """Where the most even cut into boxes came nearer to the best than what :func:`_cost` says, for
+    the shapes that were measured."""
+    wide = epilogue != ADD and n * k >= 20e6
+    return rows > 16 or (rows <= 8 and wide)
+
+
+def box_cuts(n: int) -> Iterator[Tiling]:
+    """Cuts into boxes, of two stages, where there are enough blocks but not many waves of them."""
+    for tiles, splits, memory in itertools.product(range(1, 17), (1, 2, 4, 8), (False, True)):
+        cut = Tiling(tiles, 1, 1, splits, 2, stream=True, memory=memory, box=True)
+        blocks = cut.blocks(n)
+        persistent = blocks > 4 * MULTIPROCESSORS
+        if 96 <= blocks <= 2 * MULTIPROCESSORS + 24 or persistent:
+            yield cut._replace(persistent=persistent)
+
+
+def even_tilings(
+    cuts: Iterable[Tiling], n: int, k: int, rows: int, norm: int, epilogue: int
+) -> list[Tiling]:
+    """Cuts whose blocks all run at once, or go on to further rows, with as many stages as then fit:
+    first those that give every multiprocessor about as much to read, with enough of it on its way.
+    """
+    scores: dict[Tiling, float] = {}
+    for cut in cuts:
+        blocks = cut.blocks(n)
+        together = 2 if cut.persistent else -(-blocks // MULTIPROCESSORS)
+        units = k / UNIT / (cut.splits * cut.warps_k)
+        if together > 4 or units < 1:
+            continue
+        for stages in range(min(14, math.ceil(units)), 1, -1):
+            tiling = cut._replace(stages=stages)
+            room = SHARED_BYTES // together - 1024
+            if tiling.fits(n, k, rows, norm, epilogue) and tiling.shared_bytes(k, rows) <= room:
+                break
+        else:
+            continue
+        slots = MULTIPROCESSORS * (together if cut.persistent else 1)
+        share = blocks / slots / math.ceil(blocks / slots) * units / math.ceil(units)
+        flight = together * cut.warps_n * cut.warps_k * stages * 2048 * cut.row_tiles
+        score = share * min(1.0, flight / 65536) - 0.01 * cut.splits
+        # Of blocks that go on the large ones end more seldom.
+        scores[tiling] = score - 0.1 / cut.row_tiles if cut.persistent else score
+    return sorted(scores, key=scores.__getitem__, reverse=True)
 
 
 def known(n: int, k: int) -> list[Tiling]:
