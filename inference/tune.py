@@ -65,10 +65,9 @@ def add_command(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
-    import torch
-
     from megatron_async.assembly import resolve_device
     from megatron_async.checkpoint import load_config
+    from megatron_async.kernels.cuda import compile as cuda
     from megatron_async.kernels.cuda import tuned
     from megatron_async.kernels.cuda.tilings import padded
 
@@ -88,11 +87,12 @@ def run(args: argparse.Namespace) -> int:
         gain = f"{1 - after / before:.1%}"
         rows.append([size, f"{before:.1f}", f"{after:.1f}", gain, len(better)])
     layers = min(_LAYERS, config.num_layers)
-    print(f"{torch.cuda.get_device_name(device)}, {layers} layers and the output layer, bfloat16")
+    gpu = cuda.device_name(device.index)
+    print(f"{gpu}, {layers} layers and the output layer, bfloat16")
     header = ["batch", "before-us", "after-us", "less", "products cut anew"]
     print(format_table(header, rows))
     if found:
-        path = tuned.save(torch.cuda.get_device_name(device), found)
+        path = tuned.save(gpu, found)
         print(f"kept in {path}")
     else:
         print("nothing is faster than what is used already")

@@ -18,10 +18,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
-from tune_decode import ERROR_LIMIT, Rig, Step
 
 from megatron_async.inference.shapes import SHAPES
+from megatron_async.inference.tune_search import ERROR_LIMIT, Rig, Step
 from megatron_async.kernels.cuda import compile as cuda
 
 
@@ -70,7 +71,14 @@ def main() -> int:
     for rows in map(int, args.rows.split(",")):
         for context in map(int, args.context.split(",")):
             label = f"{args.shape}, {rows}, {context}"
-            rig = Rig(args.shape, rows, args.layers, context, args.replays)
+            rig = Rig(
+                SHAPES[args.shape],
+                rows,
+                layers=args.layers,
+                context=context,
+                replays=args.replays,
+                device=torch.device("cuda", 0),
+            )
             sources = [args.other, cuda.SOURCES]
             (before, after), error = compare(rig, sources, args.rounds, label)
             print(

@@ -106,7 +106,7 @@ def main() -> None:
         layers=args.layers,
         context=args.context,
         replays=args.replays,
-        device=torch.device("cuda"),
+        device=torch.device("cuda", 0),
     )
     say = functools.partial(print, flush=True)
     try:

@@ -123,7 +123,7 @@ class FusedDecoder:
         }
         fixed = tilings or {}
         boxes = cuda.has_wgmma(self._index)
-        found = tuned.load(torch.cuda.get_device_name(self._index))
+        found = tuned.load(cuda.device_name(self._index))
         self.products = {
             name: Product(*shape, fixed.get(name), boxes, found) for name, shape in shapes.items()
         }

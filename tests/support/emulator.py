@@ -107,6 +107,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "tensor_map", tensor_map)
     monkeypatch.setattr(cuda, "compile_together", lambda work, architecture: None)
     monkeypatch.setattr(cuda, "architecture", lambda device_index: "emulated")
+    monkeypatch.setattr(cuda, "device_name", lambda device_index: "emulated")
 
 
 def tensor_map(

@@ -70,7 +70,7 @@ def test_other_logits_are_a_failure(
 ) -> None:
     (tmp_path / "linear.cu").touch()
     times = {tmp_path: [2.0] * 3, cuda.SOURCES: [1.0] * 3}
-    monkeypatch.setattr(script, "Rig", lambda *_: Rig(times, error))
+    monkeypatch.setattr(script, "Rig", lambda *_, **__: Rig(times, error))
     monkeypatch.setattr(
         "sys.argv", ["compare_kernels", str(tmp_path), "--rows", "1", "--rounds", "2"]
     )

@@ -208,7 +208,7 @@ class FewProducts(Rig):
 def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[int]) -> None:
     monkeypatch.setenv("MEGATRON_ASYNC_CACHE", str(tmp_path))
     monkeypatch.setattr(assembly, "resolve_device", lambda name: torch.device("cuda", 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
+    monkeypatch.setattr(cuda, "device_name", lambda index: "A GPU")
     monkeypatch.setattr(FewProducts, "sizes", [])
     monkeypatch.setattr(tuner, "Rig", FewProducts)
 
@@ -301,7 +301,7 @@ def test_engines_use_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         }
 
     before, known = tokens(0)
-    name = torch.cuda.get_device_name()
+    name = cuda.device_name(0)
     assert main(["tune", "--model", "tiny", "--batch-sizes", "4", "--count", "4"]) == 0
     # Whether something is faster differs; here all products are cut otherwise.
     model = load_pretrained("tiny", device="cuda", dtype=torch.bfloat16).model

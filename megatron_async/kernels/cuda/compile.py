@@ -142,6 +142,11 @@ def architecture(device_index: int) -> str:
     return f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
 
 
+def device_name(device_index: int) -> str:
+    """What a device is called; devices of one name take the same time."""
+    return torch.cuda.get_device_name(device_index)
+
+
 def has_wgmma(device_index: int) -> bool:
     """Whether a device has what Hopper alone has: products straight from shared memory."""
     return architecture(device_index) == "sm_90a"
