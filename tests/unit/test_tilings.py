@@ -17,6 +17,7 @@ from megatron_async.kernels.cuda.tilings import (
     RMS_NORM,
     SILU_GATE,
     STORE,
+    Tiling,
     candidates,
     choose,
     padded,
@@ -93,10 +94,11 @@ def test_tilings_of_many_models_fit_into_shared_memory() -> None:
     ("n", "k", "rows", "epilogue", "is_box"),
     [
         (4608, 3584, 32, STORE, True),
-        (3584, 18944, 17, ADD, True),
-        (3584, 18944, 16, ADD, False),
+        (3584, 3584, 17, ADD, True),
+        (3584, 3584, 16, ADD, False),
+        (3584, 18944, 32, ADD, False),
         (37888, 3584, 16, SILU_GATE, False),
-        (37888, 3584, 8, SILU_GATE, True),
+        (28672, 5120, 8, SILU_GATE, True),
         (152064, 3584, 1, STORE, True),
         (3584, 18944, 1, ADD, False),
         (4608, 3584, 1, STORE, False),
@@ -117,6 +119,16 @@ def test_unknown_shapes_are_cut_into_even_boxes_where_these_did_well(
     assert by_lanes is not None and not by_lanes.box
     with_mean = choose(n, k, padded(rows), LAYER_NORM, epilogue)
     assert with_mean is not None and not with_mean.box, "boxes know no means"
+
+
+def test_small_blocks_do_not_go_on_and_on() -> None:
+    # 2 x 16 rows at a time would be even, and took half as long again as 16 x 16.
+    for rows in (1, 8, 32):
+        assert choose(37888, 3584, rows, RMS_NORM, SILU_GATE) == Tiling(
+            16, 1, 1, 1, 3, stream=True, box=True
+        )
+    head = choose(152064, 3584, 32, RMS_NORM, STORE)
+    assert head is not None and head.persistent and head.row_tiles >= 8
 
 
 def test_a_weight_too_narrow_for_the_kernel_has_no_tiling() -> None:

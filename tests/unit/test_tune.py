@@ -22,6 +22,7 @@ from megatron_async.kernels.cuda import compile as cuda
 from megatron_async.kernels.cuda import tuned
 from megatron_async.kernels.cuda.tilings import (
     LAYER_NORM,
+    LEAST_STAGES,
     MULTIPROCESSORS,
     RMS_NORM,
     SHARED_BYTES,
@@ -122,7 +123,8 @@ def test_even_tilings_run_at_once_and_can_be_built(n: int, k: int, rows: int) ->
     for tiling in found:
         assert tiling.fits(n, k, rows, RMS_NORM, STORE)
         together = 2 if tiling.persistent else math.ceil(tiling.blocks(n) / MULTIPROCESSORS)
-        assert together * (tiling.shared_bytes(k, rows) + 1024) <= SHARED_BYTES
+        taken = together * (tiling.shared_bytes(k, rows) + 1024)
+        assert taken <= SHARED_BYTES or tiling.stages == LEAST_STAGES
         assert tiling.stages <= math.ceil(k / UNIT / (tiling.splits * tiling.warps_k))
         alike = [t for t in found if t.box == tiling.box and t.splits == tiling.splits]
         assert sum(t.weight_rows == tiling.weight_rows for t in alike) <= 3

@@ -120,6 +120,9 @@ def groups(rows: int) -> int:
     return max(1, rows // 8)
 
 
+LEAST_STAGES = 3
+"""With fewer a product waits for each, which costs more than blocks that wait for others."""
+
 _WARPS_N = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
 _STAGES = (2, 3, 4, 5, 6, 8)
 
@@ -391,8 +394,9 @@ def choose(
 def _is_for_boxes(n: int, k: int, rows: int, epilogue: int) -> bool:
     """Where the most even cut into boxes came nearer to the best than what :func:`_cost` says, for
     the shapes that were measured."""
-    wide = epilogue != ADD and n * k >= 20e6
-    return rows > 16 or (rows <= 8 and wide)
+    wide = epilogue != ADD and n >= 8192 and n * k >= 20e6
+    deep = epilogue == ADD and k > n
+    return (rows > 16 and not deep) or (rows <= 8 and wide)
 
 
 def box_cuts(n: int) -> Iterator[Tiling]:
@@ -408,9 +412,9 @@ def box_cuts(n: int) -> Iterator[Tiling]:
 def even_tilings(
     cuts: Iterable[Tiling], n: int, k: int, rows: int, norm: int, epilogue: int
 ) -> list[Tiling]:
-    """Cuts whose blocks all run at once, or go on to further rows, with as many stages as then fit:
-    first those that give every multiprocessor about as much to read, with enough of it on its way.
-    """
+    """Cuts with as many stages as let all their blocks run at once or go on to further rows, and
+    no fewer than :data:`LEAST_STAGES`: first those that give every multiprocessor about as much to
+    read, with enough of it on its way."""
     scores: dict[Tiling, float] = {}
     for cut in cuts:
         blocks = cut.blocks(n)
@@ -418,10 +422,12 @@ def even_tilings(
         units = k / UNIT / (cut.splits * cut.warps_k)
         if together > 4 or units < 1:
             continue
+        room = SHARED_BYTES // together - 1024
         for stages in range(min(14, math.ceil(units)), 1, -1):
             tiling = cut._replace(stages=stages)
-            room = SHARED_BYTES // together - 1024
-            if tiling.fits(n, k, rows, norm, epilogue) and tiling.shared_bytes(k, rows) <= room:
+            if tiling.fits(n, k, rows, norm, epilogue) and (
+                tiling.shared_bytes(k, rows) <= room or stages == LEAST_STAGES
+            ):
                 break
         else:
             continue
@@ -429,8 +435,8 @@ def even_tilings(
         share = blocks / slots / math.ceil(blocks / slots) * units / math.ceil(units)
         flight = together * cut.warps_n * cut.warps_k * stages * 2048 * cut.row_tiles
         score = share * min(1.0, flight / 65536) - 0.01 * cut.splits
-        # Of blocks that go on the large ones end more seldom.
-        scores[tiling] = score - 0.1 / cut.row_tiles if cut.persistent else score
+        # Blocks that go on end often if they are small.
+        scores[tiling] = score - 1 / cut.row_tiles if cut.persistent else score
     return sorted(scores, key=scores.__getitem__, reverse=True)
 
 
