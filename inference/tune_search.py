@@ -23,15 +23,13 @@ import torch
 from tqdm import tqdm
 
 from megatron_async.kernels.cuda import compile as cuda
+from megatron_async.kernels.cuda.estimated_tilings import box_cuts, candidates, even_tilings
+from megatron_async.kernels.cuda.measured_tilings import known
 from megatron_async.kernels.cuda.tilings import (
     ANY_SHAPE_ROWS,
     MULTIPROCESSORS,
     SHARED_BYTES,
     Tiling,
-    box_cuts,
-    candidates,
-    even_tilings,
-    known,
     padded,
 )
 from megatron_async.models.config import ModelConfig
@@ -156,7 +154,7 @@ class Rig:
 
 
 def start_of(product: Product, rows: int) -> Tiling:
-    """Where the search begins: the tiling of ``tilings.py``, or boxes of many rows.
+    """Where the search begins: the tiling in use, or boxes of many rows.
 
     Raises:
         ValueError: there are none.
@@ -317,7 +315,7 @@ class Search:
 
 
 def line_of(product: Product, tiling: Tiling) -> str:
-    """For ``_MEASURED``."""
+    """For ``MEASURED``."""
     fields = [str(value) for value in tiling[:5]]
     fields += [f"{name}={value}" for name, value in list(tiling._asdict().items())[5:] if value]
     return f"({product.n}, {product.k}): Tiling({', '.join(fields)}),"

@@ -1,11 +1,11 @@
-"""Search for faster tilings of the fused decode step of a known shape, for ``tilings.py``.
+"""Search for faster tilings of the fused decode step of a known shape, for the table.
 
     python scripts/tune_decode.py --shape llama8b --rows 32 --context 384
 
 ``megatron-async tune`` makes the short search, for any model, and keeps what it finds on this
 machine. This one varies more and takes minutes: a spread of each product's tilings at first, then
 those that differ from the best one in a field, and constants of the kernels. At the end stand lines
-for ``kernels/cuda/tilings.py``. ``--quick`` tries the short list alone.
+for ``kernels/cuda/measured_tilings.py``. ``--quick`` tries the short list alone.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def main() -> None:
         search = Search(rig, time.monotonic() + args.seconds, say)
     except ValueError as error:
         parser.error(str(error))
-    print(f"{args.shape} rows {args.rows}: {search.first:.1f} us with the tilings of tilings.py")
+    print(f"{args.shape} rows {args.rows}: {search.first:.1f} us with the tilings in use")
     names = args.products.split(",")
     if args.quick:
         for name in names:

@@ -21,6 +21,7 @@ from megatron_async.kernels.cuda import attention as cuda_attention
 from megatron_async.kernels.cuda import compile as cuda
 from megatron_async.kernels.cuda import tuned
 from megatron_async.kernels.cuda.linear import Linear, defines
+from megatron_async.kernels.cuda.measured_tilings import choose
 from megatron_async.kernels.cuda.tilings import (
     ADD,
     ANY_SHAPE_ROWS,
@@ -30,7 +31,6 @@ from megatron_async.kernels.cuda.tilings import (
     RMS_NORM,
     STORE,
     Tiling,
-    choose,
     padded,
 )
 from megatron_async.kernels.cuda.tuned import Case

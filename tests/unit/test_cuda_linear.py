@@ -10,6 +10,7 @@ from megatron_async.kernels.cuda import compile as cuda
 from megatron_async.kernels.cuda import linear as cuda_linear
 from megatron_async.kernels.cuda import tilings
 from megatron_async.kernels.cuda.linear import Linear, statistics_of
+from megatron_async.kernels.cuda.measured_tilings import MEASURED, choose
 from megatron_async.kernels.cuda.tilings import (
     ADD,
     GELU,
@@ -20,7 +21,6 @@ from megatron_async.kernels.cuda.tilings import (
     SILU_GATE,
     STORE,
     Tiling,
-    choose,
     padded,
 )
 from tests.support import emulator
@@ -243,7 +243,7 @@ class TestProducts:
     [
         pytest.param(n, k, rows, marks=on_gpu)
         for rows in (1, 2, 3, 7, 8, 13, 20, 32, 33, 48, 50, 64)
-        for n, k in tilings._MEASURED[32 if rows <= 32 else 64]
+        for n, k in MEASURED[32 if rows <= 32 else 64]
     ],
 )
 def test_measured_tilings_equal_float64(n: int, k: int, rows: int) -> None:

@@ -8,7 +8,9 @@ import math
 import pytest
 
 from megatron_async.kernels.cuda import tilings
+from megatron_async.kernels.cuda.estimated_tilings import candidates
 from megatron_async.kernels.cuda.linear import defines
+from megatron_async.kernels.cuda.measured_tilings import LIKE, MEASURED, choose
 from megatron_async.kernels.cuda.tilings import (
     ADD,
     GELU_TANH,
@@ -18,8 +20,6 @@ from megatron_async.kernels.cuda.tilings import (
     SILU_GATE,
     STORE,
     Tiling,
-    candidates,
-    choose,
     padded,
 )
 from tests.support import emulator
@@ -135,10 +135,10 @@ def test_a_weight_too_narrow_for_the_kernel_has_no_tiling() -> None:
     assert list(candidates(256, 32, 1, NO_NORM, STORE)) == []
 
 
-@pytest.mark.parametrize("rows", list(tilings._MEASURED))
+@pytest.mark.parametrize("rows", list(MEASURED))
 def test_measured_tilings_are_chosen_where_they_can_be_built(rows: int) -> None:
-    assert tilings._MEASURED[rows].keys() <= tilings._MEASURED[tilings._LIKE[rows][-1]].keys()
-    for (n, k), tiling in tilings._MEASURED[rows].items():
+    assert MEASURED[rows].keys() <= MEASURED[LIKE[rows][-1]].keys()
+    for (n, k), tiling in MEASURED[rows].items():
         _, _, norm, epilogue, _ = PRODUCTS[n, k]
         assert choose(n, k, rows, norm, epilogue) == tiling
         other = choose(n, k, rows, norm, epilogue, boxes=False)
@@ -149,29 +149,29 @@ def test_measured_tilings_are_chosen_where_they_can_be_built(rows: int) -> None:
         assert (other == tiling) == (not tiling.box)
 
 
-@pytest.mark.parametrize("rows", list(tilings._LIKE))
+@pytest.mark.parametrize("rows", list(LIKE))
 def test_every_measured_shape_has_the_first_tiling_that_fits(rows: int) -> None:
-    likes = tilings._LIKE[rows]
-    assert likes[0] == rows or rows not in tilings._MEASURED
-    shapes = set().union(*(tilings._MEASURED[like] for like in likes))
-    assert shapes == tilings._MEASURED[likes[-1]].keys()
+    likes = LIKE[rows]
+    assert likes[0] == rows or rows not in MEASURED
+    shapes = set().union(*(MEASURED[like] for like in likes))
+    assert shapes == MEASURED[likes[-1]].keys()
     for n, k in shapes:
         _, _, norm, epilogue, _ = PRODUCTS[n, k]
-        known = [tilings._MEASURED[like].get((n, k)) for like in likes]
+        known = [MEASURED[like].get((n, k)) for like in likes]
         fitting = [tiling for tiling in known if tiling and tiling.fits(n, k, rows, norm, epilogue)]
         assert choose(n, k, rows, norm, epilogue) == fitting[0]
 
 
 @pytest.mark.parametrize(
     ("like", "n", "k"),
-    [(like, *shape) for like in (4, 8, 16, 48) for shape in tilings._MEASURED[like]],
+    [(like, *shape) for like in (4, 8, 16, 48) for shape in MEASURED[like]],
 )
 def test_no_tiling_stands_where_it_would_be_chosen_anyway(
     like: int, n: int, k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, _, norm, epilogue, _ = PRODUCTS[n, k]
-    users = [rows for rows, likes in tilings._LIKE.items() if like in likes]
+    users = [rows for rows, likes in LIKE.items() if like in likes]
     chosen = [choose(n, k, rows, norm, epilogue) for rows in users]
-    monkeypatch.delitem(tilings._MEASURED[like], (n, k))
+    monkeypatch.delitem(MEASURED[like], (n, k))
     without = choose.__wrapped__
     assert [without(n, k, rows, norm, epilogue) for rows in users] != chosen

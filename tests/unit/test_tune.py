@@ -20,9 +20,9 @@ from megatron_async.inference import tune_search as tuner
 from megatron_async.inference.cli import main
 from megatron_async.kernels.cuda import compile as cuda
 from megatron_async.kernels.cuda import tuned
+from megatron_async.kernels.cuda.estimated_tilings import LEAST_STAGES
 from megatron_async.kernels.cuda.tilings import (
     LAYER_NORM,
-    LEAST_STAGES,
     MULTIPROCESSORS,
     RMS_NORM,
     SHARED_BYTES,

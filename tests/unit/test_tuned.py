@@ -10,7 +10,8 @@ import pytest
 
 from megatron_async.errors import ConfigError
 from megatron_async.kernels.cuda import tuned
-from megatron_async.kernels.cuda.tilings import ADD, NO_NORM, RMS_NORM, STORE, Tiling, choose
+from megatron_async.kernels.cuda.measured_tilings import choose
+from megatron_async.kernels.cuda.tilings import ADD, NO_NORM, RMS_NORM, STORE, Tiling
 from megatron_async.kernels.cuda.tuned import Case
 from megatron_async.models.fused_decode import Product
 

@@ -1,6 +1,6 @@
 """Tilings that ``megatron-async tune`` found on this machine: a file beside the compiled kernels.
 
-They come before those of ``tilings.py``, which knows some shapes and estimates the others.
+They come before those of ``measured_tilings.py``, and before estimates.
 """
 
 from __future__ import annotations
