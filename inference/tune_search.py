@@ -159,9 +159,9 @@ def start_of(product: Product, rows: int) -> Tiling:
     Raises:
         ValueError: there are none.
     """
-    known = product.tiling(rows)
-    if known is not None:
-        return known
+    used = product.tiling(rows)
+    if used is not None:
+        return used
     found = fullest(product, rows)
     if not found:
         raise ValueError(f"no tiling of {product.n} x {product.k} can be built for {rows} rows")
@@ -240,7 +240,7 @@ def neighbours(tiling: Tiling) -> Iterator[Tiling]:
     yield from (tiling._replace(stages=s) for s in range(2, 14))
     yield from (tiling._replace(warps_n=w) for w in range(1, 17))
     yield from (tiling._replace(row_tiles=r) for r in range(1, 17 if tiling.box else 5))
-    yield from (tiling._replace(splits=s) for s in (1, 2, 3, 4, 8))
+    yield from (tiling._replace(splits=s) for s in (1, 2, 3, 4, 6, 8))
     yield from (tiling._replace(warps_k=w) for w in (1, 2, 4, 8, 16))
     yield tiling._replace(stream=not tiling.stream)
     yield tiling._replace(memory=not tiling.memory)
@@ -258,7 +258,7 @@ def neighbours(tiling: Tiling) -> Iterator[Tiling]:
 
 
 class Search:
-    """The best tilings so far, by product.
+    """The best tilings so far, by product; all times, and what was dropped and why.
 
     Args:
         end: when to stop, by ``time.monotonic``.
@@ -282,6 +282,7 @@ class Search:
         rig.compile(self.best)
         self.first = self.step = rig.step_us(self.best)
         self.log: list[tuple[str, Tiling, float]] = []
+        self.dropped: list[str] = []
 
     def vary(self, name: str, tilings: Sequence[Tiling]) -> None:
         """Measure tilings of one product, and take the best."""
@@ -302,7 +303,8 @@ class Search:
             try:
                 step = self.rig.step_us(tried)
             except (ArithmeticError, RuntimeError) as error:
-                self.report(f"dropped {name} {tuple(map(int, tiling))}: {str(error)[:100]}")
+                self.dropped.append(f"{name} {tuple(map(int, tiling))}: {str(error)[:100]}")
+                self.report(f"dropped {self.dropped[-1]}")
                 continue
             self.log.append((name, tiling, step))
             if step < WORTH * self.step:

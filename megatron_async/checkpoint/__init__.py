@@ -7,14 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_async.checkpoint.distributed import save_distributed
-    from megatron_async.checkpoint.load import Pretrained, load_config, load_pretrained
+    from megatron_async.checkpoint.load import Pretrained, describe_pretrained, load_pretrained
     from megatron_async.checkpoint.native import save_native
 
-__all__ = ["Pretrained", "load_config", "load_pretrained", "save_distributed", "save_native"]
+__all__ = [
+    "Pretrained",
+    "describe_pretrained",
+    "load_pretrained",
+    "save_distributed",
+    "save_native",
+]
 
 _MODULES = {
     "Pretrained": "load",
-    "load_config": "load",
+    "describe_pretrained": "load",
     "load_pretrained": "load",
     "save_distributed": "distributed",
     "save_native": "native",

@@ -89,13 +89,13 @@ def _describe(directory: Path) -> _Described:
     return _Described(description, own, distributed)
 
 
-def load_config(path: str | Path) -> ModelConfig:
-    """The configuration of a model directory, or of "tiny"; no weights are read.
+def describe_pretrained(path: str | Path) -> Description:
+    """What a model directory, or "tiny", says of its model; no weights are read.
 
     Raises:
         CheckpointError: as :func:`load_pretrained`.
     """
-    return _describe(_resolve(path)).model.config
+    return _describe(_resolve(path)).model
 
 
 def load_pretrained(

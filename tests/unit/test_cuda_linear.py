@@ -177,6 +177,7 @@ _SMALL_PRODUCTS = [
     ((96, 512, NO_NORM, ADD, False), 6, Tiling(3, 1, 2, 2, 2)),
     ((192, 512, NO_NORM, ADD, True), 16, Tiling(3, 2, 1, 4, 2)),
     ((160, 448, RMS_NORM, STORE, True), 7, Tiling(1, 5, 1, 3, 2)),
+    ((128, 512, NO_NORM, ADD, True), 8, Tiling(1, 4, 1, 3, 2)),
     ((208, 256, RMS_NORM, STORE, False), 13, Tiling(3, 1, 1, 1, 4, True, box=True)),
     ((176, 320, RMS_NORM, SILU_GATE, True), 32, Tiling(11, 1, 1, 1, 2, True, box=True)),
     ((96, 320, RMS_NORM, SILU_GATE, False), 1, Tiling(2, 1, 1, 1, 3, True, box=True)),

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from megatron_async import assembly
-from megatron_async.checkpoint import load_config, load_pretrained
+from megatron_async import assembly, checkpoint
+from megatron_async.checkpoint import describe_pretrained, load_pretrained
 from megatron_async.engine import DynamicInferenceEngine
 from megatron_async.inference import tune_search as tuner
 from megatron_async.inference.cli import main
@@ -211,6 +211,7 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[int]) ->
     monkeypatch.setenv("MEGATRON_ASYNC_CACHE", str(tmp_path))
     monkeypatch.setattr(assembly, "resolve_device", lambda name: torch.device("cuda", 0))
     monkeypatch.setattr(cuda, "device_name", lambda index: "A GPU")
+    monkeypatch.setattr(cuda, "unavailable", lambda index: None)
     monkeypatch.setattr(FewProducts, "sizes", [])
     monkeypatch.setattr(tuner, "Rig", FewProducts)
 
@@ -224,8 +225,7 @@ def test_the_command_keeps_what_is_faster(
     assert FewProducts.sizes == [1, 2, 8], "a batch of 7 takes the kernels of 8"
     assert str(tmp_path / tuned.FILE) in out and "A GPU" in out
     found = tuned.load("A GPU")
-    known = {size: PRODUCT.tiling(size) for size in (1, 2, 8)}
-    for size in known:
+    for size in (1, 2, 8):
         mine = {case.n: tiling for case, tiling in found.items() if case.rows == size}
         assert mine and 512 * 6 not in mine, "the head's are as fast as before"
         assert all(tiling.box for tiling in mine.values())
@@ -236,12 +236,12 @@ def test_the_command_keeps_what_is_faster(
 
 @pytest.mark.usefixtures("gpu")
 def test_nothing_is_kept_where_nothing_is_faster(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FewProducts, "compare", lambda *_: (50.0, 50.5))
     assert main(["tune", "--model", "tiny", "--batch-sizes", "4"]) == 0
     assert "nothing is faster" in capsys.readouterr().out
-    assert not (tmp_path / tuned.FILE).exists()
+    assert tuned.load("A GPU") == {}
 
 
 @pytest.mark.usefixtures("gpu")
@@ -283,8 +283,68 @@ def test_without_a_gpu_there_is_nothing_to_tune(capsys: pytest.CaptureFixture[st
     assert "run it on a GPU" in capsys.readouterr().err
 
 
-def test_a_configuration_is_read_without_weights() -> None:
-    assert load_config("tiny") == load_pretrained("tiny").config
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [(torch.OutOfMemoryError("no"), "lower --batch-sizes"), (ArithmeticError("nan"), "nan")],
+)
+def test_a_step_that_cannot_be_measured_is_an_error_and_what_was_found_stays(
+    error: Exception, says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step_us = FewProducts.step_us
+
+    def fail_at_8(rig: FewProducts, tilings: dict[str, Tiling]) -> float:
+        if rig.rows == 8:
+            raise error
+        return step_us(rig, tilings)
+
+    monkeypatch.setattr(FewProducts, "step_us", fail_at_8)
+    assert main(["tune", "--model", "tiny", "--batch-sizes", "2,8"]) == 2
+    assert says in capsys.readouterr().err
+    assert {case.rows for case in tuned.load("A GPU")} == {2}
+
+
+@pytest.mark.usefixtures("gpu")
+def test_tilings_that_fail_are_counted_and_a_model_of_another_dtype_is_noted(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_boxes(rig: FewProducts, tilings: dict[str, Tiling]) -> float:
+        if any(tiling.box for tiling in tilings.values()):
+            raise RuntimeError("linear failed: CUDA_ERROR_INVALID_VALUE")
+        return 1.0
+
+    monkeypatch.setattr(FewProducts, "step_us", no_boxes)
+    tiny = describe_pretrained("tiny")
+    half = replace(tiny, dtype=torch.float16)
+    monkeypatch.setattr(checkpoint, "describe_pretrained", lambda path: half)
+    assert main(["tune", "--model", "tiny", "--batch-sizes", "2"]) == 0
+    out, err = capsys.readouterr()
+    assert "nothing is faster" in out
+    assert "tilings failed" in err and "CUDA_ERROR_INVALID_VALUE" in err
+    assert "float16 model" in err and "--dtype bfloat16" in err
+
+
+@pytest.mark.usefixtures("gpu")
+def test_nothing_is_measured_where_nothing_can_be_kept_or_no_kernel_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MEGATRON_ASYNC_CACHE", str(tmp_path / "file"))
+    assert main(["tune", "--model", "tiny"]) == 2
+    assert "MEGATRON_ASYNC_CACHE" in capsys.readouterr().err
+    monkeypatch.setattr(cuda, "unavailable", lambda index: "cuda.bindings is not installed")
+    assert main(["tune", "--model", "tiny"]) == 2
+    assert "cuda.bindings" in capsys.readouterr().err
+    assert FewProducts.sizes == []
+
+
+def test_a_description_is_read_without_weights(tmp_path: Path) -> None:
+    whole = load_pretrained("tiny")
+    config = Path(assembly.__file__).parent / "assets" / "tiny" / "config.json"
+    (tmp_path / "config.json").write_bytes(config.read_bytes())
+    (tmp_path / "model.safetensors").touch()
+    description = describe_pretrained(tmp_path)
+    assert description.config == whole.config and description.dtype == torch.bfloat16
 
 
 @pytest.mark.gpu

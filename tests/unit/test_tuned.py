@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -49,8 +50,10 @@ def entry(**fields: object) -> dict[str, object]:
         "",
         "[]",
         "{",
+        "[" * 100_000,
         json.dumps({"GPU": 3}),
         json.dumps({"GPU": [{"case": CASE._asdict()}]}),
+        json.dumps({"GPU": [3]}),
         json.dumps({"GPU": [entry(colour="red")]}),
         json.dumps({"GPU": [entry(stages="3")]}),
         json.dumps({"GPU": [entry(row_tiles=0)]}),
@@ -69,6 +72,52 @@ def test_a_file_that_is_damaged_is_named_and_not_used(
     assert str(folder / tuned.FILE) in said and "megatron-async tune" in said
     tuned.save("GPU", {CASE: TILING})
     assert tuned.load("GPU") == {CASE: TILING}
+
+
+def test_what_is_sound_in_a_damaged_file_is_used_and_stays(folder: Path) -> None:
+    folder.mkdir()
+    sound = {"case": CASE._replace(rows=4)._asdict(), "tiling": TILING._asdict()}
+    text = json.dumps({"GPU": [entry(stages="3"), sound], "another": "x"})
+    (folder / tuned.FILE).write_text(text)
+    assert tuned.load("GPU") == {CASE._replace(rows=4): TILING}
+    tuned.save("GPU", {CASE: BOX})
+    assert tuned.load("GPU") == {CASE._replace(rows=4): TILING, CASE: BOX}
+    assert json.loads((folder / tuned.FILE).read_text())["another"] == "x"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"row_tiles": 10**9 + 7, "splits": 2},
+        {"warps_n": 10**9 + 7, "splits": 2},
+        {"splits": 16},
+        {"stages": 99},
+    ],
+)
+def test_a_tiling_that_no_kernel_has_is_left_out_at_once(
+    fields: dict[str, int], folder: Path
+) -> None:
+    folder.mkdir()
+    (folder / tuned.FILE).write_text(json.dumps({"GPU": [entry(**fields)]}))
+    assert tuned.load("GPU") == {}
+
+
+def test_what_another_process_finds_is_seen(folder: Path) -> None:
+    assert tuned.load("GPU") == {}
+    folder.mkdir()
+    (folder / tuned.FILE).write_text(json.dumps({"GPU": [entry()]}))
+    assert tuned.load("GPU") == {CASE: TILING}
+    (folder / tuned.FILE).unlink()
+    assert tuned.load("GPU") == {}
+
+
+def test_the_file_can_be_read_by_all_whom_the_folder_lets_in(folder: Path) -> None:
+    mask = os.umask(0o022)
+    try:
+        path = tuned.save("GPU", {CASE: TILING})
+    finally:
+        os.umask(mask)
+    assert path.stat().st_mode & 0o777 == 0o644
 
 
 def test_a_tiling_that_cannot_be_built_any_more_is_left_out(folder: Path) -> None:

@@ -13,7 +13,7 @@ import hashlib
 import importlib.util
 import logging
 import os
-import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -176,6 +176,21 @@ def cache_directory() -> Path:
     return Path(own) if own else Path.home() / ".cache" / "megatron_async"
 
 
+def keep(path: Path, content: bytes) -> None:
+    """Write a file as a whole: readers and other writers see the one before or this one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
 def _machine_code(source: str, defines: Mapping[str, int], architecture: str) -> bytes:
     text = "".join((SOURCES / name).read_text() for name in (*_COMMON, f"{source}.cu"))
     options = [f"--gpu-architecture={architecture}", "--std=c++17"]
@@ -187,10 +202,7 @@ def _machine_code(source: str, defines: Mapping[str, int], architecture: str) ->
         return path.read_bytes()
     code = _compile(text, source, options)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(code)
-        os.replace(file.name, path)
+        keep(path, code)
     except OSError as error:
         _warn_of_no_cache(f"{path.parent}: {error.strerror}")
     return code

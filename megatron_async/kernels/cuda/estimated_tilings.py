@@ -94,9 +94,12 @@ def box_cuts(n: int) -> Iterator[Tiling]:
 def even_tilings(
     cuts: Iterable[Tiling], n: int, k: int, rows: int, norm: int, epilogue: int
 ) -> list[Tiling]:
-    """Cuts with as many stages as let all their blocks run at once or go on to further rows, and
-    no fewer than :data:`LEAST_STAGES`: first those that give every multiprocessor about as much to
-    read, with enough of it on its way."""
+    """Cuts whose blocks give every multiprocessor about as much to read, with enough of it on its
+    way; the best first.
+
+    They have as many stages as let all blocks run at once or go on to further rows, or
+    :data:`LEAST_STAGES`, if these fit, where that would leave fewer.
+    """
     scores: dict[Tiling, float] = {}
     for cut in cuts:
         blocks = cut.blocks(n)

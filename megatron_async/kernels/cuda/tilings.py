@@ -14,6 +14,8 @@ ANY_SHAPE_ROWS = 32
 MULTIPROCESSORS = 132
 """Of an H100 or H200: tilings are chosen for about so many blocks."""
 SHARED_BYTES = 227 * 1024
+MOST_IN_CLUSTER = 8
+"""Blocks, without a special permission."""
 UNIT = 64
 """K is cut into stages of so many."""
 
@@ -90,12 +92,14 @@ class Tiling(NamedTuple):
         split = self.warps_k * self.splits > 1
         return (
             self.warps_n * self.warps_k <= 32
+            and self.row_tiles <= 16
+            and (self.memory or self.splits <= MOST_IN_CLUSTER)
             and k // UNIT >= self.splits * self.warps_k
             and not (self.stream and (self.warps_k > 1 or norm == LAYER_NORM))
             and not (self.stream and self.persistent and k // UNIT % 2)
             and not (self.box and not self.stream)
             and (self.box or rows <= ANY_SHAPE_ROWS)
-            and not (self.box and (self.warps_n > 1 or self.row_tiles > 16))
+            and not (self.box and self.warps_n > 1)
             and not (self.memory and (self.warps_k > 1 or self.splits == 1))
             and not (self.persistent and (split or epilogue == ADD))
             and self.shared_bytes(k, rows) <= SHARED_BYTES

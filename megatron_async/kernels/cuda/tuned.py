@@ -8,15 +8,13 @@ from __future__ import annotations
 import functools
 import json
 import logging
-import os
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_async.errors import ConfigError
-from megatron_async.kernels.cuda.compile import cache_directory
-from megatron_async.kernels.cuda.tilings import Tiling
+from megatron_async.kernels.cuda.compile import cache_directory, keep
+from megatron_async.kernels.cuda.tilings import MAX_ROWS, Tiling
 
 logger = logging.getLogger(__name__)
 
@@ -35,36 +33,80 @@ class Case(NamedTuple):
 
 def load(device_name: str) -> Mapping[Case, Tiling]:
     """What was found on a GPU of this name; empty if nothing was, or if the file cannot be read."""
-    return _load(cache_directory() / FILE, device_name)
-
-
-@functools.cache
-def _load(path: Path, device_name: str) -> Mapping[Case, Tiling]:
+    path = path_of_file()
     try:
-        entries = json.loads(path.read_text()).get(device_name, [])
-        found = {Case(**entry["case"]): Tiling(**entry["tiling"]) for entry in entries}
-        return {case: tiling for case, tiling in found.items() if _is_sound(case, tiling)}
-    except FileNotFoundError:
+        status = path.stat()
+    except OSError:
         return {}
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
-        logger.warning(
-            "the tilings in %s are not used: %s: %s; delete the file, or run 'megatron-async tune' "
-            "again",
-            path,
-            type(error).__name__,
-            error,
-        )
-        return {}
+    return _load(path, device_name, (status.st_mtime_ns, status.st_size))
 
 
-def _is_sound(case: Case, tiling: Tiling) -> bool:
-    """Whether a kernel can be built so: a file may be old, or edited."""
+def path_of_file() -> Path:
+    """Where tilings are kept; without the file those of this package are used."""
+    return cache_directory() / FILE
+
+
+@functools.lru_cache(maxsize=8)
+def _load(path: Path, device_name: str, version: tuple[int, int]) -> Mapping[Case, Tiling]:
+    try:
+        entries = _read(path).get(device_name, [])
+        if not isinstance(entries, list):
+            raise ValueError(f"{device_name}: a list is expected")
+    except (OSError, ValueError) as error:
+        _warn(path, error)
+        return {}
+    found: dict[Case, Tiling] = {}
+    errors: list[Exception] = []
+    for entry in entries:
+        try:
+            case, tiling = _entry(entry)
+        except (ValueError, TypeError, KeyError) as error:
+            errors.append(error)
+            continue
+        if tiling.fits(case.n, case.k, case.rows, case.norm, case.epilogue):
+            found[case] = tiling
+    if errors:
+        _warn(path, errors[0])
+    return found
+
+
+def _warn(path: Path, error: Exception) -> None:
+    logger.warning(
+        "%s: not all tilings are used (%s: %s); delete the file, or make it readable, and run "
+        "'megatron-async tune' again",
+        path,
+        type(error).__name__,
+        error,
+    )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The file, by GPU.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not what this module writes.
+    """
+    try:
+        values = json.loads(path.read_text())
+    except RecursionError:
+        raise ValueError("too many brackets") from None
+    if not isinstance(values, dict):
+        raise ValueError("an object is expected")
+    return values
+
+
+def _entry(entry: Any) -> tuple[Case, Tiling]:
+    """Of a file that may be old, or edited."""
+    case, tiling = Case(**entry["case"]), Tiling(**entry["tiling"])
     numbers = [*case, *tiling[:5]]
-    if any(type(value) is not int or value < 0 for value in numbers) or 0 in tiling[:5]:
-        raise ValueError(f"{tiling} of {case} are not all positive integers")
+    if any(type(value) is not int or not 0 <= value < 2**31 for value in numbers):
+        raise ValueError(f"{tiling} of {case}: integers are expected")
+    if not 0 < case.rows <= MAX_ROWS or 0 in (case.n, case.k) or 0 in tiling[:5]:
+        raise ValueError(f"{tiling} of {case}: numbers are out of range")
     if any(type(value) is not bool for value in tiling[5:]):
         raise ValueError(f"{tiling} of {case}: true or false is expected")
-    return tiling.fits(case.n, case.k, case.rows, case.norm, case.epilogue)
+    return case, tiling
 
 
 def save(device_name: str, found: Mapping[Case, Tiling]) -> Path:
@@ -73,34 +115,21 @@ def save(device_name: str, found: Mapping[Case, Tiling]) -> Path:
     Raises:
         ConfigError: it cannot be written.
     """
-    path = cache_directory() / FILE
-    _load.cache_clear()
+    path = path_of_file()
     merged = {**load(device_name), **found}
     entries = [
         {"case": case._asdict(), "tiling": tiling._asdict()}
         for case, tiling in sorted(merged.items())
     ]
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({**_others(path, device_name), device_name: entries}, indent=1)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            file.write(text + "\n")
-        os.replace(file.name, path)
+        others = _read(path)
+    except (OSError, ValueError):
+        others = {}
+    try:
+        keep(path, (json.dumps({**others, device_name: entries}, indent=1) + "\n").encode())
     except OSError as error:
         raise ConfigError(
             f"{path} cannot be written: {error.strerror}; set MEGATRON_ASYNC_CACHE to a directory "
             "that can be written to"
         ) from None
-    _load.cache_clear()
     return path
-
-
-def _others(path: Path, device_name: str) -> dict[str, Any]:
-    """What the file has of other GPUs, as it is."""
-    try:
-        values = json.loads(path.read_text())
-    except (FileNotFoundError, ValueError):
-        return {}
-    if not isinstance(values, dict):
-        return {}
-    return {name: entries for name, entries in values.items() if name != device_name}
