@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 from megatron_async.errors import ConfigError
+from megatron_async.kernels.cuda.tilings import ANY_SHAPE_ROWS
 
 from .options import integer, several
 from .shapes import SHAPES
@@ -21,7 +22,6 @@ engines that start afterwards use it until the file is deleted. It takes some 15
 size. Kernels that cut sums otherwise round otherwise: tokens may differ from those before.
 """
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32)
-_MOST_ROWS = 32
 _LAYERS = 4
 
 
@@ -42,10 +42,10 @@ def add_command(commands: Any) -> None:
     add = parser.add_argument_group("measurement").add_argument
     add(
         "--batch-sizes",
-        type=several(integer(1, _MOST_ROWS)),
+        type=several(integer(1, ANY_SHAPE_ROWS)),
         default=list(_BATCH_SIZES),
         metavar="B,...",
-        help="of decode steps, at most 32; each is for those above half of it too "
+        help=f"of decode steps, at most {ANY_SHAPE_ROWS}; each is for those above half of it too "
         f"(default: {','.join(map(str, _BATCH_SIZES))})",
     )
     add(

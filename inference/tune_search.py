@@ -23,11 +23,15 @@ import torch
 from tqdm import tqdm
 
 from megatron_async.kernels.cuda import compile as cuda
-from megatron_async.kernels.cuda.estimated_tilings import box_cuts, candidates, even_tilings
+from megatron_async.kernels.cuda.estimated_tilings import (
+    box_cuts,
+    candidates,
+    even_tilings,
+    lane_cuts,
+)
 from megatron_async.kernels.cuda.measured_tilings import known
 from megatron_async.kernels.cuda.tilings import (
     ANY_SHAPE_ROWS,
-    MULTIPROCESSORS,
     SHARED_BYTES,
     Tiling,
     padded,
@@ -204,7 +208,7 @@ def even(product: Product, rows: int, count: int) -> list[Tiling]:
     shape = (product.n, product.k, rows, product.norm, product.epilogue)
     by_boxes = box_cuts(product.n) if product.boxes else ()
     chosen: list[Tiling] = []
-    for cuts, most in ((_cuts_by_lanes(product.n), count), (by_boxes, count // 2)):
+    for cuts, most in ((lane_cuts(product.n), count), (by_boxes, count // 2)):
         taken: Counter[tuple[int, int]] = Counter()
         for tiling in even_tilings(cuts, *shape):
             alike = tiling.weight_rows, tiling.splits
@@ -212,20 +216,6 @@ def even(product: Product, rows: int, count: int) -> list[Tiling]:
                 taken[alike] += 1
                 chosen.append(tiling)
     return chosen
-
-
-def _cuts_by_lanes(n: int) -> Iterator[Tiling]:
-    for row_tiles, warps_n, warps_k, splits, stream, memory in itertools.product(
-        (1, 2, 3, 4, 5, 6),
-        (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16),
-        (1, 2, 4, 8, 16),
-        (1, 2, 3, 4, 6, 8),
-        (False, True),
-        (False, True),
-    ):
-        if 4 <= warps_n * warps_k <= 16:
-            cut = Tiling(row_tiles, warps_n, warps_k, splits, 2, stream, memory=memory)
-            yield cut._replace(persistent=cut.blocks(n) > 4 * MULTIPROCESSORS)
 
 
 def short_list(product: Product, rows: int, count: int) -> list[Tiling]:

@@ -122,7 +122,7 @@ def test_unknown_shapes_are_cut_into_even_boxes_where_these_did_well(
 
 
 def test_small_blocks_do_not_go_on_and_on() -> None:
-    # 2 x 16 rows at a time would be even, and took half as long again as 16 x 16.
+    # 2 x 16 rows at a time would be even, and took four layers 126 to 138 us more than 16 x 16.
     for rows in (1, 8, 32):
         assert choose(37888, 3584, rows, RMS_NORM, SILU_GATE) == Tiling(
             16, 1, 1, 1, 3, stream=True, box=True

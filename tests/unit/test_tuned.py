@@ -95,11 +95,13 @@ def test_what_is_sound_in_a_damaged_file_is_used_and_stays(folder: Path) -> None
     ],
 )
 def test_a_tiling_that_no_kernel_has_is_left_out_at_once(
-    fields: dict[str, int], folder: Path
+    fields: dict[str, int], folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder.mkdir()
     (folder / tuned.FILE).write_text(json.dumps({"GPU": [entry(**fields)]}))
-    assert tuned.load("GPU") == {}
+    with caplog.at_level(logging.WARNING):
+        assert tuned.load("GPU") == {}
+    assert "no kernel can be built so" in caplog.text
 
 
 def test_what_another_process_finds_is_seen(folder: Path) -> None:

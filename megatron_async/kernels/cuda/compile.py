@@ -13,7 +13,7 @@ import hashlib
 import importlib.util
 import logging
 import os
-import threading
+import uuid
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -183,7 +183,7 @@ def keep(path: Path, content: bytes) -> None:
         OSError: it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{os.getpid()}-{threading.get_ident()}")
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
     try:
         partial.write_bytes(content)
         os.replace(partial, path)

@@ -18,6 +18,7 @@ LEAST_STAGES = 3
 """With fewer a product waits for each, which costs more than blocks that wait for others."""
 
 _WARPS_N = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
+_WARPS_K = (1, 2, 4, 8, 16)
 _STAGES = (2, 3, 4, 5, 6, 8)
 
 
@@ -29,7 +30,7 @@ def candidates(
     ``waves``: many waves, in place of blocks that go on to further rows and cannot split K.
     """
     for row_tiles, warps_n, warps_k, splits in itertools.product(
-        (1, 2, 3, 4), _WARPS_N, (1, 2, 4, 8, 16), (1, 2, 4, 8)
+        (1, 2, 3, 4), _WARPS_N, _WARPS_K, (1, 2, 4, 8)
     ):
         cut = Tiling(row_tiles, warps_n, warps_k, splits, stages=2)
         blocks = cut.blocks(n)
@@ -89,6 +90,16 @@ def box_cuts(n: int) -> Iterator[Tiling]:
         persistent = blocks > 4 * MULTIPROCESSORS
         if 96 <= blocks <= 2 * MULTIPROCESSORS + 24 or persistent:
             yield cut._replace(persistent=persistent)
+
+
+def lane_cuts(n: int) -> Iterator[Tiling]:
+    """Cuts by lanes, of two stages: blocks of 4 to 16 warps."""
+    for row_tiles, warps_n, warps_k, splits, stream, memory in itertools.product(
+        (1, 2, 3, 4, 5, 6), _WARPS_N, _WARPS_K, (1, 2, 3, 4, 6, 8), (False, True), (False, True)
+    ):
+        if 4 <= warps_n * warps_k <= 16:
+            cut = Tiling(row_tiles, warps_n, warps_k, splits, 2, stream, memory=memory)
+            yield cut._replace(persistent=cut.blocks(n) > 4 * MULTIPROCESSORS)
 
 
 def even_tilings(

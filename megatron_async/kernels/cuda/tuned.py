@@ -32,11 +32,15 @@ class Case(NamedTuple):
 
 
 def load(device_name: str) -> Mapping[Case, Tiling]:
-    """What was found on a GPU of this name; empty if nothing was, or if the file cannot be read."""
+    """What was found on a GPU of this name; empty if nothing was, or if the file cannot be read,
+    which is warned of."""
     path = path_of_file()
     try:
         status = path.stat()
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except OSError as error:
+        _warn(path, error)
         return {}
     return _load(path, device_name, (status.st_mtime_ns, status.st_size))
 
@@ -62,8 +66,7 @@ def _load(path: Path, device_name: str, version: tuple[int, int]) -> Mapping[Cas
             case, tiling = _entry(entry)
         except (ValueError, TypeError, KeyError) as error:
             errors.append(error)
-            continue
-        if tiling.fits(case.n, case.k, case.rows, case.norm, case.epilogue):
+        else:
             found[case] = tiling
     if errors:
         _warn(path, errors[0])
@@ -97,7 +100,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _entry(entry: Any) -> tuple[Case, Tiling]:
-    """Of a file that may be old, or edited."""
+    """Of a file that may be old, or edited.
+
+    Raises:
+        ValueError, TypeError, KeyError: it is no tiling that can be used.
+    """
     case, tiling = Case(**entry["case"]), Tiling(**entry["tiling"])
     numbers = [*case, *tiling[:5]]
     if any(type(value) is not int or not 0 <= value < 2**31 for value in numbers):
@@ -106,6 +113,8 @@ def _entry(entry: Any) -> tuple[Case, Tiling]:
         raise ValueError(f"{tiling} of {case}: numbers are out of range")
     if any(type(value) is not bool for value in tiling[5:]):
         raise ValueError(f"{tiling} of {case}: true or false is expected")
+    if not tiling.fits(case.n, case.k, case.rows, case.norm, case.epilogue):
+        raise ValueError(f"{tiling} of {case}: no kernel can be built so")
     return case, tiling
 
 
