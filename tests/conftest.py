@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--state-machine-examples",
         type=int,
         default=250,
-        help="examples of the engine's state machine, each of up to 100 rule steps",
+        help="examples of the engine's state machine, each of up to 110 rule steps",
     )
     parser.addoption(
         "--long-run",

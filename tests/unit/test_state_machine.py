@@ -25,7 +25,7 @@ from tests.support.engines import DEPTHS, hash_engine, sampling_params
 from tests.support.hash_model import VOCAB_SIZE
 from tests.support.oracle import Ask, decode_with_salts
 
-STEPS_PER_EXAMPLE = 100
+STEPS_PER_EXAMPLE = 110
 TOTALS: dict[str, int] = {}
 """What all examples together went through: the witnesses."""
 
