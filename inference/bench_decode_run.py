@@ -21,13 +21,20 @@ ADVICE = "--batch-sizes or --new-tokens, or use --rounds 1 for one engine at a t
 
 
 class DecodeBench:
-    """Measures ``load`` at each batch size and depth; ``results`` grows row by row."""
+    """Measures ``load`` at each batch size and depth; ``results`` grows row by row.
 
-    def __init__(self, subject: Subject, args: argparse.Namespace, load: Load) -> None:
+    Args:
+        bandwidth: of the device's memory in bytes per second, for the floor; None: there is none.
+    """
+
+    def __init__(
+        self, subject: Subject, args: argparse.Namespace, load: Load, bandwidth: float | None
+    ) -> None:
         self.results: list[dict[str, Any]] = []
         self._subject = subject
         self._args = args
         self._load = load
+        self._bandwidth = bandwidth
         self._cuda = subject.device.type == "cuda"
         wanted = self._cuda if args.events is None else args.events
         self._marks_ride = wanted and load.new_tokens >= LONG_LOAD_TOKENS
@@ -115,7 +122,10 @@ class DecodeBench:
                 progress.done()
         rows = []
         for n, depth in enumerate(depths):
-            row = figures(self._subject, self._load, batch_size, depth, rounds[n], started=made[n])
+            row = figures(
+                self._subject, self._load, batch_size, depth, rounds[n],
+                started=made[n], bandwidth=self._bandwidth,
+            )  # fmt: skip
             row["host_conditions"] = [one._asdict() for one in hosts[n]]
             if events[n] is not None:
                 row["events"] = {**events[n], "in_timed_round": self._marks_ride}

@@ -17,7 +17,7 @@ from .bench_engine import Started
 from .bench_host import HostConditions, conditions_line
 from .bench_load import Load
 from .bench_timeline import percentile
-from .shapes import BANDWIDTH_BYTES_PER_SECOND, floor_ms
+from .shapes import floor_ms
 from .subject import Subject
 from .table import format_table
 
@@ -52,16 +52,22 @@ def figures(
     rounds: Sequence[Round],
     *,
     started: Started,
+    bandwidth: float | None,
 ) -> dict[str, Any]:
-    """One row of the report; times in milliseconds unless their name says otherwise."""
+    """One row of the report; times in milliseconds unless their name says otherwise.
+
+    Args:
+        bandwidth: of the device's memory in bytes per second, for the floor; None: there is none.
+    """
     steps = [ns * 1e-6 for one in rounds for ns in one.step_ns]
     hosts = [ns * 1e-6 for one in rounds for ns in one.host_ns]
     mean = statistics.fmean(steps)
     floor = None
-    if subject.device.type == "cuda":
+    if bandwidth is not None:
         floor = floor_ms(
             subject.config,
             subject.dtype.itemsize,
+            bandwidth,
             batch_size=batch_size,
             prompt_tokens=load.prompt_tokens,
             new_tokens=load.new_tokens,
@@ -124,8 +130,8 @@ def as_table(report: dict[str, Any]) -> str:
     lines[0] += sampled(load) + slowed(load)
     lines.append(format_table(_HEADER, [_cells(row) for row in report["results"]]))
     lines.append(f"built in {report['build_seconds']:.1f} s")
-    if any(row.get("floor_ms") is not None for row in report["results"]):
-        lines[-1] += f"; floor at {BANDWIDTH_BYTES_PER_SECOND / 1e12:.1f} TB/s"
+    if report["bandwidth_bytes_per_second"] is not None:
+        lines[-1] += f"; floor at {report['bandwidth_bytes_per_second'] / 1e12:.2f} TB/s"
     if any((row.get("events") or {}).get("in_timed_round") for row in report["results"]):
         lines[-1] += "; events were recorded in the timed rounds"
     return "\n".join([*lines, *tail(report)])

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from .bandwidth import copy_bandwidth
 from .bench_baselines import measure_baselines
 from .bench_decode_run import DecodeBench
 from .bench_engine import decode_config, free_memory, ragged_config
@@ -29,11 +30,13 @@ def collect(
     failed. ``keep`` is called with what there is so far whenever there is more."""
     load_model = partial(load_subject, args, longest=load.longest, what=load.what, seed=load.seed)
     subject = load_model()
+    bandwidth = copy_bandwidth(subject.device) if subject.device.type == "cuda" else None
     report: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command,
         **environment(subject.device),
+        "bandwidth_bytes_per_second": bandwidth,
         "workload": args.workload,
         "shape": subject.name,
         "model": subject.config.to_dict(),
@@ -58,7 +61,7 @@ def collect(
         progress.done("start measured")
     bench: DecodeBench | RaggedBench
     if isinstance(load, Load):
-        bench = DecodeBench(subject, args, load)
+        bench = DecodeBench(subject, args, load, bandwidth)
     else:
         bench = RaggedBench(subject, args, load)
     report["results"] = bench.results

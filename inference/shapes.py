@@ -9,9 +9,6 @@ from megatron_async.models.config import ModelConfig, RopeScaling
 if TYPE_CHECKING:
     import torch
 
-BANDWIDTH_BYTES_PER_SECOND = 4.3e12
-"""Memory bandwidth of an NVIDIA H200 as a large copy measures it; the floor is counted with it."""
-
 _LLAMA_3: dict[str, Any] = {
     "vocab_size": 128256,
     "max_sequence_length": 131072,
@@ -185,9 +182,16 @@ def kv_bytes(config: ModelConfig, itemsize: int, tokens: float) -> float:
 
 
 def floor_ms(
-    config: ModelConfig, itemsize: int, *, batch_size: int, prompt_tokens: int, new_tokens: int
+    config: ModelConfig,
+    itemsize: int,
+    bandwidth: float,
+    *,
+    batch_size: int,
+    prompt_tokens: int,
+    new_tokens: int,
 ) -> float:
-    """Milliseconds in which memory could deliver a mean step's weights, keys and values once."""
+    """Milliseconds in which memory could deliver a mean step's weights, keys and values once, at
+    ``bandwidth`` bytes per second."""
     mean_context = prompt_tokens + new_tokens / 2
     read = weight_bytes(config, itemsize) + kv_bytes(config, itemsize, batch_size * mean_context)
-    return 1e3 * read / BANDWIDTH_BYTES_PER_SECOND
+    return 1e3 * read / bandwidth

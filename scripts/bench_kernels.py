@@ -15,14 +15,13 @@ import torch
 import torch.nn.functional as F
 
 from megatron_async.context import DynamicInferenceContext
+from megatron_async.inference.bandwidth import copy_bandwidth
 from megatron_async.kernels import batch_invariant_triton as products
 from megatron_async.kernels import paged_attention_triton as attention
 from megatron_async.kernels import rope_append
 
 CALLS = 20
 REPLAYS = 10
-BANDWIDTH = 4.3e12
-"""Bytes per second of a large copy on an H200."""
 ROUND_BYTES = 400e6
 """Copies are made up to this size, several times the L2 cache."""
 BLOCK_SIZE = 64
@@ -140,7 +139,7 @@ def step_calls(
     return {"one": one, "three": three}, byte_count
 
 
-def bench_steps() -> None:
+def bench_steps(bandwidth: float) -> None:
     print(
         "a decode step's attention of Llama-3.1-8B, bf16: rows, lengths: floor, three kernels, one"
     )
@@ -152,7 +151,7 @@ def bench_steps() -> None:
         error = float((got - wanted).norm() / wanted.norm())
         times = {kind: seconds_per_call(call) * 1e6 for kind, call in calls.items()}
         print(
-            f"  {rows}, {name}: {byte_count / BANDWIDTH * 1e6:.1f}, {times['three']:.1f}, "
+            f"  {rows}, {name}: {byte_count / bandwidth * 1e6:.1f}, {times['three']:.1f}, "
             f"{times['one']:.1f} us, relative difference {error:.1g}",
             flush=True,
         )
@@ -178,17 +177,18 @@ def by_row(x: torch.Tensor, weight: torch.Tensor) -> object:
 
 
 def bench() -> None:
+    bandwidth = copy_bandwidth(torch.device("cuda", torch.cuda.current_device()))
     print("decode attention, bf16, blocks of 64: R Hq Hkv D context")
     for shape in DECODE_SHAPES:
         call, byte_count = decode_call(*shape)
         seconds = seconds_per_call(call)
         rate = byte_count / seconds
         print(
-            f"  {shape}: {seconds * 1e6:.1f} us, {rate / 1e9:.0f} GB/s, {rate / BANDWIDTH:.0%}",
+            f"  {shape}: {seconds * 1e6:.1f} us, {rate / 1e9:.0f} GB/s, {rate / bandwidth:.0%}",
             flush=True,
         )
         del call
-    bench_steps()
+    bench_steps(bandwidth)
     print("batch-invariant product against torch, bf16: N K M")
     for columns, depth in PRODUCT_SHAPES:
         weights = weights_of(columns, depth)

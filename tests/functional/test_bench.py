@@ -15,12 +15,14 @@ import torch
 
 from megatron_async.errors import CacheTooLargeError
 from megatron_async.inference import (
+    bandwidth,
     bench_decode,
     bench_decode_run,
     bench_engine,
     bench_load,
     bench_run,
 )
+from megatron_async.inference.bandwidth import copy_bandwidth
 from megatron_async.inference.bench_decode import run_round
 from megatron_async.inference.bench_engine import make_engine
 from megatron_async.inference.bench_load import Load, add_host_work, prompts
@@ -99,6 +101,7 @@ def test_report_says_what_was_measured_where(report: dict[str, Any]) -> None:
         "command",
         "device",
         "device_name",
+        "bandwidth_bytes_per_second",
         "versions",
         "workload",
         "shape",
@@ -375,7 +378,7 @@ def test_model_is_gone_before_the_baseline_is_built(
     ],
 )
 def test_floor_of_known_shapes(shape: str, batch: int, floor: float) -> None:
-    found = floor_ms(SHAPES[shape], 2, batch_size=batch, prompt_tokens=128, new_tokens=512)
+    found = floor_ms(SHAPES[shape], 2, 4.3e12, batch_size=batch, prompt_tokens=128, new_tokens=512)
     assert found == pytest.approx(floor, rel=0.05)
 
 
@@ -403,7 +406,24 @@ def test_profile_sees_one_launch_a_step_at_depth_1(tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     options = ("--shape", "tiny-llama", "--dtype", "float32", "--new-tokens", "64")
     assert main(["bench", *options, "--depths", "0,1", "--rounds", "1", "--json", str(path)]) == 0
-    serial, asynchronous = (row["timeline"] for row in json.loads(path.read_text())["results"])
+    report = json.loads(path.read_text())
+    serial, asynchronous = (row["timeline"] for row in report["results"])
     assert serial["launches_per_step"] == pytest.approx(2, abs=0.1)
     assert asynchronous["launches_per_step"] == pytest.approx(1, abs=0.1)
     assert 0 < asynchronous["kernel_share"] <= asynchronous["graph_share"] <= 1
+    speed = report["bandwidth_bytes_per_second"]
+    load = {"batch_size": 1, "prompt_tokens": 128, "new_tokens": 64}
+    floor = floor_ms(SHAPES["tiny-llama"], 4, speed, **load)
+    assert [row["floor_ms"] for row in report["results"]] == [floor, floor]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_copy_measures_the_bandwidth_of_a_gpu_that_has_no_figure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = torch.device("cuda", 0)
+    known = copy_bandwidth(device)
+    monkeypatch.setattr(bandwidth, "COPY_BANDWIDTH", {})
+    # Other processes may copy too; more than the memory delivers no copy can measure.
+    assert 0.02 * known < copy_bandwidth(device) < 1.15 * known
