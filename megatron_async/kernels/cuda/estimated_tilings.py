@@ -79,7 +79,7 @@ def _is_for_boxes(n: int, k: int, rows: int, epilogue: int) -> bool:
     the shapes that were measured."""
     wide = epilogue != ADD and n >= 8192 and n * k >= 20e6
     deep = epilogue == ADD and k > n
-    return (rows > 16 and not deep) or (rows <= 8 and wide)
+    return wide or (rows > 16 and not deep)
 
 
 def box_cuts(n: int) -> Iterator[Tiling]:
