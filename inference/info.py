@@ -130,12 +130,18 @@ def _version(distribution: str) -> str | None:
 def _devices() -> list[str]:
     import torch
 
+    from megatron_async.kernels.cuda import tuned
+
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     devices = [f"cpu: {cores} cores, {torch.get_num_threads()} threads per operator"]
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         memory = properties.total_memory / 2**30
-        devices.append(f"cuda:{index}: {properties.name}, {memory:.0f} GiB")
+        line = f"cuda:{index}: {properties.name}, {memory:.0f} GiB"
+        count = len(tuned.load(properties.name))
+        if count:
+            line += f"; products cut as 'tune' found: {count}, in {tuned.path_of_file()}"
+        devices.append(line)
     if len(devices) == 1:
         built = torch.version.cuda
         reason = "no NVIDIA GPU was found" if built else "this PyTorch is built without CUDA"

@@ -6,10 +6,13 @@ import json
 import logging
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from megatron_async.errors import ConfigError
+from megatron_async.inference.cli import main
 from megatron_async.kernels.cuda import tuned
 from megatron_async.kernels.cuda.measured_tilings import choose
 from megatron_async.kernels.cuda.tilings import ADD, NO_NORM, RMS_NORM, STORE, Tiling
@@ -145,3 +148,19 @@ def test_a_product_takes_what_was_found_before_what_is_known() -> None:
     without_boxes = Product(6144, 4096, RMS_NORM, STORE, boxes=False, found={CASE: BOX})
     tiling = without_boxes.tiling(8)
     assert tiling is not None and not tiling.box
+
+
+def test_info_says_what_was_found(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    properties = SimpleNamespace(name="GPU", total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+
+    def line() -> str:
+        assert main(["info", "--json"]) == 0
+        return str(json.loads(capsys.readouterr().out)["devices"][1])
+
+    assert line() == "cuda:0: GPU, 80 GiB"
+    path = tuned.save("GPU", {CASE: TILING})
+    assert line() == f"cuda:0: GPU, 80 GiB; products cut as 'tune' found: 1, in {path}"
