@@ -15,20 +15,18 @@ import torch
 
 from megatron_async.errors import CacheTooLargeError
 from megatron_async.inference import (
-    bandwidth,
     bench_decode,
     bench_decode_run,
     bench_engine,
     bench_load,
     bench_run,
 )
-from megatron_async.inference.bandwidth import copy_bandwidth
 from megatron_async.inference.bench_decode import run_round
 from megatron_async.inference.bench_engine import make_engine
 from megatron_async.inference.bench_load import Load, add_host_work, prompts
 from megatron_async.inference.bench_report import as_table
 from megatron_async.inference.cli import main
-from megatron_async.inference.shapes import SHAPES, build_shape, floor_ms, weight_bytes
+from megatron_async.inference.shapes import SHAPES, build_shape, floor_ms
 from megatron_async.inference.subject import Subject
 from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.requests import SamplingParams
@@ -364,39 +362,6 @@ def test_model_is_gone_before_the_baseline_is_built(
     assert main(["bench", *SMALL, *options]) == 0
 
 
-# --- shapes -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("shape", "batch", "floor"),
-    [
-        ("llama8b", 32, 3.9),
-        ("llama8b", 1, 3.5),
-        ("qwen0.6b", 32, 0.6),
-        ("qwen0.6b", 1, 0.3),
-        ("gpt2", 1, 0.06),
-    ],
-)
-def test_floor_of_known_shapes(shape: str, batch: int, floor: float) -> None:
-    found = floor_ms(SHAPES[shape], 2, 4.3e12, batch_size=batch, prompt_tokens=128, new_tokens=512)
-    assert found == pytest.approx(floor, rel=0.05)
-
-
-def test_weight_bytes_are_those_of_the_parameters_read(subject: Subject) -> None:
-    read = sum(
-        parameter.numel()
-        for name, parameter in subject.wrapper.model.named_parameters()
-        if "word_embeddings" not in name
-    )
-    assert weight_bytes(subject.config, 4) == 4 * read
-
-
-def test_random_weights_are_small_but_not_zero(subject: Subject) -> None:
-    for name, parameter in subject.wrapper.model.named_parameters():
-        if parameter.dim() == 2:
-            assert 0.005 < float(parameter.std()) < 0.05, name
-
-
 # --- on a GPU ---------------------------------------------------------------------------------
 
 
@@ -415,15 +380,3 @@ def test_profile_sees_one_launch_a_step_at_depth_1(tmp_path: Path) -> None:
     load = {"batch_size": 1, "prompt_tokens": 128, "new_tokens": 64}
     floor = floor_ms(SHAPES["tiny-llama"], 4, speed, **load)
     assert [row["floor_ms"] for row in report["results"]] == [floor, floor]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_copy_measures_the_bandwidth_of_a_gpu_that_has_no_figure(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    device = torch.device("cuda", 0)
-    known = copy_bandwidth(device)
-    monkeypatch.setattr(bandwidth, "COPY_BANDWIDTH", {})
-    # Other processes may copy too; more than the memory delivers no copy can measure.
-    assert 0.02 * known < copy_bandwidth(device) < 1.15 * known
