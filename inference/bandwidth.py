@@ -8,7 +8,7 @@ COPY_BANDWIDTH = {"NVIDIA H200": 4.3e12, "NVIDIA H100 80GB HBM3": 3.03e12}
 """Bytes per second of a large copy, read and written, as measured, by the GPU's name. So reports of
 two such machines have the same floor."""
 _COPY_BYTES = 1 << 28
-"""Several times the L2 cache of any GPU."""
+"""At least twice the L2 cache of any GPU."""
 _COPIES = 10
 
 

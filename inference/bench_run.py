@@ -9,6 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from megatron_async.assembly import resolve_device
+
 from .bandwidth import copy_bandwidth
 from .bench_baselines import measure_baselines
 from .bench_decode_run import DecodeBench
@@ -29,13 +31,15 @@ def collect(
     """Measure everything and return the report, plain JSON types, ``complete`` when nothing
     failed. ``keep`` is called with what there is so far whenever there is more."""
     load_model = partial(load_subject, args, longest=load.longest, what=load.what, seed=load.seed)
+    device = resolve_device(args.device)
+    # A copy takes memory too, which a model may leave no room for.
+    bandwidth = copy_bandwidth(device) if device.type == "cuda" else None
     subject = load_model()
-    bandwidth = copy_bandwidth(subject.device) if subject.device.type == "cuda" else None
     report: dict[str, Any] = {
         "schema_version": SCHEMA_VERSION,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": command,
-        **environment(subject.device),
+        **environment(device),
         "bandwidth_bytes_per_second": bandwidth,
         "workload": args.workload,
         "shape": subject.name,
@@ -71,7 +75,7 @@ def collect(
     report["fused_decode_off"] = subject.wrapper.fused_decode_off
     if args.baseline:
         batches = bench.requests()
-        config, device, dtype = subject.config, subject.device, subject.dtype
+        config, dtype = subject.config, subject.dtype
         del subject, bench  # their memory is the baseline's now
         free_memory()
         measure_baselines(args, batches, config, device, dtype, report["baselines"], progress)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
-from megatron_async.inference import bandwidth
+from megatron_async.inference import bandwidth, bench_run
 from megatron_async.inference.bandwidth import copy_bandwidth
+from megatron_async.inference.cli import main
 from megatron_async.inference.shapes import SHAPES, build_shape, floor_ms, weight_bytes
+from megatron_async.inference.subject import Subject
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +49,50 @@ def test_random_weights_are_small_but_not_zero(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.dim() == 2:
             assert 0.005 < float(parameter.std()) < 0.05, name
+
+
+def test_bandwidth_is_measured_before_the_model_takes_the_memory(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    order: list[str] = []
+    load = bench_run.load_subject
+
+    def measure(device: torch.device) -> float:
+        order.append(str(device))
+        return 1e12
+
+    def load_after(*args: Any, **kwargs: Any) -> Subject:
+        order.append("model")
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(bench_run, "resolve_device", lambda name: torch.device("cuda", 3))
+    monkeypatch.setattr(
+        bench_run, "environment", lambda device: {"device": str(device), "device_name": "A GPU"}
+    )
+    monkeypatch.setattr(bench_run, "copy_bandwidth", measure)
+    monkeypatch.setattr(bench_run, "load_subject", load_after)
+    path = tmp_path / "report.json"
+    options = [
+        "--shape",
+        "tiny-llama",
+        "--prompt-tokens",
+        "8",
+        "--new-tokens",
+        "24",
+        "--depths",
+        "1",
+        "--rounds",
+        "1",
+    ]
+    assert main(["bench", "--device", "cpu", *options, "--json", str(path)]) == 0
+    assert order == ["cuda:3", "model"]
+    report = json.loads(path.read_text())
+    (row,) = report["results"]
+    assert report["bandwidth_bytes_per_second"] == 1e12
+    load_of = {"batch_size": 1, "prompt_tokens": 8, "new_tokens": 24}
+    assert row["floor_ms"] == floor_ms(SHAPES["tiny-llama"], 4, 1e12, **load_of)
+    assert row["floor_share"] == pytest.approx(row["floor_ms"] / row["step_ms_mean"])
+    assert "floor at 1.00 TB/s" in capsys.readouterr().out
 
 
 @pytest.mark.gpu
