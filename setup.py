@@ -28,7 +28,7 @@ setup(
         "megatron_async.inference",
     ],
     package_dir={"megatron_async.inference": "inference"},
-    package_data={"megatron_async": ["py.typed", "assets/**", "kernels/cuda/*.cu*"]},
+    package_data={"megatron_async": ["py.typed", "assets/**", "kernels/*/*.cu*"]},
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.9,<3",

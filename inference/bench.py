@@ -157,7 +157,7 @@ def resolve(args: argparse.Namespace) -> None:
     if (args.top_k or args.top_p) and not args.temperature:
         raise ConfigError("--top-k and --top-p belong to sampling; give a --temperature above 0")
     if args.workload == "decode":
-        from megatron_async.requests import SamplingParams
+        from megatron_async.sampling_params import SamplingParams
 
         sampling = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
         SamplingParams(**sampling).validate()

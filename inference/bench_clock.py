@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_async.device.protocol import Device, Graph, PacketRing, ResultRing
-from megatron_async.graphs import MIXED
+from megatron_async.runner.cuda_graphs import MIXED
 
 
 class LaunchTimes(NamedTuple):

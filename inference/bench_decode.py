@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_async.errors import MegatronAsyncError
-from megatron_async.requests import SamplingParams
+from megatron_async.sampling_params import SamplingParams
 
 from .bench_engine import Started
 from .bench_load import Load, prompts

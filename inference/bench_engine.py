@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from megatron_async.assembly import build_context
 from megatron_async.config import EngineConfig
-from megatron_async.controller import TextGenerationController
 from megatron_async.device import open_device
-from megatron_async.engine import DynamicInferenceEngine
+from megatron_async.engine.build import build_context
+from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.runner.controller import TextGenerationController
 
 from .bench_clock import TimedDevice
 from .bench_load import HostWork, Load, RaggedLoad, add_host_work

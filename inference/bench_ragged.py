@@ -13,12 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_async.requests import (
-    DynamicInferenceRequest,
-    FinishReason,
-    RequestFuture,
-    SamplingParams,
-)
+from megatron_async.request import DynamicInferenceRequest, FinishReason, RequestFuture
+from megatron_async.sampling_params import SamplingParams
 
 from .bench_decode import profile_next
 from .bench_engine import Started

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from megatron_async.assembly import resolve_device
+from megatron_async.engine.build import resolve_device
 
 from .bandwidth import copy_bandwidth
 from .bench_baselines import measure_baselines

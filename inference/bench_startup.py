@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron_async.config import EngineConfig
-from megatron_async.requests import SamplingParams
+from megatron_async.sampling_params import SamplingParams
 
 from .bench_engine import close_engines, free_memory, start_engine
 from .bench_load import HostWork

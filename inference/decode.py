@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_async.requests import DynamicInferenceRequest, FinishReason, SamplingParams
+from megatron_async.request import DynamicInferenceRequest, FinishReason
+from megatron_async.sampling_params import SamplingParams
 
 from .progress import request_bar
 
 if TYPE_CHECKING:
-    from megatron_async.engine import DynamicInferenceEngine
-    from megatron_async.observability.counters import EngineCounters
+    from megatron_async.engine.engine import DynamicInferenceEngine
+    from megatron_async.engine.metrics import EngineCounters
 
 
 @dataclass(frozen=True, slots=True)

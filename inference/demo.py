@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from megatron_async.errors import ConfigError
-from megatron_async.requests import SamplingParams
+from megatron_async.sampling_params import SamplingParams
 
 from .options import (
     SEED,

@@ -24,8 +24,8 @@ from .options import (
 from .prompts import Job, read_jobs
 
 if TYPE_CHECKING:
-    from megatron_async.engine import DynamicInferenceEngine
-    from megatron_async.requests import SamplingParams
+    from megatron_async.engine.engine import DynamicInferenceEngine
+    from megatron_async.sampling_params import SamplingParams
 
     from .writers import Writer
 
@@ -157,7 +157,7 @@ def _submit(
 def _sampling_params(
     engine: DynamicInferenceEngine, args: argparse.Namespace, job: Job
 ) -> SamplingParams:
-    from megatron_async.requests import SamplingParams
+    from megatron_async.sampling_params import SamplingParams
 
     values = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
     values |= job.sampling

@@ -130,7 +130,7 @@ def _version(distribution: str) -> str | None:
 def _devices() -> list[str]:
     import torch
 
-    from megatron_async.kernels.cuda import tuned
+    from megatron_async.kernels.gemm import tuned
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     devices = [f"cpu: {cores} cores, {torch.get_num_threads()} threads per operator"]

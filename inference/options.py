@@ -15,7 +15,7 @@ from megatron_async.errors import ConfigError
 from .shapes import SHAPES
 
 if TYPE_CHECKING:
-    from megatron_async.engine import DynamicInferenceEngine
+    from megatron_async.engine.engine import DynamicInferenceEngine
 
 PROGRAM = "megatron-async"
 
@@ -314,7 +314,7 @@ def engine_config(args: argparse.Namespace, depth: int, *, random_seed: int = 0)
 
 def load_engine(model: str, config: EngineConfig) -> DynamicInferenceEngine:
     """The engine for ``--model``; shows the capture of graphs on a terminal, and logged steps."""
-    from megatron_async.engine import DynamicInferenceEngine
+    from megatron_async.engine.engine import DynamicInferenceEngine
 
     from .progress import show_capture
 

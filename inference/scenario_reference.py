@@ -8,7 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_async.requests import FinishReason, SamplingParams
+from megatron_async.request import FinishReason
+from megatron_async.sampling_params import SamplingParams
 
 from .decode import Outcome, Work, decode
 from .scenarios import MAX_LENGTH, Ask, Prompt, Scenario, Sizes
@@ -16,7 +17,7 @@ from .workload import NO_TERMINATION, make_prompt
 
 if TYPE_CHECKING:
     from megatron_async.config import EngineConfig
-    from megatron_async.engine import DynamicInferenceEngine
+    from megatron_async.engine.engine import DynamicInferenceEngine
 
 STOP_WINDOW = 4
 """A request that is to stop after n tokens stops after n + 1 .. n + STOP_WINDOW."""

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from megatron_async.requests import DynamicInferenceRequest, FinishReason, Status, WeightSpan
+from megatron_async.request import DynamicInferenceRequest, FinishReason, Status, WeightSpan
 
 from .decode import DepthReport, Outcome, Report, difference
 from .scenario_reference import Prepared, prepare_all, scenario_config
@@ -16,7 +16,7 @@ from .workload import crossed_blocks
 
 if TYPE_CHECKING:
     from megatron_async.config import EngineConfig
-    from megatron_async.engine import DynamicInferenceEngine
+    from megatron_async.engine.engine import DynamicInferenceEngine
 
 STANDSTILL_STEPS = 16
 """A run is given up after so many steps that launch and take nothing."""

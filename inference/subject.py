@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_async.assembly import resolve_device
 from megatron_async.checkpoint import load_pretrained
+from megatron_async.engine.build import resolve_device
 from megatron_async.errors import ConfigError
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.wrapper import GPTInferenceWrapper

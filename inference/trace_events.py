@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from megatron_async.device.cpu import Span
-from megatron_async.observability.timeline import (
+from megatron_async.engine.timeline import (
     NO_TICKET,
     DeviceStep,
     HostTimeline,

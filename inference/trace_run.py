@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from megatron_async.assembly import build_context, resolve_device
 from megatron_async.config import EngineConfig
-from megatron_async.controller import TextGenerationController
-from megatron_async.engine import DynamicInferenceEngine
-from megatron_async.errors import ConfigError
-from megatron_async.observability.timeline import (
+from megatron_async.engine.build import build_context, resolve_device
+from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.engine.timeline import (
     HostTimeline,
     start_device_timeline,
     take_device_timeline,
 )
-from megatron_async.requests import SamplingParams
+from megatron_async.errors import ConfigError
+from megatron_async.runner.controller import TextGenerationController
+from megatron_async.sampling_params import SamplingParams
 
 from .progress import show_capture
 from .subject import load_subject

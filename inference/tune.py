@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from megatron_async.errors import ConfigError
-from megatron_async.kernels.cuda.tilings import ANY_SHAPE_ROWS
+from megatron_async.kernels.gemm.tilings import ANY_SHAPE_ROWS
 
 from .options import integer, several
 from .shapes import SHAPES
@@ -68,11 +68,11 @@ def run(args: argparse.Namespace) -> int:
     """Run the command."""
     import torch
 
-    from megatron_async.assembly import resolve_device
     from megatron_async.checkpoint import describe_pretrained
-    from megatron_async.kernels.cuda import compile as cuda
-    from megatron_async.kernels.cuda import tuned
-    from megatron_async.kernels.cuda.tilings import padded
+    from megatron_async.engine.build import resolve_device
+    from megatron_async.kernels import compile as cuda
+    from megatron_async.kernels.gemm import tuned
+    from megatron_async.kernels.gemm.tilings import padded
 
     device = resolve_device(args.device)
     if device.type != "cuda":

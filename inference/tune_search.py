@@ -22,22 +22,22 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
-from megatron_async.kernels.cuda import compile as cuda
-from megatron_async.kernels.cuda.estimated_tilings import (
+from megatron_async.kernels import compile as cuda
+from megatron_async.kernels.gemm.estimated_tilings import (
     box_cuts,
     candidates,
     even_tilings,
     lane_cuts,
 )
-from megatron_async.kernels.cuda.measured_tilings import known
-from megatron_async.kernels.cuda.tilings import (
+from megatron_async.kernels.gemm.measured_tilings import known
+from megatron_async.kernels.gemm.tilings import (
     ANY_SHAPE_ROWS,
     SHARED_BYTES,
     Tiling,
     padded,
 )
 from megatron_async.models.config import ModelConfig
-from megatron_async.models.fused_decode import FusedDecoder, Product
+from megatron_async.models.fused.decoder import FusedDecoder, Product
 
 from .shapes import build_shape
 

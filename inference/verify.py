@@ -23,7 +23,7 @@ from .scenario_table import TABLE
 from .scenarios import MAX_LENGTH, MAX_SCENARIO_DEPTH, Scenario, Sizes
 
 if TYPE_CHECKING:
-    from megatron_async.engine import DynamicInferenceEngine
+    from megatron_async.engine.engine import DynamicInferenceEngine
 
     from .decode import Report
 

@@ -6,12 +6,13 @@ import dataclasses
 import random
 from typing import TYPE_CHECKING
 
-from megatron_async.requests import DynamicInferenceRequest, FinishReason, SamplingParams
+from megatron_async.request import DynamicInferenceRequest, FinishReason
+from megatron_async.sampling_params import SamplingParams
 
 from .decode import Decoded, Work, decode
 
 if TYPE_CHECKING:
-    from megatron_async.engine import DynamicInferenceEngine
+    from megatron_async.engine.engine import DynamicInferenceEngine
 
 MAX_NEW_TOKENS = 48
 NO_TERMINATION = -1

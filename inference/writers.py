@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from typing import Any
 
-from megatron_async.requests import DynamicInferenceRequest
+from megatron_async.request import DynamicInferenceRequest
 
 from .progress import request_bar
 from .prompts import Job

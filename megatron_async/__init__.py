@@ -6,26 +6,33 @@ The names below are imported on first use, so that the scheduler can be used wit
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_async.version import __version__
 
 if TYPE_CHECKING:
     from megatron_async.config import EngineConfig
-    from megatron_async.context import DynamicInferenceContext
-    from megatron_async.controller import TextGenerationController
-    from megatron_async.engine import DynamicInferenceEngine
+    from megatron_async.engine.engine import DynamicInferenceEngine
     from megatron_async.models.wrapper import GPTInferenceWrapper
-    from megatron_async.requests import DynamicInferenceRequest, SamplingParams
+    from megatron_async.request import DynamicInferenceRequest
+    from megatron_async.runner.context import DynamicInferenceContext
+    from megatron_async.runner.controller import TextGenerationController
+    from megatron_async.sampling_params import SamplingParams
+
+_checkout = Path(__file__).resolve().parents[1]
+if not Path(__file__).with_name("inference").exists() and (_checkout / "inference").is_dir():
+    # Not installed: the command line lies next to the package and is found from there.
+    __path__.append(str(_checkout))
 
 _HOMES = {
-    "DynamicInferenceContext": "megatron_async.context",
-    "DynamicInferenceEngine": "megatron_async.engine",
-    "DynamicInferenceRequest": "megatron_async.requests",
+    "DynamicInferenceContext": "megatron_async.runner.context",
+    "DynamicInferenceEngine": "megatron_async.engine.engine",
+    "DynamicInferenceRequest": "megatron_async.request",
     "EngineConfig": "megatron_async.config",
     "GPTInferenceWrapper": "megatron_async.models.wrapper",
-    "SamplingParams": "megatron_async.requests",
-    "TextGenerationController": "megatron_async.controller",
+    "SamplingParams": "megatron_async.sampling_params",
+    "TextGenerationController": "megatron_async.runner.controller",
 }
 
 __all__ = [

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from megatron_async.context import DynamicInferenceContext
 from megatron_async.inference.bandwidth import copy_bandwidth
-from megatron_async.kernels import batch_invariant_triton as products
-from megatron_async.kernels import paged_attention_triton as attention
-from megatron_async.kernels import rope_append
+from megatron_async.kernels.attention import paged_decode_triton as attention
+from megatron_async.kernels.attention import rope_append
+from megatron_async.kernels.gemm import batch_invariant_triton as products
+from megatron_async.runner.context import DynamicInferenceContext
 
 CALLS = 20
 REPLAYS = 10

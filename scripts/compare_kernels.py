@@ -1,8 +1,8 @@
 """Time a decode step with these CUDA sources beside the same step with others, on a GPU.
 
     mkdir -p /tmp/before
-    git archive HEAD~1 megatron_async/kernels/cuda | tar -x -C /tmp/before
-    python scripts/compare_kernels.py /tmp/before/megatron_async/kernels/cuda --shape llama8b
+    git archive HEAD~1 megatron_async/kernels | tar -x -C /tmp/before
+    python scripts/compare_kernels.py /tmp/before/megatron_async/kernels --shape llama8b
 
 The folder takes the place of this package's sources alone: both sides are cut and called by the
 same Python. The two steps take turns, so that what clocks and power do hits both alike; each is a
@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from megatron_async.inference.shapes import SHAPES
 from megatron_async.inference.tune_search import ERROR_LIMIT, Rig, Step
-from megatron_async.kernels.cuda import compile as cuda
+from megatron_async.kernels import compile as cuda
 
 
 def capture(rig: Rig, sources: Path) -> Step:
@@ -64,8 +64,8 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--replays", type=int, default=20, help="steps of each mean")
     args = parser.parse_args()
-    if not (args.other / "linear.cu").is_file():
-        parser.error(f"{args.other} holds no linear.cu; name a folder kernels/cuda")
+    if not (args.other / "gemm" / "linear.cu").is_file():
+        parser.error(f"{args.other} holds no gemm/linear.cu; name a folder kernels")
     wrong = False
     print("shape, rows, context: us with the others -> us with these, ratio, error")
     for rows in map(int, args.rows.split(",")):

@@ -20,9 +20,9 @@ from tqdm import tqdm
 
 from megatron_async.config import EngineConfig
 from megatron_async.device.cpu import CpuDevice, Span
-from megatron_async.engine import DynamicInferenceEngine
-from megatron_async.requests import SamplingParams
-from megatron_async.ticket import StepResult, Ticket
+from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.sampling_params import SamplingParams
+from megatron_async.step.plan import StepResult, Ticket
 
 
 class HostClock:

@@ -31,9 +31,9 @@ from megatron_async.inference.tune_search import (
     short_list,
     spread,
 )
-from megatron_async.kernels.cuda import attention as cuda_attention
-from megatron_async.kernels.cuda import linear as cuda_linear
-from megatron_async.kernels.cuda.tilings import MAX_ROWS
+from megatron_async.kernels.attention import decode_attention as cuda_attention
+from megatron_async.kernels.gemm import skinny_gemm as cuda_linear
+from megatron_async.kernels.gemm.tilings import MAX_ROWS
 
 Cut = tuple[int, ...]
 

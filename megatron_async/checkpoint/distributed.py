@@ -15,6 +15,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from megatron_async import megatron_compat as compat
 from megatron_async.checkpoint.distributed_metadata import (
     StoredChunk,
     StoredTensor,
@@ -23,7 +24,6 @@ from megatron_async.checkpoint.distributed_metadata import (
 from megatron_async.checkpoint.files import one_line, read_json
 from megatron_async.checkpoint.native import copy_tokenizer_files, write_config
 from megatron_async.errors import CheckpointError
-from megatron_async.models import compat
 from megatron_async.models.config import ModelConfig
 
 from megatron.core import dist_checkpointing, parallel_state  # isort: skip

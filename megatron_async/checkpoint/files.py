@@ -15,7 +15,7 @@ from megatron_async.checkpoint.targets import Target
 from megatron_async.config import MAX_COUNT
 from megatron_async.errors import CheckpointError
 from megatron_async.models.config import ModelConfig
-from megatron_async.requests import MAX_STOP_TOKEN_IDS
+from megatron_async.sampling_params import MAX_STOP_TOKEN_IDS
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

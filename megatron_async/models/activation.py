@@ -50,7 +50,7 @@ class SwiGLU(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if fusable(x):
-            from megatron_async.kernels.swiglu import swiglu
+            from megatron_async.kernels.norm.swiglu import swiglu
 
             return swiglu(x)
         gate, up = x.chunk(2, dim=-1)

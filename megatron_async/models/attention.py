@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
 from megatron_async.errors import ConfigError
-from megatron_async.models import compat  # noqa: F401  (before megatron)
 from megatron_async.models.norm import RMSNorm, fusable
 from megatron_async.models.rope import RotaryTable, apply_rope
 

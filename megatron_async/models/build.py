@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron_async import megatron_compat as compat
 from megatron_async.errors import ConfigError
-from megatron_async.models import compat
 from megatron_async.models.attention import PagedSelfAttention
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.gpt import GPTModel

@@ -7,7 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_async.models import compat  # noqa: F401  (before megatron)
+from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.rope import RotaryTable
 

@@ -35,14 +35,14 @@ class _Norm(torch.nn.Module):
 
         For tensors that are :func:`fusable` only: the norm is computed in the same kernel.
         """
-        from megatron_async.kernels.add_rms_norm import add_norm
+        from megatron_async.kernels.norm.add_norm import add_norm
 
         hidden, normed = add_norm(x, residual, self.weight, self.bias, self.eps, x_bias)
         hidden.normed_by = (self, normed)  # type: ignore[attr-defined]
         return hidden
 
     def _fused(self, x: Tensor) -> Tensor:
-        from megatron_async.kernels.add_rms_norm import add_norm
+        from megatron_async.kernels.norm.add_norm import add_norm
 
         norm, normed = getattr(x, "normed_by", (None, x))
         if norm is self:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_async.models import compat  # noqa: F401  (before megatron)
+from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
 from megatron_async.models.activation import GELU, GELUTanh, SwiGLU
 from megatron_async.models.attention import NoCoreAttention, PagedSelfAttention
 from megatron_async.models.config import ModelConfig

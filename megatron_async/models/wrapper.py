@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_async.kernels.batch_invariant import batch_invariant_mode
+from megatron_async.kernels.gemm.batch_invariant import batch_invariant_mode
 from megatron_async.models.adapt import adapt_model
 from megatron_async.models.gpt import GPTModel
 
@@ -86,7 +86,7 @@ class GPTInferenceWrapper:
         elif not fused_decode:
             self.fused_decode_off = "fused_decode=False"
         else:
-            from megatron_async.models import fused_decode as fused
+            from megatron_async.models.fused import decoder as fused
 
             self.fused_decode_off = fused.why_not(self.model)
             if self.fused_decode_off is None:

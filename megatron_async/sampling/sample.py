@@ -64,7 +64,7 @@ def sample_tokens(
     parameters = (inverse_temperature, top_k, top_p, seed, position)
     _check_parameters(logits, *parameters)
     if logits.is_cuda and _has_triton():
-        from megatron_async.kernels.sample import sample_tokens_gpu
+        from megatron_async.kernels.sampling.sample_triton import sample_tokens_gpu
 
         return sample_tokens_gpu(logits, *parameters)
     if logits.is_cuda:

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections import deque
 
 from megatron_async.errors import IntegrityError
-from megatron_async.requests import FinishReason
+from megatron_async.request import FinishReason
 from megatron_async.scheduler.events import Change, Commit, Event
-from megatron_async.scheduler.lifecycle import Lifecycle
-from megatron_async.scheduler.pressure import choose_victims
-from megatron_async.scheduler.sequence import Sequence, State
-from megatron_async.ticket import Admission, BlockGrant, Plan, PrefillChunk, RowMap, StepResult
+from megatron_async.scheduler.preemption import choose_victims
+from megatron_async.scheduler.request_state import Sequence, State
+from megatron_async.scheduler.request_table import Lifecycle
+from megatron_async.step.plan import Admission, BlockGrant, Plan, PrefillChunk, RowMap, StepResult
 
 
 class Scheduler(Lifecycle):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_async.engine import DynamicInferenceEngine
-from megatron_async.observability.counters import EngineCounters
-from megatron_async.requests import SamplingParams
+from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.engine.metrics import EngineCounters
+from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import DEPTHS, config_at
 
 

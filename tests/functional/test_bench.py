@@ -29,7 +29,7 @@ from megatron_async.inference.cli import main
 from megatron_async.inference.shapes import SHAPES, build_shape, floor_ms
 from megatron_async.inference.subject import Subject
 from megatron_async.models.wrapper import GPTInferenceWrapper
-from megatron_async.requests import SamplingParams
+from megatron_async.sampling_params import SamplingParams
 
 Capture = pytest.CaptureFixture[str]
 SMALL = ("--shape", "tiny-llama", "--prompt-tokens", "8", "--new-tokens", "24", "--device", "cpu")

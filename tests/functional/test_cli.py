@@ -17,7 +17,7 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron_async.checkpoint import save_native
-from megatron_async.engine import DynamicInferenceEngine
+from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.inference import decode as decode_module
 from megatron_async.inference.cli import main
 from megatron_async.inference.scenario_table import TABLE
@@ -25,7 +25,7 @@ from megatron_async.inference.workload import Witnesses
 from megatron_async.inference.writers import JsonWriter
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig
-from megatron_async.requests import DynamicInferenceRequest
+from megatron_async.request import DynamicInferenceRequest
 
 END = 256
 MAX_LENGTH = 256

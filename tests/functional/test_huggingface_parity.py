@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 
-from megatron_async.engine import DynamicInferenceEngine
-from megatron_async.requests import SamplingParams
+from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import DEPTHS, config_at
 
 SIZES: dict[str, Any] = dict(

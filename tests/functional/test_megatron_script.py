@@ -17,8 +17,8 @@ from megatron_async import (
     SamplingParams,
     TextGenerationController,
 )
+from megatron_async import megatron_compat as compat
 from megatron_async.errors import ConfigError
-from megatron_async.models import compat
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig
 

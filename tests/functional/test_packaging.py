@@ -55,7 +55,7 @@ def test_wheel_holds_every_source_and_asset(wheel: Path) -> None:
     for path in (ROOT / "inference").glob("*.py"):
         expected.add(f"megatron_async/inference/{path.name}")
     package = ROOT / "megatron_async"
-    cuda_sources = (package / "kernels" / "cuda").glob("*.cu*")
+    cuda_sources = (package / "kernels").glob("*/*.cu*")
     assets = (package / "assets").rglob("*")
     for path in (*package.rglob("*.py"), *cuda_sources, *assets):
         if path.is_file():

@@ -9,7 +9,7 @@ from itertools import combinations
 import pytest
 
 from megatron_async.config import EngineConfig
-from megatron_async.engine import DynamicInferenceEngine
+from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.inference.decode import Outcome
 from megatron_async.inference.scenario_reference import Prepared, prepare_all, scenario_config
 from megatron_async.inference.scenario_run import Run
@@ -23,7 +23,7 @@ from megatron_async.inference.scenarios import (
     Witness,
     pairs_shown,
 )
-from megatron_async.requests import FinishReason
+from megatron_async.request import FinishReason
 from tests.support.engines import DEPTHS, config_at
 
 BY_NAME = {scenario.name: scenario for scenario in TABLE}

@@ -13,6 +13,12 @@ import torch
 from megatron_async.device import cuda_timeline
 from megatron_async.device.cpu import CpuDevice, Span
 from megatron_async.device.cuda_timeline import CudaTimeline
+from megatron_async.engine.timeline import (
+    HostTimeline,
+    device_steps,
+    start_device_timeline,
+    take_device_timeline,
+)
 from megatron_async.inference.cli import main
 from megatron_async.inference.trace_events import (
     DEVICE_LANE,
@@ -24,12 +30,6 @@ from megatron_async.inference.trace_events import (
     trace_events,
 )
 from megatron_async.inference.trace_kernels import KernelProfiler, clock_shift_ns, kernels_of
-from megatron_async.observability.timeline import (
-    HostTimeline,
-    device_steps,
-    start_device_timeline,
-    take_device_timeline,
-)
 from tests.support.engines import hash_engine, sampling_params
 from tests.support.oracle import Ask
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import pytest
 import torch
 
-from megatron_async.kernels.cuda import compile as cuda
+from megatron_async.kernels import compile as cuda
 from tests.support import emulator
 
 LIMIT = 1e-2

@@ -16,8 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async.kernels.cuda import attention, linear, sample
-from megatron_async.kernels.cuda import compile as cuda
+from megatron_async.kernels import compile as cuda
+from megatron_async.kernels.attention import decode_attention as attention
+from megatron_async.kernels.gemm import skinny_gemm as linear
+from megatron_async.kernels.sampling import sample_cuda as sample
 
 COMPILER = shutil.which("g++")
 _INTRINSICS = Path(__file__).with_name("emulated_intrinsics.hpp")
@@ -130,9 +132,10 @@ def kernel(source: str, defines: Mapping[str, int], device: torch.device) -> Emu
 
 def source_text(source: str) -> str:
     """C++ that means what the kernel's source means, with an entry point ``run``."""
-    folder = cuda.SOURCES
-    types = (folder / "types.cuh").read_text()
-    rest = (folder / "arithmetic.cuh").read_text() + (folder / f"{source}.cu").read_text()
+    types = (cuda.SOURCES / "include" / "types.cuh").read_text()
+    rest = (cuda.SOURCES / "include" / "arithmetic.cuh").read_text() + cuda.source_file(
+        source
+    ).read_text()
     assert rest.count("asm") == 0, "inline assembly belongs into intrinsics.cuh"
     intrinsics = _INTRINSICS.read_text()
     head, mark, tail = intrinsics.partition("namespace emulator {")
@@ -155,7 +158,7 @@ extern "C" const char* run(void** values, const int* grid, int ranges, void** be
 
 def shared_bytes(source: str, several: Sequence[Mapping[str, int]]) -> list[int]:
     """What a kernel with each of these macros takes of shared memory, without building it."""
-    lines = (cuda.SOURCES / f"{source}.cu").read_text().splitlines()
+    lines = cuda.source_file(source).read_text().splitlines()
     formulas = [line for line in lines if line.startswith("#define")]
     text = ["#include <cstdio>"]
     for defines in several:

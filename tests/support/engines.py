@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from megatron_async.assembly import build_context, resolve_device
 from megatron_async.config import EngineConfig
-from megatron_async.controller import TextGenerationController
 from megatron_async.device.protocol import Device
-from megatron_async.engine import DynamicInferenceEngine
-from megatron_async.requests import SamplingParams
+from megatron_async.engine.build import build_context, resolve_device
+from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.runner.controller import TextGenerationController
+from megatron_async.sampling_params import SamplingParams
 from tests.support.hash_model import VOCAB_SIZE, HashModel
 from tests.support.oracle import Ask
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import torch
 
-from megatron_async.context import DynamicInferenceContext
 from megatron_async.models.wrapper import KVCacheSpec
+from megatron_async.runner.context import DynamicInferenceContext
 
 VOCAB_SIZE = 61
 MODULUS = 2**31 - 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_async.inference.shapes import SHAPES
-from megatron_async.kernels.cuda.tilings import (
+from megatron_async.kernels.gemm.tilings import (
     ADD,
     GELU_TANH,
     LAYER_NORM,

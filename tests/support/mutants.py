@@ -16,21 +16,21 @@ from unittest.mock import patch
 
 import torch
 
-from megatron_async import program
 from megatron_async.cache.prefix_cache import ROOT, PrefixCache
-from megatron_async.context import DynamicInferenceContext
-from megatron_async.controller import TextGenerationController
 from megatron_async.device.cpu import CpuDevice, CpuPacketRing, CpuResultRing
-from megatron_async.engine import DynamicInferenceEngine
+from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import IntegrityError
-from megatron_async.graphs import StepGraphs
-from megatron_async.packet import ROW_SLOT
-from megatron_async.program import StepProgram
+from megatron_async.runner import step_program as program
+from megatron_async.runner.context import DynamicInferenceContext
+from megatron_async.runner.controller import TextGenerationController
+from megatron_async.runner.cuda_graphs import StepGraphs
+from megatron_async.runner.step_program import StepProgram
 from megatron_async.scheduler.events import Commit
+from megatron_async.scheduler.request_state import Sequence, State
 from megatron_async.scheduler.scheduler import Scheduler, _row_map
-from megatron_async.scheduler.sequence import Sequence, State
 from megatron_async.scheduler.slots import SlotTable
-from megatron_async.ticket import Plan, StepResult
+from megatron_async.step.packet import ROW_SLOT
+from megatron_async.step.plan import Plan, StepResult
 
 GATE_SECONDS = 10.0
 """How long a gated device waits for its host at most."""

@@ -25,7 +25,9 @@ class Case:
         if rows is not None:
             query, lengths = query[rows], lengths[rows]
             table, slots = (table, rows) if by_slot else (table[rows], None)
-        from megatron_async.kernels.paged_attention_triton import paged_decode_attention_triton
+        from megatron_async.kernels.attention.paged_decode_triton import (
+            paged_decode_attention_triton,
+        )
 
         return paged_decode_attention_triton(
             query, self.keys, self.values, table, lengths, self.scale, slots

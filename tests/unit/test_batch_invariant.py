@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_async.context import DynamicInferenceContext
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.wrapper import GPTInferenceWrapper
+from megatron_async.runner.context import DynamicInferenceContext
 
 BLOCK_SIZE = 4
 COLUMNS = 80

@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_async.errors import ConfigError
-from megatron_async.kernels.batch_invariant import batch_invariant_mode
+from megatron_async.kernels.gemm.batch_invariant import batch_invariant_mode
 from tests.support.interpreter import compiled, interpreted
 
 try:
-    from megatron_async.kernels import batch_invariant_triton
+    from megatron_async.kernels.gemm import batch_invariant_triton
 except ImportError:
     batch_invariant_triton = None  # type: ignore[assignment]
 

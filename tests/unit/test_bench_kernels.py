@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_async.kernels import rope_append
-from megatron_async.kernels.cuda import compile as cuda
+from megatron_async.kernels import compile as cuda
+from megatron_async.kernels.attention import rope_append
 from tests.support.cuda_kernels import LIMIT, device, on_both, relative_error
 
 __all__ = ["device"]

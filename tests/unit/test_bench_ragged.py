@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_async.engine import DynamicInferenceEngine
+from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.inference import bench_ragged_run
 from megatron_async.inference.bench_load import RaggedLoad, log_normal
 from megatron_async.inference.bench_ragged import arrivals, make_wishes, with_stops

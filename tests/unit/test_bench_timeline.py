@@ -105,7 +105,8 @@ def test_percentile_of_few_values() -> None:
 
 def test_kernels_that_mark_steps_exist() -> None:
     pytest.importorskip("triton", reason="the kernels need triton")
-    from megatron_async.kernels import rings, step_state
+    from megatron_async.kernels import rings
+    from megatron_async.kernels.sampling import step_state
 
     decode = [step_state._finish_and_publish_kernel, step_state._read_packet_and_begin_kernel]
     mixed = [rings._publish_kernel, rings._read_packet_kernel]

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from megatron_async.checkpoint import load_pretrained, save_distributed, save_native
 from megatron_async.errors import CheckpointError
-from megatron_async.models import compat
+from megatron_async import megatron_compat as compat
 
 rank, root = int(sys.argv[1]), Path(sys.argv[2])
 torch.distributed.init_process_group(

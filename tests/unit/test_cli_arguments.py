@@ -23,7 +23,7 @@ from megatron_async.inference.options import (
 from megatron_async.inference.prompts import read_jobs
 from megatron_async.inference.shapes import SHAPES
 from megatron_async.inference.table import format_table
-from megatron_async.requests import SamplingParams
+from megatron_async.sampling_params import SamplingParams
 
 COMMANDS = ("generate", "verify", "demo", "info", "bench", "trace", "tune")
 

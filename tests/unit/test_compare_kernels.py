@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron_async.kernels.cuda import compile as cuda
+from megatron_async.kernels import compile as cuda
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -68,7 +68,8 @@ def test_other_logits_are_a_failure(
     error: float,
     status: int,
 ) -> None:
-    (tmp_path / "linear.cu").touch()
+    (tmp_path / "gemm").mkdir()
+    (tmp_path / "gemm" / "linear.cu").touch()
     times = {tmp_path: [2.0] * 3, cuda.SOURCES: [1.0] * 3}
     monkeypatch.setattr(script, "Rig", lambda *_, **__: Rig(times, error))
     monkeypatch.setattr(
@@ -87,4 +88,4 @@ def test_a_folder_without_sources_is_refused(
     monkeypatch.setattr("sys.argv", ["compare_kernels", str(tmp_path)])
     with pytest.raises(SystemExit):
         script.main()
-    assert "holds no linear.cu" in capsys.readouterr().err
+    assert "holds no gemm/linear.cu" in capsys.readouterr().err

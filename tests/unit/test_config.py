@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_async import memory
 from megatron_async.config import EngineConfig
-from megatron_async.engine import DynamicInferenceEngine
+from megatron_async.device import memory
+from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import CacheTooLargeError, CheckpointError, ConfigError
 from tests.support.engines import engine_at, small_engine
 from tests.support.hash_model import HashModel

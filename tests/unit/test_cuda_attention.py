@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_async.kernels.cuda import attention as decode_attention
-from megatron_async.kernels.cuda.linear import statistics_of
-from megatron_async.kernels.cuda.tilings import LAYER_NORM, RMS_NORM, SHARED_BYTES
+from megatron_async.kernels.attention import decode_attention as decode_attention
+from megatron_async.kernels.gemm.skinny_gemm import statistics_of
+from megatron_async.kernels.gemm.tilings import LAYER_NORM, RMS_NORM, SHARED_BYTES
 from tests.support import emulator
 from tests.support.cuda_kernels import LIMIT, device, emulated, on_both, relative_error
 

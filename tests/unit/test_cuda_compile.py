@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_async.kernels.cuda import compile as cuda
+from megatron_async.kernels import compile as cuda
 
 
 @pytest.fixture
@@ -44,8 +44,10 @@ def test_a_changed_source_is_compiled_again(
     compiled: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda._machine_code("embed", {"H": 64}, "sm_90")
-    for path in cuda.SOURCES.glob("*.cu*"):
-        (tmp_path / path.name).write_text(path.read_text() + "// changed")
+    for path in cuda.SOURCES.glob("*/*.cu*"):
+        changed = tmp_path / path.relative_to(cuda.SOURCES)
+        changed.parent.mkdir(exist_ok=True)
+        changed.write_text(path.read_text() + "// changed")
     monkeypatch.setattr(cuda, "SOURCES", tmp_path)
     cuda._machine_code("embed", {"H": 64}, "sm_90")
     assert len(compiled) == 2

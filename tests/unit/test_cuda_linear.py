@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_async.kernels.cuda import compile as cuda
-from megatron_async.kernels.cuda import linear as cuda_linear
-from megatron_async.kernels.cuda import tilings
-from megatron_async.kernels.cuda.linear import Linear, statistics_of
-from megatron_async.kernels.cuda.measured_tilings import MEASURED, choose
-from megatron_async.kernels.cuda.tilings import (
+from megatron_async.kernels import compile as cuda
+from megatron_async.kernels.gemm import skinny_gemm as cuda_linear
+from megatron_async.kernels.gemm import tilings
+from megatron_async.kernels.gemm.measured_tilings import MEASURED, choose
+from megatron_async.kernels.gemm.skinny_gemm import Linear, statistics_of
+from megatron_async.kernels.gemm.tilings import (
     ADD,
     GELU,
     GELU_TANH,

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_async.kernels.cuda import sample
-from megatron_async.kernels.cuda.tilings import SHARED_BYTES
+from megatron_async.kernels.gemm.tilings import SHARED_BYTES
+from megatron_async.kernels.sampling import sample_cuda as sample
 from megatron_async.sampling.sample import MAX_VOCAB_SIZE, sample_tokens_reference
 from tests.support import emulator
 from tests.support.cuda_kernels import device, emulated, on_both

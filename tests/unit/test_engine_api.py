@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async.context import _warn_of_slow_attention
-from megatron_async.engine import DynamicInferenceEngine
+from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import ConfigError, RequestError
-from megatron_async.requests import FinishReason, SamplingParams, Status
+from megatron_async.request import FinishReason, Status
+from megatron_async.runner.context import _warn_of_slow_attention
+from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import DEPTHS, random_ask, sampling_params, small_engine
 from tests.support.hash_model import MAX_LENGTH, VOCAB_SIZE
 from tests.support.oracle import Ask, decode_alone

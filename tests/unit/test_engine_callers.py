@@ -15,9 +15,10 @@ import numpy as np
 import pytest
 
 from megatron_async.config import EngineConfig
-from megatron_async.engine import DynamicInferenceEngine
+from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import RequestError
-from megatron_async.requests import FinishReason, SamplingParams
+from megatron_async.request import FinishReason
+from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import DEPTHS, drive, engine_at, greedy
 from tests.support.oracle import Ask, decode_alone
 

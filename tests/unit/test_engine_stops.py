@@ -15,9 +15,9 @@ import pytest
 
 from megatron_async.device.cpu import CpuDevice
 from megatron_async.device.cuda import CudaResultRing
-from megatron_async.engine import DynamicInferenceEngine
+from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.engine.output_processor import OutputBook
 from megatron_async.errors import ConfigError, EngineStoppedError, IntegrityError, RequestError
-from megatron_async.output import OutputBook
 from tests.support.engines import DEPTHS, drive, engine_at, greedy
 from tests.support.hash_model import HashModel
 from tests.support.oracle import Ask, decode_alone

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_async.assembly import build_context, resolve_device
-from megatron_async.controller import InFlight, TextGenerationController
-from megatron_async.engine import DynamicInferenceEngine
-from megatron_async.models import fused_decode
+from megatron_async.engine.build import build_context, resolve_device
+from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig, RopeScaling
+from megatron_async.models.fused import decoder as fused_decode
 from megatron_async.models.wrapper import GPTInferenceWrapper
-from megatron_async.requests import SamplingParams
-from megatron_async.ticket import Plan
+from megatron_async.runner.controller import InFlight, TextGenerationController
+from megatron_async.sampling_params import SamplingParams
+from megatron_async.step.plan import Plan
 from tests.support import emulator
 from tests.support.engines import config_at
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async.kernels.cuda.tilings import GELU, GELU_TANH, LAYER_NORM, RMS_NORM, SILU_GATE
-from megatron_async.models import fused_decode, wrapper
+from megatron_async.kernels.gemm.tilings import GELU, GELU_TANH, LAYER_NORM, RMS_NORM, SILU_GATE
+from megatron_async.models import wrapper
 from megatron_async.models.build import build_model
-from megatron_async.models.fused_coverage import epilogue_of, model_why_not, norm_kind, why_not
+from megatron_async.models.fused import decoder as fused_decode
+from megatron_async.models.fused.coverage import epilogue_of, model_why_not, norm_kind, why_not
 from megatron_async.models.wrapper import GPTInferenceWrapper
 from tests.support import emulator
 from tests.unit.test_forward_accuracy import MODELS, Rig, tiny

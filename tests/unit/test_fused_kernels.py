@@ -16,9 +16,9 @@ from tests.support.interpreter import compiled, on_devices
 from tests.unit.test_batch_invariant import MODELS, Rig
 
 try:
-    from megatron_async.kernels.add_rms_norm import add_norm, add_norm_reference
-    from megatron_async.kernels.rope_append import rope_append, rope_append_reference
-    from megatron_async.kernels.swiglu import swiglu, swiglu_reference
+    from megatron_async.kernels.attention.rope_append import rope_append, rope_append_reference
+    from megatron_async.kernels.norm.add_norm import add_norm, add_norm_reference
+    from megatron_async.kernels.norm.swiglu import swiglu, swiglu_reference
 except ImportError:  # without triton what follows is skipped, but for the model's own tests
     pass
 

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from megatron_async.engine import DynamicInferenceEngine
-from megatron_async.requests import SamplingParams
+from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.sampling_params import SamplingParams
 from tests.functional.test_batch_invariant_engine import decode_under_pressure
 from tests.support.engines import DEPTHS, config_at, hash_engine, random_ask, sampling_params
 from tests.support.oracle import Ask, decode_alone

@@ -12,16 +12,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron_async.assembly import build_context, resolve_device
-from megatron_async.context import _warn_of_slow_attention
-from megatron_async.controller import TextGenerationController
-from megatron_async.engine import DynamicInferenceEngine
+from megatron_async.engine.build import build_context, resolve_device
+from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import MegatronAsyncError
-from megatron_async.kernels.paged_attention import KERNEL_HEAD_DIM
+from megatron_async.kernels.attention.paged_attention import KERNEL_HEAD_DIM
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.wrapper import GPTInferenceWrapper
-from megatron_async.requests import SamplingParams
+from megatron_async.runner.context import _warn_of_slow_attention
+from megatron_async.runner.controller import TextGenerationController
+from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import config_at
 from tests.unit.test_forward_accuracy import Rig, draw_weights
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from megatron_async.engine import DynamicInferenceEngine
-from megatron_async.observability.counters import EngineCounters, NotOverlapped
-from megatron_async.output import OutputBook
-from megatron_async.requests import DynamicInferenceRequest, FinishReason
+from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.engine.metrics import EngineCounters, NotOverlapped
+from megatron_async.engine.output_processor import OutputBook
+from megatron_async.request import DynamicInferenceRequest, FinishReason
 from tests.support.engines import DEPTHS, hash_engine, sampling_params
 from tests.support.hash_model import VOCAB_SIZE
 from tests.support.oracle import Ask, decode_with_salts

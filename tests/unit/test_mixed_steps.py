@@ -15,15 +15,15 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_async.assembly import build_context, load_parts
-from megatron_async.controller import TextGenerationController
 from megatron_async.device.cpu import CpuDevice
 from megatron_async.device.protocol import Graph
-from megatron_async.engine import DynamicInferenceEngine
-from megatron_async.graphs import MIXED, StepGraphs, token_buckets
-from megatron_async.packet import PacketLayout, StepShape, write_packet
-from megatron_async.requests import SamplingParams
-from megatron_async.ticket import Admission, BlockGrant, Plan, PrefillChunk, RowMap
+from megatron_async.engine.build import build_context, load_parts
+from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.runner.controller import TextGenerationController
+from megatron_async.runner.cuda_graphs import MIXED, StepGraphs, token_buckets
+from megatron_async.sampling_params import SamplingParams
+from megatron_async.step.packet import PacketLayout, StepShape, write_packet
+from megatron_async.step.plan import Admission, BlockGrant, Plan, PrefillChunk, RowMap
 from tests.support.engines import DEPTHS, config_at, hash_engine, random_ask, sampling_params
 from tests.support.oracle import decode_alone
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_async import megatron_compat as compat
 from megatron_async.errors import ConfigError
-from megatron_async.models import compat
 from megatron_async.models.activation import gelu, gelu_tanh, silu
 from megatron_async.models.adapt import adapt_model
 from megatron_async.models.build import build_model

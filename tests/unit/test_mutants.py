@@ -22,14 +22,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron_async.context import DynamicInferenceContext
-from megatron_async.engine import DynamicInferenceEngine
+from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.engine.metrics import EngineCounters
 from megatron_async.errors import IntegrityError
-from megatron_async.observability.counters import EngineCounters
-from megatron_async.requests import DynamicInferenceRequest, FinishReason
+from megatron_async.request import DynamicInferenceRequest, FinishReason
+from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.scheduler.events import Commit
 from megatron_async.scheduler.scheduler import Scheduler
-from megatron_async.ticket import Plan, StepResult
+from megatron_async.step.plan import Plan, StepResult
 from tests.support.engines import DEPTHS, hash_engine, sampling_params
 from tests.support.hash_model import HashModel
 from tests.support.mutants import MUTANTS, Mutant

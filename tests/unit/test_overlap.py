@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_async.device.cpu import CpuDevice
-from megatron_async.engine import DynamicInferenceEngine
-from megatron_async.ticket import Plan, StepResult
+from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.step.plan import Plan, StepResult
 from tests.support.engines import hash_engine, sampling_params
 from tests.support.hash_model import HashModel
 from tests.support.oracle import Ask, decode_alone

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_async.kernels import paged_attention
+from megatron_async.kernels.attention import paged_attention
 from tests.support.interpreter import compiled, interpreted
 from tests.support.paged_cases import Case, make_case
 
 try:
-    from megatron_async.kernels import paged_attention_triton
+    from megatron_async.kernels.attention import paged_decode_triton as paged_attention_triton
 except ImportError:
     paged_attention_triton = None  # type: ignore[assignment]
 

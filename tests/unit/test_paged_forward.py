@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megatron_async import memory
-from megatron_async.context import DynamicInferenceContext
-from megatron_async.kernels import paged_attention
+from megatron_async.device import memory
+from megatron_async.kernels.attention import paged_attention
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.wrapper import GPTInferenceWrapper
+from megatron_async.runner.context import DynamicInferenceContext
 
 BLOCK_SIZE = 4
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_async.kernels import paged_attention
+from megatron_async.kernels.attention import paged_attention
 from tests.support.interpreter import compiled, interpreted
 
 pytest.importorskip("triton", reason="the kernel needs triton")
 
-from megatron_async.kernels.paged_prefill_triton import paged_mixed_attention_triton
+from megatron_async.kernels.attention.paged_prefill_triton import paged_mixed_attention_triton
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 UNTOUCHED = 7.0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from megatron_async import megatron_compat as compat
 from megatron_async.errors import ConfigError
-from megatron_async.models import compat
 
 
 @pytest.mark.parametrize(

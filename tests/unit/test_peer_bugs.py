@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async.controller import InFlight, TextGenerationController
 from megatron_async.device.cpu import CpuDevice
-from megatron_async.engine import DynamicInferenceEngine
+from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import IntegrityError
-from megatron_async.requests import DynamicInferenceRequest, FinishReason
+from megatron_async.request import DynamicInferenceRequest, FinishReason
+from megatron_async.runner.controller import InFlight, TextGenerationController
 from megatron_async.scheduler.scheduler import Scheduler
-from megatron_async.ticket import Plan, StepResult
+from megatron_async.step.plan import Plan, StepResult
 from tests.support.engines import DEPTHS, hash_engine, random_ask, sampling_params
 from tests.support.hash_model import VOCAB_SIZE, HashModel
 from tests.support.oracle import Ask, decode_alone

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from megatron_async.requests import DynamicInferenceEventType, Status
+from megatron_async.request import DynamicInferenceEventType, Status
 from tests.support.engines import DEPTHS, hash_engine, sampling_params
 from tests.support.oracle import Ask, decode_alone
 
@@ -53,7 +53,7 @@ def test_a_logged_step_is_a_barrier_for_itself_alone(
 ) -> None:
     ask = Ask(prompt=(3,), max_new=100)
     with (
-        caplog.at_level(logging.INFO, logger="megatron_async.loop"),
+        caplog.at_level(logging.INFO, logger="megatron_async.engine.loop"),
         hash_engine(
             depth, max_requests=1, block_count=8, inference_logging_step_interval=10
         ) as engine,

@@ -17,7 +17,11 @@ from tests.support.interpreter import compiled, interpreted
 
 pytest.importorskip("triton", reason="the kernel needs triton")
 
-from megatron_async.kernels.sample import BLOCK, sample_tokens_gpu, sample_tokens_triton
+from megatron_async.kernels.sampling.sample_triton import (
+    BLOCK,
+    sample_tokens_gpu,
+    sample_tokens_triton,
+)
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -11,15 +11,15 @@ from megatron_async.cache.block_allocator import NULL_BLOCK, BlockAllocator
 from megatron_async.cache.prefix_cache import ROOT, PrefixCache
 from megatron_async.cache.retire_queue import RetireQueue
 from megatron_async.errors import IntegrityError
-from megatron_async.requests import FinishReason
+from megatron_async.request import FinishReason
 from megatron_async.scheduler.events import Change
 from megatron_async.scheduler.limits import Limits
-from megatron_async.scheduler.pressure import choose_victims
+from megatron_async.scheduler.preemption import choose_victims
+from megatron_async.scheduler.queue import WaitingQueue
+from megatron_async.scheduler.request_state import Sequence, State
 from megatron_async.scheduler.scheduler import Scheduler
-from megatron_async.scheduler.sequence import Sequence, State
 from megatron_async.scheduler.slots import SlotTable
-from megatron_async.scheduler.waiting import WaitingQueue
-from megatron_async.ticket import Plan, StepResult
+from megatron_async.step.plan import Plan, StepResult
 
 GREEDY = (0.0, 0, 0.0, 0)
 STOP = 99

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async.assembly import build_context
 from megatron_async.config import EngineConfig
-from megatron_async.context import DynamicInferenceContext
-from megatron_async.controller import TextGenerationController
-from megatron_async.engine import DynamicInferenceEngine
+from megatron_async.engine.build import build_context
+from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import ConfigError, EngineStoppedError
+from megatron_async.runner.context import DynamicInferenceContext
+from megatron_async.runner.controller import TextGenerationController
 from tests.support.engines import drive, engine_at, greedy
 from tests.support.hash_model import HashModel
 from tests.support.oracle import Ask, decode_alone

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from megatron_async.requests import Status
+from megatron_async.request import Status
 from tests.support.engines import DEPTHS, hash_engine, sampling_params
 from tests.support.hash_model import VOCAB_SIZE
 from tests.support.oracle import Ask, decode_with_salts

@@ -17,16 +17,16 @@ import torch
 
 pytest.importorskip("triton", reason="the kernels need triton")
 
-from megatron_async import packet
-from megatron_async.context import DynamicInferenceContext
 from megatron_async.device.cpu import CpuDevice
 from megatron_async.device.cuda import CudaPacketRing, CudaResultRing
-from megatron_async.kernels import sample as sample_kernel
-from megatron_async.kernels import step_state
 from megatron_async.kernels.pdl import uses_pdl
-from megatron_async.kernels.step_state import StepKernels
-from megatron_async.packet import PacketLayout
-from megatron_async.program import RESULT_FIELDS, StepProgram
+from megatron_async.kernels.sampling import sample_triton as sample_kernel
+from megatron_async.kernels.sampling import step_state
+from megatron_async.kernels.sampling.step_state import StepKernels
+from megatron_async.runner.context import DynamicInferenceContext
+from megatron_async.runner.step_program import RESULT_FIELDS, StepProgram
+from megatron_async.step import packet
+from megatron_async.step.packet import PacketLayout
 from tests.support.engines import hash_engine, random_ask, sampling_params
 from tests.support.interpreter import compiled, interpreted, on_devices
 from tests.support.oracle import decode_alone

@@ -7,11 +7,11 @@ import math
 
 import pytest
 
-from megatron_async.kernels.cuda import tilings
-from megatron_async.kernels.cuda.estimated_tilings import candidates
-from megatron_async.kernels.cuda.linear import defines
-from megatron_async.kernels.cuda.measured_tilings import LIKE, MEASURED, choose
-from megatron_async.kernels.cuda.tilings import (
+from megatron_async.kernels.gemm import tilings
+from megatron_async.kernels.gemm.estimated_tilings import candidates
+from megatron_async.kernels.gemm.measured_tilings import LIKE, MEASURED, choose
+from megatron_async.kernels.gemm.skinny_gemm import defines
+from megatron_async.kernels.gemm.tilings import (
     ADD,
     GELU_TANH,
     LAYER_NORM,

@@ -13,15 +13,16 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from megatron_async import assembly, checkpoint
+from megatron_async import checkpoint
 from megatron_async.checkpoint import describe_pretrained, load_pretrained
-from megatron_async.engine import DynamicInferenceEngine
+from megatron_async.engine import build
+from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.inference import tune_search as tuner
 from megatron_async.inference.cli import main
-from megatron_async.kernels.cuda import compile as cuda
-from megatron_async.kernels.cuda import tuned
-from megatron_async.kernels.cuda.estimated_tilings import LEAST_STAGES
-from megatron_async.kernels.cuda.tilings import (
+from megatron_async.kernels import compile as cuda
+from megatron_async.kernels.gemm import tuned
+from megatron_async.kernels.gemm.estimated_tilings import LEAST_STAGES
+from megatron_async.kernels.gemm.tilings import (
     LAYER_NORM,
     MULTIPROCESSORS,
     RMS_NORM,
@@ -30,7 +31,7 @@ from megatron_async.kernels.cuda.tilings import (
     UNIT,
     Tiling,
 )
-from megatron_async.models.fused_decode import FusedDecoder, Product
+from megatron_async.models.fused.decoder import FusedDecoder, Product
 from tests.support.engines import config_at, greedy
 
 PRODUCT = Product(6144, 4096, RMS_NORM, STORE)
@@ -209,7 +210,7 @@ class FewProducts(Rig):
 @pytest.fixture
 def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[int]) -> None:
     monkeypatch.setenv("MEGATRON_ASYNC_CACHE", str(tmp_path))
-    monkeypatch.setattr(assembly, "resolve_device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr(build, "resolve_device", lambda name: torch.device("cuda", 0))
     monkeypatch.setattr(cuda, "device_name", lambda index: "A GPU")
     monkeypatch.setattr(cuda, "unavailable", lambda index: None)
     monkeypatch.setattr(FewProducts, "sizes", [])
@@ -340,7 +341,7 @@ def test_nothing_is_measured_where_nothing_can_be_kept_or_no_kernel_runs(
 
 def test_a_description_is_read_without_weights(tmp_path: Path) -> None:
     whole = load_pretrained("tiny")
-    config = Path(assembly.__file__).parent / "assets" / "tiny" / "config.json"
+    config = Path(build.__file__).parent / "assets" / "tiny" / "config.json"
     (tmp_path / "config.json").write_bytes(config.read_bytes())
     (tmp_path / "model.safetensors").touch()
     description = describe_pretrained(tmp_path)

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_async.assembly import build_context, resolve_device
-from megatron_async.controller import TextGenerationController
-from megatron_async.engine import DynamicInferenceEngine
+from megatron_async.engine.build import build_context, resolve_device
+from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.inference.shapes import SHAPES, build_shape
 from megatron_async.models.wrapper import GPTInferenceWrapper
-from megatron_async.requests import SamplingParams
+from megatron_async.runner.controller import TextGenerationController
+from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import config_at
 
 pytestmark = [

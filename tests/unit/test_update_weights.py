@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async.assembly import build_context
 from megatron_async.checkpoint import save_native
 from megatron_async.checkpoint.update import read_weights
-from megatron_async.controller import TextGenerationController
-from megatron_async.engine import DynamicInferenceEngine
+from megatron_async.engine.build import build_context
+from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import CheckpointError
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.gpt import GPTModel
 from megatron_async.models.wrapper import GPTInferenceWrapper
-from megatron_async.requests import SamplingParams
+from megatron_async.runner.controller import TextGenerationController
+from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import DEPTHS, config_at, hash_engine, sampling_params
 from tests.support.oracle import Ask, decode_with_salts
 

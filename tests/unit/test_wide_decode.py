@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async.context import DynamicInferenceContext
-from megatron_async.kernels import paged_attention, rope_append
-from megatron_async.kernels.cuda import attention as cuda_attention
-from megatron_async.kernels.cuda import compile as cuda
+from megatron_async.kernels import compile as cuda
+from megatron_async.kernels.attention import decode_attention as cuda_attention
+from megatron_async.kernels.attention import paged_attention, rope_append
+from megatron_async.runner.context import DynamicInferenceContext
 from tests.support import emulator
 from tests.support.cuda_kernels import LIMIT, device, emulated, on_both, relative_error
 

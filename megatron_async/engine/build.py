@@ -1,0 +1,154 @@
+"""What an engine is built from, for a model directory and a configuration."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_async.checkpoint import load_pretrained
+from megatron_async.config import EngineConfig, check_config
+from megatron_async.errors import CheckpointError, ConfigError
+from megatron_async.models.wrapper import GPTInferenceWrapper
+from megatron_async.runner.context import GIB, DynamicInferenceContext
+from megatron_async.runner.controller import TextGenerationController
+
+DEFAULT_CACHE_GIB = {"cpu": 1.0, "cuda": 16.0}
+
+
+def resolve_device(name: str | None) -> torch.device:
+    """The torch device that ``name`` means; None takes a GPU where there is one.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        device = None
+    if device is None or device.type not in DEFAULT_CACHE_GIB:
+        raise ConfigError(f"device={name!r} is not known; use cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(f"device={name!r} but PyTorch finds no GPU; use cpu")
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        if device.index >= torch.cuda.device_count():
+            raise ConfigError(
+                f"device={name!r} but there are {torch.cuda.device_count()} GPUs; use a lower index"
+            )
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")  # there is one, whatever its number
+
+
+def build_context(
+    wrapper: Any, config: EngineConfig, device: torch.device
+) -> DynamicInferenceContext:
+    """The cache and slots for a wrapped model.
+
+    Raises:
+        ConfigError: a length exceeds the model's, or the cache cannot hold what is asked.
+    """
+    length = config.max_sequence_length or wrapper.max_sequence_length
+    if length > wrapper.max_sequence_length:
+        raise ConfigError(
+            f"max_sequence_length={length} exceeds the model's {wrapper.max_sequence_length}; "
+            "lower it or leave it out"
+        )
+    spec = wrapper.kv_cache_spec
+    block_count = config.block_count
+    if block_count is None and config.buffer_size_gb is None:
+        per_request = -(-length // config.block_size_tokens)
+        elements = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim
+        block_bytes = elements * spec.dtype.itemsize * config.block_size_tokens
+        affordable = int(DEFAULT_CACHE_GIB[device.type] * GIB) // block_bytes
+        block_count = max(per_request, min(config.max_requests * per_request, affordable))
+    return DynamicInferenceContext(
+        params_dtype=spec.dtype,
+        num_layers=spec.num_layers,
+        kv_channels=spec.head_dim,
+        num_attention_heads=spec.num_kv_heads,
+        max_sequence_length=length,
+        buffer_size_gb=config.buffer_size_gb,
+        block_count=block_count,
+        max_requests=config.max_requests,
+        slot_count=config.max_requests * (config.effective_depth + 1),
+        max_tokens=config.max_tokens,
+        block_size_tokens=config.block_size_tokens,
+        num_cuda_graphs=config.num_cuda_graphs,
+        batch_invariant=config.batch_invariant,
+        device=device,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """What an engine is built from."""
+
+    controller: TextGenerationController
+    context: DynamicInferenceContext
+    eos_token_ids: tuple[int, ...] | None
+    model_name: str
+
+
+def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
+    """The parts of an engine for a model directory.
+
+    Raises:
+        CheckpointError: the directory is missing, corrupt or not supported.
+        ConfigError: the configuration does not suit the model or the machine.
+    """
+    check_config(config)
+    if not isinstance(path, str | os.PathLike):
+        raise CheckpointError(f"path={path!r} must be 'tiny' or the path of a model directory")
+    device = resolve_device(config.device)
+    dtype = None if config.dtype is None else getattr(torch, config.dtype)
+    pretrained = load_pretrained(path, device=device, dtype=dtype)
+    wrapper = GPTInferenceWrapper(pretrained.model, batch_invariant=config.batch_invariant)
+    return EngineParts(
+        TextGenerationController(wrapper, pretrained.tokenizer),
+        build_context(wrapper, config, device),
+        pretrained.eos_token_ids,
+        pretrained.name,
+    )
+
+
+def parts_over_same_weights(
+    wrapper: Any,
+    tokenizer: Any,
+    config: EngineConfig,
+    device: torch.device,
+    eos_token_ids: tuple[int, ...] | None,
+    model_name: str,
+) -> EngineParts:
+    """The parts of another engine over the weights of a wrapped model.
+
+    Raises:
+        ConfigError: the configuration names another device or dtype than the weights'.
+    """
+    check_config(config)
+    if config.device is not None and resolve_device(config.device) != resolve_device(str(device)):
+        raise ConfigError(
+            f"device={config.device!r} but the weights are on {device}; leave it out, or load the "
+            "model again"
+        )
+    dtype = wrapper.kv_cache_spec.dtype
+    if config.dtype is not None and getattr(torch, config.dtype) != dtype:
+        raise ConfigError(
+            f"dtype={config.dtype!r} but the weights are {dtype}; leave it out, or load the model "
+            "again"
+        )
+    if isinstance(wrapper, GPTInferenceWrapper):
+        wrapper = GPTInferenceWrapper(wrapper.model, batch_invariant=config.batch_invariant)
+    return EngineParts(
+        TextGenerationController(wrapper, tokenizer),
+        build_context(wrapper, config, device),
+        eos_token_ids,
+        model_name,
+    )

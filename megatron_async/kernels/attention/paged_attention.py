@@ -1,0 +1,239 @@
+"""Attention over a paged KV cache: the readable references, and the way to the kernel.
+
+A block table maps a sequence's positions to blocks: position p lies in block ``table[p // bs]`` at
+offset ``p % bs`` (the layout of vLLM's PagedAttention, Kwon et al. 2023). The references compute
+in the cache's dtype with PyTorch's scaled dot product attention.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+LENGTH_MULTIPLE = 64
+"""Rows are attended over their KV length rounded up to this many tokens. The padded length of a
+row depends on that row alone, so its result does not depend on the rows beside it."""
+
+ROWS_AT_ONCE = 32
+"""Most rows whose keys and values are gathered at once."""
+
+QUERY_MULTIPLE = 8
+KERNEL_HEAD_DIM = 256
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def has_kernel(query: torch.Tensor) -> bool:
+    """Whether attention with ``query`` [T, Hq, D] runs in Triton kernels."""
+    is_supported = query.dtype in KERNEL_DTYPES and query.shape[-1] <= KERNEL_HEAD_DIM
+    return query.is_cuda and is_supported
+
+
+def append_kv(
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Write key and value [T, Hkv, D] to positions ``slot_mapping`` [T] (block * bs + offset).
+
+    The caches are [blocks, bs, Hkv, D]. Padding and dead tokens point into the null block, where
+    several of them may collide.
+    """
+    key_cache.flatten(0, 1).index_copy_(0, slot_mapping, key)
+    value_cache.flatten(0, 1).index_copy_(0, slot_mapping, value)
+
+
+def paged_decode_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    table_rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One query token a row: query [R, Hq, D], lengths [R] int64, caches [blocks, bs, Hkv, D].
+
+    Row r attends to the first ``lengths[r]`` positions of the sequence whose blocks are
+    ``block_table[table_rows[r]]``; the table is [S, C], integers, and ``table_rows`` [R] int64 or
+    None for row r itself. Returns [R, Hq, D]. All shapes are static, so this can be captured, and
+    a row's bits do not depend on the other rows, nor on how many there are.
+
+    On CUDA this is the Triton kernel where it applies, else
+    :func:`paged_decode_attention_reference`.
+    """
+    if has_kernel(query):
+        from megatron_async.kernels.attention.paged_decode_triton import (
+            paged_decode_attention_triton,
+        )
+
+        return paged_decode_attention_triton(
+            query, key_cache, value_cache, block_table, lengths, scale, table_rows
+        )
+    return paged_decode_attention_reference(
+        query, key_cache, value_cache, block_table, lengths, scale, table_rows
+    )
+
+
+def paged_decode_attention_reference(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    table_rows: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """:func:`paged_decode_attention` with PyTorch; it reads all C blocks of every row."""
+    if table_rows is not None:
+        block_table = block_table[table_rows]
+    rows, heads, head_dim = query.shape
+    if rows == 1:
+        # A lone row may run outside of a parallel region, with other matrix kernels.
+        return paged_decode_attention_reference(
+            query.expand(2, -1, -1),
+            key_cache,
+            value_cache,
+            block_table.expand(2, -1),
+            lengths.expand(2),
+            scale,
+        )[:1]
+    columns = block_table.shape[1]
+    block_size, kv_heads = key_cache.shape[1:3]
+    keys = key_cache[block_table].flatten(1, 2)
+    values = value_cache[block_table].flatten(1, 2)
+    positions = torch.arange(columns * block_size, device=query.device)
+    mask = positions[None, :] < lengths[:, None]
+    # What lies beyond a row's length may be anything, NaN included, and 0 * NaN would spread.
+    beyond = ~mask[:, :, None, None]
+    keys = keys.masked_fill(beyond, 0)
+    values = values.masked_fill(beyond, 0)
+    # The heads of a group are the queries of one attention. Padded to a multiple of 8, every
+    # thread's scratch memory is aligned alike, and the CPU gives a row the same bits on any thread.
+    group = heads // kv_heads
+    grouped = query.new_zeros(
+        rows, kv_heads, -(-group // QUERY_MULTIPLE) * QUERY_MULTIPLE, head_dim
+    )
+    grouped[:, :, :group] = query.view(rows, kv_heads, group, head_dim)
+    out = scaled_dot_product_attention(
+        grouped,
+        keys.transpose(1, 2),
+        values.transpose(1, 2),
+        attn_mask=mask[:, None, None],
+        scale=scale,
+    )
+    return out[:, :, :group].reshape(rows, heads, head_dim)
+
+
+def paged_decode_attention_by_length(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: list[int],
+    scale: float,
+) -> torch.Tensor:
+    """:func:`paged_decode_attention` for a device whose lengths the caller may read: rows of
+    like length are attended together, over no more blocks than they have, a few at a time."""
+    block_size = key_cache.shape[1]
+    unit = -(-LENGTH_MULTIPLE // block_size)
+    groups: dict[int, list[int]] = {}
+    for row, length in enumerate(lengths):
+        blocks = -(-length // block_size)
+        columns = min(-(-blocks // unit) * unit, block_table.shape[1])
+        groups.setdefault(columns, []).append(row)
+    out = torch.empty_like(query)
+    for columns, members in groups.items():
+        for first in range(0, len(members), ROWS_AT_ONCE):
+            rows = members[first : first + ROWS_AT_ONCE]
+            index = torch.tensor(rows)
+            out[index] = paged_decode_attention_reference(
+                query[index],
+                key_cache,
+                value_cache,
+                block_table[index, :columns],
+                torch.tensor([lengths[row] for row in rows]),
+                scale,
+            )
+    return out
+
+
+def paged_mixed_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    chunks: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """The prefill chunks of a step: query [T, Hq, D], caches [blocks, bs, Hkv, D].
+
+    Entry n of ``chunks`` [N, 4] int32 is (slot, first, length, start): tokens ``first .. first +
+    length`` are positions ``start ..`` of the sequence whose blocks are ``block_table[slot]``; the
+    table is [S, C] int64, and the keys and values of these positions are in the cache already.
+    Causal. Chunks follow each other in the order of their tokens; entries of length 0 come last,
+    with ``first`` = T. Writes the tokens of chunks to ``out`` [T, Hq, D] and leaves the others.
+
+    On CUDA this is the Triton kernel, whose launch depends on shapes alone, where
+    :func:`has_kernel` says so; the reference reads ``chunks`` on the host.
+    """
+    if has_kernel(query):
+        from megatron_async.kernels.attention.paged_prefill_triton import (
+            paged_mixed_attention_triton,
+        )
+
+        paged_mixed_attention_triton(query, key_cache, value_cache, block_table, chunks, scale, out)
+        return
+    paged_mixed_attention_reference(query, key_cache, value_cache, block_table, chunks, scale, out)
+
+
+def paged_mixed_attention_reference(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    chunks: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """:func:`paged_mixed_attention` with PyTorch, chunk after chunk."""
+    for slot, first, length, start in chunks.tolist():
+        if length:
+            tokens = slice(first, first + length)
+            out[tokens] = paged_prefill_attention(
+                query[tokens], key_cache, value_cache, block_table[slot], start, scale
+            )
+
+
+def paged_prefill_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    start: int,
+    scale: float,
+) -> torch.Tensor:
+    """A chunk of one sequence: query [T, Hq, D] at positions ``start .. start + T``.
+
+    ``block_table`` [C] int64 covers at least start + T positions, whose keys and values (the
+    chunk's own included) are in the cache already. Causal. Returns [T, Hq, D].
+    """
+    tokens = query.shape[0]
+    length = start + tokens
+    block_size = key_cache.shape[1]
+    blocks = block_table[: -(-length // block_size)]
+    keys = key_cache[blocks].flatten(0, 1)[:length]
+    values = value_cache[blocks].flatten(0, 1)[:length]
+    positions = torch.arange(length, device=query.device)
+    mask = positions[None, :] <= positions[start:, None]
+    out = scaled_dot_product_attention(
+        query.transpose(0, 1)[None],
+        keys.transpose(0, 1)[None],
+        values.transpose(0, 1)[None],
+        attn_mask=mask[None, None],
+        scale=scale,
+        enable_gqa=True,
+    )
+    return out[0].transpose(0, 1)

@@ -1,0 +1,202 @@
+"""Triton kernel of paged prefill attention: the chunks of one step, of any requests, in one launch.
+
+The tiling is FlashAttention-2's (Dao, 2023) with the query heads of a group packed beside each
+other, over vLLM's block tables. Which chunk a program works on it finds in the step's chunk table
+on the device, so the grid depends on shapes alone and the launch can be captured. Tiles count from
+the beginning of their chunk and keys from the beginning of the sequence: a token's bits depend on
+its chunk, and on nothing that is beside it in the step.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_async.kernels.attention.paged_decode_triton import LOG2_E, NEG_INF, accumulate
+from megatron_async.step import packet
+
+KEY_TILE_BYTES = 16384
+"""Keys of a tile of 16-bit values; stages of it and of the values are in shared memory."""
+
+WIDTH = tl.constexpr(packet.CHUNK_WIDTH)
+SLOT = tl.constexpr(packet.CHUNK_SLOT)
+FIRST = tl.constexpr(packet.CHUNK_FIRST)
+LENGTH = tl.constexpr(packet.CHUNK_LENGTH)
+START = tl.constexpr(packet.CHUNK_START)
+NO_CHUNK = tl.constexpr(1 << 30)
+
+
+@triton.jit
+def _attend_tile(
+    start, query, position, end, highest, mass, total, key_ptr, value_ptr, table_ptr,
+    key_block, key_token, value_block, value_token, scale,
+    IS_DIAGONAL: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    TILE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Keys ``start .. start + TILE`` into the running maximum, mass and unnormalised sum."""
+    d = tl.arange(0, D_PAD)
+    place = start + tl.arange(0, TILE)
+    if BLOCK_SIZE % TILE == 0:
+        block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
+        token = start % BLOCK_SIZE + tl.arange(0, TILE)
+    else:
+        # Behind the last token the table may end.
+        block = tl.load(table_ptr + place // BLOCK_SIZE, mask=place < end, other=0).to(tl.int64)
+        token = place % BLOCK_SIZE
+    key_at = (block * key_block + token * key_token)[:, None] + d[None, :]
+    value_at = (block * value_block + token * value_token)[:, None] + d[None, :]
+    if IS_DIAGONAL:
+        # Masked to zero: what lies beyond the end may be NaN, and 0 * NaN would spread.
+        mask = (place < end)[:, None]
+        if D != D_PAD:
+            mask = mask & (d < D)[None, :]
+        key = tl.load(key_ptr + key_at, mask=mask, other=0.0)
+        value = tl.load(value_ptr + value_at, mask=mask, other=0.0)
+    elif D != D_PAD:
+        in_head = tl.broadcast_to((d < D)[None, :], [TILE, D_PAD])
+        key = tl.load(key_ptr + key_at, mask=in_head, other=0.0)
+        value = tl.load(value_ptr + value_at, mask=in_head, other=0.0)
+    else:
+        key = tl.load(key_ptr + key_at)
+        value = tl.load(value_ptr + value_at)
+
+    score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+    if IS_DIAGONAL:
+        score = tl.where(place[None, :] <= position[:, None], score, NEG_INF)
+    return accumulate(score, value, highest, mass, total, PRECISION)
+
+
+@triton.jit
+def _prefill_kernel(
+    query_ptr, key_ptr, value_ptr, table_ptr, chunks_ptr, out_ptr, chunk_count,
+    query_row, query_head, out_row, out_head, key_block, key_token, key_head,
+    value_block, value_token, value_head, table_row, scale,
+    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, CHUNKS_PAD: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of tokens of one chunk, for the heads of one group."""
+    TOKENS: tl.constexpr = ROWS // GROUP
+    kv_head = tl.program_id(0)
+    # The last tiles of a chunk attend to most: they go first.
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    # A chunk's tiles begin at `first // TOKENS + index`, which leaves room for the ragged tiles of
+    # all chunks before it. Entries behind the last chunk begin behind the last tile.
+    index = tl.arange(0, CHUNKS_PAD)
+    first_ptr = chunks_ptr + index * WIDTH + FIRST
+    firsts = tl.load(first_ptr, mask=index < chunk_count, other=NO_CHUNK)
+    chunk = tl.sum((firsts // TOKENS + index <= tile).to(tl.int32), 0) - 1
+    if chunk < 0:
+        return
+    chunks_ptr += chunk * WIDTH
+    first = tl.load(chunks_ptr + FIRST)
+    offset = (tile - first // TOKENS - chunk) * TOKENS
+    count = tl.minimum(tl.load(chunks_ptr + LENGTH) - offset, TOKENS)
+    if count <= 0:
+        return
+    table_ptr += tl.load(chunks_ptr + SLOT).to(tl.int64) * table_row
+    begin = tl.load(chunks_ptr + START) + offset
+    end = begin + count
+
+    row = tl.arange(0, ROWS)
+    token = (first + offset + row // GROUP).to(tl.int64)
+    head = kv_head * GROUP + row % GROUP
+    position = begin + row // GROUP
+    d = tl.arange(0, D_PAD)
+    is_row = (row < count * GROUP)[:, None]
+    if D != D_PAD:
+        is_row = is_row & (d < D)[None, :]
+    query_at = (token * query_row + head * query_head)[:, None] + d[None, :]
+    query = tl.load(query_ptr + query_at, mask=is_row, other=0.0)
+    key_ptr += kv_head * key_head
+    value_ptr += kv_head * value_head
+
+    highest = tl.full([ROWS], NEG_INF, tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS, D_PAD], tl.float32)
+    # Tiles that all of the tokens see, then those that only some do.
+    seen = (begin + 1) // TILE * TILE
+    for start in range(0, seen, TILE):
+        highest, mass, total = _attend_tile(
+            start, query, position, end, highest, mass, total, key_ptr, value_ptr, table_ptr,
+            key_block, key_token, value_block, value_token, scale,
+            False, BLOCK_SIZE, D, D_PAD, TILE, PRECISION,
+        )  # fmt: skip
+    for start in range(seen, end, TILE):
+        highest, mass, total = _attend_tile(
+            start, query, position, end, highest, mass, total, key_ptr, value_ptr, table_ptr,
+            key_block, key_token, value_block, value_token, scale,
+            True, BLOCK_SIZE, D, D_PAD, TILE, PRECISION,
+        )  # fmt: skip
+    out = (total / mass[:, None]).to(out_ptr.dtype.element_ty)
+    out_at = (token * out_row + head * out_head)[:, None] + d[None, :]
+    tl.store(out_ptr + out_at, out, mask=is_row)
+
+
+class Tiling(NamedTuple):
+    """How a dtype and a head size are tiled; chosen so that nothing spills on sm_90."""
+
+    rows: int
+    """Queries of a tile, tokens times heads of a group; a larger group takes more."""
+    keys: int
+    warps: int
+    stages: int
+
+
+def tiling(head_pad: int, dtype: torch.dtype) -> Tiling:
+    """The tiling for heads padded to ``head_pad``; exact fp32 products go through no tensor core
+    and hold their operands in registers."""
+    if dtype is torch.float32:
+        return Tiling(32, 16, 8, 2)
+    return Tiling(64, max(16, min(64, KEY_TILE_BYTES // (head_pad * dtype.itemsize))), 4, 3)
+
+
+def paged_mixed_attention_triton(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    block_table: Tensor,
+    chunks: Tensor,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """``paged_attention.paged_mixed_attention`` for bfloat16, float16 and float32, D <= 256.
+
+    Caches may be strided; only their head dimension must be contiguous. Nothing waits for the
+    device, and the launch depends on shapes alone.
+
+    Raises:
+        ValueError: the last dimension of a cache, of a table or of ``out`` is strided.
+    """
+    tokens, heads, head_dim = query.shape
+    block_size, kv_heads = key_cache.shape[1:3]
+    if any(x.stride(-1) != 1 for x in (key_cache, value_cache, block_table, out)):
+        raise ValueError("the last dimensions of caches, block table and out must be contiguous")
+    if not chunks.is_contiguous():
+        raise ValueError("the chunk table must be contiguous")
+    if query.stride(2) != 1:
+        query = query.contiguous()
+    count = chunks.shape[0]
+    group = heads // kv_heads
+    head_pad = max(16, triton.next_power_of_2(head_dim))
+    plan = tiling(head_pad, query.dtype)
+    rows = max(plan.rows, triton.next_power_of_2(group))
+    tiles = tokens // (rows // group) + min(count, tokens)
+    if not tiles:
+        return
+    _prefill_kernel[(kv_heads, tiles)](
+        query, key_cache, value_cache, block_table, chunks, out, count,
+        query.stride(0), query.stride(1), out.stride(0), out.stride(1),
+        key_cache.stride(0), key_cache.stride(1), key_cache.stride(2),
+        value_cache.stride(0), value_cache.stride(1), value_cache.stride(2),
+        block_table.stride(0), scale * LOG2_E,
+        BLOCK_SIZE=block_size, GROUP=group, D=head_dim, D_PAD=head_pad, ROWS=rows,
+        TILE=plan.keys, CHUNKS_PAD=triton.next_power_of_2(count),
+        PRECISION="ieee" if query.dtype is torch.float32 else "tf32",
+        num_warps=plan.warps, num_stages=plan.stages,
+    )  # fmt: skip

@@ -1,0 +1,268 @@
+"""Compile the CUDA C++ sources of this folder with NVRTC, keep the machine code, launch it.
+
+``cuda.bindings`` (NVIDIA's Python bindings) and NVRTC come with PyTorch's CUDA builds. Compiled
+kernels are kept in ``$MEGATRON_ASYNC_CACHE`` (default ``~/.cache/megatron_async``), by a digest of
+everything that went into them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import logging
+import os
+import uuid
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_async.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+SOURCES = Path(__file__).parent
+_COMMON = ("types.cuh", "intrinsics.cuh", "arithmetic.cuh")
+_NUMBERS = {float: ctypes.c_float, int: ctypes.c_int}
+
+
+@functools.cache
+def unavailable(device_index: int) -> str | None:
+    """Why these kernels do not run on a GPU; None if they do."""
+    if (
+        importlib.util.find_spec("cuda") is None
+        or importlib.util.find_spec("cuda.bindings") is None
+    ):
+        return "cuda.bindings is not installed (pip install cuda-bindings)"
+    if torch.cuda.get_device_capability(device_index) < (9, 0):
+        return "the GPU is older than compute capability 9.0"
+    try:
+        _check(_nvrtc().nvrtcVersion())
+    except Exception as error:  # the shared library is missing, or too old: each has its own type
+        return f"NVRTC does not load: {error}"
+    return None
+
+
+def source_file(source: str) -> Path:
+    """Where the source of kernel ``source`` is."""
+    (path,) = SOURCES.glob(f"*/{source}.cu")
+    return path
+
+
+class Kernel:
+    """A compiled kernel: ``launch`` queues it on the current stream.
+
+    Args:
+        source: a file in one of the folders here, without ``.cu``; also the name of its kernel.
+        defines: preprocessor macros, all integers.
+        architecture: as NVRTC names it.
+    """
+
+    def __init__(self, source: str, defines: Mapping[str, int], architecture: str) -> None:
+        self.name = source
+        code = _machine_code(source, defines, architecture)
+        driver = _driver()
+        module = _check(driver.cuModuleLoadData(code))
+        self._module = module  # loaded as long as a graph may replay it
+        self._function = _check(driver.cuModuleGetFunction(module, source.encode()))
+        attributes = driver.CUfunction_attribute
+        most = attributes.CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK
+        self.threads = _check(driver.cuFuncGetAttribute(most, self._function))
+        address, size = _check(driver.cuModuleGetGlobal(module, b"shared_bytes"))
+        value = ctypes.c_int()
+        _check(driver.cuMemcpyDtoH(ctypes.addressof(value), address, size))
+        self.shared_bytes = value.value
+        dynamic = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _check(driver.cuFuncSetAttribute(self._function, dynamic, self.shared_bytes))
+        self._attribute = driver.CUlaunchAttribute()
+        self._attribute.id = (
+            driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        )
+        overlaps = driver.CUlaunchAttributeValue()
+        overlaps.programmaticStreamSerializationAllowed = 1
+        self._attribute.value = overlaps
+
+    def launch(self, grid: tuple[int, int, int], *arguments: Any) -> None:
+        """Queue it. Tensors go as their addresses, None as a null pointer, tensor maps as they are;
+        the caller sees to shapes, and to tensors living until the kernel has run."""
+        driver = _driver()
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
+        config.sharedMemBytes = self.shared_bytes
+        config.hStream = torch.cuda.current_stream().cuda_stream
+        config.attrs = [self._attribute]
+        config.numAttrs = 1
+        values: list[Any] = []
+        types: list[Any] = []
+        for argument in arguments:
+            if argument is None or isinstance(argument, torch.Tensor):
+                values.append(0 if argument is None else argument.data_ptr())
+                types.append(ctypes.c_void_p)
+            else:
+                values.append(argument)
+                types.append(_NUMBERS.get(type(argument)))  # None: it knows itself how it is passed
+        _check(
+            driver.cuLaunchKernelEx(config, self._function, (tuple(values), tuple(types)), 0),
+            self.name,
+        )
+
+
+def tensor_map(
+    tensor: Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]
+) -> Any:
+    """How bulk copies find boxes of a bfloat16 tensor, swizzled by 128 bytes: an argument of
+    :meth:`Kernel.launch`. It holds the tensor's address, not the tensor.
+
+    Args:
+        sizes, box: elements by dimension, the innermost first; that of the box is 128 bytes wide.
+        strides: bytes from one to the next, of all dimensions but the innermost.
+    """
+    driver = _driver()
+    return _check(
+        driver.cuTensorMapEncodeTiled(
+            driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+            len(sizes),
+            tensor.data_ptr(),
+            [driver.cuuint64_t(size) for size in sizes],
+            [driver.cuuint64_t(stride) for stride in strides],
+            [driver.cuuint32_t(size) for size in box],
+            [driver.cuuint32_t(1) for _ in sizes],
+            driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        ),
+        "cuTensorMapEncodeTiled",
+    )
+
+
+def architecture(device_index: int) -> str:
+    """What to compile for."""
+    major, minor = torch.cuda.get_device_capability(device_index)
+    return f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
+
+
+def device_name(device_index: int) -> str:
+    """What a device is called; devices of one name take the same time."""
+    return torch.cuda.get_device_name(device_index)
+
+
+def has_wgmma(device_index: int) -> bool:
+    """Whether a device has what Hopper alone has: products straight from shared memory."""
+    return architecture(device_index) == "sm_90a"
+
+
+@functools.cache
+def _kernel(source: str, defines: tuple[tuple[str, int], ...], device_index: int) -> Kernel:
+    with torch.cuda.device(device_index):
+        return Kernel(source, dict(defines), architecture(device_index))
+
+
+def kernel(source: str, defines: Mapping[str, int], device: torch.device) -> Kernel:
+    """The kernel of ``source`` with these macros, compiled and loaded at most once a process."""
+    return _kernel(source, tuple(sorted(defines.items())), device.index or 0)
+
+
+def compile_together(work: Sequence[tuple[str, Mapping[str, int]]], architecture: str) -> None:
+    """Compile kernels side by side, each once, so that :func:`kernel` finds them on disk."""
+    distinct = {(source, tuple(sorted(defines.items()))) for source, defines in work}
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        list(pool.map(lambda item: _machine_code(item[0], dict(item[1]), architecture), distinct))
+
+
+def cache_directory() -> Path:
+    """Where compiled kernels are kept."""
+    own = os.environ.get("MEGATRON_ASYNC_CACHE")
+    return Path(own) if own else Path.home() / ".cache" / "megatron_async"
+
+
+def keep(path: Path, content: bytes) -> None:
+    """Write a file as a whole: readers and other writers see the one before or this one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
+    try:
+        partial.write_bytes(content)
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _machine_code(source: str, defines: Mapping[str, int], architecture: str) -> bytes:
+    text = "".join((SOURCES / "include" / name).read_text() for name in _COMMON)
+    text += source_file(source).read_text()
+    options = [f"--gpu-architecture={architecture}", "--std=c++17"]
+    options += [f"-D{name}={int(value)}" for name, value in sorted(defines.items())]
+    version = _check(_nvrtc().nvrtcVersion())
+    digest = hashlib.sha256(repr((text, options, version)).encode()).hexdigest()
+    path = cache_directory() / f"{source}-{digest[:32]}.cubin"
+    if path.is_file():
+        return path.read_bytes()
+    code = _compile(text, source, options)
+    try:
+        keep(path, code)
+    except OSError as error:
+        _warn_of_no_cache(f"{path.parent}: {error.strerror}")
+    return code
+
+
+@functools.cache
+def _warn_of_no_cache(reason: str) -> None:
+    logger.warning(
+        "compiled kernels cannot be kept, so every start compiles them (%s); set "
+        "MEGATRON_ASYNC_CACHE to a directory that can be written to",
+        reason,
+    )
+
+
+def _compile(text: str, source: str, options: list[str]) -> bytes:
+    nvrtc = _nvrtc()
+    program = _check(nvrtc.nvrtcCreateProgram(text.encode(), f"{source}.cu".encode(), 0, [], []))
+    try:
+        encoded = [option.encode() for option in options]
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(encoded), encoded)
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
+            _check(nvrtc.nvrtcGetProgramLog(program, log))
+            shown = log.decode(errors="replace").strip("\0 \n")
+            raise ConfigError(f"{source}.cu does not compile with {options}:\n{shown}")
+        code: bytes = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
+        _check(nvrtc.nvrtcGetCUBIN(program, code))
+        return code
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+@functools.cache
+def _nvrtc() -> Any:
+    from cuda.bindings import nvrtc
+
+    return nvrtc
+
+
+@functools.cache
+def _driver() -> Any:
+    from cuda.bindings import driver
+
+    return driver
+
+
+def _check(result: tuple[Any, ...], what: str = "CUDA") -> Any:
+    """The values of a call of ``cuda.bindings``.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    status, *values = result
+    if int(status) != 0:
+        raise RuntimeError(f"{what} failed: {status.name}")
+    return values[0] if len(values) == 1 else tuple(values)

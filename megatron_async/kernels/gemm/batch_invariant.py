@@ -1,0 +1,157 @@
+"""A scope in which matrix products on CUDA give each row bits of its own.
+
+Libraries choose kernels, tiles and splits by the number of rows, so a token computed in a prefill
+chunk and again in a decode step differs in its last bits (He et al., "Defeating Nondeterminism in
+LLM Inference", 2025). Inside :func:`batch_invariant_mode` every product with a 2D matrix goes to
+one kernel with one order of summation instead, and what would depend on the batch raises.
+
+Elementwise functions, embeddings, ``rms_norm`` and ``layer_norm`` are left alone: PyTorch's CUDA
+kernels give each row to one block, laid out by the row's own size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from megatron_async.errors import ConfigError
+
+
+@contextmanager
+def batch_invariant_mode() -> Iterator[None]:
+    """Route matrix products on CUDA to ``matmul_by_row`` in this thread until the scope ends.
+
+    What a graph captures inside the scope stays so. On the CPU nothing changes: products there
+    give a row the same bits in any number of rows that is a multiple of 8.
+
+    Raises:
+        ConfigError: (inside the scope) an operation on CUDA mixes rows, or has no kernel here.
+    """
+    with _BatchInvariantMode():
+        yield
+
+
+def _by_row(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    from megatron_async.kernels.gemm.batch_invariant_triton import DTYPES, matmul_by_row
+
+    if b.dim() != 2 or a.dim() < 1:
+        raise ConfigError(
+            f"a product of shapes {tuple(a.shape)} and {tuple(b.shape)} depends on the batch: in "
+            "batch-invariant mode the second factor must be a 2D matrix"
+        )
+    if a.dtype not in DTYPES:
+        raise ConfigError(
+            f"batch-invariant mode has no product of {a.dtype}: use bfloat16, float16 or float32"
+        )
+    return matmul_by_row(a, b, bias)
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return _by_row(input, weight.t(), bias)
+
+
+def _matmul(input: Tensor, other: Tensor) -> Tensor:
+    return _by_row(input, other)
+
+
+def _mm(input: Tensor, mat2: Tensor) -> Tensor:
+    return _by_row(input, mat2)
+
+
+def _rmatmul(self: Tensor, other: Tensor) -> Tensor:
+    return _by_row(other, self)
+
+
+def _addmm(
+    input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
+    if beta == 1 and alpha == 1 and input.dim() == 1:
+        return _by_row(mat1, mat2, input)
+    product = _by_row(mat1, mat2)
+    return product * alpha + input * beta
+
+
+_ROUTES: dict[Any, Callable[..., Tensor]] = {
+    F.linear: _linear,
+    torch.matmul: _matmul,
+    Tensor.matmul: _matmul,
+    Tensor.__matmul__: _matmul,
+    Tensor.__rmatmul__: _rmatmul,
+    torch.mm: _mm,
+    Tensor.mm: _mm,
+    torch.addmm: _addmm,
+    Tensor.addmm: _addmm,
+}
+
+_MIXES_ROWS: frozenset[Any] = frozenset(
+    {
+        F.bilinear,
+        F.conv1d,
+        F.conv2d,
+        F.conv3d,
+        F.multi_head_attention_forward,
+        F.scaled_dot_product_attention,
+        Tensor.addbmm,
+        Tensor.addbmm_,
+        Tensor.addmm_,
+        Tensor.addmv,
+        Tensor.addmv_,
+        Tensor.baddbmm,
+        Tensor.baddbmm_,
+        Tensor.bmm,
+        Tensor.dot,
+        Tensor.inner,
+        Tensor.mv,
+        torch.addbmm,
+        torch.addmv,
+        torch.baddbmm,
+        torch.bmm,
+        torch.chain_matmul,
+        torch.dot,
+        torch.einsum,
+        torch.inner,
+        torch.linalg.matmul,
+        torch.linalg.multi_dot,
+        torch.linalg.vecdot,
+        torch.mv,
+        torch.tensordot,
+    }
+)
+
+
+class _BatchInvariantMode(TorchFunctionMode):
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        route = _ROUTES.get(func)
+        if route is None and func not in _MIXES_ROWS:
+            return func(*args, **kwargs)
+        if not _on_cuda(args) and not _on_cuda(kwargs.values()):
+            return func(*args, **kwargs)
+        if route is None:
+            raise ConfigError(
+                f"{getattr(func, '__name__', func)} may depend on the batch: batch-invariant mode "
+                "has only products with a 2D matrix (linear, matmul, mm, addmm)"
+            )
+        if "out" in kwargs:
+            raise ConfigError("batch-invariant mode has no out= for products: leave it out")
+        return route(*args, **kwargs)
+
+
+def _on_cuda(values: Any) -> bool:
+    return any(
+        value.is_cuda if isinstance(value, Tensor) else _on_cuda(value)
+        for value in values
+        if isinstance(value, Tensor | list | tuple)
+    )

@@ -1,0 +1,85 @@
+"""How ``sample.cu`` is cut up and called."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron_async.kernels import compile as cuda
+from megatron_async.kernels.compile import kernel
+from megatron_async.kernels.gemm.tilings import MULTIPROCESSORS, SHARED_BYTES
+
+THREADS = 512
+BLOCKS = 8
+"""Of a cluster: the most that every GPU of this capability runs."""
+AT_ONCE = 2 * MULTIPROCESSORS // BLOCKS
+"""Clusters that run beside each other. More of them with less work each are faster for rows without
+a filter, up to four a row (an H200, 128,256 and 151,936 ids)."""
+DTYPES = (torch.bfloat16, torch.float32)
+EXCHANGE_BYTES = 4096
+"""What a block takes of shared memory, at most, beside its part of a row."""
+
+
+def pieces(vocabulary: int, blocks: int = BLOCKS, threads: int = THREADS) -> int:
+    """Pieces of eight logits that a thread has."""
+    return -(-vocabulary // (blocks * threads * 8))
+
+
+def shared_bytes(vocabulary: int, element_size: int) -> int:
+    """What a block takes of shared memory, at most."""
+    return pieces(vocabulary) * THREADS * 8 * element_size + EXCHANGE_BYTES
+
+
+def fits(vocabulary: int, element_size: int) -> bool:
+    """Whether a cluster holds a row."""
+    return shared_bytes(vocabulary, element_size) <= SHARED_BYTES
+
+
+def takes(logits: Tensor, index: Tensor | None) -> bool:
+    """Whether :func:`best_of_rows` may be called."""
+    return (
+        logits.is_cuda
+        and logits.dtype in DTYPES
+        and (index is None or index.dtype == torch.int32)
+        and fits(logits.shape[1], logits.element_size())
+        and cuda.unavailable(logits.device.index or 0) is None
+    )
+
+
+def best_of_rows(
+    logits: Tensor,
+    parameters: Sequence[Tensor],
+    index: Tensor | None = None,
+    *,
+    clusters: int | None = None,
+    blocks: int = BLOCKS,
+    threads: int = THREADS,
+) -> Tensor:
+    """The best ids of each row, int64 ``[R, blocks of a row]``, packed for
+    ``kernels.sample.best_token``.
+
+    Args:
+        logits: ``[R, V]`` of one of ``DTYPES``; rows may be strided.
+        parameters: inverse temperature, top-k, top-p, seed and position, as for
+            ``sampling.sample_tokens``, contiguous.
+        index: int32 ``[R]``, may be strided: row r's parameters are those at ``index[r]``, at r
+            without it.
+        clusters: that share a row without a filter; None fills the GPU.
+        blocks, threads: of a cluster.
+    """
+    rows, vocabulary = logits.shape
+    own = pieces(vocabulary, blocks, threads)
+    if clusters is None:
+        clusters = min(own, 4 if rows * 4 <= AT_ONCE else 2 if rows <= AT_ONCE else 1)
+    best = torch.empty((rows, clusters * blocks), dtype=torch.int64, device=logits.device)
+    defines = {
+        "WIDE": int(logits.dtype == torch.float32), "VECTORS": own, "G": clusters, "C": blocks,
+        "THREADS": threads,
+    }  # fmt: skip
+    kernel("sample", defines, logits.device).launch(
+        (best.numel(), 1, 1), logits, logits.stride(0), vocabulary, *parameters, index,
+        0 if index is None else index.stride(0), best,
+    )  # fmt: skip
+    return best

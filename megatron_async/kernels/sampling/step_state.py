@@ -1,0 +1,256 @@
+"""Triton kernels of a decode step around the model: S in two, H2D and the head of F in one.
+
+The reference is the torch code of ``program.StepProgram``, which the CPU runs. ``finish`` and
+``begin`` are one program each: a step's rows are few, and a barrier then orders what one row
+writes before what another reads (a grant may be for another row's slot).
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_async.cache.block_allocator import NULL_BLOCK as NULL_BLOCK_
+from megatron_async.kernels.pdl import pdl_enter, uses_pdl
+from megatron_async.kernels.rings import release
+from megatron_async.kernels.sampling.sample_triton import best_token, sample_splits
+from megatron_async.sampling.sample import candidates
+from megatron_async.step import packet
+
+MAX_ROWS_AT_ONCE = 256
+MAX_WORDS_AT_ONCE = 4096
+NUM_WARPS = 4
+
+NULL_BLOCK = tl.constexpr(NULL_BLOCK_)
+WIDTH = tl.constexpr(packet.ROW_WIDTH)
+SLOT = tl.constexpr(packet.ROW_SLOT)
+SAMPLES = tl.constexpr(packet.ROW_SAMPLES)
+GRANT_SLOT = tl.constexpr(packet.ROW_GRANT_SLOT)
+GRANT_COLUMN = tl.constexpr(packet.ROW_GRANT_COLUMN)
+GRANT_BLOCK = tl.constexpr(packet.ROW_GRANT_BLOCK)
+
+
+class SlotState(Protocol):
+    """Device-resident state by slot: ``context.DynamicInferenceContext``."""
+
+    block_size_tokens: int
+    last_token: torch.Tensor
+    kv_length: torch.Tensor
+    finished: torch.Tensor
+    block_table: torch.Tensor
+    inverse_temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    seed: torch.Tensor
+    max_total: torch.Tensor
+    stop_ids: torch.Tensor
+
+
+class DecodeBatch(NamedTuple):
+    """What F needs to know of the rows of a decode step, each [R] int64."""
+
+    token_ids: torch.Tensor
+    position_ids: torch.Tensor
+    slots: torch.Tensor
+    slot_mapping: torch.Tensor
+    lengths: torch.Tensor
+
+
+class Ring(Protocol):
+    """A pinned ring [entries, width] int32 and the device's count [1] int64 of entries done."""
+
+    ring: torch.Tensor
+    counter: torch.Tensor
+
+
+class SequencedRing(Ring, Protocol):
+    """A ring whose count the host sees in pinned int32 [1]."""
+
+    sequence: torch.Tensor
+
+
+@triton.jit
+def _finish_and_publish_kernel(
+    packed, records, last_token, kv_length, finished, max_total, stop_ids,
+    ring, sequence, counter, entries, stride, rows, splits,
+    STOPS: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+    ON_DEVICE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # What the sampling kernel does not write is read while that runs.
+    number = tl.load(counter)
+    result = ring + number % entries * stride
+    stop = tl.arange(0, STOPS)
+    for first in range(0, rows, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        exists = row < rows
+        record = records + row * WIDTH
+        slot = tl.load(record + SLOT, mask=exists, other=0).to(tl.int64)
+        samples = tl.load(record + SAMPLES, mask=exists, other=0) != 0
+        live = samples & (tl.load(finished + slot, mask=exists, other=1) == 0)
+        at = slot[:, None] * STOPS + stop[None, :]
+        stops = tl.load(stop_ids + at, mask=exists[:, None], other=-1)
+        length = tl.load(kv_length + slot, mask=exists, other=0)
+        limit = tl.load(max_total + slot, mask=exists, other=0)
+        pdl_enter(PDL)
+        token = best_token(packed, row.to(tl.int64), exists, splits, SPLITS)
+        is_stop = tl.max((stops == token[:, None]).to(tl.int32), 1) != 0
+        ended = is_stop | (length + 1 >= limit)
+        # WAR: a small block is held by several warps; all of them have read the state.
+        tl.debug_barrier()
+        # Live rows have slots of their own. The others leave no trace: the null slot, which they
+        # share, stays finished.
+        tl.store(last_token + slot, token, mask=live)
+        tl.store(finished + slot, ended.to(tl.uint8), mask=live)
+        tl.store(result + row, token.to(tl.int32), mask=exists)
+        tl.store(result + rows + row, live.to(tl.int32), mask=exists)
+        tl.store(result + 2 * rows + row, ended.to(tl.int32), mask=exists)
+    release(sequence, counter, number, ON_DEVICE)
+
+
+@triton.jit
+def _read_packet_and_begin_kernel(
+    ring, counter, records, last_token, kv_length, finished, block_table,
+    token_ids, position_ids, slots, slot_mapping, lengths,
+    entries, stride, rows, columns,
+    BLOCK_SIZE: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    # The packet is read, over the bus, while the kernel in front runs.
+    number = tl.load(counter)
+    entry = ring + number % entries * stride
+    for first in range(0, rows * WIDTH, WORDS):
+        word = first + tl.arange(0, WORDS)
+        mask = word < rows * WIDTH
+        # The host rewrites the entry between launches: never take it from a cache.
+        words = tl.load(entry + word, mask=mask, volatile=True)
+        pdl_enter(PDL)
+        tl.store(records + word, words, mask=mask)
+    tl.debug_barrier()
+    for first in range(0, rows, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        exists = row < rows
+        record = records + row * WIDTH
+        slot = tl.load(record + GRANT_SLOT, mask=exists, other=0).to(tl.int64)
+        column = tl.load(record + GRANT_COLUMN, mask=exists, other=0)
+        block = tl.load(record + GRANT_BLOCK, mask=exists, other=0).to(tl.int64)
+        tl.store(block_table + slot * columns + column, block, mask=exists)
+    # A grant stands in any row's record: all are in the table before any row reads it.
+    tl.debug_barrier()
+    for first in range(0, rows, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        exists = row < rows
+        slot = tl.load(records + row * WIDTH + SLOT, mask=exists, other=0).to(tl.int64)
+        position = tl.load(kv_length + slot, mask=exists, other=0)
+        token = tl.load(last_token + slot, mask=exists, other=0)
+        runs = exists & (tl.load(finished + slot, mask=exists, other=1) == 0)
+        # A dead row writes to the null block, so its overshoot harms nothing at any depth.
+        at = slot * columns + position // BLOCK_SIZE
+        block = tl.load(block_table + at, mask=runs, other=NULL_BLOCK)
+        # WAR: a small block is held by several warps; all of them have read the state.
+        tl.debug_barrier()
+        tl.store(token_ids + row, token, mask=exists)
+        tl.store(position_ids + row, position, mask=exists)
+        tl.store(slots + row, slot, mask=exists)
+        tl.store(slot_mapping + row, block * BLOCK_SIZE + position % BLOCK_SIZE, mask=exists)
+        tl.store(lengths + row, position + 1, mask=exists)
+        tl.store(kv_length + slot, position + 1, mask=runs)
+    tl.store(counter, number + 1)
+
+
+def finish(
+    packed: torch.Tensor,
+    records: torch.Tensor,
+    state: SlotState,
+    results: SequencedRing,
+    *,
+    pdl: bool = False,
+) -> None:
+    """Take the tokens of ``packed`` [R, splits] (``sample.sample_splits``) for the row records
+    [R, ROW_WIDTH] int32: last tokens, ends, and the result [3, R] (token, live, ended), which is
+    published as the ring's next."""
+    rows, splits = packed.shape
+    _finish_and_publish_kernel[(1,)](
+        packed, records, state.last_token, state.kv_length, state.finished.view(torch.uint8),
+        state.max_total, state.stop_ids, results.ring, results.sequence, results.counter,
+        *results.ring.shape, rows, splits,
+        STOPS=state.stop_ids.shape[1], SPLITS=triton.next_power_of_2(splits),
+        BLOCK=_rows_at_once(rows), ON_DEVICE=packed.is_cuda, PDL=pdl,
+        num_warps=NUM_WARPS, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def begin(
+    records: torch.Tensor,
+    state: SlotState,
+    packets: Ring,
+    batch: DecodeBatch,
+    *,
+    pdl: bool = False,
+) -> None:
+    """Take the ring's next packet into the row records [R, ROW_WIDTH] int32, apply its grants,
+    fill ``batch`` and advance the lengths of the rows that run.
+
+    Lengths may advance ahead of the forward: in a decode step it reads ``batch`` alone.
+    """
+    rows, width = records.shape
+    _read_packet_and_begin_kernel[(1,)](
+        packets.ring, packets.counter, records, state.last_token, state.kv_length,
+        state.finished.view(torch.uint8), state.block_table, *batch,
+        *packets.ring.shape, rows, state.block_table.shape[1],
+        BLOCK_SIZE=state.block_size_tokens,
+        WORDS=min(MAX_WORDS_AT_ONCE, triton.next_power_of_2(rows * width)),
+        BLOCK=_rows_at_once(rows), PDL=pdl,
+        num_warps=NUM_WARPS, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def _rows_at_once(rows: int) -> int:
+    rows_at_once: int = min(MAX_ROWS_AT_ONCE, triton.next_power_of_2(rows))
+    return rows_at_once
+
+
+class StepKernels:
+    """S, H2D and the head of F of a decode step in three kernels.
+
+    ``records`` [max_rows, ROW_WIDTH] int32 is the row map of the last forward until
+    :meth:`begin` overwrites it.
+    """
+
+    def __init__(
+        self, records: torch.Tensor, state: SlotState, packets: Ring, results: SequencedRing
+    ) -> None:
+        self._records = records
+        self._state = state
+        self._packets = packets
+        self._results = results
+        self._pdl = uses_pdl(records.device)
+        shape = (len(DecodeBatch._fields), records.shape[0])
+        self._batch = torch.zeros(shape, dtype=torch.int64, device=records.device)
+
+    def sample(self, logits: torch.Tensor) -> None:
+        """S of the pending logits [R, vocabulary]."""
+        records = self._records[: logits.shape[0]]
+        state = self._state
+        packed = sample_splits(
+            candidates(logits),
+            state.inverse_temperature,
+            state.top_k,
+            state.top_p,
+            state.seed,
+            state.kv_length,
+            records[:, packet.ROW_SLOT],
+            pdl=self._pdl,
+        )
+        finish(packed, records, state, self._results, pdl=self._pdl)
+
+    def begin(self, rows: int) -> None:
+        """H2D and the head of F of a step that decodes one token in each of ``rows`` rows."""
+        begin(self._records[:rows], self._state, self._packets, self.batch(rows), pdl=self._pdl)
+
+    def batch(self, rows: int) -> DecodeBatch:
+        """What the last :meth:`begin` of so many rows filled; the next one overwrites it."""
+        return DecodeBatch(*self._batch[:, :rows])

@@ -1,1 +1,0 @@
-"""What the engine did: counters, and later traces and metrics."""

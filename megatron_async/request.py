@@ -1,0 +1,144 @@
+"""What a user gets back for a request, with megatron-core's names."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import time
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any, NamedTuple
+
+from megatron_async.sampling_params import SamplingParams
+
+
+class Status(Enum):
+    """Where a request stands."""
+
+    WAITING_IN_QUEUE = 1
+    ACTIVE_AND_GENERATING_TOKENS = 2
+    ACTIVE_BUT_NOT_GENERATING_TOKENS = 3
+    COMPLETED = 4
+    FAILED = 5
+
+
+class FinishReason(str, Enum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+class DynamicInferenceEventType(Enum):
+    """Lifecycle events of a request."""
+
+    ADD = auto()
+    PAUSE = auto()
+    EVICT = auto()
+    FINISH = auto()
+    FAIL = auto()
+    ERROR_TRANSIENT = auto()
+    ERROR_NONTRANSIENT = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicInferenceEvent:
+    """One lifecycle event; ``timestamp`` in seconds since the epoch, for people to read only."""
+
+    type: DynamicInferenceEventType
+    timestamp: float = field(default_factory=time.time)
+    payload: Any = None
+
+
+@dataclass(slots=True)
+class RequestCounters:
+    """What one request cost.
+
+    ``launched`` counts rows launched to sample a token; when the request is over it is
+    ``committed`` + ``discarded``. ``cached`` counts prompt tokens found in the prefix cache,
+    ``replayed`` tokens computed again after evictions, ``stalls`` the times it waited for a block.
+    """
+
+    launched: int = 0
+    committed: int = 0
+    discarded: int = 0
+    cached: int = 0
+    replayed: int = 0
+    stalls: int = 0
+    evictions: int = 0
+
+
+class WeightSpan(NamedTuple):
+    """Generated tokens from ``start`` on were sampled with weights ``version``."""
+
+    start: int
+    version: int
+
+
+@dataclass(kw_only=True, eq=False)
+class DynamicInferenceRequest:
+    """One request: what was asked, what has been committed so far, and how it ended.
+
+    ``generated_tokens`` grows only by commits, in order. ``latency`` is in seconds,
+    ``tpot`` lists the seconds between successive commits of this request.
+    """
+
+    request_id: int
+    prompt: str | None = None
+    prompt_tokens: list[int] = field(default_factory=list)
+    sampling_params: SamplingParams = field(default_factory=SamplingParams)
+    generated_tokens: list[int] = field(default_factory=list)
+    generated_text: str | None = None
+    generated_log_probs: list[float] | None = None
+    prompt_log_probs: list[float] | None = None
+    generated_top_n_logprobs: list[dict[str, float]] | None = None
+    prompt_top_n_logprobs: list[dict[str, float]] | None = None
+    finish_reason: FinishReason | None = None
+    weight_spans: list[WeightSpan] = field(default_factory=list)
+    status: Status = Status.WAITING_IN_QUEUE
+    arrival_time: float = field(default_factory=time.time)
+    latency: float | None = None
+    tpot: list[float] = field(default_factory=list)
+    events: list[DynamicInferenceEvent] = field(default_factory=list)
+    counters: RequestCounters = field(default_factory=RequestCounters)
+
+    @property
+    def generated_length(self) -> int:
+        """Number of tokens generated so far."""
+        return len(self.generated_tokens)
+
+    def succeeded(self) -> bool:
+        """The request ran to its end."""
+        return self.status is Status.COMPLETED
+
+    def add_event(self, type: DynamicInferenceEventType, payload: Any = None) -> None:
+        """Append a lifecycle event."""
+        self.events.append(DynamicInferenceEvent(type, payload=payload))
+
+    def merge(self, tokenizer: Any = None) -> DynamicInferenceRequest:
+        """This request: megatron-core's records are merged from parts, ours have only one."""
+        return self
+
+
+class RequestFuture(concurrent.futures.Future[DynamicInferenceRequest]):
+    """Result of ``add_request``: ``result()`` for threads, ``await`` for coroutines, while somebody
+    steps the engine. ``cancel()`` aborts the request at the next step, and so does cancelling a
+    task that awaits it."""
+
+    def cancel(self) -> bool:
+        """Abort the request, unless it has ended."""
+        if self.cancelled():
+            return True
+        if not super().cancel():
+            return False
+        # For those who wait in ``concurrent.futures.wait``; once.
+        with contextlib.suppress(concurrent.futures.InvalidStateError, RuntimeError):
+            self.set_running_or_notify_cancel()
+        return True
+
+    def __await__(self) -> Generator[Any, None, DynamicInferenceRequest]:
+        import asyncio
+
+        return asyncio.wrap_future(self).__await__()

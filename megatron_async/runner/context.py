@@ -1,0 +1,417 @@
+"""Device-resident state, addressed by slot, and what the model sees of one forward."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+import torch
+
+from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
+from megatron_async.cache.block_allocator import NULL_BLOCK
+from megatron_async.config import MAX_COUNT, MAX_REQUESTS, check_buffer_size, check_integer
+from megatron_async.device.memory import GIB, must_fit
+from megatron_async.errors import ConfigError
+from megatron_async.kernels.attention import paged_attention
+from megatron_async.kernels.attention.decode_attention import DecodeAttentions, Heads, heads_of
+from megatron_async.sampling_params import MAX_STOP_TOKEN_IDS
+
+from megatron.core.inference.contexts import BaseInferenceContext  # isort: skip
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def _warn_of_slow_attention(kv_channels: int) -> None:
+    logger.warning(
+        "a head size of %d is above %d, the largest of the Triton kernels: attention runs in "
+        "PyTorch's operations and reads whole block tables, which is slow",
+        kv_channels,
+        paged_attention.KERNEL_HEAD_DIM,
+    )
+
+
+class DynamicInferenceContext(BaseInferenceContext):
+    """KV cache and per-slot state on the device. Names of the arguments are megatron-core's.
+
+    The last slot, ``null_slot``, belongs to padding rows: it is always finished, and its block
+    table points at the null block.
+
+    Args:
+        params_dtype: dtype of keys and values.
+        num_layers: attention layers of this rank, MTP layers included.
+        kv_channels: head dimension.
+        num_attention_heads: heads in the KV cache (megatron's query groups) of this rank.
+        max_sequence_length: most tokens of a request.
+        buffer_size_gb: size of the KV cache in GiB. This or ``block_count``.
+        max_requests: most rows of a forward.
+        slot_count: slots; None is twice ``max_requests``. A slot is held until the last ticket of
+            its request has retired, so ``max_requests * (depth + 1)`` never run short.
+        max_tokens: most tokens of a forward; None leaves it to the engine.
+        block_size_tokens: tokens of a block.
+        block_count: usable blocks, the null block not counted.
+        num_cuda_graphs: most row buckets to capture; None is all.
+        device: where the state lives; None takes the current GPU, or the CPU without one.
+        batch_invariant: attend with every token as a row of its own, prefill chunks too, so that
+            a token's bits do not depend on the forward that computes it.
+
+    Raises:
+        ConfigError: a value is out of range, or the buffer holds no block.
+        CacheTooLargeError: cache and slots do not fit into the device's memory.
+    """
+
+    def __init__(
+        self,
+        *,
+        params_dtype: torch.dtype,
+        num_layers: int,
+        kv_channels: int,
+        num_attention_heads: int,
+        max_sequence_length: int,
+        buffer_size_gb: float | None = None,
+        max_requests: int = 64,
+        slot_count: int | None = None,
+        max_tokens: int | None = None,
+        block_size_tokens: int = 64,
+        block_count: int | None = None,
+        num_cuda_graphs: int | None = None,
+        materialize_only_last_token_logits: bool = True,
+        device: torch.device | str | None = None,
+        batch_invariant: bool = False,
+    ) -> None:
+        super().__init__(materialize_only_last_token_logits=True)
+        if not materialize_only_last_token_logits:
+            raise ConfigError(
+                "materialize_only_last_token_logits=False is not supported by this version; "
+                "leave it out"
+            )
+        max_requests = check_integer("max_requests", max_requests, 1, MAX_REQUESTS)
+        block_size_tokens = check_integer("block_size_tokens", block_size_tokens, 1, MAX_COUNT)
+        max_sequence_length = check_integer(
+            "max_sequence_length", max_sequence_length, 2, MAX_COUNT
+        )
+        if slot_count is not None:
+            slot_count = check_integer("slot_count", slot_count, 1, MAX_COUNT)
+        if max_tokens is not None:
+            max_tokens = check_integer("max_tokens", max_tokens, 1)
+        if device is None:
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        # Of "cuda" the current GPU: kernels are loaded for one, and another may be current later.
+        self.device = torch.empty(0, device=device).device
+        self.max_sequence_length = max_sequence_length
+        self.max_requests = max_requests
+        self.max_tokens = max_tokens
+        self.attached = False
+        """It serves an engine."""
+        self.block_size_tokens = block_size_tokens
+        self.num_cuda_graphs = num_cuda_graphs
+        self.params_dtype = params_dtype
+        self.batch_invariant = batch_invariant
+
+        token_bytes = 2 * num_layers * num_attention_heads * kv_channels * params_dtype.itemsize
+        block_bytes = token_bytes * block_size_tokens
+        size = f"block_count={block_count}"
+        if block_count is None:
+            size = f"buffer_size_gb={buffer_size_gb}"
+            if buffer_size_gb is None:
+                raise ConfigError("give buffer_size_gb or block_count")
+            check_buffer_size(buffer_size_gb)
+            block_count = int(buffer_size_gb * GIB) // block_bytes - 1
+            if block_count < 1:
+                raise ConfigError(
+                    f"buffer_size_gb={buffer_size_gb} holds no KV block: a block of "
+                    f"{block_size_tokens} tokens takes {block_bytes / GIB:.6f} GiB and one more "
+                    "is kept for padding; raise it or lower block_size_tokens"
+                )
+        else:
+            block_count = check_integer("block_count", block_count, 1, MAX_COUNT)
+        self.block_count = block_count
+        self.max_blocks_per_request = -(-max_sequence_length // block_size_tokens)
+        self.slot_count = slot_count or 2 * max_requests
+        self.null_slot = self.slot_count
+
+        with must_fit(
+            self.device,
+            (block_count + 1) * block_bytes,
+            f"the KV cache ({size}, block_size_tokens={block_size_tokens})",
+            f"{size.partition('=')[0]} or block_size_tokens",
+        ):
+            # [layers, key or value, blocks, tokens, heads, head dimension]
+            self.kv_cache = torch.zeros(
+                num_layers,
+                2,
+                block_count + 1,
+                block_size_tokens,
+                num_attention_heads,
+                kv_channels,
+                dtype=params_dtype,
+                device=self.device,
+            )
+        slots = self.slot_count + 1
+        with must_fit(
+            self.device,
+            8 * slots * (self.max_blocks_per_request + MAX_STOP_TOKEN_IDS + 8),
+            f"the state of {slots} slots for {max_sequence_length} tokens each",
+            "max_requests, depth or max_sequence_length, or raise block_size_tokens",
+        ):
+            self._make_slots()
+        if self.device.type == "cuda" and kv_channels > paged_attention.KERNEL_HEAD_DIM:
+            _warn_of_slow_attention(kv_channels)
+
+        # Metadata of the forward that runs now; set by `begin_forward` in stream order.
+        self.position_ids = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self.token_slots = self.position_ids
+        self.slot_mapping = self.position_ids
+        self._decode_rows = 0
+        self._decode_lengths = self.position_ids
+        self._decode_lengths_host: list[int] | None = None
+        self._chunks: torch.Tensor | None = None
+        self.last_token_index: torch.Tensor | None = None
+        self._decode_attentions = DecodeAttentions(self.device)
+
+    def _make_slots(self) -> None:
+        def per_slot(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(self.slot_count + 1, *shape, dtype=dtype, device=self.device)
+
+        self.last_token = per_slot(dtype=torch.int64)
+        self.kv_length = per_slot(dtype=torch.int64)
+        self.finished = per_slot(dtype=torch.bool)
+        self.block_table = per_slot(self.max_blocks_per_request, dtype=torch.int64)
+        self.inverse_temperature = per_slot(dtype=torch.float32)
+        self.top_k = per_slot(dtype=torch.int32)
+        self.top_p = per_slot(dtype=torch.float32)
+        self.seed = per_slot(dtype=torch.int64)
+        self.max_total = per_slot(dtype=torch.int64)
+        self.stop_ids = per_slot(MAX_STOP_TOKEN_IDS, dtype=torch.int64)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all slots; nothing may be in flight."""
+        for state in (self.last_token, self.kv_length, self.inverse_temperature, self.top_k):
+            state.zero_()
+        for state in (self.top_p, self.seed, self.max_total):
+            state.zero_()
+        self.block_table.fill_(NULL_BLOCK)
+        self.finished.fill_(True)
+        self.stop_ids.fill_(-1)
+
+    # --- one forward --------------------------------------------------------------------------
+
+    def begin_forward(
+        self,
+        token_slots: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        decode_rows: int,
+        chunks: torch.Tensor | None = None,
+        last_token_index: torch.Tensor | None = None,
+        read_lengths: bool = False,
+    ) -> None:
+        """Set the metadata of a forward over T tokens; runs on the device's stream.
+
+        Args:
+            token_slots: [T] int64 slot of each token; padding has the null slot.
+            positions: [T] int64 position of each token in its sequence.
+            decode_rows: the first so many tokens are one row each.
+            chunks: [N, 4] int32, the prefill chunks that follow: slot, first token, number of
+                tokens, first position; entries without tokens come last and begin at token T.
+                None means that there are none, and that each token is of another request.
+            last_token_index: [R] int64 token whose logits row r wants; None means token r.
+            read_lengths: the device may be read by the caller, so lengths may steer shapes.
+        """
+        token_slots = token_slots.contiguous()
+        block_size = self.block_size_tokens
+        blocks = self.block_table[token_slots, positions // block_size]
+        # A dead row writes to the null block, so its overshoot harms nothing at any depth.
+        blocks = torch.where(self.finished[token_slots], NULL_BLOCK, blocks)
+        self.slot_mapping = blocks * block_size + positions % block_size
+        self.token_slots = token_slots
+        self.position_ids = positions
+        self._decode_rows = decode_rows
+        self._decode_lengths = positions[:decode_rows] + 1
+        self._decode_lengths_host = self._decode_lengths.tolist() if read_lengths else None
+        self._chunks = chunks
+        self.last_token_index = last_token_index
+
+    def begin_decode(
+        self,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        lengths: torch.Tensor,
+    ) -> None:
+        """:meth:`begin_forward` of one token a row from metadata made before, each [R] int64:
+        ``slot_mapping`` is block * block size + offset, ``lengths`` are positions + 1."""
+        self.slot_mapping = slot_mapping
+        self.token_slots = slots
+        self.position_ids = positions
+        self._decode_rows = slots.shape[0]
+        self._decode_lengths = lengths
+        self._decode_lengths_host = None
+        self._chunks = None
+        self.last_token_index = None
+
+    def begin_mixed(
+        self,
+        token_slots: torch.Tensor,
+        positions: torch.Tensor,
+        *,
+        decodes: torch.Tensor,
+        chunks: torch.Tensor,
+        last_token_index: torch.Tensor,
+        read_lengths: bool,
+    ) -> None:
+        """:meth:`begin_forward` of decode rows, chunks and padding, with the counts on the device.
+
+        Args:
+            decodes: [T] bool, true for the tokens of decode rows, which come first, and padding.
+            last_token_index: [R] int64; no more than R tokens are decode rows.
+        """
+        if read_lengths:
+            rows = int((decodes & (token_slots != self.null_slot)).sum())
+        else:
+            rows = min(last_token_index.shape[0], token_slots.shape[0])
+        self.begin_forward(
+            token_slots,
+            positions,
+            decode_rows=rows,
+            chunks=chunks,
+            last_token_index=last_token_index,
+            read_lengths=read_lengths,
+        )
+        # Behind the decode rows may come tokens of chunks: as a row each attends to one position,
+        # and the attention of its chunk overwrites what comes out.
+        self._decode_lengths = torch.where(decodes[:rows], self._decode_lengths, 1)
+
+    def attend(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        softmax_scale: float,
+    ) -> torch.Tensor:
+        """Append key and value [T, Hkv, D] to ``layer`` of the cache and attend with query
+        [T, Hq, D]. Returns [T, Hq, D]; rows of padding tokens hold anything finite."""
+        keys, values = self.kv_cache[layer]
+        paged_attention.append_kv(keys, values, key, value, self.slot_mapping)
+        return self._attend_appended(query, keys, values, softmax_scale)
+
+    def attend_packed(
+        self,
+        layer: int,
+        packed: torch.Tensor,
+        softmax_scale: float,
+        cos_sin: torch.Tensor | None,
+        q_weight: torch.Tensor | None,
+        k_weight: torch.Tensor | None,
+        eps: float,
+    ) -> torch.Tensor:
+        """:meth:`attend` on CUDA from the packed projection, normed, rotated and appended by one
+        kernel (``kernels/attention/rope_append.py``). Where one kernel takes all of a decode step's
+        attention, it does that too."""
+        from megatron_async.kernels.attention.rope_append import rope_append
+
+        keys, values = self.kv_cache[layer]
+        heads = self._decode_heads(packed, cos_sin, q_weight, k_weight)
+        if heads is not None:
+            capacity = self.max_blocks_per_request * self.block_size_tokens
+            attention = self._decode_attentions.get(heads, packed.shape[0], capacity)
+            out = packed.new_empty(packed.shape[0], heads.kv_heads * heads.group, heads.head_dim)
+            attention(
+                packed.contiguous(), keys, values, self.block_table, self.token_slots,
+                self.position_ids.contiguous(), self.slot_mapping, out, scale=softmax_scale,
+                cos_sin=cos_sin, q_weight=q_weight, k_weight=k_weight, eps=eps,
+            )  # fmt: skip
+            return out
+        query = rope_append(
+            packed,
+            keys,
+            values,
+            self.slot_mapping,
+            self.position_ids,
+            cos_sin,
+            q_weight,
+            k_weight,
+            eps,
+        )
+        return self._attend_appended(query, keys, values, softmax_scale)
+
+    def _decode_heads(
+        self,
+        packed: torch.Tensor,
+        cos_sin: torch.Tensor | None,
+        q_weight: torch.Tensor | None,
+        k_weight: torch.Tensor | None,
+    ) -> Heads | None:
+        """What one kernel takes all of this step's attention as, if there is one that does."""
+        is_plain_decode = self._chunks is None and self._decode_lengths_host is None
+        if not is_plain_decode or self.batch_invariant:
+            return None
+        return heads_of(packed, self.kv_cache, cos_sin, q_weight, k_weight)
+
+    def _attend_appended(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        softmax_scale: float,
+    ) -> torch.Tensor:
+        rows = self._decode_rows
+        if self._chunks is None or self._each_token_is_a_row(query):
+            return self._attend_decode(query, keys, values, softmax_scale)
+        out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+        if rows:
+            out[:rows] = self._attend_decode(query[:rows], keys, values, softmax_scale)
+        paged_attention.paged_mixed_attention(
+            query, keys, values, self.block_table, self._chunks, softmax_scale, out
+        )
+        return out
+
+    def _each_token_is_a_row(self, query: torch.Tensor) -> bool:
+        """Whether the tokens of chunks attend like decode rows: to be invariant, or on CUDA
+        because no kernel takes the chunks."""
+        return self.batch_invariant or (query.is_cuda and not paged_attention.has_kernel(query))
+
+    def _attend_decode(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        if self._each_token_is_a_row(query):
+            # Decode rows and the tokens of chunks alike: each attends up to its own position.
+            lengths = self.position_ids + 1
+            if query.is_cuda:
+                return paged_attention.paged_decode_attention(
+                    query, keys, values, self.block_table, lengths, scale, self.token_slots
+                )
+            tables = self.block_table[self.token_slots]
+            return paged_attention.paged_decode_attention_by_length(
+                query, keys, values, tables, lengths.tolist(), scale
+            )
+        slots = self.token_slots[: self._decode_rows]
+        if self._decode_lengths_host is not None:
+            tables = self.block_table[slots]
+            return paged_attention.paged_decode_attention_by_length(
+                query, keys, values, tables, self._decode_lengths_host, scale
+            )
+        return paged_attention.paged_decode_attention(
+            query, keys, values, self.block_table, self._decode_lengths, scale, slots
+        )
+
+    # --- what megatron-core's GPTModel and TransformerBlock ask -------------------------------
+
+    def is_static_batching(self) -> bool:
+        return False
+
+    def is_decode_only(self) -> bool:
+        """True when the forward that runs now has one token for each row."""
+        return self._chunks is None
+
+    def using_cuda_graph_this_step(self) -> bool:
+        """megatron-core's own graphs stay off: the whole step is captured instead."""
+        return False
+
+    def last_token_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Rows of [1, T, H] that are sampled: [R, H]."""
+        if self.last_token_index is None:
+            return hidden_states[0]
+        return hidden_states[0, self.last_token_index]

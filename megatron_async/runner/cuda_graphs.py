@@ -1,0 +1,164 @@
+"""Graphs of a step: for each row bucket S alone, H2D -> F, and all three in one; for each token
+bucket H2D -> F of a step with prefill chunks."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from functools import partial
+
+from megatron_async.device.protocol import Device, Graph
+from megatron_async.runner.step_program import StepProgram
+from megatron_async.step.packet import StepShape
+
+CPU_ROW_MULTIPLE = 8
+"""Rows and tokens of a forward on the CPU are padded to a multiple of this: the matrix products
+then give a row the same bits whatever the other rows are."""
+
+LEAST_TOKENS = 64
+"""The smallest token bucket and the least distance of two: with fewer tokens a forward takes as
+long, since it waits for the weights."""
+
+MAX_CAPTURED_TOKENS = 4096
+"""With more tokens the host launches a step's kernels faster than they run."""
+
+MIXED = "H2D F mixed"
+"""How steps with prefill chunks are called in timelines."""
+
+
+def row_buckets(max_requests: int, *, captures: bool, count: int | None) -> list[int]:
+    """Padded row counts in ascending order; the last one holds ``max_requests`` rows.
+
+    With ``captures``: 1, 2, 4, then multiples of 8 up to 64, then of 32; thinned out to at most
+    ``count``. Without: multiples of 8.
+    """
+    if not captures:
+        top = -(-max_requests // CPU_ROW_MULTIPLE) * CPU_ROW_MULTIPLE
+        return list(range(CPU_ROW_MULTIPLE, top + 1, CPU_ROW_MULTIPLE))
+    buckets = [b for b in (1, 2, 4, *range(8, 65, 8)) if b < max_requests]
+    buckets += [b for b in range(96, max_requests, 32)]
+    buckets.append(max_requests)
+    if count is not None and count < len(buckets):
+        # Keep the largest, and the rest evenly spread.
+        step = len(buckets) / count
+        buckets = [buckets[len(buckets) - 1 - int(i * step)] for i in range(count)][::-1]
+    return buckets
+
+
+def token_buckets(max_tokens: int, *, captures: bool) -> list[int]:
+    """Padded token counts of steps with prefill chunks, ascending; the last one holds
+    ``max_tokens`` tokens.
+
+    With ``captures``: multiples of 64 up to 512, of 128 up to 1024, of 256 up to 2048 and so on,
+    so that of more than 512 tokens less than a fifth is padding. Without: multiples of 8.
+    """
+    top = -(-max_tokens // CPU_ROW_MULTIPLE) * CPU_ROW_MULTIPLE
+    if not captures:
+        return list(range(CPU_ROW_MULTIPLE, top + 1, CPU_ROW_MULTIPLE))
+    buckets = []
+    tokens = LEAST_TOKENS
+    while tokens < top:
+        buckets.append(tokens)
+        # A quarter of the power of two that it has reached.
+        tokens += max(LEAST_TOKENS, (1 << tokens.bit_length()) // 8)
+    return [*buckets, top]
+
+
+class StepGraphs:
+    """The captured shapes of one :class:`StepProgram`.
+
+    Args:
+        buckets: padded row counts, see :func:`row_buckets`.
+        token_buckets: padded token counts of steps with prefill chunks.
+        capture_mixed: capture those steps too, up to MAX_CAPTURED_TOKENS tokens. The others
+            launch the same kernels one by one.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        program: StepProgram,
+        buckets: list[int],
+        token_buckets: list[int],
+        *,
+        capture_mixed: bool,
+    ) -> None:
+        self.buckets = buckets
+        self.token_buckets = token_buckets
+        self._captured_tokens = []
+        if capture_mixed and device.captures:
+            self._captured_tokens = [t for t in token_buckets if t <= MAX_CAPTURED_TOKENS]
+        self._device = device
+        self._program = program
+        self._sample: dict[int, Graph] = {}
+        self._forward: dict[int, Graph] = {}
+        self._step: dict[int, Graph] = {}
+        self._mixed: dict[int, Graph] = {}
+
+    def bucket(self, rows: int) -> int:
+        """The smallest bucket that holds ``rows`` rows."""
+        return self.buckets[bisect.bisect_left(self.buckets, rows)]
+
+    def mixed_shape(self, rows: int, tokens: int) -> StepShape:
+        """The shape of a step with prefill chunks. Where shapes are captured its rows follow from
+        its tokens, so that there is one graph for each token bucket."""
+        tokens = self.token_buckets[bisect.bisect_left(self.token_buckets, tokens)]
+        if self._device.captures:
+            rows = min(tokens, self.buckets[-1])
+        return StepShape(self.bucket(rows), tokens)
+
+    @property
+    def capture_count(self) -> int:
+        """How often :meth:`capture` yields."""
+        return len(self.buckets) + len(self._captured_tokens)
+
+    @property
+    def graph_count(self) -> int:
+        """Graphs that :meth:`capture` makes: three for each row bucket, one with prefill chunks."""
+        return 3 * len(self.buckets) + len(self._captured_tokens)
+
+    def capture(self) -> Iterator[int]:
+        """Capture bucket after bucket, the largest first (it sizes the shared memory pool);
+        yields each when it is done. Nothing may be in flight."""
+        for tokens in reversed(self._captured_tokens):
+            work = partial(self._mixed_work, self.mixed_shape(0, tokens))
+            self._mixed[tokens] = self._device.capture(work, MIXED)
+            yield tokens
+        for rows in reversed(self.buckets):
+            capture = self._device.capture
+            self._sample[rows] = capture(partial(self._program.sample, rows), "S")
+            self._forward[rows] = capture(partial(self._forward_work, rows), "H2D F")
+            self._step[rows] = capture(partial(self._step_work, rows), "S H2D F")
+            yield rows
+
+    def sample(self, rows: int) -> Graph:
+        """S of the pending logits of a forward with this row bucket."""
+        return self._sample[rows]
+
+    def forward(self, rows: int) -> Graph:
+        """H2D -> F of a decode step."""
+        return self._forward[rows]
+
+    def step(self, rows: int) -> Graph:
+        """S -> H2D -> F: the full decode iteration, when the bucket is that of the step before."""
+        return self._step[rows]
+
+    def launch_mixed(self, shape: StepShape) -> None:
+        """H2D -> F of a step with prefill chunks, from its graph if it has one."""
+        graph = self._mixed.get(shape.tokens)
+        if graph is not None:
+            graph.replay()
+        else:
+            self._device.enqueue(partial(self._mixed_work, shape), MIXED)
+
+    def _mixed_work(self, shape: StepShape) -> None:
+        self._program.load_mixed(shape)
+        self._program.forward_mixed(shape)
+
+    def _forward_work(self, rows: int) -> None:
+        self._program.load_decode(rows)
+        self._program.forward_decode(rows)
+
+    def _step_work(self, rows: int) -> None:
+        self._program.sample(rows)
+        self._forward_work(rows)

@@ -1,0 +1,110 @@
+"""The scheduler's own record of one request."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from megatron_async.request import FinishReason
+
+
+class State(Enum):
+    """Where a sequence stands. Slot and blocks are held from PREFILLING to ENDING."""
+
+    WAITING = auto()
+    """In the queue, without slot and blocks."""
+    PREFILLING = auto()
+    DECODING = auto()
+    STALLED = auto()
+    """Left out of the row map by the scheduler until there are a row and a block for it."""
+    HELD = auto()
+    """Paused by the user."""
+    ENDING = auto()
+    """The row of its last token has been launched."""
+    EVICTING = auto()
+    """Slot and blocks are given up; its tokens in flight are still to be committed."""
+    FINISHED = auto()
+
+
+class Sequence:
+    """One request from arrival to retirement.
+
+    Launch-side fields (``prefilled``, ``launched``, ``kv_bound``, ``blocks``, ``last_ticket``) are
+    advanced by plans and run ahead of the commit-side field ``tokens``, prompt and committed
+    tokens. ``kv_bound`` is an upper bound: the device has the true KV length.
+
+    ``rank`` orders requests: the lower one is admitted first and evicted last. It never changes,
+    so the lowest of all makes progress whatever happens to the others.
+    """
+
+    __slots__ = (
+        "blocks",
+        "epoch",
+        "evictions",
+        "held",
+        "key",
+        "kv_bound",
+        "last_ticket",
+        "launched",
+        "max_new",
+        "max_total",
+        "node",
+        "prefill_end",
+        "prefilled",
+        "prompt_length",
+        "rank",
+        "reason",
+        "registered",
+        "sampling",
+        "slot",
+        "state",
+        "stop_ids",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        key: int,
+        prompt: tuple[int, ...],
+        max_new: int,
+        stop_ids: tuple[int, ...],
+        sampling: tuple[float, int, float, int],
+    ) -> None:
+        self.key = key
+        self.rank = (0, key)
+        self.state = State.WAITING
+        self.held = False
+        self.tokens = list(prompt)
+        self.prompt_length = len(prompt)
+        self.max_new = max_new
+        self.max_total = len(prompt) + max_new
+        self.stop_ids = frozenset(stop_ids)
+        self.sampling = sampling
+        self.slot = -1
+        self.epoch = -1
+        self.prefilled = 0
+        self.prefill_end = 0
+        self.launched = 0
+        self.kv_bound = 0
+        self.blocks: list[int] = []
+        self.node = 0
+        self.registered = 0
+        self.last_ticket = -1
+        self.evictions = 0
+        self.reason: FinishReason | None = None
+
+    @property
+    def committed(self) -> int:
+        """Generated tokens that the host has taken."""
+        return len(self.tokens) - self.prompt_length
+
+    def worst_case_blocks(self, block_size: int) -> int:
+        """Blocks of the longest this request can get; its last token is never written."""
+        return -(-(self.max_total - 1) // block_size)
+
+    def forget_launches(self) -> None:
+        """Back to the queue: what was launched has been committed, what was cached is gone."""
+        self.state = State.WAITING
+        self.slot = self.epoch = -1
+        self.prefilled = self.prefill_end = self.kv_bound = 0
+        self.launched = self.committed
+        self.node = self.registered = 0
