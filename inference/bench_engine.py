@@ -75,7 +75,7 @@ def start_engine(subject: Subject, config: EngineConfig, work: HostWork) -> Star
         cache_seconds=cache_seconds,
         capture_seconds=capture_seconds,
         seconds=seconds,
-        graphs=controller.graph_count,
+        graphs=engine.runner.graph_count,
     )
 
 

@@ -11,6 +11,7 @@ from megatron_async.errors import ConfigError
 DEFAULT_ASYNC_DEPTH = 1
 MAX_DEPTH = 64
 MAX_REQUESTS = 2**16
+MAX_DRAFTS = 64
 MAX_GIB = 2**30
 MAX_COUNT = 2**31 - 1
 """Of tokens and blocks: packets hold them as int32."""
@@ -84,6 +85,8 @@ class EngineConfig:
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None takes the checkpoint's on a GPU
             and float32 on a CPU.
         jitter_seed: CPU only, for tests: sleep random times around device work.
+        record: a file that gets the engine's commands with their ticket numbers; ``megatron-async
+            replay`` repeats the run.
         debug: poison consumed buffers and check invariants at every step.
 
     Raises:
@@ -109,6 +112,7 @@ class EngineConfig:
     device: str | None = None
     dtype: str | None = None
     jitter_seed: int | None = None
+    record: str | None = None
     debug: bool = False
 
     def __post_init__(self) -> None:

@@ -21,6 +21,19 @@ class EngineStoppedError(MegatronAsyncError, RuntimeError):
     """The engine is closed, or an error in a step has ended it: build a new one."""
 
 
+class ModelOutputError(MegatronAsyncError, RuntimeError):
+    """The model gave NaN for a request, which has ended; the others go on."""
+
+
+class ReentrantCallError(MegatronAsyncError, RuntimeError):
+    """A call that would step or change an engine came from inside one of its steps; nothing has
+    happened."""
+
+
+class EngineThreadError(MegatronAsyncError, RuntimeError):
+    """The engine's own thread runs its steps, so nobody else may; nothing has happened."""
+
+
 class CheckpointError(MegatronAsyncError, ValueError):
     """A model directory is missing, corrupt, or of an architecture that is not supported."""
 

@@ -29,6 +29,12 @@ class FinishReason(str, Enum):
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
+    ERROR = "error"
+    """The model gave NaN; the request's events say so."""
+
+
+DEVICE_ENDS = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR})
+"""Ends that the device finds by itself, in the step that brings the last token."""
 
 
 class DynamicInferenceEventType(Enum):
@@ -56,12 +62,14 @@ class DynamicInferenceEvent:
 class RequestCounters:
     """What one request cost.
 
-    ``launched`` counts rows launched to sample a token; when the request is over it is
-    ``committed`` + ``discarded``. ``cached`` counts prompt tokens found in the prefix cache,
+    ``launched`` counts rows launched to sample a token, and ``accepted`` the tokens that rows
+    brought beyond one; when the request is over their sum is ``committed`` + ``discarded``.
+    ``cached`` counts prompt tokens found in the prefix cache,
     ``replayed`` tokens computed again after evictions, ``stalls`` the times it waited for a block.
     """
 
     launched: int = 0
+    accepted: int = 0
     committed: int = 0
     discarded: int = 0
     cached: int = 0
@@ -77,12 +85,37 @@ class WeightSpan(NamedTuple):
     version: int
 
 
+class SamplingSpan(NamedTuple):
+    """Tokens of steps from ``ticket`` on were sampled with ``params``."""
+
+    ticket: int
+    params: SamplingParams
+
+
+class StepReport(NamedTuple):
+    """How one step was committed.
+
+    ``effective_depth`` is the number of later steps that were in flight when the host took its
+    tokens; with none the step did not overlap, and ``reason`` says why. ``committed`` and
+    ``discarded`` count its tokens.
+    """
+
+    ticket: int
+    effective_depth: int
+    overlapped: bool
+    reason: str | None
+    committed: int
+    discarded: int
+
+
 @dataclass(kw_only=True, eq=False)
 class DynamicInferenceRequest:
     """One request: what was asked, what has been committed so far, and how it ended.
 
     ``generated_tokens`` grows only by commits, in order. ``latency`` is in seconds,
-    ``tpot`` lists the seconds between successive commits of this request.
+    ``tpot`` lists the seconds between successive tokens of this request; those of one commit come
+    at once. ``steps`` has the report of each step that brought tokens, ``sampling_spans`` from
+    which step on changed sampling parameters hold.
     """
 
     request_id: int
@@ -97,6 +130,8 @@ class DynamicInferenceRequest:
     prompt_top_n_logprobs: list[dict[str, float]] | None = None
     finish_reason: FinishReason | None = None
     weight_spans: list[WeightSpan] = field(default_factory=list)
+    sampling_spans: list[SamplingSpan] = field(default_factory=list)
+    steps: list[StepReport] = field(default_factory=list)
     status: Status = Status.WAITING_IN_QUEUE
     arrival_time: float = field(default_factory=time.time)
     latency: float | None = None

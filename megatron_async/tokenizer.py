@@ -6,7 +6,7 @@ import codecs
 import functools
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,15 +71,28 @@ class DetokenizeStream(ABC):
 
 
 class _ByteLevelStream(DetokenizeStream):
-    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+    def __init__(self, token_bytes: Mapping[int, bytes]) -> None:
         self._token_bytes = token_bytes
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
-        return self._utf8.decode(self._token_bytes(token_id))
+        return self._utf8.decode(self._token_bytes[token_id])
 
     def flush(self) -> str:
         return self._utf8.decode(b"", True)
+
+
+class _TokenBytes(dict[int, bytes]):
+    """What each id of a byte-level tokenizer stands for, found at its first use."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+
+    def __missing__(self, token_id: int) -> bytes:
+        token = self._tokenizer.id_to_token(token_id)
+        found = self[token_id] = b"" if token is None else _token_to_bytes(token)
+        return found
 
 
 class _WindowStream(DetokenizeStream):
@@ -143,7 +156,9 @@ class Tokenizer:
             for token_id, token in tokenizer.get_added_tokens_decoder().items()
             if token.special
         )
-        self._bytes_of_id: dict[int, bytes] = {}
+        self._bytes = _TokenBytes(tokenizer)
+        self._visible_bytes = _TokenBytes(tokenizer)
+        self._visible_bytes.update(dict.fromkeys(self.special_ids, b""))
         self.bos_id = self._special_id("bos_token", bos_token)
         eos_id = self._special_id("eos_token", eos_token)
         self.eos_ids: tuple[int, ...] = () if eos_id is None else (eos_id,)
@@ -203,7 +218,7 @@ class Tokenizer:
         skipped = self.special_ids if skip_special_tokens else frozenset()
         if not self._byte_level:
             return _WindowStream(self._tokenizer, skipped)
-        return _ByteLevelStream(lambda i: b"" if i in skipped else self._token_bytes(i))
+        return _ByteLevelStream(self._visible_bytes if skip_special_tokens else self._bytes)
 
     @property
     def vocab_size(self) -> int:
@@ -228,11 +243,3 @@ class Tokenizer:
         if token_id is None:
             raise CheckpointError(f"{field}={token!r} is not in the vocabulary")
         return token_id
-
-    def _token_bytes(self, token_id: int) -> bytes:
-        found = self._bytes_of_id.get(token_id)
-        if found is None:
-            token = self._tokenizer.id_to_token(token_id)
-            found = b"" if token is None else _token_to_bytes(token)
-            self._bytes_of_id[token_id] = found
-        return found

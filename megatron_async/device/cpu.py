@@ -51,7 +51,8 @@ class CpuDevice:
         self.torch_device = torch.device("cpu")
         self.poison = poison
         self.timeline: list[Span] | None = [] if record else None
-        self._jitter = None if jitter_seed is None else random.Random(jitter_seed)
+        self.jitters = jitter_seed is not None
+        self._jitter = random.Random(jitter_seed)
         self._work: _Queue = queue.SimpleQueue()
         self._ticket = -1
         self.failure: BaseException | None = None
@@ -120,15 +121,16 @@ class CpuDevice:
                 self._wakes.get_nowait()
 
     def sleep_jitter(self) -> None:
-        """Sleep a random time when jitter is on."""
-        if self._jitter is not None and self._jitter.random() < 0.5:
+        """Sleep a random time."""
+        if self._jitter.random() < 0.5:
             time.sleep(self._jitter.random() * MAX_JITTER_SECONDS)
 
     def run(self, work: Callable[[], None], name: str, ticket: int) -> None:
         """On the stream's thread: one piece of work."""
         if self.failure is not None and name != "synchronize":
             return
-        self.sleep_jitter()
+        if self.jitters:
+            self.sleep_jitter()
         start = time.perf_counter_ns()
         try:
             work()
@@ -219,7 +221,8 @@ class CpuResultRing:
         if number != self._taken:
             raise IntegrityError(f"result {number} taken, {self._taken} is next")
         device = self._device
-        device.sleep_jitter()
+        if device.jitters:
+            device.sleep_jitter()
         device.wait_until(lambda: self._published > number)
         entry = self._ring[number % self._ring.shape[0]]
         values: Ints = entry[:width].numpy().copy()

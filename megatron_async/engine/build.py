@@ -11,12 +11,16 @@ import torch
 
 from megatron_async.checkpoint import load_pretrained
 from megatron_async.config import EngineConfig, check_config
+from megatron_async.device.memory import GIB
 from megatron_async.errors import CheckpointError, ConfigError
 from megatron_async.models.wrapper import GPTInferenceWrapper
-from megatron_async.runner.context import GIB, DynamicInferenceContext
+from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.controller import TextGenerationController
+from megatron_async.scheduler.limits import Limits
 
 DEFAULT_CACHE_GIB = {"cpu": 1.0, "cuda": 16.0}
+CHUNKS_AT_ONCE = 4
+"""Prefill chunks that fit into a forward beside full decode rows, unless its size is given."""
 
 
 def resolve_device(name: str | None) -> torch.device:
@@ -83,7 +87,45 @@ def build_context(
         block_size_tokens=config.block_size_tokens,
         num_cuda_graphs=config.num_cuda_graphs,
         batch_invariant=config.batch_invariant,
+        num_speculative_tokens=getattr(wrapper, "num_speculative_tokens", 0),
         device=device,
+    )
+
+
+def limits_of(
+    context: DynamicInferenceContext, config: EngineConfig, *, enable_chunked_prefill: bool
+) -> Limits:
+    """The scheduler's limits; the context's sizes win over the configuration's.
+
+    Raises:
+        ConfigError: a chunk would not fit into a forward beside the decoding rows.
+    """
+    window = 1 + context.num_speculative_tokens
+    # No prompt is longer, so a larger chunk would only ask for memory.
+    chunk = min(config.prefill_chunk_tokens, context.max_sequence_length)
+    if not enable_chunked_prefill:
+        chunk = context.max_sequence_length
+    least = context.max_requests * window + chunk
+    max_tokens = config.max_tokens if context.max_tokens is None else context.max_tokens
+    if max_tokens is None:
+        max_tokens = context.max_requests * window + CHUNKS_AT_ONCE * chunk
+    if max_tokens < least:
+        raise ConfigError(
+            f"max_tokens={max_tokens} must be at least max_requests + the prefill chunk = {least}"
+        )
+    # Nor does a step hold more than a chunk, or a window of drafts, in each row.
+    max_tokens = min(max_tokens, context.max_requests * max(chunk, window))
+    assigned_by_rows = context.max_requests * (1 + -(-window // context.block_size_tokens))
+    return Limits(
+        max_requests=context.max_requests,
+        slot_count=context.slot_count,
+        max_tokens=max_tokens,
+        prefill_chunk_tokens=chunk,
+        block_size=context.block_size_tokens,
+        block_count=context.block_count,
+        max_assignments=assigned_by_rows + 4 * context.max_blocks_per_request,
+        enable_prefix_caching=config.enable_prefix_caching,
+        window=window,
     )
 
 

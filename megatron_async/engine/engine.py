@@ -1,30 +1,60 @@
-"""The engine: what it is built from, and what is done to it as a whole."""
+"""The engine: what it is built from, and what its users call."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+import asyncio
+import atexit
+import concurrent.futures
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from megatron_async.config import EngineConfig, check_config
 from megatron_async.device import open_device
 from megatron_async.device.protocol import Device
-from megatron_async.engine.build import EngineParts, load_parts, parts_over_same_weights
-from megatron_async.engine.limits import limits_of
-from megatron_async.engine.metrics import EngineCounters, NotOverlapped
-from megatron_async.engine.output_processor import OutputBook
-from megatron_async.engine.request_validation import Intake
-from megatron_async.engine.stepper import Stepper
-from megatron_async.engine.weight_update import shared_weights
-from megatron_async.errors import CheckpointError, ConfigError, EngineStoppedError
+from megatron_async.engine.build import EngineParts, limits_of, load_parts, parts_over_same_weights
+from megatron_async.engine.commands import (
+    AbortRequest,
+    EvictRequest,
+    PauseRequest,
+    ResumeRequest,
+)
+from megatron_async.engine.engine_thread import EngineThread, StreamTable, TokenStream
+from megatron_async.engine.loop import DecodeLoop
+from megatron_async.engine.metrics import EngineCounters
+from megatron_async.engine.output_processor import OutputProcessor, TokenOutput
+from megatron_async.engine.recording import Recorder
+from megatron_async.engine.request_queue import Prompt, RequestQueue, checked_id
+from megatron_async.engine.request_validation import RequestValidator
+from megatron_async.engine.step_lock import StepLock
+from megatron_async.engine.weight_update import replace_weights, shared_weights
+from megatron_async.errors import (
+    ConfigError,
+    EngineStoppedError,
+    EngineThreadError,
+    ReentrantCallError,
+    RequestError,
+)
+from megatron_async.request import DynamicInferenceRequest, RequestFuture
 from megatron_async.runner.context import DynamicInferenceContext
-from megatron_async.runner.controller import Progress, TextGenerationController
+from megatron_async.runner.controller import TextGenerationController
+from megatron_async.runner.model_runner import Progress
+from megatron_async.sampling_params import SamplingParams
 from megatron_async.scheduler.scheduler import Scheduler
 
+STANDSTILL_SECONDS = 0.05
+"""How long ``generate`` waits before it looks again, when all requests are paused or somebody else
+steps."""
 
-class DynamicInferenceEngine(Stepper):
+
+class DynamicInferenceEngine:
     """Decodes many requests at once. Names and arguments are megatron-core's where it has them.
+
+    Either its callers step it (:meth:`step_modern`, :meth:`generate`), or a thread of its own does
+    (:meth:`start`), which :meth:`stream` starts by itself. Requests come in and are changed from
+    any thread.
 
     Args:
         controller: model and tokenizer. A controller serves one engine.
@@ -58,34 +88,31 @@ class DynamicInferenceEngine(Stepper):
     ) -> None:
         config = EngineConfig(max_requests=context.max_requests) if config is None else config
         check_config(config)
+        if enable_cuda_graph is False:
+            raise ConfigError("enable_cuda_graph=False is not supported; leave it out")
+        self.config = config
+        self.controller = controller
         self.context = context
         self.model_name = model_name
         self.eos_token_ids = eos_token_ids
-        if enable_cuda_graph is False:
-            raise ConfigError("enable_cuda_graph=False is not supported; leave it out")
         limits = limits_of(context, config, enable_chunked_prefill=enable_chunked_prefill)
-        super().__init__(
+        validator = RequestValidator(
             controller,
-            Scheduler(limits, debug=config.debug),
-            OutputBook(controller.tokenizer, track_pauses=config.track_paused_request_events),
-            config,
-            Intake(
-                controller,
-                limits,
-                vocab_size=controller.inference_wrapped_model.vocab_size,
-                max_sequence_length=context.max_sequence_length,
-                random_seed=config.random_seed if random_seed is None else random_seed,
-                eos_token_ids=eos_token_ids,
-            ),
+            limits,
+            vocab_size=controller.inference_wrapped_model.vocab_size,
+            max_sequence_length=context.max_sequence_length,
+            random_seed=config.random_seed if random_seed is None else random_seed,
+            eos_token_ids=eos_token_ids,
         )
+        recorder = None if config.record is None else Recorder(config.record, config, model_name)
         self.device = device or open_device(context.device, config)
         try:
-            controller.attach(
+            self.runner = controller.attach(
                 self.device,
                 context,
                 max_tokens=limits.max_tokens,
-                max_grants=limits.max_grants,
-                depth=self.depth,
+                max_assignments=limits.max_assignments,
+                depth=config.effective_depth,
                 poison=config.debug,
                 capture_mixed=config.capture_mixed_steps,
                 progress=progress,
@@ -94,6 +121,30 @@ class DynamicInferenceEngine(Stepper):
             if device is None:
                 self.device.close()
             raise
+        self.scheduler = Scheduler(limits, debug=config.debug)
+        self.outputs = OutputProcessor(
+            controller.tokenizer, track_pauses=config.track_paused_request_events
+        )
+        self.streams = StreamTable()
+        self.lock = StepLock((self.outputs.fail, self.streams.fail))
+        self.loop = DecodeLoop(
+            self.runner,
+            self.scheduler,
+            self.outputs,
+            validator,
+            self.lock.recover,
+            depth=config.effective_depth,
+            logging_interval=config.inference_logging_step_interval,
+            debug=config.debug,
+        )
+        self.requests = RequestQueue(self.loop.commands, self.outputs, validator, self.lock)
+        self._recorder = recorder
+        self._thread: EngineThread | None = None
+        self._thread_lock = threading.RLock()
+        self._stops_with_streams = False
+        if recorder is not None:
+            self.loop.recorder = recorder
+            self.loop.observe(recorder)
         self._weights = shared_weights(controller.weights_owner)
         with self._weights.lock:
             self._weights.join(self)
@@ -144,28 +195,334 @@ class DynamicInferenceEngine(Stepper):
             progress=progress,
         )
 
-    @property
-    def max_sequence_length(self) -> int:
-        """Most tokens of a request, prompt and generation together."""
-        return self.context.max_sequence_length
+    # --- requests, from any thread ------------------------------------------------------------
+
+    def add_request(
+        self,
+        request_id: int,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+    ) -> RequestFuture:
+        """Queue a request; it is taken up at the next step.
+
+        Args:
+            priority: lower goes first; equal ones are served first come, first served. What
+                overtakes a request is bounded: one step of priority is worth 1,000 tickets.
+
+        Returns:
+            A future of the finished request: step until it is done, or wait for it while somebody
+            else steps.
+
+        Raises:
+            RequestError: the request cannot be served; other requests are not affected.
+            EngineStoppedError: the engine is closed, or was stopped by an error.
+        """
+        return self.requests.add(checked_id(request_id), prompt, sampling_params, priority)[1]
+
+    def abort_request(self, request_id: int) -> bool:
+        """End a request at the next step; its tokens in flight are discarded.
+
+        Returns:
+            False when the request is not known or has ended, as all have in a stopped engine.
+
+        Raises:
+            RequestError: the id is no integer.
+        """
+        return self.requests.change(request_id, AbortRequest)
+
+    def pause_request(self, request_id: int) -> bool:
+        """Leave a request out from the next step on; its tokens in flight are kept, and so are
+        its slot and blocks unless others need them. Returns as :meth:`abort_request`."""
+        return self.requests.change(request_id, PauseRequest)
+
+    def resume_request(self, request_id: int) -> bool:
+        """Let a paused request go on from the next step. Returns as :meth:`abort_request`."""
+        return self.requests.change(request_id, ResumeRequest)
+
+    def evict_request(self, request_id: int) -> bool:
+        """Free the memory of a request at the next step; its tokens in flight are kept, and it
+        is computed again when there is room. Returns as :meth:`abort_request`."""
+        return self.requests.change(request_id, EvictRequest)
+
+    def update_sampling_params(self, request_id: int, **changes: Any) -> bool:
+        """Change how a request is sampled, without a break of the chain. The request's
+        ``sampling_spans`` say from which step on it holds.
+
+        Args:
+            changes: ``temperature``, ``top_k``, ``top_p``, ``seed``.
+
+        Returns:
+            False when the request is not known or has ended.
+
+        Raises:
+            RequestError: a parameter cannot be changed, or has a wrong value.
+        """
+        return self.requests.update_sampling_params(request_id, changes)
+
+    def get_request(self, request_id: int) -> DynamicInferenceRequest:
+        """The record of a request that has not ended; ended ones belong to who took them.
+
+        Raises:
+            RequestError: there is no such request.
+        """
+        request = self.outputs.request(checked_id(request_id))
+        if request is None:
+            raise RequestError(f"request_id={request_id} is not known, or has ended")
+        return request
+
+    def has_unfinished_requests(self) -> bool:
+        """A request has not ended, a step in flight has not been committed, or the next
+        :meth:`step_modern` has something to hand out."""
+        return self.loop.has_work or bool(self.outputs.outputs or self.outputs.finished)
+
+    # --- steps by the caller ------------------------------------------------------------------
+
+    def step_modern(self) -> dict[str, Any]:
+        """Run one step.
+
+        Returns:
+            ``active_request_ids``; ``finished_request_records``, the requests that ended;
+            ``tokens``, a list of :class:`TokenOutput` in order of commit; ``steps``, a
+            :class:`StepReport` of each step that was committed; ``step_time`` in seconds;
+            ``cuda_graph_request_count``, the row bucket replayed, or None.
+
+        Raises:
+            EngineStoppedError: the engine is closed, or was stopped by an error in an earlier
+                step, which was raised there. The futures of all requests get it too.
+            EngineThreadError: the engine's own thread steps it.
+            ReentrantCallError: called in the midst of a step, by a signal's handler.
+        """
+        if self._thread is not None:
+            raise EngineThreadError(
+                "the engine's own thread runs its steps; wait for futures or streams, or stop() it"
+            )
+        started = time.perf_counter_ns()
+        self._step()
+        outputs, finished = self.outputs.take()
+        return {
+            "active_request_ids": list(self.outputs.keys),
+            "finished_request_records": finished,
+            "tokens": outputs,
+            "steps": self.loop.take_reports(),
+            "step_time": (time.perf_counter_ns() - started) * 1e-9,
+            "cuda_graph_request_count": self.runner.last_graph_rows,
+        }
+
+    async def async_step(self) -> dict[str, Any]:
+        """:meth:`step_modern` that lets other coroutines run afterwards."""
+        result = self.step_modern()
+        await asyncio.sleep(0)
+        return result
+
+    def _step(self, *, deliver: bool = False) -> None:
+        """One step. ``deliver``: its outputs go to the streams."""
+        try:
+            with self.lock.mutex, self.lock:
+                started = time.perf_counter_ns()
+                self.loop.step()
+                counters = self.loop.counters
+                counters.wait_ns = self.runner.wait_ns
+                counters.step_ns += time.perf_counter_ns() - started
+                if self.outputs.finished:
+                    self._finished()
+                if deliver:
+                    self._deliver()
+        finally:
+            if self.outputs.ended:
+                self.outputs.resolve_futures()
+
+    def _finished(self) -> None:
+        """Requests have ended in this step."""
+        if self._recorder is not None:
+            for request in self.outputs.finished:
+                self._recorder.finished(request)
+        if not self.loop.has_work:
+            self.scheduler.check_idle()
+
+    def _deliver(self) -> None:
+        self.streams.deliver(self.outputs.take()[0])
+        self.loop.take_reports()
+
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[DynamicInferenceRequest]:
+        """Decode all prompts and return their requests in the same order. What other requests
+        generate meanwhile is in their records and futures.
+
+        Args:
+            prompts: several; a single text is taken as one prompt.
+            sampling_params: for all prompts, or one for each.
+
+        Raises:
+            RequestError: the prompts are no list, or one of them cannot be served; then none is
+                started.
+        """
+        each = _prompts_with_params(prompts, sampling_params)
+        self._check_outside()
+        added: list[tuple[int, RequestFuture]] = []
+        try:
+            for prompt, params in each:
+                added.append(self.requests.add(None, prompt, params))
+            for _, future in added:
+                self._wait_for(future)
+        except BaseException:
+            for key, _ in added:
+                self.requests.abort(key)
+            raise
+        while self._thread is None and self.loop.in_flight_count and not self._has_unfinished():
+            self._step()
+        if self._thread is None:
+            self.outputs.take()
+            self.loop.take_reports()
+        return [future.result() for _, future in added]
+
+    def _has_unfinished(self) -> bool:
+        return self.scheduler.has_unfinished or bool(self.loop.commands.waiting)
+
+    def _wait_for(self, future: RequestFuture) -> None:
+        """Until it is done: by steps of this thread, unless the engine has one of its own."""
+        while not future.done():
+            if self._thread is not None:
+                concurrent.futures.wait([future], timeout=STANDSTILL_SECONDS)
+                continue
+            self._step()
+            self.outputs.take()
+            self.loop.take_reports()
+            if self.loop.is_idle() and not future.done():
+                self.loop.commands.wait(STANDSTILL_SECONDS)
+
+    # --- steps by a thread of its own ---------------------------------------------------------
+
+    def start(self) -> None:
+        """Give the steps to a thread of the engine's own, which sleeps when there is nothing to do.
+        Until :meth:`stop` nobody else may step the engine."""
+        with self._thread_lock:
+            self.lock.check()
+            self._stops_with_streams = False
+            self._start()
+
+    def stop(self) -> None:
+        """End the thread of :meth:`start` after the step that runs now. Requests are kept, and
+        steps are the callers' again."""
+        with self._thread_lock:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            atexit.unregister(thread.stop)
+            thread.stop()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            commands = self.loop.commands
+            self._thread = EngineThread(
+                self._step_for_waiters, self.loop.is_idle, commands.wait, commands.wake
+            )
+            # A daemon thread must not live on while the interpreter ends.
+            atexit.register(self._thread.stop)
+            self._thread.start()
+
+    def _step_for_waiters(self) -> None:
+        with self.lock.gate:  # other threads get their turn between two steps
+            pass
+        self._step(deliver=True)
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: int | None = None,
+    ) -> AsyncIterator[TokenOutput]:
+        """Decode one prompt and yield its tokens as they are committed.
+
+        The engine's own thread runs the steps: :meth:`start`'s, else one that lives as long as
+        there are streams. Leaving the iteration early aborts the request. What other requests
+        generate meanwhile is in their streams, records and futures.
+
+        Raises:
+            RequestError: the request cannot be served.
+        """
+        opened: list[TokenStream] = []
+
+        def open_stream(key: int, number: int) -> None:
+            opened.append(TokenStream(number))
+            self.streams.add(key, opened[0])
+
+        key, _ = self.requests.add(request_id, prompt, sampling_params, opened=open_stream)
+        try:
+            with self._thread_lock:
+                if self._thread is None:
+                    self._stops_with_streams = True
+                    self._start()
+            while True:
+                output = await opened[0].next()
+                yield output
+                if output.finish_reason is not None:
+                    return
+        finally:
+            self.streams.remove(key)
+            self.requests.abort(key)
+            with self._thread_lock:
+                if self._stops_with_streams and not len(self.streams):
+                    self._end_thread_of_streams()
+
+    def _end_thread_of_streams(self) -> None:
+        """Without a wait for its step: the event loop must not stand still."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            atexit.unregister(thread.stop)
+            thread.stop(wait=False)
 
     # --- whole engine -------------------------------------------------------------------------
 
+    def _exclusively(self, action: Callable[[], None]) -> None:
+        """Change the engine between two steps, with what is in flight taken by ``action``."""
+        try:
+            with self.lock.gate, self.lock.mutex, self.lock:
+                action()
+                if self.outputs.finished:
+                    self._finished()
+                if self._thread is not None:
+                    self._deliver()
+        finally:
+            self.outputs.resolve_futures()
+            self.loop.commands.wake()
+
+    def _check_outside(self) -> None:
+        """Raises :class:`ReentrantCallError` in the midst of a step of the same thread, and in a
+        callback of the engine's own."""
+        with self.lock.mutex:
+            self.lock.check_outside()
+        thread = self._thread
+        if thread is not None and thread.is_current:
+            raise ReentrantCallError(
+                "a callback of the engine's own thread cannot wait for steps of that thread"
+            )
+
+    @property
+    def suspended(self) -> bool:
+        """Nothing is launched until :meth:`resume`."""
+        return self.loop.suspended
+
     def suspend(self) -> None:
         """Take what is in flight and launch nothing until :meth:`resume`. Requests are kept."""
-        with self._told, self._turn.lock, self._turn:
-            self._drain(NotOverlapped.SUSPENDED)
-            self.suspended = True
+        self._exclusively(self.loop.suspend)
 
     def resume(self) -> None:
         """Go on after :meth:`suspend`."""
-        self._turn.check()
-        self.suspended = False
+        self._exclusively(self.loop.resume)
+
+    def reset(self) -> None:
+        """Abort every request, take what is in flight, and start the counters anew."""
+        self._exclusively(self.loop.reset)
 
     @property
     def weight_version(self) -> int:
         """How many times the weights have been updated since this engine was built."""
-        return self._book.weight_version
+        return self.outputs.weight_version
 
     def update_weights(
         self, source: str | Path | Mapping[str, Any], *, recompute_kv_cache: bool = True
@@ -189,81 +546,86 @@ class DynamicInferenceEngine(Stepper):
         Raises:
             CheckpointError: the weights do not fit; the old ones stay.
         """
-        self._turn.check()
-        sharing: list[DynamicInferenceEngine] = []
-        try:
-            with self._weights.lock, ExitStack() as stack:
-                replace = self.controller.read_weights(source)
-                sharing = self._weights.engines
-                engines = [engine for engine in sharing if engine._drained(stack, wanted=self)]
-                for engine in engines:
-                    stack.enter_context(engine._turn)
-                try:
-                    with self._weights.replacing():
-                        replace()
-                except CheckpointError as error:
-                    self._weights.refused()
-                    for engine in engines:
-                        engine._turn.harmless = error
-                    raise
-                for engine in engines:
-                    engine._adopt_weights(recompute_kv_cache)
-        finally:
-            for engine in sharing:  # outside of all locks
-                engine._book.tell()
-        return self._book.weight_version
+        self._check_outside()
+        self.lock.check()
+        replace_weights(self, self._weights, source, recompute_kv_cache=recompute_kv_cache)
+        return self.outputs.weight_version
 
-    def _drained(self, stack: ExitStack, wanted: DynamicInferenceEngine) -> bool:
-        """Take what is in flight, in a turn of its own, and keep the lock in ``stack``. An engine
-        that has stopped, or does so now, is left out unless it is the one that is ``wanted``."""
-        stack.enter_context(self._turn.lock)
-        try:
-            with self._turn:
-                self._drain(NotOverlapped.WEIGHTS)
-                self.device.synchronize()
-        except Exception:
-            if self is wanted or self._turn.stopped is None:
-                raise
-            return False
-        return True
+    @property
+    def counters(self) -> EngineCounters:
+        """Totals since the engine was built or reset."""
+        return self.loop.counters
 
-    def _adopt_weights(self, recompute_kv_cache: bool) -> None:
-        self.device.synchronize()
-        if recompute_kv_cache:
-            self.scheduler.evict_all()
-        self.scheduler.forget_prefixes()
-        self._settle()
-        self._book.weight_version += 1
+    @property
+    def depth(self) -> int:
+        """Steps that may be in flight whose tokens the host has not taken; 0 is serial."""
+        return self.loop.depth
 
-    def reset(self) -> None:
-        """Abort every request, take what is in flight, and start the counters anew."""
-        with self._told, self._turn.lock, self._turn:
-            self.suspended = False
-            self._obey()
-            for key in self._book.active_keys:
-                self._abort(key)
-            self._drain(NotOverlapped.SUSPENDED)
-            self._outputs, self._finished = [], []
-            self.scheduler.check_idle()
-            self.scheduler.forget_prefixes()
-            self.counters = EngineCounters()
-            self._logged_at = 0
-            self.controller.wait_ns = 0
+    @property
+    def in_flight_count(self) -> int:
+        """Steps whose tokens the host has not taken now."""
+        return self.loop.in_flight_count
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Most tokens of a request, prompt and generation together."""
+        return self.context.max_sequence_length
+
+    def observe(self, observer: Any) -> Callable[[], None]:
+        """Tell ``observer`` between two steps what the host does; returns what takes it away.
+
+        It has some of: ``on_span(name, ticket, start_ns, end_ns)`` for "plan", "launch" with "pack"
+        and "sample" in it, "wait", "commit" with "output" in it, ticket -1 where a plan found
+        nothing to launch; ``on_launch(plan)``; ``on_commit(report)`` with a
+        :class:`~megatron_async.request.StepReport`. Without observers a step pays nothing.
+        """
+        with self.lock.gate, self.lock.mutex:
+            self.loop.observe(observer)
+
+        def forget() -> None:
+            with self.lock.gate, self.lock.mutex:
+                self.loop.forget_observer(observer)
+
+        return forget
 
     def close(self) -> None:
-        """End the device's threads; requests that have not ended fail, and the engine cannot be
-        used afterwards. Its memory is free when nothing refers to it any more."""
-        with self._door:  # whoever steps now stops after this step
-            if self._turn.stopped is None:
-                self._turn.stopped = EngineStoppedError("the engine is closed; build a new one")
-        if self._turn.is_mine:
-            return  # the end of this turn does the rest, and the device goes with the engine
-        with self._told, self._turn.lock:
-            self._fail(self._turn.stopped)
+        """End the engine's and the device's threads and free its memory; requests that have not
+        ended fail, and the engine cannot be used afterwards."""
+        with self.lock.mutex:
+            self.lock.check_outside()
+        self.stop()
+        with self.lock.gate, self.lock.mutex:
+            self.lock.stop(EngineStoppedError("the engine is closed; build a new one"))
             self.device.close()
+            self.runner.release()
+            if self._recorder is not None:
+                self._recorder.close()
+        self.outputs.resolve_futures()
+        self.loop.commands.wake()
 
     def __enter__(self) -> DynamicInferenceEngine:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _prompts_with_params(
+    prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[tuple[Prompt, SamplingParams | None]]:
+    """Each prompt with its sampling parameters; raises :class:`RequestError`."""
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    if isinstance(prompts, (Mapping, Set)) or not isinstance(prompts, Iterable):
+        raise RequestError(
+            f"prompts is a {type(prompts).__name__}; give a list of prompts, each a text or a "
+            "list of token ids"
+        )
+    listed = list(prompts)
+    each = list(params) if isinstance(params, Sequence) else [params] * len(listed)
+    if len(each) != len(listed):
+        raise RequestError(
+            f"{len(listed)} prompts and {len(each)} sampling_params; give one for all, or one for "
+            "each"
+        )
+    return list(zip(listed, each, strict=True))

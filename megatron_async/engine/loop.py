@@ -3,159 +3,202 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
-from megatron_async.config import EngineConfig
-from megatron_async.engine.metrics import EngineCounters, NotOverlapped
-from megatron_async.engine.output_processor import OutputBook, TokenOutput
-from megatron_async.engine.step_lock import Told, Turn
-from megatron_async.errors import EngineStoppedError
-from megatron_async.request import DynamicInferenceRequest
-from megatron_async.runner.controller import InFlight, TextGenerationController
+from megatron_async.engine.commands import (
+    AbortRequest,
+    AddRequest,
+    Command,
+    CommandQueue,
+    EvictRequest,
+    PauseRequest,
+    Reset,
+    Resume,
+    ResumeRequest,
+    Suspend,
+    UpdateSamplingParams,
+    UpdateWeights,
+)
+from megatron_async.engine.metrics import EngineCounters, NotOverlapped, Observers
+from megatron_async.engine.output_processor import OutputProcessor
+from megatron_async.engine.recording import Recorder
+from megatron_async.engine.request_validation import RequestValidator
+from megatron_async.request import StepReport
+from megatron_async.runner.model_runner import ModelRunner
+from megatron_async.sampling_params import SamplingParams
+from megatron_async.scheduler.request_state import Sequence
 from megatron_async.scheduler.scheduler import Scheduler
-from megatron_async.step.plan import Plan, StepResult
+from megatron_async.step.plan import Plan, Ticket
+from megatron_async.step.records import StepResult
 
 logger = logging.getLogger(__name__)
 
+NO_TICKET = -1
+
 
 class DecodeLoop:
-    """Plans, launches and commits steps; ``depth`` 0 is serial decoding.
+    """Applies commands, plans, launches and commits; ``depth`` 0 is serial decoding.
 
-    ``_inbox`` holds what users asked for since the last step, applied in order before the next
-    plan, so that decisions depend on step numbers and not on when somebody called.
+    Commands are applied in order before a plan, so that decisions depend on ticket numbers and not
+    on when somebody called. Whoever calls holds the engine's step lock.
+
+    Args:
+        on_interrupt: told of an error that interrupted a wait, after which nothing is lost.
+
+    Attributes:
+        suspended: nothing is launched.
+        recorder: where commands are written as they are applied; None for nowhere.
     """
 
     def __init__(
         self,
-        controller: TextGenerationController,
+        runner: ModelRunner,
         scheduler: Scheduler,
-        book: OutputBook,
-        config: EngineConfig,
+        outputs: OutputProcessor,
+        validator: RequestValidator,
+        on_interrupt: Callable[[BaseException], None],
+        *,
+        depth: int,
+        logging_interval: int,
+        debug: bool,
     ) -> None:
-        self.controller = controller
-        self.scheduler = scheduler
-        self.config = config
-        self.depth = config.effective_depth
+        self.depth = depth
+        self.suspended = False
+        self.recorder: Recorder | None = None
+        self.commands = CommandQueue()
         self.counters = EngineCounters()
-        self._book = book
-        self._in_flight: deque[InFlight] = deque()
-        self._inbox: deque[Callable[[], object]] = deque()
-        self._outputs: list[TokenOutput] = []
-        self._finished: list[DynamicInferenceRequest] = []
-        self._listeners: dict[int, deque[TokenOutput]] = {}
+        self._runner = runner
+        self._scheduler = scheduler
+        self._outputs = outputs
+        self._validator = validator
+        self._on_interrupt = on_interrupt
+        self._logging_interval = logging_interval
+        self._debug = debug
+        self._in_flight: deque[Ticket] = deque()
+        self._reports: list[StepReport] = []
+        self._updated: list[tuple[int, SamplingParams]] = []
+        """New sampling parameters whose control has not been launched."""
+        self._found_no_plan = False
         self._logged_at = 0
-        self._no_plan = False
-        self._turns = 0
-        self._turn = Turn(self._fail)
-        self._told = Told(book.tell)
+        self._observers = Observers()
+        self._observed: list[Any] = []
+        self._bind()
 
-    def _step(self) -> None:
+    # --- a step -------------------------------------------------------------------------------
+
+    def step(self) -> None:
         """Launch a step, then commit what is in flight beyond ``depth``; depth 0 is serial."""
-        self._obey()
+        if self.commands.waiting:
+            self.apply_commands()
+        if self.suspended:
+            self._publish_events()
+            return
+        if self._logging_interval:
+            self._log_step()
         self._commit_all_but(self.depth)  # there are more only after an interrupted wait
-        plan = self.scheduler.plan()
-        self._no_plan = plan is None
-        self._settle()
+        plan = self._plan()
+        self._found_no_plan = plan is None
+        self._publish_events()
         if plan is not None:
-            self._in_flight.append(self.controller.launch(plan))
-            self._launched(plan)
+            sampled = self._runner.samples_from if self._updated else None
+            self._in_flight.append(self._launch(plan))
+            self._launched(plan, sampled)
         # With nothing to launch the oldest step is taken: its commit is what makes room.
-        allowed = self.depth if plan is not None else max(len(self._in_flight) - 1, 0)
-        self._commit_all_but(allowed)
+        self._commit_all_but(self.depth if plan is not None else len(self._in_flight) - 1)
 
-    def _drain(self, reason: NotOverlapped) -> None:
+    def _launched(self, plan: Plan, sampled: int | None) -> None:
+        """``sampled`` is the ticket whose logits this launch samples, if not its own: changed
+        sampling parameters hold from there on."""
+        self.counters.launched(plan, len(self._scheduler.table.waiting.items))
+        self._outputs.launched(plan)
+        if self._updated:
+            first = plan.number if sampled is None else sampled
+            for key, params in self._updated:
+                if self._outputs.knows(key):
+                    self._outputs.resampled(key, params, first)
+            self._updated.clear()
+        for on_launch in self._observers.on_launch:
+            on_launch(plan)
+
+    def _commit_all_but(self, count: int) -> None:
+        while len(self._in_flight) > max(count, 0):
+            self._commit_oldest(None)
+
+    def drain(self, reason: NotOverlapped) -> None:
         """Commit all that is in flight: a barrier. The chain goes on with the next step."""
         self.counters.barriers += 1
         while self._in_flight:
-            self._commit(*self._take(), barrier=reason)
+            self._commit_oldest(reason)
 
-    def _commit_all_but(self, count: int) -> None:
-        while len(self._in_flight) > count:
-            self._commit(*self._take())
-
-    def _obey(self) -> None:
-        """Do what users have asked for."""
-        while self._inbox:
-            self._inbox.popleft()()
-
-    def _take(self) -> tuple[Plan, StepResult]:
-        """The tokens of the oldest step in flight, as soon as they are there.
+    def _commit_oldest(self, barrier: NotOverlapped | None) -> None:
+        """Take the tokens of the oldest step in flight, as soon as they are there.
 
         What interrupts the wait, such as Ctrl-C, leaves the step in flight, and nothing is lost.
         Devices fail with a ``RuntimeError``, or on a CPU with what the model raised.
         """
-        oldest = self._in_flight[0]
-        self.controller.flush(oldest.ticket)
+        ticket = self._in_flight[0]
         try:
-            taken = oldest.wait()
+            result = self._runner.take(ticket)
         except RuntimeError:
             raise
         except BaseException as error:
-            if error is not getattr(self.controller.device, "failure", None):
-                self.controller.put_back(oldest.ticket)
-                self._turn.harmless = error
+            if error is not getattr(self._runner.device, "failure", None):
+                self._runner.put_back(ticket)
+                self._on_interrupt(error)
             raise
         self._in_flight.popleft()
-        return taken
+        started = time.perf_counter_ns()
+        self._commit(ticket, result, barrier)
+        if self._observers.on_span:
+            self._observers.span("commit", ticket.number, started, time.perf_counter_ns())
 
-    def _commit(self, plan: Plan, result: StepResult, barrier: NotOverlapped | None = None) -> None:
-        commit = self.scheduler.commit(plan, result)
-        discarded = len(commit.discarded)
-        kept = len(commit.keys) - discarded
-        self.counters.committed(kept, discarded, self._not_overlapped(barrier))
-        self._emit(*self._book.commit(commit))
+    def _commit(self, ticket: Ticket, result: StepResult, barrier: NotOverlapped | None) -> None:
+        commit = self._scheduler.commit(ticket.plan, result)
+        depth = len(self._in_flight)
+        reason = None if depth else self._not_overlapped(barrier).value
+        discarded = commit.tokens.count(())
+        committed = sum(map(len, commit.tokens))
+        report = StepReport(ticket.number, depth, depth > 0, reason, committed, discarded)
+        self.counters.committed(report, committed + discarded - len(commit.keys))
+        self._reports.append(report)
+        self._output(commit, report)
+        self._publish_events()
+        for on_commit in self._observers.on_commit:
+            on_commit(report)
 
-    def _fail(self, error: EngineStoppedError) -> None:
-        """The engine has stopped: no request will end any more."""
-        self._book.fail(error)
-
-    def _launched(self, plan: Plan) -> None:
-        self.counters.launched(plan, self.scheduler.waiting_count)
-        self._book.launched(plan)
-
-    def _emit(self, outputs: list[TokenOutput], finished: list[DynamicInferenceRequest]) -> None:
-        self._outputs += outputs
-        self._finished += finished
-        if self._listeners:
-            for output in outputs:
-                listener = self._listeners.get(output.request_id)
-                if listener is not None:
-                    listener.append(output)
-        self._settle()
-
-    def _settle(self) -> None:
-        """Record what the scheduler did beside tokens. Before a launch: in debug mode garbage goes
+    def _publish_events(self) -> None:
+        """Tell what the scheduler did beside tokens. Before a launch: in debug mode garbage goes
         into freed blocks ahead, in stream order, of the step that may use them again."""
-        events = self.scheduler.take_events()
-        if events:
-            self.counters.happened(events)
-            self._book.happened(events)
-        retired, blocks = self.scheduler.take_retired()
-        self._book.close(retired)
-        if self.config.debug:
-            self.scheduler.check()
-            if blocks:
-                self.controller.poison_blocks(blocks)
+        if self._debug:
+            self._scheduler.check()
+        if not self._scheduler.table.has_news:
+            return
+        events = self._scheduler.table.take_events()
+        self.counters.happened(events)
+        self._outputs.happened(events)
+        retired, blocks = self._scheduler.table.take_retired()
+        self._outputs.close(retired)
+        if self._debug and blocks:
+            self._runner.poison_blocks(blocks)
 
-    def _not_overlapped(self, barrier: NotOverlapped | None) -> NotOverlapped | None:
-        if self._in_flight:
-            return None
+    def _not_overlapped(self, barrier: NotOverlapped | None) -> NotOverlapped:
         if self.depth == 0:
             return NotOverlapped.SERIAL
         if barrier is not None:
             return barrier
-        if self.scheduler.waiting_count or self.scheduler.stalled_count:
+        if self._scheduler.waiting_count or self._scheduler.stalled_count:
             return NotOverlapped.NO_CAPACITY
-        return NotOverlapped.PAUSED if self.scheduler.has_unfinished else NotOverlapped.DRAINED
+        return NotOverlapped.PAUSED if self._scheduler.has_unfinished else NotOverlapped.DRAINED
 
     def _log_step(self) -> None:
-        interval = self.config.inference_logging_step_interval
         launched = self.counters.steps_launched
-        if not interval or launched % interval or launched == self._logged_at:
+        if launched % self._logging_interval or launched == self._logged_at:
             return
         self._logged_at = launched
-        self._drain(NotOverlapped.LOGGED)
+        self.drain(NotOverlapped.LOGGED)
         counters = self.counters
         logger.info(
             "step %d: %d tokens committed, %d discarded, %d of %d steps overlapped, "
@@ -165,7 +208,130 @@ class DecodeLoop:
             counters.tokens_discarded,
             counters.steps_overlapped,
             counters.steps_committed,
-            self.scheduler.waiting_count,
-            self.scheduler.allocator.free_count,
-            self.scheduler.limits.block_count,
+            self._scheduler.waiting_count,
+            self._scheduler.allocator.free_count,
+            self._scheduler.limits.block_count,
+        )
+
+    # --- what is asked of it ------------------------------------------------------------------
+
+    def apply_commands(self) -> None:
+        """Do what users have asked for, in order."""
+        while (command := self.commands.take()) is not None:
+            self._note(command)
+            self._apply(command)
+
+    def _note(self, command: Command) -> None:
+        if self.recorder is not None:
+            scheduler = self._scheduler
+            self.recorder.applied(command, scheduler.next_ticket, scheduler.retired_ticket)
+
+    def _apply(self, command: Command) -> None:
+        scheduler, outputs = self._scheduler, self._outputs
+        match command:
+            case AddRequest(key=key) if outputs.knows(key):
+                sequence = Sequence(
+                    key, command.tokens, command.max_new, command.stop_ids, command.values
+                )
+                scheduler.add(sequence, command.priority)
+            case AbortRequest(key=key):
+                if scheduler.abort(key):
+                    outputs.abort(key)
+            case PauseRequest(key=key):
+                scheduler.pause(key)
+            case ResumeRequest(key=key):
+                scheduler.resume(key)
+            case EvictRequest(key=key):
+                scheduler.evict(key)
+            case UpdateSamplingParams(key=key, changes=changes) if outputs.knows(key):
+                request_id, params = outputs.change_sampling(key, changes)
+                if scheduler.update_values(key, self._validator.values(request_id, params)):
+                    self._updated.append((key, params))
+
+    def suspend(self) -> None:
+        """Commit what is in flight and launch nothing until :meth:`resume`."""
+        self.apply_commands()
+        self._note(Suspend())
+        self.drain(NotOverlapped.SUSPENDED)
+        self.suspended = True
+
+    def resume(self) -> None:
+        """Go on after :meth:`suspend`."""
+        self.apply_commands()
+        self._note(Resume())
+        self.suspended = False
+        self._found_no_plan = False
+
+    def reset(self) -> None:
+        """Abort every request, commit what is in flight, and start the counters anew."""
+        self.apply_commands()
+        self._note(Reset())
+        self.suspended = False
+        for key in list(self._outputs.keys.values()):
+            self._apply(AbortRequest(key))
+        self.drain(NotOverlapped.RESET)
+        self._publish_events()
+        self._outputs.take()
+        self._scheduler.check_idle()
+        self._scheduler.table.forget_prefixes()
+        self._reports.clear()
+        self.counters = EngineCounters()
+        self._logged_at = 0
+        self._runner.wait_ns = 0
+
+    def adopt_weights(self, source: str | None, *, recompute_kv_cache: bool) -> None:
+        """The weights are new: what the old ones computed is not used for new prompts again, and
+        with ``recompute_kv_cache`` not for running requests either."""
+        self._note(UpdateWeights(source, recompute_kv_cache))
+        if recompute_kv_cache:
+            self._scheduler.evict_all()
+        self._scheduler.table.forget_prefixes()
+        self._publish_events()
+        self._outputs.weight_version += 1
+
+    # --- what others may know -----------------------------------------------------------------
+
+    @property
+    def in_flight_count(self) -> int:
+        """Steps whose tokens the host has not taken."""
+        return len(self._in_flight)
+
+    @property
+    def has_work(self) -> bool:
+        """A request has not ended, or a command or a step in flight is left."""
+        return bool(self.commands.waiting or self._in_flight or self._scheduler.has_unfinished)
+
+    def is_idle(self) -> bool:
+        """Nothing can go on until somebody asks for something."""
+        if self._in_flight or self.commands.waiting:
+            return False
+        return self.suspended or self._found_no_plan or not self._scheduler.has_unfinished
+
+    def take_reports(self) -> list[StepReport]:
+        """How the steps since the last call were committed, in order."""
+        reports, self._reports = self._reports, []
+        return reports
+
+    def observe(self, observer: Any) -> None:
+        """Tell ``observer`` of the host's work from the next step on."""
+        self._observed.append(observer)
+        self._bind()
+
+    def forget_observer(self, observer: Any) -> None:
+        """Take :meth:`observe` back."""
+        self._observed = [each for each in self._observed if each is not observer]
+        self._bind()
+
+    def _bind(self) -> None:
+        """The calls that a step is made of, timed if somebody observes them."""
+        self._observers = observers = Observers.of(self._observed)
+        self._runner.observe(observers.span if observers.on_span else None)
+        self._plan = observers.timed(
+            "plan", self._scheduler.plan, lambda _, plan: NO_TICKET if plan is None else plan.number
+        )
+        self._launch = observers.timed(
+            "launch", self._runner.launch, lambda args, _: int(args[0].number)
+        )
+        self._output = observers.timed(
+            "output", self._outputs.commit, lambda args, _: int(args[1].ticket)
         )

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
+from megatron_async.request import StepReport
 from megatron_async.scheduler.events import Change, Event
 from megatron_async.step.plan import Plan
+
+Result = TypeVar("Result")
 
 
 class NotOverlapped(str, Enum):
@@ -22,6 +27,7 @@ class NotOverlapped(str, Enum):
     LOGGED = "barrier: a logged step"
     SUSPENDED = "barrier: the engine was suspended"
     WEIGHTS = "barrier: new weights"
+    RESET = "barrier: the engine was reset"
 
 
 @dataclass(slots=True)
@@ -29,8 +35,10 @@ class EngineCounters:
     """Totals since the engine was built or reset.
 
     A step overlapped when a later one was in flight while the host took its tokens and did its
-    bookkeeping. ``step_ns`` is the time spent in steps, ``wait_ns`` the part of it blocked on the
-    device; both are for people and steer nothing.
+    bookkeeping. Without drafts ``rows_launched`` is, when nothing is in flight, the rows of
+    chunks that were not sampled and ``tokens_committed`` + ``tokens_discarded``;
+    ``tokens_accepted`` counts what rows brought beyond one token. ``step_ns`` is the time spent in
+    steps, ``wait_ns`` the part of it blocked on the device; both are for people and steer nothing.
     """
 
     steps_launched: int = 0
@@ -38,9 +46,11 @@ class EngineCounters:
     steps_overlapped: int = 0
     steps_with_prefill: int = 0
     steps_with_waiting: int = 0
+    steps_with_control: int = 0
     not_overlapped: Counter[str] = field(default_factory=Counter)
     rows_launched: int = 0
     tokens_committed: int = 0
+    tokens_accepted: int = 0
     tokens_discarded: int = 0
     tokens_cached: int = 0
     tokens_replayed: int = 0
@@ -57,21 +67,23 @@ class EngineCounters:
     def launched(self, plan: Plan, waiting: int) -> None:
         """A step was launched while ``waiting`` requests had not been admitted."""
         self.steps_launched += 1
-        self.steps_with_prefill += not plan.is_decode_only
+        self.steps_with_prefill += bool(plan.prefills)
         self.steps_with_waiting += waiting > 0
-        self.rows_launched += len(plan.rows)
+        self.steps_with_control += bool(plan.control)
+        self.rows_launched += len(plan.rows.slots)
         self.prefill_chunks += len(plan.prefills)
-        self.blocks_granted += len(plan.grants)
+        self.blocks_granted += len(plan.assignments)
 
-    def committed(self, tokens: int, discarded: int, reason: NotOverlapped | None) -> None:
-        """A step was committed; ``reason`` is None when a later one was in flight."""
+    def committed(self, report: StepReport, accepted: int) -> None:
+        """A step was committed; ``accepted`` of its tokens were beyond the first of a row."""
         self.steps_committed += 1
-        self.tokens_committed += tokens
-        self.tokens_discarded += discarded
-        if reason is None:
+        self.tokens_committed += report.committed
+        self.tokens_accepted += accepted
+        self.tokens_discarded += report.discarded
+        if report.reason is None:
             self.steps_overlapped += 1
         else:
-            self.not_overlapped[reason.value] += 1
+            self.not_overlapped[report.reason] += 1
 
     def happened(self, events: list[Event]) -> None:
         """Count what the scheduler did to requests."""
@@ -88,3 +100,43 @@ class EngineCounters:
         values = dataclasses.asdict(self)
         values["not_overlapped"] = dict(self.not_overlapped)
         return values
+
+
+class Observers(NamedTuple):
+    """The methods of those who watch an engine, by what they are told."""
+
+    on_span: tuple[Callable[[str, int, int, int], None], ...] = ()
+    on_launch: tuple[Callable[[Plan], None], ...] = ()
+    on_commit: tuple[Callable[[StepReport], None], ...] = ()
+
+    @classmethod
+    def of(cls, observers: list[Any]) -> Observers:
+        """Those of ``observers``: each has some of the methods."""
+        return cls(
+            *(
+                tuple(getattr(observer, name) for observer in observers if hasattr(observer, name))
+                for name in cls._fields
+            )
+        )
+
+    def span(self, name: str, ticket: int, start_ns: int, end_ns: int) -> None:
+        """Tell of a piece of the host's work."""
+        for on_span in self.on_span:
+            on_span(name, ticket, start_ns, end_ns)
+
+    def timed(
+        self, name: str, call: Callable[..., Result], ticket: Callable[[tuple[Any, ...], Any], int]
+    ) -> Callable[..., Result]:
+        """``call`` with clocks around it, if anybody wants to know; ``ticket`` is told its
+        arguments and its result."""
+        if not self.on_span:
+            return call
+
+        def with_clocks(*args: Any) -> Result:
+            start = time.perf_counter_ns()
+            result = call(*args)
+            end = time.perf_counter_ns()
+            self.span(name, ticket(args, result), start, end)
+            return result
+
+        return with_clocks

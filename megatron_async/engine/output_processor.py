@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import time
@@ -11,15 +12,18 @@ from collections.abc import Callable
 from concurrent.futures import InvalidStateError
 from typing import Any, NamedTuple
 
-from megatron_async.errors import EngineStoppedError
+from megatron_async.errors import EngineStoppedError, ModelOutputError
 from megatron_async.request import (
     DynamicInferenceEventType,
     DynamicInferenceRequest,
     FinishReason,
     RequestFuture,
+    SamplingSpan,
     Status,
+    StepReport,
     WeightSpan,
 )
+from megatron_async.sampling_params import SamplingParams
 from megatron_async.scheduler.events import Change, Commit, Event
 from megatron_async.step.plan import Plan
 
@@ -29,6 +33,14 @@ STATUS_OF = {
     FinishReason.STOP: Status.COMPLETED,
     FinishReason.LENGTH: Status.COMPLETED,
     FinishReason.ABORT: Status.FAILED,
+    FinishReason.ERROR: Status.FAILED,
+}
+
+EVENT_OF = {
+    FinishReason.STOP: DynamicInferenceEventType.FINISH,
+    FinishReason.LENGTH: DynamicInferenceEventType.FINISH,
+    FinishReason.ABORT: DynamicInferenceEventType.FAIL,
+    FinishReason.ERROR: DynamicInferenceEventType.FAIL,
 }
 
 STATUS_AFTER = {
@@ -62,9 +74,9 @@ class Entry:
     """A live request: its record, its future and its text so far."""
 
     __slots__ = (
+        "detokenizable",
         "future",
         "last_time",
-        "legible",
         "pieces",
         "request",
         "started",
@@ -78,38 +90,47 @@ class Entry:
         make_stream = getattr(tokenizer, "stream", None)
         self.stream = make_stream() if make_stream is not None else None
         self.pieces: list[str] = []
-        self.legible = tokenizer is not None
+        self.detokenizable = tokenizer is not None
         """The tokenizer has made text of all its tokens so far."""
         self.version: int | None = None
         """Of the weights that its newest token is from."""
         self.started = self.last_time = time.perf_counter()
 
 
-class OutputBook:
-    """The records of all requests that still have a row in flight or to come, by scheduler key."""
+class OutputProcessor:
+    """The records of all requests that still have a row in flight or to come, by scheduler key.
+
+    Attributes:
+        weight_version: of the tokens committed from now on.
+        outputs, finished: what was committed and which requests ended since :meth:`take`.
+        ended: futures to resolve.
+        keys: scheduler keys of the requests that have not ended, by request id.
+    """
 
     def __init__(self, tokenizer: Any, *, track_pauses: bool) -> None:
         self.weight_version = 0
-        """Of the tokens committed from now on."""
+        self.outputs: list[TokenOutput] = []
+        self.finished: list[DynamicInferenceRequest] = []
         self._tokenizer = tokenizer
         self._track_pauses = track_pauses
         self._entries: dict[int, Entry] = {}
-        self._keys: dict[int, int] = {}
-        self._ended: deque[tuple[RequestFuture, DynamicInferenceRequest | Exception]] = deque()
+        self.keys: dict[int, int] = {}
+        self.ended: deque[tuple[RequestFuture, DynamicInferenceRequest | Exception]] = deque()
 
-    def open(self, key: int, request: DynamicInferenceRequest) -> RequestFuture:
-        """Start the record of a request."""
-        entry = Entry(request, self._tokenizer)
-        self._entries[key] = entry
-        self._keys[request.request_id] = key
+    def open(self, key: int, request: DynamicInferenceRequest) -> RequestFuture | None:
+        """Start the record of a request; None if its id is in use. From any thread."""
+        entry = self._entries[key] = Entry(request, self._tokenizer)
+        if self.keys.setdefault(request.request_id, key) != key:
+            del self._entries[key]
+            return None
         request.add_event(DynamicInferenceEventType.ADD)
         return entry.future
 
-    def forget(self, key: int, request_id: int) -> None:
+    def drop(self, key: int, request_id: int) -> None:
         """Take back :meth:`open`, however far it came."""
         self._entries.pop(key, None)
-        if self._keys.get(request_id) == key:
-            del self._keys[request_id]
+        if self.keys.get(request_id) == key:
+            del self.keys[request_id]
 
     def knows(self, key: int) -> bool:
         """There is a record under the scheduler's key."""
@@ -117,23 +138,13 @@ class OutputBook:
 
     def key_of(self, request_id: int) -> int | None:
         """The scheduler's key of a request that has not ended."""
-        return self._keys.get(request_id)
+        return self.keys.get(request_id)
 
     def request(self, request_id: int) -> DynamicInferenceRequest | None:
         """The record of a request that has not ended."""
-        key = self._keys.get(request_id)
+        key = self.keys.get(request_id)
         entry = None if key is None else self._entries.get(key)
         return None if entry is None else entry.request
-
-    @property
-    def active_request_ids(self) -> list[int]:
-        """Ids of the requests that have not ended."""
-        return list(self._keys)
-
-    @property
-    def active_keys(self) -> list[int]:
-        """The scheduler's keys of the same."""
-        return list(self._keys.values())
 
     def launched(self, plan: Plan) -> None:
         """Count the rows of a launched plan whose logits will be sampled."""
@@ -161,48 +172,91 @@ class OutputBook:
             if request.finish_reason is None:
                 request.status = STATUS_AFTER[change]
 
-    def commit(self, commit: Commit) -> tuple[list[TokenOutput], list[DynamicInferenceRequest]]:
-        """Apply a commit in the order of its rows; returns the outputs and the requests that
-        ended."""
-        outputs: list[TokenOutput] = []
-        finished: list[DynamicInferenceRequest] = []
+    def change_sampling(self, key: int, changes: dict[str, Any]) -> tuple[int, SamplingParams]:
+        """A request's id, and its sampling parameters with ``changes``."""
+        request = self._entries[key].request
+        request.sampling_params = dataclasses.replace(request.sampling_params, **changes)
+        return request.request_id, request.sampling_params
+
+    def resampled(self, key: int, params: SamplingParams, ticket: int) -> None:
+        """Steps from ``ticket`` on sample the request with ``params``."""
+        request = self._entries[key].request
+        request.sampling_spans.append(SamplingSpan(ticket, params))
+
+    def commit(self, commit: Commit, report: StepReport) -> None:
+        """Apply a commit in the order of its rows."""
         now = time.perf_counter()
-        entries, version = self._entries, self.weight_version
-        keys, tokens, reasons, discarded = commit
-        for key, token in zip(keys, tokens, strict=True):
+        entries, version, outputs = self._entries, self.weight_version, self.outputs
+        keys, rows, reasons, discarded = commit
+        for key, tokens in zip(keys, rows, strict=True):
             entry = entries[key]
             request = entry.request
             if key in discarded:
                 request.counters.discarded += 1
                 continue
+            if len(tokens) != 1:
+                self._start_window(entry, tokens)
+                if not tokens:
+                    self._end_without_token(entry, reasons[key])
+                    continue
             if entry.version != version:
                 entry.version = version
-                request.weight_spans.append(WeightSpan(len(request.generated_tokens), version))
+                start = len(request.generated_tokens) + 1 - len(tokens)
+                request.weight_spans.append(WeightSpan(start, version))
+            token = tokens[-1]
             request.generated_tokens.append(token)
+            request.steps.append(report)
             request.counters.committed += 1
             request.tpot.append(now - entry.last_time)
             entry.last_time = now
             reason = reasons.get(key)
             text = None
-            stream = entry.stream
-            if stream is not None:
-                try:
-                    text = "" if reason is FinishReason.STOP else stream.push(token)
-                except Exception as error:
-                    self._illegible(entry, error)
-                if text:
-                    entry.pieces.append(text)
+            if entry.stream is not None:
+                text = "" if reason is FinishReason.STOP else self._push(entry, token)
             if reason is not None:
                 text = self._finish(entry, reason, text, now)
-                finished.append(request)
             outputs.append(_new_output((request.request_id, token, text, reason)))
+
+    def abort(self, key: int) -> None:
+        """End a request without a token."""
+        self._end_without_token(self._entries[key], FinishReason.ABORT)
+
+    def take(self) -> tuple[list[TokenOutput], list[DynamicInferenceRequest]]:
+        """Outputs and ended requests since the last call, in order."""
+        outputs, self.outputs = self.outputs, []
+        finished, self.finished = self.finished, []
         return outputs, finished
 
-    def abort(self, key: int) -> tuple[list[TokenOutput], list[DynamicInferenceRequest]]:
-        """End a request without a token; returns what :meth:`commit` does."""
-        entry, reason = self._entries[key], FinishReason.ABORT
+    def _start_window(self, entry: Entry, tokens: tuple[int, ...]) -> None:
+        """All but the last of several tokens of one row, which come at once; or no token."""
+        request = entry.request
+        if not tokens:
+            request.counters.discarded += 1
+            return
+        request.counters.accepted += len(tokens) - 1
+        request.counters.committed += len(tokens) - 1
+        for token in tokens[:-1]:
+            request.generated_tokens.append(token)
+            request.tpot.append(0.0)
+            text = self._push(entry, token)
+            self.outputs.append(TokenOutput(request.request_id, token, text, None))
+
+    def _push(self, entry: Entry, token: int) -> str | None:
+        """Text that a token completes; None without a tokenizer, or when it fails."""
+        if entry.stream is None:
+            return None
+        try:
+            text: str = entry.stream.push(token)
+        except Exception as error:
+            self._go_on_without_text(entry, error)
+            return None
+        if text:
+            entry.pieces.append(text)
+        return text
+
+    def _end_without_token(self, entry: Entry, reason: FinishReason) -> None:
         text = self._finish(entry, reason, None, time.perf_counter())
-        return [TokenOutput(entry.request.request_id, None, text, reason)], [entry.request]
+        self.outputs.append(TokenOutput(entry.request.request_id, None, text, reason))
 
     def _finish(
         self, entry: Entry, reason: FinishReason, text: str | None, now: float
@@ -217,24 +271,29 @@ class OutputBook:
                 rest = entry.stream.flush()
                 request.generated_text = "".join(entry.pieces) + rest
                 text = (text or "") + rest
-            elif entry.legible:
+            elif entry.detokenizable:
                 tokens = request.generated_tokens
                 request.generated_text = self._tokenizer.detokenize(
                     tokens[:-1] if reason is FinishReason.STOP else tokens
                 )
         except Exception as error:
-            self._illegible(entry, error)
-        aborted = reason is FinishReason.ABORT
-        request.add_event(
-            DynamicInferenceEventType.FAIL if aborted else DynamicInferenceEventType.FINISH
-        )
-        del self._keys[request.request_id]
-        self._ended.append((entry.future, request))
+            self._go_on_without_text(entry, error)
+        if reason is FinishReason.ERROR:
+            failure = ModelOutputError(
+                f"the model gave NaN for the token after {len(request.generated_tokens)} generated "
+                "ones; look for overflow in its weights or activations"
+            )
+            request.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, failure)
+            logger.warning("request %d has ended: %s", request.request_id, failure)
+        request.add_event(EVENT_OF[reason])
+        del self.keys[request.request_id]
+        self.ended.append((entry.future, request))
+        self.finished.append(request)
         return text
 
-    def _illegible(self, entry: Entry, error: Exception) -> None:
-        """Go on without text: a tokenizer's error is the request's alone."""
-        entry.legible, entry.stream = False, None
+    def _go_on_without_text(self, entry: Entry, error: Exception) -> None:
+        """A tokenizer's error is the request's alone."""
+        entry.detokenizable, entry.stream = False, None
         entry.request.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)
         logger.warning(
             "request %d goes on without text, since its tokenizer failed (%s: %s)",
@@ -245,14 +304,14 @@ class OutputBook:
 
     def fail(self, error: EngineStoppedError) -> None:
         """No request will end any more."""
-        self._ended += [(entry.future, error) for entry in self._entries.values()]
+        self.ended += [(entry.future, error) for entry in self._entries.values()]
 
-    def tell(self) -> None:
+    def resolve_futures(self) -> None:
         """Resolve the futures of requests that have ended. Their callbacks may step the engine, so
-        this is for when a commit is over."""
+        this is for when a step is over."""
         while True:
             try:
-                ended = self._ended[0]
+                ended = self.ended[0]
             except IndexError:
                 return
             future, result = ended
@@ -262,7 +321,7 @@ class OutputBook:
                 else:
                     future.set_result(result)
             with contextlib.suppress(ValueError):
-                self._ended.remove(ended)
+                self.ended.remove(ended)
 
     def close(self, keys: list[int]) -> None:
         """Drop the records of requests whose last ticket has retired."""

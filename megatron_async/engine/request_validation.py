@@ -1,21 +1,23 @@
-"""The door: turns what a user asks into a sequence that the scheduler can always serve."""
+"""Checks what a user asks, and makes it a command that the scheduler can always serve."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Protocol
 
 import torch
 
 from megatron_async.config import as_integer
+from megatron_async.engine.commands import AddRequest, UpdateSamplingParams
 from megatron_async.errors import RequestError
-from megatron_async.request import DynamicInferenceRequest
 from megatron_async.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from megatron_async.scheduler.limits import Limits
-from megatron_async.scheduler.request_state import Sequence
+from megatron_async.step.slot_fields import Values, request_values
 
+CHANGEABLE = ("temperature", "top_k", "top_p", "seed")
+"""Parameters of a running request that may change."""
+MAX_PRIORITY = 10**6
 MASK64 = 2**64 - 1
-LEAST_TOP_P = 1e-37
-"""Less would be 0 as float32, which is off; this too keeps the most likely token alone."""
 
 
 class PromptTokenizer(Protocol):
@@ -36,7 +38,7 @@ def derive_seed(engine_seed: int, request_id: int) -> int:
     return z - 2**64 if z >= 2**63 else z
 
 
-class Intake:
+class RequestValidator:
     """Checks requests against the model, the cache and themselves."""
 
     def __init__(
@@ -56,14 +58,15 @@ class Intake:
         self._random_seed = random_seed
         self._eos_token_ids = eos_token_ids
 
-    def accept(
+    def add(
         self,
         key: int,
         request_id: int,
         prompt: str | list[int] | torch.Tensor,
         params: SamplingParams | None,
-    ) -> tuple[DynamicInferenceRequest, Sequence]:
-        """The request's public record and the scheduler's.
+        priority: object,
+    ) -> tuple[AddRequest, SamplingParams]:
+        """The command that queues a request, and its parameters, checked.
 
         Raises:
             RequestError: names the value that cannot be served and what to change.
@@ -72,21 +75,48 @@ class Intake:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params is a {type(params).__name__}, not SamplingParams")
         params = params.checked()
+        number = as_integer(priority)
+        if number is None or abs(number) > MAX_PRIORITY:
+            raise RequestError(
+                f"priority={priority!r} must be an integer of at most {MAX_PRIORITY:,}"
+            )
         text, tokens = self._tokens(prompt, params)
         max_new = self._max_new(len(tokens), params)
-        stop_ids = self._stop_ids(params)
-        seed = params.seed
-        if seed is None:
-            seed = derive_seed(self._random_seed, request_id)
-        inverse_temperature = 0.0 if params.greedy else 1.0 / params.temperature
-        top_p = max(params.top_p, LEAST_TOP_P) if params.top_p else 0.0
-        sampling = (inverse_temperature, min(params.top_k, 2**31 - 1), top_p, seed)
-        sequence = Sequence(key, tuple(tokens), max_new, stop_ids, sampling)
-        self._check_fits(sequence)
-        request = DynamicInferenceRequest(
-            request_id=request_id, prompt=text, prompt_tokens=tokens, sampling_params=params
+        self._check_fits(len(tokens) + max_new)
+        command = AddRequest(
+            key,
+            request_id,
+            text,
+            tuple(tokens),
+            max_new,
+            self._stop_ids(params),
+            self.values(request_id, params),
+            number,
+            params.serialize(),
         )
-        return request, sequence
+        return command, params
+
+    def update(
+        self, key: int, params: SamplingParams, changes: dict[str, Any]
+    ) -> UpdateSamplingParams:
+        """The command that changes the sampling parameters of a request, which are ``params``.
+
+        Raises:
+            RequestError: a parameter cannot be changed, or has a wrong value.
+        """
+        for name in changes:
+            if name not in CHANGEABLE:
+                raise RequestError(
+                    f"{name} of a running request cannot be changed; {', '.join(CHANGEABLE)} can"
+                )
+        checked = dataclasses.replace(params, **changes).checked()
+        return UpdateSamplingParams(key, {name: getattr(checked, name) for name in changes})
+
+    def values(self, request_id: int, params: SamplingParams) -> Values:
+        """The values of the REQUEST slot fields."""
+        if params.seed is None:
+            params = dataclasses.replace(params, seed=derive_seed(self._random_seed, request_id))
+        return request_values(params)
 
     def _tokens(
         self, prompt: str | list[int] | torch.Tensor, params: SamplingParams
@@ -163,11 +193,12 @@ class Intake:
             )
         return unique
 
-    def _check_fits(self, sequence: Sequence) -> None:
-        need = sequence.worst_case_blocks(self._limits.block_size)
+    def _check_fits(self, max_total: int) -> None:
+        size = self._limits.block_size
+        need = -(-(max_total - 1) // size)  # the last token is never written
         if need > self._limits.block_count:
             raise RequestError(
-                f"the request may need {need} KV blocks of {self._limits.block_size} tokens and "
+                f"the request may need {need} KV blocks of {size} tokens and "
                 f"the cache has {self._limits.block_count}; raise buffer_size_gb or block_count, "
                 "or generate fewer tokens"
             )

@@ -1,4 +1,4 @@
-"""Whose turn it is to step an engine, and whether it can be stepped at all."""
+"""Who may step or change an engine, and whether it can be stepped at all."""
 
 from __future__ import annotations
 
@@ -6,42 +6,64 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
-from megatron_async.errors import EngineStoppedError
+from megatron_async.errors import EngineStoppedError, ReentrantCallError
 
 
-class Turn:
-    """``with told, turn.lock, turn:`` changes an engine, one thread at a time.
+class StepLock:
+    """``with lock.mutex, lock:`` steps or changes an engine, one thread at a time.
 
-    Three managers, since a signal may come between any two lines of Python: ``with lock`` alone is
-    sure to give a lock back.
+    Two managers, since a signal may come between any two lines of Python: ``with mutex`` alone is
+    sure to give it back. A second entry by the thread that is inside, which a signal's handler or a
+    callback makes, is an error and changes nothing.
 
     An error on the way leaves scheduler and device at odds, so it stops the engine for good, unless
-    whoever raised it put it into :attr:`harmless`: nothing has changed.
+    whoever raised it has told :meth:`recover`: nothing has changed.
 
     Args:
-        stop: what else an error does, still within the turn.
+        on_stop: who is told of an error that stops the engine, still inside.
+
+    Attributes:
+        gate: held by other threads than the engine's own while they want the mutex, and passed by
+            the engine's thread between two steps, so that they get their turn.
     """
 
-    def __init__(self, stop: Callable[[EngineStoppedError], None]) -> None:
-        self.lock = threading.RLock()
+    def __init__(self, on_stop: tuple[Callable[[EngineStoppedError], None], ...]) -> None:
+        self.mutex = threading.RLock()
+        self.gate = threading.RLock()
         self.stopped: EngineStoppedError | None = None
-        self.harmless: BaseException | None = None
-        self._thread: int | None = None
-        self._stop = stop
+        self._recoverable: BaseException | None = None
+        self._busy = False
+        self._on_stop = on_stop
 
     def check(self) -> None:
         """Raises :class:`EngineStoppedError` if the engine has stopped."""
         if self.stopped is not None:
             raise EngineStoppedError(*self.stopped.args) from self.stopped.__cause__
 
-    @property
-    def is_mine(self) -> bool:
-        """The calling thread is in the midst of it: a signal's handler."""
-        return self._thread == threading.get_ident()
+    def recover(self, error: BaseException) -> None:
+        """``error`` is on its way out and has changed nothing."""
+        self._recoverable = error
+
+    def check_outside(self) -> None:
+        """With the mutex: raises :class:`ReentrantCallError` if the caller is inside already."""
+        if self._busy:
+            raise ReentrantCallError(
+                "the engine is in the midst of a step that this call interrupts; from a signal's "
+                "handler or a callback, only add, change or abort requests"
+            )
+
+    def stop(self, error: EngineStoppedError) -> None:
+        """Nobody steps the engine any more, unless it has stopped already."""
+        if self.stopped is None:
+            self.stopped = error
+        self._tell_stopped(self.stopped)
 
     def __enter__(self) -> None:
-        self.check()
-        self._thread = threading.get_ident()
+        if self._busy:
+            self.check_outside()
+        if self.stopped is not None:
+            self.check()
+        self._busy = True
 
     def __exit__(
         self,
@@ -49,27 +71,19 @@ class Turn:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._thread = None
-        harmless, self.harmless = self.harmless, None
-        if self.stopped is None and error is not None and error is not harmless:
+        self._busy = False
+        if error is None and self.stopped is None:
+            return
+        recoverable, self._recoverable = self._recoverable, None
+        if self.stopped is None and error is not recoverable:
             reason = f"{type(error).__name__}: {error}".rstrip(": ")
             self.stopped = EngineStoppedError(
                 f"the engine was stopped by an error, {reason}; build a new one"
             )
             self.stopped.__cause__ = error
         if self.stopped is not None:
-            self._stop(self.stopped)
+            self._tell_stopped(self.stopped)
 
-
-class Told:
-    """``with told:`` around a turn: after it, and outside, ``tell`` is called. Callbacks of users
-    may take a turn again."""
-
-    def __init__(self, tell: Callable[[], None]) -> None:
-        self._tell = tell
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        self._tell()
+    def _tell_stopped(self, error: EngineStoppedError) -> None:
+        for on_stop in self._on_stop:
+            on_stop(error)

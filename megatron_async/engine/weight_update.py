@@ -4,11 +4,28 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
 
-from megatron_async.errors import ConfigError
+from megatron_async.device.protocol import Device
+from megatron_async.engine.loop import DecodeLoop
+from megatron_async.engine.metrics import NotOverlapped
+from megatron_async.engine.output_processor import OutputProcessor
+from megatron_async.engine.step_lock import StepLock
+from megatron_async.errors import CheckpointError, ConfigError
+from megatron_async.runner.controller import TextGenerationController
+
+
+class Engine(Protocol):
+    """The parts of an engine that new weights concern."""
+
+    controller: TextGenerationController
+    device: Device
+    lock: StepLock
+    loop: DecodeLoop
+    outputs: OutputProcessor
 
 
 class SharedWeights:
@@ -67,3 +84,60 @@ def shared_weights(model: Any) -> SharedWeights:
                 return found
             _shared[id(model)] = found
         return _shared[id(model)]
+
+
+def replace_weights(
+    wanted: Engine,
+    weights: SharedWeights,
+    source: str | Path | Mapping[str, Any],
+    *,
+    recompute_kv_cache: bool,
+) -> None:
+    """New weights for all engines over them, each between two of its steps.
+
+    They are read and checked first. An engine that has stopped, or does so now, is left out unless
+    it is the one that is ``wanted``; an error from the first copy on stops them all.
+
+    Raises:
+        CheckpointError: the weights do not fit; the old ones stay.
+    """
+    sharing: list[Engine] = []
+    try:
+        with weights.lock, ExitStack() as stack:
+            replace = wanted.controller.read_weights(source)
+            sharing = weights.engines
+            engines = [e for e in sharing if _drained(e, stack, wanted=wanted)]
+            for engine in engines:
+                stack.enter_context(engine.lock)
+            try:
+                with weights.replacing():
+                    replace()
+            except CheckpointError as error:
+                weights.refused()
+                for engine in engines:
+                    engine.lock.recover(error)
+                raise
+            path = None if isinstance(source, Mapping) else str(source)
+            for engine in engines:
+                engine.device.synchronize()
+                engine.loop.adopt_weights(path, recompute_kv_cache=recompute_kv_cache)
+    finally:
+        for engine in sharing:  # outside of all locks
+            engine.outputs.resolve_futures()
+            engine.loop.commands.wake()
+
+
+def _drained(engine: Engine, stack: ExitStack, *, wanted: Engine) -> bool:
+    """Take what is in flight, and keep the engine's mutex in ``stack``."""
+    stack.enter_context(engine.lock.gate)
+    stack.enter_context(engine.lock.mutex)
+    try:
+        with engine.lock:
+            engine.loop.apply_commands()
+            engine.loop.drain(NotOverlapped.WEIGHTS)
+            engine.device.synchronize()
+    except Exception:
+        if engine is wanted or engine.lock.stopped is None:
+            raise
+        return False
+    return True

@@ -9,11 +9,18 @@ import torch
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
 from megatron_async.cache.block_allocator import NULL_BLOCK
-from megatron_async.config import MAX_COUNT, MAX_REQUESTS, check_buffer_size, check_integer
+from megatron_async.config import (
+    MAX_COUNT,
+    MAX_DRAFTS,
+    MAX_REQUESTS,
+    check_buffer_size,
+    check_integer,
+)
 from megatron_async.device.memory import GIB, must_fit
 from megatron_async.errors import ConfigError
 from megatron_async.kernels.attention import paged_attention
 from megatron_async.kernels.attention.decode_attention import DecodeAttentions, Heads, heads_of
+from megatron_async.runner.slot_state import SlotState
 from megatron_async.sampling_params import MAX_STOP_TOKEN_IDS
 
 from megatron.core.inference.contexts import BaseInferenceContext  # isort: skip
@@ -54,6 +61,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         device: where the state lives; None takes the current GPU, or the CPU without one.
         batch_invariant: attend with every token as a row of its own, prefill chunks too, so that
             a token's bits do not depend on the forward that computes it.
+        num_speculative_tokens: drafts that each decode row brings along, for a model that drafts.
 
     Raises:
         ConfigError: a value is out of range, or the buffer holds no block.
@@ -78,6 +86,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         materialize_only_last_token_logits: bool = True,
         device: torch.device | str | None = None,
         batch_invariant: bool = False,
+        num_speculative_tokens: int = 0,
     ) -> None:
         super().__init__(materialize_only_last_token_logits=True)
         if not materialize_only_last_token_logits:
@@ -107,6 +116,8 @@ class DynamicInferenceContext(BaseInferenceContext):
         self.num_cuda_graphs = num_cuda_graphs
         self.params_dtype = params_dtype
         self.batch_invariant = batch_invariant
+        num_drafts = check_integer("num_speculative_tokens", num_speculative_tokens, 0, MAX_DRAFTS)
+        self.num_speculative_tokens = num_drafts
 
         token_bytes = 2 * num_layers * num_attention_heads * kv_channels * params_dtype.itemsize
         block_bytes = token_bytes * block_size_tokens
@@ -150,11 +161,18 @@ class DynamicInferenceContext(BaseInferenceContext):
         slots = self.slot_count + 1
         with must_fit(
             self.device,
-            8 * slots * (self.max_blocks_per_request + MAX_STOP_TOKEN_IDS + 8),
+            8 * slots * (self.max_blocks_per_request + MAX_STOP_TOKEN_IDS + num_drafts + 8),
             f"the state of {slots} slots for {max_sequence_length} tokens each",
             "max_requests, depth or max_sequence_length, or raise block_size_tokens",
         ):
-            self._make_slots()
+            sizes = {
+                "max_blocks_per_request": self.max_blocks_per_request,
+                "num_drafts": num_drafts,
+            }
+            self.slots = SlotState(self.slot_count, sizes, self.device)
+        self.block_table = self.slots.block_table
+        self.finished = self.slots.finished
+        self.kv_length = self.slots.kv_length
         if self.device.type == "cuda" and kv_channels > paged_attention.KERNEL_HEAD_DIM:
             _warn_of_slow_attention(kv_channels)
 
@@ -169,31 +187,13 @@ class DynamicInferenceContext(BaseInferenceContext):
         self.last_token_index: torch.Tensor | None = None
         self._decode_attentions = DecodeAttentions(self.device)
 
-    def _make_slots(self) -> None:
-        def per_slot(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(self.slot_count + 1, *shape, dtype=dtype, device=self.device)
-
-        self.last_token = per_slot(dtype=torch.int64)
-        self.kv_length = per_slot(dtype=torch.int64)
-        self.finished = per_slot(dtype=torch.bool)
-        self.block_table = per_slot(self.max_blocks_per_request, dtype=torch.int64)
-        self.inverse_temperature = per_slot(dtype=torch.float32)
-        self.top_k = per_slot(dtype=torch.int32)
-        self.top_p = per_slot(dtype=torch.float32)
-        self.seed = per_slot(dtype=torch.int64)
-        self.max_total = per_slot(dtype=torch.int64)
-        self.stop_ids = per_slot(MAX_STOP_TOKEN_IDS, dtype=torch.int64)
-        self.reset()
-
     def reset(self) -> None:
         """Forget all slots; nothing may be in flight."""
-        for state in (self.last_token, self.kv_length, self.inverse_temperature, self.top_k):
-            state.zero_()
-        for state in (self.top_p, self.seed, self.max_total):
-            state.zero_()
-        self.block_table.fill_(NULL_BLOCK)
-        self.finished.fill_(True)
-        self.stop_ids.fill_(-1)
+        self.slots.reset()
+
+    def release(self) -> None:
+        """Free the cache, which nobody uses any more."""
+        self.kv_cache = self.kv_cache.new_empty(0)
 
     # --- one forward --------------------------------------------------------------------------
 

@@ -1,40 +1,22 @@
-"""Launches plans and hands back their tokens: the one place between scheduler and device."""
+"""A model and its tokenizer, as an engine takes them. The name is megatron-core's."""
 
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from megatron_async.device.protocol import Device
 from megatron_async.errors import ConfigError, RequestError
 from megatron_async.runner.context import DynamicInferenceContext
-from megatron_async.runner.cuda_graphs import StepGraphs, row_buckets, token_buckets
-from megatron_async.runner.step_program import RESULT_FIELDS, StepProgram
-from megatron_async.step.packet import PacketLayout, StepShape, write_packet
-from megatron_async.step.plan import Plan, StepResult, Ticket
-
-Progress = Callable[[Iterable[int], int], Iterable[int]]
-"""Wraps an iterable of known length to show a progress bar."""
-
-
-class InFlight(NamedTuple):
-    """A launched step whose tokens the host has not taken."""
-
-    ticket: Ticket
-    controller: TextGenerationController
-
-    def wait(self) -> tuple[Plan, StepResult]:
-        """Block until the ticket's tokens are on the host. Oldest ticket first, once each."""
-        return self.ticket.plan, self.controller.take(self.ticket)
+from megatron_async.runner.model_runner import ModelRunner
 
 
 class TextGenerationController:
-    """Owns a model's step program: packets, graphs and results. Name is megatron-core's.
+    """A model that can be served, and its tokenizer.
 
     Args:
         inference_wrapped_model: a :class:`~megatron_async.models.wrapper.GPTInferenceWrapper`, a
@@ -50,12 +32,7 @@ class TextGenerationController:
             inference_wrapped_model = GPTInferenceWrapper(inference_wrapped_model)
         self.inference_wrapped_model = inference_wrapped_model
         self.tokenizer = tokenizer
-        self.wait_ns = 0
-        self.last_graph_rows: int | None = None
         self._attached = False
-        self._pending: Ticket | None = None
-
-    # --- text ---------------------------------------------------------------------------------
 
     def tokenize_prompt(self, prompt: str, add_BOS: bool = False) -> list[int]:
         """Token ids of a text prompt.
@@ -76,21 +53,11 @@ class TextGenerationController:
                 ids.insert(0, bos)
         return ids
 
-    # --- set-up -------------------------------------------------------------------------------
-
     def attach(
-        self,
-        device: Device,
-        context: DynamicInferenceContext,
-        *,
-        max_tokens: int,
-        max_grants: int,
-        depth: int,
-        poison: bool,
-        capture_mixed: bool = True,
-        progress: Progress | None = None,
-    ) -> None:
-        """Build rings and graphs for an engine; ``capture_mixed`` is about steps with prefill.
+        self, device: Device, context: DynamicInferenceContext, **options: Any
+    ) -> ModelRunner:
+        """A runner of this model over a context, for the one engine that it serves; ``options`` are
+        :class:`ModelRunner`'s.
 
         Raises:
             ConfigError: the controller or the context serves an engine already, or the context
@@ -103,44 +70,7 @@ class TextGenerationController:
             )
         self._check_suits(context)
         self._attached = context.attached = True
-        self.device = device
-        self.context = context
-        buckets = row_buckets(
-            context.max_requests, captures=device.captures, count=context.num_cuda_graphs
-        )
-        max_rows = buckets[-1]
-        tokens = token_buckets(max_tokens, captures=device.captures)
-        self._layout = PacketLayout(max_rows, tokens[-1], max_grants)
-        # A packet is consumed and a result taken before its ticket is committed, and no more than
-        # depth + 1 tickets are ever in flight: the rings never wrap onto a live entry.
-        entries = depth + 2
-        self._packets = device.packet_ring(entries, self._layout.width)
-        self._results = device.result_ring(entries, RESULT_FIELDS * max_rows)
-        self._program = StepProgram(
-            device,
-            context,
-            self.inference_wrapped_model,
-            self._layout,
-            self._packets,
-            self._results,
-            logits_dtype=getattr(
-                self.inference_wrapped_model, "logits_dtype", context.params_dtype
-            ),
-            poison=poison,
-        )
-        self._graphs = StepGraphs(
-            device, self._program, buckets, tokens, capture_mixed=capture_mixed
-        )
-        prepare = getattr(self.inference_wrapped_model, "prepare", None)
-        if prepare is not None:
-            prepare(buckets, context)
-        captured: Iterable[int] = self._graphs.capture()
-        if progress is not None:
-            captured = progress(captured, self._graphs.capture_count)
-        for _ in captured:
-            pass
-        device.enqueue(context.reset, "reset")
-        device.synchronize()
+        return ModelRunner(device, context, self.inference_wrapped_model, **options)
 
     def _check_suits(self, context: DynamicInferenceContext) -> None:
         if context.attached:
@@ -154,6 +84,12 @@ class TextGenerationController:
                 f"the context's max_sequence_length={context.max_sequence_length} exceeds the "
                 f"model's {most}; lower it"
             )
+        drafts = getattr(model, "num_speculative_tokens", 0)
+        if context.num_speculative_tokens > drafts:
+            raise ConfigError(
+                f"the context's num_speculative_tokens={context.num_speculative_tokens} exceeds "
+                f"the {drafts} tokens that the model drafts; lower it"
+            )
         spec = getattr(model, "kv_cache_spec", None)
         if spec is None:
             return
@@ -166,56 +102,6 @@ class TextGenerationController:
         ):
             if has != needs:
                 raise ConfigError(f"the context has {name}={has} and the model needs {needs}")
-
-    @property
-    def graph_count(self) -> int:
-        """Graphs that :meth:`attach` captured."""
-        return self._graphs.graph_count
-
-    # --- one step -----------------------------------------------------------------------------
-
-    def launch(self, plan: Plan) -> InFlight:
-        """Queue S of the pending logits, H2D and F of ``plan``; returns at once."""
-        graphs = self._graphs
-        rows = graphs.bucket(len(plan.rows))
-        shape = StepShape(rows, rows)
-        if not plan.is_decode_only:
-            shape = graphs.mixed_shape(rows, plan.num_tokens)
-        packet = self._packets.claim(plan.number)
-        write_packet(packet, self._layout, plan, shape, self.context.null_slot)
-        self.device.mark_ticket(plan.number)
-        self.last_graph_rows = rows if plan.is_decode_only else None
-        pending, self._pending = self._pending, Ticket(plan.number, plan, rows)
-        if plan.is_decode_only and pending is not None and pending.row_bucket == rows:
-            graphs.step(rows).replay()
-        else:
-            if pending is not None:
-                self._sample(pending)
-            if plan.is_decode_only:
-                graphs.forward(rows).replay()
-            else:
-                graphs.launch_mixed(shape)
-        return InFlight(self._pending, self)
-
-    def flush(self, ticket: Ticket) -> None:
-        """Launch the S of ``ticket`` if it is still to be: it rides at the head of the next launch,
-        and there was none, as always at depth 0."""
-        if self._pending is ticket:
-            self._pending = None
-            self._sample(ticket)
-
-    def take(self, ticket: Ticket) -> StepResult:
-        """Wait for the tokens of ``ticket``, whose S has been launched."""
-        rows = ticket.row_bucket
-        started = time.perf_counter_ns()
-        values = self._results.wait(ticket.number, RESULT_FIELDS * rows)
-        self.wait_ns += time.perf_counter_ns() - started
-        columns = values.reshape(RESULT_FIELDS, rows)[:, : len(ticket.plan.rows)]
-        return StepResult(*columns.tolist())
-
-    def put_back(self, ticket: Ticket) -> None:
-        """A signal came in the midst of :meth:`take`: the tokens are there to be taken again."""
-        self._results.put_back(ticket.number)
 
     @property
     def weights_owner(self) -> Any:
@@ -235,10 +121,3 @@ class TextGenerationController:
         from megatron_async.checkpoint.update import read_weights
 
         return read_weights(self.weights_owner, source)
-
-    def poison_blocks(self, blocks: list[int]) -> None:
-        """Queue garbage for freed KV blocks (debug mode)."""
-        self.device.enqueue(lambda: self._program.poison_blocks(blocks), "poison")
-
-    def _sample(self, pending: Ticket) -> None:
-        self._graphs.sample(pending.row_bucket).replay()

@@ -1,5 +1,5 @@
-"""Graphs of a step: for each row bucket S alone, H2D -> F, and all three in one; for each token
-bucket H2D -> F of a step with prefill chunks."""
+"""Graphs of a step: for each row bucket S alone, H2D -> F, all three in one, and these behind C;
+for each token bucket H2D -> F of a step with prefill chunks."""
 
 from __future__ import annotations
 
@@ -93,6 +93,8 @@ class StepGraphs:
         self._sample: dict[int, Graph] = {}
         self._forward: dict[int, Graph] = {}
         self._step: dict[int, Graph] = {}
+        self._controlled_step: dict[int, Graph] = {}
+        self._control: Graph | None = None
         self._mixed: dict[int, Graph] = {}
 
     def bucket(self, rows: int) -> int:
@@ -114,8 +116,9 @@ class StepGraphs:
 
     @property
     def graph_count(self) -> int:
-        """Graphs that :meth:`capture` makes: three for each row bucket, one with prefill chunks."""
-        return 3 * len(self.buckets) + len(self._captured_tokens)
+        """Graphs that :meth:`capture` makes: four for each row bucket, one for each token bucket of
+        steps with prefill chunks, and C."""
+        return 4 * len(self.buckets) + len(self._captured_tokens) + 1
 
     def capture(self) -> Iterator[int]:
         """Capture bucket after bucket, the largest first (it sizes the shared memory pool);
@@ -129,7 +132,15 @@ class StepGraphs:
             self._sample[rows] = capture(partial(self._program.sample, rows), "S")
             self._forward[rows] = capture(partial(self._forward_work, rows), "H2D F")
             self._step[rows] = capture(partial(self._step_work, rows), "S H2D F")
+            controlled = partial(self._controlled_work, rows)
+            self._controlled_step[rows] = capture(controlled, "C S H2D F")
             yield rows
+        self._control = self._device.capture(self._program.load_control, "C")
+
+    def control(self) -> Graph:
+        """C alone, in front of steps that replay more than one graph."""
+        assert self._control is not None
+        return self._control
 
     def sample(self, rows: int) -> Graph:
         """S of the pending logits of a forward with this row bucket."""
@@ -139,9 +150,10 @@ class StepGraphs:
         """H2D -> F of a decode step."""
         return self._forward[rows]
 
-    def step(self, rows: int) -> Graph:
-        """S -> H2D -> F: the full decode iteration, when the bucket is that of the step before."""
-        return self._step[rows]
+    def step(self, rows: int, *, controlled: bool) -> Graph:
+        """S -> H2D -> F: the full decode iteration, when the bucket is that of the step before;
+        with control C -> S -> H2D -> F."""
+        return (self._controlled_step if controlled else self._step)[rows]
 
     def launch_mixed(self, shape: StepShape) -> None:
         """H2D -> F of a step with prefill chunks, from its graph if it has one."""
@@ -160,5 +172,10 @@ class StepGraphs:
         self._program.forward_decode(rows)
 
     def _step_work(self, rows: int) -> None:
+        self._program.sample(rows)
+        self._forward_work(rows)
+
+    def _controlled_work(self, rows: int) -> None:
+        self._program.load_control()
         self._program.sample(rows)
         self._forward_work(rows)

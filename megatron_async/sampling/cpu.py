@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor, empty_like, full_like, inf
+from torch import Tensor, empty_like, float32, full_like, inf
 
 from megatron_async.sampling import filters, noise
 
@@ -19,7 +19,13 @@ def sample_tokens_cpu(
     position: Tensor,
 ) -> Tensor:
     """``sampling.sample_tokens`` of CPU tensors; arguments are not checked."""
-    x = filters.without_nan(logits)
+    failed = logits.amax(1).isnan()
+    if failed.any():
+        tokens = sample_tokens_cpu(
+            filters.without_nan(logits), inverse_temperature, top_k, top_p, seed, position
+        )
+        return tokens.masked_fill_(failed, -1)
+    x = logits.to(float32)
     sampled = inverse_temperature > 0.0
     if not sampled.any():
         return x.argmax(1)

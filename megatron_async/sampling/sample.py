@@ -6,8 +6,8 @@ the batch, the row, the device or what was sampled before, so nothing is ever re
 
 The rules shared by all implementations:
 
-- A NaN logit counts as ``-inf``; ids with ``-inf`` are never chosen unless the whole row is
-  ``-inf``, which gives token 0.
+- A row with a NaN gives token -1: the model has failed. Ids with ``-inf`` are never chosen unless
+  the whole row is ``-inf``, which gives token 0.
 - Equal scores go to the lowest id.
 - ``inverse_temperature`` not above zero is greedy and ignores the filters; ``top_k <= 0`` or at
   least the vocabulary is off; ``top_p <= 0`` or ``>= 1`` is off. NaN parameters are off.
@@ -55,7 +55,7 @@ def sample_tokens(
         vocab_size: only ids below it are candidates; ``V`` if not given.
 
     Returns:
-        int64 ``[R]``.
+        int64 ``[R]``; -1 for a row whose candidates hold NaN.
 
     Raises:
         ValueError: a shape, a dtype or the vocabulary size is not supported.
@@ -83,14 +83,16 @@ def sample_tokens_reference(
     vocab_size: int | None = None,
 ) -> Tensor:
     """``sample_tokens`` in plain torch on any device, all work for every row."""
-    x = filters.without_nan(candidates(logits, vocab_size))
+    logits = candidates(logits, vocab_size)
+    x = filters.without_nan(logits)
     sampled = inverse_temperature > 0.0
     factor = torch.where(sampled, inverse_temperature, 1.0)
     threshold = filters.filter_threshold(x, factor, top_k, top_p)
     scores = filters.scale_logits(x, factor) + noise.gumbel(seed, position, x.shape[1])
     dropped = (x < threshold[:, None]) | (x == -torch.inf)
     scores = scores.masked_fill(dropped, -torch.inf)
-    return torch.where(sampled[:, None], scores, x).argmax(1)
+    tokens = torch.where(sampled[:, None], scores, x).argmax(1)
+    return tokens.masked_fill(logits.isnan().any(1), -1)
 
 
 def candidates(logits: Tensor, vocab_size: int | None = None) -> Tensor:

@@ -10,15 +10,15 @@ from megatron_async.request import FinishReason
 
 
 class Commit(NamedTuple):
-    """What the host took of a step: a token of each row that was sampled.
+    """What the host took of a step, by rows that were sampled.
 
-    Token i was sampled for request ``keys[i]``. ``reasons`` has the requests that end with their
-    token, ``discarded`` those that had ended before it was sampled: it is dropped. By rows, not an
-    object for each: a row costs the host its time at every token.
+    ``tokens[i]`` were sampled for request ``keys[i]``. ``reasons`` has the requests that end with
+    their last token, ``discarded`` those that had ended before the row was sampled: its tokens are
+    dropped. By rows, not an object for each: a row costs the host its time at every token.
     """
 
     keys: Sequence[int]
-    tokens: Sequence[int]
+    tokens: Sequence[tuple[int, ...]]
     reasons: dict[int, FinishReason]
     discarded: set[int]
 

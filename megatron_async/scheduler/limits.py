@@ -10,9 +10,10 @@ class Limits:
     """Counts of rows, slots, tokens and blocks.
 
     There are more slots than rows: a slot comes back only when its last ticket has retired, and
-    until then another one serves the request that takes over the row. ``max_grants`` bounds the
-    block grants of one packet and holds a longest request beside full decode rows.
-    ``priority_step`` is the number of tickets by which one step of priority goes ahead.
+    until then another one serves the request that takes over the row. ``max_assignments`` bounds
+    the block assignments of one packet and holds a longest request beside full decode rows.
+    ``window`` is the number of tokens that a decode row may bring. ``priority_step``
+    is the number of tickets by which one step of priority goes ahead.
     """
 
     max_requests: int
@@ -21,6 +22,12 @@ class Limits:
     prefill_chunk_tokens: int
     block_size: int
     block_count: int
-    max_grants: int
+    max_assignments: int
     enable_prefix_caching: bool = True
     priority_step: int = 1000
+    window: int = 1
+
+    @property
+    def blocks_per_row(self) -> int:
+        """Blocks that one decode row may need beyond those held."""
+        return -(-self.window // self.block_size)

@@ -1,29 +1,87 @@
-"""Who gives way when KV blocks run short. Pure functions of the sequences' states and ranks."""
+"""Who gives way when KV blocks run short: rows that stall, and requests that are evicted."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from megatron_async.scheduler.events import Change, Event
+from megatron_async.scheduler.limits import Limits
 from megatron_async.scheduler.request_state import Sequence, State
+from megatron_async.scheduler.request_table import RequestTable
 
-EVICTABLE = frozenset({State.PREFILLING, State.DECODING, State.STALLED, State.HELD})
+
+class Preemption:
+    """Stalls and evictions, by the requests' priority keys alone."""
+
+    def __init__(self, table: RequestTable, limits: Limits) -> None:
+        self._table = table
+        self._limits = limits
+
+    def unstall(self) -> None:
+        """Let those that were left out compete for rows and blocks again, lowest key first."""
+        table = self._table
+        room = self._limits.max_requests - len(table.decoding) - len(table.prefilling)
+        stalled = sorted(table.stalled.values(), key=lambda s: s.priority_key)
+        for sequence in stalled[: max(room, 0)]:
+            if sequence.prefilled < sequence.prefill_end:
+                table.enter_prefilling(sequence)
+            else:
+                table.enter_decoding(sequence)
+
+    def stall_short(self, needy: dict[Sequence, int], stalled_before: set[int]) -> list[Sequence]:
+        """Those of ``needy``, each with the blocks it needs, that get them. Lowest key first; from
+        the first one on that finds too few they stall, and the highest keys may be evicted."""
+        table = self._table
+        ordered = sorted(needy, key=lambda s: s.priority_key)
+        free = table.allocator.free_count
+        served = 0
+        for sequence in ordered:
+            free -= needy[sequence]
+            if free < 0:
+                break
+            served += 1
+        short = ordered[served:]
+        for sequence in short:
+            table.stall(sequence)
+            if sequence.key not in stalled_before:
+                table.record(Event(sequence.key, Change.STALL))
+        self.relieve(sum(needy[s] for s in short), short[0].priority_key)
+        return [s for s in ordered[:served] if s.state is State.DECODING]
+
+    def relieve(self, need: int, beneficiary: tuple[int, int]) -> None:
+        """Evict until the blocks that are coming back suffice."""
+        table = self._table
+        coming = sum(self._private_blocks(h.blocks) for h in table.retiring)
+        coming += sum(
+            self._private_blocks(s.blocks)
+            for s in table.sequences.values()
+            if s.state is State.ENDING
+        )
+        for victim in choose_victims(
+            table.evictable(), need - coming, beneficiary, lambda s: self._private_blocks(s.blocks)
+        ):
+            table.evict(victim)
+
+    def _private_blocks(self, blocks: list[int]) -> int:
+        references = self._table.allocator.references
+        return sum(references(block) == 1 for block in blocks)
 
 
 def choose_victims(
-    admitted: Iterable[Sequence],
+    evictable: Iterable[Sequence],
     deficit: int,
     beneficiary: tuple[int, int],
     private_blocks: Callable[[Sequence], int],
 ) -> list[Sequence]:
-    """Sequences to evict so that ``deficit`` blocks come free for the sequence of rank
-    ``beneficiary``.
+    """Sequences to evict so that ``deficit`` blocks come free for the sequence with the priority
+    key ``beneficiary``.
 
-    Those that the user has paused go first, then the highest ranks: lowest priority, youngest.
-    Nobody of a lower rank than the beneficiary gives way unless paused, so the lowest rank of all
+    Those that the user has paused go first, then the highest keys: lowest priority, youngest.
+    Nobody with a lower key than the beneficiary gives way unless paused, so the lowest key of all
     always gets what it needs. May return too few; the ones ahead will end and free theirs.
     """
-    candidates = [s for s in admitted if s.state in EVICTABLE and (s.held or s.rank > beneficiary)]
-    candidates.sort(key=lambda s: (s.held, s.rank), reverse=True)
+    candidates = [s for s in evictable if s.held or s.priority_key > beneficiary]
+    candidates.sort(key=lambda s: (s.held, s.priority_key), reverse=True)
     victims = []
     for sequence in candidates:
         if deficit <= 0:

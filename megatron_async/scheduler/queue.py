@@ -1,4 +1,4 @@
-"""The waiting queue, in the order of ranks."""
+"""The waiting queue, in the order of priority keys."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from megatron_async.scheduler.request_state import Sequence
 
 
 class WaitingQueue:
-    """Sequences without slot and blocks, lowest rank first; held ones are passed over."""
+    """Sequences without slot and blocks, lowest key first; held ones are passed over."""
 
     def __init__(self) -> None:
-        self._items: list[tuple[tuple[int, int], Sequence]] = []
+        self.items: list[tuple[tuple[int, int], Sequence]] = []
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self.items)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return (sequence for _, sequence in self._items)
+        return (sequence for _, sequence in self.items)
 
     def add(self, sequence: Sequence) -> None:
-        """Take a sequence in, at its rank."""
-        bisect.insort(self._items, (sequence.rank, sequence), key=lambda item: item[0])
+        """Take a sequence in, at its place."""
+        bisect.insort(self.items, (sequence.priority_key, sequence), key=lambda item: item[0])
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out."""
-        index = bisect.bisect_left(self._items, sequence.rank, key=lambda item: item[0])
-        if index == len(self._items) or self._items[index][1] is not sequence:
+        index = bisect.bisect_left(self.items, sequence.priority_key, key=lambda item: item[0])
+        if index == len(self.items) or self.items[index][1] is not sequence:
             raise ValueError(f"request {sequence.key} is not waiting")
-        del self._items[index]
+        del self.items[index]
 
     def head(self) -> Sequence | None:
-        """The next to be admitted: the lowest rank that the user has not paused."""
+        """The next to be admitted: the lowest key that the user has not paused."""
         return next((sequence for sequence in self if not sequence.held), None)

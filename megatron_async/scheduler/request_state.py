@@ -1,10 +1,11 @@
-"""The scheduler's own record of one request."""
+"""A request as the scheduler sees it: its state, and how far launches and commits have come."""
 
 from __future__ import annotations
 
 from enum import Enum, auto
 
 from megatron_async.request import FinishReason
+from megatron_async.step.slot_fields import Values
 
 
 class State(Enum):
@@ -19,10 +20,14 @@ class State(Enum):
     HELD = auto()
     """Paused by the user."""
     ENDING = auto()
-    """The row of its last token has been launched."""
+    """The rows in flight will bring its last token."""
     EVICTING = auto()
     """Slot and blocks are given up; its tokens in flight are still to be committed."""
     FINISHED = auto()
+
+
+EVICTABLE = frozenset({State.PREFILLING, State.DECODING, State.STALLED, State.HELD})
+HOLDING = EVICTABLE | {State.ENDING}
 
 
 class Sequence:
@@ -30,10 +35,12 @@ class Sequence:
 
     Launch-side fields (``prefilled``, ``launched``, ``kv_bound``, ``blocks``, ``last_ticket``) are
     advanced by plans and run ahead of the commit-side field ``tokens``, prompt and committed
-    tokens. ``kv_bound`` is an upper bound: the device has the true KV length.
+    tokens. ``kv_bound`` is an upper bound: the device has the true KV length. ``launched`` is a
+    lower bound of the tokens that are committed or in flight, for each row in flight brings at
+    least one; without drafts both bounds are exact.
 
-    ``rank`` orders requests: the lower one is admitted first and evicted last. It never changes,
-    so the lowest of all makes progress whatever happens to the others.
+    ``priority_key`` orders requests: the lower one is admitted first and evicted last. It never
+    changes, so the lowest of all makes progress whatever happens to the others.
     """
 
     __slots__ = (
@@ -50,15 +57,15 @@ class Sequence:
         "node",
         "prefill_end",
         "prefilled",
+        "priority_key",
         "prompt_length",
-        "rank",
         "reason",
         "registered",
-        "sampling",
         "slot",
         "state",
         "stop_ids",
         "tokens",
+        "values",
     )
 
     def __init__(
@@ -67,10 +74,10 @@ class Sequence:
         prompt: tuple[int, ...],
         max_new: int,
         stop_ids: tuple[int, ...],
-        sampling: tuple[float, int, float, int],
+        values: Values,
     ) -> None:
         self.key = key
-        self.rank = (0, key)
+        self.priority_key = (0, key)
         self.state = State.WAITING
         self.held = False
         self.tokens = list(prompt)
@@ -78,7 +85,8 @@ class Sequence:
         self.max_new = max_new
         self.max_total = len(prompt) + max_new
         self.stop_ids = frozenset(stop_ids)
-        self.sampling = sampling
+        self.values = values
+        """Of the REQUEST slot fields."""
         self.slot = -1
         self.epoch = -1
         self.prefilled = 0
@@ -100,6 +108,12 @@ class Sequence:
     def worst_case_blocks(self, block_size: int) -> int:
         """Blocks of the longest this request can get; its last token is never written."""
         return -(-(self.max_total - 1) // block_size)
+
+    def blocks_short(self, window: int, block_size: int) -> int:
+        """Blocks that a further decode row of ``window`` tokens needs beside those held. Behind the
+        last token but one nothing is written."""
+        end = min(self.kv_bound + window, self.max_total - 1)
+        return -(-end // block_size) - len(self.blocks)
 
     def forget_launches(self) -> None:
         """Back to the queue: what was launched has been committed, what was cached is gone."""

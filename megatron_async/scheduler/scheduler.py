@@ -6,293 +6,276 @@ group decide alike and a run can be replayed.
 
 from __future__ import annotations
 
-from collections import deque
-
+from megatron_async.cache.block_allocator import BlockAllocator
 from megatron_async.errors import IntegrityError
-from megatron_async.request import FinishReason
+from megatron_async.request import DEVICE_ENDS, FinishReason
+from megatron_async.scheduler.admission import PromptPlanner
 from megatron_async.scheduler.events import Change, Commit, Event
-from megatron_async.scheduler.preemption import choose_victims
-from megatron_async.scheduler.request_state import Sequence, State
-from megatron_async.scheduler.request_table import Lifecycle
-from megatron_async.step.plan import Admission, BlockGrant, Plan, PrefillChunk, RowMap, StepResult
+from megatron_async.scheduler.limits import Limits
+from megatron_async.scheduler.preemption import Preemption
+from megatron_async.scheduler.request_state import EVICTABLE, Sequence, State
+from megatron_async.scheduler.request_table import RequestTable, row_map
+from megatron_async.step.plan import Admission, BlockAssignment, Plan, PrefillChunk, RowMap
+from megatron_async.step.records import ENDED, FAILED, StepResult
+from megatron_async.step.slot_fields import Values
 
 
-class Scheduler(Lifecycle):
-    """Continuous batching by rank: priority first, then first come first served.
+class Scheduler:
+    """Continuous batching by priority key: priority first, then first come first served.
 
-    A request is admitted when a row, a slot and the blocks of its prompt are free. A block for a
-    generated token is taken when the step that writes it is planned. When there is none, the
-    request leaves the row map (it stalls) until one comes free; when too few will, the highest
-    ranks are evicted and computed again later.
+    A block for a generated token is taken when the step that writes it is planned. When there is
+    none, the request leaves the row map (it stalls) until one comes free; when too few will, the
+    highest keys are evicted and computed again later.
     """
+
+    def __init__(self, limits: Limits, *, debug: bool = False) -> None:
+        self.limits = limits
+        self.table = RequestTable(limits)
+        self.next_ticket = 0
+        self._preemption = Preemption(self.table, limits)
+        self._prompts = PromptPlanner(self.table, self._preemption, limits)
+        self._debug = debug
+
+    # --- what commands do, between two plans --------------------------------------------------
+
+    def add(self, sequence: Sequence, priority: int = 0) -> None:
+        """Queue a request; the caller has checked that it can fit an empty cache.
+
+        A lower ``priority`` goes first. One step of it is worth ``priority_step`` tickets of
+        waiting, so what overtakes a request is bounded.
+        """
+        at = self.next_ticket + priority * self.limits.priority_step
+        sequence.priority_key = (at, sequence.key)
+        self.table.add(sequence)
+
+    def abort(self, key: int, reason: FinishReason = FinishReason.ABORT) -> bool:
+        """End a request at once; rows of it in flight will be discarded."""
+        sequence = self._unfinished(key)
+        if sequence is None:
+            return False
+        self.table.finish_by_host(sequence, reason)
+        return True
+
+    def pause(self, key: int) -> bool:
+        """Leave the request out of all row maps to come; what is in flight is committed."""
+        sequence = self._unfinished(key)
+        if sequence is None or sequence.held:
+            return False
+        sequence.held = True
+        if sequence.state in EVICTABLE:
+            self.table.leave(sequence, State.HELD)
+        self.table.record(Event(key, Change.PAUSE))
+        return True
+
+    def resume(self, key: int) -> bool:
+        """Let a paused request go on."""
+        sequence = self._unfinished(key)
+        if sequence is None or not sequence.held:
+            return False
+        sequence.held = False
+        if sequence.state is State.HELD:
+            # Its row may have been given to another: it waits for one like those short of a block.
+            self.table.stall(sequence)
+        self.table.record(Event(key, Change.RESUME))
+        return True
+
+    def evict(self, key: int) -> bool:
+        """Give up the request's slot and blocks; it is computed again when it is admitted anew."""
+        sequence = self._unfinished(key)
+        if sequence is None or sequence.state not in EVICTABLE:
+            return False
+        self.table.evict(sequence)
+        return True
+
+    def evict_all(self) -> None:
+        """Evict whatever can be: what it holds was computed by weights that are gone."""
+        for sequence in self.table.evictable():
+            self.table.evict(sequence)
+
+    def update_values(self, key: int, values: Values) -> bool:
+        """New values of the REQUEST slot fields, for what the next launch samples and after."""
+        sequence = self._unfinished(key)
+        if sequence is None:
+            return False
+        self.table.update_values(sequence, values)
+        return True
+
+    def _unfinished(self, key: int) -> Sequence | None:
+        sequence = self.table.sequences.get(key)
+        return None if sequence is None or sequence.state is State.FINISHED else sequence
+
+    # --- what others may ask ------------------------------------------------------------------
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Some request has not reached its end."""
+        return self.table.unfinished > 0
+
+    @property
+    def waiting_count(self) -> int:
+        """Requests without slot and blocks, evicted ones included."""
+        return len(self.table.waiting)
+
+    @property
+    def stalled_count(self) -> int:
+        """Requests that wait for a block."""
+        return len(self.table.stalled)
+
+    @property
+    def retired_ticket(self) -> int:
+        """The last ticket that was committed; -1 before the first."""
+        return self.table.retired_ticket
+
+    @property
+    def allocator(self) -> BlockAllocator:
+        """The blocks of the KV cache."""
+        return self.table.allocator
+
+    def check(self) -> None:
+        """Raises :class:`IntegrityError` unless each block and slot is held by who says so."""
+        self.table.check()
+
+    def check_idle(self) -> None:
+        """Raises :class:`IntegrityError` unless, with no request left, all has come back."""
+        self.table.check_idle()
 
     # --- plan ---------------------------------------------------------------------------------
 
     def plan(self) -> Plan | None:
         """Decide the next step; None when no row can be launched."""
-        number = self._next_ticket
-        grants: list[BlockGrant] = []
-        rows = self._plan_decode(number, grants)
-        decode_rows = len(rows)
+        number, table = self.next_ticket, self.table
+        assignments: list[BlockAssignment] = []
+        rows = self._plan_decode(number, assignments)
+        decode_rows = len(rows.slots)
         prefills: list[PrefillChunk] = []
         admissions: list[Admission] = []
-        if self._prefilling or self._waiting:
-            rows = self._plan_prefill(number, rows, grants, prefills, admissions)
-        if not len(rows):
+        if table.prefilling or table.waiting.items:
+            rows = self._prompts.plan(number, rows, assignments, prefills, admissions)
+        if not rows.slots:
             return None
-        self._next_ticket = number + 1
-        return Plan(number, rows, decode_rows, tuple(grants), tuple(prefills), tuple(admissions))
+        self.next_ticket = number + 1
+        control = tuple(table.control.values())
+        table.control.clear()
+        return Plan(
+            number, rows, decode_rows, tuple(assignments), tuple(prefills), tuple(admissions),
+            control,
+        )  # fmt: skip
 
-    def _plan_decode(self, number: int, grants: list[BlockGrant]) -> RowMap:
-        """Advance every decoding sequence by one token; rows whose end is known stay out."""
-        stalled_before = set(self._stalled)
-        if self._stalled:
-            self._unstall()
-        block_size = self.limits.block_size
-        needy = [s for s in self._decoding.values() if s.kv_bound == len(s.blocks) * block_size]
-        if len(needy) > self.allocator.free_count:
-            needy.sort(key=lambda s: s.rank)
-            short = needy[self.allocator.free_count :]
-            del needy[self.allocator.free_count :]
-            for sequence in short:
-                self._leave(sequence, State.STALLED)
-                self._stalled[sequence.key] = sequence
-                if sequence.key not in stalled_before:
-                    self._events.append(Event(sequence.key, Change.STALL))
-            self._relieve(len(short), short[0].rank)
-        for sequence in needy:
-            if sequence.state is State.DECODING:
-                grants.append(self._grant(sequence))
-        rows = self._decode_rows
+    def _plan_decode(self, number: int, assignments: list[BlockAssignment]) -> RowMap:
+        """Advance every decoding sequence by one row; those whose end is known stay out."""
+        table, window = self.table, self.limits.window
+        stalled_before = set(table.stalled)
+        if stalled_before:
+            self._preemption.unstall()
+        size = self.limits.block_size
+        needy: dict[Sequence, int] = {}
+        for sequence in table.decoding.values():
+            if sequence.kv_bound + window > len(sequence.blocks) * size:
+                short = sequence.blocks_short(window, size)
+                if short > 0:
+                    needy[sequence] = short
+        if needy:
+            granted = list(needy)
+            if sum(needy.values()) > table.allocator.free_count:
+                granted = self._preemption.stall_short(needy, stalled_before)
+            for sequence in granted:
+                for _ in range(needy[sequence]):
+                    assignments.append(table.assign_block(sequence))
+        rows = table.row_map
         if rows is None:
-            rows = self._decode_rows = _row_map(list(self._decoding.values()))
+            rows = table.row_map = row_map(table.decoding.values())
         complete = []
-        for sequence in self._decoding.values():
-            sequence.kv_bound += 1
+        for sequence in table.decoding.values():
+            sequence.kv_bound += window
             sequence.launched += 1
             sequence.last_ticket = number
-            if sequence.launched == sequence.max_new:
+            if sequence.launched >= sequence.max_new:
                 complete.append(sequence)
         for sequence in complete:
-            self._leave(sequence, State.ENDING)
+            table.leave(sequence, State.ENDING)
         return rows
-
-    def _unstall(self) -> None:
-        """Let those that were left out compete for rows and blocks again, lowest rank first."""
-        room = self.limits.max_requests - len(self._decoding) - len(self._prefilling)
-        for sequence in sorted(self._stalled.values(), key=lambda s: s.rank)[: max(room, 0)]:
-            if sequence.prefilled < sequence.prefill_end:
-                self._leave(sequence, State.PREFILLING)
-                self._prefilling.append(sequence)
-            else:
-                self._enter_decoding(sequence)
-
-    def _relieve(self, need: int, beneficiary: tuple[int, int]) -> None:
-        """Evict until the blocks that are coming back suffice."""
-        coming = sum(self._private_blocks(h.blocks) for h in self._retiring)
-        coming += sum(
-            self._private_blocks(s.blocks)
-            for s in self._sequences.values()
-            if s.state is State.ENDING
-        )
-        victims = choose_victims(
-            self._sequences.values(),
-            need - coming,
-            beneficiary,
-            lambda s: self._private_blocks(s.blocks),
-        )
-        for victim in victims:
-            self._evict(victim)
-
-    def _private_blocks(self, blocks: list[int]) -> int:
-        return sum(self.allocator.references(block) == 1 for block in blocks)
-
-    def _plan_prefill(
-        self,
-        number: int,
-        decode_rows: RowMap,
-        grants: list[BlockGrant],
-        prefills: list[PrefillChunk],
-        admissions: list[Admission],
-    ) -> RowMap:
-        """Fill the token budget with whole chunks, prompts under way first; admit what fits."""
-        limits = self.limits
-        budget = limits.max_tokens - len(decode_rows)
-        row = len(decode_rows)
-        launched: list[Sequence] = []
-        under_way = deque(self._prefilling)
-        while row < limits.max_requests:
-            if under_way:
-                sequence = under_way.popleft()
-            else:
-                admitted = self._admit_next(len(grants), budget, grants, admissions)
-                if admitted is None:
-                    break
-                sequence = admitted
-            start = sequence.prefilled
-            length = min(limits.prefill_chunk_tokens, sequence.prefill_end - start)
-            if length > budget:
-                break
-            end = start + length
-            last = end == sequence.prefill_end
-            prefills.append(
-                PrefillChunk(row, sequence.slot, start, tuple(sequence.tokens[start:end]), last)
-            )
-            sequence.prefilled = sequence.kv_bound = end
-            sequence.last_ticket = number
-            launched.append(sequence)
-            if last:
-                sequence.launched += 1
-                self._enter_decoding(sequence)
-            budget -= length
-            row += 1
-        # Known from here on: a block written by this step may be shared from the next one.
-        for sequence in launched:
-            self._register_blocks(sequence, sequence.prefilled)
-        return RowMap(
-            decode_rows.slots + tuple(s.slot for s in launched),
-            decode_rows.epochs + tuple(s.epoch for s in launched),
-            decode_rows.keys + tuple(s.key for s in launched),
-        )
-
-    def _admit_next(
-        self, granted: int, budget: int, grants: list[BlockGrant], admissions: list[Admission]
-    ) -> Sequence | None:
-        """Admit the head of the queue if everything it needs is there."""
-        limits = self.limits
-        sequence = self._waiting.head()
-        running = len(self._decoding) + len(self._prefilling)
-        if sequence is None or self._stalled or running >= limits.max_requests:
-            return None
-        # Looking a long prompt up in the prefix cache costs time: not again while nothing changes.
-        attempt = (sequence.key, self.allocator.free_count, self.slots.free_count, running)
-        if running and attempt == self._failed_attempt:
-            return None
-        self._failed_attempt = attempt
-        # The last token is always computed: its logits are what is sampled next.
-        shared, node = self.prefixes.match(sequence.tokens, len(sequence.tokens) - 1)
-        total = -(-len(sequence.tokens) // limits.block_size)
-        need = total - len(shared) + sum(not self.allocator.references(b) for b in shared)
-        # Beside running requests, leave each of them its next block.
-        if not self.slots.free_count or self.allocator.free_count < need + running:
-            if not running:
-                self._relieve_idle(need, sequence.rank)
-            return None
-        cached = len(shared) * limits.block_size
-        length = min(limits.prefill_chunk_tokens, len(sequence.tokens) - cached)
-        if length > budget or granted + total > limits.max_grants:
-            self._failed_attempt = None  # what is short is this step's, not the cache's
-            return None
-        self._failed_attempt = None
-        self._waiting.remove(sequence)
-        for block in shared:
-            self.allocator.share(block)
-        sequence.slot = slot = self.slots.take()
-        sequence.epoch = self.slots.epochs[slot]
-        sequence.blocks = list(shared)
-        sequence.node, sequence.registered = node, len(shared)
-        sequence.prefilled = sequence.kv_bound = cached
-        sequence.prefill_end = len(sequence.tokens)
-        sequence.state = State.PREFILLING
-        self._prefilling.append(sequence)
-        grants.extend(BlockGrant(slot, column, block) for column, block in enumerate(shared))
-        while len(sequence.blocks) < total:
-            grants.append(self._grant(sequence))
-        replayed = len(sequence.tokens) - cached if sequence.evictions else 0
-        self._events.append(Event(sequence.key, Change.ADMIT, cached, replayed))
-        admissions.append(
-            Admission(
-                slot,
-                *sequence.sampling,
-                sequence.max_total,
-                cached,
-                tuple(sorted(sequence.stop_ids)),
-            )
-        )
-        return sequence
-
-    def _relieve_idle(self, need: int, beneficiary: tuple[int, int]) -> None:
-        """Nothing runs and the head of the queue does not fit: paused requests are in its way."""
-        if not len(self._retiring):
-            self._relieve(max(need - self.allocator.free_count, 1), beneficiary)
-
-    def _grant(self, sequence: Sequence) -> BlockGrant:
-        block = self.allocator.allocate()
-        sequence.blocks.append(block)
-        return BlockGrant(sequence.slot, len(sequence.blocks) - 1, block)
-
-    def _register_blocks(self, sequence: Sequence, written: int) -> None:
-        """Make the full blocks among the first ``written`` tokens known to the prefix cache."""
-        if not self.prefixes.enabled or not sequence.blocks:
-            return
-        size = self.limits.block_size
-        while (sequence.registered + 1) * size <= written:
-            start = sequence.registered * size
-            sequence.node = self.prefixes.insert(
-                sequence.node,
-                tuple(sequence.tokens[start : start + size]),
-                sequence.blocks[sequence.registered],
-            )
-            sequence.registered += 1
 
     # --- commit -------------------------------------------------------------------------------
 
     def commit(self, plan: Plan, result: StepResult) -> Commit:
         """Take the tokens of a launched plan, end requests, and retire the plan's ticket."""
+        table, debug = self.table, self._debug
         reasons: dict[int, FinishReason] = {}
         discarded: set[int] = set()
-        epochs, sequences = self.slots.epochs, self._sequences
-        debug, is_caching = self._debug, self.prefixes.enabled
-        block_size = self.limits.block_size
-        of = plan.rows
-        rows = zip(of.keys, of.slots, of.epochs, *result, strict=True)
-        for key, slot, epoch, token, live, ended in plan.sampled(rows):
+        kept: list[tuple[int, ...]] = []
+        epochs, sequences = table.slots.epochs, table.sequences
+        is_caching, block_size = table.prefixes.enabled, self.limits.block_size
+        keys, slots, row_epochs = plan.rows.keys, plan.rows.slots, plan.rows.epochs
+        rows = zip(keys, slots, row_epochs, *result, strict=True)
+        for key, slot, epoch, count, status, window in (
+            plan.sampled(rows) if plan.prefills else rows
+        ):
             if epoch != epochs[slot]:
-                if debug and live:
-                    self._check_was_aborted(key)
+                if debug and count:
+                    self._check_host_ended(key)
                 discarded.add(key)
+                kept.append(())
                 continue
             sequence = sequences[key]
             tokens = sequence.tokens
-            tokens.append(token)
+            if count != 1 or len(window) != 1:
+                window = self._cut(sequence, window[:count])
+            tokens += window
             reason = None
-            if token in sequence.stop_ids:
+            if status == FAILED:
+                reason = FinishReason.ERROR
+            elif tokens[-1] in sequence.stop_ids:
                 reason = FinishReason.STOP
             elif len(tokens) == sequence.max_total:
                 reason = FinishReason.LENGTH
             if debug:
-                self._check_device_agrees(key, reason, live, ended)
+                self._check_device_agrees(key, reason, window, count, status)
             # The forward that wrote all tokens but the newest is over.
             if is_caching and len(tokens) > (sequence.registered + 1) * block_size:
-                self._register_blocks(sequence, len(tokens) - 1)
+                table.register_blocks(sequence, len(tokens) - 1)
+            kept.append(window)
             if reason is not None:
                 reasons[key] = reason
-                self._finish(sequence, reason)
-        self._retired_ticket = plan.number
-        self._retire()
-        return Commit(
-            tuple(plan.sampled(of.keys)), tuple(plan.sampled(result.tokens)), reasons, discarded
-        )
+                table.finish(sequence, reason)
+        table.retire(plan.number)
+        if plan.prefills:
+            keys = tuple(plan.sampled(keys))
+        return Commit(keys, kept, reasons, discarded)
 
-    def _check_was_aborted(self, key: int) -> None:
-        """A dead row that the device took for live: it cannot know of an abort, but of an end."""
-        reason = self._sequences[key].reason
-        if reason is not FinishReason.ABORT:
+    def _cut(self, sequence: Sequence, window: tuple[int, ...]) -> tuple[int, ...]:
+        """The tokens of a row up to the end of the request; brings the launch-side bounds, which
+        took the row for a full window and for one token, to what it brought."""
+        room = sequence.max_total - len(sequence.tokens)
+        for index, token in enumerate(window[:room]):
+            if token in sequence.stop_ids:
+                room = index + 1
+                break
+        window = window[:room]
+        sequence.launched += len(window) - 1
+        in_flight = sequence.launched - sequence.committed - len(window)
+        written = len(sequence.tokens) + len(window) - 1
+        if sequence.prefilled == sequence.prefill_end:
+            sequence.kv_bound = written + in_flight * self.limits.window
+        if sequence.state is State.DECODING and sequence.launched >= sequence.max_new:
+            self.table.leave(sequence, State.ENDING)
+        return window
+
+    def _check_host_ended(self, key: int) -> None:
+        """A dead row that the device took for live: right only if the host alone knew the end."""
+        reason = self.table.sequences[key].reason
+        if reason in DEVICE_ENDS:
             raise IntegrityError(
                 f"request {key} ended by {reason}, and the device sampled it again"
             )
 
     @staticmethod
-    def _check_device_agrees(key: int, reason: FinishReason | None, live: int, ended: int) -> None:
-        if not live or bool(ended) != (reason is not None):
+    def _check_device_agrees(
+        key: int, reason: FinishReason | None, window: tuple[int, ...], count: int, status: int
+    ) -> None:
+        """Ends that the device can see are found by both."""
+        ended = status in (ENDED, FAILED)
+        if len(window) != count or (not count and status != FAILED) or ended != bool(reason):
             raise IntegrityError(
-                f"request {key}: the host says {reason}, the device live={live} ended={ended}"
+                f"request {key}: the host takes {len(window)} tokens and says {reason}, the device "
+                f"brought {count} with status {status}"
             )
-
-
-def _row_map(sequences: list[Sequence]) -> RowMap:
-    return RowMap(
-        tuple(s.slot for s in sequences),
-        tuple(s.epoch for s in sequences),
-        tuple(s.key for s in sequences),
-    )

@@ -1,15 +1,14 @@
-"""The packet of a step: what the host tells the device, as one vector of int32.
+"""The packets of a step: what the host tells the device, as vectors of int32.
 
-The front part holds a record for each row and is all that a decode step copies; the rest holds
-admissions, prefill chunks, block grants and tokens of steps with prefill. There all sections are
-padded to a fixed length, with entries that go to the null slot, so that one graph reads them all.
-Floats travel as their bits, seeds as two halves.
+The front part of a step packet holds a record for each row and is all that a decode step copies;
+the rest holds admissions, prefill chunks, block assignments and tokens of other steps. There all
+sections are padded to a fixed length, with entries that go to the null slot, so that one graph
+reads them all. A control packet holds what S must know before it samples.
 """
 
 from __future__ import annotations
 
 import functools
-import struct
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,28 +16,30 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_async.cache.block_allocator import NULL_BLOCK
-from megatron_async.sampling_params import MAX_STOP_TOKEN_IDS
-from megatron_async.step.plan import Admission, Plan
+from megatron_async.step.plan import Plan, SlotUpdate
+from megatron_async.step.slot_fields import Source, fields_from, word_count, words_of
 
-# Columns of a row record.
-ROW_SLOT, ROW_SAMPLES, ROW_GRANT_SLOT, ROW_GRANT_COLUMN, ROW_GRANT_BLOCK = range(5)
+# Columns of a row record. ``ROW_SAMPLES`` counts the positions that S samples: none, one, or the
+# whole window of drafts.
+ROW_SLOT, ROW_SAMPLES, ROW_ASSIGNED_SLOT, ROW_ASSIGNED_COLUMN, ROW_ASSIGNED_BLOCK = range(5)
 ROW_QUERY_LENGTH, ROW_LAST_TOKEN = 5, 6
 ROW_WIDTH = 8
 
-# Columns of an admission; the stop ids follow.
-ADMIT_SLOT, ADMIT_INVERSE_TEMPERATURE, ADMIT_TOP_K, ADMIT_TOP_P = range(4)
-ADMIT_SEED_LOW, ADMIT_SEED_HIGH, ADMIT_MAX_TOTAL, ADMIT_CACHED = 4, 5, 6, 7
-ADMIT_STOP_IDS = 8
-ADMIT_WIDTH = ADMIT_STOP_IDS + MAX_STOP_TOKEN_IDS
+# Columns of an admission and of a control record; the words of the slot fields follow.
+ADMIT_SLOT = 0
+ADMIT_HEAD = 1
+CONTROL_SLOT, CONTROL_ENDS, CONTROL_HAS_VALUES = range(3)
+CONTROL_HEAD = 3
 
 # Columns of a prefill chunk: ``CHUNK_LENGTH`` tokens of the forward from ``CHUNK_FIRST`` on are the
 # positions of the slot from ``CHUNK_START`` on.
 CHUNK_SLOT, CHUNK_FIRST, CHUNK_LENGTH, CHUNK_START = range(4)
 CHUNK_WIDTH = 4
 
-GRANT_WIDTH = 3
+ASSIGNMENT_WIDTH = 3
 
-# Columns of a token; id or position -1 means "the device knows": the slot's last token, its length.
+# Columns of a token. Position -1 means "the device knows": the slot's last token at its length;
+# -1 - i is its draft i - 1, i positions further.
 TOKEN_ID, TOKEN_SLOT, TOKEN_POSITION = range(3)
 TOKEN_WIDTH = 3
 
@@ -47,11 +48,29 @@ Ints = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class PacketLayout:
-    """Offsets, in int32 elements, of the packet's sections."""
+    """Offsets, in int32 elements, of the sections of a step packet; sizes of a control packet.
+
+    ``window`` is the number of tokens that a decode row may bring: 1 without drafts.
+    """
 
     max_rows: int
     max_tokens: int
-    max_grants: int
+    max_assignments: int
+    slot_count: int
+    window: int = 1
+
+    @property
+    def admit_width(self) -> int:
+        return ADMIT_HEAD + word_count(fields_from(Source.ADMISSION, Source.REQUEST))
+
+    @property
+    def control_width(self) -> int:
+        return CONTROL_HEAD + word_count(fields_from(Source.REQUEST))
+
+    @property
+    def control_size(self) -> int:
+        """Words of a control packet: a record for each slot."""
+        return self.slot_count * self.control_width
 
     @property
     def admissions(self) -> int:
@@ -59,15 +78,15 @@ class PacketLayout:
 
     @property
     def chunks(self) -> int:
-        return self.admissions + self.max_rows * ADMIT_WIDTH
+        return self.admissions + self.max_rows * self.admit_width
 
     @property
-    def grants(self) -> int:
+    def assignments(self) -> int:
         return self.chunks + self.max_rows * CHUNK_WIDTH
 
     @property
     def tokens(self) -> int:
-        return self.grants + self.max_grants * GRANT_WIDTH
+        return self.assignments + self.max_assignments * ASSIGNMENT_WIDTH
 
     @property
     def width(self) -> int:
@@ -82,51 +101,65 @@ class StepShape(NamedTuple):
 
 
 def write_packet(
-    packet: Ints, layout: PacketLayout, plan: Plan, shape: StepShape, null_slot: int
+    packet: Ints, layout: PacketLayout, plan: Plan, rows: int, tokens: int | None, null_slot: int
 ) -> None:
-    """Write ``plan`` into ``packet`` [layout.width] int32, padded to ``shape``."""
-    rows = packet[: shape.rows * ROW_WIDTH].reshape(shape.rows, ROW_WIDTH)
-    count = len(plan.rows)
-    rows[:] = _empty_row(null_slot)
-    rows[:count, ROW_SLOT] = plan.rows.slots
-    rows[:count, ROW_SAMPLES] = 1
-    if plan.is_decode_only:
-        if plan.grants:
-            rows[: len(plan.grants), ROW_GRANT_SLOT : ROW_GRANT_BLOCK + 1] = plan.grants
-        return
-    _write_prefill(packet, layout, plan, shape, rows, null_slot)
+    """Write ``plan`` into ``packet`` [layout.width] int32, padded to ``rows`` rows.
+
+    Args:
+        tokens: padded tokens of a forward that takes more than the row records, of which it has
+            one for each token of a decode row; None for a plain decode step, which brings at most
+            a block assignment for each padded row.
+    """
+    records = packet[: rows * ROW_WIDTH].reshape(rows, ROW_WIDTH)
+    count, decode_rows = len(plan.rows.slots), plan.decode_rows
+    records[:] = _empty_row(null_slot)
+    records[:count, ROW_SLOT] = plan.rows.slots
+    records[:decode_rows, ROW_SAMPLES] = layout.window
+    if tokens is not None:
+        _write_sections(packet, layout, plan, records, tokens, null_slot)
+    elif plan.assignments:
+        assigned = records[: len(plan.assignments)]
+        assigned[:, ROW_ASSIGNED_SLOT : ROW_ASSIGNED_BLOCK + 1] = plan.assignments
+
+
+def write_control(
+    packet: Ints, layout: PacketLayout, updates: tuple[SlotUpdate, ...], null_slot: int
+) -> None:
+    """Write ``updates``, at most one for each slot, into ``packet`` [layout.control_size] int32."""
+    fields = fields_from(Source.REQUEST)
+    records = packet.reshape(layout.slot_count, layout.control_width)
+    records[:] = 0
+    records[:, CONTROL_SLOT] = null_slot
+    for record, (slot, ends, values) in zip(records, updates, strict=False):
+        record[:CONTROL_HEAD] = (slot, ends, values is not None)
+        if values is not None:
+            record[CONTROL_HEAD:] = words_of(fields, values)
 
 
 @functools.cache
 def _empty_row(null_slot: int) -> Ints:
-    """The record of a row that holds no request and brings no grant."""
+    """The record of a row that holds no request and brings no assignment."""
     row = np.zeros(ROW_WIDTH, dtype=np.int32)
-    row[[ROW_SLOT, ROW_GRANT_SLOT]] = null_slot
-    row[ROW_GRANT_BLOCK] = NULL_BLOCK
+    row[[ROW_SLOT, ROW_ASSIGNED_SLOT]] = null_slot
+    row[ROW_ASSIGNED_BLOCK] = NULL_BLOCK
     row.flags.writeable = False
     return row
 
 
-def _write_prefill(
-    packet: Ints,
-    layout: PacketLayout,
-    plan: Plan,
-    shape: StepShape,
-    rows: Ints,
-    null_slot: int,
+def _write_sections(
+    packet: Ints, layout: PacketLayout, plan: Plan, records: Ints, size: int, null_slot: int
 ) -> None:
-    decode_rows = plan.decode_rows
-    rows[:decode_rows, ROW_QUERY_LENGTH] = 1
-    rows[:decode_rows, ROW_LAST_TOKEN] = np.arange(decode_rows)
+    rows, decode_rows, window = len(records), plan.decode_rows, layout.window
+    at = decode_rows * window
+    records[:decode_rows, ROW_QUERY_LENGTH] = 1
+    records[:decode_rows, ROW_LAST_TOKEN] = np.arange(0, at, window)
 
-    tokens = packet[layout.tokens :][: shape.tokens * TOKEN_WIDTH].reshape(-1, TOKEN_WIDTH)
-    tokens[:, TOKEN_ID] = -1
-    tokens[:, TOKEN_SLOT] = null_slot
-    tokens[:, TOKEN_POSITION] = -1
-    tokens[:decode_rows, TOKEN_SLOT] = plan.rows.slots[:decode_rows]
-    chunks = packet[layout.chunks :][: shape.rows * CHUNK_WIDTH].reshape(-1, CHUNK_WIDTH)
-    chunks[:] = (null_slot, shape.tokens, 0, 0)
-    at = decode_rows
+    tokens = packet[layout.tokens :][: size * TOKEN_WIDTH].reshape(-1, TOKEN_WIDTH)
+    tokens[:] = (-1, null_slot, -1)
+    tokens[:at, TOKEN_SLOT] = np.repeat(plan.rows.slots[:decode_rows], window)
+    tokens[:at, TOKEN_POSITION] = np.tile(np.arange(-1, -1 - window, -1), decode_rows)
+    chunks = packet[layout.chunks :][: rows * CHUNK_WIDTH].reshape(-1, CHUNK_WIDTH)
+    chunks[:] = (null_slot, size, 0, 0)
     for index, chunk in enumerate(plan.prefills):
         length = len(chunk.tokens)
         chunks[index] = (chunk.slot, at, length, chunk.start)
@@ -134,36 +167,19 @@ def _write_prefill(
         tokens[at : at + length, TOKEN_SLOT] = chunk.slot
         tokens[at : at + length, TOKEN_POSITION] = np.arange(chunk.start, chunk.start + length)
         at += length
-        rows[chunk.row, ROW_SAMPLES] = chunk.samples
-        rows[chunk.row, ROW_QUERY_LENGTH] = length
-        rows[chunk.row, ROW_LAST_TOKEN] = at - 1
+        records[chunk.row, ROW_SAMPLES] = chunk.samples
+        records[chunk.row, ROW_QUERY_LENGTH] = length
+        records[chunk.row, ROW_LAST_TOKEN] = at - 1
 
-    grants = packet[layout.grants : layout.tokens].reshape(-1, GRANT_WIDTH)
-    grants[len(plan.grants) :] = (null_slot, 0, NULL_BLOCK)
-    if plan.grants:
-        grants[: len(plan.grants)] = plan.grants
-    admissions = packet[layout.admissions :][: shape.rows * ADMIT_WIDTH].reshape(-1, ADMIT_WIDTH)
+    assignments = packet[layout.assignments : layout.tokens].reshape(-1, ASSIGNMENT_WIDTH)
+    assignments[len(plan.assignments) :] = (null_slot, 0, NULL_BLOCK)
+    if plan.assignments:
+        assignments[: len(plan.assignments)] = plan.assignments
+    fields = fields_from(Source.ADMISSION, Source.REQUEST)
+    width = layout.admit_width
+    admissions = packet[layout.admissions :][: rows * width].reshape(-1, width)
     admissions[len(plan.admissions) :] = 0
     admissions[len(plan.admissions) :, ADMIT_SLOT] = null_slot
-    for index, admission in enumerate(plan.admissions):
-        admissions[index] = _admission_words(admission)
-
-
-def _admission_words(admission: Admission) -> tuple[int, ...]:
-    low, high = struct.unpack("<ii", struct.pack("<q", admission.seed))
-    stops = admission.stop_ids + (-1,) * (MAX_STOP_TOKEN_IDS - len(admission.stop_ids))
-    return (
-        admission.slot,
-        _float_bits(admission.inverse_temperature),
-        admission.top_k,
-        _float_bits(admission.top_p),
-        low,
-        high,
-        admission.max_total,
-        admission.cached,
-        *stops,
-    )
-
-
-def _float_bits(value: float) -> int:
-    return int(struct.unpack("<i", struct.pack("<f", value))[0])
+    for record, (slot, values) in zip(admissions, plan.admissions, strict=False):
+        record[ADMIT_SLOT] = slot
+        record[ADMIT_HEAD:] = words_of(fields, values)

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from itertools import chain, compress, repeat
 from typing import NamedTuple, TypeVar
 
+from megatron_async.step.slot_fields import Values
+
 T = TypeVar("T")
 
 
-class BlockGrant(NamedTuple):
+class BlockAssignment(NamedTuple):
     """``block`` becomes entry ``column`` of ``slot``'s row of the block table."""
 
     slot: int
@@ -32,20 +34,20 @@ class PrefillChunk(NamedTuple):
 
 
 class Admission(NamedTuple):
-    """Device-resident state that a request brings into its slot.
-
-    ``inverse_temperature`` 0 means greedy. ``max_total`` counts prompt and generated tokens,
-    ``cached`` the tokens whose keys and values are in the cache already.
-    """
+    """Device-resident state that a request brings into its slot: the values of the ADMISSION and
+    REQUEST fields of ``slot_fields``, in the table's order."""
 
     slot: int
-    inverse_temperature: float
-    top_k: int
-    top_p: float
-    seed: int
-    max_total: int
-    cached: int
-    stop_ids: tuple[int, ...]
+    values: Values
+
+
+class SlotUpdate(NamedTuple):
+    """What control tells the device about a slot before S: its request has ended, as the host
+    alone knows, or the values of its REQUEST fields are new."""
+
+    slot: int
+    ends: bool
+    values: Values | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,24 +67,26 @@ class RowMap:
 
 
 class Plan(NamedTuple):
-    """The host's decision for one step. Pure data: rows ``0 .. decode_rows`` decode one token
-    each, the rows after them prefill one chunk each, in the order of ``prefills``."""
+    """The host's decision for one step. Pure data: rows ``0 .. decode_rows`` decode, the rows after
+    them prefill one chunk each, in the order of ``prefills``. ``control`` reaches the S at the head
+    of this launch."""
 
     number: int
     rows: RowMap
     decode_rows: int
-    grants: tuple[BlockGrant, ...]
+    assignments: tuple[BlockAssignment, ...]
     prefills: tuple[PrefillChunk, ...] = ()
     admissions: tuple[Admission, ...] = ()
+    control: tuple[SlotUpdate, ...] = ()
 
     @property
     def is_decode_only(self) -> bool:
-        """True when the step is one token for each row: the shape that is captured."""
+        """No prompt is prefilled: the shape of a steady step."""
         return not self.prefills
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the forward, without padding."""
+        """Tokens of the forward, without padding and drafts."""
         return self.decode_rows + sum(len(chunk.tokens) for chunk in self.prefills)
 
     def sampled(self, rows: Iterable[T]) -> Iterable[T]:
@@ -100,13 +104,3 @@ class Ticket(NamedTuple):
     number: int
     plan: Plan
     row_bucket: int
-
-
-class StepResult(NamedTuple):
-    """What S found for each row of a ticket, padding left out: the token, and on the device's own
-    judgement whether the row was still live when it was sampled and whether the token ends the
-    request."""
-
-    tokens: list[int]
-    live: list[int]
-    ended: list[int]

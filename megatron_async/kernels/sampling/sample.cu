@@ -51,10 +51,12 @@ __device__ __forceinline__ float mul(float a, float b) { return __fmul_rn(a, b);
 // Both ways: floats to keys that order alike.
 __device__ __forceinline__ u32 flip(u32 bits) { return bits ^ ((u32)((int)bits >> 31) & 0x7fffffffu); }
 __device__ __forceinline__ int key_of(float v) { return v == 0.f ? 0 : (int)flip(__float_as_uint(v)); }
-// Of logits: NaN is minus infinity.
+// Of logits: NaN is minus infinity here; its row gives NAN_PACKED.
+#define NAN_PACKED ((i64)0x7fffffffffffffff)  // above what any score is packed to
+__device__ __forceinline__ bool is_nan(u32 bits) { return (bits & 0x7fffffffu) > 0x7f800000u; }
 #define KEPT (WIDE ? 0xffffffffu : 0xffff0000u)
 __device__ __forceinline__ int logit_key(float v) {
-  return (__float_as_uint(v) & 0x7fffffffu) > 0x7f800000u ? INFINITE_KEY : (int)(key_of(v) & KEPT);
+  return is_nan(__float_as_uint(v)) ? INFINITE_KEY : (int)(key_of(v) & KEPT);
 }
 __device__ __forceinline__ float logit_of(int key) { return __uint_as_float(flip((u32)key) & KEPT); }
 
@@ -149,12 +151,13 @@ __device__ __forceinline__ Piece load_piece(const char* row, bool aligned, int i
   }
   return piece;
 }
-// In place: bits of logits become keys.
-__device__ __forceinline__ void take_keys(Piece& piece, int id, int vocabulary) {
+// In place: bits of logits become keys. Sets `failed` if one is NaN.
+__device__ __forceinline__ void take_keys(Piece& piece, int id, int vocabulary, bool& failed) {
 #pragma unroll
   for (int part = 0; part < (WIDE ? 2 : 1); part++) {
     Vec& v = piece.part[part];
     auto key = [&](u32 bits, int j) {
+      failed |= id + j < vocabulary && is_nan(bits);
       return (u32)(id + j < vocabulary ? logit_key(__uint_as_float(bits)) : LEAST_KEY);
     };
     auto keys = [&](u32 word, int j) {
@@ -384,6 +387,7 @@ extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(THREADS, 
   const bool by_mass = sampled && p > 0.f && p < 1.f;
 
   Best best{LEAST_KEY, 0};
+  bool failed = false;
   if (!by_count && !by_mass) {
 #pragma unroll 1
     for (int i = 0; i < OWN_VECTORS; i += AHEAD) {
@@ -391,7 +395,7 @@ extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(THREADS, 
       for (int j = 0; j < AHEAD; j++) {
         const int id = id_of((i + j) * G + group);
         if (i > 0) ahead[j] = load_piece(from, aligned, id, vocabulary);
-        take_keys(ahead[j], id, vocabulary);
+        take_keys(ahead[j], id, vocabulary, failed);
         if (sampled)
           best.consider(ahead[j], id, LEAST_KEY, factor, seed, position);
         else
@@ -403,7 +407,7 @@ extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(THREADS, 
 #pragma unroll(VECTORS < 4 ? VECTORS : 4)
     for (int number = 0; number < VECTORS; number++) {
       Piece piece = load_piece(from, aligned, id_of(number), vocabulary);
-      take_keys(piece, id_of(number), vocabulary);
+      take_keys(piece, id_of(number), vocabulary, failed);
 #pragma unroll
       for (int part = 0; part < (WIDE ? 2 : 1); part++)
         store_shared(piece_at(base, number, part), piece.part[part]);
@@ -432,6 +436,7 @@ extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(THREADS, 
   }
 
   i64 packed = (i64)((u64)(u32)best.key << 32 | (u32)(best.id ^ MOST_KEY));
+  if (failed) packed = NAN_PACKED;
   auto largest_of = [&](i64 v) {
 #pragma unroll
     for (int d = 16; d; d >>= 1) v = max(v, __shfl_xor_sync(~0u, v, d));

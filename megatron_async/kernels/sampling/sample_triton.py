@@ -59,6 +59,7 @@ TOKEN_STREAM = tl.constexpr(philox.TOKEN_STREAM)
 UNIFORM_MAX = tl.constexpr(noise.UNIFORM_MAX)
 UNIFORM_UNIT = tl.constexpr(2.0**-33)
 NO_KEY = tl.constexpr(-(2**31))  # Below the key of every float that is not NaN.
+NAN_KEY = tl.constexpr(2**31 - 1)  # Above them: a row with a NaN gives token -1.
 ID_MASK = tl.constexpr(2**31 - 1)
 NEG_INF = tl.constexpr(float("-inf"))
 
@@ -71,11 +72,15 @@ def _key(x):
 
 
 @triton.jit
+def _is_nan(x):
+    return (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) > 0x7F800000
+
+
+@triton.jit
 def _load(row_ptr, ids, vocab_size):
     """Logits as float32; NaN and ids outside the vocabulary are ``-inf``."""
     x = tl.load(row_ptr + ids, mask=ids < vocab_size, other=NEG_INF).to(tl.float32)
-    is_nan = (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) > 0x7F800000
-    return tl.where(is_nan, NEG_INF, x)
+    return tl.where(_is_nan(x), NEG_INF, x)
 
 
 @triton.jit
@@ -279,17 +284,19 @@ def _sample_kernel(
                 threshold = _threshold(row_ptr, vocab_size, factor, top_k, top_p, KEY_SHIFT, BLOCK)
         for start in range(begin, end, BLOCK):
             ids = start + tl.arange(0, BLOCK)
-            x, keys = _load_keys(row_ptr, ids, end)
+            x = tl.load(row_ptr + ids, mask=ids < end, other=NEG_INF).to(tl.float32)
+            keys = tl.where(ids < end, _key(x), NO_KEY)
             score = _scale(x, factor) + _gumbel(seed, position, start, BLOCK)
             kept = ((keys >> KEY_SHIFT).to(tl.int64) >= threshold) & (x > NEG_INF)
-            score_key = _key(tl.where(kept, score, NEG_INF))
+            score_key = tl.where(_is_nan(x), NAN_KEY, _key(tl.where(kept, score, NEG_INF)))
             better = (score_key > best_key) & (ids < end)
             best_key = tl.where(better, score_key, best_key)
             best_id = tl.where(better, ids, best_id)
     else:
         for start in range(begin, end, BLOCK):
             ids = start + tl.arange(0, BLOCK)
-            _, keys = _load_keys(row_ptr, ids, end)
+            x = tl.load(row_ptr + ids, mask=ids < end, other=NEG_INF).to(tl.float32)
+            keys = tl.where(ids < end, tl.where(_is_nan(x), NAN_KEY, _key(x)), NO_KEY)
             better = keys > best_key
             best_key = tl.where(better, keys, best_key)
             best_id = tl.where(better, ids, best_id)
@@ -301,13 +308,15 @@ def _sample_kernel(
 
 @triton.jit
 def best_token(packed_ptr, row, exists, splits, SPLITS: tl.constexpr):
-    """The id of the best of the slices of each row [R] int64; ``exists`` masks rows."""
+    """The id of the best of the slices of each row [R] int64, -1 if it holds NaN; ``exists`` masks
+    rows."""
     split = tl.arange(0, SPLITS)
     mask = exists[:, None] & (split < splits)[None, :]
     least: tl.constexpr = -(2**63)
     at = row[:, None] * splits + split[None, :]
     packed = tl.load(packed_ptr + at, mask=mask, other=least)
-    return (tl.max(packed, 1) & ID_MASK) ^ ID_MASK
+    best = tl.max(packed, 1)
+    return tl.where((best >> 32) == NAN_KEY, -1, (best & ID_MASK) ^ ID_MASK)
 
 
 @triton.jit

@@ -2,7 +2,8 @@
 
 The reference is the torch code of ``program.StepProgram``, which the CPU runs. ``finish`` and
 ``begin`` are one program each: a step's rows are few, and a barrier then orders what one row
-writes before what another reads (a grant may be for another row's slot).
+writes before what another reads (a block assignment may be for another row's
+slot).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -21,6 +22,9 @@ from megatron_async.kernels.rings import release
 from megatron_async.kernels.sampling.sample_triton import best_token, sample_splits
 from megatron_async.sampling.sample import candidates
 from megatron_async.step import packet
+from megatron_async.step.records import ENDED as ENDED_
+from megatron_async.step.records import FAILED as FAILED_
+from megatron_async.step.records import RUNNING as RUNNING_
 
 MAX_ROWS_AT_ONCE = 256
 MAX_WORDS_AT_ONCE = 4096
@@ -30,15 +34,17 @@ NULL_BLOCK = tl.constexpr(NULL_BLOCK_)
 WIDTH = tl.constexpr(packet.ROW_WIDTH)
 SLOT = tl.constexpr(packet.ROW_SLOT)
 SAMPLES = tl.constexpr(packet.ROW_SAMPLES)
-GRANT_SLOT = tl.constexpr(packet.ROW_GRANT_SLOT)
-GRANT_COLUMN = tl.constexpr(packet.ROW_GRANT_COLUMN)
-GRANT_BLOCK = tl.constexpr(packet.ROW_GRANT_BLOCK)
+ASSIGNED_SLOT = tl.constexpr(packet.ROW_ASSIGNED_SLOT)
+ASSIGNED_COLUMN = tl.constexpr(packet.ROW_ASSIGNED_COLUMN)
+ASSIGNED_BLOCK = tl.constexpr(packet.ROW_ASSIGNED_BLOCK)
+RUNNING = tl.constexpr(RUNNING_)
+ENDED = tl.constexpr(ENDED_)
+FAILED = tl.constexpr(FAILED_)
 
 
 class SlotState(Protocol):
-    """Device-resident state by slot: ``context.DynamicInferenceContext``."""
+    """Device-resident state by slot: ``runner.slot_state.SlotState``."""
 
-    block_size_tokens: int
     last_token: torch.Tensor
     kv_length: torch.Tensor
     finished: torch.Tensor
@@ -98,17 +104,21 @@ def _finish_and_publish_kernel(
         limit = tl.load(max_total + slot, mask=exists, other=0)
         pdl_enter(PDL)
         token = best_token(packed, row.to(tl.int64), exists, splits, SPLITS)
+        # The stop ids of a set that is not full are -1, as is the token of a row that failed.
+        failed = token < 0
         is_stop = tl.max((stops == token[:, None]).to(tl.int32), 1) != 0
-        ended = is_stop | (length + 1 >= limit)
+        ended = is_stop | failed | (length + 1 >= limit)
+        status = tl.where(ended, ENDED, RUNNING)
+        status = tl.where(live, tl.where(failed, FAILED, status), ENDED)
         # WAR: a small block is held by several warps; all of them have read the state.
         tl.debug_barrier()
         # Live rows have slots of their own. The others leave no trace: the null slot, which they
         # share, stays finished.
-        tl.store(last_token + slot, token, mask=live)
+        tl.store(last_token + slot, tl.maximum(token, 0), mask=live)
         tl.store(finished + slot, ended.to(tl.uint8), mask=live)
-        tl.store(result + row, token.to(tl.int32), mask=exists)
-        tl.store(result + rows + row, live.to(tl.int32), mask=exists)
-        tl.store(result + 2 * rows + row, ended.to(tl.int32), mask=exists)
+        tl.store(result + row, (live & (token >= 0)).to(tl.int32), mask=exists)
+        tl.store(result + rows + row, status.to(tl.int32), mask=exists)
+        tl.store(result + 2 * rows + row, token.to(tl.int32), mask=exists)
     release(sequence, counter, number, ON_DEVICE)
 
 
@@ -134,11 +144,11 @@ def _read_packet_and_begin_kernel(
         row = first + tl.arange(0, BLOCK)
         exists = row < rows
         record = records + row * WIDTH
-        slot = tl.load(record + GRANT_SLOT, mask=exists, other=0).to(tl.int64)
-        column = tl.load(record + GRANT_COLUMN, mask=exists, other=0)
-        block = tl.load(record + GRANT_BLOCK, mask=exists, other=0).to(tl.int64)
+        slot = tl.load(record + ASSIGNED_SLOT, mask=exists, other=0).to(tl.int64)
+        column = tl.load(record + ASSIGNED_COLUMN, mask=exists, other=0)
+        block = tl.load(record + ASSIGNED_BLOCK, mask=exists, other=0).to(tl.int64)
         tl.store(block_table + slot * columns + column, block, mask=exists)
-    # A grant stands in any row's record: all are in the table before any row reads it.
+    # An assignment stands in any row's record: all are in the table before any row reads it.
     tl.debug_barrier()
     for first in range(0, rows, BLOCK):
         row = first + tl.arange(0, BLOCK)
@@ -170,7 +180,7 @@ def finish(
     pdl: bool = False,
 ) -> None:
     """Take the tokens of ``packed`` [R, splits] (``sample.sample_splits``) for the row records
-    [R, ROW_WIDTH] int32: last tokens, ends, and the result [3, R] (token, live, ended), which is
+    [R, ROW_WIDTH] int32: last tokens, ends, and the records [3, R] of ``step.records``, which are
     published as the ring's next."""
     rows, splits = packed.shape
     _finish_and_publish_kernel[(1,)](
@@ -186,13 +196,14 @@ def finish(
 def begin(
     records: torch.Tensor,
     state: SlotState,
+    block_size: int,
     packets: Ring,
     batch: DecodeBatch,
     *,
     pdl: bool = False,
 ) -> None:
-    """Take the ring's next packet into the row records [R, ROW_WIDTH] int32, apply its grants,
-    fill ``batch`` and advance the lengths of the rows that run.
+    """Take the ring's next packet into the row records [R, ROW_WIDTH] int32, apply its block
+    assignments, fill ``batch`` and advance the lengths of the rows that run.
 
     Lengths may advance ahead of the forward: in a decode step it reads ``batch`` alone.
     """
@@ -201,7 +212,7 @@ def begin(
         packets.ring, packets.counter, records, state.last_token, state.kv_length,
         state.finished.view(torch.uint8), state.block_table, *batch,
         *packets.ring.shape, rows, state.block_table.shape[1],
-        BLOCK_SIZE=state.block_size_tokens,
+        BLOCK_SIZE=block_size,
         WORDS=min(MAX_WORDS_AT_ONCE, triton.next_power_of_2(rows * width)),
         BLOCK=_rows_at_once(rows), PDL=pdl,
         num_warps=NUM_WARPS, launch_pdl=pdl,
@@ -221,10 +232,16 @@ class StepKernels:
     """
 
     def __init__(
-        self, records: torch.Tensor, state: SlotState, packets: Ring, results: SequencedRing
+        self,
+        records: torch.Tensor,
+        state: SlotState,
+        block_size: int,
+        packets: Ring,
+        results: SequencedRing,
     ) -> None:
         self._records = records
         self._state = state
+        self._block_size = block_size
         self._packets = packets
         self._results = results
         self._pdl = uses_pdl(records.device)
@@ -249,7 +266,10 @@ class StepKernels:
 
     def begin(self, rows: int) -> None:
         """H2D and the head of F of a step that decodes one token in each of ``rows`` rows."""
-        begin(self._records[:rows], self._state, self._packets, self.batch(rows), pdl=self._pdl)
+        begin(
+            self._records[:rows], self._state, self._block_size, self._packets, self.batch(rows),
+            pdl=self._pdl,
+        )  # fmt: skip
 
     def batch(self, rows: int) -> DecodeBatch:
         """What the last :meth:`begin` of so many rows filled; the next one overwrites it."""

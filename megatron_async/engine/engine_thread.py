@@ -1,0 +1,145 @@
+"""The thread that steps an engine for those who wait, and sleeps when there is nothing to do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+
+from megatron_async.engine.output_processor import TokenOutput
+
+Deliver = Callable[[], None]
+
+
+class TokenStream:
+    """The outputs of one request on their way to one coroutine of an event loop."""
+
+    def __init__(self, request_id: int) -> None:
+        self.request_id = request_id
+        self.loop = asyncio.get_running_loop()
+        self.failure: BaseException | None = None
+        self._outputs: deque[TokenOutput] = deque()
+        self._arrived = asyncio.Event()
+
+    async def next(self) -> TokenOutput:
+        """The next output, as soon as it is there; raises why there will be none."""
+        while not self._outputs:
+            if self.failure is not None:
+                raise self.failure
+            await self._arrived.wait()
+            self._arrived.clear()
+        return self._outputs.popleft()
+
+    def put(self, outputs: Iterable[TokenOutput]) -> None:
+        """In the event loop: outputs have arrived."""
+        self._outputs.extend(outputs)
+        self._arrived.set()
+
+    def fail(self, error: BaseException) -> None:
+        """In the event loop: no output will arrive any more."""
+        self.failure = error
+        self._arrived.set()
+
+
+class StreamTable:
+    """The streams of an engine. Each step tells each event loop once, for all its streams."""
+
+    def __init__(self) -> None:
+        self._streams: dict[int, TokenStream] = {}
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def add(self, key: int, stream: TokenStream) -> None:
+        """Outputs of ``stream.request_id`` go to ``stream``."""
+        with self._lock:
+            self._streams[key] = stream
+
+    def remove(self, key: int) -> None:
+        """Nobody waits for them any more."""
+        with self._lock:
+            self._streams.pop(key, None)
+
+    def deliver(self, outputs: list[TokenOutput]) -> None:
+        """Hand out what a step has brought."""
+        with self._lock:
+            streams = {stream.request_id: stream for stream in self._streams.values()}
+        batches: dict[asyncio.AbstractEventLoop, dict[TokenStream, list[TokenOutput]]] = {}
+        for output in outputs:
+            stream = streams.get(output.request_id)
+            if stream is not None:
+                batch = batches.setdefault(stream.loop, {})
+                batch.setdefault(stream, []).append(output)
+        for loop, batch in batches.items():
+            _tell(loop, functools.partial(_put, batch))
+
+    def fail(self, error: BaseException) -> None:
+        """No request will bring anything any more."""
+        with self._lock:
+            streams = list(self._streams.values())
+        for stream in streams:
+            _tell(stream.loop, functools.partial(stream.fail, error))
+
+
+def _put(batch: dict[TokenStream, list[TokenOutput]]) -> None:
+    for stream, outputs in batch.items():
+        stream.put(outputs)
+
+
+def _tell(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
+    with contextlib.suppress(RuntimeError):  # the event loop is closed, and so is who waited there
+        loop.call_soon_threadsafe(call)
+
+
+class EngineThread:
+    """Runs ``step`` while there is something to do, and blocks on ``wait`` else.
+
+    Args:
+        step: one step of the engine; an error in it ends the thread.
+        idle: nothing can go on until somebody asks for something.
+        wait: blocks until somebody has; ``wake`` ends a wait.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[], None],
+        idle: Callable[[], bool],
+        wait: Callable[[], None],
+        wake: Callable[[], None],
+    ) -> None:
+        self._step = step
+        self._idle = idle
+        self._wait = wait
+        self._wake = wake
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def is_current(self) -> bool:
+        """The caller runs in this thread: a callback."""
+        return threading.current_thread() is self._thread
+
+    def start(self) -> None:
+        """Begin to step."""
+        self._thread.start()
+
+    def stop(self, *, wait: bool = True) -> None:
+        """End after the step that runs now; what is in flight stays there."""
+        self._stopping = True
+        self._wake()
+        if wait and not self.is_current:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            if self._idle():
+                self._wait()
+                continue
+            try:
+                self._step()
+            except Exception:  # the step lock has stopped the engine and told all who wait
+                return

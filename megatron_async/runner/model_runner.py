@@ -1,0 +1,190 @@
+"""Launches plans and takes their results: the one place between scheduler and device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from megatron_async.device.protocol import Device
+from megatron_async.runner.context import DynamicInferenceContext
+from megatron_async.runner.cuda_graphs import StepGraphs, row_buckets, token_buckets
+from megatron_async.runner.step_program import StepProgram
+from megatron_async.step.packet import PacketLayout, StepShape, write_control, write_packet
+from megatron_async.step.plan import Plan, Ticket
+from megatron_async.step.records import RECORD_HEAD, StepResult
+
+Progress = Callable[[Iterable[int], int], Iterable[int]]
+"""Wraps an iterable of known length to show a progress bar."""
+
+OnSpan = Callable[[str, int, int, int], None]
+"""Told a name, a ticket, start and end in nanoseconds of ``time.perf_counter_ns``."""
+
+
+class ModelRunner:
+    """The rings, buffers and graphs of one engine.
+
+    Args:
+        model: see :class:`~megatron_async.runner.step_program.Model`.
+        max_tokens, max_assignments: of one step.
+        depth: steps in flight beyond the one that is being taken.
+        poison: fill consumed buffers with garbage.
+        capture_mixed: capture steps with prefill chunks too.
+        progress: shows the capture of graphs.
+
+    Attributes:
+        wait_ns: time that the host was blocked on the device.
+        last_graph_rows: row bucket of the last launch; None if it was no decode step.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        context: DynamicInferenceContext,
+        model: Any,
+        *,
+        max_tokens: int,
+        max_assignments: int,
+        depth: int,
+        poison: bool,
+        capture_mixed: bool,
+        progress: Progress | None,
+    ) -> None:
+        self.device = device
+        self.wait_ns = 0
+        self.last_graph_rows: int | None = None
+        self._context = context
+        self._window = 1 + context.num_speculative_tokens
+        buckets = row_buckets(
+            context.max_requests, captures=device.captures, count=context.num_cuda_graphs
+        )
+        tokens = token_buckets(max_tokens, captures=device.captures)
+        max_rows = buckets[-1]
+        self._layout = PacketLayout(
+            max_rows, tokens[-1], max_assignments, context.slot_count, self._window
+        )
+        # A packet is consumed and a result taken before its ticket is committed, and no more than
+        # depth + 1 tickets are ever in flight: the rings never wrap onto a live entry.
+        entries = depth + 2
+        self._packets = device.packet_ring(entries, self._layout.width)
+        self._controls = device.packet_ring(entries, self._layout.control_size)
+        self._results = device.result_ring(entries, (RECORD_HEAD + self._window) * max_rows)
+        self._program = StepProgram(
+            device,
+            context,
+            model,
+            self._layout,
+            self._packets,
+            self._controls,
+            self._results,
+            logits_dtype=getattr(model, "logits_dtype", context.params_dtype),
+            poison=poison,
+        )
+        self._graphs = StepGraphs(
+            device, self._program, buckets, tokens, capture_mixed=capture_mixed
+        )
+        self._pending: Ticket | None = None
+        self._control_count = 0
+        self._on_span: OnSpan | None = None
+        prepare = getattr(model, "prepare", None)
+        if prepare is not None:
+            prepare(buckets, context)
+        captured: Iterable[int] = self._graphs.capture()
+        if progress is not None:
+            captured = progress(captured, self._graphs.capture_count)
+        for _ in captured:
+            pass
+        device.enqueue(context.reset, "reset")
+        device.synchronize()
+
+    @property
+    def graph_count(self) -> int:
+        """Graphs that were captured."""
+        return self._graphs.graph_count
+
+    @property
+    def samples_from(self) -> int | None:
+        """The ticket whose logits the S of the next launch samples; None if they are its own."""
+        return None if self._pending is None else self._pending.number
+
+    def launch(self, plan: Plan) -> Ticket:
+        """Queue C if there is control, S of the pending logits, H2D and F of ``plan``; returns at
+        once."""
+        graphs, started = self._graphs, time.perf_counter_ns()
+        rows = graphs.bucket(len(plan.rows.slots))
+        # A decode step's packet has room for one block assignment a row.
+        is_decode = not plan.prefills and len(plan.assignments) <= rows
+        shape = StepShape(rows, rows)
+        if not is_decode:
+            drafts = plan.decode_rows * (self._window - 1)
+            shape = graphs.mixed_shape(rows, plan.num_tokens + drafts)
+        tokens = None if is_decode else shape.tokens
+        packet = self._packets.claim(plan.number)
+        write_packet(packet, self._layout, plan, shape.rows, tokens, self._context.null_slot)
+        self.device.mark_ticket(plan.number)
+        if plan.control:
+            self._write_control(plan)
+        if self._on_span is not None:
+            self._on_span("pack", plan.number, started, time.perf_counter_ns())
+        self.last_graph_rows = rows if is_decode else None
+        pending = self._pending
+        self._pending = ticket = Ticket(plan.number, plan, shape.rows)
+        if is_decode and pending is not None and pending.row_bucket == rows:
+            graphs.step(rows, controlled=bool(plan.control)).replay()
+            return ticket
+        if plan.control:
+            graphs.control().replay()
+        if pending is not None:
+            self._sample(pending)
+        if is_decode:
+            graphs.forward(rows).replay()
+        else:
+            graphs.launch_mixed(shape)
+        return ticket
+
+    def take(self, ticket: Ticket) -> StepResult:
+        """Wait for the tokens of ``ticket``: the oldest in flight, each once. Its S rides at the
+        head of the next launch; where there was none, as always at depth 0, it is launched now."""
+        if self._pending is ticket:
+            self._pending = None
+            self._sample(ticket)
+        rows, fields = ticket.row_bucket, RECORD_HEAD + self._window
+        started = time.perf_counter_ns()
+        values = self._results.wait(ticket.number, fields * rows)
+        ended = time.perf_counter_ns()
+        self.wait_ns += ended - started
+        if self._on_span is not None:
+            self._on_span("wait", ticket.number, started, ended)
+        columns = values.reshape(fields, rows)[:, : len(ticket.plan.rows.slots)].tolist()
+        return StepResult(columns[0], columns[1], list(zip(*columns[2:], strict=True)))
+
+    def put_back(self, ticket: Ticket) -> None:
+        """A signal came in the midst of :meth:`take`: the tokens are there to be taken again."""
+        self._results.put_back(ticket.number)
+
+    def poison_blocks(self, blocks: list[int]) -> None:
+        """Queue garbage for freed KV blocks (debug mode)."""
+        self.device.enqueue(partial(self._program.poison_blocks, blocks), "poison")
+
+    def observe(self, on_span: OnSpan | None) -> None:
+        """Tell how long packing, waiting and a lone S take; None ends it."""
+        self._on_span = on_span
+
+    def release(self) -> None:
+        """Drop graphs, rings and buffers, and the context's cache; nothing may be in flight. Done
+        by hand: graphs and what they run refer to each other."""
+        self._context.release()
+        for name in ("_graphs", "_program", "_packets", "_controls", "_results"):
+            setattr(self, name, None)
+
+    def _write_control(self, plan: Plan) -> None:
+        packet = self._controls.claim(self._control_count)
+        self._control_count += 1
+        write_control(packet, self._layout, plan.control, self._context.null_slot)
+
+    def _sample(self, pending: Ticket) -> None:
+        started = time.perf_counter_ns()
+        self._graphs.sample(pending.row_bucket).replay()
+        if self._on_span is not None:
+            self._on_span("sample", pending.number, started, time.perf_counter_ns())

@@ -1,0 +1,131 @@
+"""Prompts: who is admitted, and which chunks run beside the rows that decode."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from megatron_async.scheduler.events import Change, Event
+from megatron_async.scheduler.limits import Limits
+from megatron_async.scheduler.preemption import Preemption
+from megatron_async.scheduler.request_state import Sequence
+from megatron_async.scheduler.request_table import RequestTable, row_map
+from megatron_async.step.plan import Admission, BlockAssignment, PrefillChunk, RowMap
+
+
+class PromptPlanner:
+    """Fills a step with prefill chunks. A request is admitted when a row, a slot and the blocks of
+    its prompt are free, with spare blocks for each running request; the head of the queue is never
+    overtaken."""
+
+    def __init__(self, table: RequestTable, preemption: Preemption, limits: Limits) -> None:
+        self._table = table
+        self._preemption = preemption
+        self._limits = limits
+        self._failed_attempt: tuple[int, int, int, int] | None = None
+
+    def plan(
+        self,
+        number: int,
+        decode_rows: RowMap,
+        assignments: list[BlockAssignment],
+        prefills: list[PrefillChunk],
+        admissions: list[Admission],
+    ) -> RowMap:
+        """Fill the token budget of step ``number`` with whole chunks, prompts under way first.
+        Appends to the three lists, and returns the rows with those of the chunks."""
+        limits, table = self._limits, self._table
+        budget = limits.max_tokens - len(decode_rows) * limits.window
+        row = len(decode_rows)
+        launched: list[Sequence] = []
+        under_way = deque(table.prefilling)
+        while row < limits.max_requests:
+            if under_way:
+                sequence = under_way.popleft()
+            else:
+                admitted = self._admit_next(budget, assignments, admissions)
+                if admitted is None:
+                    break
+                sequence = admitted
+            start = sequence.prefilled
+            length = min(limits.prefill_chunk_tokens, sequence.prefill_end - start)
+            if length > budget:
+                break
+            end = start + length
+            last = end == sequence.prefill_end
+            prefills.append(
+                PrefillChunk(row, sequence.slot, start, tuple(sequence.tokens[start:end]), last)
+            )
+            sequence.prefilled = sequence.kv_bound = end
+            sequence.last_ticket = number
+            launched.append(sequence)
+            if last:
+                sequence.launched += 1
+                table.enter_decoding(sequence)
+            budget -= length
+            row += 1
+        # Known from here on: a block written by this step may be shared from the next one.
+        for sequence in launched:
+            table.register_blocks(sequence, sequence.prefilled)
+        added = row_map(launched)
+        return RowMap(
+            decode_rows.slots + added.slots,
+            decode_rows.epochs + added.epochs,
+            decode_rows.keys + added.keys,
+        )
+
+    def _admit_next(
+        self, budget: int, assignments: list[BlockAssignment], admissions: list[Admission]
+    ) -> Sequence | None:
+        """Admit the head of the queue if everything it needs is there."""
+        limits, table = self._limits, self._table
+        allocator = table.allocator
+        sequence = table.waiting.head()
+        running = len(table.decoding) + len(table.prefilling)
+        if sequence is None or table.stalled or running >= limits.max_requests:
+            return None
+        # Looking a long prompt up in the prefix cache costs time: not again while nothing changes.
+        attempt = (sequence.key, allocator.free_count, table.slots.free_count, running)
+        if running and attempt == self._failed_attempt:
+            return None
+        self._failed_attempt = attempt
+        # The last token is always computed: its logits are what is sampled next.
+        shared, node = table.prefixes.match(sequence.tokens, len(sequence.tokens) - 1)
+        total = -(-len(sequence.tokens) // limits.block_size)
+        need = total - len(shared) + sum(not allocator.references(b) for b in shared)
+        # Leave each running request the blocks of its next row.
+        spare = running * limits.blocks_per_row
+        if not table.slots.free_count or allocator.free_count < need + spare:
+            if not running and not len(table.retiring):
+                # Nothing runs and the head does not fit: paused requests are in its way.
+                short = max(need - allocator.free_count, 1)
+                self._preemption.relieve(short, sequence.priority_key)
+            return None
+        cached = len(shared) * limits.block_size
+        length = min(limits.prefill_chunk_tokens, len(sequence.tokens) - cached)
+        if length > budget or len(assignments) + total > limits.max_assignments:
+            self._failed_attempt = None  # what is short is this step's, not the cache's
+            return None
+        self._failed_attempt = None
+        self._enter(sequence, shared, node)
+        slot = sequence.slot
+        assignments.extend(BlockAssignment(slot, i, block) for i, block in enumerate(shared))
+        while len(sequence.blocks) < total:
+            assignments.append(table.assign_block(sequence))
+        replayed = len(sequence.tokens) - cached if sequence.evictions else 0
+        table.record(Event(sequence.key, Change.ADMIT, cached, replayed))
+        stop_ids = tuple(sorted(sequence.stop_ids))
+        admissions.append(Admission(slot, (cached, sequence.max_total, stop_ids, *sequence.values)))
+        return sequence
+
+    def _enter(self, sequence: Sequence, shared: list[int], node: int) -> None:
+        """Take a slot and the shared blocks."""
+        table = self._table
+        for block in shared:
+            table.allocator.share(block)
+        sequence.slot = table.slots.take()
+        sequence.epoch = table.slots.epochs[sequence.slot]
+        sequence.blocks = list(shared)
+        sequence.node, sequence.registered = node, len(shared)
+        sequence.prefilled = sequence.kv_bound = len(shared) * self._limits.block_size
+        sequence.prefill_end = len(sequence.tokens)
+        table.enter_prefilling(sequence)
