@@ -1,0 +1,68 @@
+"""The hash model with drafts: it knows its own next tokens, and errs at a seeded rate."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from megatron_async.runner.context import DynamicInferenceContext
+from megatron_async.sampling.sample import sample_tokens_reference
+from tests.support.hash_model import VOCAB_SIZE, HashModel, hash_history, hash_logits
+
+
+class DraftingHashModel(HashModel):
+    """Drafts ``num_speculative_tokens`` tokens a row, each wrong with probability ``error_rate``.
+
+    A draft is computed on the CPU from what the cache holds of the request, so a lost or stale
+    token shows as fewer accepted drafts, and never as another output.
+    """
+
+    def __init__(self, num_speculative_tokens: int, error_rate: float, seed: int = 0) -> None:
+        super().__init__()
+        self.num_speculative_tokens = num_speculative_tokens
+        self._error_rate = error_rate
+        self._seed = seed
+
+    def draft(self, context: DynamicInferenceContext, slots: torch.Tensor) -> torch.Tensor:
+        """int64 [R, num_speculative_tokens]."""
+        return torch.tensor([self._draft_row(context, slot) for slot in slots.tolist()])
+
+    def _draft_row(self, context: DynamicInferenceContext, slot: int) -> list[int]:
+        state = context.slots
+        if state.finished[slot]:
+            return [0] * self.num_speculative_tokens
+        length, size = int(state.kv_length[slot]), context.block_size_tokens
+        positions = torch.arange(length)
+        places = state.block_table[slot][positions // size] * size + positions % size
+        salt = int(self._salt)
+        cells = context.kv_cache[0, 0, :, :, 0, 0].reshape(-1)[places]
+        tokens = [*(cells - 97 * salt).tolist(), int(state.last_token[slot])]
+        drafts = []
+        for _ in range(self.num_speculative_tokens):
+            tokens.append(self._next_token(context, slot, tokens, salt))
+            errs = random.Random(hash((self._seed, len(tokens), tokens[-1])))
+            if errs.random() < self._error_rate:
+                tokens[-1] = (tokens[-1] + 1) % VOCAB_SIZE
+            drafts.append(tokens[-1])
+        return drafts
+
+    @staticmethod
+    def _next_token(
+        context: DynamicInferenceContext, slot: int, tokens: list[int], salt: int
+    ) -> int:
+        row, state = hash_logits(hash_history(tokens, salt)), context.slots
+        if state.inverse_temperature[slot] <= 0:
+            return max(range(VOCAB_SIZE), key=lambda v: (row[v], -v))
+        at = slice(slot, slot + 1)
+        position = torch.tensor([len(tokens)])
+        return int(
+            sample_tokens_reference(
+                torch.tensor([row]),
+                state.inverse_temperature[at],
+                state.top_k[at],
+                state.top_p[at],
+                state.seed[at],
+                position,
+            )
+        )
