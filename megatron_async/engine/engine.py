@@ -25,7 +25,7 @@ from megatron_async.engine.engine_thread import EngineThread, StreamTable, Token
 from megatron_async.engine.loop import DecodeLoop
 from megatron_async.engine.metrics import EngineCounters
 from megatron_async.engine.output_processor import OutputProcessor, TokenOutput
-from megatron_async.engine.recording import Recorder
+from megatron_async.engine.recording import Recorder, RunFile
 from megatron_async.engine.request_queue import Prompt, RequestQueue, checked_id
 from megatron_async.engine.request_validation import RequestValidator
 from megatron_async.engine.step_lock import StepLock
@@ -104,7 +104,9 @@ class DynamicInferenceEngine:
             random_seed=config.random_seed if random_seed is None else random_seed,
             eos_token_ids=eos_token_ids,
         )
-        recorder = None if config.record is None else Recorder(config.record, config, model_name)
+        self._run_file = (
+            None if config.record is None else RunFile(config.record, config, model_name)
+        )
         self.device = device or open_device(context.device, config)
         try:
             self.runner = controller.attach(
@@ -138,13 +140,11 @@ class DynamicInferenceEngine:
             debug=config.debug,
         )
         self.requests = RequestQueue(self.loop.commands, self.outputs, validator, self.lock)
-        self._recorder = recorder
         self._thread: EngineThread | None = None
         self._thread_lock = threading.RLock()
         self._stops_with_streams = False
-        if recorder is not None:
-            self.loop.recorder = recorder
-            self.loop.observe(recorder)
+        if self._run_file is not None:
+            self.record(Recorder(self._run_file.write))
         self._weights = shared_weights(controller.weights_owner)
         with self._weights.lock:
             self._weights.join(self)
@@ -335,9 +335,6 @@ class DynamicInferenceEngine:
 
     def _finished(self) -> None:
         """Requests have ended in this step."""
-        if self._recorder is not None:
-            for request in self.outputs.finished:
-                self._recorder.finished(request)
         if not self.loop.has_work:
             self.scheduler.check_idle()
 
@@ -588,6 +585,13 @@ class DynamicInferenceEngine:
 
         return forget
 
+    def record(self, recorder: Recorder) -> None:
+        """Tell ``recorder`` of all commands and ended requests from now on; before the first
+        step."""
+        self.loop.recorder = recorder
+        self.outputs.on_finish = recorder.finished
+        self.observe(recorder)
+
     def close(self) -> None:
         """End the engine's and the device's threads and free its memory; requests that have not
         ended fail, and the engine cannot be used afterwards."""
@@ -598,8 +602,8 @@ class DynamicInferenceEngine:
             self.lock.stop(EngineStoppedError("the engine is closed; build a new one"))
             self.device.close()
             self.runner.release()
-            if self._recorder is not None:
-                self._recorder.close()
+            if self._run_file is not None:
+                self._run_file.close()
         self.outputs.resolve_futures()
         self.loop.commands.wake()
 

@@ -50,6 +50,7 @@ class DecodeLoop:
 
     Attributes:
         suspended: nothing is launched.
+        steps_run: how often :meth:`step` was called.
         recorder: where commands are written as they are applied; None for nowhere.
     """
 
@@ -67,6 +68,7 @@ class DecodeLoop:
     ) -> None:
         self.depth = depth
         self.suspended = False
+        self.steps_run = 0
         self.recorder: Recorder | None = None
         self.commands = CommandQueue()
         self.counters = EngineCounters()
@@ -91,14 +93,15 @@ class DecodeLoop:
 
     def step(self) -> None:
         """Launch a step, then commit what is in flight beyond ``depth``; depth 0 is serial."""
+        self._commit_all_but(self.depth)  # there are more only after an interrupted wait
         if self.commands.waiting:
             self.apply_commands()
+        self.steps_run += 1
         if self.suspended:
             self._publish_events()
             return
         if self._logging_interval:
             self._log_step()
-        self._commit_all_but(self.depth)  # there are more only after an interrupted wait
         plan = self._plan()
         self._found_no_plan = plan is None
         self._publish_events()
@@ -223,8 +226,7 @@ class DecodeLoop:
 
     def _note(self, command: Command) -> None:
         if self.recorder is not None:
-            scheduler = self._scheduler
-            self.recorder.applied(command, scheduler.next_ticket, scheduler.retired_ticket)
+            self.recorder.applied(command, self.steps_run, self._scheduler)
 
     def _apply(self, command: Command) -> None:
         scheduler, outputs = self._scheduler, self._outputs

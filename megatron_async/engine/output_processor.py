@@ -103,6 +103,7 @@ class OutputProcessor:
     Attributes:
         weight_version: of the tokens committed from now on.
         outputs, finished: what was committed and which requests ended since :meth:`take`.
+        on_finish: told of each request that ends.
         ended: futures to resolve.
         keys: scheduler keys of the requests that have not ended, by request id.
     """
@@ -111,6 +112,7 @@ class OutputProcessor:
         self.weight_version = 0
         self.outputs: list[TokenOutput] = []
         self.finished: list[DynamicInferenceRequest] = []
+        self.on_finish: Callable[[DynamicInferenceRequest], None] | None = None
         self._tokenizer = tokenizer
         self._track_pauses = track_pauses
         self._entries: dict[int, Entry] = {}
@@ -289,6 +291,8 @@ class OutputProcessor:
         del self.keys[request.request_id]
         self.ended.append((entry.future, request))
         self.finished.append(request)
+        if self.on_finish is not None:
+            self.on_finish(request)
         return text
 
     def _go_on_without_text(self, entry: Entry, error: Exception) -> None:

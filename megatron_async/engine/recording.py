@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -21,13 +21,45 @@ from megatron_async.config import EngineConfig
 from megatron_async.engine.commands import Command, from_json, to_json
 from megatron_async.errors import ConfigError
 from megatron_async.request import DynamicInferenceRequest
+from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.step.plan import Plan
 
 FORMAT = "megatron-async run 1"
 
+Entry = dict[str, Any]
+
 
 class Recorder:
-    """Writes a run as it happens; an observer of its engine.
+    """Tells ``write`` of a run as it happens; an observer of its engine."""
+
+    def __init__(self, write: Callable[[Entry], None]) -> None:
+        self._write = write
+        self._plans = 0
+        self._count = 0
+
+    def applied(self, command: Command, step: int, scheduler: Scheduler) -> None:
+        """A command was applied when the engine had run ``step`` steps."""
+        point = {"step": step, "ticket": scheduler.next_ticket, "retired": scheduler.retired_ticket}
+        self._write({"number": self._count, **point, **to_json(command)})
+        self._count += 1
+
+    def on_launch(self, plan: Plan) -> None:
+        """Plans go into a checksum, which says where two runs part."""
+        self._plans = zlib.crc32(repr(plan).encode(), self._plans)
+
+    def finished(self, request: DynamicInferenceRequest) -> None:
+        """A request has ended."""
+        reason = request.finish_reason
+        ending = Ending(
+            request.request_id,
+            None if reason is None else reason.value,
+            list(request.generated_tokens),
+        )
+        self._write({"finished": ending._asdict(), "plans": self._plans})
+
+
+class RunFile:
+    """A file to record a run in.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -38,41 +70,18 @@ class Recorder:
             self._file: IO[str] = open(path, "w", encoding="utf-8")  # noqa: SIM115
         except OSError as error:
             raise ConfigError(f"record={str(path)!r} cannot be written: {error.strerror}") from None
-        self._plans = 0
-        self._count = 0
-        header = {"format": FORMAT, "model": model_name, "config": dataclasses.asdict(config)}
-        self._write(header)
+        config_entry = {**dataclasses.asdict(config), "record": None}
+        self.write({"format": FORMAT, "model": model_name, "config": config_entry})
 
-    def applied(self, command: Command, next_ticket: int, retired_ticket: int) -> None:
-        """A command was applied before ticket ``next_ticket`` was planned, with all up to
-        ``retired_ticket`` committed."""
-        self._write(
-            {
-                "number": self._count,
-                "ticket": next_ticket,
-                "retired": retired_ticket,
-                **to_json(command),
-            }
-        )
-        self._count += 1
-
-    def on_launch(self, plan: Plan) -> None:
-        """Plans go into a checksum."""
-        self._plans = zlib.crc32(repr(plan).encode(), self._plans)
-
-    def finished(self, request: DynamicInferenceRequest) -> None:
-        """A request has ended."""
-        self._write({"finished": Ending.of(request)._asdict(), "plans": self._plans})
+    def write(self, entry: Entry) -> None:
+        """One more entry; it is in the file if the process dies after this."""
+        if not self._file.closed:
+            self._file.write(json.dumps(entry) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
-        """All that happened is in the file."""
-        if not self._file.closed:
-            self._write({"plans": self._plans})
-            self._file.close()
-
-    def _write(self, entry: dict[str, Any]) -> None:
-        self._file.write(json.dumps(entry) + "\n")
-        self._file.flush()
+        """No more entries."""
+        self._file.close()
 
 
 class Ending(NamedTuple):
@@ -82,33 +91,25 @@ class Ending(NamedTuple):
     reason: str | None
     tokens: list[int]
 
-    @classmethod
-    def of(cls, request: DynamicInferenceRequest) -> Ending:
-        """Of a request that has ended."""
-        reason = request.finish_reason
-        return cls(
-            request.request_id, None if reason is None else reason.value, request.generated_tokens
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class Applied:
     """A command, and the point in the run at which it was applied."""
 
+    step: int
     ticket: int
-    retired: int
     command: Command
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A recorded run. ``plans`` is the checksum of its plans; None if the run was cut short."""
+    """A recorded run; ``entries`` are all lines behind the header."""
 
     model_name: str
     config: EngineConfig
     applied: tuple[Applied, ...]
     endings: tuple[Ending, ...]
-    plans: int | None
+    entries: tuple[Entry, ...]
 
 
 def read_run(path: str | Path) -> Run:
@@ -121,26 +122,21 @@ def read_run(path: str | Path) -> Run:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
-    entries = list(_entries(path, lines))
-    if not entries or entries[0].get("format") != FORMAT:
+    header, *entries = list(_entries(path, lines)) or [{}]
+    if header.get("format") != FORMAT:
         raise ConfigError(f"{path}: not a recorded run of this version ({FORMAT})")
-    applied, endings, plans = [], [], None
     try:
-        header = entries[0]
-        config = EngineConfig(**{**header["config"], "record": None})
-        for entry in entries[1:]:
-            plans = None
-            if "finished" in entry:
-                endings.append(Ending(**entry["finished"]))
-            elif "command" in entry:
-                ticket, retired = entry.pop("ticket"), entry.pop("retired")
-                del entry["number"]
-                applied.append(Applied(ticket, retired, from_json(entry)))
-            else:
-                plans = entry["plans"]
+        config = EngineConfig(**header["config"])
+        endings = tuple(Ending(**e["finished"]) for e in entries if "finished" in e)
+        applied = tuple(_applied(e) for e in entries if "command" in e)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path}: not a recorded run: {error}") from None
-    return Run(header["model"], config, tuple(applied), tuple(endings), plans)
+    return Run(str(header["model"]), config, applied, endings, tuple(entries))
+
+
+def _applied(entry: Entry) -> Applied:
+    command = {k: v for k, v in entry.items() if k not in ("number", "step", "ticket", "retired")}
+    return Applied(int(entry["step"]), int(entry["ticket"]), from_json(command))
 
 
 def _entries(path: str | Path, lines: list[str]) -> Iterator[dict[str, Any]]:

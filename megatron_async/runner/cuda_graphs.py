@@ -163,6 +163,14 @@ class StepGraphs:
         else:
             self._device.enqueue(partial(self._mixed_work, shape), MIXED)
 
+    def release(self) -> None:
+        """Drop all graphs: on the CPU what they replay refers back to this object."""
+        for graphs in (
+            self._sample, self._forward, self._step, self._controlled_step, self._mixed
+        ):  # fmt: skip
+            graphs.clear()
+        self._control = None
+
     def _mixed_work(self, shape: StepShape) -> None:
         self._program.load_mixed(shape)
         self._program.forward_mixed(shape)

@@ -174,6 +174,8 @@ class ModelRunner:
     def release(self) -> None:
         """Drop graphs, rings and buffers, and the context's cache; nothing may be in flight. Done
         by hand: graphs and what they run refer to each other."""
+        if self._graphs is not None:
+            self._graphs.release()
         self._context.release()
         for name in ("_graphs", "_program", "_packets", "_controls", "_results"):
             setattr(self, name, None)

@@ -1,0 +1,95 @@
+"""A recorded run, once more: exactly at the recorded depth, with equal tokens at any other."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import NamedTuple
+
+from megatron_async.engine.commands import Command, Reset, Resume, Suspend, UpdateWeights
+from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.engine.recording import Applied, Ending, Entry, Recorder, Run
+from megatron_async.errors import ConfigError
+
+
+class Replay(NamedTuple):
+    """What a replay gave. ``exact`` says that it was at the recorded depth, where each command,
+    plan and ending must be the recorded one; ``differences`` are in words, none for a faithful
+    replay."""
+
+    exact: bool
+    endings: tuple[Ending, ...]
+    differences: tuple[str, ...]
+
+
+def replay(run: Run, engine: DynamicInferenceEngine) -> Replay:
+    """Give ``engine``, which has served no request, the commands of ``run`` at their points.
+
+    At another depth than the recorded one a command comes when its ticket does, or when nothing
+    else can go on; then all requests must get their tokens that were not aborted.
+
+    Raises:
+        ConfigError: the run got weights that are not in a file.
+    """
+    exact = engine.depth == run.config.effective_depth
+    entries: list[Entry] = []
+    engine.record(Recorder(lambda entry: entries.append(json.loads(json.dumps(entry)))))
+    for applied in run.applied:
+        while not _is_reached(engine, applied, exact=exact):
+            engine.step_modern()
+        _apply(engine, applied.command)
+    while engine.has_unfinished_requests() and not engine.loop.is_idle():
+        engine.step_modern()
+    endings = tuple(Ending(**e["finished"]) for e in entries if "finished" in e)
+    differences = _parted(run.entries, entries) if exact else _other_tokens(run.endings, endings)
+    return Replay(exact, endings, tuple(differences))
+
+
+def _is_reached(engine: DynamicInferenceEngine, applied: Applied, *, exact: bool) -> bool:
+    if exact:
+        return engine.loop.steps_run >= applied.step
+    return engine.scheduler.next_ticket >= applied.ticket or engine.loop.is_idle()
+
+
+def _apply(engine: DynamicInferenceEngine, command: Command) -> None:
+    whole: dict[type, Callable[[], None]] = {
+        Suspend: engine.suspend,
+        Resume: engine.resume,
+        Reset: engine.reset,
+    }
+    if isinstance(command, UpdateWeights):
+        if command.source is None:
+            raise ConfigError(
+                "the run got new weights from memory, which its file does not hold; record a run "
+                "that reads them from a file"
+            )
+        recompute = command.recompute_kv_cache
+        engine.update_weights(command.source, recompute_kv_cache=recompute)
+    elif type(command) in whole:
+        whole[type(command)]()
+    else:
+        engine.requests.replay(command)
+
+
+def _parted(recorded: tuple[Entry, ...], replayed: list[Entry]) -> list[str]:
+    """Where two runs at one depth part; the recorded one may have been cut short."""
+    for number, (then, now) in enumerate(zip(recorded, replayed, strict=False)):
+        if then != now:
+            return [f"entry {number}: recorded {json.dumps(then)}, replayed {json.dumps(now)}"]
+    if len(replayed) < len(recorded):
+        return [f"entry {len(replayed)}: recorded {json.dumps(recorded[len(replayed)])}, no more"]
+    return []
+
+
+def _other_tokens(recorded: tuple[Ending, ...], replayed: tuple[Ending, ...]) -> list[str]:
+    """Requests that ended by themselves and got other tokens. An id may have been used again."""
+    differences = []
+    again: dict[int, list[Ending]] = {}
+    for ending in replayed:
+        again.setdefault(ending.request_id, []).append(ending)
+    for then in recorded:
+        endings = again.get(then.request_id, [])
+        now = endings.pop(0) if endings else None
+        if then.reason != "abort" and then != now:
+            differences.append(f"request {then.request_id}: recorded {then}, replayed {now}")
+    return differences

@@ -1,0 +1,209 @@
+"""A run is recorded as commands with ticket numbers, and repeated from its file."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_async.engine import commands
+from megatron_async.engine.recording import Recorder, RunFile, read_run
+from megatron_async.engine.replay import replay
+from megatron_async.errors import ConfigError, RequestError
+from tests.support.engines import DEPTHS, hash_engine, random_ask, sampling_params
+
+SIZES: dict[str, Any] = {
+    "max_requests": 3,
+    "block_size_tokens": 4,
+    "block_count": 22,
+    "prefill_chunk_tokens": 5,
+}
+
+
+def record(path: Path, depth: int, seed: int) -> dict[int, list[int]]:
+    """A run in which much happens; the tokens of the requests that were not aborted."""
+    rng = random.Random(seed)
+    asks = [random_ask(rng, max_prompt=20, max_new=20) for _ in range(8)]
+    futures = {}
+    with hash_engine(depth, record=str(path), **SIZES) as engine:
+        while len(futures) < len(asks) or engine.has_unfinished_requests():
+            if len(futures) < len(asks) and rng.random() < 0.4:
+                number = len(futures)
+                futures[number] = engine.add_request(
+                    number,
+                    list(asks[number].prompt),
+                    sampling_params(asks[number]),
+                    priority=rng.choice((0, 0, -1)),
+                )
+            victim = rng.randrange(len(futures) + 1)
+            draw = rng.random()
+            if draw < 0.05:
+                engine.abort_request(victim)
+            elif draw < 0.2:
+                engine.pause_request(victim)
+            elif draw < 0.45:
+                engine.evict_request(victim)
+            elif draw < 0.5:
+                engine.suspend()
+                engine.step_modern()
+                engine.resume()
+            elif draw < 0.8:
+                for number in futures:
+                    engine.resume_request(number)
+            engine.step_modern()
+        assert engine.counters.evictions and engine.counters.pauses and engine.counters.barriers
+    ended = {number: future.result(timeout=0) for number, future in futures.items()}
+    return {n: r.generated_tokens for n, r in ended.items() if r.finish_reason != "abort"}
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_run_is_repeated_exactly_at_its_depth(depth: int, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, depth, seed=depth)
+    run = read_run(path)
+    with hash_engine(depth, **SIZES, jitter_seed=5) as engine:
+        result = replay(run, engine)
+    assert result.exact and result.differences == ()
+    assert len(run.entries) > 20 and len(result.endings) == len(run.endings) == 8
+
+
+@pytest.mark.parametrize("recorded", DEPTHS)
+@pytest.mark.parametrize("replayed", DEPTHS)
+def test_a_run_gives_the_same_tokens_at_any_depth(
+    recorded: int, replayed: int, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.jsonl"
+    tokens = record(path, recorded, seed=10 + recorded)
+    with hash_engine(replayed, **SIZES) as engine:
+        result = replay(read_run(path), engine)
+    assert result.exact == (recorded == replayed) and result.differences == ()
+    got = {e.request_id: e.tokens for e in result.endings if e.request_id in tokens}
+    assert got == tokens
+
+
+@pytest.mark.parametrize("changed", ("tokens", "plans", "ticket"))
+def test_a_run_that_went_otherwise_is_told_from_the_replay(changed: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, 1, seed=3)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        if changed == "tokens" and "finished" in line:
+            line["finished"]["tokens"][:1] = [60]
+        elif changed in line:
+            line[changed] += 1
+    path.write_text("\n".join(map(json.dumps, lines)))
+    with hash_engine(1, **SIZES) as engine:
+        (difference,) = replay(read_run(path), engine).differences
+    assert difference.startswith("entry ")
+
+
+def test_a_run_at_another_depth_that_got_other_tokens_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, 1, seed=3)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    ended = [li for li in lines if "finished" in li and li["finished"]["reason"] != "abort"]
+    ended[0]["finished"]["tokens"][0] = 60
+    path.write_text("\n".join(map(json.dumps, lines)))
+    with hash_engine(2, **SIZES) as engine:
+        (difference,) = replay(read_run(path), engine).differences
+    assert difference.startswith(f"request {ended[0]['finished']['request_id']}: ")
+
+
+def test_commands_are_numbered_in_the_order_in_which_they_are_applied(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, 2, seed=4)
+    applied = [entry for entry in read_run(path).entries if "command" in entry]
+    assert [entry["number"] for entry in applied] == list(range(len(applied)))
+    for name in ("step", "ticket", "retired"):
+        points = [entry[name] for entry in applied]
+        assert points == sorted(points)
+
+
+def test_a_run_that_was_cut_short_is_repeated_as_far_as_it_goes(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, 1, seed=5)
+    text = path.read_text()
+    path.write_text(text[: len(text) // 2])
+    with hash_engine(1, **SIZES) as engine:
+        assert replay(read_run(path), engine).differences == ()
+
+
+@pytest.mark.parametrize(
+    "command",
+    (
+        commands.AddRequest(
+            1, 2, "text", (3, 4), 5, (6,), (0.1, 0, 1e-37, -(2**63)), -1, {"seed": None}
+        ),
+        commands.AbortRequest(7),
+        commands.UpdateSamplingParams(7, {"temperature": 0.3}),
+        commands.Suspend(),
+        commands.UpdateWeights("path", recompute_kv_cache=False),
+    ),
+)
+def test_a_command_comes_back_from_its_json_as_it_was(command: commands.Command) -> None:
+    text = json.dumps(commands.to_json(command))
+    assert commands.from_json(json.loads(text)) == command
+    with pytest.raises(AttributeError):
+        command.key = 0  # type: ignore[union-attr, misc]
+
+
+@pytest.mark.parametrize("data", (None, {}, {"command": "Nothing"}, {"command": "AbortRequest"}))
+def test_what_is_no_command_is_refused(data: Any) -> None:
+    with pytest.raises(RequestError, match="command"):
+        commands.from_json(data)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    (
+        ("", "not a recorded run of this version"),
+        ("[]", "not a JSON object"),
+        ("no json\n{}", "1: not a line of JSON"),
+        ('{"format": "megatron-async run 1", "model": "m"}', "config"),
+        ('{"format": "megatron-async run 1", "model": "m", "config": {"depth": -1}}', "depth"),
+    ),
+)
+def test_what_is_no_run_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_run(path)
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        read_run(path)
+
+
+def test_a_run_with_weights_from_memory_says_that_it_cannot_be_repeated(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with hash_engine(1, record=str(path), **SIZES) as engine:
+        engine.generate([[1]], sampling_params(random_ask(random.Random(1))))
+        engine.update_weights({"salt": 1})
+    with (
+        hash_engine(1, **SIZES) as engine,
+        pytest.raises(ConfigError, match="weights from memory"),
+    ):
+        replay(read_run(path), engine)
+
+
+def test_a_record_that_cannot_be_written_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be written"):
+        hash_engine(1, record=str(tmp_path / "missing" / "run.jsonl"), **SIZES)
+
+
+def test_nothing_is_recorded_that_nobody_asked_for(tmp_path: Path) -> None:
+    file = RunFile(tmp_path / "run", hash_config(), "hash")
+    entries: list[dict[str, Any]] = []
+    with hash_engine(1, **SIZES) as engine:
+        assert engine.loop.recorder is None
+        engine.record(Recorder(entries.append))
+        engine.generate([[1]], sampling_params(random_ask(random.Random(1))))
+    assert [e.get("command", "finished") for e in entries] == ["AddRequest", "finished"]
+    file.close()
+
+
+def hash_config() -> Any:
+    from megatron_async.config import EngineConfig
+
+    return EngineConfig()
