@@ -93,7 +93,8 @@ class DecodeLoop:
 
     def step(self) -> None:
         """Launch a step, then commit what is in flight beyond ``depth``; depth 0 is serial."""
-        self._commit_all_but(self.depth)  # there are more only after an interrupted wait
+        while len(self._in_flight) > self.depth:  # only after an interrupted wait
+            self._commit_oldest(None)
         if self.commands.waiting:
             self.apply_commands()
         self.steps_run += 1
@@ -110,7 +111,9 @@ class DecodeLoop:
             self._in_flight.append(self._launch(plan))
             self._launched(plan, sampled)
         # With nothing to launch the oldest step is taken: its commit is what makes room.
-        self._commit_all_but(self.depth if plan is not None else len(self._in_flight) - 1)
+        allowed = self.depth if plan is not None else max(len(self._in_flight) - 1, 0)
+        while len(self._in_flight) > allowed:
+            self._commit_oldest(None)
 
     def _launched(self, plan: Plan, sampled: int | None) -> None:
         """``sampled`` is the ticket whose logits this launch samples, if not its own: changed
@@ -125,10 +128,6 @@ class DecodeLoop:
             self._updated.clear()
         for on_launch in self._observers.on_launch:
             on_launch(plan)
-
-    def _commit_all_but(self, count: int) -> None:
-        while len(self._in_flight) > max(count, 0):
-            self._commit_oldest(None)
 
     def drain(self, reason: NotOverlapped) -> None:
         """Commit all that is in flight: a barrier. The chain goes on with the next step."""

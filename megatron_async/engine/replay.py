@@ -6,7 +6,14 @@ import json
 from collections.abc import Callable
 from typing import NamedTuple
 
-from megatron_async.engine.commands import Command, Reset, Resume, Suspend, UpdateWeights
+from megatron_async.engine.commands import (
+    AddRequest,
+    Command,
+    Reset,
+    Resume,
+    Suspend,
+    UpdateWeights,
+)
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.recording import Applied, Ending, Entry, Recorder, Run
 from megatron_async.errors import ConfigError
@@ -37,9 +44,12 @@ def replay(run: Run, engine: DynamicInferenceEngine) -> Replay:
     for applied in run.applied:
         while not _is_reached(engine, applied, exact=exact):
             engine.step_modern()
+        if isinstance(applied.command, AddRequest) and not exact:
+            _free_id(engine, applied.command.request_id)
         _apply(engine, applied.command)
-    while engine.has_unfinished_requests() and not engine.loop.is_idle():
-        engine.step_modern()
+    if not exact:
+        _let_all_go_on(engine)
+    _run_dry(engine)
     endings = tuple(Ending(**e["finished"]) for e in entries if "finished" in e)
     differences = _parted(run.entries, entries) if exact else _other_tokens(run.endings, endings)
     return Replay(exact, endings, tuple(differences))
@@ -49,6 +59,26 @@ def _is_reached(engine: DynamicInferenceEngine, applied: Applied, *, exact: bool
     if exact:
         return engine.loop.steps_run >= applied.step
     return engine.scheduler.next_ticket >= applied.ticket or engine.loop.is_idle()
+
+
+def _free_id(engine: DynamicInferenceEngine, request_id: int) -> None:
+    """The run used an id again; here the request that had it may be later."""
+    while engine.outputs.key_of(request_id) is not None:
+        if engine.loop.is_idle():
+            _let_all_go_on(engine)
+        engine.step_modern()
+
+
+def _let_all_go_on(engine: DynamicInferenceEngine) -> None:
+    """A pause may have met a request that had ended when the run was recorded."""
+    engine.resume()
+    for request_id in list(engine.outputs.keys):
+        engine.resume_request(request_id)
+
+
+def _run_dry(engine: DynamicInferenceEngine) -> None:
+    while engine.has_unfinished_requests() and not engine.loop.is_idle():
+        engine.step_modern()
 
 
 def _apply(engine: DynamicInferenceEngine, command: Command) -> None:

@@ -1,0 +1,33 @@
+"""A steady decode step crosses few functions and files: who reads the loop can follow it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "count_step_functions.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("count_step_functions", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("depth", (0, 1, 2))
+@pytest.mark.parametrize("requests", (1, 5))
+def test_a_steady_step_crosses_at_most_13_files_and_40_functions(
+    script: Any, requests: int, depth: int
+) -> None:
+    counts = script.count_steady_steps(requests, depth)
+    assert max(len(count.files) for count in counts) <= 13
+    assert max(len(count.functions) for count in counts) <= 40
+    for count in counts:  # the counter sees both ends of the step
+        names = {function for _, function in count.functions}
+        assert {"DecodeLoop.step", "Scheduler.commit", "ModelRunner.launch"} <= names
