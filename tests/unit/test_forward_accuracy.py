@@ -119,6 +119,12 @@ class Float64Model:
 
     def logits(self, token_ids: Tensor) -> Tensor:
         """``[T]`` token ids of one sequence to ``[T, vocab]``."""
+        words = self.state["embedding.word_embeddings.weight"]
+        output = words if self.config.tie_word_embeddings else self.state["output_layer.weight"]
+        return self.hidden_states(token_ids) @ output.T
+
+    def hidden_states(self, token_ids: Tensor) -> Tensor:
+        """``[T]`` token ids of one sequence to ``[T, hidden]`` after the final norm."""
         state, config = self.state, self.config
         words = state["embedding.word_embeddings.weight"]
         hidden = words[token_ids]
@@ -130,9 +136,7 @@ class Float64Model:
             hidden = hidden + self.attention(normed, at + "self_attention.")
             normed = self.norm(hidden, at + "pre_mlp_layernorm")
             hidden = hidden + self.mlp(normed, at + "mlp.")
-        hidden = self.norm(hidden, "decoder.final_layernorm")
-        output = words if config.tie_word_embeddings else state["output_layer.weight"]
-        return hidden @ output.T
+        return self.norm(hidden, "decoder.final_layernorm")
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         bias = self.state.get(name + ".bias")
