@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 @functools.cache
 def _log_many_rows() -> None:
     logger.info(
-        "decode steps of more than %d rows run the model's own forward: so many are cuBLAS's",
+        "decode steps of more than %d rows run the model's own forward, with GEMMs of cuBLAS",
         MAX_ROWS,
     )
 

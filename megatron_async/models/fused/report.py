@@ -101,7 +101,7 @@ class DecodeCoverage:
             warn_of_own_forward(self.off)
             return
         for fallback in self.fallbacks:
-            _warn_of_module(str(fallback))
+            warn_of_module(str(fallback))
 
 
 @functools.cache
@@ -113,7 +113,8 @@ def warn_of_own_forward(reason: str) -> None:
 
 
 @functools.cache
-def _warn_of_module(fallback: str) -> None:
+def warn_of_module(fallback: str) -> None:
+    """Once for each fallback."""
     logger.warning("decode steps run megatron's modules in place of fused kernels for %s", fallback)
 
 
