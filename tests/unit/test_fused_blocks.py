@@ -22,11 +22,13 @@ from megatron_async.models.fused.decoder import FusedDecoder
 from megatron_async.models.fused.report import ATTENTION, EMBEDDING, HEAD, MLP, DecodeCoverage
 from megatron_async.models.wrapper import GPTInferenceWrapper
 from tests.support import emulator
-from tests.support.cuda_kernels import device, on_both, relative_error
+from tests.support.cuda_kernels import device, emulated, on_both, relative_error
 from tests.support.decode_rig import TOKENS, DecodeRig, bfloat16_model, small, state_of
 from tests.unit.test_forward_accuracy import TOLERANCE, Float64Model
 
 __all__ = ["device"]
+
+pytest.importorskip("triton", reason="between fused blocks and modules is a kernel of Triton's")
 
 LIMIT = TOLERANCE[torch.bfloat16]
 NAMES = ("qwen3", "gpt2")
@@ -150,6 +152,36 @@ def test_a_block_size_that_attention_does_not_read_leaves_the_mlps_fused(
     (fallback,) = covered.fallbacks
     assert str(fallback) == "attention of layers 1-2: block size 8 is not a multiple of 16"
     assert rig.error(rig.decode(fused.forward, context), state_of(model)) < LIMIT
+
+
+FAULTS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "statistics of something else": lambda given: given["statistics"].mul_(4),
+    "no scaled stream": lambda given: given["scaled"][1].zero_(),
+    "another norm's weight": lambda given: given["scaled"][1].mul_(1.5),
+}
+
+
+@emulated
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_error_in_what_a_module_hands_on_would_be_seen(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_async.kernels.norm import add_statistics
+
+    emulator.install(monkeypatch)
+    right = add_statistics.add_statistics_reference
+
+    def wrong(*values: Any, **given: Any) -> None:
+        right(*values, **given)
+        if given["statistics"] is not None:
+            FAULTS[fault](given)
+
+    monkeypatch.setattr(add_statistics, "add_statistics_reference", wrong)
+    config, cpu = small("qwen3"), torch.device("cpu")
+    model = bfloat16_model(config, cpu)
+    state, rig = state_of(model), DecodeRig(config, cpu)
+    own_mlp(model, 0)
+    assert rig.error(rig.decode(FusedDecoder(model).forward), state) > LIMIT
 
 
 # --- hidden states -----------------------------------------------------------------------------

@@ -22,8 +22,9 @@ from megatron_async.models import wrapper
 from megatron_async.models.adapt import adapt_model
 from megatron_async.models.build import build_model
 from megatron_async.models.fused import coverage, report
-from megatron_async.models.fused.coverage import device_why_not, epilogue_of, norm_kind
+from megatron_async.models.fused.coverage import device_why_not
 from megatron_async.models.fused.decoder import FusedDecoder
+from megatron_async.models.fused.parts import epilogue_of, norm_kind
 from megatron_async.models.fused.report import (
     ATTENTION,
     EMBEDDING,

@@ -14,8 +14,8 @@ from torch import Tensor
 from megatron_async.kernels.attention import decode_attention
 from megatron_async.kernels.attention.decode_attention import DecodeAttentions, Heads
 from megatron_async.kernels.gemm.tilings import STORE, padded
-from megatron_async.models.fused.coverage import norm_kind, norm_of
 from megatron_async.models.fused.gemms import SkinnyGemms, Work, missing
+from megatron_async.models.fused.parts import norm_kind, norm_of
 from megatron_async.models.fused.residual import HALF, AllReduce, Norm, Step
 from megatron_async.models.fused.row_parallel import RowParallel
 

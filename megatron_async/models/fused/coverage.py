@@ -11,23 +11,17 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import decode_attention
 from megatron_async.kernels.gemm.tilings import (
-    GELU,
-    GELU_TANH,
-    LAYER_NORM,
     RMS_NORM,
-    SILU_GATE,
     UNIT,
 )
-from megatron_async.models import activation
 from megatron_async.models.attention import PagedSelfAttention
+from megatron_async.models.fused.parts import epilogue_of, norm_kind
 from megatron_async.models.fused.report import ATTENTION, EMBEDDING, HEAD, MLP, Block
-from megatron_async.models.fused.residual import Norm
 from megatron_async.models.spec import (
     BiasedColumnParallelLinear,
     BiasedRowParallelLinear,
@@ -53,8 +47,6 @@ _LINEARS = (
     BiasedColumnParallelLinear,
     BiasedRowParallelLinear,
 )
-_NORMS = {"RMSNorm": RMS_NORM, "LayerNorm": LAYER_NORM, "FusedLayerNorm": LAYER_NORM}
-_NORM_HOMES = ("megatron_async", "torch", "transformer_engine", "megatron")
 _ALL = {
     "pipeline_model_parallel_size": (1,),
     "fp32_residual_connection": (False,),
@@ -228,40 +220,3 @@ def _modules_why_not(modules: Iterable[Any]) -> str | None:
 
 def _has_hooks(*modules: Any) -> bool:
     return any(m._forward_hooks or m._forward_pre_hooks for m in modules)
-
-
-def norm_of(norm: Any) -> Norm:
-    """A norm as the GEMM that computes it takes it; :func:`norm_kind` must know it."""
-    kind = norm_kind(norm)
-    assert kind is not None
-    return Norm(kind, norm.weight, getattr(norm, "bias", None), norm.eps)
-
-
-def norm_kind(norm: Any) -> int | None:
-    """``RMS_NORM`` or ``LAYER_NORM`` for a norm that multiplies by its weight; else None."""
-    home = type(norm).__module__.partition(".")[0]
-    if home not in _NORM_HOMES or getattr(norm, "zero_centered_gamma", False):
-        return None
-    if getattr(norm, "weight", None) is None or getattr(norm, "eps", None) is None:
-        return None
-    return _NORMS.get(type(norm).__name__)
-
-
-def epilogue_of(mlp: Any, config: Any) -> int | None:
-    """Which epilogue of the first GEMM is the MLP's activation; None if none is."""
-    own: dict[Any, int] = {
-        activation.SwiGLU: SILU_GATE,
-        activation.GELU: GELU,
-        activation.GELUTanh: GELU_TANH,
-    }
-    function = getattr(mlp, "activation_func", None)
-    if type(function) in own:
-        return own[type(function)]
-    if getattr(config, "use_te_activation_func", False):
-        return None
-    if config.gated_linear_unit:
-        return SILU_GATE if function is F.silu else None
-    if function is not F.gelu:
-        return None
-    # megatron fuses the bias with the tanh approximation.
-    return GELU_TANH if config.bias_activation_fusion else GELU

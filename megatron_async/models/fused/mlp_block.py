@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from megatron_async.kernels.gemm.tilings import padded
-from megatron_async.models.fused.coverage import epilogue_of, norm_of
 from megatron_async.models.fused.gemms import SkinnyGemms, Work, missing
+from megatron_async.models.fused.parts import epilogue_of, norm_of
 from megatron_async.models.fused.residual import LAYER, AllReduce, Norm, Step
 from megatron_async.models.fused.row_parallel import RowParallel
 

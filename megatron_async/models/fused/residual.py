@@ -52,20 +52,18 @@ class Workspace:
         self._device = device
         self._hidden_size = hidden_size
         self._buffers: dict[tuple[str, int], Tensor] = {}
-        self._statistics = [
-            torch.empty(
-                MAX_ROWS * hidden_size // FINEST_TILE * 2, dtype=torch.float32, device=device
-            )
-            for _ in (LAYER, HALF)
-        ]
+        count = MAX_ROWS * hidden_size // FINEST_TILE * 2
+        with torch.inference_mode(False):
+            self._statistics = [torch.empty(count, device=device) for _ in (LAYER, HALF)]
 
     def buffer(self, role: str, width: int) -> Tensor:
         """bfloat16 ``[MAX_ROWS, width]``, the same for all blocks that ask for it."""
         key = role, width
         if key not in self._buffers:
-            self._buffers[key] = torch.empty(
-                MAX_ROWS, width, dtype=torch.bfloat16, device=self._device
-            )
+            with torch.inference_mode(False):  # whoever comes first: others write to it as well
+                self._buffers[key] = torch.empty(
+                    MAX_ROWS, width, dtype=torch.bfloat16, device=self._device
+                )
         return self._buffers[key]
 
     def residual(self, rows: int) -> Residual:
