@@ -71,6 +71,7 @@ class GPTInferenceWrapper:
             unwanted = "fused_decode=False"
         self._coverage = DecodeCoverage(coverage.blocks(self.model, unwanted=unwanted))
         self._fused: FusedDecoder | None = None
+        self._rows: set[int] = set()
         if self._coverage.off is None:
             self._fused = FusedDecoder(self.model)
         if self.device.type == "cuda" and unwanted is None:
@@ -86,8 +87,10 @@ class GPTInferenceWrapper:
         if self._fused is None:
             return
         self._fused.compile(rows, context)
-        self._coverage = self._fused.covered(rows, context)
-        self._coverage.log()
+        self._rows |= set(rows)
+        self._coverage = self._fused.covered(sorted(self._rows), context)
+        if min(rows) <= MAX_ROWS:
+            self._coverage.log()
         if max(rows) > MAX_ROWS:
             _log_many_rows()
 
@@ -95,8 +98,8 @@ class GPTInferenceWrapper:
         """Which blocks decode in fused kernels, and why not the others.
 
         Args:
-            rows: of the steps that are asked about; None for those of the last engine that was
-                built, or for what holds in all steps if there is none.
+            rows: of the steps that are asked about; None for those of all engines that were built,
+                in the cache of the last one, or for what holds in all steps if there is none.
             context: theirs, with ``rows``.
         """
         if rows is None or self._fused is None:

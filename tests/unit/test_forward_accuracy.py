@@ -7,7 +7,7 @@ from the buffer that S samples, after each step at depth 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -217,11 +217,14 @@ class Rig:
         rows: int,
         *,
         norm_scale: float = 1.0,
+        change: Callable[[Any], object] | None = None,
         **values: Any,
     ) -> None:
         model = build_model(config, device=device, dtype=dtype, initialize=False)
         draw_weights(model, norm_scale)
         state = {name: value.detach().clone() for name, value in model.named_parameters()}
+        if change is not None:  # of modules, not of what they compute
+            change(model)
         self.reference = Float64Model(config, state)
         self.device = device
         self.vocab_size = config.vocab_size

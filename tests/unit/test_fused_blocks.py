@@ -24,7 +24,7 @@ from megatron_async.models.wrapper import GPTInferenceWrapper
 from tests.support import emulator
 from tests.support.cuda_kernels import device, emulated, on_both, relative_error
 from tests.support.decode_rig import TOKENS, DecodeRig, bfloat16_model, small, state_of
-from tests.unit.test_forward_accuracy import TOLERANCE, Float64Model
+from tests.unit.test_forward_accuracy import TOLERANCE, Float64Model, Rig
 
 __all__ = ["device"]
 
@@ -152,6 +152,21 @@ def test_a_block_size_that_attention_does_not_read_leaves_the_mlps_fused(
     (fallback,) = covered.fallbacks
     assert str(fallback) == "attention of layers 1-2: block size 8 is not a multiple of 16"
     assert rig.error(rig.decode(fused.forward, context), state_of(model)) < LIMIT
+
+
+@on_both("name", gpu=[(name,) for name in NAMES], small=[("qwen3",)])
+def test_an_engine_decodes_through_blocks_of_either_kind(device: torch.device, name: str) -> None:
+    """On a GPU inside captured graphs."""
+
+    def change(model: Any) -> None:
+        own_mlp(model, 0)
+        own_attention(model, 1)
+
+    rig = Rig(small(name), torch.bfloat16, str(device), 3, change=change, num_cuda_graphs=1)
+    with rig.engine:
+        covered = rig.engine.controller.inference_wrapped_model.decode_coverage()
+        assert covered.fused(ATTENTION) == (1,) and covered.fused(MLP) == (2,)
+        assert max(rig.worst_errors(3)) < LIMIT
 
 
 FAULTS: dict[str, Callable[[dict[str, Any]], None]] = {

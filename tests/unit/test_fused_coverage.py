@@ -464,6 +464,9 @@ def test_rows_that_no_tile_config_was_measured_for_are_said_once(
     assert served.decode_coverage([32], Steps(16)).fallbacks == ()
     off = served.decode_coverage([64], Steps(16)).off
     assert off is not None and qkv in off
+    assert served.decode_coverage([65, 128], Steps(16)).off == f"more than {MAX_ROWS} rows"
+    served.prepare([4], Steps(16))
+    assert served.decode_coverage().fallbacks, "what another engine decodes is not forgotten"
 
 
 @pytest.mark.skipif(emulator.COMPILER is None, reason="the emulator needs g++")

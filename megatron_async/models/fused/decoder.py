@@ -158,19 +158,20 @@ class FusedDecoder:
         cuda.compile_together(list(work.values()), cuda.architecture(self._index))
 
     def covered(self, rows: list[int], context: Any) -> DecodeCoverage:
-        """Which blocks are fused in steps of so many rows in such a context; steps of more rows
-        than :data:`MAX_ROWS` have none, and are left aside."""
+        """Which blocks are fused in steps of so many rows in such a context. Steps of more rows
+        than :data:`MAX_ROWS` have none, and are left aside where there are others."""
         sizes = tuple(sorted({padded(r) for r in rows if 0 < r <= MAX_ROWS}))
+        if not sizes:
+            many = f"more than {MAX_ROWS} rows"
+            return DecodeCoverage(tuple(b._replace(reason=many) for b in self.coverage.blocks))
         blocks: list[Block] = []
         for place in self._places:
-            found: dict[int, str] = {}
-            for most in sizes if place.fused is not None else ():
-                reason = place.why_not(most, context)
-                if reason is not None:
-                    found[most] = reason
+            found = {}
+            if place.fused is not None:
+                found = {most: why for most in sizes if (why := place.why_not(most, context))}
             at = () if len(found) == len(sizes) else tuple(found)
-            why = "; ".join(dict.fromkeys(found.values())) or None
-            blocks += [b if b.reason else b._replace(reason=why, rows=at) for b in place.blocks]
+            reason = "; ".join(dict.fromkeys(found.values())) or None
+            blocks += [b if b.reason else b._replace(reason=reason, rows=at) for b in place.blocks]
         return DecodeCoverage(tuple(blocks))
 
     def off(self, rows: list[int], context: Any) -> str | None:
