@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from megatron_async.models.fused.report import lines as fallback_lines
 from megatron_async.version import __version__
 
 from .bench_decode import Round
@@ -171,8 +172,8 @@ def tail(report: dict[str, Any]) -> list[str]:
     rounds = [one for row in report["results"] for one in row.get("host_conditions", ())]
     if rounds:
         lines.append(conditions_line([HostConditions(**one) for one in rounds]))
-    if report["device"] != "cpu" and report["fused_decode_off"] is not None:
-        lines.append(f"decoded with the model's own forward: {report['fused_decode_off']}")
+    if report["device"] != "cpu":
+        lines += fallback_lines(report["fused_decode_off"], report["decode_coverage"])
     for row in report["results"]:
         if "error" in row:
             batch = f"batch {row['batch']}, " if "batch" in row else ""

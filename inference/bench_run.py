@@ -48,6 +48,7 @@ def collect(
         "load": dataclasses.asdict(load),
         "build_seconds": subject.build_seconds,
         "fused_decode_off": subject.wrapper.fused_decode_off,
+        "decode_coverage": subject.wrapper.decode_coverage().to_dict(),
         "startup": None,
         "results": [],
         "baselines": [],
@@ -73,6 +74,7 @@ def collect(
     bench.run(progress)
     # Engines may have found a reason that the model alone does not give.
     report["fused_decode_off"] = subject.wrapper.fused_decode_off
+    report["decode_coverage"] = subject.wrapper.decode_coverage().to_dict()
     if args.baseline:
         batches = bench.requests()
         config, dtype = subject.config, subject.dtype

@@ -37,7 +37,8 @@ from megatron_async.kernels.gemm.tilings import (
     padded,
 )
 from megatron_async.models.config import ModelConfig
-from megatron_async.models.fused.decoder import FusedDecoder, Product
+from megatron_async.models.fused.decoder import FusedDecoder
+from megatron_async.models.fused.gemms import Gemm as Product
 
 from .shapes import build_shape
 
@@ -113,7 +114,7 @@ class Rig:
     def capture(self, tilings: dict[str, Tiling]) -> Step:
         """A step's graph, and how far its logits are from those of the first one."""
         decoder = self.decoder(tilings)
-        size = decoder.products["head"].n
+        size = decoder.gemms["head"].n
         logits = torch.zeros(self.rows, size, device=self.device, dtype=torch.bfloat16)
         assert decoder.takes(logits, self.context)
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
@@ -265,7 +266,7 @@ class Search:
         self.report = report or (lambda line: None)
         self.most = padded(rig.rows)
         decoder = rig.decoder({})
-        self.products = decoder.products
+        self.products = decoder.gemms
         self.best: dict[str, Tiling] = {}
         for name, product in self.products.items():
             self.best[name] = start_of(product, self.most)

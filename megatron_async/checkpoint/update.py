@@ -27,15 +27,16 @@ _MAY_DIFFER = {"max_sequence_length"}
 
 def read_weights(model: GPTModel, source: str | Path | Mapping[str, Any]) -> Callable[[], None]:
     """Read and check new weights as a whole. Calling the result copies them into the parameters of
-    ``model``, whose addresses stay.
+    ``model``, whose addresses stay. The caller may be in inference mode or not, and so may those
+    have been who built the model or the new weights.
 
     Args:
         source: a model directory, as :func:`load_pretrained` takes it; a ``.safetensors`` file
             with megatron-core's parameter names; or a state dict with these.
 
     Raises:
-        CheckpointError: a name, a shape, a dtype or a directory's config.json does not fit; the
-            model is unchanged.
+        CheckpointError: a name, a shape, a dtype or a directory's config.json does not fit, or the
+            first of the copies fails; the model is unchanged.
     """
     loaded = _read(model, source) if isinstance(source, (str, Path)) else source
     if not isinstance(loaded, Mapping):
@@ -69,9 +70,17 @@ def read_weights(model: GPTModel, source: str | Path | Mapping[str, Any]) -> Cal
             tensors[name] = tensor.detach().clone()
 
     def copy() -> None:
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                targets[name].copy_(tensor)
+        # Only in inference mode may inference tensors be written to; others may be as well.
+        with torch.inference_mode():
+            for number, (name, tensor) in enumerate(tensors.items()):
+                try:
+                    targets[name].copy_(tensor)
+                except RuntimeError as error:
+                    if number:
+                        raise
+                    raise CheckpointError(
+                        f"the new {name} cannot be copied, and nothing was: {one_line(error)}"
+                    ) from error
 
     return copy
 

@@ -5,38 +5,31 @@ from __future__ import annotations
 import functools
 import logging
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_async.kernels.gemm.batch_invariant import batch_invariant_mode
+from megatron_async.kernels.gemm.tilings import MAX_ROWS
 from megatron_async.models.adapt import adapt_model
+from megatron_async.models.fused import coverage
+from megatron_async.models.fused.decoder import FusedDecoder
+from megatron_async.models.fused.report import DecodeCoverage
 from megatron_async.models.gpt import GPTModel
+from megatron_async.models.kv_cache_spec import KVCacheSpec, kv_cache_spec
+
+__all__ = ["GPTInferenceWrapper", "KVCacheSpec"]
 
 logger = logging.getLogger(__name__)
 
 
 @functools.cache
-def _warn_of_slow_decoding(reason: str) -> None:
-    logger.warning(
-        "decode steps run the model's own forward, which is slower than the fused one: %s", reason
+def _log_many_rows() -> None:
+    logger.info(
+        "decode steps of more than %d rows run the model's own forward, with GEMMs of cuBLAS",
+        MAX_ROWS,
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KVCacheSpec:
-    """What one token needs in the KV cache of this rank.
-
-    ``num_layers`` counts the multi-token prediction layers too, after the decoder's;
-    ``num_kv_heads`` is this tensor-parallel rank's share.
-    """
-
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
 
 
 class GPTInferenceWrapper:
@@ -48,9 +41,9 @@ class GPTInferenceWrapper:
         inference_context: used by :meth:`forward` when it is given none.
         batch_invariant: on a GPU, compute with kernels that give each token bits of its own,
             whatever else is in the forward. The context attends, so it needs the same choice.
-        fused_decode: decode with the kernels of ``models/fused_decode.py`` where they take the
+        fused_decode: decode with the kernels of ``models/fused`` where they take a block of the
             model, which is faster. Where they do not, a warning says why, once, and
-            ``fused_decode_off``.
+            :meth:`decode_coverage`; where no layer has such a block, ``fused_decode_off``.
 
     Raises:
         ConfigError: the model has a part that cannot be served; the message names it.
@@ -69,49 +62,73 @@ class GPTInferenceWrapper:
         self.batch_invariant = batch_invariant
         self.vocab_size: int = self.model.vocab_size
         self.max_sequence_length: int = self.model.max_sequence_length
-        parameter = next(self.model.parameters())
-        self.device: torch.device = parameter.device
-        attention = self.model.decoder.layers[0].self_attention
-        num_mtp_layers = len(self.model.mtp.layers) if self.model.mtp_process else 0
-        self.kv_cache_spec = KVCacheSpec(
-            num_layers=len(self.model.decoder.layers) + num_mtp_layers,
-            num_kv_heads=attention.num_query_groups_per_partition,
-            head_dim=attention.hidden_size_per_attention_head,
-            dtype=parameter.dtype,
-        )
-        self.fused_decode_off: str | None = None
-        self._fused: Any = None
+        self.device: torch.device = next(self.model.parameters()).device
+        self.kv_cache_spec: KVCacheSpec = kv_cache_spec(self.model)
+        unwanted: str | None = None
         if batch_invariant:
-            self.fused_decode_off = "batch_invariant=True"
+            unwanted = "batch_invariant=True"
         elif not fused_decode:
-            self.fused_decode_off = "fused_decode=False"
-        else:
-            from megatron_async.models.fused import decoder as fused
+            unwanted = "fused_decode=False"
+        self._coverage = DecodeCoverage(coverage.blocks(self.model, unwanted=unwanted))
+        self._fused: FusedDecoder | None = None
+        self._rows: set[int] = set()
+        if self._coverage.off is None:
+            self._fused = FusedDecoder(self.model)
+        if self.device.type == "cuda" and unwanted is None:
+            self._coverage.log()
 
-            self.fused_decode_off = fused.why_not(self.model)
-            if self.fused_decode_off is None:
-                self._fused = fused.FusedDecoder(self.model)
-            elif self.device.type == "cuda":
-                _warn_of_slow_decoding(self.fused_decode_off)
+    @property
+    def fused_decode_off(self) -> str | None:
+        """Why no layer decodes in fused kernels; None if one does."""
+        return self._coverage.off
 
     def prepare(self, rows: list[int], context: Any) -> None:
         """Compile what decoding so many rows needs, ahead of their capture."""
         if self._fused is None:
             return
         self._fused.compile(rows, context)
-        reason = self._fused.off(rows, context)
-        if reason is not None:
-            self.fused_decode_off = reason
-            _warn_of_slow_decoding(reason)
+        self._rows |= set(rows)
+        self._coverage = self._fused.covered(sorted(self._rows), context)
+        if min(rows) <= MAX_ROWS:
+            self._coverage.log()
+        if max(rows) > MAX_ROWS:
+            _log_many_rows()
+
+    def decode_coverage(self, rows: list[int] | None = None, context: Any = None) -> DecodeCoverage:
+        """Which blocks decode in fused kernels, and why not the others.
+
+        Args:
+            rows: of the steps that are asked about; None for those of all engines that were built,
+                in the cache of the last one, or for what holds in all steps if there is none.
+            context: theirs, with ``rows``.
+        """
+        if rows is None or self._fused is None:
+            return self._coverage
+        return self._fused.covered(rows, context)
 
     def forward_into(
-        self, logits: Tensor, token_ids: Tensor, position_ids: Tensor, context: Any
+        self,
+        logits: Tensor,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        context: Any,
+        hidden_states: Tensor | None = None,
     ) -> None:
-        """:meth:`forward` into ``logits`` ``[R, vocab]``."""
+        """:meth:`forward` into ``logits`` ``[R, vocab]``.
+
+        Args:
+            hidden_states: ``[T, hidden]``, filled with the hidden states of all tokens after the
+                final norm, from which the first MTP layer drafts; None leaves them out, and costs
+                nothing.
+        """
         if self._fused is not None and self._fused.takes(logits, context):
-            self._fused.forward(token_ids, position_ids, context, logits)
-        else:
-            logits.copy_(self.forward(token_ids, position_ids, context))
+            self._fused.forward(token_ids, position_ids, context, logits, hidden_states)
+            return
+        logits.copy_(self.forward(token_ids, position_ids, context))
+        if hidden_states is not None:
+            found = self.model.decoder_hidden_states
+            assert found is not None
+            hidden_states.copy_(found.squeeze(1))
 
     @torch.no_grad()
     def forward(self, token_ids: Tensor, position_ids: Tensor, context: Any = None) -> Tensor:

@@ -108,6 +108,7 @@ def test_report_says_what_was_measured_where(report: dict[str, Any]) -> None:
         "load",
         "build_seconds",
         "fused_decode_off",
+        "decode_coverage",
         "startup",
         "results",
         "baselines",

@@ -7,7 +7,7 @@ from the buffer that S samples, after each step at depth 0.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from megatron_async.engine.build import build_context, resolve_device
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig, RopeScaling
+from megatron_async.models.fused import coverage
 from megatron_async.models.fused import decoder as fused_decode
 from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.runner.controller import InFlight, TextGenerationController
@@ -118,6 +119,12 @@ class Float64Model:
 
     def logits(self, token_ids: Tensor) -> Tensor:
         """``[T]`` token ids of one sequence to ``[T, vocab]``."""
+        words = self.state["embedding.word_embeddings.weight"]
+        output = words if self.config.tie_word_embeddings else self.state["output_layer.weight"]
+        return self.hidden_states(token_ids) @ output.T
+
+    def hidden_states(self, token_ids: Tensor) -> Tensor:
+        """``[T]`` token ids of one sequence to ``[T, hidden]`` after the final norm."""
         state, config = self.state, self.config
         words = state["embedding.word_embeddings.weight"]
         hidden = words[token_ids]
@@ -129,9 +136,7 @@ class Float64Model:
             hidden = hidden + self.attention(normed, at + "self_attention.")
             normed = self.norm(hidden, at + "pre_mlp_layernorm")
             hidden = hidden + self.mlp(normed, at + "mlp.")
-        hidden = self.norm(hidden, "decoder.final_layernorm")
-        output = words if config.tie_word_embeddings else state["output_layer.weight"]
-        return hidden @ output.T
+        return self.norm(hidden, "decoder.final_layernorm")
 
     def linear(self, x: Tensor, name: str) -> Tensor:
         bias = self.state.get(name + ".bias")
@@ -212,11 +217,14 @@ class Rig:
         rows: int,
         *,
         norm_scale: float = 1.0,
+        change: Callable[[Any], object] | None = None,
         **values: Any,
     ) -> None:
         model = build_model(config, device=device, dtype=dtype, initialize=False)
         draw_weights(model, norm_scale)
         state = {name: value.detach().clone() for name, value in model.named_parameters()}
+        if change is not None:  # of modules, not of what they compute
+            change(model)
         self.reference = Float64Model(config, state)
         self.device = device
         self.vocab_size = config.vocab_size
@@ -358,7 +366,7 @@ def test_logits_of_emulated_kernels_are_those_of_a_float64_forward(
 ) -> None:
     """The fused decode forward as a whole, where there is no GPU."""
     emulator.install(monkeypatch)
-    monkeypatch.setattr(fused_decode, "why_not", lambda model: None)
+    monkeypatch.setattr(coverage, "device_why_not", lambda model: None)
     config = replace(tiny(MODELS[name]), hidden_size=128, head_dim=32, ffn_hidden_size=256)
     rig = Rig(config, torch.bfloat16, "cpu", 3, num_cuda_graphs=1)
     forwards = []

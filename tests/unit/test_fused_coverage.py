@@ -1,4 +1,4 @@
-"""Models that the fused decode forward must leave alone: it would compute something else."""
+"""Blocks that the fused decode forward must leave alone: it would compute something else."""
 
 from __future__ import annotations
 
@@ -10,11 +10,30 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async.kernels.gemm.tilings import GELU, GELU_TANH, LAYER_NORM, RMS_NORM, SILU_GATE
+from megatron_async.kernels.gemm.tilings import (
+    GELU,
+    GELU_TANH,
+    LAYER_NORM,
+    MAX_ROWS,
+    RMS_NORM,
+    SILU_GATE,
+)
 from megatron_async.models import wrapper
+from megatron_async.models.adapt import adapt_model
 from megatron_async.models.build import build_model
-from megatron_async.models.fused import decoder as fused_decode
-from megatron_async.models.fused.coverage import epilogue_of, model_why_not, norm_kind, why_not
+from megatron_async.models.fused import coverage, report
+from megatron_async.models.fused.coverage import device_why_not
+from megatron_async.models.fused.decoder import FusedDecoder
+from megatron_async.models.fused.parts import epilogue_of, norm_kind
+from megatron_async.models.fused.report import (
+    ATTENTION,
+    EMBEDDING,
+    HEAD,
+    MLP,
+    DecodeCoverage,
+    lines,
+    ranges,
+)
 from megatron_async.models.wrapper import GPTInferenceWrapper
 from tests.support import emulator
 from tests.unit.test_forward_accuracy import MODELS, Rig, tiny
@@ -50,7 +69,7 @@ def stock_model(**values: Any) -> Any:
         parallel_output=False,
         position_embedding_type="rope",
     )
-    return GPTInferenceWrapper(model.to(config.params_dtype)).model
+    return adapt_model(model.to(config.params_dtype))
 
 
 SWIGLU = {
@@ -61,11 +80,30 @@ SWIGLU = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _any_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU that runs the kernels; what is said once is said again."""
+    monkeypatch.setattr(coverage, "device_why_not", lambda model: None)
+    for warning in (report.warn_of_own_forward, report.warn_of_module, wrapper._log_many_rows):
+        warning.cache_clear()
+
+
+def cover(model: Any) -> DecodeCoverage:
+    return DecodeCoverage(coverage.blocks(model))
+
+
+def said(model: Any) -> list[str]:
+    return [str(fallback) for fallback in cover(model).fallbacks]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_models_of_this_package_are_covered(name: str) -> None:
     model = our_model(name)
-    assert model_why_not(model) is None
-    assert why_not(model) == "the model is not on a GPU"
+    assert said(model) == []
+    covered = cover(model)
+    assert covered.off is None and covered.fused(ATTENTION) == covered.fused(MLP) == (1, 2)
+    assert covered.fused(EMBEDDING) == covered.fused(HEAD) == (None,)
+    assert device_why_not(model) == "the model is not on a GPU"
 
 
 @pytest.mark.parametrize(
@@ -79,31 +117,74 @@ def test_models_of_this_package_are_covered(name: str) -> None:
 )
 def test_stock_models_are_covered(values: dict[str, Any], epilogue: int) -> None:
     model = stock_model(**values)
-    assert model_why_not(model) is None
+    assert said(model) == []
     assert epilogue_of(model.decoder.layers[0].mlp, model.config) == epilogue
+
+
+BOTH = "of layers 1-2:"
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        (
+            {**SWIGLU, "activation_func_clamp_value": 7.0},
+            [f"the MLP {BOTH} config activation_func_clamp_value=7.0"],
+        ),
+        (
+            {**SWIGLU, "glu_linear_offset": 1.0},
+            [f"the MLP {BOTH} config glu_linear_offset=1.0"],
+        ),
+        (
+            {**SWIGLU, "activation_func": torch.nn.functional.gelu},
+            [f"the MLP {BOTH} its activation is not covered"],
+        ),
+        (
+            {"activation_func": torch.nn.functional.relu},
+            [f"the MLP {BOTH} its activation is not covered"],
+        ),
+    ],
+)
+def test_an_mlp_that_computes_something_else_leaves_attention_fused(
+    values: dict[str, Any], expected: list[str]
+) -> None:
+    assert said(stock_model(**{"bias_activation_fusion": False, **values})) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("layernorm_zero_centered_gamma", True),
+        ("fp32_residual_connection", True),
+        ("apply_residual_connection_post_layernorm", True),
+        ("pipeline_model_parallel_size", 2),
+        ("tensor_model_parallel_size", 2),
+    ],
+)
+def test_a_config_that_changes_all_blocks_leaves_none(name: str, value: Any) -> None:
+    model = our_model("llama")
+    setattr(model.config, name, value)
+    assert cover(model).off == f"config {name}={value!r}"
+
+
+def test_layers_without_rotation_keep_their_fused_mlps() -> None:
+    model = our_model("llama")
+    model.config.no_rope_freq = [0, 1]
+    assert said(model) == [f"attention {BOTH} config no_rope_freq=[0, 1]"]
 
 
 @pytest.mark.parametrize(
     ("values", "reason"),
     [
-        ({**SWIGLU, "activation_func_clamp_value": 7.0}, "activation_func_clamp_value=7.0"),
-        ({**SWIGLU, "glu_linear_offset": 1.0}, "glu_linear_offset=1.0"),
-        ({**SWIGLU, "activation_func": torch.nn.functional.gelu}, "activation"),
-        ({"activation_func": torch.nn.functional.relu}, "activation"),
-        ({"layernorm_zero_centered_gamma": True}, "zero_centered_gamma"),
-        ({"hidden_size": 96}, "a weight of (192, 96)"),
+        ({"hidden_size": 96}, "a weight of (192, 96) is not covered"),
         ({"params_dtype": torch.float32, "bf16": False}, "not all contiguous bfloat16"),
     ],
 )
-def test_configs_that_compute_something_else_are_not(values: dict[str, Any], reason: str) -> None:
-    values = {"bias_activation_fusion": False, **values}
-    if values.get("layernorm_zero_centered_gamma"):
-        model = stock_model(bias_activation_fusion=False)
-        model.config.layernorm_zero_centered_gamma = True
-    else:
-        model = stock_model(**values)
-    found = model_why_not(model)
-    assert found is not None and reason in found
+def test_sizes_and_types_that_no_kernel_has_leave_nothing(
+    values: dict[str, Any], reason: str
+) -> None:
+    off = cover(stock_model(**{"bias_activation_fusion": False, **values})).off
+    assert off is not None and reason in off
 
 
 class OwnLayer(torch.nn.Linear):
@@ -122,10 +203,6 @@ def _foreign_norm(layer: Any) -> None:
     layer.pre_mlp_layernorm = type("RMSNorm", (Gemma,), {})().bfloat16()
 
 
-def _other_width(layer: Any) -> None:
-    layer.mlp.linear_fc1.weight = torch.nn.Parameter(torch.zeros(256, 128).bfloat16())
-
-
 def _odd_place(layer: Any) -> None:
     weight = layer.mlp.linear_fc1.weight
     flat = torch.zeros(weight.numel() + 1, dtype=weight.dtype)
@@ -138,41 +215,143 @@ def _subclass(module: Any) -> None:
     module.__class__ = type(f"Own{kind.__name__}", (kind,), {})
 
 
-@pytest.mark.parametrize("part", ["embedding", "decoder", "output_layer"])
-def test_a_part_around_the_layers_that_was_changed_is_not(part: str) -> None:
-    model = our_model("llama")
-    _subclass(getattr(model, part))
-    found = model_why_not(model)
-    assert found is not None and found.startswith("Own") and "is not covered" in found
+def _hook(module: Any) -> None:
+    module.register_forward_hook(lambda *_: None)
 
 
-def test_an_output_layer_with_a_bias_is_not() -> None:
-    model = our_model("llama")
-    model.output_layer.bias = torch.nn.Parameter(torch.zeros(model.vocab_size).bfloat16())
-    assert model_why_not(model) == "its output layer has a bias"
-
-
-CHANGES: list[tuple[Callable[[Any], Any], str]] = [
-    (_foreign_norm, "norm RMSNorm is not covered"),
-    (_other_width, "not all built alike"),
-    (_odd_place, "multiple of 16 bytes"),
-    (lambda layer: setattr(layer, "cross_attention", torch.nn.Linear(1, 1).bfloat16()), "cross"),
-    (lambda layer: setattr(layer, "mlp_bda", lambda *_: None), "residual stream"),
-    (lambda layer: setattr(layer, "mlp", OwnLayer(1, 1).bfloat16()), "with OwnLayer"),
-    (lambda layer: setattr(layer, "__class__", type("Mine", (type(layer),), {})), "Mine is not"),
-    (lambda layer: _subclass(layer.self_attention), "OwnPagedSelfAttention with MLP"),
-    (lambda layer: _subclass(layer.mlp.linear_fc2), "OwnRowParallelLinear is not"),
-    (lambda layer: layer.mlp.register_forward_hook(lambda *_: None), "hooks"),
-    (lambda layer: setattr(layer.self_attention, "q_layernorm", None), "norms of the heads"),
+A, M = "attention of layer 2: ", "the MLP of layer 2: "
+CHANGES: list[tuple[Callable[[Any], Any], list[str]]] = [
+    (_foreign_norm, [M + "norm RMSNorm is not covered"]),
+    (_odd_place, [M + "a parameter does not begin at a multiple of 16 bytes"]),
+    (
+        lambda layer: setattr(layer, "cross_attention", torch.nn.Linear(1, 1).bfloat16()),
+        [A + "it has cross attention", M + "it has cross attention"],
+    ),
+    (
+        lambda layer: setattr(layer, "mlp_bda", lambda *_: None),
+        [M + "its output is not added to the residual stream as it is"],
+    ),
+    (
+        lambda layer: setattr(layer, "self_attn_bda", lambda *_: None),
+        [A + "its output is not added to the residual stream as it is"],
+    ),
+    (
+        lambda layer: setattr(layer, "mlp", OwnLayer(1, 1).bfloat16()),
+        [M + "OwnLayer is not covered"],
+    ),
+    (_subclass, [A + "OwnDecoderLayer is not covered", M + "OwnDecoderLayer is not covered"]),
+    (
+        lambda layer: _subclass(layer.self_attention),
+        [A + "OwnPagedSelfAttention is not covered"],
+    ),
+    (
+        lambda layer: _subclass(layer.mlp.linear_fc2),
+        [M + "linear layer OwnRowParallelLinear is not covered"],
+    ),
+    (
+        lambda layer: _subclass(layer.self_attention.linear_qkv),
+        [A + "linear layer OwnColumnParallelLinear is not covered"],
+    ),
+    (lambda layer: _hook(layer.mlp.linear_fc1), [M + "a module has forward hooks"]),
+    (lambda layer: _hook(layer.input_layernorm), [A + "a module has forward hooks"]),
+    (_hook, [A + "it has forward hooks", M + "it has forward hooks"]),
+    (
+        lambda layer: setattr(layer.self_attention, "q_layernorm", None),
+        [A + "norms of the heads are not RMSNorm"],
+    ),
+    (
+        lambda layer: setattr(layer.self_attention.q_layernorm, "eps", 1.0),
+        [A + "norms of queries and keys differ in epsilon"],
+    ),
+    (
+        lambda layer: setattr(layer.self_attention, "num_attention_heads_per_partition", 34),
+        [A + "17 query heads share a KV head, more than 16"],
+    ),
 ]
 
 
-@pytest.mark.parametrize(("change", "reason"), CHANGES, ids=[reason for _, reason in CHANGES])
-def test_a_layer_that_was_changed_is_not(change: Callable[[Any], Any], reason: str) -> None:
+@pytest.mark.parametrize(("change", "expected"), CHANGES, ids=[str(said) for _, said in CHANGES])
+def test_a_block_that_was_changed_is_not_and_the_others_are(
+    change: Callable[[Any], Any], expected: list[str]
+) -> None:
     model = our_model("qwen3")
     change(model.decoder.layers[1])
-    found = model_why_not(model)
-    assert found is not None and reason in found
+    assert said(model) == expected
+    assert cover(model).off is None
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            lambda model: _subclass(model.embedding),
+            ["the embedding: OwnLanguageModelEmbedding is not covered"],
+        ),
+        (
+            lambda model: setattr(model.embedding, "tokentype_embeddings", torch.nn.Identity()),
+            ["the embedding: it has token type embeddings"],
+        ),
+        (
+            lambda model: _subclass(model.output_layer),
+            ["the head: OwnColumnParallelLinear is not covered"],
+        ),
+        (
+            lambda model: setattr(model.output_layer, "bias", torch.nn.Parameter(torch.zeros(1))),
+            ["the head: its output layer has a bias"],
+        ),
+        (
+            lambda model: setattr(model.decoder, "final_layernorm", torch.nn.Identity()),
+            ["the head: norm Identity is not covered"],
+        ),
+        (lambda model: _hook(model.output_layer), ["the head: a module has forward hooks"]),
+    ],
+)
+def test_what_is_around_the_layers_falls_back_alone(
+    change: Callable[[Any], Any], expected: list[str]
+) -> None:
+    model = our_model("llama")
+    change(model)
+    assert said(model) == expected
+
+
+@pytest.mark.parametrize(
+    ("change", "off"),
+    [
+        (lambda model: _subclass(model.decoder), "OwnTransformerBlock is not covered"),
+        (lambda model: _hook(model.decoder), "the model has forward hooks"),
+        (_hook, "the model has forward hooks"),
+    ],
+)
+def test_a_decoder_that_may_do_anything_leaves_nothing(
+    change: Callable[[Any], Any], off: str
+) -> None:
+    model = our_model("llama")
+    change(model)
+    assert cover(model).off == off
+    with pytest.raises(ValueError, match=off):
+        FusedDecoder(model)
+
+
+def test_a_layer_of_experts_keeps_its_fused_attention() -> None:
+    """megatron's own: the router is no part of what the kernels know."""
+    spec = get_gpt_layer_local_spec(num_experts=2, normalization="RMSNorm")
+    config = TransformerConfig(
+        **SWIGLU, num_layers=2, hidden_size=128, num_attention_heads=4, num_moe_experts=2,
+        use_cpu_initialization=True, params_dtype=torch.bfloat16, bf16=True,
+    )  # fmt: skip
+    model = GPTModel(
+        config=config,
+        transformer_layer_spec=spec,
+        vocab_size=96,
+        max_sequence_length=64,
+        parallel_output=False,
+        position_embedding_type="rope",
+    )
+    covered = cover(adapt_model(model.bfloat16()))
+    assert covered.fused(ATTENTION) == (1, 2) and covered.fused(MLP) == ()
+    assert [str(fallback) for fallback in covered.fallbacks] == [
+        f"the MLP {BOTH} MoELayer is not covered"
+    ]
 
 
 def test_norms_of_other_libraries_are_known_by_their_home() -> None:
@@ -193,19 +372,126 @@ def test_norms_of_other_libraries_are_known_by_their_home() -> None:
     assert norm_kind(torch.nn.LayerNorm(4, elementwise_affine=False)) is None
 
 
+# --- what is said of it ------------------------------------------------------------------------
+
+
+def test_a_reason_is_said_once_with_its_layers(caplog: pytest.LogCaptureFixture) -> None:
+    model = build_model(
+        replace(our_model("llama").model_config, num_layers=9),
+        device="cpu", dtype=torch.bfloat16, initialize=False,
+    )  # fmt: skip
+    for layer in (2, 6, 7, 8):
+        _subclass(model.decoder.layers[layer].mlp)
+    _subclass(model.decoder.layers[0].self_attention)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            cover(model).log()
+    assert caplog.messages == [
+        "decode steps run megatron's modules in place of fused kernels for attention of layer 1: "
+        "OwnPagedSelfAttention is not covered",
+        "decode steps run megatron's modules in place of fused kernels for the MLP of layers 3, "
+        "7-9: OwnMLP is not covered",
+    ]
+    assert cover(model).to_dict() == {
+        "embedding": True,
+        "attention": [2, 3, 4, 5, 6, 7, 8, 9],
+        "mlp": [1, 2, 4, 5, 6],
+        "head": True,
+        "fallbacks": [
+            {
+                "kind": "attention",
+                "layers": [1],
+                "rows": [],
+                "reason": "OwnPagedSelfAttention is not covered",
+            },
+            {"kind": "mlp", "layers": [3, 7, 8, 9], "rows": [], "reason": "OwnMLP is not covered"},
+        ],
+    }
+
+
+def test_a_report_says_what_ran_in_modules() -> None:
+    model = our_model("llama")
+    assert lines(None, cover(model).to_dict()) == []
+    _subclass(model.decoder.layers[1].mlp)
+    assert lines(None, cover(model).to_dict()) == [
+        "decoded with megatron's modules: the MLP of layer 2: OwnMLP is not covered"
+    ]
+    assert lines("because", cover(model).to_dict()) == [
+        "decoded with the model's own forward: because"
+    ]
+
+
+def test_reasons_that_differ_are_all_said_when_nothing_is_fused() -> None:
+    model = our_model("llama")
+    for layer in model.decoder.layers:
+        _subclass(layer.self_attention), _subclass(layer.mlp)
+    assert cover(model).off == (
+        "attention of layers 1-2: OwnPagedSelfAttention is not covered; "
+        "the MLP of layers 1-2: OwnMLP is not covered"
+    )
+
+
+def test_numbers_in_a_row_are_written_as_ranges() -> None:
+    assert ranges([7, 3, 9, 8]) == "3, 7-9"
+    assert ranges([1, 2]) == "1-2" and ranges([]) == ""
+
+
+class Steps:
+    """A context whose blocks have so many tokens."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size_tokens = block_size
+        self.block_table = torch.zeros(1, 4, dtype=torch.int64)
+
+
+def test_rows_that_no_tile_config_was_measured_for_are_said_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shape that nobody measured has estimates up to 32 rows, and none above."""
+    emulator.install(monkeypatch)
+    served = GPTInferenceWrapper(our_model("llama"))
+    with caplog.at_level(logging.INFO, logger="megatron_async"):
+        for _ in range(2):
+            served.prepare([1, 8, 32, 40, 64, 128], Steps(16))
+    qkv = "no tile config for qkv (256 x 128) was measured, see 'megatron-async tune'"
+    assert sorted(served.decode_coverage().fallbacks)[0].rows == (48, 64)
+    (attention,) = [m for m in caplog.messages if "attention of" in m]
+    assert attention.endswith(f"for attention of layers 1-2 at 48, 64 rows: {qkv}")
+    assert len([m for m in caplog.messages if "for the MLP of layers 1-2 at 48, 64" in m]) == 1
+    (many,) = [m for m in caplog.messages if f"more than {MAX_ROWS} rows" in m]
+    assert "own forward" in many
+    assert served.fused_decode_off is None, "up to 32 rows are fused"
+    assert served.decode_coverage([32], Steps(16)).fallbacks == ()
+    off = served.decode_coverage([64], Steps(16)).off
+    assert off is not None and qkv in off
+    assert served.decode_coverage([65, 128], Steps(16)).off == f"more than {MAX_ROWS} rows"
+    served.prepare([4], Steps(16))
+    assert served.decode_coverage().fallbacks, "what another engine decodes is not forgotten"
+
+
 @pytest.mark.skipif(emulator.COMPILER is None, reason="the emulator needs g++")
-def test_a_cache_that_the_kernels_do_not_read_is_warned_of_once(
+def test_a_cache_that_attention_does_not_read_is_warned_of_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     emulator.install(monkeypatch)
-    monkeypatch.setattr(fused_decode, "why_not", lambda model: None)
-    wrapper._warn_of_slow_decoding.cache_clear()
     config = replace(tiny(MODELS["qwen3"]), hidden_size=128, head_dim=32, ffn_hidden_size=256)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             rig = Rig(config, torch.bfloat16, "cpu", 3, block_size_tokens=8)
             with rig.engine:
                 served = rig.engine.controller.inference_wrapped_model
-                assert served.fused_decode_off == "block size 8 is not a multiple of 16"
-    (record,) = [r for r in caplog.records if "slower than the fused one" in r.getMessage()]
-    assert "block size 8" in record.getMessage()
+                assert served.fused_decode_off is None, "the MLPs are fused"
+                covered = served.decode_coverage()
+                assert covered.fused(ATTENTION) == () and covered.fused(MLP) == (1, 2)
+    (record,) = [r for r in caplog.records if "in place of fused kernels" in r.getMessage()]
+    assert "attention of layers 1-2: block size 8 is not a multiple of 16" in record.getMessage()
+
+
+@pytest.mark.parametrize("unwanted", ["batch_invariant", "fused_decode"])
+def test_what_was_not_asked_for_is_off_without_a_warning(
+    unwanted: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    values = {unwanted: unwanted == "batch_invariant"}
+    served = GPTInferenceWrapper(our_model("llama"), **values)
+    assert served.fused_decode_off == f"{unwanted}={values[unwanted]}"
+    assert served.decode_coverage().fused(MLP) == () and not caplog.messages

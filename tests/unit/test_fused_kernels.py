@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_async.kernels.gemm.skinny_gemm import statistics_of
+from megatron_async.kernels.gemm.tilings import LAYER_NORM, NO_NORM, RMS_NORM
 from megatron_async.models import activation, attention, norm, spec
 from tests.support.interpreter import compiled, on_devices
 from tests.unit.test_batch_invariant import MODELS, Rig
@@ -18,6 +20,10 @@ from tests.unit.test_batch_invariant import MODELS, Rig
 try:
     from megatron_async.kernels.attention.rope_append import rope_append, rope_append_reference
     from megatron_async.kernels.norm.add_norm import add_norm, add_norm_reference
+    from megatron_async.kernels.norm.add_statistics import (
+        add_statistics,
+        add_statistics_reference,
+    )
     from megatron_async.kernels.norm.swiglu import swiglu, swiglu_reference
 except ImportError:  # without triton what follows is skipped, but for the model's own tests
     pass
@@ -133,6 +139,67 @@ def test_add_norm_equals_its_reference(
     lone = add_norm(x[-1:], last, weight, bias, 1e-5, x_bias)
     assert torch.equal(lone[0], hidden[-1:])
     assert torch.equal(lone[1], normed[-1:])
+
+
+class Added:
+    """What ``add_statistics`` leaves."""
+
+    def __init__(self, x: Tensor, residual: Tensor | None, bias: Tensor | None, norm: int) -> None:
+        rows, columns = x.shape
+        # A row more than may be written: it must stay as it is.
+        self.hidden = torch.full((rows + 1, columns), 7.0, dtype=x.dtype, device=x.device)
+        self.scaled = torch.full_like(self.hidden, 7.0)
+        self.statistics = torch.full((rows + 1, 1, 2), 7.0, device=x.device)
+        self._norm, self._bias = norm, bias
+        self._x, self._residual = x, residual
+        self._weight = 1 + x[0] / 4
+
+    def run(self, reference: bool = False, in_place: bool = False) -> Added:
+        rows = self._x.shape[0]
+        hidden, residual = self.hidden[:rows], self._residual
+        if in_place and residual is not None:
+            residual = hidden.copy_(residual)
+        (add_statistics_reference if reference else add_statistics)(
+            self._x, residual, hidden, x_bias=self._bias,
+            statistics=None if self._norm == NO_NORM else self.statistics[:rows],
+            scaled=(self._weight, self.scaled[:rows]) if self._norm == RMS_NORM else None,
+        )  # fmt: skip
+        return self
+
+
+@on_devices
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 48), (7, 1000), (33, 4096)])
+@pytest.mark.parametrize("norm", (NO_NORM, RMS_NORM, LAYER_NORM))
+@pytest.mark.parametrize("added", ("nothing", "residual", "residual and bias"))
+def test_add_statistics_equals_its_reference(
+    device: str, dtype: torch.dtype, shape: tuple[int, int], norm: int, added: str
+) -> None:
+    x = draw(*shape, dtype=dtype, device=device)
+    residual = None if added == "nothing" else x.flip(0) * 3
+    bias = x[0].flip(0) * 2 if added == "residual and bias" else None
+    found = Added(x, residual, bias, norm).run(in_place=True)
+    expected = Added(x, residual, bias, norm).run(reference=True)
+    assert_close(found.hidden, expected.hidden)
+    rows = shape[0]
+    assert torch.all(found.hidden[rows:] == 7) and torch.all(found.scaled[rows:] == 7)
+    assert torch.all(found.statistics[rows:] == 7)
+    # The statistics are those of what was rounded.
+    if norm == NO_NORM:
+        assert torch.all(found.statistics == 7) and torch.all(found.scaled == 7)
+    else:
+        wanted = statistics_of(found.hidden[:rows], norm, shape[1])
+        torch.testing.assert_close(found.statistics[:rows], wanted, rtol=1e-5, atol=1e-5)
+    if norm == RMS_NORM:
+        scaled = found.hidden[:rows] * found._weight
+        assert_close(found.scaled[:rows], scaled)
+        # Triton's interpreter does not round to the nearest.
+        assert device == "cpu" or torch.equal(found.scaled[:rows], scaled)
+    lone = Added(x[-1:], residual if residual is None else residual[-1:], bias, norm)
+    lone._weight = found._weight
+    lone.run()
+    assert torch.equal(lone.hidden[0], found.hidden[rows - 1])
+    assert torch.equal(lone.statistics[0], found.statistics[rows - 1])
 
 
 def fuse(monkeypatch: pytest.MonkeyPatch, choice: bool) -> list[bool]:

@@ -23,6 +23,8 @@ from megatron_async.models.norm import LayerNorm, RMSNorm
 from megatron_async.models.rope import RotaryTable, apply_rope
 from megatron_async.models.wrapper import GPTInferenceWrapper, KVCacheSpec
 
+from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
+
 CPU = torch.device("cpu")
 BASE = ModelConfig(
     num_layers=2,
@@ -242,6 +244,46 @@ def test_wrapper_describes_the_cache_with_mtp_layers() -> None:
         num_layers=4, num_kv_heads=2, head_dim=16, dtype=torch.bfloat16
     )
     assert (wrapper.vocab_size, wrapper.max_sequence_length) == (101, 128)
+
+
+def test_the_cache_is_described_by_the_layers_that_attend() -> None:
+    model = make("mtp")
+    model.decoder.layers[0].self_attention = IdentityOp()
+    spec = GPTInferenceWrapper(model).kv_cache_spec
+    assert spec == KVCacheSpec(num_layers=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("layer", "changes", "message"),
+    [
+        (
+            1,
+            {"head_dim": 32},
+            "layer 1 has 2 KV heads of 16 elements, layer 2 has 2 ",
+        ),
+        (1, {"num_kv_heads": 1}, "layer 2 has 1 KV heads of 16 elements"),
+        (2, {"head_dim": 32}, "MTP layer 1 has 2 KV heads of 32 elements"),
+    ],
+)
+def test_attention_layers_that_differ_in_what_they_cache_are_named(
+    layer: int, changes: dict[str, Any], message: str
+) -> None:
+    model, other = make("mtp"), make("mtp", **changes)
+
+    def of(one: GPTModel) -> Any:
+        return [*one.decoder.layers, *(mtp.transformer_layer for mtp in one.mtp.layers)][layer]
+
+    of(model).self_attention = of(other).self_attention
+    with pytest.raises(ConfigError, match=message):
+        GPTInferenceWrapper(model)
+
+
+def test_a_model_without_attention_is_refused() -> None:
+    model = make("llama")
+    for layer in model.decoder.layers:
+        layer.self_attention = IdentityOp()
+    with pytest.raises(ConfigError, match="no attention layer"):
+        GPTInferenceWrapper(model)
 
 
 def test_everything_is_bfloat16_but_the_rotary_table() -> None:

@@ -31,7 +31,8 @@ from megatron_async.kernels.gemm.tilings import (
     UNIT,
     Tiling,
 )
-from megatron_async.models.fused.decoder import FusedDecoder, Product
+from megatron_async.models.fused.decoder import FusedDecoder
+from megatron_async.models.fused.gemms import Gemm as Product
 from tests.support.engines import config_at, greedy
 
 PRODUCT = Product(6144, 4096, RMS_NORM, STORE)
@@ -57,7 +58,7 @@ class Rig:
         self.time = time
 
     def decoder(self, tilings: dict[str, Tiling]) -> Any:
-        return SimpleNamespace(products={"qkv": PRODUCT}, defines=lambda *_: {})
+        return SimpleNamespace(gemms={"qkv": PRODUCT}, defines=lambda *_: {})
 
     def compile(self, tilings: dict[str, Tiling]) -> None:
         self.compiled = tilings
@@ -198,7 +199,7 @@ class FewProducts(Rig):
         self.products = {name: replace(PRODUCT, n=512 * i) for i, name in enumerate(names, 2)}
 
     def decoder(self, tilings: dict[str, Tiling]) -> Any:
-        return SimpleNamespace(products=self.products, defines=lambda *_: {})
+        return SimpleNamespace(gemms=self.products, defines=lambda *_: {})
 
     def step_us(self, tilings: dict[str, Tiling]) -> float:
         return sum(5.0 if t.box and name != "head" else 10.0 for name, t in tilings.items())
@@ -358,7 +359,7 @@ def test_engines_use_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with DynamicInferenceEngine.from_pretrained("tiny", config) as engine:
             done = engine.generate(["import os", "def f(x):", "class A:"], greedy(60))
             model = engine.controller.inference_wrapped_model.model
-            products = FusedDecoder(model).products
+            products = FusedDecoder(model).gemms
         return [request.generated_tokens for request in done], {
             name: product.tiling(4) for name, product in products.items()
         }
@@ -368,7 +369,7 @@ def test_engines_use_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert main(["tune", "--model", "tiny", "--batch-sizes", "4", "--count", "4"]) == 0
     # Whether something is faster differs; here all products are cut otherwise.
     model = load_pretrained("tiny", device="cuda", dtype=torch.bfloat16).model
-    product = FusedDecoder(model).products
+    product = FusedDecoder(model).gemms
     others = {}
     for key, each in product.items():
         choices = [tiling for tiling in tuner.even(each, 4, 8) if tiling != known[key]]

@@ -17,7 +17,7 @@ from megatron_async.kernels.gemm import tuned
 from megatron_async.kernels.gemm.measured_tilings import choose
 from megatron_async.kernels.gemm.tilings import ADD, NO_NORM, RMS_NORM, STORE, Tiling
 from megatron_async.kernels.gemm.tuned import Case
-from megatron_async.models.fused.decoder import Product
+from megatron_async.models.fused.gemms import Gemm as Product
 
 CASE = Case(8, 6144, 4096, RMS_NORM, STORE)
 TILING = Tiling(3, 1, 4, 1, 3)

@@ -236,6 +236,68 @@ def test_one_tensor_that_does_not_fit_leaves_all_as_they_are(
     assert same(copied(served), before)
 
 
+@pytest.mark.parametrize("depth", (0, 2))
+@pytest.mark.parametrize("inside", ("neither", "new weights", "update", "both"))
+def test_a_model_built_in_inference_mode_gets_new_weights_outside_of_it(
+    inside: str, depth: int
+) -> None:
+    """It raised a RuntimeError, and the engine was dead."""
+    with torch.inference_mode():
+        served = model(1)
+    assert all(parameter.is_inference() for parameter in served.parameters())
+    with torch.inference_mode(inside in ("new weights", "both")):
+        new = copied(model(2))
+    with engine_over(served, depth) as engine:
+        (before,) = engine.generate([PROMPTS[0]], GREEDY)
+        with torch.inference_mode(inside in ("update", "both")):
+            assert engine.update_weights(new) == 1
+        assert same(copied(served), copied(model(2)))
+        (after,) = engine.generate([PROMPTS[0]], GREEDY)
+    assert before.generated_tokens == continuation(1, PROMPTS[0], 24)
+    assert after.generated_tokens == continuation(2, PROMPTS[0], 24)
+
+
+def test_a_model_built_in_inference_mode_takes_its_own_parameters_by_other_names() -> None:
+    """One that is overwritten before it is read is copied first."""
+    with torch.inference_mode():
+        served = model(1)
+    names = [f"decoder.layers.{layer}.mlp.linear_fc1.weight" for layer in (0, 1)]
+    first, second = (copied(served)[name] for name in names)
+    parameters = dict(served.named_parameters())
+    read_weights(served, {names[0]: parameters[names[1]], names[1]: parameters[names[0]]})()
+    assert torch.equal(parameters[names[0]], second) and torch.equal(parameters[names[1]], first)
+
+
+class Unwritable(torch.nn.Parameter):
+    """A parameter whose first values cannot be replaced."""
+
+    refused = 0
+
+    def copy_(self, *_: Any, **__: Any) -> Any:  # type: ignore[override]
+        type(self).refused += 1
+        raise RuntimeError("no room\nfor this")
+
+
+def test_an_error_before_the_first_copy_leaves_the_engine_alive() -> None:
+    served = model(1)
+    new = {NORM: torch.ones(32), **copied(model(2))}  # in this order
+    layer = served.decoder
+    layer.final_layernorm.weight = Unwritable(layer.final_layernorm.weight.detach())
+    before = copied(served)
+    with engine_over(served, 1) as engine:
+        future = engine.add_request(0, PROMPTS[0], GREEDY)
+        for _ in range(6):
+            engine.step_modern()
+        with pytest.raises(CheckpointError) as raised:
+            engine.update_weights(new)
+        assert f"{NORM} cannot be copied, and nothing was: no room for this" in str(raised.value)
+        assert Unwritable.refused == 1 and same(copied(served), before)
+        assert engine.weight_version == 0
+        while engine.has_unfinished_requests():
+            engine.step_modern()
+    assert future.result(timeout=0).generated_tokens == continuation(1, PROMPTS[0], 24)
+
+
 @pytest.mark.parametrize("names", [{EMBEDDING}, {OUTPUT}, {EMBEDDING, OUTPUT}])
 def test_a_tied_weight_is_taken_by_either_name(names: set[str]) -> None:
     served = model(1)

@@ -2,7 +2,7 @@
 // stream, with the partial statistics that the first norm reads: one block a row.
 //
 //   H hidden size, PER_TILE elements of a partial statistic, POSITIONS 1: add position embeddings
-//   STATS 1 for RMSNorm, with the stream times the norm's weight beside it, 2 for LayerNorm
+//   STATS 1 for RMSNorm, and the stream times the norm's weight goes to `scaled`, 2 for LayerNorm
 
 #define THREADS 512
 #define TILES (H / PER_TILE)

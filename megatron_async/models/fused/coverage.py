@@ -1,28 +1,27 @@
-"""Which models the fused decode forward computes (``fused_decode.py``), and as what it takes parts.
+"""Which blocks of a model the fused kernels compute, and why not the others.
 
-It reads a model's parameters and leaves its modules' ``forward`` aside. So whatever it does not
-know to be what it computes has a reason here, and such a model decodes with its own forward.
+The kernels read a model's parameters and leave its modules' ``forward`` aside. So whatever is not
+known to be what they compute has a reason here, and such a block decodes with its modules. A reason
+of one block says nothing about the others: a layer of experts keeps its fused attention.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
 from megatron_async.kernels import compile as cuda
+from megatron_async.kernels.attention import decode_attention
 from megatron_async.kernels.gemm.tilings import (
-    GELU,
-    GELU_TANH,
-    LAYER_NORM,
     RMS_NORM,
-    SILU_GATE,
     UNIT,
 )
-from megatron_async.models import activation
 from megatron_async.models.attention import PagedSelfAttention
+from megatron_async.models.fused.parts import epilogue_of, norm_kind
+from megatron_async.models.fused.report import ATTENTION, EMBEDDING, HEAD, MLP, Block
 from megatron_async.models.spec import (
     BiasedColumnParallelLinear,
     BiasedRowParallelLinear,
@@ -38,7 +37,7 @@ from megatron.core.tensor_parallel.layers import (  # isort: skip
     RowParallelLinear,
 )
 from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
-from megatron.core.transformer.mlp import MLP  # isort: skip
+from megatron.core.transformer import mlp as megatron_mlp  # isort: skip
 from megatron.core.transformer.transformer_block import TransformerBlock  # isort: skip
 from megatron.core.transformer.transformer_layer import TransformerLayer  # isort: skip
 
@@ -48,136 +47,176 @@ _LINEARS = (
     BiasedColumnParallelLinear,
     BiasedRowParallelLinear,
 )
-_NORMS = {"RMSNorm": RMS_NORM, "LayerNorm": LAYER_NORM, "FusedLayerNorm": LAYER_NORM}
-_NORM_HOMES = ("megatron_async", "torch", "transformer_engine", "megatron")
-_PLAIN_CONFIG: dict[str, tuple[Any, ...]] = {
-    "tensor_model_parallel_size": (1,),
+_ALL = {
     "pipeline_model_parallel_size": (1,),
     "fp32_residual_connection": (False,),
     "layernorm_zero_centered_gamma": (False,),
     "apply_residual_connection_post_layernorm": (False,),
+}
+_ATTENTION: dict[str, tuple[Any, ...]] = {"no_rope_freq": (None,)}
+_MLP: dict[str, tuple[Any, ...]] = {
     "activation_func_clamp_value": (None,),
     "glu_linear_offset": (0,),
-    "no_rope_freq": (None,),
 }
-"""Fields of megatron's config, and the values with which it computes what the kernels do."""
+"""Fields of megatron's config, and the values with which it computes what the kernels do: those of
+all blocks, of attention and of MLPs."""
 
 
-def why_not(model: Any) -> str | None:
-    """Why ``model`` decodes with its own forward; None if the fused one takes it."""
+def blocks(model: Any, *, parallel: bool = False, unwanted: str | None = None) -> tuple[Block, ...]:
+    """The blocks of ``model``, and why there is no fused one in their place.
+
+    Args:
+        parallel: the ranks of a tensor-parallel group add their partial sums up.
+        unwanted: why no block shall be fused.
+    """
+    off = unwanted or device_why_not(model) or model_why_not(model, parallel=parallel)
+    found = [Block(EMBEDDING, None, off or embedding_why_not(model))]
+    for layer in model.decoder.layers if hasattr(model.decoder, "layers") else ():
+        reason = off or layer_why_not(layer)
+        attention = reason or attention_why_not(layer, model)
+        mlp = reason or mlp_why_not(layer, model.config)
+        found.append(Block(ATTENTION, layer.layer_number, attention))
+        found.append(Block(MLP, layer.layer_number, mlp))
+    return (*found, Block(HEAD, None, off or head_why_not(model)))
+
+
+def device_why_not(model: Any) -> str | None:
+    """Why no kernel runs where ``model`` is; None if they do."""
     weight = next(model.parameters())
     if weight.device.type != "cuda":
         return "the model is not on a GPU"
-    return cuda.unavailable(weight.device.index or 0) or model_why_not(model)
+    return cuda.unavailable(weight.device.index or 0)
 
 
-def model_why_not(model: Any) -> str | None:
-    """:func:`why_not` on a GPU that runs the kernels."""
-    if any(p.dtype != torch.bfloat16 or not p.is_contiguous() for p in model.parameters()):
-        return "its parameters are not all contiguous bfloat16"
-    if any(p.data_ptr() % 16 for p in model.parameters()):
-        return "a parameter does not begin at a multiple of 16 bytes"
-    config = model.config
-    for name, plain in _PLAIN_CONFIG.items():
-        value = getattr(config, name, plain[0])
-        if value not in plain:
-            return f"config {name}={value!r}"
-    if any(m._forward_hooks or m._forward_pre_hooks for m in model.modules()):
-        return "a module has forward hooks"
-    for layer in model.decoder.layers:
-        reason = _layer_why_not(layer, config)
-        if reason is not None:
-            return f"layer {layer.layer_number}: {reason}"
-    if len({_build(layer, config) for layer in model.decoder.layers}) > 1:
-        return "its layers are not all built alike"
-    norm = model.decoder.final_layernorm
-    if norm_kind(norm) != norm_kind(model.decoder.layers[0].input_layernorm):
-        return f"its final norm is a {type(norm).__name__}"
-    if getattr(model.embedding, "tokentype_embeddings", None) is not None:
+def model_why_not(model: Any, *, parallel: bool = False) -> str | None:
+    """Why no block of ``model`` can be fused on a GPU that runs the kernels."""
+    if type(model.decoder) is not TransformerBlock:
+        return f"{type(model.decoder).__name__} is not covered"
+    if _has_hooks(model, model.decoder):
+        return "the model has forward hooks"
+    size = model.config.tensor_model_parallel_size
+    if size > 1 and not parallel:
+        return f"config tensor_model_parallel_size={size}"
+    return _config_why_not(model.config, _ALL)
+
+
+def embedding_why_not(model: Any) -> str | None:
+    """Why ``model.embedding`` is not computed by a kernel."""
+    embedding = model.embedding
+    if type(embedding) is not LanguageModelEmbedding:
+        return f"{type(embedding).__name__} is not covered"
+    if getattr(embedding, "tokentype_embeddings", None) is not None:
         return "it has token type embeddings"
-    return _ends_why_not(model)
+    if model.config.hidden_size % UNIT:
+        return f"a hidden size of {model.config.hidden_size} is not covered"
+    return _vocabulary_why_not(model) or _modules_why_not([embedding])
 
 
-def _ends_why_not(model: Any) -> str | None:
-    """What is around the layers; a subclass may compute anything."""
-    head = model.output_layer
-    for part, known in (
-        (model.embedding, (LanguageModelEmbedding,)),
-        (model.decoder, (TransformerBlock,)),
-        (head, (ColumnParallelLinear, type(None))),
-    ):
-        if type(part) not in known:
-            return f"{type(part).__name__} is not covered"
-    return None if getattr(head, "bias", None) is None else "its output layer has a bias"
+def head_why_not(model: Any) -> str | None:
+    """Why the final norm and the output layer are not computed by a kernel."""
+    norm, head = model.decoder.final_layernorm, model.output_layer
+    if norm_kind(norm) is None:
+        return f"norm {type(norm).__name__} is not covered"
+    if type(head) not in (ColumnParallelLinear, type(None)):
+        return f"{type(head).__name__} is not covered"
+    if getattr(head, "bias", None) is not None:
+        return "its output layer has a bias"
+    if norm.weight.shape[0] % UNIT:
+        return f"a hidden size of {norm.weight.shape[0]} is not covered"
+    modules = [norm] if head is None else [norm, head]
+    if model.share_embeddings_and_output_weights:
+        modules.append(model.embedding.word_embeddings)
+    return _vocabulary_why_not(model) or _modules_why_not(modules)
 
 
-def _layer_why_not(layer: Any, config: Any) -> str | None:
-    attention, mlp = layer.self_attention, layer.mlp
+def layer_why_not(layer: Any) -> str | None:
+    """Why a layer is not its attention and its MLP, one after the other."""
     if type(layer) not in (DecoderLayer, TransformerLayer):
         return f"{type(layer).__name__} is not covered"
     if not isinstance(layer.cross_attention, IdentityOp):
         return "it has cross attention"
-    adds = (layer.self_attn_bda, layer.mlp_bda)
-    if any(add is not get_bias_dropout_add for add in adds):
-        return "its outputs are not added to the residual stream as they are"
-    kinds = {norm_kind(layer.input_layernorm), norm_kind(layer.pre_mlp_layernorm)}
-    if len(kinds) > 1 or None in kinds:
-        return f"norm {type(layer.input_layernorm).__name__} is not covered"
-    if type(attention) is not PagedSelfAttention or type(mlp) is not MLP:
-        return f"{type(attention).__name__} with {type(mlp).__name__} is not covered"
-    for linear in (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2):
-        if type(linear) not in _LINEARS:
-            return f"linear layer {type(linear).__name__} is not covered"
-        if linear.weight.shape[1] % UNIT or linear.weight.shape[0] % 16:
-            return f"a weight of {tuple(linear.weight.shape)} is not covered"
+    return "it has forward hooks" if _has_hooks(layer) else None
+
+
+def attention_why_not(layer: Any, model: Any) -> str | None:
+    """Why a layer's attention is not computed by kernels, whatever the context."""
+    attention, norm = layer.self_attention, layer.input_layernorm
+    if layer.self_attn_bda is not get_bias_dropout_add:
+        return "its output is not added to the residual stream as it is"
+    if type(attention) is not PagedSelfAttention:
+        return f"{type(attention).__name__} is not covered"
+    if norm_kind(norm) is None:
+        return f"norm {type(norm).__name__} is not covered"
     norms = (attention.q_layernorm, attention.k_layernorm)
     if not all(n is None or isinstance(n, IdentityOp) for n in norms):
         if any(norm_kind(n) != RMS_NORM for n in norms):
             return "norms of the heads are not RMSNorm"
         if norms[0].eps != norms[1].eps:
             return "norms of queries and keys differ in epsilon"
-    if epilogue_of(mlp, config) is None:
-        return "its activation is not covered"
-    return None
-
-
-def _build(layer: Any, config: Any) -> tuple[Any, ...]:
-    """What all layers have in common, for one plan serves them."""
-    attention, mlp = layer.self_attention, layer.mlp
-    linears = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
+    rotary = getattr(model, "rotary", None)
+    group = attention.num_attention_heads_per_partition // attention.num_query_groups_per_partition
     return (
-        *(tuple(linear.weight.shape) for linear in linears),
-        norm_kind(layer.input_layernorm),
-        norm_kind(attention.q_layernorm),
-        epilogue_of(mlp, config),
+        _linears_why_not(attention.linear_qkv, attention.linear_proj)
+        or _config_why_not(model.config, _ATTENTION)
+        or decode_attention.unsupported(
+            attention.hidden_size_per_attention_head,
+            group,
+            block_size=16,  # of the context, which is asked later
+            rotated=0 if rotary is None else 2 * rotary.cos_sin.shape[2],
+        )
+        or _modules_why_not([norm, attention])
     )
 
 
-def norm_kind(norm: Any) -> int | None:
-    """``RMS_NORM`` or ``LAYER_NORM`` for a norm that multiplies by its weight; else None."""
-    home = type(norm).__module__.partition(".")[0]
-    if home not in _NORM_HOMES or getattr(norm, "zero_centered_gamma", False):
-        return None
-    if getattr(norm, "weight", None) is None or getattr(norm, "eps", None) is None:
-        return None
-    return _NORMS.get(type(norm).__name__)
+def mlp_why_not(layer: Any, config: Any) -> str | None:
+    """Why a layer's MLP is not computed by kernels."""
+    mlp, norm = layer.mlp, layer.pre_mlp_layernorm
+    if layer.mlp_bda is not get_bias_dropout_add:
+        return "its output is not added to the residual stream as it is"
+    if type(mlp) is not megatron_mlp.MLP:
+        return f"{type(mlp).__name__} is not covered"
+    if norm_kind(norm) is None:
+        return f"norm {type(norm).__name__} is not covered"
+    reason = _linears_why_not(mlp.linear_fc1, mlp.linear_fc2) or _config_why_not(config, _MLP)
+    if reason is None and epilogue_of(mlp, config) is None:
+        reason = "its activation is not covered"
+    return reason or _modules_why_not([norm, mlp])
 
 
-def epilogue_of(mlp: Any, config: Any) -> int | None:
-    """Which epilogue of the first product is the MLP's activation; None if none is."""
-    own: dict[Any, int] = {
-        activation.SwiGLU: SILU_GATE,
-        activation.GELU: GELU,
-        activation.GELUTanh: GELU_TANH,
-    }
-    function = getattr(mlp, "activation_func", None)
-    if type(function) in own:
-        return own[type(function)]
-    if getattr(config, "use_te_activation_func", False):
-        return None
-    if config.gated_linear_unit:
-        return SILU_GATE if function is F.silu else None
-    if function is not F.gelu:
-        return None
-    # megatron fuses the bias with the tanh approximation.
-    return GELU_TANH if config.bias_activation_fusion else GELU
+def _config_why_not(config: Any, plain: dict[str, tuple[Any, ...]]) -> str | None:
+    for name, values in plain.items():
+        value = getattr(config, name, values[0])
+        if value not in values:
+            return f"config {name}={value!r}"
+    return None
+
+
+def _vocabulary_why_not(model: Any) -> str | None:
+    ranks = model.config.tensor_model_parallel_size
+    return None if ranks == 1 else f"its vocabulary is split over {ranks} ranks"
+
+
+def _linears_why_not(*linears: Any) -> str | None:
+    for linear in linears:
+        if type(linear) not in _LINEARS:
+            return f"linear layer {type(linear).__name__} is not covered"
+        if linear.weight.shape[1] % UNIT or linear.weight.shape[0] % 16:
+            return f"a weight of {tuple(linear.weight.shape)} is not covered"
+    return None
+
+
+def _modules_why_not(modules: Iterable[Any]) -> str | None:
+    """What is true of all parts that are read in place of being called."""
+    for module in modules:
+        for parameter in module.parameters():
+            if parameter.dtype != torch.bfloat16 or not parameter.is_contiguous():
+                return "its parameters are not all contiguous bfloat16"
+            if parameter.data_ptr() % 16:
+                return "a parameter does not begin at a multiple of 16 bytes"
+        if _has_hooks(*module.modules()):
+            return "a module has forward hooks"
+    return None
+
+
+def _has_hooks(*modules: Any) -> bool:
+    return any(m._forward_hooks or m._forward_pre_hooks for m in modules)

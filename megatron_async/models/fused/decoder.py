@@ -1,343 +1,240 @@
-"""A GPTModel's forward over one token a row in five kernels a layer (``kernels/cuda``).
+"""A GPTModel's forward over one token of each row, block by block.
 
-    QKV product (norm inside) -> attention (norm of heads, rotation, append inside) ->
-    output product (adds to the residual stream) -> first MLP product (norm and activation
-    inside) -> second MLP product (adds to the residual stream)
+    embedding -> (attention -> MLP) of each layer -> head
 
-It reads the model's own parameters, so weights updated in place are used at once. Whatever is not
-covered (``fused_coverage.py``) runs in the model's own forward.
+Each of them is fused where the kernels compute what its modules do (``coverage.py``), for the rows
+and the context at hand, and runs its modules elsewhere. Between two blocks there is the residual
+stream, and what the next norm needs of it (``residual.py``). Parameters are the model's own, so
+weights updated in place are used at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_async.kernels import compile as cuda
-from megatron_async.kernels.attention import decode_attention as cuda_attention
-from megatron_async.kernels.gemm import tuned
-from megatron_async.kernels.gemm.measured_tilings import choose
-from megatron_async.kernels.gemm.skinny_gemm import Linear, defines
+from megatron_async.kernels.attention import decode_attention
 from megatron_async.kernels.gemm.tilings import (
-    ADD,
     ANY_SHAPE_ROWS,
-    LAYER_NORM,
     MAX_ROWS,
     NO_NORM,
-    RMS_NORM,
-    STORE,
     Tiling,
     padded,
 )
-from megatron_async.kernels.gemm.tuned import Case
-from megatron_async.models.fused.coverage import epilogue_of, norm_kind, why_not
+from megatron_async.models.fused import coverage
+from megatron_async.models.fused.attention_block import AttentionBlock
+from megatron_async.models.fused.embedding import EmbeddingBlock
+from megatron_async.models.fused.gemms import Gemm, SkinnyGemms, Work, defines_of
+from megatron_async.models.fused.head import HeadBlock
+from megatron_async.models.fused.mlp_block import MlpBlock
+from megatron_async.models.fused.modules import (
+    AttentionModule,
+    EmbeddingModule,
+    HeadModule,
+    LayerModule,
+    MlpModule,
+)
+from megatron_async.models.fused.report import Block, DecodeCoverage
+from megatron_async.models.fused.residual import AllReduce, Norm, Step, Workspace
 
-Norm = tuple[Tensor, Tensor | None, float]
-"""Weight, bias, epsilon."""
+FusedBlock = EmbeddingBlock | AttentionBlock | MlpBlock | HeadBlock
 
 
-@dataclass(frozen=True, slots=True)
-class Product:
-    """A product of the model: its shape, what is inside it, how it is cut if that is fixed, whether
-    it may be cut into boxes, and what was found to be best on this machine."""
+class Runs(Protocol):
+    """A block, fused or not."""
 
-    n: int
-    k: int
-    norm: int
-    epilogue: int
-    fixed: Tiling | None = None
-    boxes: bool = True
-    found: Mapping[Case, Tiling] = field(default_factory=dict)
+    @property
+    def norm(self) -> Norm | None:
+        """What it needs of whoever writes the residual stream before it."""
 
-    def case(self, rows: int) -> Case:
-        """It for padded ``rows``."""
-        return Case(rows, self.n, self.k, self.norm, self.epilogue)
-
-    def tiling(self, rows: int) -> Tiling | None:
-        """How it is cut for padded ``rows``; None if it cannot be built."""
-        if self.fixed is not None:
-            return self.fixed
-        found = self.found.get(self.case(rows))
-        if found is not None and found.box <= self.boxes:
-            return found
-        return choose(self.n, self.k, rows, self.norm, self.epilogue, boxes=self.boxes)
+    def __call__(self, step: Step, given: Tensor | None, reader: Norm | None) -> Tensor | None: ...
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
-    index: int
-    input_norm: Norm
-    qkv: tuple[Tensor, Tensor | None]
-    head_norms: tuple[Tensor | None, Tensor | None, float]
-    scale: float
-    projection: tuple[Tensor, Tensor | None]
-    mlp_norm: Norm
-    fc1: tuple[Tensor, Tensor | None]
-    fc2: tuple[Tensor, Tensor | None]
+class Place:
+    """A block of the model: the modules that always run, and the kernels that may."""
+
+    blocks: tuple[Block, ...]
+    module: Runs
+    fused: FusedBlock | None
+
+    def why_not(self, rows: int, context: Any) -> str | None:
+        """Why the modules run for padded ``rows``; None if the kernels do."""
+        if self.fused is None:
+            return self.blocks[0].reason
+        return self.fused.why_not(rows, context)
+
+    def work(self, rows: int, context: Any, reader: Norm | None) -> Iterator[Work]:
+        """What is compiled for padded ``rows``."""
+        return iter(()) if self.fused is None else self.fused.work(rows, context, reader)
 
 
 class FusedDecoder:
-    """The fused forward of one model. Buffers are static: one forward at a time.
+    """The decode forward of one model. Buffers are static: one forward at a time.
 
     Args:
-        tilings: for products by name, at all numbers of rows, in place of the measured ones.
+        tilings: tile configs of GEMMs by name, see :class:`~.gemms.SkinnyGemms`.
+        all_reduce: adds partial sums up over the ranks of a tensor-parallel group, between the
+            row-parallel GEMMs and the residual stream; None for one rank.
 
     Raises:
-        ValueError: :func:`~.fused_coverage.why_not` has a reason.
+        ValueError: no layer has a block that the kernels take.
     """
 
-    def __init__(self, model: Any, tilings: Mapping[str, Tiling] | None = None) -> None:
-        reason = why_not(model)
-        if reason is not None:
-            raise ValueError(reason)
-        self._model = model
-        weight = next(model.parameters())
-        self._device: torch.device = weight.device
-        self._index: int = weight.device.index or 0
-        config = model.config
-        self._norm = norm_kind(model.decoder.final_layernorm)
-        assert self._norm is not None
-        self._layers = [_layer(layer) for layer in model.decoder.layers]
-        first = self._layers[0]
-        attention = model.decoder.layers[0].self_attention
-        self._kv_heads: int = attention.num_query_groups_per_partition
-        self._head_dim: int = attention.hidden_size_per_attention_head
-        self._heads: int = attention.num_attention_heads_per_partition
-        self._has_head_norms = first.head_norms[0] is not None
+    def __init__(
+        self,
+        model: Any,
+        tilings: Mapping[str, Tiling] | None = None,
+        all_reduce: AllReduce | None = None,
+    ) -> None:
+        self.coverage = DecodeCoverage(coverage.blocks(model, parallel=all_reduce is not None))
+        if self.coverage.off is not None:
+            raise ValueError(self.coverage.off)
+        device: torch.device = next(model.parameters()).device
+        self._index: int = device.index or 0
+        self._gemms = SkinnyGemms(device, tilings)
+        self._workspace = Workspace(model.config.hidden_size, device)
+        self._vocab_size: int = model.vocab_size
+        self._places = self._places_of(model, device, all_reduce)
+        self._chosen: dict[tuple[int, int], list[Runs] | None] = {}
+
+    def _places_of(
+        self, model: Any, device: torch.device, all_reduce: AllReduce | None
+    ) -> list[Place]:
+        first, *inner, last = self.coverage.blocks
         rotary = getattr(model, "rotary", None)
-        self._cos_sin: Tensor | None = None if rotary is None else rotary.cos_sin
-        epilogue = epilogue_of(model.decoder.layers[0].mlp, config)
-        assert epilogue is not None
-        hidden = config.hidden_size
-        head = self._head_weight()
-        shapes = {
-            "qkv": (first.qkv[0].shape[0], hidden, self._norm, STORE),
-            "projection": (hidden, first.projection[0].shape[1], NO_NORM, ADD),
-            "fc1": (first.fc1[0].shape[0], hidden, self._norm, epilogue),
-            "fc2": (hidden, first.fc2[0].shape[1], NO_NORM, ADD),
-            "head": (head.shape[0], hidden, self._norm, STORE),
-        }
-        fixed = tilings or {}
-        boxes = cuda.has_wgmma(self._index)
-        found = tuned.load(cuda.device_name(self._index))
-        self.products = {
-            name: Product(*shape, fixed.get(name), boxes, found) for name, shape in shapes.items()
-        }
-        self._plans: dict[int, dict[str, Linear] | None] = {}
-        self._attentions = cuda_attention.DecodeAttentions(self._device)
-        self._embeds: dict[int, cuda_attention.Embed] = {}
-        rows = MAX_ROWS
-        self._hidden = self._empty(rows, hidden)
-        # Times the next norm's weight, where that is RMSNorm.
-        self._scaled = self._empty(rows, hidden) if self._norm == RMS_NORM else self._hidden
-        self._qkv = self._empty(rows, first.qkv[0].shape[0])
-        self._attended = self._empty(rows, self._heads * self._head_dim)
-        self._activated = self._empty(rows, first.fc2[0].shape[1])
-        # The finest statistics: 16 elements each.
-        self._statistics = [
-            torch.empty(rows * hidden // 16 * 2, dtype=torch.float32, device=self._device)
-            for _ in range(2)
+        cos_sin = None if rotary is None else rotary.cos_sin
+        attentions = decode_attention.DecodeAttentions(device)
+        places = []
+        for layer, attention, mlp in zip(
+            model.decoder.layers, inner[::2], inner[1::2], strict=True
+        ):
+            if coverage.layer_why_not(layer) is not None:
+                places.append(Place((attention, mlp), LayerModule(layer), None))
+                continue
+            fused_attention, fused_mlp = None, None
+            if attention.reason is None:
+                fused_attention = AttentionBlock(
+                    layer, cos_sin, self._gemms, attentions, all_reduce
+                )
+            if mlp.reason is None:
+                fused_mlp = MlpBlock(layer, model.config, self._gemms, all_reduce)
+            places.append(Place((attention,), AttentionModule(layer), fused_attention))
+            places.append(Place((mlp,), MlpModule(layer), fused_mlp))
+        like = next((p.fused for p in places if isinstance(p.fused, MlpBlock)), None)
+        embedding = EmbeddingBlock(model, device, like) if first.reason is None else None
+        head = HeadBlock(model, self._gemms) if last.reason is None else None
+        return [
+            Place((first,), EmbeddingModule(model), embedding),
+            *places,
+            Place((last,), HeadModule(model), head),
         ]
 
-    def _empty(self, rows: int, columns: int) -> Tensor:
-        return torch.empty(rows, columns, dtype=torch.bfloat16, device=self._device)
+    @property
+    def gemms(self) -> dict[str, Gemm]:
+        """The GEMMs of the fused blocks by name: "qkv", "projection", "fc1", "fc2" and "head", and
+        of layers whose shapes differ from the first one's, such as "fc1 of layer 3"."""
+        return self._gemms.declared
 
-    def _head_weight(self) -> Tensor:
-        model = self._model
-        shared = model.share_embeddings_and_output_weights
-        weight: Tensor = (
-            model.shared_embedding_or_output_weight() if shared else model.output_layer.weight
-        )
-        return weight
+    def defines(self, gemm: Gemm, rows: int, tiling: Tiling) -> dict[str, int]:
+        """Macros of a GEMM's kernel for padded ``rows``, as most layers use it."""
+        norms = [place.fused.norm for place in self._places if place.fused is not None]
+        reader = next((norm.kind for norm in norms if norm is not None), NO_NORM)
+        return defines_of(gemm, rows, reader, tiling)
 
     def compile(self, rows: list[int], context: Any) -> None:
         """Compile what forwards of so many rows need, side by side; later calls find it."""
-        work: list[tuple[str, dict[str, int]]] = []
-        sizes = {padded(r) for r in rows if r <= cuda_attention.MOST_ROWS}
-        for most in sizes:
-            for name, tiling in (self._tilings(most) or {}).items():
-                work.append(("linear", self.defines(self.products[name], most, tiling)))
-        if self._attention_off(context) is None:
-            heads, capacity = self._heads_of(context), _capacity(context)
-            work += [("attention", heads.defines(most, capacity)) for most in sizes]
-        cuda.compile_together(work, cuda.architecture(self._index))
+        work: dict[tuple[str, tuple[tuple[str, int], ...]], Work] = {}
+        for most in {padded(r) for r in rows if r <= decode_attention.MOST_ROWS}:
+            readers = [block.norm for block in self._choose(most, context)[1:]]
+            for place, reader in zip(self._places, [*readers, None], strict=True):
+                for source, macros in place.work(most, context, reader):
+                    work[source, tuple(sorted(macros.items()))] = source, macros
+        cuda.compile_together(list(work.values()), cuda.architecture(self._index))
 
-    def _attention_off(self, context: Any) -> str | None:
-        rotated = 0 if self._cos_sin is None else 2 * self._cos_sin.shape[2]
-        return cuda_attention.unsupported(
-            self._head_dim, self._heads // self._kv_heads, context.block_size_tokens, rotated
-        )
-
-    def defines(self, product: Product, rows: int, tiling: Tiling) -> dict[str, int]:
-        """Macros of a product's kernel for padded ``rows``."""
-        statistics = LAYER_NORM if self._norm == LAYER_NORM else RMS_NORM
-        return defines(
-            product.n, product.k, rows, product.norm, product.epilogue, statistics, tiling
-        )
+    def covered(self, rows: list[int], context: Any) -> DecodeCoverage:
+        """Which blocks are fused in steps of so many rows in such a context. Steps of more rows
+        than :data:`MAX_ROWS` have none, and are left aside where there are others."""
+        sizes = tuple(sorted({padded(r) for r in rows if 0 < r <= MAX_ROWS}))
+        if not sizes:
+            many = f"more than {MAX_ROWS} rows"
+            return DecodeCoverage(tuple(b._replace(reason=many) for b in self.coverage.blocks))
+        blocks: list[Block] = []
+        for place in self._places:
+            found = {}
+            if place.fused is not None:
+                found = {most: why for most in sizes if (why := place.why_not(most, context))}
+            at = () if len(found) == len(sizes) else tuple(found)
+            reason = "; ".join(dict.fromkeys(found.values())) or None
+            blocks += [b if b.reason else b._replace(reason=reason, rows=at) for b in place.blocks]
+        return DecodeCoverage(tuple(blocks))
 
     def off(self, rows: list[int], context: Any) -> str | None:
-        """Why decode steps of some of so many rows will not be taken, :data:`ANY_SHAPE_ROWS` rows
-        and fewer; None if all are."""
-        reason = self._attention_off(context)
-        if reason is not None:
-            return reason
-        for count in rows:
-            for name, product in self.products.items():
-                if count <= ANY_SHAPE_ROWS and product.tiling(padded(count)) is None:
-                    return f"no kernel for {name} ({product.n} x {product.k}) at {count} rows"
-        return None
+        """Why decode steps in such a context have no fused block in any layer; None if one has.
+
+        Steps of more rows than :data:`ANY_SHAPE_ROWS` count as such of so many: whether there are
+        tile configs for more is another question.
+        """
+        return self.covered([min(r, ANY_SHAPE_ROWS) for r in rows], context).off
 
     def takes(self, out: Tensor, context: Any) -> bool:
         """Whether :meth:`forward` may be called."""
         rows = out.shape[0]
         if not 0 < rows <= MAX_ROWS or getattr(context, "batch_invariant", False):
             return False
-        if out.dtype != torch.bfloat16 or out.shape[1] != self.products["head"].n:
+        if out.dtype != torch.bfloat16 or out.shape[1] != self._vocab_size:
             return False
         return (
             context.is_decode_only()
             and context.last_token_index is None
-            and self._attention_off(context) is None
-            and self._plan(rows) is not None
+            and self._plan(padded(rows), context) is not None
         )
 
-    def _plan(self, rows: int) -> dict[str, Linear] | None:
-        most = padded(rows)
-        if most not in self._plans:
-            tilings = self._tilings(most)
-            statistics = LAYER_NORM if self._norm == LAYER_NORM else RMS_NORM
-            self._plans[most] = (
-                None
-                if tilings is None
-                else {
-                    name: Linear(p.n, p.k, most, p.norm, p.epilogue, statistics, t, self._device)
-                    for (name, t), p in zip(tilings.items(), self.products.values(), strict=True)
-                }
-            )
-        return self._plans[most]
+    def _plan(self, most: int, context: Any) -> list[Runs] | None:
+        """The blocks that run for padded rows; None if no layer has a fused one."""
+        key = most, context.block_size_tokens
+        if key not in self._chosen:
+            chosen = self._choose(most, context)
+            inside = any(isinstance(block, AttentionBlock | MlpBlock) for block in chosen)
+            self._chosen[key] = chosen if inside else None
+        return self._chosen[key]
 
-    def _tilings(self, most: int) -> dict[str, Tiling] | None:
-        """How the products are cut for padded rows; None if one of them cannot be built."""
-        tilings = {name: product.tiling(most) for name, product in self.products.items()}
-        found = {name: tiling for name, tiling in tilings.items() if tiling is not None}
-        return found if len(found) == len(tilings) else None
+    def _choose(self, most: int, context: Any) -> list[Runs]:
+        return [
+            place.module if place.fused is None or place.why_not(most, context) else place.fused
+            for place in self._places
+        ]
 
-    def _heads_of(self, context: Any) -> cuda_attention.Heads:
-        return cuda_attention.Heads(
-            self._head_dim,
-            self._heads // self._kv_heads,
-            self._kv_heads,
-            context.block_size_tokens,
-            self._has_head_norms,
-            self._cos_sin is not None,
-        )
-
-    def _embed(self, per_tile: int) -> cuda_attention.Embed:
-        if per_tile not in self._embeds:
-            learned = self._model.position_embedding_type == "learned_absolute"
-            assert self._norm is not None
-            self._embeds[per_tile] = cuda_attention.Embed(
-                self._model.config.hidden_size,
-                per_tile,
-                self._norm,
-                positions=learned,
-                device=self._device,
-            )
-        return self._embeds[per_tile]
-
-    def forward(self, token_ids: Tensor, position_ids: Tensor, context: Any, out: Tensor) -> None:
+    @torch.no_grad()
+    def forward(
+        self,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        context: Any,
+        out: Tensor,
+        hidden_states: Tensor | None = None,
+    ) -> None:
         """Decode one token of each row; :meth:`takes` must have said yes.
 
         Args:
             token_ids, position_ids: int64 ``[R]``.
             context: its metadata must be those of these rows.
             out: bfloat16 ``[R, vocab]``, filled with the logits.
+            hidden_states: bfloat16 ``[R, hidden]``, filled with the hidden states after the final
+                norm; None leaves them out, and costs nothing.
         """
         rows = token_ids.shape[0]
-        plan = self._plan(rows)
+        plan = self._plan(padded(rows), context)
         assert plan is not None
-        model = self._model
-        embedding = model.embedding
-        learned = model.position_embedding_type == "learned_absolute"
-        hidden, scaled, qkv = self._hidden[:rows], self._scaled[:rows], self._qkv[:rows]
-        attended, activated = self._attended[:rows], self._activated[:rows]
-        size = hidden.shape[1]
-        per_layer, per_half = plan["fc2"].statistic_rows, plan["projection"].statistic_rows
-        layer_stats = self._statistics[0][: rows * size // per_layer * 2].view(rows, -1, 2)
-        half_stats = self._statistics[1][: rows * size // per_half * 2].view(rows, -1, 2)
-        attention = self._attentions.get(self._heads_of(context), rows, _capacity(context))
-        final = _norm_of(model.decoder.final_layernorm)
-        input_norms = [layer.input_norm for layer in self._layers] + [final]
-
-        def scaled_by(norm: Norm) -> tuple[Tensor, Tensor] | None:
-            return (norm[0], scaled) if self._norm == RMS_NORM else None
-
-        self._embed(per_layer)(
-            token_ids,
-            position_ids,
-            embedding.word_embeddings.weight,
-            embedding.position_embeddings.weight if learned else None,
-            hidden,
-            layer_stats,
-            scaled_by(input_norms[0]),
+        step = Step(
+            self._workspace.residual(rows), token_ids, position_ids, context, out, hidden_states
         )
-        for layer, next_norm in zip(self._layers, input_norms[1:], strict=True):
-            plan["qkv"](
-                scaled, layer.qkv[0], qkv, bias=layer.qkv[1], norm=layer.input_norm,
-                statistics=layer_stats,
-            )  # fmt: skip
-            keys, values = context.kv_cache[layer.index]
-            attention(
-                qkv, keys, values, context.block_table, context.token_slots, position_ids,
-                context.slot_mapping, attended, scale=layer.scale, cos_sin=self._cos_sin,
-                q_weight=layer.head_norms[0], k_weight=layer.head_norms[1],
-                eps=layer.head_norms[2],
-            )  # fmt: skip
-            plan["projection"](
-                attended, layer.projection[0], hidden, bias=layer.projection[1], residual=hidden,
-                scaled=scaled_by(layer.mlp_norm), statistics_out=half_stats,
-            )  # fmt: skip
-            plan["fc1"](
-                scaled, layer.fc1[0], activated, bias=layer.fc1[1], norm=layer.mlp_norm,
-                statistics=half_stats,
-            )  # fmt: skip
-            plan["fc2"](
-                activated, layer.fc2[0], hidden, bias=layer.fc2[1], residual=hidden,
-                scaled=scaled_by(next_norm), statistics_out=layer_stats,
-            )  # fmt: skip
-        plan["head"](scaled, self._head_weight(), out, norm=final, statistics=layer_stats)
-
-
-def _capacity(context: Any) -> int:
-    """Tokens that a row may have."""
-    capacity: int = context.block_table.shape[1] * context.block_size_tokens
-    return capacity
-
-
-def _layer(layer: Any) -> _Layer:
-    attention, mlp = layer.self_attention, layer.mlp
-    has_norms = norm_kind(attention.q_layernorm) is not None
-    q_norm, k_norm = attention.q_layernorm, attention.k_layernorm
-    return _Layer(
-        index=attention.layer_index,
-        input_norm=_norm_of(layer.input_layernorm),
-        qkv=_linear_of(attention.linear_qkv),
-        head_norms=(q_norm.weight, k_norm.weight, q_norm.eps) if has_norms else (None, None, 0.0),
-        scale=attention.softmax_scale,
-        projection=_linear_of(attention.linear_proj),
-        mlp_norm=_norm_of(layer.pre_mlp_layernorm),
-        fc1=_linear_of(mlp.linear_fc1),
-        fc2=_linear_of(mlp.linear_fc2),
-    )
-
-
-def _norm_of(norm: Any) -> Norm:
-    return norm.weight, getattr(norm, "bias", None), norm.eps
-
-
-def _linear_of(linear: Any) -> tuple[Tensor, Tensor | None]:
-    return linear.weight, linear.bias
+        statistics = None
+        for place, block in enumerate(plan):
+            reader = plan[place + 1].norm if place + 1 < len(plan) else None
+            statistics = block(step, statistics, reader)

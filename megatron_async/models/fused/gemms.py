@@ -1,0 +1,143 @@
+"""The skinny GEMMs of a model's fused blocks: their shapes, how they are tiled, their kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from megatron_async.kernels import compile as cuda
+from megatron_async.kernels.gemm import tuned
+from megatron_async.kernels.gemm.measured_tilings import choose
+from megatron_async.kernels.gemm.skinny_gemm import Linear, defines
+from megatron_async.kernels.gemm.tilings import (
+    ADD,
+    ANY_SHAPE_ROWS,
+    LAYER_NORM,
+    NO_NORM,
+    RMS_NORM,
+    Tiling,
+)
+from megatron_async.kernels.gemm.tuned import Case
+
+Work = tuple[str, dict[str, int]]
+"""A kernel's source, and its macros."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """A skinny GEMM of the model.
+
+    Args:
+        n, k: shape of the weight.
+        norm: of the input, as the kernel reads it.
+        epilogue: see ``kernels/gemm/tilings.py``.
+        fixed: the tile config at all numbers of rows; None chooses.
+        boxes: whether TMA tiles are to be had.
+        found: what was found to be best on this machine.
+    """
+
+    n: int
+    k: int
+    norm: int
+    epilogue: int
+    fixed: Tiling | None = None
+    boxes: bool = True
+    found: Mapping[Case, Tiling] = field(default_factory=dict, hash=False, compare=False)
+
+    def case(self, rows: int) -> Case:
+        """It for padded ``rows``."""
+        return Case(rows, self.n, self.k, self.norm, self.epilogue)
+
+    def tiling(self, rows: int) -> Tiling | None:
+        """Its tile config for padded ``rows``; None if there is none."""
+        if self.fixed is not None:
+            return self.fixed
+        found = self.found.get(self.case(rows))
+        if found is not None and found.box <= self.boxes:
+            return found
+        return choose(self.n, self.k, rows, self.norm, self.epilogue, boxes=self.boxes)
+
+
+class SkinnyGemms:
+    """The skinny GEMMs of one model on one GPU. Blocks of the same shape share their kernels.
+
+    Args:
+        tilings: tile configs by name ("qkv", "projection", "fc1", "fc2", "head"), at all numbers of
+            rows, in place of the measured ones.
+    """
+
+    def __init__(self, device: torch.device, tilings: Mapping[str, Tiling] | None = None) -> None:
+        self._device = device
+        index = device.index or 0
+        self._fixed = tilings or {}
+        self._boxes = cuda.has_wgmma(index)
+        self._found = tuned.load(cuda.device_name(index))
+        self._names: dict[tuple[str, Gemm], str] = {}
+        self._kernels: dict[tuple[Gemm, int, int], Linear] = {}
+
+    def declare(
+        self, name: str, weight: torch.Tensor, norm: int, epilogue: int, layer: int | None = None
+    ) -> Gemm:
+        """The GEMM with ``weight`` ``[n, k]``, by which role it has in which layer."""
+        n, k = weight.shape
+        gemm = Gemm(n, k, norm, epilogue, self._fixed.get(name), self._boxes, self._found)
+        if (name, gemm) not in self._names:
+            taken = name in self._names.values()
+            self._names[name, gemm] = f"{name} of layer {layer}" if taken else name
+        return gemm
+
+    @property
+    def declared(self) -> dict[str, Gemm]:
+        """All by name: of each role the first shape has the role's name."""
+        return {name: gemm for (_, gemm), name in self._names.items()}
+
+    def get(self, gemm: Gemm, rows: int, reader: int = NO_NORM) -> Linear:
+        """Its kernel for padded ``rows``; :func:`missing` must not name it.
+
+        Args:
+            reader: the norm that reads the statistics which epilogue ``ADD`` writes;
+                :data:`NO_NORM` if nobody does.
+        """
+        key = gemm, rows, statistics_for(gemm, reader)
+        if key not in self._kernels:
+            tiling = gemm.tiling(rows)
+            assert tiling is not None
+            self._kernels[key] = Linear(
+                gemm.n, gemm.k, rows, gemm.norm, gemm.epilogue, key[2], tiling, self._device
+            )
+        return self._kernels[key]
+
+    def work(self, gemm: Gemm, rows: int, reader: int = NO_NORM) -> Work:
+        """What :meth:`get` compiles."""
+        tiling = gemm.tiling(rows)
+        assert tiling is not None
+        return "linear", defines_of(gemm, rows, reader, tiling)
+
+
+def missing(gemms: Mapping[str, Gemm], rows: int) -> str | None:
+    """Why not all of them have a kernel for padded ``rows``; None if they do."""
+    for name, gemm in gemms.items():
+        if gemm.tiling(rows) is None:
+            reason = f"no tile config for {name} ({gemm.n} x {gemm.k})"
+            if rows > ANY_SHAPE_ROWS:
+                reason += " was measured, see 'megatron-async tune'"
+            return reason
+    return None
+
+
+def statistics_for(gemm: Gemm, reader: int) -> int:
+    """The statistics that a kernel is compiled for.
+
+    Only epilogue ``ADD`` writes any; elsewhere they follow the norm of the input, so that there is
+    one build. Where nobody reads them they are LayerNorm's, which come without a scaled copy.
+    """
+    norm = reader if gemm.epilogue == ADD else gemm.norm
+    return RMS_NORM if norm == RMS_NORM else LAYER_NORM
+
+
+def defines_of(gemm: Gemm, rows: int, reader: int, tiling: Tiling) -> dict[str, int]:
+    """Macros of its kernel for padded ``rows`` with a tile config."""
+    statistics = statistics_for(gemm, reader)
+    return defines(gemm.n, gemm.k, rows, gemm.norm, gemm.epilogue, statistics, tiling)

@@ -1,0 +1,58 @@
+"""The head in one kernel: the final norm inside the output layer's GEMM."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from megatron_async.kernels.gemm.tilings import STORE, padded
+from megatron_async.models.fused.gemms import SkinnyGemms, Work, missing
+from megatron_async.models.fused.parts import norm_of
+from megatron_async.models.fused.residual import Norm, Step
+
+
+class HeadBlock:
+    """Final norm and output layer.
+
+    The normed hidden states exist nowhere in it; a step that wants them has the model's own norm
+    applied to the residual stream besides.
+
+    Args:
+        model: one that ``coverage.head_why_not`` has nothing against.
+    """
+
+    def __init__(self, model: Any, gemms: SkinnyGemms) -> None:
+        self._model, self._kernels = model, gemms
+        self.norm: Norm = norm_of(model.decoder.final_layernorm)
+        self._gemm = gemms.declare("head", self._weight, self.norm.kind, STORE)
+
+    @property
+    def _weight(self) -> Tensor:
+        model = self._model
+        weight: Tensor = (
+            model.shared_embedding_or_output_weight()
+            if model.share_embeddings_and_output_weights
+            else model.output_layer.weight
+        )
+        return weight
+
+    def why_not(self, rows: int, context: Any) -> str | None:
+        """Why it does not run for padded ``rows``; None if it does."""
+        return missing({"head": self._gemm}, rows)
+
+    def __call__(self, step: Step, given: Tensor | None, reader: Norm | None) -> None:
+        """Fill the step's logits, and its hidden states if it wants them."""
+        residual = step.residual
+        self._kernels.get(self._gemm, padded(residual.hidden.shape[0]))(
+            residual.input_of(self.norm), self._weight, step.logits, norm=self.norm.parameters,
+            statistics=given,
+        )  # fmt: skip
+        if step.hidden_states is not None:
+            step.hidden_states.copy_(self._model.decoder.final_layernorm(residual.hidden))
+
+    def work(self, rows: int, context: Any, reader: Norm | None) -> Iterator[Work]:
+        """What is compiled for padded ``rows``."""
+        if self.why_not(rows, context) is None:
+            yield self._kernels.work(self._gemm, rows)

@@ -1,0 +1,57 @@
+"""As what the fused kernels take norms and activations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.nn.functional as F
+
+from megatron_async.kernels.gemm.tilings import (
+    GELU,
+    GELU_TANH,
+    LAYER_NORM,
+    RMS_NORM,
+    SILU_GATE,
+)
+from megatron_async.models import activation
+from megatron_async.models.fused.residual import Norm
+
+_NORMS = {"RMSNorm": RMS_NORM, "LayerNorm": LAYER_NORM, "FusedLayerNorm": LAYER_NORM}
+_NORM_HOMES = ("megatron_async", "torch", "transformer_engine", "megatron")
+
+
+def norm_of(norm: Any) -> Norm:
+    """A norm as the GEMM that computes it takes it; :func:`norm_kind` must know it."""
+    kind = norm_kind(norm)
+    assert kind is not None
+    return Norm(kind, norm.weight, getattr(norm, "bias", None), norm.eps)
+
+
+def norm_kind(norm: Any) -> int | None:
+    """``RMS_NORM`` or ``LAYER_NORM`` for a norm that multiplies by its weight; else None."""
+    home = type(norm).__module__.partition(".")[0]
+    if home not in _NORM_HOMES or getattr(norm, "zero_centered_gamma", False):
+        return None
+    if getattr(norm, "weight", None) is None or getattr(norm, "eps", None) is None:
+        return None
+    return _NORMS.get(type(norm).__name__)
+
+
+def epilogue_of(mlp: Any, config: Any) -> int | None:
+    """Which epilogue of the first GEMM is the MLP's activation; None if none is."""
+    own: dict[Any, int] = {
+        activation.SwiGLU: SILU_GATE,
+        activation.GELU: GELU,
+        activation.GELUTanh: GELU_TANH,
+    }
+    function = getattr(mlp, "activation_func", None)
+    if type(function) in own:
+        return own[type(function)]
+    if getattr(config, "use_te_activation_func", False):
+        return None
+    if config.gated_linear_unit:
+        return SILU_GATE if function is F.silu else None
+    if function is not F.gelu:
+        return None
+    # megatron fuses the bias with the tanh approximation.
+    return GELU_TANH if config.bias_activation_fusion else GELU

@@ -1,0 +1,74 @@
+"""The row-parallel GEMM at the end of a block, and what makes its output the residual stream.
+
+One rank: the GEMM's epilogue adds bias and residual and emits the statistics. Several ranks, each
+with a share of K: the GEMM stores the partial sums of its rank, these are added up over the ranks,
+and one kernel adds bias and residual and computes the statistics.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from megatron_async.kernels.gemm.tilings import ADD, NO_NORM, STORE, padded
+from megatron_async.models.fused.gemms import SkinnyGemms, Work
+from megatron_async.models.fused.residual import AllReduce, Norm, Residual
+
+
+class RowParallel:
+    """``hidden += x W^T + bias`` over all ranks, and the statistics of the sum.
+
+    Args:
+        name, layer: the GEMM's role, and whose it is.
+        linear: has the weight ``[hidden size, k]`` of this rank, and the bias of all.
+        where: :data:`~.residual.LAYER` or :data:`~.residual.HALF`, where in a layer it stands.
+        all_reduce: None for one rank.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        linear: Any,
+        gemms: SkinnyGemms,
+        where: int,
+        all_reduce: AllReduce | None,
+        layer: int,
+    ) -> None:
+        self._linear, self._kernels, self._where = linear, gemms, where
+        self._all_reduce = all_reduce
+        epilogue = ADD if all_reduce is None else STORE
+        self.gemm = gemms.declare(name, linear.weight, NO_NORM, epilogue, layer)
+
+    def __call__(self, x: Tensor, residual: Residual, reader: Norm | None) -> Tensor | None:
+        """``x`` is bfloat16 ``[R, k]``; returns the statistics for the reader."""
+        rows, hidden = x.shape[0], residual.hidden
+        kernel = self._kernels.get(self.gemm, padded(rows), _kind(reader))
+        weight, bias = self._linear.weight, self._linear.bias
+        if self._all_reduce is None:
+            statistics = residual.statistics(self._where, kernel.statistic_rows)
+            kernel(
+                x, weight, hidden, bias=bias, residual=hidden, scaled=residual.scaled_for(reader),
+                statistics_out=statistics,
+            )  # fmt: skip
+            return statistics if reader is not None else None
+        partial = residual.workspace.buffer("partial", hidden.shape[1])[:rows]
+        kernel(x, weight, partial)
+        self._all_reduce(partial)
+        return residual.add(partial, bias, reader, self._where)
+
+    def statistic_rows(self, rows: int) -> int | None:
+        """Elements that one partial statistic of a step of so many rows covers, if the epilogue
+        emits any."""
+        tiling = self.gemm.tiling(padded(rows))
+        if self.gemm.epilogue != ADD or tiling is None:
+            return None
+        return tiling.statistic_rows(padded(rows))
+
+    def work(self, rows: int, reader: Norm | None) -> Work:
+        """What is compiled for padded ``rows``."""
+        return self._kernels.work(self.gemm, rows, _kind(reader))
+
+
+def _kind(reader: Norm | None) -> int:
+    return NO_NORM if reader is None else reader.kind

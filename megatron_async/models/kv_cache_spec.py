@@ -1,0 +1,80 @@
+"""What a model's attention layers need of the KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
+from megatron_async.errors import ConfigError
+
+from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KVCacheSpec:
+    """What one token needs in the KV cache of this rank.
+
+    ``num_layers`` counts the multi-token prediction layers too, after the decoder's;
+    ``num_kv_heads`` is this tensor-parallel rank's share.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+
+def kv_cache_spec(model: Any) -> KVCacheSpec:
+    """The cache that all attention layers of ``model`` share, those of multi-token prediction too.
+
+    A layer's attention says which layer of the cache is its own (``layer_index``, or its layer's
+    number).
+
+    Raises:
+        ConfigError: there is no attention layer, or two of them differ in what they cache.
+    """
+    shapes: dict[tuple[int, int], str] = {}
+    num_layers = 0
+    for name, index, attention in _attention_layers(model):
+        kv_heads: int = attention.num_query_groups_per_partition
+        head_dim: int = attention.hidden_size_per_attention_head
+        shapes.setdefault((kv_heads, head_dim), name)
+        num_layers = max(num_layers, index + 1)
+    if not shapes:
+        raise ConfigError("the model has no attention layer; serve one that has")
+    if len(shapes) > 1:
+        found = ", ".join(
+            f"{name} has {kv_heads} KV heads of {head_dim} elements"
+            for (kv_heads, head_dim), name in shapes.items()
+        )
+        raise ConfigError(
+            f"the model's attention layers differ in what they cache: {found}; one KV cache serves "
+            "layers that are alike in this"
+        )
+    ((num_kv_heads, head_dim),) = shapes
+    return KVCacheSpec(
+        num_layers=num_layers,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=next(model.parameters()).dtype,
+    )
+
+
+def _attention_layers(model: Any) -> Iterator[tuple[str, int, Any]]:
+    """Of each layer that attends its name, its layer of the cache, and its attention."""
+    decoder = list(model.decoder.layers)
+    predicting = (
+        [layer.transformer_layer for layer in model.mtp.layers] if model.mtp_process else []
+    )
+    for place, layer in enumerate([*decoder, *predicting]):
+        attention = getattr(layer, "self_attention", None)
+        if attention is None or isinstance(attention, IdentityOp):
+            continue
+        name = f"layer {place + 1}"
+        if place >= len(decoder):
+            name = f"MTP layer {place - len(decoder) + 1}"
+        yield name, getattr(attention, "layer_index", place), attention
