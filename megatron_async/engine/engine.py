@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
-import concurrent.futures
-import threading
-import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +17,8 @@ from megatron_async.engine.commands import (
     PauseRequest,
     ResumeRequest,
 )
-from megatron_async.engine.engine_thread import EngineThread, StreamTable, TokenStream
+from megatron_async.engine.driver import Driver, prompts_with_params
+from megatron_async.engine.engine_thread import StreamTable
 from megatron_async.engine.loop import DecodeLoop
 from megatron_async.engine.metrics import EngineCounters
 from megatron_async.engine.output_processor import OutputProcessor, TokenOutput
@@ -33,8 +30,6 @@ from megatron_async.engine.weight_update import replace_weights, shared_weights
 from megatron_async.errors import (
     ConfigError,
     EngineStoppedError,
-    EngineThreadError,
-    ReentrantCallError,
     RequestError,
 )
 from megatron_async.request import DynamicInferenceRequest, RequestFuture
@@ -43,10 +38,6 @@ from megatron_async.runner.controller import TextGenerationController
 from megatron_async.runner.model_runner import Progress
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.scheduler.scheduler import Scheduler
-
-STANDSTILL_SECONDS = 0.05
-"""How long ``generate`` waits before it looks again, when all requests are paused or somebody else
-steps."""
 
 
 class DynamicInferenceEngine:
@@ -140,9 +131,15 @@ class DynamicInferenceEngine:
             debug=config.debug,
         )
         self.requests = RequestQueue(self.loop.commands, self.outputs, validator, self.lock)
-        self._thread: EngineThread | None = None
-        self._thread_lock = threading.RLock()
-        self._stops_with_streams = False
+        self._driver = Driver(
+            self.loop,
+            self.lock,
+            self.runner,
+            self.scheduler,
+            self.outputs,
+            self.requests,
+            self.streams,
+        )
         if self._run_file is not None:
             self.record(Recorder(self._run_file.write))
         self._weights = shared_weights(controller.weights_owner)
@@ -294,53 +291,13 @@ class DynamicInferenceEngine:
             EngineThreadError: the engine's own thread steps it.
             ReentrantCallError: called in the midst of a step, by a signal's handler.
         """
-        if self._thread is not None:
-            raise EngineThreadError(
-                "the engine's own thread runs its steps; wait for futures or streams, or stop() it"
-            )
-        started = time.perf_counter_ns()
-        self._step()
-        outputs, finished = self.outputs.take()
-        return {
-            "active_request_ids": list(self.outputs.keys),
-            "finished_request_records": finished,
-            "tokens": outputs,
-            "steps": self.loop.take_reports(),
-            "step_time": (time.perf_counter_ns() - started) * 1e-9,
-            "cuda_graph_request_count": self.runner.last_graph_rows,
-        }
+        return self._driver.step_modern()
 
     async def async_step(self) -> dict[str, Any]:
         """:meth:`step_modern` that lets other coroutines run afterwards."""
         result = self.step_modern()
         await asyncio.sleep(0)
         return result
-
-    def _step(self, *, deliver: bool = False) -> None:
-        """One step. ``deliver``: its outputs go to the streams."""
-        try:
-            with self.lock.mutex, self.lock:
-                started = time.perf_counter_ns()
-                self.loop.step()
-                counters = self.loop.counters
-                counters.wait_ns = self.runner.wait_ns
-                counters.step_ns += time.perf_counter_ns() - started
-                if self.outputs.finished:
-                    self._finished()
-                if deliver:
-                    self._deliver()
-        finally:
-            if self.outputs.ended:
-                self.outputs.resolve_futures()
-
-    def _finished(self) -> None:
-        """Requests have ended in this step."""
-        if not self.loop.has_work:
-            self.scheduler.check_idle()
-
-    def _deliver(self) -> None:
-        self.streams.deliver(self.outputs.take()[0])
-        self.loop.take_reports()
 
     def generate(
         self,
@@ -358,81 +315,28 @@ class DynamicInferenceEngine:
             RequestError: the prompts are no list, or one of them cannot be served; then none is
                 started.
         """
-        each = _prompts_with_params(prompts, sampling_params)
-        self._check_outside()
-        added: list[tuple[int, RequestFuture]] = []
-        try:
-            for prompt, params in each:
-                added.append(self.requests.add(None, prompt, params))
-            for _, future in added:
-                self._wait_for(future)
-        except BaseException:
-            for key, _ in added:
-                self.requests.abort(key)
-            raise
-        while self._thread is None and self.loop.in_flight_count and not self._has_unfinished():
-            self._step()
-        if self._thread is None:
-            self.outputs.take()
-            self.loop.take_reports()
-        return [future.result() for _, future in added]
-
-    def _has_unfinished(self) -> bool:
-        return self.scheduler.has_unfinished or bool(self.loop.commands.waiting)
-
-    def _wait_for(self, future: RequestFuture) -> None:
-        """Until it is done: by steps of this thread, unless the engine has one of its own."""
-        while not future.done():
-            if self._thread is not None:
-                concurrent.futures.wait([future], timeout=STANDSTILL_SECONDS)
-                continue
-            self._step()
-            self.outputs.take()
-            self.loop.take_reports()
-            if self.loop.is_idle() and not future.done():
-                self.loop.commands.wait(STANDSTILL_SECONDS)
+        each = prompts_with_params(prompts, sampling_params)
+        return self._driver.generate(each)
 
     # --- steps by a thread of its own ---------------------------------------------------------
 
     def start(self) -> None:
         """Give the steps to a thread of the engine's own, which sleeps when there is nothing to do.
         Until :meth:`stop` nobody else may step the engine."""
-        with self._thread_lock:
-            self.lock.check()
-            self._stops_with_streams = False
-            self._start()
+        self._driver.start()
 
     def stop(self) -> None:
         """End the thread of :meth:`start` after the step that runs now. Requests are kept, and
         steps are the callers' again."""
-        with self._thread_lock:
-            thread, self._thread = self._thread, None
-        if thread is not None:
-            atexit.unregister(thread.stop)
-            thread.stop()
+        self._driver.stop()
 
-    def _start(self) -> None:
-        if self._thread is None:
-            commands = self.loop.commands
-            self._thread = EngineThread(
-                self._step_for_waiters, self.loop.is_idle, commands.wait, commands.wake
-            )
-            # A daemon thread must not live on while the interpreter ends.
-            atexit.register(self._thread.stop)
-            self._thread.start()
-
-    def _step_for_waiters(self) -> None:
-        with self.lock.gate:  # other threads get their turn between two steps
-            pass
-        self._step(deliver=True)
-
-    async def stream(
+    def stream(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
         request_id: int | None = None,
-    ) -> AsyncIterator[TokenOutput]:
+    ) -> AsyncGenerator[TokenOutput, None]:
         """Decode one prompt and yield its tokens as they are committed.
 
         The engine's own thread runs the steps: :meth:`start`'s, else one that lives as long as
@@ -442,62 +346,9 @@ class DynamicInferenceEngine:
         Raises:
             RequestError: the request cannot be served.
         """
-        opened: list[TokenStream] = []
-
-        def open_stream(key: int, number: int) -> None:
-            opened.append(TokenStream(number))
-            self.streams.add(key, opened[0])
-
-        key, _ = self.requests.add(request_id, prompt, sampling_params, opened=open_stream)
-        try:
-            with self._thread_lock:
-                if self._thread is None:
-                    self._stops_with_streams = True
-                    self._start()
-            while True:
-                output = await opened[0].next()
-                yield output
-                if output.finish_reason is not None:
-                    return
-        finally:
-            self.streams.remove(key)
-            self.requests.abort(key)
-            with self._thread_lock:
-                if self._stops_with_streams and not len(self.streams):
-                    self._end_thread_of_streams()
-
-    def _end_thread_of_streams(self) -> None:
-        """Without a wait for its step: the event loop must not stand still."""
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            atexit.unregister(thread.stop)
-            thread.stop(wait=False)
+        return self._driver.stream(prompt, sampling_params, request_id)
 
     # --- whole engine -------------------------------------------------------------------------
-
-    def _exclusively(self, action: Callable[[], None]) -> None:
-        """Change the engine between two steps, with what is in flight taken by ``action``."""
-        try:
-            with self.lock.gate, self.lock.mutex, self.lock:
-                action()
-                if self.outputs.finished:
-                    self._finished()
-                if self._thread is not None:
-                    self._deliver()
-        finally:
-            self.outputs.resolve_futures()
-            self.loop.commands.wake()
-
-    def _check_outside(self) -> None:
-        """Raises :class:`ReentrantCallError` in the midst of a step of the same thread, and in a
-        callback of the engine's own."""
-        with self.lock.mutex:
-            self.lock.check_outside()
-        thread = self._thread
-        if thread is not None and thread.is_current:
-            raise ReentrantCallError(
-                "a callback of the engine's own thread cannot wait for steps of that thread"
-            )
 
     @property
     def suspended(self) -> bool:
@@ -506,15 +357,15 @@ class DynamicInferenceEngine:
 
     def suspend(self) -> None:
         """Take what is in flight and launch nothing until :meth:`resume`. Requests are kept."""
-        self._exclusively(self.loop.suspend)
+        self._driver.exclusively(self.loop.suspend)
 
     def resume(self) -> None:
         """Go on after :meth:`suspend`."""
-        self._exclusively(self.loop.resume)
+        self._driver.exclusively(self.loop.resume)
 
     def reset(self) -> None:
         """Abort every request, take what is in flight, and start the counters anew."""
-        self._exclusively(self.loop.reset)
+        self._driver.exclusively(self.loop.reset)
 
     @property
     def weight_version(self) -> int:
@@ -543,7 +394,7 @@ class DynamicInferenceEngine:
         Raises:
             CheckpointError: the weights do not fit; the old ones stay.
         """
-        self._check_outside()
+        self._driver.check_outside()
         self.lock.check()
         replace_weights(self, self._weights, source, recompute_kv_cache=recompute_kv_cache)
         return self.outputs.weight_version
@@ -595,8 +446,7 @@ class DynamicInferenceEngine:
     def close(self) -> None:
         """End the engine's and the device's threads and free its memory; requests that have not
         ended fail, and the engine cannot be used afterwards."""
-        with self.lock.mutex:
-            self.lock.check_outside()
+        self._driver.check_outside()
         self.stop()
         with self.lock.gate, self.lock.mutex:
             self.lock.stop(EngineStoppedError("the engine is closed; build a new one"))
@@ -612,24 +462,3 @@ class DynamicInferenceEngine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-def _prompts_with_params(
-    prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
-) -> list[tuple[Prompt, SamplingParams | None]]:
-    """Each prompt with its sampling parameters; raises :class:`RequestError`."""
-    if isinstance(prompts, str):
-        prompts = [prompts]
-    if isinstance(prompts, (Mapping, Set)) or not isinstance(prompts, Iterable):
-        raise RequestError(
-            f"prompts is a {type(prompts).__name__}; give a list of prompts, each a text or a "
-            "list of token ids"
-        )
-    listed = list(prompts)
-    each = list(params) if isinstance(params, Sequence) else [params] * len(listed)
-    if len(each) != len(listed):
-        raise RequestError(
-            f"{len(listed)} prompts and {len(each)} sampling_params; give one for all, or one for "
-            "each"
-        )
-    return list(zip(listed, each, strict=True))

@@ -80,7 +80,6 @@ class DecodeLoop:
         self._logging_interval = logging_interval
         self._debug = debug
         self._in_flight: deque[Ticket] = deque()
-        self._reports: list[StepReport] = []
         self._updated: list[tuple[int, SamplingParams]] = []
         """New sampling parameters whose control has not been launched."""
         self._found_no_plan = False
@@ -165,7 +164,6 @@ class DecodeLoop:
         committed = sum(map(len, commit.tokens))
         report = StepReport(ticket.number, depth, depth > 0, reason, committed, discarded)
         self.counters.committed(report, committed + discarded - len(commit.keys))
-        self._reports.append(report)
         self._output(commit, report)
         self._publish_events()
         for on_commit in self._observers.on_commit:
@@ -275,7 +273,6 @@ class DecodeLoop:
         self._outputs.take()
         self._scheduler.check_idle()
         self._scheduler.table.forget_prefixes()
-        self._reports.clear()
         self.counters = EngineCounters()
         self._logged_at = 0
         self._runner.wait_ns = 0
@@ -307,11 +304,6 @@ class DecodeLoop:
         if self._in_flight or self.commands.waiting:
             return False
         return self.suspended or self._found_no_plan or not self._scheduler.has_unfinished
-
-    def take_reports(self) -> list[StepReport]:
-        """How the steps since the last call were committed, in order."""
-        reports, self._reports = self._reports, []
-        return reports
 
     def observe(self, observer: Any) -> None:
         """Tell ``observer`` of the host's work from the next step on."""

@@ -70,6 +70,14 @@ _new_output: Callable[[tuple[int, int | None, str | None, FinishReason | None]],
 _new_output = functools.partial(tuple.__new__, TokenOutput)
 
 
+class Taken(NamedTuple):
+    """What steps have brought."""
+
+    outputs: list[TokenOutput]
+    finished: list[DynamicInferenceRequest]
+    reports: list[StepReport]
+
+
 class Entry:
     """A live request: its record, its future and its text so far."""
 
@@ -102,7 +110,8 @@ class OutputProcessor:
 
     Attributes:
         weight_version: of the tokens committed from now on.
-        outputs, finished: what was committed and which requests ended since :meth:`take`.
+        outputs, finished, reports: what was committed, which requests ended and how the steps were
+            committed since :meth:`take`.
         on_finish: told of each request that ends.
         ended: futures to resolve.
         keys: scheduler keys of the requests that have not ended, by request id.
@@ -112,6 +121,7 @@ class OutputProcessor:
         self.weight_version = 0
         self.outputs: list[TokenOutput] = []
         self.finished: list[DynamicInferenceRequest] = []
+        self.reports: list[StepReport] = []
         self.on_finish: Callable[[DynamicInferenceRequest], None] | None = None
         self._tokenizer = tokenizer
         self._track_pauses = track_pauses
@@ -188,6 +198,7 @@ class OutputProcessor:
     def commit(self, commit: Commit, report: StepReport) -> None:
         """Apply a commit in the order of its rows."""
         now = time.perf_counter()
+        self.reports.append(report)
         entries, version, outputs = self._entries, self.weight_version, self.outputs
         keys, rows, reasons, discarded = commit
         for key, tokens in zip(keys, rows, strict=True):
@@ -223,11 +234,11 @@ class OutputProcessor:
         """End a request without a token."""
         self._end_without_token(self._entries[key], FinishReason.ABORT)
 
-    def take(self) -> tuple[list[TokenOutput], list[DynamicInferenceRequest]]:
-        """Outputs and ended requests since the last call, in order."""
-        outputs, self.outputs = self.outputs, []
-        finished, self.finished = self.finished, []
-        return outputs, finished
+    def take(self) -> Taken:
+        """Outputs, ended requests and step reports since the last call, in order."""
+        taken = Taken(self.outputs, self.finished, self.reports)
+        self.outputs, self.finished, self.reports = [], [], []
+        return taken
 
     def _start_window(self, entry: Entry, tokens: tuple[int, ...]) -> None:
         """All but the last of several tokens of one row, which come at once; or no token."""

@@ -8,7 +8,6 @@ import logging
 import torch
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
-from megatron_async.cache.block_allocator import NULL_BLOCK
 from megatron_async.config import (
     MAX_COUNT,
     MAX_DRAFTS,
@@ -20,6 +19,11 @@ from megatron_async.device.memory import GIB, must_fit
 from megatron_async.errors import ConfigError
 from megatron_async.kernels.attention import paged_attention
 from megatron_async.kernels.attention.decode_attention import DecodeAttentions, Heads, heads_of
+from megatron_async.runner.attention_metadata import (
+    AttentionMetadata,
+    metadata_of_tokens,
+    no_tokens,
+)
 from megatron_async.runner.slot_state import SlotState
 from megatron_async.sampling_params import MAX_STOP_TOKEN_IDS
 
@@ -176,15 +180,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         if self.device.type == "cuda" and kv_channels > paged_attention.KERNEL_HEAD_DIM:
             _warn_of_slow_attention(kv_channels)
 
-        # Metadata of the forward that runs now; set by `begin_forward` in stream order.
-        self.position_ids = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self.token_slots = self.position_ids
-        self.slot_mapping = self.position_ids
-        self._decode_rows = 0
-        self._decode_lengths = self.position_ids
-        self._decode_lengths_host: list[int] | None = None
-        self._chunks: torch.Tensor | None = None
-        self.last_token_index: torch.Tensor | None = None
+        self._metadata = no_tokens(self.device)
         self._decode_attentions = DecodeAttentions(self.device)
 
     def reset(self) -> None:
@@ -197,6 +193,10 @@ class DynamicInferenceContext(BaseInferenceContext):
 
     # --- one forward --------------------------------------------------------------------------
 
+    def begin(self, metadata: AttentionMetadata) -> None:
+        """The forward that follows is over these tokens; in stream order."""
+        self._metadata = metadata
+
     def begin_forward(
         self,
         token_slots: torch.Tensor,
@@ -207,81 +207,40 @@ class DynamicInferenceContext(BaseInferenceContext):
         last_token_index: torch.Tensor | None = None,
         read_lengths: bool = False,
     ) -> None:
-        """Set the metadata of a forward over T tokens; runs on the device's stream.
-
-        Args:
-            token_slots: [T] int64 slot of each token; padding has the null slot.
-            positions: [T] int64 position of each token in its sequence.
-            decode_rows: the first so many tokens are one row each.
-            chunks: [N, 4] int32, the prefill chunks that follow: slot, first token, number of
-                tokens, first position; entries without tokens come last and begin at token T.
-                None means that there are none, and that each token is of another request.
-            last_token_index: [R] int64 token whose logits row r wants; None means token r.
-            read_lengths: the device may be read by the caller, so lengths may steer shapes.
-        """
-        token_slots = token_slots.contiguous()
-        block_size = self.block_size_tokens
-        blocks = self.block_table[token_slots, positions // block_size]
-        # A dead row writes to the null block, so its overshoot harms nothing at any depth.
-        blocks = torch.where(self.finished[token_slots], NULL_BLOCK, blocks)
-        self.slot_mapping = blocks * block_size + positions % block_size
-        self.token_slots = token_slots
-        self.position_ids = positions
-        self._decode_rows = decode_rows
-        self._decode_lengths = positions[:decode_rows] + 1
-        self._decode_lengths_host = self._decode_lengths.tolist() if read_lengths else None
-        self._chunks = chunks
-        self.last_token_index = last_token_index
-
-    def begin_decode(
-        self,
-        slots: torch.Tensor,
-        positions: torch.Tensor,
-        slot_mapping: torch.Tensor,
-        lengths: torch.Tensor,
-    ) -> None:
-        """:meth:`begin_forward` of one token a row from metadata made before, each [R] int64:
-        ``slot_mapping`` is block * block size + offset, ``lengths`` are positions + 1."""
-        self.slot_mapping = slot_mapping
-        self.token_slots = slots
-        self.position_ids = positions
-        self._decode_rows = slots.shape[0]
-        self._decode_lengths = lengths
-        self._decode_lengths_host = None
-        self._chunks = None
-        self.last_token_index = None
-
-    def begin_mixed(
-        self,
-        token_slots: torch.Tensor,
-        positions: torch.Tensor,
-        *,
-        decodes: torch.Tensor,
-        chunks: torch.Tensor,
-        last_token_index: torch.Tensor,
-        read_lengths: bool,
-    ) -> None:
-        """:meth:`begin_forward` of decode rows, chunks and padding, with the counts on the device.
-
-        Args:
-            decodes: [T] bool, true for the tokens of decode rows, which come first, and padding.
-            last_token_index: [R] int64; no more than R tokens are decode rows.
-        """
-        if read_lengths:
-            rows = int((decodes & (token_slots != self.null_slot)).sum())
-        else:
-            rows = min(last_token_index.shape[0], token_slots.shape[0])
-        self.begin_forward(
-            token_slots,
-            positions,
-            decode_rows=rows,
-            chunks=chunks,
-            last_token_index=last_token_index,
-            read_lengths=read_lengths,
+        """:meth:`begin` of T tokens: see
+        :func:`~megatron_async.runner.attention_metadata.metadata_of_tokens`."""
+        self.begin(
+            metadata_of_tokens(
+                self.slots,
+                self.block_size_tokens,
+                token_slots,
+                positions,
+                decode_rows=decode_rows,
+                chunks=chunks,
+                last_token_index=last_token_index,
+                read_lengths=read_lengths,
+            )
         )
-        # Behind the decode rows may come tokens of chunks: as a row each attends to one position,
-        # and the attention of its chunk overwrites what comes out.
-        self._decode_lengths = torch.where(decodes[:rows], self._decode_lengths, 1)
+
+    @property
+    def position_ids(self) -> torch.Tensor:
+        """Position of each token of the forward that runs now, int64 [T]."""
+        return self._metadata.position_ids
+
+    @property
+    def token_slots(self) -> torch.Tensor:
+        """Slot of each token, int64 [T]."""
+        return self._metadata.token_slots
+
+    @property
+    def slot_mapping(self) -> torch.Tensor:
+        """Where each token's keys and values go: block * block size + offset, int64 [T]."""
+        return self._metadata.slot_mapping
+
+    @property
+    def last_token_index(self) -> torch.Tensor | None:
+        """Token whose logits each row wants, int64 [R]; None means token r."""
+        return self._metadata.last_token_index
 
     def attend(
         self,
@@ -345,7 +304,9 @@ class DynamicInferenceContext(BaseInferenceContext):
         k_weight: torch.Tensor | None,
     ) -> Heads | None:
         """What one kernel takes all of this step's attention as, if there is one that does."""
-        is_plain_decode = self._chunks is None and self._decode_lengths_host is None
+        is_plain_decode = (
+            self._metadata.chunks is None and self._metadata.decode_lengths_host is None
+        )
         if not is_plain_decode or self.batch_invariant:
             return None
         return heads_of(packed, self.kv_cache, cos_sin, q_weight, k_weight)
@@ -357,14 +318,14 @@ class DynamicInferenceContext(BaseInferenceContext):
         values: torch.Tensor,
         softmax_scale: float,
     ) -> torch.Tensor:
-        rows = self._decode_rows
-        if self._chunks is None or self._each_token_is_a_row(query):
+        rows = self._metadata.decode_rows
+        if self._metadata.chunks is None or self._each_token_is_a_row(query):
             return self._attend_decode(query, keys, values, softmax_scale)
         out = torch.zeros_like(query, memory_format=torch.contiguous_format)
         if rows:
             out[:rows] = self._attend_decode(query[:rows], keys, values, softmax_scale)
         paged_attention.paged_mixed_attention(
-            query, keys, values, self.block_table, self._chunks, softmax_scale, out
+            query, keys, values, self.block_table, self._metadata.chunks, softmax_scale, out
         )
         return out
 
@@ -387,14 +348,14 @@ class DynamicInferenceContext(BaseInferenceContext):
             return paged_attention.paged_decode_attention_by_length(
                 query, keys, values, tables, lengths.tolist(), scale
             )
-        slots = self.token_slots[: self._decode_rows]
-        if self._decode_lengths_host is not None:
+        slots = self.token_slots[: self._metadata.decode_rows]
+        if self._metadata.decode_lengths_host is not None:
             tables = self.block_table[slots]
             return paged_attention.paged_decode_attention_by_length(
-                query, keys, values, tables, self._decode_lengths_host, scale
+                query, keys, values, tables, self._metadata.decode_lengths_host, scale
             )
         return paged_attention.paged_decode_attention(
-            query, keys, values, self.block_table, self._decode_lengths, scale, slots
+            query, keys, values, self.block_table, self._metadata.decode_lengths, scale, slots
         )
 
     # --- what megatron-core's GPTModel and TransformerBlock ask -------------------------------
@@ -404,7 +365,7 @@ class DynamicInferenceContext(BaseInferenceContext):
 
     def is_decode_only(self) -> bool:
         """True when the forward that runs now has one token for each row."""
-        return self._chunks is None
+        return self._metadata.chunks is None
 
     def using_cuda_graph_this_step(self) -> bool:
         """megatron-core's own graphs stay off: the whole step is captured instead."""

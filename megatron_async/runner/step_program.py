@@ -12,6 +12,7 @@ import torch
 
 from megatron_async.device.cuda import CudaPacketRing, CudaResultRing
 from megatron_async.device.protocol import Device, PacketRing, ResultRing
+from megatron_async.runner.attention_metadata import AttentionMetadata, metadata_of_mixed
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.sampling.sample import sample_tokens
 from megatron_async.step import packet
@@ -211,7 +212,11 @@ class StepProgram:
         context, state, window = self._context, self._state, self._window
         if self._kernels is not None:
             batch = self._kernels.batch(rows)
-            context.begin_decode(batch.slots, batch.position_ids, batch.slot_mapping, batch.lengths)
+            context.begin(
+                AttentionMetadata(
+                    batch.position_ids, batch.slots, batch.slot_mapping, rows, batch.lengths
+                )
+            )
             self._forward(rows, batch.token_ids, batch.position_ids)
             return
         slots = self._row_records[:rows, packet.ROW_SLOT].long()
@@ -254,13 +259,18 @@ class StepProgram:
             is_window = records[:, packet.ROW_SAMPLES] > 1
             further = torch.where(is_window[:, None], self._offsets, 0)
             last_token_index = (last_token_index[:, None] + further).flatten()
-        context.begin_mixed(
-            token_slots,
-            positions,
-            decodes=decodes,
-            chunks=chunks[: shape.rows],
-            last_token_index=last_token_index,
-            read_lengths=not self._device.captures,
+        context.begin(
+            metadata_of_mixed(
+                state,
+                context.block_size_tokens,
+                token_slots,
+                positions,
+                decodes=decodes,
+                chunks=chunks[: shape.rows],
+                last_token_index=last_token_index,
+                null_slot=context.null_slot,
+                read_lengths=not self._device.captures,
+            )
         )
         self._forward(shape.rows, ids, positions)
         slots = records[:, packet.ROW_SLOT].long()

@@ -98,7 +98,7 @@ class RequestTable:
     def update_values(self, sequence: Sequence, values: Values) -> None:
         """New values of the REQUEST slot fields, from the next launch on."""
         sequence.values = values
-        if sequence.state in HOLDING:
+        if sequence.slot >= 0:  # one that is evicted may have rows in flight
             self.control[sequence.slot] = SlotUpdate(sequence.slot, False, values)
 
     def evict(self, sequence: Sequence) -> None:

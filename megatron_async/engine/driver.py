@@ -1,0 +1,247 @@
+"""Who steps an engine: its callers, one step or a whole generation at a time, or its own thread."""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import threading
+import time
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence, Set
+from typing import Any
+
+from megatron_async.engine.engine_thread import EngineThread, StreamTable, TokenStream
+from megatron_async.engine.loop import DecodeLoop
+from megatron_async.engine.output_processor import OutputProcessor, TokenOutput
+from megatron_async.engine.request_queue import Prompt, RequestQueue
+from megatron_async.engine.step_lock import StepLock
+from megatron_async.errors import EngineThreadError, ReentrantCallError, RequestError
+from megatron_async.request import DynamicInferenceRequest, RequestFuture
+from megatron_async.runner.model_runner import ModelRunner
+from megatron_async.sampling_params import SamplingParams
+from megatron_async.scheduler.scheduler import Scheduler
+
+STANDSTILL_SECONDS = 0.05
+"""How long ``generate`` waits before it looks again, when all requests are paused or somebody else
+steps."""
+
+
+class Driver:
+    """Runs the loop under the step lock, and resolves futures outside of it."""
+
+    def __init__(
+        self,
+        loop: DecodeLoop,
+        lock: StepLock,
+        runner: ModelRunner,
+        scheduler: Scheduler,
+        outputs: OutputProcessor,
+        requests: RequestQueue,
+        streams: StreamTable,
+    ) -> None:
+        self._loop = loop
+        self._lock = lock
+        self._runner = runner
+        self._scheduler = scheduler
+        self._outputs = outputs
+        self._requests = requests
+        self._streams = streams
+        self._thread: EngineThread | None = None
+        self._thread_lock = threading.RLock()
+        self._stops_with_streams = False
+
+    # --- steps by the caller ------------------------------------------------------------------
+
+    def step_modern(self) -> dict[str, Any]:
+        """See the engine's."""
+        if self._thread is not None:
+            raise EngineThreadError(
+                "the engine's own thread runs its steps; wait for futures or streams, or stop() it"
+            )
+        started = time.perf_counter_ns()
+        self._step()
+        outputs, finished, reports = self._outputs.take()
+        return {
+            "active_request_ids": list(self._outputs.keys),
+            "finished_request_records": finished,
+            "tokens": outputs,
+            "steps": reports,
+            "step_time": (time.perf_counter_ns() - started) * 1e-9,
+            "cuda_graph_request_count": self._runner.last_graph_rows,
+        }
+
+    def _step(self, *, deliver: bool = False) -> None:
+        """One step. ``deliver``: its outputs go to the streams."""
+        try:
+            with self._lock.mutex, self._lock:
+                started = time.perf_counter_ns()
+                self._loop.step()
+                counters = self._loop.counters
+                counters.wait_ns = self._runner.wait_ns
+                counters.step_ns += time.perf_counter_ns() - started
+                if self._outputs.finished:
+                    self._finished()
+                if deliver:
+                    self._deliver()
+        finally:
+            if self._outputs.ended:
+                self._outputs.resolve_futures()
+
+    def _finished(self) -> None:
+        """Requests have ended in this step."""
+        if not self._loop.has_work:
+            self._scheduler.check_idle()
+
+    def _deliver(self) -> None:
+        self._streams.deliver(self._outputs.take().outputs)
+
+    def generate(
+        self, each: list[tuple[Prompt, SamplingParams | None]]
+    ) -> list[DynamicInferenceRequest]:
+        """See the engine's."""
+        self.check_outside()
+        added: list[tuple[int, RequestFuture]] = []
+        try:
+            for prompt, params in each:
+                added.append(self._requests.add(None, prompt, params))
+            for _, future in added:
+                self._wait_for(future)
+        except BaseException:
+            for key, _ in added:
+                self._requests.abort(key)
+            raise
+        while self._thread is None and self._loop.in_flight_count and not self._has_unfinished():
+            self._step()
+        if self._thread is None:
+            self._outputs.take()
+        return [future.result() for _, future in added]
+
+    def _has_unfinished(self) -> bool:
+        return self._scheduler.has_unfinished or bool(self._loop.commands.waiting)
+
+    def _wait_for(self, future: RequestFuture) -> None:
+        """Until it is done: by steps of this thread, unless the engine has one of its own."""
+        while not future.done():
+            if self._thread is not None:
+                concurrent.futures.wait([future], timeout=STANDSTILL_SECONDS)
+                continue
+            self._step()
+            self._outputs.take()
+            if self._loop.is_idle() and not future.done():
+                self._loop.commands.wait(STANDSTILL_SECONDS)
+
+    # --- steps by a thread of its own ---------------------------------------------------------
+
+    def start(self) -> None:
+        """See the engine's."""
+        with self._thread_lock:
+            self._lock.check()
+            self._stops_with_streams = False
+            self._start()
+
+    def stop(self) -> None:
+        """See the engine's."""
+        with self._thread_lock:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            atexit.unregister(thread.stop)
+            thread.stop()
+
+    def _start(self) -> None:
+        if self._thread is None:
+            commands = self._loop.commands
+            self._thread = EngineThread(
+                self._step_for_waiters, self._loop.is_idle, commands.wait, commands.wake
+            )
+            # A daemon thread must not live on while the interpreter ends.
+            atexit.register(self._thread.stop)
+            self._thread.start()
+
+    def _step_for_waiters(self) -> None:
+        with self._lock.gate:  # other threads get their turn between two steps
+            pass
+        self._step(deliver=True)
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        request_id: int | None,
+    ) -> AsyncGenerator[TokenOutput, None]:
+        """See the engine's."""
+        opened: list[TokenStream] = []
+
+        def open_stream(key: int, number: int) -> None:
+            opened.append(TokenStream(number))
+            self._streams.add(key, opened[0])
+
+        key, _ = self._requests.add(request_id, prompt, sampling_params, opened=open_stream)
+        try:
+            with self._thread_lock:
+                if self._thread is None:
+                    self._stops_with_streams = True
+                    self._start()
+            while True:
+                output = await opened[0].next()
+                yield output
+                if output.finish_reason is not None:
+                    return
+        finally:
+            self._streams.remove(key)
+            self._requests.abort(key)
+            with self._thread_lock:
+                if self._stops_with_streams and not len(self._streams):
+                    self._end_thread_of_streams()
+
+    def _end_thread_of_streams(self) -> None:
+        """Without a wait for its step: the event loop must not stand still."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            atexit.unregister(thread.stop)
+            thread.stop(wait=False)
+
+    # --- whole engine -------------------------------------------------------------------------
+
+    def exclusively(self, action: Callable[[], None]) -> None:
+        """Change the engine between two steps, with what is in flight taken by ``action``."""
+        try:
+            with self._lock.gate, self._lock.mutex, self._lock:
+                action()
+                if self._outputs.finished:
+                    self._finished()
+                if self._thread is not None:
+                    self._deliver()
+        finally:
+            self._outputs.resolve_futures()
+            self._loop.commands.wake()
+
+    def check_outside(self) -> None:
+        """Raises :class:`ReentrantCallError` in the midst of a step of the same thread, and in a
+        callback of the engine's own."""
+        with self._lock.mutex:
+            self._lock.check_outside()
+        thread = self._thread
+        if thread is not None and thread.is_current:
+            raise ReentrantCallError(
+                "a callback of the engine's own thread cannot wait for steps of that thread"
+            )
+
+
+def prompts_with_params(
+    prompts: Iterable[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+) -> list[tuple[Prompt, SamplingParams | None]]:
+    """Each prompt with its sampling parameters; raises :class:`RequestError`."""
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    if isinstance(prompts, (Mapping, Set)) or not isinstance(prompts, Iterable):
+        raise RequestError(
+            f"prompts is a {type(prompts).__name__}; give a list of prompts, each a text or a "
+            "list of token ids"
+        )
+    listed = list(prompts)
+    each = list(params) if isinstance(params, Sequence) else [params] * len(listed)
+    if len(each) != len(listed):
+        raise RequestError(
+            f"{len(listed)} prompts and {len(each)} sampling_params; give one for all, or one for "
+            "each"
+        )
+    return list(zip(listed, each, strict=True))
