@@ -26,6 +26,7 @@ from megatron_async.engine.metrics import EngineCounters, NotOverlapped, Observe
 from megatron_async.engine.output_processor import OutputProcessor
 from megatron_async.engine.recording import Recorder
 from megatron_async.engine.request_validation import RequestValidator
+from megatron_async.errors import EngineThreadError, ReentrantCallError
 from megatron_async.request import StepReport
 from megatron_async.runner.model_runner import ModelRunner
 from megatron_async.sampling_params import SamplingParams
@@ -138,16 +139,12 @@ class DecodeLoop:
         """Take the tokens of the oldest step in flight, as soon as they are there.
 
         What interrupts the wait, such as Ctrl-C, leaves the step in flight, and nothing is lost.
-        Devices fail with a ``RuntimeError``, or on a CPU with what the model raised.
         """
         ticket = self._in_flight[0]
         try:
             result = self._runner.take(ticket)
-        except RuntimeError:
-            raise
         except BaseException as error:
-            if error is not getattr(self._runner.device, "failure", None):
-                self._runner.put_back(ticket)
+            if not self._is_of_device(error) and self._runner.put_back(ticket):
                 self._on_interrupt(error)
             raise
         self._in_flight.popleft()
@@ -155,6 +152,14 @@ class DecodeLoop:
         self._commit(ticket, result, barrier)
         if self._observers.on_span:
             self._observers.span("commit", ticket.number, started, time.perf_counter_ns())
+
+    def _is_of_device(self, error: BaseException) -> bool:
+        """Devices fail with a ``RuntimeError``, or on a CPU with what the model raised. What a
+        handler was refused is one too, and is not theirs."""
+        if isinstance(error, (ReentrantCallError, EngineThreadError)):
+            return False
+        failure = getattr(self._runner.device, "failure", None)
+        return isinstance(error, RuntimeError) or error is failure
 
     def _commit(self, ticket: Ticket, result: StepResult, barrier: NotOverlapped | None) -> None:
         commit = self._scheduler.commit(ticket.plan, result)

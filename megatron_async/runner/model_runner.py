@@ -147,8 +147,8 @@ class ModelRunner:
         """Wait for the tokens of ``ticket``: the oldest in flight, each once. Its S rides at the
         head of the next launch; where there was none, as always at depth 0, it is launched now."""
         if self._pending is ticket:
-            self._pending = None
             self._sample(ticket)
+            self._pending = None
         rows, fields = ticket.row_bucket, RECORD_HEAD + self._window
         started = time.perf_counter_ns()
         values = self._results.wait(ticket.number, fields * rows)
@@ -159,9 +159,13 @@ class ModelRunner:
         columns = values.reshape(fields, rows)[:, : len(ticket.plan.rows.slots)].tolist()
         return StepResult(columns[0], columns[1], list(zip(*columns[2:], strict=True)))
 
-    def put_back(self, ticket: Ticket) -> None:
-        """A signal came in the midst of :meth:`take`: the tokens are there to be taken again."""
+    def put_back(self, ticket: Ticket) -> bool:
+        """A signal came in the midst of :meth:`take`: the tokens are there to be taken again. Not
+        (False) if it came before the wait: nobody knows whether S was launched."""
+        if self._pending is ticket:
+            return False
         self._results.put_back(ticket.number)
+        return True
 
     def poison_blocks(self, blocks: list[int]) -> None:
         """Queue garbage for freed KV blocks (debug mode)."""

@@ -48,7 +48,7 @@ def test_a_stream_with_an_id_in_use_is_refused_and_harms_nobody() -> None:
 
         first, second = asyncio.run(asyncio.wait_for(both(), 30))
         assert first == alone(1, 20) and isinstance(second, RequestError)
-        assert engine._listeners == {}
+        assert len(engine.streams) == 0
 
 
 def test_a_stream_that_has_ended_does_not_abort_who_has_its_id_now() -> None:

@@ -16,7 +16,6 @@ import pytest
 from megatron_async.device.cpu import CpuDevice
 from megatron_async.device.cuda import CudaResultRing
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.engine.output_processor import OutputBook
 from megatron_async.errors import ConfigError, EngineStoppedError, IntegrityError, RequestError
 from tests.support.engines import DEPTHS, drive, engine_at, greedy
 from tests.support.hash_model import HashModel
@@ -43,6 +42,7 @@ CALLS: list[Callable[[DynamicInferenceEngine], object]] = [
     lambda engine: engine.suspend(),
     lambda engine: engine.resume(),
     lambda engine: engine.reset(),
+    lambda engine: engine.start(),
 ]
 
 
@@ -110,11 +110,11 @@ def test_an_error_of_any_class_in_a_forward_stops_the_engine(error: Exception) -
         assert future.done()
 
 
-def test_an_error_in_a_commit_stops_the_engine_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_in_a_commit_stops_the_engine_too() -> None:
     with engine_at(1) as engine:
         future = engine.add_request(0, [1], greedy(30))
         engine.step_modern()
-        monkeypatch.setattr(OutputBook, "commit", lambda *_: {}["row"])
+        engine.loop._output = lambda *_: {}["row"]
         with pytest.raises(KeyError):
             drive(engine)
         with pytest.raises(EngineStoppedError, match="KeyError: 'row'"):
@@ -130,7 +130,7 @@ def test_an_interrupted_wait_loses_nothing(depth: int, taken: bool) -> None:
         futures = [
             engine.add_request(i, list(ask.prompt), greedy(12)) for i, ask in enumerate(asks)
         ]
-        results = engine.controller._results
+        results = engine.runner._results
         wait, interrupts = results.wait, iter([KeyboardInterrupt, TimeoutError] * 3)
 
         def interrupted(number: int, width: int) -> Any:
@@ -195,7 +195,7 @@ def test_an_interrupt_before_the_wait_stops_the_engine() -> None:
     with engine_at(0) as engine:
         future = engine.add_request(0, [1], greedy(5))
         engine.step_modern()
-        engine.controller._sample = lambda _: (_ for _ in ()).throw(KeyboardInterrupt)
+        engine.runner._sample = lambda _: (_ for _ in ()).throw(KeyboardInterrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.step_modern()
         with pytest.raises(EngineStoppedError, match="KeyboardInterrupt"):
@@ -205,38 +205,22 @@ def test_an_interrupt_before_the_wait_stops_the_engine() -> None:
 
 def test_a_generation_that_is_interrupted_leaves_no_request_behind() -> None:
     with engine_at(1) as engine:
-        steps, step = iter(range(5)), engine.step_modern
+        steps, step = iter(range(5)), engine._step
 
-        def interrupted() -> Any:
+        def interrupted() -> None:
             if next(steps, None) is None:
                 raise KeyboardInterrupt
-            return step()
+            step()
 
-        engine.step_modern = interrupted  # type: ignore[method-assign]
+        engine._step = interrupted  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
             engine.generate([[1], [2]], greedy(50))
-        engine.step_modern = step  # type: ignore[method-assign]
+        engine._step = step  # type: ignore[method-assign]
         drive(engine)
         assert engine.counters.tokens_committed < 20
         assert (
             engine.generate([[1]], greedy(4))[0].generated_tokens == decode_alone(Ask((1,), 4))[0]
         )
-
-
-def test_a_handler_of_a_signal_may_close_the_engine_in_the_midst_of_a_step() -> None:
-    engine = engine_at(1)
-    future = engine.add_request(0, [1], greedy(30))
-    results = engine.controller._results
-    wait = results.wait
-
-    def closing(number: int, width: int) -> Any:
-        engine.close()
-        return wait(number, width)
-
-    results.wait = closing  # type: ignore[method-assign]
-    with pytest.raises(EngineStoppedError, match="closed"):
-        drive(engine)
-    assert isinstance(future.exception(timeout=0), EngineStoppedError)
 
 
 def test_an_engine_that_nobody_refers_to_is_freed_and_so_is_its_thread() -> None:
@@ -276,7 +260,7 @@ def test_a_request_goes_on_without_text_when_its_tokenizer_fails() -> None:
             return "text"
 
     with engine_at(1) as engine:
-        engine._book._tokenizer = Tokenizer()
+        engine.outputs._tokenizer = Tokenizer()
         futures = [engine.add_request(i, [i + 1], greedy(3 + i)) for i in range(2)]
         drive(engine)
         first, second = (future.result(timeout=0) for future in futures)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from megatron_async.models.config import ModelConfig, RopeScaling
 from megatron_async.models.fused import coverage
 from megatron_async.models.fused import decoder as fused_decode
 from megatron_async.models.wrapper import GPTInferenceWrapper
-from megatron_async.runner.controller import InFlight, TextGenerationController
+from megatron_async.runner.controller import TextGenerationController
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.step.plan import Plan
 from tests.support import emulator
@@ -239,13 +240,7 @@ class Rig:
             config=engine_config,
         )
         self._plans: list[Plan] = []
-        launch = self.engine.controller.launch
-
-        def noted_launch(plan: Plan) -> InFlight:
-            self._plans.append(plan)
-            return launch(plan)
-
-        self.engine.controller.launch = noted_launch  # type: ignore[method-assign]
+        self.engine.observe(SimpleNamespace(on_launch=self._plans.append))
 
     def worst_errors(
         self, batch_size: int, prompt_tokens: int = PROMPT_TOKENS
@@ -262,7 +257,7 @@ class Rig:
             length = prompt_tokens - request_id % 5
             prompt = torch.randint(0, self.vocab_size, (length,), generator=generator)
             self.engine.add_request(request_id, prompt, params)
-            prompts[self.engine._book.key_of(request_id)] = prompt.tolist()
+            prompts[self.engine.outputs.key_of(request_id)] = prompt.tolist()
         logits: dict[int, list[Tensor]] = {key: [] for key in prompts if key is not None}
         tokens: dict[int, list[int]] = {}
         self._plans.clear()
@@ -273,7 +268,7 @@ class Rig:
                 tokens[request.request_id] = request.generated_tokens
             plan = self._plans.pop()
             self.engine.device.synchronize()
-            pending = self.engine.controller._program._pending_logits
+            pending = self.engine.runner._program._pending_logits
             for row, key in plan.sampled(enumerate(plan.rows.keys)):
                 logits[key].append(pending[row].to(self.device, torch.float64, copy=True))
             # The copies are on another stream than the next forward, which overwrites the logits.

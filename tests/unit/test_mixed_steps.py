@@ -22,8 +22,15 @@ from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.runner.controller import TextGenerationController
 from megatron_async.runner.cuda_graphs import MIXED, StepGraphs, token_buckets
 from megatron_async.sampling_params import SamplingParams
-from megatron_async.step.packet import PacketLayout, StepShape, write_packet
-from megatron_async.step.plan import Admission, BlockGrant, Plan, PrefillChunk, RowMap
+from megatron_async.step.packet import PacketLayout, StepShape, write_control, write_packet
+from megatron_async.step.plan import (
+    Admission,
+    BlockAssignment,
+    Plan,
+    PrefillChunk,
+    RowMap,
+    SlotUpdate,
+)
 from tests.support.engines import DEPTHS, config_at, hash_engine, random_ask, sampling_params
 from tests.support.oracle import decode_alone
 
@@ -76,21 +83,32 @@ def test_token_buckets_hold_all_counts_with_little_padding(max_tokens: int) -> N
 
 def test_packets_of_a_shape_are_written_to_the_end() -> None:
     """Nothing of an entry's last packet is left in what a graph of the shape reads."""
-    layout = PacketLayout(max_rows=4, max_tokens=24, max_grants=9)
+    layout = PacketLayout(max_rows=4, max_tokens=24, max_assignments=9, slot_count=9)
     rows = RowMap((3, 5, 6), (0, 0, 0), (1, 2, 3))
     chunks = (PrefillChunk(1, 5, 8, (11, 12, 13), False), PrefillChunk(2, 6, 0, (7,), True))
-    admission = Admission(6, 0.5, 3, 0.25, -9, 40, 0, (2,))
-    plan = Plan(0, rows, 1, (BlockGrant(6, 0, 17),), chunks, (admission,))
-    shape = StepShape(4, 16)
+    admission = Admission(6, (0, 40, (2,), 0.5, 3, 0.25, -9))
+    plan = Plan(0, rows, 1, (BlockAssignment(6, 0, 17),), chunks, (admission,))
     packets = []
     for garbage in (-77, 0):
         packet = np.full(layout.width, garbage, dtype=np.int32)
-        write_packet(packet, layout, plan, shape, null_slot=9)
-        packet[: 4 * 8].reshape(4, 8)[:, 7] = 0  # a row's unused word
+        write_packet(packet, layout, plan, 4, 16, null_slot=9)
         packets.append(packet[: layout.tokens + 16 * 3])
     assert np.array_equal(*packets)
-    table = packets[0][layout.chunks : layout.grants].reshape(-1, 4)
+    table = packets[0][layout.chunks : layout.assignments].reshape(-1, 4)
     assert table.tolist() == [[5, 1, 3, 8], [6, 4, 1, 0], [9, 16, 0, 0], [9, 16, 0, 0]]
+
+
+def test_control_packets_are_written_to_the_end() -> None:
+    layout = PacketLayout(max_rows=2, max_tokens=8, max_assignments=4, slot_count=5)
+    updates = (SlotUpdate(3, True, None), SlotUpdate(1, False, (0.5, 3, 0.25, -9)))
+    packets = []
+    for garbage in (-77, 0):
+        packet = np.full(layout.control_size, garbage, dtype=np.int32)
+        write_control(packet, layout, updates, null_slot=5)
+        packets.append(packet)
+    assert np.array_equal(*packets)
+    heads = packets[0].reshape(5, -1)[:, :3]
+    assert heads.tolist() == [[3, 1, 0], [1, 0, 1], [5, 0, 0], [5, 0, 0], [5, 0, 0]]
 
 
 @pytest.mark.parametrize("capture", (True, False))
@@ -214,10 +232,10 @@ class TestOnGpu:
     ) -> None:
         values = {"dtype": dtype, "batch_invariant": batch_invariant}
         expected, engine = decode_tiny(0, "cuda", capture_mixed_steps=False, **values)
-        assert not engine.controller._graphs._mixed
+        assert not engine.runner._graphs._mixed
         for depth in DEPTHS:
             tokens, engine = decode_tiny(depth, "cuda", **values)
-            assert engine.controller._graphs._mixed
+            assert engine.runner._graphs._mixed
             assert tokens == expected
 
     def test_captured_steps_give_the_cpus_tokens_in_fp32(self) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_async.device.cpu import CpuDevice
-from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.step.plan import Plan, StepResult
+from megatron_async.engine.loop import DecodeLoop
+from megatron_async.step.plan import Ticket
 from tests.support.engines import hash_engine, sampling_params
 from tests.support.hash_model import HashModel
 from tests.support.oracle import Ask, decode_alone
@@ -46,18 +47,18 @@ def test_host_commits_step_n_while_the_forward_of_step_n_plus_1_runs(
     model = GatedModel(free=1)
     ask = Ask(prompt=(4,), max_new=STEPS)
     committed_while_running: list[int] = []
-    commit = DynamicInferenceEngine._commit
+    commit = DecodeLoop._commit
 
-    def gated_commit(self: DynamicInferenceEngine, plan: Plan, result: StepResult) -> None:
-        overlapping = plan.number + 1 < STEPS
+    def gated_commit(self: DecodeLoop, ticket: Ticket, *arguments: Any) -> None:
+        overlapping = ticket.number + 1 < STEPS
         if overlapping:
             assert model.running.acquire(timeout=30), "the next forward had not been launched"
-        commit(self, plan, result)
+        commit(self, ticket, *arguments)
         if overlapping:
-            committed_while_running.append(plan.number)
+            committed_while_running.append(ticket.number)
             model.gate.release()
 
-    monkeypatch.setattr(DynamicInferenceEngine, "_commit", gated_commit)
+    monkeypatch.setattr(DecodeLoop, "_commit", gated_commit)
     with hash_engine(depth, model=model, max_requests=2, block_count=8) as engine:
         (request,) = engine.generate([list(ask.prompt)], sampling_params(ask))
     assert request.generated_tokens == decode_alone(ask)[0]
@@ -73,15 +74,15 @@ def test_timeline_shows_forwards_in_flight_at_a_commit(
     device = CpuDevice(record=True)
     commits: list[tuple[int, int, int]] = []
     ahead: list[int] = []
-    commit = DynamicInferenceEngine._commit
+    commit = DecodeLoop._commit
 
-    def timed_commit(self: DynamicInferenceEngine, plan: Plan, result: StepResult) -> None:
-        ahead.append(len(self._in_flight))
+    def timed_commit(self: DecodeLoop, ticket: Ticket, *arguments: Any) -> None:
+        ahead.append(self.in_flight_count)
         start = time.perf_counter_ns()
-        commit(self, plan, result)
-        commits.append((plan.number, start, time.perf_counter_ns()))
+        commit(self, ticket, *arguments)
+        commits.append((ticket.number, start, time.perf_counter_ns()))
 
-    monkeypatch.setattr(DynamicInferenceEngine, "_commit", timed_commit)
+    monkeypatch.setattr(DecodeLoop, "_commit", timed_commit)
     with hash_engine(depth, device=device, max_requests=2, block_count=8, debug=False) as engine:
         engine.generate([[4]], sampling_params(Ask(prompt=(4,), max_new=STEPS)))
     assert ahead == [depth] * (STEPS - depth) + list(range(depth))[::-1]

@@ -21,9 +21,10 @@ from megatron_async.device.cpu import CpuDevice
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import IntegrityError
 from megatron_async.request import DynamicInferenceRequest, FinishReason
-from megatron_async.runner.controller import InFlight, TextGenerationController
+from megatron_async.runner.model_runner import ModelRunner
 from megatron_async.scheduler.scheduler import Scheduler
-from megatron_async.step.plan import Plan, StepResult
+from megatron_async.step.plan import Plan, Ticket
+from megatron_async.step.records import StepResult
 from tests.support.engines import DEPTHS, hash_engine, random_ask, sampling_params
 from tests.support.hash_model import VOCAB_SIZE, HashModel
 from tests.support.oracle import Ask, decode_alone
@@ -75,26 +76,26 @@ def test_pending_logits_survived_a_reset(depth: int) -> None:
             add(engine, request_id, LONG)
         for _ in range(6):
             engine.step_modern()
-        assert len(engine._in_flight) == depth
-        assert (engine.controller._pending is not None) == (depth > 0)
+        assert engine.in_flight_count == depth
+        assert (engine.runner.samples_from is not None) == (depth > 0)
         engine.reset()
-        assert engine.controller._pending is None and not engine._in_flight
+        assert engine.runner.samples_from is None and not engine.in_flight_count
         decode(engine, [Ask(prompt=(9, 9), max_new=15)])
 
 
 def test_pending_logits_were_sampled_with_the_next_row_map() -> None:
     """The row map changes in a fused step: rows behind the one that ended move up by one."""
     changed = []
-    launch = TextGenerationController.launch
+    launch = ModelRunner.launch
 
-    def watching(self: TextGenerationController, plan: Plan) -> InFlight:
+    def watching(self: ModelRunner, plan: Plan) -> Ticket:
         pending = self._pending
         if pending is not None and plan.is_decode_only:
             changed.append(pending.plan.rows.slots != plan.rows.slots)
         return launch(self, plan)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(TextGenerationController, "launch", watching)
+        patched.setattr(ModelRunner, "launch", watching)
         with engine_at(1) as engine:
             decode(engine, [Ask((i + 1,), max_new) for i, max_new in enumerate((5, 20, 9, 30))])
     assert sum(changed) >= 3
@@ -127,17 +128,16 @@ def test_one_random_generator_for_all_requests(depth: int) -> None:
 def test_seed_tied_to_a_lagging_host_position(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every launch the host knows fewer tokens than the one that is sampled."""
     behind: Counter[int] = Counter()
-    launch = TextGenerationController.launch
+    launch = ModelRunner.launch
 
+    def watching(self: ModelRunner, plan: Plan) -> Ticket:
+        for key in plan.rows.keys[: plan.decode_rows]:
+            sequence = engine.scheduler.table.sequences[key]
+            behind[sequence.launched - 1 - sequence.committed] += 1
+        return launch(self, plan)
+
+    monkeypatch.setattr(ModelRunner, "launch", watching)
     with engine_at(depth) as engine:
-
-        def watching(self: TextGenerationController, plan: Plan) -> InFlight:
-            for key in plan.rows.keys[: plan.decode_rows]:
-                sequence = engine.scheduler._sequences[key]
-                behind[sequence.launched - 1 - sequence.committed] += 1
-            return launch(self, plan)
-
-        monkeypatch.setattr(TextGenerationController, "launch", watching)
         decode(engine, [Ask((i + 1,), 40, temperature=1.0, seed=7) for i in range(4)])
     assert behind[depth] > 100 and max(behind) == depth
 
@@ -205,14 +205,14 @@ def test_count_of_tokens_in_flight_underflowed(depth: int) -> None:
             add(engine, request_id, random_ask(rng))
         step = 0
         while engine.has_unfinished_requests():
-            active = engine._book.active_request_ids
+            active = list(engine.outputs.keys)
             if active and step % 7 == 3:
                 engine.evict_request(rng.choice(active))
             if active and step % 23 == 5:
                 engine.abort_request(rng.choice(active))
             engine.step_modern()
             step += 1
-            for entry in engine._book._entries.values():
+            for entry in engine.outputs._entries.values():
                 counts = entry.request.counters
                 in_flight[counts.launched - counts.committed - counts.discarded] += 1
     assert engine.counters.evictions > 3 and engine.counters.tokens_discarded > 0
@@ -234,29 +234,28 @@ def test_block_freed_while_a_forward_in_flight_still_read_it(
     elif leave == "length":
         ask = Ask((4, 4), 9)
     held: set[int] = set()
-    in_flight = granted = 0
-    launch = TextGenerationController.launch
+    in_flight = assigned = 0
+    launch = ModelRunner.launch
 
+    def watching(self: ModelRunner, plan: Plan) -> Ticket:
+        nonlocal in_flight, assigned
+        sequence = scheduler.table.sequences.get(0)
+        named = {key for t in engine.loop._in_flight for key in t.plan.rows.keys}
+        if 0 in named:
+            assert sequence is not None and held
+            others = [a.block for a in plan.assignments if a.slot != sequence.slot]
+            assert not held & set(others)
+            assert all(scheduler.allocator.references(block) for block in held)
+            in_flight += 0 not in plan.rows.keys
+            assigned += len(others) * (0 not in plan.rows.keys)
+        else:
+            held.clear()
+        held.update(sequence.blocks if sequence is not None else ())
+        return launch(self, plan)
+
+    monkeypatch.setattr(ModelRunner, "launch", watching)
     with engine_at(depth, block_size_tokens=1) as engine:
         scheduler = engine.scheduler
-
-        def watching(self: TextGenerationController, plan: Plan) -> InFlight:
-            nonlocal in_flight, granted
-            sequence = scheduler._sequences.get(0)
-            named = {key for f in engine._in_flight for key in f.ticket.plan.rows.keys}
-            if 0 in named:
-                assert sequence is not None and held
-                others = [g.block for g in plan.grants if g.slot != sequence.slot]
-                assert not held & set(others)
-                assert all(scheduler.allocator.references(block) for block in held)
-                in_flight += 0 not in plan.rows.keys
-                granted += len(others) * (0 not in plan.rows.keys)
-            else:
-                held.clear()
-            held.update(sequence.blocks if sequence is not None else ())
-            return launch(self, plan)
-
-        monkeypatch.setattr(TextGenerationController, "launch", watching)
         future = add(engine, 0, ask)
         add(engine, 1, Ask((7,), 60))
         for step in range(40):
@@ -267,7 +266,7 @@ def test_block_freed_while_a_forward_in_flight_still_read_it(
         assert scheduler.allocator.free_count == 160
     # An evicted request comes back and then ends by its length.
     assert in_flight == (2 * depth if leave == "evict" else depth)
-    assert granted >= depth
+    assert assigned >= depth
     tokens = future.result(timeout=0).generated_tokens
     assert tokens == decode_alone(ask)[0][: len(tokens)]
 
@@ -286,8 +285,8 @@ def test_pinned_input_buffer_reused_too_early(depth: int) -> None:
     late = Late(poison=True)
     unread = []
     with engine_at(depth, device=late) as engine:
-        packets: Any = engine.controller._packets
-        results: Any = engine.controller._results
+        packets: Any = engine.runner._packets
+        results: Any = engine.runner._results
         wait = results.wait
 
         def waiting(number: int, width: int) -> Any:
@@ -315,7 +314,7 @@ def test_future_token_ring_wrapped(depth: int) -> None:
     """Both rings wrap many times with every entry in use; a result is taken once, in order."""
     with engine_at(depth) as engine:
         decode(engine, [Ask((i,), 100, temperature=1.0, seed=i) for i in range(4)])
-        results: Any = engine.controller._results
+        results: Any = engine.runner._results
         assert results._published == results._taken == 100
         assert results._taken > 10 * results._ring.shape[0]
         with pytest.raises(IntegrityError, match="100 is next"):
@@ -335,7 +334,7 @@ def test_one_token_too_few_or_too_many_when_finish_reads_live_state(
 
     def watching(self: Scheduler, plan: Plan, result: StepResult) -> Any:
         nonlocal early
-        sequences = [self._sequences.get(key) for key in plan.rows.keys]
+        sequences = [self.table.sequences.get(key) for key in plan.rows.keys]
         early += sum(s is not None and s.launched == s.max_new > s.committed + 1 for s in sequences)
         return commit(self, plan, result)
 
@@ -435,9 +434,9 @@ def test_step_that_read_a_device_value_on_the_host(monkeypatch: pytest.MonkeyPat
 
     for name in ("item", "tolist", "__bool__", "__int__", "cpu"):
         guarded(name)
-    launch = TextGenerationController.launch
+    launch = ModelRunner.launch
 
-    def watching(self: TextGenerationController, plan: Plan) -> InFlight:
+    def watching(self: ModelRunner, plan: Plan) -> Ticket:
         nonlocal inside
         inside = True
         try:
@@ -445,7 +444,7 @@ def test_step_that_read_a_device_value_on_the_host(monkeypatch: pytest.MonkeyPat
         finally:
             inside = False
 
-    monkeypatch.setattr(TextGenerationController, "launch", watching)
+    monkeypatch.setattr(ModelRunner, "launch", watching)
     with engine_at(2) as engine:
         engine.generate([[1, 2], [3]], sampling_params(Ask((1,), 20)))
     assert calls["device"] > 0, "the guard saw nothing"

@@ -19,7 +19,8 @@ from megatron_async.scheduler.queue import WaitingQueue
 from megatron_async.scheduler.request_state import Sequence, State
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.scheduler.slots import SlotTable
-from megatron_async.step.plan import Plan, StepResult
+from megatron_async.step.plan import Plan
+from megatron_async.step.records import RUNNING, StepResult
 
 GREEDY = (0.0, 0, 0.0, 0)
 STOP = 99
@@ -30,9 +31,9 @@ def sequence(key: int, prompt: int = 1, max_new: int = 8) -> Sequence:
     return Sequence(key, tuple(range(100 * key, 100 * key + prompt)), max_new, (STOP,), GREEDY)
 
 
-def ranked(key: int, state: State, held: bool = False) -> Sequence:
+def keyed(key: int, state: State, held: bool = False) -> Sequence:
     made = sequence(key)
-    made.rank, made.state, made.held = (key, key), state, held
+    made.priority_key, made.state, made.held = (key, key), state, held
     made.blocks = [key]
     return made
 
@@ -41,7 +42,7 @@ class Row(NamedTuple):
     """What a commit says of one row."""
 
     key: int
-    token: int
+    tokens: tuple[int, ...]
     reason: FinishReason | None
     discarded: bool
 
@@ -61,7 +62,7 @@ class Chain:
                     "prefill_chunk_tokens": 8,
                     "block_size": 4,
                     "block_count": 16,
-                    "max_grants": 64,
+                    "max_assignments": 64,
                     **values,
                 }
             )
@@ -82,12 +83,14 @@ class Chain:
 
     def commit(self, token: int = 7) -> list[Row]:
         plan = self.in_flight.popleft()
-        ones = [1] * len(plan.rows)
-        commit = self.scheduler.commit(plan, StepResult([token] * len(plan.rows), ones, ones))
+        count = len(plan.rows)
+        result = StepResult([1] * count, [RUNNING] * count, [(token,)] * count)
+        commit = self.scheduler.commit(plan, result)
         rows = [
-            Row(key, token, commit.reasons.get(key), key in commit.discarded)
-            for key, token in zip(commit.keys, commit.tokens, strict=True)
+            Row(key, tokens, commit.reasons.get(key), key in commit.discarded)
+            for key, tokens in zip(commit.keys, commit.tokens, strict=True)
         ]
+        assert all(row.tokens == (() if row.discarded else (token,)) for row in rows)
         self.commits += rows
         self.scheduler.check()
         return rows
@@ -227,7 +230,7 @@ def test_slot_comes_back_once_and_the_lowest_is_taken_first() -> None:
 
 def test_waiting_queue_passes_over_the_paused_and_keeps_their_place() -> None:
     queue = WaitingQueue()
-    first, second = ranked(1, State.WAITING, held=True), ranked(2, State.WAITING)
+    first, second = keyed(1, State.WAITING, held=True), keyed(2, State.WAITING)
     queue.add(second)
     queue.add(first)
     assert queue.head() is second
@@ -238,19 +241,21 @@ def test_waiting_queue_passes_over_the_paused_and_keeps_their_place() -> None:
         queue.remove(first)
 
 
-def test_paused_give_way_first_then_the_highest_rank_and_nobody_below_the_beneficiary() -> None:
-    low, high = ranked(1, State.DECODING), ranked(9, State.STALLED)
-    paused = ranked(2, State.HELD, held=True)
-    ending = ranked(10, State.ENDING)
-    everyone = [low, paused, ending, high]
+def test_paused_give_way_first_then_the_highest_key_and_nobody_below_the_beneficiary() -> None:
+    low, high = keyed(1, State.DECODING), keyed(9, State.STALLED)
+    paused = keyed(2, State.HELD, held=True)
+    ending = keyed(10, State.ENDING)
+    table = Chain().scheduler.table
+    table.sequences = {s.key: s for s in (low, paused, ending, high)}
 
-    def chosen(deficit: int, rank: int = 5) -> list[Sequence]:
-        return choose_victims(everyone, deficit, (rank, rank), lambda s: len(s.blocks))
+    def chosen(deficit: int, at: int = 5) -> list[Sequence]:
+        evictable = table.evictable()
+        return choose_victims(evictable, deficit, (at, at), lambda s: len(s.blocks))
 
     assert chosen(0) == []
     assert chosen(1) == [paused]
     assert chosen(5) == [paused, high]
-    assert chosen(5, rank=0) == [paused, high, low]
+    assert chosen(5, at=0) == [paused, high, low]
     high.blocks = []
     assert chosen(5) == [paused], "who gives nothing back is not evicted"
 
@@ -276,9 +281,9 @@ def test_no_row_is_launched_beyond_a_known_length(depth: int) -> None:
     chain = Chain(depth)
     chain.add(sequence(1, max_new=5))
     chain.finish()
-    assert [c.token for c in chain.commits] == [7] * 5
+    assert [c.tokens for c in chain.commits] == [(7,)] * 5
     assert [c.reason for c in chain.commits] == [None] * 4 + [FinishReason.LENGTH]
-    assert chain.scheduler._next_ticket == 5
+    assert chain.scheduler.next_ticket == 5
 
 
 @pytest.mark.parametrize("depth", (1, 2, 4))
@@ -292,7 +297,7 @@ def test_rows_in_flight_behind_a_stop_are_discarded_and_hold_slot_and_blocks(dep
     free = chain.scheduler.allocator.free_count
     for _ in range(depth):
         assert chain.scheduler.allocator.free_count == free < 16
-        assert chain.scheduler.slots.free_count == 2 * (depth + 1) - 1
+        assert chain.scheduler.table.slots.free_count == 2 * (depth + 1) - 1
         (dropped,) = chain.commit()
         assert dropped.discarded
     assert chain.scheduler.allocator.free_count == 16
@@ -300,14 +305,14 @@ def test_rows_in_flight_behind_a_stop_are_discarded_and_hold_slot_and_blocks(dep
 
 
 @pytest.mark.parametrize("block_size", (1, 3, 4))
-def test_block_is_granted_with_the_step_that_writes_its_first_token(block_size: int) -> None:
+def test_block_is_assigned_with_the_step_that_writes_its_first_token(block_size: int) -> None:
     chain = Chain(2, block_size=block_size)
     chain.add(sequence(1, prompt=2, max_new=9))
     chain.launch()
     for position in range(2, 10):
         plan = chain.launch()
         assert plan is not None
-        assert len(plan.grants) == (position % block_size == 0)
+        assert len(plan.assignments) == (position % block_size == 0)
 
 
 def test_plan_stays_what_it_was_at_launch() -> None:
@@ -336,7 +341,7 @@ def test_lower_priority_goes_first_and_what_overtakes_is_bounded() -> None:
     chain.step()
     chain.add(sequence(2, max_new=1))
     chain.add(sequence(3, max_new=1), priority=-1)
-    while len(chain.scheduler._waiting) and chain.scheduler._next_ticket < 20:
+    while chain.scheduler.waiting_count and chain.scheduler.next_ticket < 20:
         chain.step()
     chain.add(sequence(4, max_new=1), priority=-1)
     chain.finish()
@@ -348,7 +353,7 @@ def test_lower_priority_goes_first_and_what_overtakes_is_bounded() -> None:
 
 
 def changes(chain: Chain) -> list[tuple[int, Change]]:
-    return [(event.key, event.change) for event in chain.scheduler.take_events()]
+    return [(event.key, event.change) for event in chain.scheduler.table.take_events()]
 
 
 def test_abort_ends_a_request_once_wherever_it_is() -> None:
@@ -384,7 +389,7 @@ def test_evicted_request_keeps_its_tokens_in_flight_and_is_computed_again(depth:
     in_flight = len(chain.in_flight)
     assert chain.scheduler.evict(1) == (depth > 0)
     chain.finish()
-    assert [c.token for c in chain.commits] == [7] * 8 and not any(
+    assert [c.tokens for c in chain.commits] == [(7,)] * 8 and not any(
         c.discarded for c in chain.commits
     )
     if depth:
@@ -392,7 +397,7 @@ def test_evicted_request_keeps_its_tokens_in_flight_and_is_computed_again(depth:
         assert changes(chain) == [(1, Change.ADMIT), (1, Change.EVICT), (1, Change.ADMIT)]
 
 
-def test_request_short_of_a_block_stalls_and_the_lowest_rank_gets_what_it_needs() -> None:
+def test_request_short_of_a_block_stalls_and_the_lowest_key_gets_what_it_needs() -> None:
     chain = Chain(1, max_requests=3, block_count=4, block_size=4)
     chain.add(*(sequence(key, prompt=3, max_new=13) for key in (1, 2, 3)))
     chain.finish()
@@ -407,10 +412,10 @@ def test_new_weights_evict_all_and_forget_all_prefixes() -> None:
     chain = Chain()
     chain.add(sequence(1, prompt=8), sequence(2, prompt=8))
     chain.step()
-    assert len(chain.scheduler.prefixes) > 0
+    assert len(chain.scheduler.table.prefixes) > 0
     chain.scheduler.evict_all()
-    chain.scheduler.forget_prefixes()
-    assert len(chain.scheduler.prefixes) == 0
+    chain.scheduler.table.forget_prefixes()
+    assert len(chain.scheduler.table.prefixes) == 0
     assert chain.scheduler.allocator.free_count == 16
     assert chain.scheduler.waiting_count == 2
     chain.finish()

@@ -24,9 +24,11 @@ from megatron_async.kernels.sampling import sample_triton as sample_kernel
 from megatron_async.kernels.sampling import step_state
 from megatron_async.kernels.sampling.step_state import StepKernels
 from megatron_async.runner.context import DynamicInferenceContext
-from megatron_async.runner.step_program import RESULT_FIELDS, StepProgram
+from megatron_async.runner.step_program import StepProgram
 from megatron_async.step import packet
 from megatron_async.step.packet import PacketLayout
+from megatron_async.step.records import ENDED, FAILED, RECORD_HEAD, RUNNING
+from megatron_async.step.slot_fields import SLOT_FIELDS
 from tests.support.engines import hash_engine, random_ask, sampling_params
 from tests.support.interpreter import compiled, interpreted, on_devices
 from tests.support.oracle import decode_alone
@@ -35,38 +37,44 @@ ENTRIES = 3
 BLOCK_SIZE = 4
 COLUMNS = 6
 STEPS = 5
+RECORD_FIELDS = RECORD_HEAD + 1
 
 
 class Case:
-    """A random device state at the end of a forward; ``rows`` rows, a third of them padding."""
+    """A random device state at the end of a forward; ``rows`` rows, a third of them padding, and a
+    NaN in the logits of a tenth."""
 
     def __init__(self, rows: int, vocab_size: int, seed: int) -> None:
         self.rows = rows
         self.vocab_size = vocab_size
         self.random = random.Random(seed)
-        self.layout = PacketLayout(rows + 2, 8, 4)
+        self.layout = PacketLayout(rows + 2, 8, 4, 2 * rows)
         rng = self.random
         context = self.context = self.empty_context("cpu")
+        state = context.slots
         generator = torch.Generator().manual_seed(seed)
         slots = context.null_slot
 
-        def numbers(state: torch.Tensor, low: int, high: int) -> None:
-            state[:slots] = torch.randint(low, high, state[:slots].shape, generator=generator)
+        def numbers(field: torch.Tensor, low: int, high: int) -> None:
+            field[:slots] = torch.randint(low, high, field[:slots].shape, generator=generator)
 
-        numbers(context.last_token, 0, vocab_size)
-        numbers(context.kv_length, 0, BLOCK_SIZE * COLUMNS - STEPS)
-        numbers(context.finished, 0, 2)
-        numbers(context.block_table, 1, context.block_count + 1)
-        numbers(context.top_k, 0, 9)
-        numbers(context.seed, -(2**62), 2**62)
-        numbers(context.max_total, 1, BLOCK_SIZE * COLUMNS)
-        numbers(context.stop_ids, -1, min(vocab_size, 61))
+        numbers(state.last_token, 0, vocab_size)
+        numbers(state.kv_length, 0, BLOCK_SIZE * COLUMNS - STEPS)
+        numbers(state.finished, 0, 2)
+        numbers(state.block_table, 1, context.block_count + 1)
+        numbers(state.top_k, 0, 9)
+        numbers(state.seed, -(2**62), 2**62)
+        numbers(state.max_total, 1, BLOCK_SIZE * COLUMNS)
+        numbers(state.stop_ids, -1, min(vocab_size, 61))
         for slot in range(slots):
-            context.inverse_temperature[slot] = rng.choice((0.0, 1.0, 1.5))
-            context.top_p[slot] = rng.choice((0.0, 0.9))
+            state.inverse_temperature[slot] = rng.choice((0.0, 1.0, 1.5))
+            state.top_p[slot] = rng.choice((0.0, 0.9))
         self.records = torch.from_numpy(self.packet())[: rows * packet.ROW_WIDTH].view(rows, -1)
         self.packets = [self.packet() for _ in range(STEPS)]
         self.logits = [torch.randn(rows, vocab_size, generator=generator) * 3 for _ in range(STEPS)]
+        for logits in self.logits:
+            fails = torch.rand(rows, generator=generator) < 0.1
+            logits[fails, rng.randrange(vocab_size)] = torch.nan
 
     def empty_context(self, device: str) -> DynamicInferenceContext:
         return DynamicInferenceContext(
@@ -83,13 +91,12 @@ class Case:
 
     def copied_context(self, device: str) -> DynamicInferenceContext:
         context = self.empty_context(device)
-        for name, value in vars(self.context).items():
-            if isinstance(value, torch.Tensor):
-                getattr(context, name).copy_(value)
+        for field in SLOT_FIELDS:
+            context.slots.tensor(field).copy_(self.context.slots.tensor(field))
         return context
 
     def packet(self) -> np.ndarray[Any, np.dtype[np.int32]]:
-        """Row records of distinct slots, grants to slots of any row, padding."""
+        """Row records of distinct slots, block assignments to slots of any row, padding."""
         rng = self.random
         null_slot = self.context.null_slot
         words = np.full(self.layout.width, 12345, dtype=np.int32)
@@ -100,12 +107,12 @@ class Case:
         records[:live, packet.ROW_SLOT] = slots
         records[:, packet.ROW_SAMPLES] = 0
         records[:live, packet.ROW_SAMPLES] = [rng.random() < 0.9 for _ in slots]
-        records[:, packet.ROW_GRANT_SLOT] = null_slot
-        records[:, packet.ROW_GRANT_COLUMN : packet.ROW_GRANT_BLOCK + 1] = 0
+        records[:, packet.ROW_ASSIGNED_SLOT] = null_slot
+        records[:, packet.ROW_ASSIGNED_COLUMN : packet.ROW_ASSIGNED_BLOCK + 1] = 0
         for row, slot in enumerate(rng.sample(slots, live // 2)):
             # Where the slot writes next, which is another row's business.
             column = int(self.context.kv_length[slot]) // BLOCK_SIZE
-            records[row, packet.ROW_GRANT_SLOT : packet.ROW_GRANT_BLOCK + 1] = (
+            records[row, packet.ROW_ASSIGNED_SLOT : packet.ROW_ASSIGNED_BLOCK + 1] = (
                 slot,
                 column,
                 rng.randint(1, self.context.block_count),
@@ -113,12 +120,11 @@ class Case:
         return words
 
 
-STATE = ("last_token", "kv_length", "finished", "block_table")
 
 
 def state_of(context: DynamicInferenceContext) -> dict[str, torch.Tensor]:
     """Copies on the CPU. The reference leaves anything as the null slot's last token."""
-    state = {name: getattr(context, name).cpu().clone() for name in STATE}
+    state = {f.name: context.slots.tensor(f).cpu().clone() for f in SLOT_FIELDS}
     state["last_token"][context.null_slot] = 0
     return state
 
@@ -147,6 +153,7 @@ def reference_steps(case: Case) -> list[dict[str, torch.Tensor]]:
         SimpleNamespace(vocab_size=case.vocab_size, forward=forward),
         case.layout,
         SimpleNamespace(read=lambda into, width: into[:width].copy_(incoming.pop(0)[:width])),  # type: ignore[arg-type]
+        SimpleNamespace(),  # type: ignore[arg-type]
         SimpleNamespace(publish=published.append),  # type: ignore[arg-type]
         logits_dtype=torch.float32,
         poison=False,
@@ -177,10 +184,10 @@ def kernel_steps(case: Case, device: str, pdl: bool) -> list[dict[str, torch.Ten
         )
 
     packets = ring(case.layout.width)
-    results = ring(RESULT_FIELDS * case.layout.max_rows)
+    results = ring(RECORD_FIELDS * case.layout.max_rows)
     records = torch.zeros(case.layout.max_rows, packet.ROW_WIDTH, dtype=torch.int32, device=device)
     records[: case.rows] = case.records.to(device)
-    kernels = StepKernels(records, context, packets, results)
+    kernels = StepKernels(records, context.slots, BLOCK_SIZE, packets, results)
     kernels._pdl = pdl
     snapshots = []
     for step in range(STEPS):
@@ -191,7 +198,7 @@ def kernel_steps(case: Case, device: str, pdl: bool) -> list[dict[str, torch.Ten
         if on_gpu:
             torch.cuda.synchronize()
         assert int(results.sequence) == int(results.counter) == int(packets.counter) == 5 + step
-        width = RESULT_FIELDS * case.rows
+        width = RECORD_FIELDS * case.rows
         assert torch.all(results.ring[entry, width:] == -7)
         snapshot = state_of(context)
         snapshot["result"] = results.ring[entry, :width].clone()
@@ -254,21 +261,25 @@ def test_cases_hold_what_they_are_about() -> None:
         steps = reference_steps(case)
         records_of_s = [case.records, *(step["records"] for step in steps)]
         for step, records in zip(steps, records_of_s, strict=False):
-            tokens, live, ended = step["result"].view(RESULT_FIELDS, -1)
+            counts, status, tokens = step["result"].view(RECORD_FIELDS, -1)
             slots, samples = records[:, packet.ROW_SLOT], records[:, packet.ROW_SAMPLES]
-            is_stop = (tokens[:, None] == context.stop_ids[slots]).any(1)
-            seen["live"] += int((live & ~ended).sum())
-            seen["ended by a stop id"] += int((live & is_stop).sum())
-            seen["ended by its length"] += int((live & ended & ~is_stop).sum())
-            seen["had ended"] += int((samples & ~live).sum())
+            is_stop = (tokens[:, None] == context.slots.stop_ids[slots]).any(1)
+            brings, ended, failed = counts == 1, status == ENDED, status == FAILED
+            assert torch.equal(brings & ~ended, status == RUNNING)
+            assert torch.equal(tokens[failed], torch.full_like(tokens[failed], -1))
+            assert not torch.any(counts[failed])
+            seen["live"] += int((brings & ~ended).sum())
+            seen["ended by a stop id"] += int((brings & is_stop).sum())
+            seen["ended by its length"] += int((brings & ended & ~is_stop).sum())
+            seen["failed"] += int(failed.sum())
+            seen["had ended"] += int(((samples != 0) & ~brings & ~failed).sum())
             seen["padding"] += int((step["slots"] == context.null_slot).sum())
             blocks = step["slot_mapping"] // BLOCK_SIZE
-            for row, (slot, _, block) in enumerate(
-                step["records"][:, packet.ROW_GRANT_SLOT : packet.ROW_GRANT_BLOCK + 1].tolist()
-            ):
+            assigned = slice(packet.ROW_ASSIGNED_SLOT, packet.ROW_ASSIGNED_BLOCK + 1)
+            for row, (slot, _, block) in enumerate(step["records"][:, assigned].tolist()):
                 written = (step["slots"] == slot) & (blocks == block) & (block > 0)
-                seen["granted in another row's record"] += int(written.sum() - written[row].int())
-    assert all(seen.values()) and len(seen) == 6, seen
+                seen["assigned in another row's record"] += int(written.sum() - written[row].int())
+    assert all(seen.values()) and len(seen) == 7, seen
 
 
 class HostPackets(CudaPacketRing):

@@ -75,7 +75,7 @@ def test_tokens_after_an_update_come_from_the_new_weights_alone(
         for _ in range(12):
             engine.step_modern()
         assert engine.update_weights(source) == engine.weight_version == 1
-        assert not engine._in_flight
+        assert not engine.in_flight_count
         while engine.has_unfinished_requests():
             engine.step_modern()
     switched = 0
