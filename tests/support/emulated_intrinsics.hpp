@@ -199,7 +199,7 @@ inline void arrive(Transfer& t, long long bytes) {
   t.parity ^= 1;
   events++;
 }
-inline void copy_box(unsigned into, const u64* map, std::vector<int> at, unsigned barrier) {
+inline void tma_load(unsigned into, const u64* map, std::vector<int> at, unsigned barrier) {
   const u64 *sizes = map + 1, *strides = map + 5, *box = map + 9;
   auto& t = transfer(barrier);
   if (map[13] != at.size() || into % 1024) fail("a box of another kind, or misplaced");
@@ -378,13 +378,13 @@ inline void await_bytes(u32 barrier, u32 parity) {
 inline void await_sent(u32 barrier, u32 parity) { await_bytes(barrier, parity); }
 inline void send(u32 at, float4 v, u32 barrier) { emulator::send(at, &v, 16, barrier); }
 inline void send(u32 at, float2 v, u32 barrier) { emulator::send(at, &v, 8, barrier); }
-inline void copy_box(u32 into, const TensorMap& map, int a, int b, u32 barrier) {
-  emulator::copy_box(into, map.opaque, {a, b}, barrier);
+inline void tma_load(u32 into, const TensorMap& map, int a, int b, u32 barrier) {
+  emulator::tma_load(into, map.opaque, {a, b}, barrier);
 }
-inline void copy_box(u32 into, const TensorMap& map, int a, int b, int c, int d, u32 barrier) {
-  emulator::copy_box(into, map.opaque, {a, b, c, d}, barrier);
+inline void tma_load(u32 into, const TensorMap& map, int a, int b, int c, int d, u32 barrier) {
+  emulator::tma_load(into, map.opaque, {a, b, c, d}, barrier);
 }
-inline void prefetch_map(const TensorMap&) {}
+inline void prefetch_tensor_map(const TensorMap&) {}
 
 inline Vec load_shared(u32 at) { return *(const Vec*)emulator::shared_memory(at, 16); }
 inline void store_shared(u32 at, Vec v) { *(Vec*)emulator::shared_memory(at, 16) = v; }

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async.kernels.gemm.tilings import GELU, GELU_TANH, LAYER_NORM, RMS_NORM, SILU_GATE
+from megatron_async.kernels.gemm.tile_config import GELU, GELU_TANH, LAYER_NORM, RMS_NORM, SILU_GATE
 from megatron_async.models import wrapper
 from megatron_async.models.build import build_model
 from megatron_async.models.fused import decoder as fused_decode

@@ -13,13 +13,13 @@ import torch.nn.functional as F
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
 from megatron_async.kernels import compile as cuda
-from megatron_async.kernels.gemm.tilings import (
+from megatron_async.kernels.gemm.tile_config import (
     GELU,
     GELU_TANH,
     LAYER_NORM,
     RMS_NORM,
     SILU_GATE,
-    UNIT,
+    STAGE_K,
 )
 from megatron_async.models import activation
 from megatron_async.models.attention import PagedSelfAttention
@@ -128,7 +128,7 @@ def _layer_why_not(layer: Any, config: Any) -> str | None:
     for linear in (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2):
         if type(linear) not in _LINEARS:
             return f"linear layer {type(linear).__name__} is not covered"
-        if linear.weight.shape[1] % UNIT or linear.weight.shape[0] % 16:
+        if linear.weight.shape[1] % STAGE_K or linear.weight.shape[0] % 16:
             return f"a weight of {tuple(linear.weight.shape)} is not covered"
     norms = (attention.q_layernorm, attention.k_layernorm)
     if not all(n is None or isinstance(n, IdentityOp) for n in norms):

@@ -19,10 +19,9 @@ from torch import Tensor
 
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import decode_attention as cuda_attention
-from megatron_async.kernels.gemm import tuned
-from megatron_async.kernels.gemm.measured_tilings import choose
-from megatron_async.kernels.gemm.skinny_gemm import Linear, defines
-from megatron_async.kernels.gemm.tilings import (
+from megatron_async.kernels.gemm.skinny_gemm import SkinnyGemm, defines
+from megatron_async.kernels.gemm.tile_choice import choose
+from megatron_async.kernels.gemm.tile_config import (
     ADD,
     ANY_SHAPE_ROWS,
     LAYER_NORM,
@@ -30,10 +29,13 @@ from megatron_async.kernels.gemm.tilings import (
     NO_NORM,
     RMS_NORM,
     STORE,
-    Tiling,
+    GemmProblem,
+    TileConfig,
+    load_tuned,
+    lookup,
     padded,
 )
-from megatron_async.kernels.gemm.tuned import Case
+from megatron_async.kernels.norm.embed import Embed
 from megatron_async.models.fused.coverage import epilogue_of, norm_kind, why_not
 
 Norm = tuple[Tensor, Tensor | None, float]
@@ -49,22 +51,25 @@ class Product:
     k: int
     norm: int
     epilogue: int
-    fixed: Tiling | None = None
-    boxes: bool = True
-    found: Mapping[Case, Tiling] = field(default_factory=dict)
+    fixed: TileConfig | None = None
+    tma: bool = True
+    found: Mapping[GemmProblem, TileConfig] = field(default_factory=dict)
+    sm_count: int = field(kw_only=True)
 
-    def case(self, rows: int) -> Case:
+    def case(self, rows: int) -> GemmProblem:
         """It for padded ``rows``."""
-        return Case(rows, self.n, self.k, self.norm, self.epilogue)
+        return GemmProblem(rows, self.n, self.k, self.norm, self.epilogue)
 
-    def tiling(self, rows: int) -> Tiling | None:
+    def tiling(self, rows: int) -> TileConfig | None:
         """How it is cut for padded ``rows``; None if it cannot be built."""
         if self.fixed is not None:
             return self.fixed
-        found = self.found.get(self.case(rows))
-        if found is not None and found.box <= self.boxes:
+        found = lookup(self.found, self.case(rows))
+        if found is not None and found.tma <= self.tma:
             return found
-        return choose(self.n, self.k, rows, self.norm, self.epilogue, boxes=self.boxes)
+        return choose(
+            self.n, self.k, rows, self.norm, self.epilogue, self.tma, sm_count=self.sm_count
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +95,7 @@ class FusedDecoder:
         ValueError: :func:`~.fused_coverage.why_not` has a reason.
     """
 
-    def __init__(self, model: Any, tilings: Mapping[str, Tiling] | None = None) -> None:
+    def __init__(self, model: Any, tilings: Mapping[str, TileConfig] | None = None) -> None:
         reason = why_not(model)
         if reason is not None:
             raise ValueError(reason)
@@ -122,14 +127,15 @@ class FusedDecoder:
             "head": (head.shape[0], hidden, self._norm, STORE),
         }
         fixed = tilings or {}
-        boxes = cuda.has_wgmma(self._index)
-        found = tuned.load(cuda.device_name(self._index))
+        tma, sm_count = cuda.has_wgmma(self._index), cuda.sm_count(self._index)
+        found = load_tuned(cuda.device_name(self._index))
         self.products = {
-            name: Product(*shape, fixed.get(name), boxes, found) for name, shape in shapes.items()
+            name: Product(*shape, fixed.get(name), tma, found, sm_count=sm_count)
+            for name, shape in shapes.items()
         }
-        self._plans: dict[int, dict[str, Linear] | None] = {}
+        self._plans: dict[int, dict[str, SkinnyGemm] | None] = {}
         self._attentions = cuda_attention.DecodeAttentions(self._device)
-        self._embeds: dict[int, cuda_attention.Embed] = {}
+        self._embeds: dict[int, Embed] = {}
         rows = MAX_ROWS
         self._hidden = self._empty(rows, hidden)
         # Times the next norm's weight, where that is RMSNorm.
@@ -160,10 +166,11 @@ class FusedDecoder:
         sizes = {padded(r) for r in rows if r <= cuda_attention.MOST_ROWS}
         for most in sizes:
             for name, tiling in (self._tilings(most) or {}).items():
-                work.append(("linear", self.defines(self.products[name], most, tiling)))
+                work.append((tiling.kernel, self.defines(self.products[name], most, tiling)))
         if self._attention_off(context) is None:
             heads, capacity = self._heads_of(context), _capacity(context)
-            work += [("attention", heads.defines(most, capacity)) for most in sizes]
+            sm_count = cuda.sm_count(self._index)
+            work += [("attention", heads.defines(most, capacity, sm_count)) for most in sizes]
         cuda.compile_together(work, cuda.architecture(self._index))
 
     def _attention_off(self, context: Any) -> str | None:
@@ -172,11 +179,18 @@ class FusedDecoder:
             self._head_dim, self._heads // self._kv_heads, context.block_size_tokens, rotated
         )
 
-    def defines(self, product: Product, rows: int, tiling: Tiling) -> dict[str, int]:
+    def defines(self, product: Product, rows: int, tiling: TileConfig) -> dict[str, int]:
         """Macros of a product's kernel for padded ``rows``."""
         statistics = LAYER_NORM if self._norm == LAYER_NORM else RMS_NORM
         return defines(
-            product.n, product.k, rows, product.norm, product.epilogue, statistics, tiling
+            product.n,
+            product.k,
+            rows,
+            product.norm,
+            product.epilogue,
+            statistics,
+            tiling,
+            cuda.sm_count(self._index),
         )
 
     def off(self, rows: list[int], context: Any) -> str | None:
@@ -205,7 +219,7 @@ class FusedDecoder:
             and self._plan(rows) is not None
         )
 
-    def _plan(self, rows: int) -> dict[str, Linear] | None:
+    def _plan(self, rows: int) -> dict[str, SkinnyGemm] | None:
         most = padded(rows)
         if most not in self._plans:
             tilings = self._tilings(most)
@@ -214,13 +228,15 @@ class FusedDecoder:
                 None
                 if tilings is None
                 else {
-                    name: Linear(p.n, p.k, most, p.norm, p.epilogue, statistics, t, self._device)
+                    name: SkinnyGemm(
+                        p.n, p.k, most, p.norm, p.epilogue, statistics, t, self._device
+                    )
                     for (name, t), p in zip(tilings.items(), self.products.values(), strict=True)
                 }
             )
         return self._plans[most]
 
-    def _tilings(self, most: int) -> dict[str, Tiling] | None:
+    def _tilings(self, most: int) -> dict[str, TileConfig] | None:
         """How the products are cut for padded rows; None if one of them cannot be built."""
         tilings = {name: product.tiling(most) for name, product in self.products.items()}
         found = {name: tiling for name, tiling in tilings.items() if tiling is not None}
@@ -236,11 +252,11 @@ class FusedDecoder:
             self._cos_sin is not None,
         )
 
-    def _embed(self, per_tile: int) -> cuda_attention.Embed:
+    def _embed(self, per_tile: int) -> Embed:
         if per_tile not in self._embeds:
             learned = self._model.position_embedding_type == "learned_absolute"
             assert self._norm is not None
-            self._embeds[per_tile] = cuda_attention.Embed(
+            self._embeds[per_tile] = Embed(
                 self._model.config.hidden_size,
                 per_tile,
                 self._norm,
