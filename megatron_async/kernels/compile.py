@@ -37,7 +37,7 @@ Bf16 = Annotated[Tensor, torch.bfloat16]
 Fp32 = Annotated[Tensor, torch.float32]
 Int32 = Annotated[Tensor, torch.int32]
 Int64 = Annotated[Tensor, torch.int64]
-"""Fields of a kernel's arguments, beside ``int``, ``float`` and :class:`TensorMap`: pointers to
+"""Fields of a kernel's arguments, next to ``int``, ``float`` and :class:`TensorMap`: pointers to
 elements of this dtype; ``Bf16 | None`` may be null."""
 
 

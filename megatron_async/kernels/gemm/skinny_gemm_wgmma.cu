@@ -1,14 +1,14 @@
 // A skinny GEMM (skinny_gemm.cuh) whose four warps multiply together, straight from shared memory, by
 // wgmma m64nMk16. A stage is two TMA tiles, the weight's and that of x, of 64 columns each. The main
-// loop has no barrier of the CTA: a stage's bytes report to an mbarrier, and all four warps' products
-// end together.
+// loop has no barrier of the CTA: a stage's bytes report to an mbarrier, and all four warps' wgmmas end
+// together.
 //
 //   RT   16-row tiles of W in a CTA, MT groups of eight rows of x, ST stages of the ring
 //   w_map, x_map   W in tiles of RT * 16 rows (gated: eight rows of gate and eight of up in turn), x in
 //                  tiles of all its rows
 //
 // wgmma multiplies 64 rows of W at a time: those behind the last tile are whatever lies behind it in
-// shared memory, and nobody looks at their products.
+// shared memory, and nobody looks at their sums.
 
 #define WARPS 4
 #define WK 1
@@ -135,7 +135,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     end_wgmma();
 #pragma unroll
     for (int r = 0; r < WARP_TILES; r++) await_wgmma<MT * 8>(sums[r]);
-    // WAR: the four warps' products end together, so nobody reads this stage any more.
+    // WAR: the four warps' wgmmas end together, so nobody reads this stage any more.
     if (issued < total) load_weights();
     if (++stage == ST) stage = 0, passed ^= 1;
     if (++k_done == count && PERSISTENT) {

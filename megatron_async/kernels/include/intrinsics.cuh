@@ -64,7 +64,7 @@ __device__ __forceinline__ void await_bytes(u32 barrier, u32 parity) {
       "r"(parity)
       : "memory");
 }
-// A box of a tensor, swizzled by 128 bytes; what lies beyond the tensor becomes zeros. Coordinates
+// A TMA tile of a tensor, swizzled by 128 bytes; what lies beyond the tensor becomes zeros. Coordinates
 // begin with the innermost.
 __device__ __forceinline__ void tma_load(u32 into, const TensorMap& map, int a, int b, u32 barrier) {
   asm volatile(
@@ -98,7 +98,7 @@ __device__ __forceinline__ void store_shared(u32 at, Vec v) {
                "r"(v.w)
                : "memory");
 }
-// Activations come from L2: another multiprocessor wrote them, perhaps after this kernel started.
+// Activations come from L2: another SM wrote them, perhaps after this kernel started.
 __device__ __forceinline__ Vec load_l2_vec(const void* p) {
   Vec v;
   asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -217,8 +217,8 @@ __device__ __forceinline__ u32 peer_address(u32 at, u32 rank) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(at), "r"(rank));
   return r;
 }
-// Sends into a peer's shared memory, and reports the bytes to a barrier beside it. Who awaits them
-// there sees them.
+// Sends into a peer's shared memory, and reports the bytes to a barrier there. Who awaits them
+// sees them.
 __device__ __forceinline__ void send(u32 at, float4 v, u32 barrier) {
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::

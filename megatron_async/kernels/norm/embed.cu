@@ -1,8 +1,8 @@
 // The rows of the embedding, with the learned positions where a model has them, into the residual
-// stream, with the partial statistics that the first norm reads: one block a row.
+// stream, with the partial statistics that the first norm reads: one CTA a row.
 //
 //   H hidden size, PER_TILE elements of a partial statistic, POSITIONS 1: add position embeddings
-//   STATS 1 for RMSNorm, with the stream times the norm's weight beside it, 2 for LayerNorm
+//   STATS 1 for RMSNorm, where the stream times the norm's weight is stored too, 2 for LayerNorm
 
 #define THREADS 512
 #define TILES (H / PER_TILE)

@@ -1,4 +1,4 @@
-"""A GPTModel's forward over one token a row in five kernels a layer (``kernels/cuda``).
+"""A GPTModel's forward over one token a row in five kernels a layer (``kernels/``).
 
     QKV product (norm inside) -> attention (norm of heads, rotation, append inside) ->
     output product (adds to the residual stream) -> first MLP product (norm and activation
