@@ -130,15 +130,10 @@ def attention_calls(
     return {"one": one, "three": three, "attention": attention}, byte_count
 
 
-def gemm_us(
-    call: Callable[[torch.Tensor, torch.Tensor], object], weights: torch.Tensor, rows: int
-) -> float:
-    x = torch.randn(rows, weights.shape[2], device="cuda", dtype=torch.bfloat16)
+def gemm_us(call: Callable[[torch.Tensor, torch.Tensor], object], n: int, k: int, m: int) -> float:
+    weights = torch.randn(copies(2.0 * n * k), n, k, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
     return microseconds(lambda number: call(x, weights[number % len(weights)]))
-
-
-def weights_of(n: int, k: int) -> torch.Tensor:
-    return torch.randn(copies(2.0 * n * k), n, k, device="cuda", dtype=torch.bfloat16)
 
 
 def by_row(x: torch.Tensor, weight: torch.Tensor) -> object:
@@ -165,7 +160,7 @@ def bench() -> None:
         print(f"  {rows}, {name}: {shown} us, relative difference {error:.1g}", flush=True)
     print("batch-invariant GEMM against torch, bf16: (N K) M")
     for size, rows in itertools.product(GEMM_SHAPES, GEMM_ROWS):
-        ours, theirs = (gemm_us(call, weights_of(*size), rows) for call in (by_row, F.linear))
+        ours, theirs = (gemm_us(call, *size, rows) for call in (by_row, F.linear))
         print(f"  {size} {rows}: {ours:.1f} us, torch {theirs:.1f} us, ratio {ours / theirs:.2f}")
 
 
@@ -181,7 +176,7 @@ def sweep() -> None:
     print(f"batch-invariant GEMM: us at M = {GEMM_ROWS}, (N K), tile M N K warps stages")
     for size, tile in itertools.product(GEMM_SHAPES, GEMM_TILES):
         gemm.HALF_TILE = gemm.HALF_TILE_NARROW = gemm.Tile(*tile)
-        times = [gemm_us(by_row, weights_of(*size), rows) for rows in GEMM_ROWS]
+        times = [gemm_us(by_row, *size, rows) for rows in GEMM_ROWS]
         print(f"  {times} {size} {tile}", flush=True)
 
 
