@@ -28,7 +28,9 @@ setup(
         "megatron_async.inference",
     ],
     package_dir={"megatron_async.inference": "inference"},
-    package_data={"megatron_async": ["py.typed", "assets/**", "kernels/*/*.cu*"]},
+    package_data={
+        "megatron_async": ["py.typed", "assets/**", "kernels/*/*.cu*", "kernels/*/*.json"]
+    },
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.9,<3",

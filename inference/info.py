@@ -130,7 +130,7 @@ def _version(distribution: str) -> str | None:
 def _devices() -> list[str]:
     import torch
 
-    from megatron_async.kernels.gemm import tuned
+    from megatron_async.kernels.gemm.tile_config import load_tuned, user_file
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     devices = [f"cpu: {cores} cores, {torch.get_num_threads()} threads per operator"]
@@ -138,9 +138,9 @@ def _devices() -> list[str]:
         properties = torch.cuda.get_device_properties(index)
         memory = properties.total_memory / 2**30
         line = f"cuda:{index}: {properties.name}, {memory:.0f} GiB"
-        count = len(tuned.load(properties.name))
+        count = len(load_tuned(properties.name))
         if count:
-            line += f"; products cut as 'tune' found: {count}, in {tuned.path_of_file()}"
+            line += f"; tile configs found by 'tune': {count}, in {user_file()}"
         devices.append(line)
     if len(devices) == 1:
         built = torch.version.cuda

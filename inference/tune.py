@@ -1,28 +1,43 @@
-"""``megatron-async tune``: find how a model's products are best cut up on this GPU."""
+"""``megatron-async tune``: find the fastest tile configs of a model's GEMMs on this GPU."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import sys
-from typing import Any
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from megatron_async.errors import ConfigError
-from megatron_async.kernels.gemm.tilings import ANY_SHAPE_ROWS
+from megatron_async.kernels.gemm.tile_config import (
+    ANY_SHAPE_ROWS,
+    MAX_ROWS,
+    TUNED,
+    Entry,
+    GemmProblem,
+    padded,
+    save_tuned,
+)
 
 from .options import integer, several
 from .shapes import SHAPES
 from .table import format_table
 
+if TYPE_CHECKING:
+    from .tune_search import Search
+
 _DESCRIPTION = """\
-Measure how the products of the fused decode step are best cut up on this GPU, for a model whose
-shape was not measured yet. A step of a few layers with random weights is timed with some 40 cuts of
-each product, those that fill the 132 multiprocessors of an H100 SXM or H200. What is faster is kept
-in tilings.json beside the compiled kernels ($MEGATRON_ASYNC_CACHE, or ~/.cache/megatron_async), and
-engines that start afterwards use it until the file is deleted. It takes some 15 s for each batch
-size. Kernels that cut sums otherwise round otherwise: tokens may differ from those before.
+Measure tile configs of the fused decode step's GEMMs on this GPU, for a model whose shape was not
+measured yet. A step of a few layers with random weights is timed with some 40 configs of each GEMM,
+those that fill the GPU's SMs. What is faster is kept in tile_configs.json next to the compiled
+kernels ($MEGATRON_ASYNC_CACHE, or ~/.cache/megatron_async), and engines that start afterwards use
+it until the file is deleted. It takes some 15 s for each batch size. Kernels that split sums
+otherwise round otherwise: tokens may differ from those before.
 """
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32)
-_LAYERS = 4
+_PRODUCTS = ("fc1", "fc2", "qkv", "projection", "head")
 
 
 def add_command(commands: Any) -> None:
@@ -39,29 +54,36 @@ def add_command(commands: Any) -> None:
     choice.add_argument("--model", metavar="tiny|PATH", help="a model; its weights are not read")
     choice.add_argument("--shape", choices=tuple(SHAPES), help="the shape of a known model")
     group.add_argument("--device", metavar="NAME", help="default: the first GPU")
-    add = parser.add_argument_group("measurement").add_argument
-    add(
-        "--batch-sizes",
-        type=several(integer(1, ANY_SHAPE_ROWS)),
-        default=list(_BATCH_SIZES),
-        metavar="B,...",
-        help=f"of decode steps, at most {ANY_SHAPE_ROWS}; each is for those above half of it too "
-        f"(default: {','.join(map(str, _BATCH_SIZES))})",
+
+    def option(to: Any, name: str, kind: Any, default: Any, metavar: str, text: str) -> None:
+        shown = ",".join(map(str, default)) if isinstance(default, list) else default
+        note = "" if default in (None, math.inf) else f" (default: {shown})"
+        to.add_argument(name, type=kind, default=default, metavar=metavar, help=text + note)
+
+    main = parser.add_argument_group("measurement")
+    sizes = f"of decode steps, at most {ANY_SHAPE_ROWS}; each is for those above half of it too"
+    option(main, "--batch-sizes", several(integer(1, MAX_ROWS)), list(_BATCH_SIZES), "B,...", sizes)
+    option(main, "--context", integer(1, 32768), 384, "N", "tokens in the cache of each row")
+    counts = "configs of each GEMM that are tried, and half as many of the other kernel"
+    option(main, "--count", integer(1), 24, "N", counts)
+    more = parser.add_argument_group("search for the built-in table")
+    more.add_argument(
+        "--dry-run",
+        action="store_true",
+        help=f"print the best as lines of the table and keep nothing; batches up to {MAX_ROWS}",
     )
-    add(
-        "--context",
-        type=integer(1, 32768),
-        default=384,
-        metavar="N",
-        help="tokens in the cache of each row (default: 384)",
+    more.add_argument(
+        "--exhaustive",
+        action="store_true",
+        help="a dry run of minutes for each batch size: constants of the kernels, configs at "
+        "random, then the neighbours of the best",
     )
-    add(
-        "--count",
-        type=integer(1),
-        default=24,
-        metavar="N",
-        help="cuts of each product that are tried, and half as many of another kind (default: 24)",
-    )
+    option(more, "--rounds", integer(1), 2, "N", "over all GEMMs with --exhaustive")
+    option(more, "--gemms", several(str), list(_PRODUCTS), "NAME,...", "that are varied, in turn")
+    option(more, "--seconds", float, math.inf, "S", "of searching for each batch size, about")
+    option(more, "--layers", integer(1), 4, "N", "of the step that is timed")
+    option(more, "--replays", integer(1), 8, "N", "steps of a measurement")
+    option(more, "--log", Path, None, "FILE", "every time measured, as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -71,9 +93,14 @@ def run(args: argparse.Namespace) -> int:
     from megatron_async.checkpoint import describe_pretrained
     from megatron_async.engine.build import resolve_device
     from megatron_async.kernels import compile as cuda
-    from megatron_async.kernels.gemm import tuned
-    from megatron_async.kernels.gemm.tilings import padded
 
+    keeps = not (args.dry_run or args.exhaustive)
+    if max(args.batch_sizes) > ANY_SHAPE_ROWS and keeps:
+        raise ConfigError(
+            f"--batch-sizes must be between 1 and {ANY_SHAPE_ROWS}; more only with --dry-run"
+        )
+    if not set(args.gemms) <= set(_PRODUCTS):
+        raise ConfigError(f"--gemms must be some of {','.join(_PRODUCTS)}")
     device = resolve_device(args.device)
     if device.type != "cuda":
         raise ConfigError("tune measures kernels of a GPU, and device is the CPU; run it on a GPU")
@@ -91,21 +118,34 @@ def run(args: argparse.Namespace) -> int:
             "tokens; lower it"
         )
     gpu = cuda.device_name(device.index)
-    path = tuned.save(gpu, {})  # before the work, in case it cannot be written
-    rows = []
+    # Before the work, in case it cannot be written.
+    path = save_tuned(gpu, []) if keeps else None
+    rows, lines, log = [], [], {}
     for size in sorted({padded(size) for size in args.batch_sizes}):
-        better, before, after = _tune(config, size, args, device)
-        tuned.save(gpu, better)
-        rows.append(
-            [size, f"{before:.1f}", f"{after:.1f}", f"{1 - after / before:.1%}", len(better)]
-        )
-    layers = min(_LAYERS, config.num_layers)
+        search, before, after = _tune(config, size, args, device)
+        better = [name for name in search.best if search.best[name] != search.first_configs[name]]
+        if after >= before:
+            better, after = [], before
+        if path is not None:
+            found = [(search.products[name].case(size), search.best[name]) for name in better]
+            save_tuned(gpu, [Entry(*each, TUNED) for each in found])
+        for name, product in search.products.items():
+            problem = GemmProblem(size, product.n, product.k)
+            lines.append(Entry(problem, search.best[name], "measured").to_json())
+        log[size] = [(name, list(map(int, tried)), us) for name, tried, us in search.log]
+        less = f"{1 - after / before:.1%}"
+        rows.append([size, f"{before:.1f}", f"{after:.1f}", less, len(better)])
+    layers = min(args.layers, config.num_layers)
     print(f"{gpu}, {layers} layers and the output layer, bfloat16")
-    print(format_table(["batch", "before-us", "after-us", "less", "products cut anew"], rows))
-    if any(row[-1] for row in rows):
+    print(format_table(["batch", "before-us", "after-us", "less", "GEMMs changed"], rows))
+    if path is None:
+        print(*lines, sep=",\n")
+    elif any(row[-1] for row in rows):
         print(f"kept in {path}; engines that start from now on use it, until it is deleted")
     else:
         print("nothing is faster than what is used already")
+    if args.log is not None:
+        args.log.write_text(json.dumps(log))
     if dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
         print(
@@ -117,8 +157,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _tune(
     config: Any, size: int, args: argparse.Namespace, device: Any
-) -> tuple[dict[Any, Any], float, float]:
-    """Tilings that are better than those in use for a batch, and the microseconds of both steps.
+) -> tuple[Search, float, float]:
+    """The search for a batch size, and the microseconds of a step before and after it.
 
     Raises:
         ConfigError: the step cannot be measured.
@@ -126,18 +166,28 @@ def _tune(
     import torch
     from tqdm import tqdm
 
-    from .tune_search import Rig, Search, short_list
+    from .tune_search import Rig, Search, search_all
+
+    def report(line: str) -> None:
+        tqdm.write(f"batch {size}: {line}", file=sys.stderr)
 
     try:
-        rig = Rig(config, size, layers=_LAYERS, context=args.context, device=device)
-        search = Search(rig)
-        first = dict(search.best)
-        # Heads are wide: there is little to choose, and each try takes long.
-        counts = {name: max(1, args.count // 3) if name == "head" else args.count for name in first}
-        order = ("fc1", "fc2", "qkv", "projection", "head")
-        for name in tqdm(order, f"batch {size}", file=sys.stderr, disable=None, leave=False):
-            search.vary(name, short_list(search.products[name], search.most, counts[name]))
-        before, after = rig.compare(first, search.best)
+        rig = Rig(
+            config, size, layers=args.layers, context=args.context, replays=args.replays,
+            device=device,
+        )  # fmt: skip
+        end = time.monotonic() + args.seconds
+        search = Search(rig, end, report if args.exhaustive or args.dry_run else None)
+        if args.exhaustive:
+            search_all(search, args.gemms, args.rounds, args.count)
+        else:
+            for name in tqdm(
+                args.gemms, f"batch {size}", file=sys.stderr, disable=None, leave=False
+            ):
+                # Heads are wide: there is little to choose, and each try takes long.
+                count = max(1, args.count // 3) if name == "head" else args.count
+                search.vary_short_list(name, count)
+        before, after = rig.compare(search.first_configs, search.best)
     except ValueError as error:
         raise ConfigError(f"the fused decode step is not for this model: {error}") from None
     except ArithmeticError as error:
@@ -152,14 +202,7 @@ def _tune(
     if search.dropped:
         print(
             f"batch {size}: {len(search.dropped)} of {len(search.dropped) + len(search.log)} "
-            f"tilings failed and are not used, first {search.dropped[0]}",
+            f"configs failed and are not used, first {search.dropped[0]}",
             file=sys.stderr,
         )
-    if after >= before:
-        return {}, before, before
-    better = {
-        search.products[name].case(search.most): tiling
-        for name, tiling in search.best.items()
-        if tiling != first[name]
-    }
-    return better, before, after
+    return search, before, after

@@ -1,51 +1,42 @@
-"""The search for tilings of the fused decode step: where they are used, in the step.
+"""The search for tile configs of the fused decode step: where they are used, in the step.
 
 A CUDA graph of the whole forward of a model with a few layers is timed. Kernels that follow each
-other share multiprocessors, so a tiling is measured among those of the other products. One product
-after the other is varied. A tiling that changes the logits is reported and dropped.
+other share SMs, so a config is measured among those of the other GEMMs. One GEMM after the other is
+varied. A config that changes the logits is reported and dropped.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import random
 import statistics
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import NamedTuple
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from tqdm import tqdm
 
 from megatron_async.kernels import compile as cuda
-from megatron_async.kernels.gemm.estimated_tilings import (
-    box_cuts,
-    candidates,
-    even_tilings,
-    lane_cuts,
-)
-from megatron_async.kernels.gemm.measured_tilings import known
-from megatron_async.kernels.gemm.tilings import (
-    ANY_SHAPE_ROWS,
-    SHARED_BYTES,
-    Tiling,
-    padded,
-)
+from megatron_async.kernels.attention import decode_attention
+from megatron_async.kernels.gemm import skinny_gemm
+from megatron_async.kernels.gemm.tile_choice import deepest, neighbours, short_list, spread
+from megatron_async.kernels.gemm.tile_config import TileConfig, padded
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.fused.decoder import FusedDecoder
-from megatron_async.models.fused.gemms import Gemm as Product
 
 from .shapes import build_shape
 
 BLOCK_SIZE = 64
 ERROR_LIMIT = 2e-2
 WORTH = 0.998
-"""A tiling replaces another one if the step takes at most this share of its time."""
+"""A config replaces another one if the step takes at most this share of its time."""
+
+Configs = dict[str, TileConfig]
+"""By the GEMM's name."""
 
 
 class Step(NamedTuple):
@@ -104,16 +95,16 @@ class Rig:
         if reason is not None:
             raise ValueError(reason)
 
-    def decoder(self, tilings: dict[str, Tiling]) -> FusedDecoder:
-        return FusedDecoder(self.model, tilings=tilings)
+    def decoder(self, configs: Configs) -> FusedDecoder:
+        return FusedDecoder(self.model, tilings=configs)
 
-    def compile(self, tilings: dict[str, Tiling]) -> None:
-        """Compile a step's kernels side by side."""
-        self.decoder(tilings).compile([self.rows], self.context)
+    def compile(self, configs: Configs) -> None:
+        """Compile a step's kernels in parallel."""
+        self.decoder(configs).compile([self.rows], self.context)
 
-    def capture(self, tilings: dict[str, Tiling]) -> Step:
+    def capture(self, configs: Configs) -> Step:
         """A step's graph, and how far its logits are from those of the first one."""
-        decoder = self.decoder(tilings)
+        decoder = self.decoder(configs)
         size = decoder.gemms["head"].n
         logits = torch.zeros(self.rows, size, device=self.device, dtype=torch.bfloat16)
         assert decoder.takes(logits, self.context)
@@ -138,125 +129,33 @@ class Rig:
         end.synchronize()
         return float(start.elapsed_time(end)) * 1e3 / self.replays
 
-    def step_us(self, tilings: dict[str, Tiling]) -> float:
+    def step_us(self, configs: Configs) -> float:
         """Microseconds of a step, the least of several means.
 
         Raises:
             ArithmeticError: the logits are not those of the first call.
         """
-        step = self.capture(tilings)
+        step = self.capture(configs)
         if not step.error < ERROR_LIMIT:
             raise ArithmeticError(f"relative error {step.error:.3g}")
         return min([self.mean_us(step) for _ in range(4)][1:])
 
-    def compare(
-        self, before: dict[str, Tiling], after: dict[str, Tiling], turns: int = 5
-    ) -> tuple[float, float]:
+    def compare(self, before: Configs, after: Configs, turns: int = 5) -> tuple[float, float]:
         """Microseconds of a step with either, the medians of ``turns`` in turns."""
         steps = [self.capture(before), self.capture(after)]
         times = [[self.mean_us(step) for step in steps] for _ in range(turns + 1)][1:]
         return statistics.median(a for a, _ in times), statistics.median(b for _, b in times)
 
 
-def start_of(product: Product, rows: int) -> Tiling:
-    """Where the search begins: the tiling in use, or boxes of many rows.
-
-    Raises:
-        ValueError: there are none.
-    """
-    used = product.tiling(rows)
-    if used is not None:
-        return used
-    found = fullest(product, rows)
-    if not found:
-        raise ValueError(f"no tiling of {product.n} x {product.k} can be built for {rows} rows")
-    return found[-1]
-
-
-def spread(product: Product, rows: int, count: int) -> list[Tiling]:
-    """Some of a product's tilings at random, and as many that take boxes."""
-    shape = (product.n, product.k, rows, product.norm, product.epilogue)
-    found = [list(candidates(*shape)), [tiling for tiling in boxes(product) if tiling.fits(*shape)]]
-    for some in found:
-        random.Random(0).shuffle(some)
-    return [tiling for some in found for tiling in some[:count]]
-
-
-def boxes(product: Product) -> Iterator[Tiling]:
-    """Tilings that take boxes, with all numbers of stages."""
-    if product.boxes:
-        for cut, stages in itertools.product(box_cuts(product.n), range(2, 11)):
-            yield cut._replace(stages=stages)
-
-
-def fullest(product: Product, rows: int) -> list[Tiling]:
-    """Of each cut into boxes those with the most stages: a block alone on a multiprocessor, and two
-    beside each other."""
-    shape = (product.n, product.k, rows, product.norm, product.epilogue)
-    found: dict[Tiling, None] = {}
-    for limit in (SHARED_BYTES, SHARED_BYTES // 2):
-        by_cut = {}
-        for tiling in boxes(product):  # of a cut the most stages come last
-            if tiling.fits(*shape) and tiling.shared_bytes(product.k, rows) <= limit:
-                by_cut[tiling._replace(stages=0)] = tiling
-        found.update(dict.fromkeys(by_cut.values()))
-    return list(found)
-
-
-def even(product: Product, rows: int, count: int) -> list[Tiling]:
-    """Of :func:`.even_tilings` the first ``count`` by lanes, and half as many by boxes: at most
-    three that cut the weight in the same way."""
-    shape = (product.n, product.k, rows, product.norm, product.epilogue)
-    by_boxes = box_cuts(product.n) if product.boxes else ()
-    chosen: list[Tiling] = []
-    for cuts, most in ((lane_cuts(product.n), count), (by_boxes, count // 2)):
-        taken: Counter[tuple[int, int]] = Counter()
-        for tiling in even_tilings(cuts, *shape):
-            alike = tiling.weight_rows, tiling.splits
-            if taken[alike] < 3 and taken.total() < most:
-                taken[alike] += 1
-                chosen.append(tiling)
-    return chosen
-
-
-def short_list(product: Product, rows: int, count: int) -> list[Tiling]:
-    """Those of :func:`even`, and what other numbers of rows take; of many rows all boxes."""
-    if rows > ANY_SHAPE_ROWS:
-        return fullest(product, rows)
-    return [*known(product.n, product.k), *even(product, rows, count)]
-
-
-def neighbours(tiling: Tiling) -> Iterator[Tiling]:
-    """Those that differ in one field, or that trade one against another."""
-    yield from (tiling._replace(stages=s) for s in range(2, 14))
-    yield from (tiling._replace(warps_n=w) for w in range(1, 17))
-    yield from (tiling._replace(row_tiles=r) for r in range(1, 17 if tiling.box else 5))
-    yield from (tiling._replace(splits=s) for s in (1, 2, 3, 4, 6, 8))
-    yield from (tiling._replace(warps_k=w) for w in (1, 2, 4, 8, 16))
-    yield tiling._replace(stream=not tiling.stream)
-    yield tiling._replace(memory=not tiling.memory)
-    if tiling.box:
-        yield tiling._replace(row_tiles=1, warps_n=tiling.row_tiles, box=False)
-    else:
-        tiles = tiling.row_tiles * tiling.warps_n
-        yield tiling._replace(row_tiles=tiles, warps_n=1, warps_k=1, stream=True, box=True)
-    if tiling.row_tiles > 1:
-        yield tiling._replace(row_tiles=1, warps_n=tiling.warps_n * tiling.row_tiles)
-    if tiling.warps_n % 2 == 0:
-        half = tiling.warps_n // 2
-        yield tiling._replace(row_tiles=2 * tiling.row_tiles, warps_n=half)
-        yield tiling._replace(warps_n=half, warps_k=2 * tiling.warps_k)
-
-
 class Search:
-    """The best tilings so far, by product; all times, and what was dropped and why.
+    """The best configs so far, by GEMM; all times, and what was dropped and why.
 
     Args:
         end: when to stop, by ``time.monotonic``.
-        report: is told of tilings that are better, and of those that fail.
+        report: is told of configs that are better, and of those that fail.
 
     Raises:
-        ValueError: a product has no tiling to begin with.
+        ValueError: a GEMM has no config to begin with.
     """
 
     def __init__(
@@ -265,50 +164,99 @@ class Search:
         self.rig, self.end = rig, end
         self.report = report or (lambda line: None)
         self.most = padded(rig.rows)
-        decoder = rig.decoder({})
-        self.products = decoder.gemms
-        self.best: dict[str, Tiling] = {}
+        self.products = rig.decoder({}).gemms
+        self.best: Configs = {}
         for name, product in self.products.items():
-            self.best[name] = start_of(product, self.most)
+            used = product.tiling(self.most)
+            # Of many rows without a config in use, one with large TMA tiles.
+            self.best[name] = used or deepest(**self.shape_of(name))[-1]
+        self.first_configs = dict(self.best)
         rig.compile(self.best)
         self.first = self.step = rig.step_us(self.best)
-        self.log: list[tuple[str, Tiling, float]] = []
+        self.log: list[tuple[str, TileConfig, float]] = []
         self.dropped: list[str] = []
 
-    def vary(self, name: str, tilings: Sequence[Tiling]) -> None:
-        """Measure tilings of one product, and take the best."""
+    def shape_of(self, name: str) -> dict[str, Any]:
+        """What says which configs a GEMM can have."""
+        product = self.products[name]
+        problem = product.case(self.most)
+        return {"problem": problem, "tma": product.tma, "sm_count": product.sm_count}
+
+    def vary_short_list(self, name: str, count: int) -> None:
+        """Measure the configs that are likely to be fast."""
+        self.vary(name, short_list(count=count, **self.shape_of(name)))
+
+    def vary(self, name: str, configs: Sequence[TileConfig]) -> None:
+        """Measure configs of one GEMM, and take the best."""
         product, seen = self.products[name], {t for n, t, _ in self.log if n == name}
-        shape = (product.n, product.k, self.most, product.norm, product.epilogue)
-        tilings = [t for t in dict.fromkeys(tilings) if t not in seen and t.fits(*shape)]
+        problem = product.case(self.most)
+        configs = [c for c in dict.fromkeys(configs) if c not in seen and c.can_serve(problem)]
         if time.monotonic() > self.end:
             return
         decoder = self.rig.decoder({})
         cuda.compile_together(
-            [("linear", decoder.defines(product, self.most, t)) for t in tilings],
+            [(c.kernel, decoder.defines(product, self.most, c)) for c in configs],
             cuda.architecture(self.rig.device.index or 0),
         )
-        for tiling in tqdm(tilings, name, file=sys.stderr, leave=False, disable=None):
+        for config in tqdm(configs, name, file=sys.stderr, leave=False, disable=None):
             if time.monotonic() > self.end:
                 return
-            tried = {**self.best, name: tiling}
+            tried = {**self.best, name: config}
             try:
                 step = self.rig.step_us(tried)
             except (ArithmeticError, RuntimeError) as error:
-                self.dropped.append(f"{name} {tuple(map(int, tiling))}: {str(error)[:100]}")
+                self.dropped.append(f"{name} {tuple(map(int, config))}: {str(error)[:100]}")
                 self.report(f"dropped {self.dropped[-1]}")
                 continue
-            self.log.append((name, tiling, step))
+            self.log.append((name, config, step))
             if step < WORTH * self.step:
-                # Again beside the one it replaces: clocks change.
+                # Again next to the one it replaces: clocks change.
                 now = self.rig.step_us(self.best)
                 step = max(step, self.rig.step_us(tried))
                 if step < WORTH * now:
-                    self.report(f"{name} {tuple(map(int, tiling))}: {now:.1f} -> {step:.1f} us")
+                    self.report(f"{name} {tuple(map(int, config))}: {now:.1f} -> {step:.1f} us")
                     self.best, self.step = tried, step
 
+    def vary_constants(
+        self, module: ModuleType, names: Sequence[str], choices: Sequence[tuple[int, ...]]
+    ) -> None:
+        """Constants of a kernel's module: the best stay for the rest of the search."""
 
-def line_of(product: Product, tiling: Tiling) -> str:
-    """For ``MEASURED``."""
-    fields = [str(value) for value in tiling[:5]]
-    fields += [f"{name}={value}" for name, value in list(tiling._asdict().items())[5:] if value]
-    return f"({product.n}, {product.k}): Tiling({', '.join(fields)}),"
+        def step(values: tuple[int, ...]) -> float:
+            for name, value in zip(names, values, strict=True):
+                setattr(module, name, value)
+            self.rig.compile(self.best)
+            least = min(self.rig.step_us(self.best) for _ in range(2))
+            self.report(f"{dict(zip(names, values, strict=True))}: {least:.1f} us")
+            return least
+
+        used = tuple(getattr(module, name) for name in names)
+        steps = {values: step(values) for values in (used, *choices)}
+        best = min(steps, key=steps.__getitem__)
+        self.step = step(best if steps[best] < WORTH * steps[used] else used)
+
+
+CONSTANTS: list[tuple[ModuleType, tuple[str, ...], list[tuple[int, ...]]]] = [
+    (
+        decode_attention,
+        ("WARPS", "STAGES", "MIN_SHARED_BYTES"),
+        [(4, 2, 0), (4, 3, 0), (8, 2, 0), (2, 4, 0), (3, 2, 0), (2, 3, 0)],
+    ),
+    (skinny_gemm, ("ALONE_BYTES",), [(0,), (112 * 1024,)]),
+]
+
+
+def search_all(search: Search, names: Sequence[str], rounds: int, count: int) -> None:
+    """Constants, then all GEMMs in turn: at first configs at random, then the best one's
+    neighbours. In the end the constants are what they were."""
+    used = [(module, n, getattr(module, n)) for module, each, _ in CONSTANTS for n in each]
+    try:
+        for constants in CONSTANTS:
+            search.vary_constants(*constants)
+        for number, name in itertools.product(range(rounds), names):
+            if number == 0:
+                search.vary(name, spread(count=count, **search.shape_of(name)))
+            search.vary(name, list(neighbours(search.best[name])))
+    finally:
+        for module, constant, value in used:
+            setattr(module, constant, value)

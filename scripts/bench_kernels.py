@@ -1,7 +1,19 @@
-"""Times the attention and batch-invariant kernels on a GPU: ``python scripts/bench_kernels.py``.
+"""Time kernels on a GPU: attention, the batch-invariant GEMM, or a whole step with other sources.
+
+    python scripts/bench_kernels.py            # or --sweep: other tiles and splits
+
+    mkdir -p /tmp/before
+    git archive HEAD~1 megatron_async/kernels | tar -x -C /tmp/before
+    python scripts/bench_kernels.py --compare /tmp/before/megatron_async/kernels --shape llama8b
 
 Each number is the mean of calls inside a CUDA graph that goes round several copies of the cache or
-the weight, so that they come from memory. ``--sweep`` tries other tiles instead.
+the weight, so that they come from memory.
+
+``--compare`` times a decode step with the CUDA sources of a folder and with these, in turns, so
+that what clocks and power do hits both alike; each is a graph of the whole forward of a model of
+few layers. The same Python calls both: the folder must have kernels of the same names and
+parameters. ``error`` is the relative difference of the logits: 0 where sums are taken in the same
+order. Exit status 1: it is above 2e-2.
 """
 
 from __future__ import annotations
@@ -9,39 +21,45 @@ from __future__ import annotations
 import argparse
 import itertools
 import random
+import statistics
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from tqdm import tqdm
 
 from megatron_async.inference.bandwidth import copy_bandwidth
-from megatron_async.kernels.attention import paged_decode_triton as attention
-from megatron_async.kernels.attention import rope_append
-from megatron_async.kernels.gemm import batch_invariant_triton as products
+from megatron_async.inference.shapes import SHAPES
+from megatron_async.inference.tune_search import ERROR_LIMIT, Rig, Step
+from megatron_async.kernels import compile as cuda
+from megatron_async.kernels.attention import paged_decode_triton, rope_append
+from megatron_async.kernels.gemm import batch_invariant_triton as gemm
 from megatron_async.runner.context import DynamicInferenceContext
 
-CALLS = 20
-REPLAYS = 10
+CALLS, REPLAYS = 20, 10
 ROUND_BYTES = 400e6
 """Copies are made up to this size, several times the L2 cache."""
-BLOCK_SIZE = 64
+BLOCK_SIZE, CAPACITY = 64, 131072
+LLAMA_8B = (32, 8, 128)
+"""Query heads, KV heads, head dimension."""
 DECODE_SHAPES = (
-    (32, 32, 8, 128, 812),
-    (1, 32, 8, 128, 812),
-    (128, 32, 8, 128, 662),
-    (32, 16, 8, 128, 812),
-    (8, 4, 2, 64, 512),
+    *((32, LLAMA_8B, 812), (1, LLAMA_8B, 812), (128, LLAMA_8B, 662)),
+    *((32, (16, 8, 128), 812), (8, (4, 2, 64), 512)),
 )
-"""Rows, query heads, KV heads, head dimension, context."""
+"""Rows, heads, context."""
 STEP_ROWS = (40, 64, 96, 128, 256)
-STEP_HEADS, STEP_KV_HEADS, STEP_HEAD_DIM = 32, 8, 128
-STEP_CAPACITY = 131072
-PRODUCT_SHAPES = ((28672, 4096), (4096, 14336), (6144, 4096))
-"""N, K."""
-PRODUCT_ROWS = (1, 32, 128)
+ATTENTION_CHOICES = ((128, 256, 512), (8192, 16384), (2, 4, 8), (3, 5, 7))
+GEMM_SHAPES, GEMM_ROWS = ((28672, 4096), (4096, 14336), (6144, 4096)), (1, 32, 128)
+GEMM_TILES = (
+    *((64, 64, 128, 4, 4), (64, 64, 128, 4, 3), (64, 64, 64, 4, 6), (64, 32, 128, 4, 4)),
+    *((64, 32, 128, 4, 6), (64, 128, 64, 4, 5), (64, 128, 64, 8, 5), (128, 64, 64, 8, 5)),
+    *((128, 128, 64, 8, 4), (16, 64, 128, 4, 5), (32, 64, 128, 4, 4)),
+)
 
 
-def seconds_per_call(call: Callable[[int], object]) -> float:
+def microseconds(call: Callable[[int], object]) -> float:
     """Mean device time of ``call(0)`` to ``call(CALLS - 1)``, captured together."""
     call(0)
     torch.cuda.synchronize()
@@ -56,36 +74,11 @@ def seconds_per_call(call: Callable[[int], object]) -> float:
         graph.replay()
     end.record()
     end.synchronize()
-    return float(start.elapsed_time(end)) / 1e3 / (REPLAYS * CALLS)
+    return float(start.elapsed_time(end)) * 1e3 / (REPLAYS * CALLS)
 
 
 def copies(byte_count: float) -> int:
     return max(1, min(CALLS, -int(-ROUND_BYTES // byte_count)))
-
-
-def decode_call(
-    rows: int, heads: int, kv_heads: int, head_dim: int, context: int
-) -> tuple[Callable[[int], object], float]:
-    """A call of decode attention in bfloat16 and the bytes that it must read."""
-    byte_count = 4.0 * rows * context * kv_heads * head_dim
-    columns = -(-context // BLOCK_SIZE)
-    shape = (2, rows * columns + 1, BLOCK_SIZE, kv_heads, head_dim)
-    caches = [
-        torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(copies(byte_count))
-    ]
-    order = torch.randperm(rows * columns) + 1
-    # Four times as many columns as the context takes: splits beyond it must cost little.
-    table = F.pad(order.view(rows, columns), (0, 3 * columns)).cuda()
-    lengths = torch.full((rows,), context, device="cuda")
-    query = torch.randn(rows, heads, head_dim, device="cuda", dtype=torch.bfloat16)
-
-    def call(number: int) -> object:
-        keys, values = caches[number % len(caches)]
-        return attention.paged_decode_attention_triton(
-            query, keys, values, table, lengths, head_dim**-0.5
-        )
-
-    return call, byte_count
 
 
 def lengths_of(rows: int) -> dict[str, list[int]]:
@@ -95,25 +88,20 @@ def lengths_of(rows: int) -> dict[str, list[int]]:
     return {"even": [384] * rows, "ragged": ragged}
 
 
-def step_calls(
-    lengths: Sequence[int], device: str = "cuda"
+def attention_calls(
+    lengths: Sequence[int], shape: tuple[int, int, int] = LLAMA_8B, device: str = "cuda"
 ) -> tuple[dict[str, Callable[[int], torch.Tensor]], float]:
-    """A decode step's attention from the packed projection on, in one kernel and in the three of
-    Triton, and the bytes that it must read."""
-    byte_count = 4.0 * sum(lengths) * STEP_KV_HEADS * STEP_HEAD_DIM
+    """A decode step's attention in bfloat16 and the bytes that it must read: from the packed
+    projection on in ``one`` kernel and in the ``three`` of Triton, and Triton's ``attention``."""
+    heads, kv_heads, head_dim = shape
+    byte_count = 4.0 * sum(lengths) * kv_heads * head_dim
     rows, needed = len(lengths), [length // BLOCK_SIZE + 1 for length in lengths]
-    layers = copies(byte_count)
+    layers, scale = copies(byte_count), head_dim**-0.5
     context = DynamicInferenceContext(
-        params_dtype=torch.bfloat16,
-        num_layers=layers,
-        kv_channels=STEP_HEAD_DIM,
-        num_attention_heads=STEP_KV_HEADS,
-        max_sequence_length=STEP_CAPACITY,
-        block_count=sum(needed),
-        max_requests=rows,
-        block_size_tokens=BLOCK_SIZE,
-        device=device,
-    )
+        params_dtype=torch.bfloat16, num_layers=layers, kv_channels=head_dim,
+        num_attention_heads=kv_heads, max_sequence_length=CAPACITY, block_count=sum(needed),
+        max_requests=rows, block_size_tokens=BLOCK_SIZE, device=device,
+    )  # fmt: skip
     context.kv_cache.normal_()
     blocks = (torch.randperm(sum(needed), device=device) + 1).split(needed)
     for row, own in enumerate(blocks):
@@ -121,132 +109,130 @@ def step_calls(
     slots, positions = torch.arange(rows, device=device), torch.tensor(lengths, device=device)
     mapping = context.block_table[slots, positions // BLOCK_SIZE] * BLOCK_SIZE
     context.begin_decode(slots, positions, mapping + positions % BLOCK_SIZE, positions + 1)
-    width = (STEP_HEADS + 2 * STEP_KV_HEADS) * STEP_HEAD_DIM
+    width = (heads + 2 * kv_heads) * head_dim
     packed = torch.randn(rows, width, device=device, dtype=torch.bfloat16)
-    cos_sin = torch.randn(max(lengths) + 1, 2, STEP_HEAD_DIM // 2, device=device)
-    scale = STEP_HEAD_DIM**-0.5
+    query = packed[:, : heads * head_dim].reshape(rows, heads, head_dim)
+    cos_sin = torch.randn(max(lengths) + 1, 2, head_dim // 2, device=device)
 
     def one(number: int) -> torch.Tensor:
         return context.attend_packed(number % layers, packed, scale, cos_sin, None, None, 0.0)
 
     def three(number: int) -> torch.Tensor:
         keys, values = context.kv_cache[number % layers]
-        query = rope_append.rope_append(
+        rotated = rope_append.rope_append(
             packed, keys, values, context.slot_mapping, positions, cos_sin
         )
-        return context._attend_appended(query, keys, values, scale)
+        return context._attend_appended(rotated, keys, values, scale)
 
-    return {"one": one, "three": three}, byte_count
+    def attention(number: int) -> torch.Tensor:
+        return context._attend_appended(query, *context.kv_cache[number % layers], scale)
 
-
-def bench_steps(bandwidth: float) -> None:
-    print(
-        "a decode step's attention of Llama-3.1-8B, bf16: rows, lengths: floor, three kernels, one"
-    )
-    cases = [(rows, *case) for rows in STEP_ROWS for case in lengths_of(rows).items()]
-    cases += [(64, "one of 60,000", [60000] + [300] * 63), (64, "4,000", [4000] * 64)]
-    for rows, name, lengths in cases:
-        calls, byte_count = step_calls(lengths)
-        wanted, got = calls["three"](0).double(), calls["one"](0).double()
-        error = float((got - wanted).norm() / wanted.norm())
-        times = {kind: seconds_per_call(call) * 1e6 for kind, call in calls.items()}
-        print(
-            f"  {rows}, {name}: {byte_count / bandwidth * 1e6:.1f}, {times['three']:.1f}, "
-            f"{times['one']:.1f} us, relative difference {error:.1g}",
-            flush=True,
-        )
-        del calls
+    return {"one": one, "three": three, "attention": attention}, byte_count
 
 
-def weights_of(columns: int, depth: int) -> list[torch.Tensor]:
-    return [
-        torch.randn(columns, depth, device="cuda", dtype=torch.bfloat16)
-        for _ in range(copies(2.0 * columns * depth))
-    ]
-
-
-def product_seconds(
-    product: Callable[[torch.Tensor, torch.Tensor], object], weights: list[torch.Tensor], rows: int
-) -> float:
-    x = torch.randn(rows, weights[0].shape[1], device="cuda", dtype=torch.bfloat16)
-    return seconds_per_call(lambda number: product(x, weights[number % len(weights)]))
+def gemm_us(call: Callable[[torch.Tensor, torch.Tensor], object], n: int, k: int, m: int) -> float:
+    weights = torch.randn(copies(2.0 * n * k), n, k, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+    return microseconds(lambda number: call(x, weights[number % len(weights)]))
 
 
 def by_row(x: torch.Tensor, weight: torch.Tensor) -> object:
-    return products.matmul_by_row(x, weight.t())
+    return gemm.matmul_by_row(x, weight.t())
 
 
 def bench() -> None:
     bandwidth = copy_bandwidth(torch.device("cuda", torch.cuda.current_device()))
-    print("decode attention, bf16, blocks of 64: R Hq Hkv D context")
-    for shape in DECODE_SHAPES:
-        call, byte_count = decode_call(*shape)
-        seconds = seconds_per_call(call)
-        rate = byte_count / seconds
-        print(
-            f"  {shape}: {seconds * 1e6:.1f} us, {rate / 1e9:.0f} GB/s, {rate / bandwidth:.0%}",
-            flush=True,
-        )
-        del call
-    bench_steps(bandwidth)
-    print("batch-invariant product against torch, bf16: N K M")
-    for columns, depth in PRODUCT_SHAPES:
-        weights = weights_of(columns, depth)
-        for rows in PRODUCT_ROWS:
-            ours = product_seconds(by_row, weights, rows)
-            theirs = product_seconds(F.linear, weights, rows)
-            print(
-                f"  {(columns, depth, rows)}: {ours * 1e6:.1f} us, torch {theirs * 1e6:.1f} us, "
-                f"ratio {ours / theirs:.2f}",
-                flush=True,
-            )
+    print("Triton's decode attention, bf16, blocks of 64: R (Hq Hkv D) context")
+    for rows, shape, context in DECODE_SHAPES:
+        calls, byte_count = attention_calls([context - 1] * rows, shape)
+        us = microseconds(calls["attention"])
+        share = byte_count / us * 1e6 / bandwidth
+        print(f"  {rows} {shape} {context}: {us:.1f} us, {share:.0%} of copying", flush=True)
+    print("a decode step's attention, Llama-3.1-8B, bf16: rows, lengths: floor, three kernels, one")
+    cases = [(rows, *case) for rows in STEP_ROWS for case in lengths_of(rows).items()]
+    cases += [(64, "one of 60,000", [60000] + [300] * 63), (64, "4,000", [4000] * 64)]
+    for rows, name, lengths in cases:
+        calls, byte_count = attention_calls(lengths)
+        wanted, got = calls["three"](0).double(), calls["one"](0).double()
+        error = float((got - wanted).norm() / wanted.norm())
+        times = [byte_count / bandwidth * 1e6, *(microseconds(calls[k]) for k in ("three", "one"))]
+        shown = ", ".join(f"{time:.1f}" for time in times)
+        print(f"  {rows}, {name}: {shown} us, relative difference {error:.1g}", flush=True)
+    print("batch-invariant GEMM against torch, bf16: (N K) M")
+    for size, rows in itertools.product(GEMM_SHAPES, GEMM_ROWS):
+        ours, theirs = (gemm_us(call, *size, rows) for call in (by_row, F.linear))
+        print(f"  {size} {rows}: {ours:.1f} us, torch {theirs:.1f} us, ratio {ours / theirs:.2f}")
 
 
-def sweep_attention() -> None:
-    calls = {shape: decode_call(*shape)[0] for shape in DECODE_SHAPES[:2]}
-    choices = itertools.product((128, 256, 512), (8192, 16384), (2, 4, 8), (3, 5, 7))
+def sweep() -> None:
+    calls = [attention_calls([c - 1] * r, s)[0]["attention"] for r, s, c in DECODE_SHAPES[:2]]
     results = []
-    for choice in choices:
-        attention.MIN_SPLIT, attention.TILE_BYTES = choice[:2]
-        attention.NUM_WARPS, attention.NUM_STAGES = choice[2:]
-        times = [seconds_per_call(call) * 1e6 for call in calls.values()]
-        results.append((times, choice))
-    print(f"decode attention {list(calls)}: us, MIN_SPLIT TILE_BYTES warps stages")
-    for times, choice in sorted(results)[:16]:
-        print("  " + " ".join(f"{time:.1f}" for time in times), choice, flush=True)
+    for choice in itertools.product(*ATTENTION_CHOICES):
+        paged_decode_triton.MIN_SPLIT, paged_decode_triton.TILE_BYTES = choice[:2]
+        paged_decode_triton.NUM_WARPS, paged_decode_triton.NUM_STAGES = choice[2:]
+        results.append(([microseconds(call) for call in calls], choice))
+    print(f"decode attention {DECODE_SHAPES[:2]}: us, MIN_SPLIT TILE_BYTES warps stages")
+    print(*(f"  {times} {choice}" for times, choice in sorted(results)[:16]), sep="\n")
+    print(f"batch-invariant GEMM: us at M = {GEMM_ROWS}, (N K), tile M N K warps stages")
+    for size, tile in itertools.product(GEMM_SHAPES, GEMM_TILES):
+        gemm.HALF_TILE = gemm.HALF_TILE_NARROW = gemm.Tile(*tile)
+        times = [gemm_us(by_row, *size, rows) for rows in GEMM_ROWS]
+        print(f"  {times} {size} {tile}", flush=True)
 
 
-def sweep_products() -> None:
-    tiles = [
-        products.Tile(*values)
-        for values in (
-            (64, 64, 128, 4, 4),
-            (64, 64, 128, 4, 3),
-            (64, 64, 64, 4, 6),
-            (64, 32, 128, 4, 4),
-            (64, 32, 128, 4, 6),
-            (64, 128, 64, 4, 5),
-            (64, 128, 64, 8, 5),
-            (128, 64, 64, 8, 5),
-            (128, 128, 64, 8, 4),
-            (16, 64, 128, 4, 5),
-            (32, 64, 128, 4, 4),
+def capture(rig: Rig, sources: Path) -> Step:
+    """A step with the kernels of ``sources``."""
+    own, cuda.SOURCES = cuda.SOURCES, sources
+    cuda._kernel.cache_clear()
+    try:
+        rig.compile({})
+        return rig.capture({})
+    finally:
+        cuda.SOURCES = own
+        cuda._kernel.cache_clear()
+
+
+def compare(
+    rig: Rig, sources: Sequence[Path], rounds: int, label: str
+) -> tuple[list[float], float]:
+    """Median microseconds of a step with each of the ``sources``, and the last one's error."""
+    steps = [capture(rig, folder) for folder in sources]
+    bar = tqdm(range(rounds + 1), label, file=sys.stderr, leave=False, disable=None)
+    times = [[rig.mean_us(step) for step in steps] for _ in bar][1:]  # the first round warms up
+    return [statistics.median(several) for several in zip(*times, strict=True)], steps[-1].error
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--sweep", action="store_true", help="try other tiles and splits")
+    parser.add_argument("--compare", type=Path, metavar="FOLDER", help="other CUDA sources")
+    parser.add_argument("--shape", default="llama8b", choices=sorted(SHAPES))
+    parser.add_argument("--rows", default="32,1", metavar="R,...")
+    parser.add_argument("--context", default="384", metavar="N,...", help="tokens of each row")
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--replays", type=int, default=20, help="steps of each mean")
+    args = parser.parse_args()
+    if args.compare is None:
+        sweep() if args.sweep else bench()
+        return 0
+    if not (args.compare / "gemm" / "skinny_gemm_mma.cu").is_file():
+        parser.error(f"{args.compare} holds no gemm/skinny_gemm_mma.cu; name a folder kernels")
+    wrong = False
+    print("shape, rows, context: us with the others -> us with these, ratio, error")
+    for rows, context in itertools.product(args.rows.split(","), args.context.split(",")):
+        label = f"{args.shape}, {rows}, {context}"
+        options = {"layers": args.layers, "context": int(context), "replays": args.replays}
+        rig = Rig(SHAPES[args.shape], int(rows), **options, device=torch.device("cuda", 0))
+        (before, after), error = compare(rig, [args.compare, cuda.SOURCES], args.rounds, label)
+        print(
+            f"{label}: {before:.1f} -> {after:.1f}, {after / before:.4f}, {error:.2g}", flush=True
         )
-    ]
-    for columns, depth in PRODUCT_SHAPES:
-        weights = weights_of(columns, depth)
-        print(f"product {(columns, depth)}: us at M = {PRODUCT_ROWS}, tile M N K warps stages")
-        for tile in tiles:
-            products.HALF_TILE = products.HALF_TILE_NARROW = tile
-            times = [product_seconds(by_row, weights, rows) * 1e6 for rows in PRODUCT_ROWS]
-            print("  " + " ".join(f"{time:.1f}" for time in times), tuple(tile), flush=True)
+        wrong |= not error < ERROR_LIMIT
+    return int(wrong)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sweep", action="store_true", help="try other tiles and splits")
-    if parser.parse_args().sweep:
-        sweep_attention()
-        sweep_products()
-    else:
-        bench()
+    sys.exit(main())

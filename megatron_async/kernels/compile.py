@@ -1,4 +1,4 @@
-"""Compile the CUDA C++ sources of this folder with NVRTC, keep the machine code, launch it.
+"""Compile the CUDA C++ sources of these folders with NVRTC, keep the machine code, launch it.
 
 ``cuda.bindings`` (NVIDIA's Python bindings) and NVRTC come with PyTorch's CUDA builds. Compiled
 kernels are kept in ``$MEGATRON_ASYNC_CACHE`` (default ``~/.cache/megatron_async``), by a digest of
@@ -13,22 +13,77 @@ import hashlib
 import importlib.util
 import logging
 import os
-import uuid
+import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 import torch
 from torch import Tensor
 
 from megatron_async.errors import ConfigError
+from megatron_async.kernels.disk_cache import cache_directory, keep
 
 logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
 _COMMON = ("types.cuh", "intrinsics.cuh", "arithmetic.cuh")
+_INCLUDE = re.compile(r'^#include "([^"]+)"\n', re.MULTILINE)
 _NUMBERS = {float: ctypes.c_float, int: ctypes.c_int}
+
+Bf16 = Annotated[Tensor, torch.bfloat16]
+Fp32 = Annotated[Tensor, torch.float32]
+Int32 = Annotated[Tensor, torch.int32]
+Int64 = Annotated[Tensor, torch.int64]
+"""Fields of a kernel's arguments, next to ``int``, ``float`` and :class:`TensorMap`: pointers to
+elements of this dtype; ``Bf16 | None`` may be null."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TensorMap:
+    """How TMA finds tiles of a tensor: see :func:`tensor_map`."""
+
+    handle: Any
+
+
+class Field(NamedTuple):
+    """A kernel parameter: ``kind`` is a Python type, and for tensors there is a dtype."""
+
+    name: str
+    kind: type
+    dtype: torch.dtype | None
+    nullable: bool
+
+
+@functools.cache
+def fields_of(record: type[tuple[Any, ...]]) -> tuple[Field, ...]:
+    """What the fields of a NamedTuple of kernel arguments take, in the order of the parameters."""
+    fields = []
+    for name, hint in get_type_hints(record, include_extras=True).items():
+        options = [hint] if hasattr(hint, "__metadata__") else [*get_args(hint)] or [hint]
+        nullable = type(None) in options
+        (option,) = (each for each in options if each is not type(None))
+        dtype = option.__metadata__[0] if hasattr(option, "__metadata__") else None
+        fields.append(Field(name, Tensor if dtype else option, dtype, nullable))
+    return tuple(fields)
+
+
+def check_arguments(kernel: str, arguments: tuple[Any, ...]) -> None:
+    """
+    Raises:
+        TypeError: a value of a NamedTuple of kernel arguments is not of its field's type.
+    """
+    for field, value in zip(fields_of(type(arguments)), arguments, strict=True):
+        if value is None and field.nullable:
+            continue
+        is_number = field.kind in _NUMBERS and type(value) is field.kind
+        if not is_number and (field.kind in _NUMBERS or not isinstance(value, field.kind)):
+            wanted, got = field.kind.__name__, type(value).__name__
+            raise TypeError(f"{kernel}: {field.name} must be a {wanted}, not a {got}")
+        if field.dtype is not None and value.dtype != field.dtype:
+            raise TypeError(f"{kernel}: {field.name} must be {field.dtype}, not {value.dtype}")
 
 
 @functools.cache
@@ -48,10 +103,18 @@ def unavailable(device_index: int) -> str | None:
     return None
 
 
-def source_file(source: str) -> Path:
-    """Where the source of kernel ``source`` is."""
+def own_text(source: str) -> str:
+    """The source of kernel ``source`` with the headers that it includes by name in their places."""
     (path,) = SOURCES.glob(f"*/{source}.cu")
-    return path
+    return _INCLUDE.sub(
+        lambda found: (SOURCES / "include" / found[1]).read_text(), path.read_text()
+    )
+
+
+def source_text(source: str) -> str:
+    """All that NVRTC compiles for kernel ``source``: the common headers come first."""
+    common = [(SOURCES / "include" / name).read_text() for name in _COMMON]
+    return "".join(common) + own_text(source)
 
 
 class Kernel:
@@ -88,8 +151,19 @@ class Kernel:
         self._attribute.value = overlaps
 
     def launch(self, grid: tuple[int, int, int], *arguments: Any) -> None:
-        """Queue it. Tensors go as their addresses, None as a null pointer, tensor maps as they are;
-        the caller sees to shapes, and to tensors living until the kernel has run."""
+        """Queue it on the current stream.
+
+        Args:
+            arguments: one NamedTuple whose fields are the kernel's parameters (:func:`fields_of`),
+                which is checked; or the bare values. Tensors go as their addresses, None as a null
+                pointer. The caller sees to shapes, and to tensors living until the kernel has run.
+
+        Raises:
+            TypeError: a field is not of its type.
+        """
+        if len(arguments) == 1 and hasattr(arguments[0], "_fields"):
+            (arguments,) = arguments
+            check_arguments(self.name, arguments)
         driver = _driver()
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
@@ -101,12 +175,15 @@ class Kernel:
         values: list[Any] = []
         types: list[Any] = []
         for argument in arguments:
-            if argument is None or isinstance(argument, torch.Tensor):
+            if argument is None or isinstance(argument, Tensor):
                 values.append(0 if argument is None else argument.data_ptr())
                 types.append(ctypes.c_void_p)
+            elif isinstance(argument, TensorMap):
+                values.append(argument.handle)
+                types.append(None)  # it knows itself how it is passed
             else:
                 values.append(argument)
-                types.append(_NUMBERS.get(type(argument)))  # None: it knows itself how it is passed
+                types.append(_NUMBERS[type(argument)])
         _check(
             driver.cuLaunchKernelEx(config, self._function, (tuple(values), tuple(types)), 0),
             self.name,
@@ -114,24 +191,24 @@ class Kernel:
 
 
 def tensor_map(
-    tensor: Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]
-) -> Any:
-    """How bulk copies find boxes of a bfloat16 tensor, swizzled by 128 bytes: an argument of
-    :meth:`Kernel.launch`. It holds the tensor's address, not the tensor.
+    tensor: Tensor, sizes: Sequence[int], strides: Sequence[int], tile: Sequence[int]
+) -> TensorMap:
+    """How TMA finds tiles of a bfloat16 tensor, swizzled by 128 bytes. It holds the tensor's
+    address, not the tensor.
 
     Args:
-        sizes, box: elements by dimension, the innermost first; that of the box is 128 bytes wide.
+        sizes, tile: elements by dimension, the innermost first; a tile is 128 bytes wide.
         strides: bytes from one to the next, of all dimensions but the innermost.
     """
     driver = _driver()
-    return _check(
+    handle = _check(
         driver.cuTensorMapEncodeTiled(
             driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
             len(sizes),
             tensor.data_ptr(),
             [driver.cuuint64_t(size) for size in sizes],
             [driver.cuuint64_t(stride) for stride in strides],
-            [driver.cuuint32_t(size) for size in box],
+            [driver.cuuint32_t(size) for size in tile],
             [driver.cuuint32_t(1) for _ in sizes],
             driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
             driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
@@ -140,6 +217,7 @@ def tensor_map(
         ),
         "cuTensorMapEncodeTiled",
     )
+    return TensorMap(handle)
 
 
 def architecture(device_index: int) -> str:
@@ -153,8 +231,13 @@ def device_name(device_index: int) -> str:
     return torch.cuda.get_device_name(device_index)
 
 
+def sm_count(device_index: int) -> int:
+    """SMs of a device: 132 of an H100 SXM or H200."""
+    return int(torch.cuda.get_device_properties(device_index).multi_processor_count)
+
+
 def has_wgmma(device_index: int) -> bool:
-    """Whether a device has what Hopper alone has: products straight from shared memory."""
+    """Whether a device has Hopper's wgmma, which reads its operands from shared memory."""
     return architecture(device_index) == "sm_90a"
 
 
@@ -176,30 +259,8 @@ def compile_together(work: Sequence[tuple[str, Mapping[str, int]]], architecture
         list(pool.map(lambda item: _machine_code(item[0], dict(item[1]), architecture), distinct))
 
 
-def cache_directory() -> Path:
-    """Where compiled kernels are kept."""
-    own = os.environ.get("MEGATRON_ASYNC_CACHE")
-    return Path(own) if own else Path.home() / ".cache" / "megatron_async"
-
-
-def keep(path: Path, content: bytes) -> None:
-    """Write a file as a whole: readers and other writers see the one before or this one.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.{uuid.uuid4().hex}")
-    try:
-        partial.write_bytes(content)
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-
-
 def _machine_code(source: str, defines: Mapping[str, int], architecture: str) -> bytes:
-    text = "".join((SOURCES / "include" / name).read_text() for name in _COMMON)
-    text += source_file(source).read_text()
+    text = source_text(source)
     options = [f"--gpu-architecture={architecture}", "--std=c++17"]
     options += [f"-D{name}={int(value)}" for name, value in sorted(defines.items())]
     version = _check(_nvrtc().nvrtcVersion())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.kernels.gemm.batch_invariant import batch_invariant_mode
-from megatron_async.kernels.gemm.tilings import MAX_ROWS
+from megatron_async.kernels.gemm.tile_config import MAX_ROWS
 from megatron_async.models.adapt import adapt_model
 from megatron_async.models.fused import coverage
 from megatron_async.models.fused.decoder import FusedDecoder

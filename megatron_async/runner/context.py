@@ -222,6 +222,17 @@ class DynamicInferenceContext(BaseInferenceContext):
             )
         )
 
+    def begin_decode(
+        self,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        lengths: torch.Tensor,
+    ) -> None:
+        """:meth:`begin` of one token a row, from int64 [R] each that stay as they are:
+        ``slot_mapping`` is block * block size + offset, ``lengths`` are positions + 1."""
+        self.begin(AttentionMetadata(positions, slots, slot_mapping, slots.shape[0], lengths))
+
     @property
     def position_ids(self) -> torch.Tensor:
         """Position of each token of the forward that runs now, int64 [T]."""

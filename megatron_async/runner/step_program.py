@@ -12,7 +12,7 @@ import torch
 
 from megatron_async.device.cuda import CudaPacketRing, CudaResultRing
 from megatron_async.device.protocol import Device, PacketRing, ResultRing
-from megatron_async.runner.attention_metadata import AttentionMetadata, metadata_of_mixed
+from megatron_async.runner.attention_metadata import metadata_of_mixed
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.sampling.sample import sample_tokens
 from megatron_async.step import packet
@@ -212,11 +212,7 @@ class StepProgram:
         context, state, window = self._context, self._state, self._window
         if self._kernels is not None:
             batch = self._kernels.batch(rows)
-            context.begin(
-                AttentionMetadata(
-                    batch.position_ids, batch.slots, batch.slot_mapping, rows, batch.lengths
-                )
-            )
+            context.begin_decode(batch.slots, batch.position_ids, batch.slot_mapping, batch.lengths)
             self._forward(rows, batch.token_ids, batch.position_ids)
             return
         slots = self._row_records[:rows, packet.ROW_SLOT].long()

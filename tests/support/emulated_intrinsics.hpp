@@ -1,4 +1,4 @@
-// What kernels/cuda/intrinsics.cuh means, in plain C++, for tests without a GPU: the threads of a
+// What kernels/include/intrinsics.cuh means, in plain C++, for tests without a GPU: the threads of a
 // cluster are fibers of one thread, which run in random order from one point where they wait for
 // each other to the next. It is meant to be stricter than a GPU:
 //
@@ -82,7 +82,7 @@ struct Cluster {
   Barrier barrier;
 };
 
-// What one thread has of a product of four warps.
+// What one thread has of four warps' wgmma.
 struct Product {
   float* sums;
   int columns;
@@ -199,19 +199,19 @@ inline void arrive(Transfer& t, long long bytes) {
   t.parity ^= 1;
   events++;
 }
-inline void copy_box(unsigned into, const u64* map, std::vector<int> at, unsigned barrier) {
-  const u64 *sizes = map + 1, *strides = map + 5, *box = map + 9;
+inline void tma_load(unsigned into, const u64* map, std::vector<int> at, unsigned barrier) {
+  const u64 *sizes = map + 1, *strides = map + 5, *tile = map + 9;
   auto& t = transfer(barrier);
-  if (map[13] != at.size() || into % 1024) fail("a box of another kind, or misplaced");
+  if (map[13] != at.size() || into % 1024) fail("a TMA tile of another kind, or misplaced");
   long long rows = 1;
-  for (size_t d = 1; d < at.size(); d++) rows *= box[d];
+  for (size_t d = 1; d < at.size(); d++) rows *= tile[d];
   for (long long row = 0; row < rows; row++)
     for (int chunk = 0; chunk < 8; chunk++) {
       const char* from = (const char*)map[0] + (at[0] + chunk * 8) * 2;
       bool inside = at[0] + chunk * 8 < (long long)sizes[0];
       long long rest = row;
-      for (size_t d = 1; d < at.size(); rest /= box[d], d++) {
-        const long long i = at[d] + rest % (long long)box[d];
+      for (size_t d = 1; d < at.size(); rest /= tile[d], d++) {
+        const long long i = at[d] + rest % (long long)tile[d];
         inside = inside && i < (long long)sizes[d];
         from += i * strides[d];
       }
@@ -378,13 +378,13 @@ inline void await_bytes(u32 barrier, u32 parity) {
 inline void await_sent(u32 barrier, u32 parity) { await_bytes(barrier, parity); }
 inline void send(u32 at, float4 v, u32 barrier) { emulator::send(at, &v, 16, barrier); }
 inline void send(u32 at, float2 v, u32 barrier) { emulator::send(at, &v, 8, barrier); }
-inline void copy_box(u32 into, const TensorMap& map, int a, int b, u32 barrier) {
-  emulator::copy_box(into, map.opaque, {a, b}, barrier);
+inline void tma_load(u32 into, const TensorMap& map, int a, int b, u32 barrier) {
+  emulator::tma_load(into, map.opaque, {a, b}, barrier);
 }
-inline void copy_box(u32 into, const TensorMap& map, int a, int b, int c, int d, u32 barrier) {
-  emulator::copy_box(into, map.opaque, {a, b, c, d}, barrier);
+inline void tma_load(u32 into, const TensorMap& map, int a, int b, int c, int d, u32 barrier) {
+  emulator::tma_load(into, map.opaque, {a, b, c, d}, barrier);
 }
-inline void prefetch_map(const TensorMap&) {}
+inline void prefetch_tensor_map(const TensorMap&) {}
 
 inline Vec load_shared(u32 at) { return *(const Vec*)emulator::shared_memory(at, 16); }
 inline void store_shared(u32 at, Vec v) { *(Vec*)emulator::shared_memory(at, 16) = v; }
@@ -554,7 +554,7 @@ inline void run_cluster(std::vector<Index> indices, int threads, int shared_byte
   }
 }
 
-// Runs `kernel` on a grid, in clusters of blocks beside each other in x. `values` are its arguments'
+// Runs `kernel` on a grid, in clusters of blocks next to each other in x. `values` are its arguments'
 // addresses; `ranges` what it may touch, of which those with `is_late` are still being written.
 template <typename... Arguments, size_t... I>
 const char* launch(void (*kernel)(Arguments...), void** values, std::index_sequence<I...>,

@@ -1,4 +1,4 @@
-"""CUDA kernels of ``kernels/cuda`` on a CPU: see ``emulated_intrinsics.hpp``."""
+"""The CUDA kernels of ``kernels/`` on a CPU: see ``emulated_intrinsics.hpp``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ import torch
 
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import decode_attention as attention
-from megatron_async.kernels.gemm import skinny_gemm as linear
+from megatron_async.kernels.gemm import skinny_gemm
+from megatron_async.kernels.norm import embed
 from megatron_async.kernels.sampling import sample_cuda as sample
 
 COMPILER = shutil.which("g++")
@@ -38,10 +39,18 @@ _STANDARD = """
 """
 _OPTIONS = ("-std=c++20", "-O1", "-w", "-fPIC")
 _SHARED = re.compile(r"extern __shared__ __align__\([^)]+\) char shared\[\];")
-_CLUSTER = {"linear": "CLUSTER", "attention": "SPLITS", "embed": "1", "sample": "C"}
-_WRITTEN_BEFORE = {"linear": (0, 5, 8), "attention": (0,), "embed": (0, 1), "sample": (0,)}
-"""Arguments that the kernel in front writes: x, statistics and residual; the projection; tokens;
-logits."""
+_CLUSTER = {"embed": "1", "sample": "C"}
+"""CTAs of a cluster, where that is not ``CLUSTER``."""
+_WRITTEN_BEFORE = {
+    "skinny_gemm_mma": ("x", "stats_in", "residual"),
+    "skinny_gemm_wgmma": ("x_map", "stats_in", "residual"),
+    "attention": ("qkv",),
+    "embed": ("token_ids", "position_ids"),
+    "sample": (0,),
+}
+"""Arguments that the kernel in front writes."""
+SM_COUNT = 132
+"""Of an emulated GPU, unless a test says otherwise."""
 
 
 class EmulatedKernel:
@@ -60,24 +69,32 @@ class EmulatedKernel:
 
         Raises:
             AssertionError: it did what it must not do.
+            TypeError: an argument is not of its parameter's type.
         """
+        names: Sequence[Any] = range(len(arguments))
+        if len(arguments) == 1 and hasattr(arguments[0], "_fields"):
+            (arguments,) = arguments
+            cuda.check_arguments(self.name, arguments)
+            names = arguments._fields  # type: ignore[attr-defined]
         values: list[Any] = []
         ranges: dict[int, list[int]] = {}
-        for index, argument in enumerate(arguments):
+
+        def allow(begin: int, size: int, name: str | int) -> None:
+            seen = ranges.setdefault(begin, [0, 0])
+            seen[0] = max(seen[0], size)
+            seen[1] |= name in _WRITTEN_BEFORE[self.name]
+
+        for name, argument in zip(names, arguments, strict=True):
             if isinstance(argument, torch.Tensor):
-                begin = argument.data_ptr()
-                size = argument.element_size() * (1 + sum(
-                    (length - 1) * stride
-                    for length, stride in zip(argument.shape, argument.stride(), strict=True)
-                ))  # fmt: skip
-                seen = ranges.setdefault(begin, [0, 0])
-                seen[0] = max(seen[0], size)
-                seen[1] |= index in _WRITTEN_BEFORE[self.name]
-                values.append(ctypes.c_void_p(begin))
+                last = zip(argument.shape, argument.stride(), strict=True)
+                size = 1 + sum((length - 1) * stride for length, stride in last)
+                allow(argument.data_ptr(), argument.element_size() * size, name)
+                values.append(ctypes.c_void_p(argument.data_ptr()))
             elif argument is None:
                 values.append(ctypes.c_void_p(0))
-            elif isinstance(argument, ctypes.Array):
-                values.append(argument)
+            elif isinstance(argument, cuda.TensorMap):
+                allow(argument.handle[0], argument.handle[14], name)
+                values.append(argument.handle)
             else:
                 kind = ctypes.c_float if isinstance(argument, float) else ctypes.c_int
                 values.append(kind(argument))
@@ -101,11 +118,11 @@ def _kernel(source: str, defines: tuple[tuple[str, int], ...]) -> EmulatedKernel
     return EmulatedKernel(source, dict(defines))
 
 
-def install(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the wrappers of ``kernels/cuda``, and the fused forward, work on a CPU."""
-    monkeypatch.setattr(linear, "kernel", kernel)
-    monkeypatch.setattr(attention, "kernel", kernel)
-    monkeypatch.setattr(sample, "kernel", kernel)
+def install(monkeypatch: pytest.MonkeyPatch, sm_count: int = SM_COUNT) -> None:
+    """Let the wrappers of the CUDA kernels, and the fused forward, work on a CPU."""
+    for module in (skinny_gemm, attention, embed, sample):
+        monkeypatch.setattr(module, "kernel", kernel)
+    monkeypatch.setattr(cuda, "sm_count", lambda device_index: sm_count)
     monkeypatch.setattr(cuda, "tensor_map", tensor_map)
     monkeypatch.setattr(cuda, "compile_together", lambda work, architecture: None)
     monkeypatch.setattr(cuda, "architecture", lambda device_index: "emulated")
@@ -113,15 +130,19 @@ def install(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def tensor_map(
-    tensor: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], box: Sequence[int]
-) -> Any:
-    """Stands for ``compile.tensor_map``: what ``copy_box`` in ``emulated_intrinsics.hpp`` reads."""
-    assert box[0] * 2 == 128 and max(box) <= 256 and len(sizes) == len(box) == len(strides) + 1
+    tensor: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], tile: Sequence[int]
+) -> cuda.TensorMap:
+    """Stands for ``compile.tensor_map``: what ``tma_load`` in ``emulated_intrinsics.hpp`` reads,
+    and behind it how many bytes the tensor has."""
+    assert tile[0] * 2 == 128 and max(tile) <= 256 and len(sizes) == len(tile) == len(strides) + 1
     assert all(stride % 16 == 0 for stride in strides) and tensor.data_ptr() % 16 == 0
     rest = [0] * (4 - len(sizes))
-    dimensions = [*sizes, *rest], [2, *strides, *rest], [*box, *rest]
-    fields = [tensor.data_ptr(), *dimensions[0], *dimensions[1], *dimensions[2], len(sizes)]
-    return (ctypes.c_ulonglong * 16)(*fields)
+    steps = [2, *strides]
+    size = 2 + sum((n - 1) * step for n, step in zip(sizes, steps, strict=True))
+    dimensions = [*sizes, *rest, *steps, *rest, *tile, *rest]
+    return cuda.TensorMap(
+        (ctypes.c_ulonglong * 16)(tensor.data_ptr(), *dimensions, len(sizes), size)
+    )
 
 
 def kernel(source: str, defines: Mapping[str, int], device: torch.device) -> EmulatedKernel:
@@ -133,14 +154,13 @@ def kernel(source: str, defines: Mapping[str, int], device: torch.device) -> Emu
 def source_text(source: str) -> str:
     """C++ that means what the kernel's source means, with an entry point ``run``."""
     types = (cuda.SOURCES / "include" / "types.cuh").read_text()
-    rest = (cuda.SOURCES / "include" / "arithmetic.cuh").read_text() + cuda.source_file(
-        source
-    ).read_text()
+    rest = (cuda.SOURCES / "include" / "arithmetic.cuh").read_text() + cuda.own_text(source)
     assert rest.count("asm") == 0, "inline assembly belongs into intrinsics.cuh"
     intrinsics = _INTRINSICS.read_text()
     head, mark, tail = intrinsics.partition("namespace emulator {")
     # The kernels' types may use the macros, and what follows uses the types.
     text = head + types + mark + tail + _SHARED.sub("", rest)
+    cluster = _CLUSTER.get(source, "CLUSTER")
     return (
         text
         + f"""
@@ -149,7 +169,7 @@ extern "C" const char* run(void** values, const int* grid, int ranges, void** be
                            const long long* sizes, const int* is_late, unsigned seed) {{
   return [&]<typename... A>(void (*kernel)(A...)) {{
     return emulator::launch(kernel, values, std::index_sequence_for<A...>(), grid, THREADS,
-                            {_CLUSTER[source]}, shared_bytes, ranges, begins, sizes, is_late, seed);
+                            {cluster}, shared_bytes, ranges, begins, sizes, is_late, seed);
   }}({source});
 }}
 """
@@ -158,13 +178,14 @@ extern "C" const char* run(void** values, const int* grid, int ranges, void** be
 
 def shared_bytes(source: str, several: Sequence[Mapping[str, int]]) -> list[int]:
     """What a kernel with each of these macros takes of shared memory, without building it."""
-    lines = cuda.source_file(source).read_text().splitlines()
-    formulas = [line for line in lines if line.startswith("#define")]
+    own = cuda.own_text(source)
+    formulas = [line for line in own.splitlines() if line.startswith("#define")]
+    (taken,) = re.findall(r"const int shared_bytes = ([^;]+);", own)
     text = ["#include <cstdio>"]
     for defines in several:
         text += [f"#undef {macro}\n#define {macro} {value}" for macro, value in defines.items()]
         text += formulas if defines is several[0] else []
-        text.append(f"int f{len(text)}() {{ return SHARED_BYTES > LEAST ? SHARED_BYTES : LEAST; }}")
+        text.append(f"int f{len(text)}() {{ return {taken}; }}")
     calls = (line.partition("{")[0].split()[1] for line in text if line.startswith("int f"))
     text.append("int main() {" + "".join(f'std::printf("%d\\n", {call});' for call in calls) + "}")
     with tempfile.TemporaryDirectory() as folder:

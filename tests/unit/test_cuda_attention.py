@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_async.kernels.attention import decode_attention as decode_attention
+from megatron_async.kernels.attention import decode_attention
 from megatron_async.kernels.gemm.skinny_gemm import statistics_of
-from megatron_async.kernels.gemm.tilings import LAYER_NORM, RMS_NORM, SHARED_BYTES
+from megatron_async.kernels.gemm.tile_config import LAYER_NORM, RMS_NORM, SHARED_BYTES
+from megatron_async.kernels.norm.embed import Embed
 from tests.support import emulator
 from tests.support.cuda_kernels import LIMIT, device, emulated, on_both, relative_error
 
@@ -39,9 +40,9 @@ def test_every_shape_fits_into_shared_memory() -> None:
     assert all(decode_attention.unsupported(d, group, 16, d) is None for d, group, _ in shapes)
     defines = [
         decode_attention.Heads(head_dim, group, 8, 16, norm=True, rope=True).defines(
-            rows, capacity, splits=splits
+            rows, capacity, emulator.SM_COUNT, cluster=cluster
         )
-        for head_dim, group, splits in shapes
+        for head_dim, group, cluster in shapes
         for rows, capacity in ((32, 131072), (decode_attention.MOST_ROWS, 1 << 20))
     ]
     assert max(emulator.shared_bytes("attention", defines)) <= SHARED_BYTES
@@ -57,22 +58,22 @@ _ATTENTIONS = [
     (64, 12, 64, False, True),
 ]
 _LENGTHS = [0, 1, 15, 16, 17, 63, 64, 200, 700, 1]
-_MANY_PIECES = [700, 650, 1000, 500, 64, 1, 0, 900]
-"""More pieces, of 128 tokens, than clusters of eight blocks."""
+_MANY_SPLITS = [700, 650, 1000, 500, 64, 1, 0, 900]
+"""More KV splits, of 128 tokens, than clusters of eight blocks."""
 _WIDE = [(37 * row) % 61 for row in range(40)]
-_WIDE_PIECES = [0, 300, *_WIDE[:35], 130, 16]
+_WIDE_SPLITS = [0, 300, *_WIDE[:35], 130, 16]
 _VERY_WIDE = [(37 * row) % 611 for row in range(150)]
 
 
 @on_both(
-    *("shape", "splits", "piece_tokens", "lengths"),
+    *("shape", "cluster", "split_tokens", "lengths"),
     gpu=(
-        (shape, splits, piece_tokens, lengths)
+        (shape, cluster, split_tokens, lengths)
         for shape in _ATTENTIONS
-        for splits, piece_tokens, lengths in (
-            *((splits, 2048, _LENGTHS) for splits in (1, 2, 8)),
-            *((1, 128, _LENGTHS), (2, 32, _LENGTHS), (4, 16, _LENGTHS), (8, 16, _MANY_PIECES)),
-            *((1, 8192, _VERY_WIDE), (1, 64, _WIDE_PIECES), (2, 128, _VERY_WIDE)),
+        for cluster, split_tokens, lengths in (
+            *((cluster, 2048, _LENGTHS) for cluster in (1, 2, 8)),
+            *((1, 128, _LENGTHS), (2, 32, _LENGTHS), (4, 16, _LENGTHS), (8, 16, _MANY_SPLITS)),
+            *((1, 8192, _VERY_WIDE), (1, 64, _WIDE_SPLITS), (2, 128, _VERY_WIDE)),
         )
     ),
     small=[
@@ -81,9 +82,9 @@ _VERY_WIDE = [(37 * row) % 611 for row in range(150)]
         ((64, 12, 64, False, False), 1, 64, [64, 0, 33, 129, 65]),
         ((128, 4, 16, False, True), 4, 16, [0, 31, 64, 65, 330]),
         ((32, 1, 16, True, True), 1, 16, [1016, 0, 511, 16, 15, 17]),
-        ((32, 3, 16, False, True), 8, 16, _MANY_PIECES),
+        ((32, 3, 16, False, True), 8, 16, _MANY_SPLITS),
         ((32, 2, 16, True, True), 1, 2048, _WIDE),
-        ((32, 1, 16, False, True), 2, 16, _WIDE_PIECES),
+        ((32, 1, 16, False, True), 2, 16, _WIDE_SPLITS),
     ],
 )
 class TestAttention:
@@ -91,8 +92,8 @@ class TestAttention:
         self,
         device: torch.device,
         shape: tuple[int, int, int, bool, bool],
-        splits: int,
-        piece_tokens: int,
+        cluster: int,
+        split_tokens: int,
         lengths: list[int],
     ) -> None:
         head_dim, group, block_size, norm, rope = shape
@@ -144,7 +145,7 @@ class TestAttention:
         out = out.bfloat16()
         heads = decode_attention.Heads(head_dim, group, kv_heads, block_size, norm, rope)
         attention = decode_attention.DecodeAttention(
-            heads, rows, columns * block_size, device, splits=splits, piece_tokens=piece_tokens
+            heads, rows, columns * block_size, device, cluster=cluster, split_tokens=split_tokens
         )
         attention(
             qkv, keys, values, table, slots, positions, mapping, out, scale=scale,
@@ -179,7 +180,7 @@ def test_embedding_and_its_statistics(
     places = torch.tensor([0, 7, 49, 1], device=device)
     out = torch.full((4, hidden), float("nan"), device=device).bfloat16()
     statistics = torch.full((4, hidden // per_tile, 2), float("nan"), device=device)
-    embed = decode_attention.Embed(hidden, per_tile, norm, positions=learned, device=device)
+    embed = Embed(hidden, per_tile, norm, positions=learned, device=device)
     weight = torch.randn(hidden, generator=generator, device=device).bfloat16()
     scaled = torch.full_like(out, float("nan")) if norm == RMS_NORM else None
     embed(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from megatron_async.kernels import compile as cuda
+
+GEMM = "skinny_gemm_mma"
 
 
 @pytest.fixture
@@ -30,26 +33,28 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]
 
 
 def test_the_same_kernel_is_compiled_once(compiled: list[list[str]]) -> None:
-    work = [("linear", {"N": 16}), ("linear", {"N": 32}), ("embed", {"N": 16})]
+    work = [(GEMM, {"N": 16}), (GEMM, {"N": 32}), ("embed", {"N": 16})]
     cuda.compile_together(work, "sm_90")
     assert len(compiled) == 3
-    code = cuda._machine_code("linear", {"N": 32}, "sm_90")
+    code = cuda._machine_code(GEMM, {"N": 32}, "sm_90")
     assert len(compiled) == 3 and b"-DN=32" in code and b"sm_90" in code
-    cuda._machine_code("linear", {"N": 32}, "sm_100")
+    cuda._machine_code(GEMM, {"N": 32}, "sm_100")
     assert len(compiled) == 4
     assert len(list(cuda.cache_directory().iterdir())) == 4
 
 
+@pytest.mark.parametrize("file", ["gemm/skinny_gemm_mma.cu", "include/skinny_gemm.cuh"])
 def test_a_changed_source_is_compiled_again(
-    compiled: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    file: str, compiled: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cuda._machine_code("embed", {"H": 64}, "sm_90")
-    for path in cuda.SOURCES.glob("*/*.cu*"):
-        changed = tmp_path / path.relative_to(cuda.SOURCES)
-        changed.parent.mkdir(exist_ok=True)
-        changed.write_text(path.read_text() + "// changed")
-    monkeypatch.setattr(cuda, "SOURCES", tmp_path)
-    cuda._machine_code("embed", {"H": 64}, "sm_90")
+    cuda._machine_code(GEMM, {"K": 64}, "sm_90")
+    shutil.copytree(cuda.SOURCES, tmp_path / "kernels")
+    monkeypatch.setattr(cuda, "SOURCES", tmp_path / "kernels")
+    cuda._machine_code(GEMM, {"K": 64}, "sm_90")
+    assert len(compiled) == 1
+    with (cuda.SOURCES / file).open("a") as source:
+        source.write("// changed")
+    cuda._machine_code(GEMM, {"K": 64}, "sm_90")
     assert len(compiled) == 2
 
 

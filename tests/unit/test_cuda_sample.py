@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_async.kernels.gemm.tilings import SHARED_BYTES
+from megatron_async.kernels.gemm.tile_config import SHARED_BYTES
 from megatron_async.kernels.sampling import sample_cuda as sample
 from megatron_async.sampling.sample import MAX_VOCAB_SIZE, sample_tokens_reference
 from tests.support import emulator

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async.kernels.gemm.tilings import (
+from megatron_async.kernels.gemm.tile_config import (
     GELU,
     GELU_TANH,
     LAYER_NORM,

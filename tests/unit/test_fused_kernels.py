@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.kernels.gemm.skinny_gemm import statistics_of
-from megatron_async.kernels.gemm.tilings import LAYER_NORM, NO_NORM, RMS_NORM
+from megatron_async.kernels.gemm.tile_config import LAYER_NORM, NO_NORM, RMS_NORM
 from megatron_async.models import activation, attention, norm, spec
 from tests.support.interpreter import compiled, on_devices
 from tests.unit.test_batch_invariant import MODELS, Rig

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron_async.kernels.attention.decode_attention import DecodeAttentions, Heads
-from megatron_async.kernels.gemm.tilings import (
+from megatron_async.kernels.gemm.tile_config import (
     ADD,
     GELU_TANH,
     LAYER_NORM,
@@ -40,7 +40,7 @@ class Recorder:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, names: Mapping[str, torch.Tensor]) -> None:
         emulator.install(monkeypatch)
         monkeypatch.setattr(coverage, "device_why_not", lambda model: None)
-        monkeypatch.setattr(gemms, "Linear", self._gemm)
+        monkeypatch.setattr(gemms, "SkinnyGemm", self._gemm)
         monkeypatch.setattr(embedding, "Embed", self._embed)
         monkeypatch.setattr(DecodeAttentions, "get", self._attention)
         self.calls: list[Call] = []

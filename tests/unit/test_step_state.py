@@ -120,8 +120,6 @@ class Case:
         return words
 
 
-
-
 def state_of(context: DynamicInferenceContext) -> dict[str, torch.Tensor]:
     """Copies on the CPU. The reference leaves anything as the null slot's last token."""
     state = {f.name: context.slots.tensor(f).cpu().clone() for f in SLOT_FIELDS}
@@ -143,7 +141,7 @@ def reference_steps(case: Case) -> list[dict[str, torch.Tensor]]:
             position_ids=position_ids,
             slots=context.token_slots,
             slot_mapping=context.slot_mapping,
-            lengths=context._decode_lengths,
+            lengths=context._metadata.decode_lengths,
         )
         return logits.pop(0)
 

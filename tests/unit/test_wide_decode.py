@@ -104,9 +104,9 @@ class TestWide:
         self, device: torch.device, lengths: list[int], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         if device.type == "cpu":
+            emulator.install(monkeypatch, sm_count=5)
             monkeypatch.setattr(cuda, "unavailable", lambda index: None)
-            monkeypatch.setattr(cuda_attention, "MULTIPROCESSORS", 5)
-            monkeypatch.setattr(cuda_attention, "WIDE_PIECE_TOKENS", 32)
+            monkeypatch.setattr(cuda_attention, "WIDE_SPLIT_TOKENS", 32)
         case = Case(device, lengths)
         assert case.heads is not None
         wanted, before = case.wanted(), case.context.kv_cache.clone()
@@ -129,23 +129,22 @@ class TestWide:
     [
         ("if (taken == items - 1) *all_taken = 0;", ";"),
         ("gridDim.x + taken;", "gridDim.x + taken + 1;"),
-        ("if (SHARES && threadIdx.x == 0) taken =", "if (SHARES && threadIdx.x < 2) taken ="),
+        ("if (DYNAMIC && threadIdx.x == 0) taken =", "if (DYNAMIC && threadIdx.x < 2) taken ="),
         ("(shared + NEXT_AT) = gridDim.x + taken;", "(shared + NEXT_AT) = items;"),
         ("item.row = owner * LANE_ROWS + j;", "item.row = owner * LANE_ROWS;"),
-        ("item.piece = which - before - ", "item.piece = 0 * "),
+        ("item.split = which - before - ", "item.split = 0 * "),
     ],
 )
 def test_the_emulator_notices(there: str, instead: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That the test above can fail: blocks take pieces of many rows, each once, in every launch."""
+    """That the test above can fail: CTAs take KV splits of many rows, each once a launch."""
     text = emulator.source_text("attention")
     assert there in text
-    emulator.install(monkeypatch)
+    emulator.install(monkeypatch, sm_count=5)
     monkeypatch.setattr(emulator, "source_text", lambda _: text.replace(there, instead))
     monkeypatch.setattr(
         cuda_attention, "kernel", lambda source, values, _: emulator.EmulatedKernel(source, values)
     )
-    monkeypatch.setattr(cuda_attention, "MULTIPROCESSORS", 5)
-    monkeypatch.setattr(cuda_attention, "WIDE_PIECE_TOKENS", 32)
+    monkeypatch.setattr(cuda_attention, "WIDE_SPLIT_TOKENS", 32)
     monkeypatch.setattr(cuda, "unavailable", lambda index: None)
     case = Case(torch.device("cpu"), _ROWS[:34])
     wanted = case.wanted()
@@ -198,12 +197,13 @@ def test_kernels_for_fewer_rows_share_the_memory_of_those_for_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cuda_attention, "kernel", lambda *_: None)
+    monkeypatch.setattr(cuda, "sm_count", lambda device_index: 132)
     heads = cuda_attention.Heads(HEAD_DIM, 3, KV_HEADS, BLOCK_SIZE, norm=True, rope=True)
     for sizes, shared in (((300, 100, 40), True), ((40, 100, 300), False)):
         attentions = cuda_attention.DecodeAttentions(torch.device("cpu"))
         kernels = [attentions.get(heads, rows, 2000) for rows in sizes]
         assert attentions.get(heads, sizes[0] - 1, 2000) is kernels[0]
-        assert all((kernel.scratch is kernels[0].scratch) == shared for kernel in kernels[1:])
-        sums, statistics, counts = kernels[0 if shared else -1].scratch
+        assert all((kernel.workspace is kernels[0].workspace) == shared for kernel in kernels[1:])
+        sums, statistics, counts = kernels[0 if shared else -1].workspace
         assert counts.numel() == 512 * KV_HEADS + 1 and not counts.any()
         assert sums.numel() == statistics.numel() // 2 * HEAD_DIM == 512 * 6 * 2 * HEAD_DIM

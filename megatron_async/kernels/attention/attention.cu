@@ -3,20 +3,20 @@
 // the sum of the splits.
 //
 //   D head dimension, GROUP query heads of a KV head, KV_HEADS, BLOCK tokens of a cache block
-//   SPLITS blocks (a cluster) share the tokens of one row and KV head; WARPS warps share a block's.
-//   Each owns some elements of the result, and is sent what the others have of them.
-//   A row of more than PIECE tokens a block comes in equal pieces, MOST_PIECES at most, so that one
-//   long row does not keep the others waiting. How a row is cut depends on nothing but its length.
-//   LANE_ROWS rows of the batch are looked after by each lane of a warp that finds a piece: 32 * LANE_ROWS
-//   rows at most
-//   LEAST bytes of shared memory are taken at least: they decide how many blocks fit beside each other
+//   CLUSTER CTAs share the tokens of one row and KV head (or of a KV split of it), WARPS warps share a
+//   CTA's. Each CTA owns some elements of the result, and is sent what its peers have of them.
+//   A row of more than SPLIT_TOKENS tokens a CTA is divided into equal KV splits, MAX_SPLITS at most, so
+//   that one long row does not keep the others waiting. The splits of a row depend on its length alone.
+//   LANE_ROWS: rows of the batch that each lane handles when a warp looks for a split: 32 * LANE_ROWS at
+//   most
+//   MIN_SHARED  bytes of shared memory to take at least: they decide how many CTAs fit on an SM
 //   NORM 1: RMSNorm of each query head and key; ROPE 1: rotation of pairs (i, i + D / 2)
 //
 // A warp takes tiles of 16 tokens: scores[16 tokens x 8 heads] and out[D x 8 heads] with m16n8k16, for
 // each eight heads of the group, online softmax in base 2. Tokens before this one were written by
-// earlier steps, so their copies start before the projection is there. The pieces of all rows and
-// heads go round the clusters, which find them from the lengths. Of many rows, whose lengths differ, a
-// block that is done takes the next piece (SHARES).
+// earlier steps, so their copies start before the projection is there. The CTAs are persistent: the
+// splits of all rows and heads go round the clusters, which find them from the lengths. Of many rows,
+// whose lengths differ, a dynamic scheduler gives a CTA that is done the next split (DYNAMIC).
 
 #define THREADS (32 * WARPS)
 #define PADDED (D <= 64 ? 64 : D <= 128 ? 128 : 256)
@@ -32,26 +32,26 @@
 #define Q_AT (NEW_AT + 2 * ROW_BYTES)
 #define PARTS_AT (Q_AT + 16 * Q_ROW)       // [WARPS][GROUP][D] fp32
 #define PART_STATS_AT (PARTS_AT + WARPS * GROUP * D * 4)
-#define WEIGHTS_AT (PART_STATS_AT + WARPS * GROUP * 8)  // of pieces
-#define BEFORE_AT (WEIGHTS_AT + GROUP * MOST_PIECES * 4)
-#define NEXT_AT (BEFORE_AT + 4)             // the piece that comes next
+#define WEIGHTS_AT (PART_STATS_AT + WARPS * GROUP * 8)  // of splits
+#define BEFORE_AT (WEIGHTS_AT + GROUP * MAX_SPLITS * 4)
+#define NEXT_AT (BEFORE_AT + 4)             // the split that comes next
 #define SENT_AT ((BEFORE_AT + 16 + 15) / 16 * 16)
 #define QUADS (GROUP * D / 4)              // of elements of the result
-#define OWN_QUADS ((QUADS + SPLITS - 1) / SPLITS)
-#define SENT_PARTS (SPLITS * OWN_QUADS * 16)            // [SPLITS][OWN_QUADS] and statistics:
-#define SENT_BYTES (SENT_PARTS + SPLITS * GROUP * 8)    // [SPLITS][GROUP]
-// One piece's may come while that of the piece before is read.
-#define ALL_SENT_AT (SENT_AT + (SPLITS > 1 ? 2 * SENT_BYTES : 0))
+#define OWN_QUADS ((QUADS + CLUSTER - 1) / CLUSTER)
+#define SENT_PARTS (CLUSTER * OWN_QUADS * 16)            // [CLUSTER][OWN_QUADS] and statistics:
+#define SENT_BYTES (SENT_PARTS + CLUSTER * GROUP * 8)    // [CLUSTER][GROUP]
+// One split's may come while that of the split before is read.
+#define ALL_SENT_AT (SENT_AT + (CLUSTER > 1 ? 2 * SENT_BYTES : 0))
 #define SHARED_BYTES (ALL_SENT_AT + 16)
-#define PIECE_TILES (PIECE * SPLITS / 16)
-#define SHARES (LANE_ROWS > 1 && SPLITS == 1)
+#define SPLIT_TILES (SPLIT_TOKENS * CLUSTER / 16)
+#define DYNAMIC (LANE_ROWS > 1 && CLUSTER == 1)
 
 static_assert(D % 16 == 0 && D <= 256 && GROUP <= 16 && BLOCK % 16 == 0, "shape");
-static_assert(MOST_PIECES <= 32, "a lane for each piece");
+static_assert(MAX_SPLITS <= 32, "a lane for each split");
 static_assert(LANE_ROWS <= 32, "a lane for each row of a lane");
-static_assert(PARTS_AT % 16 == 0 && (SPLITS == 1 || SENT_BYTES % 16 == 0), "four at a time");
+static_assert(PARTS_AT % 16 == 0 && (CLUSTER == 1 || SENT_BYTES % 16 == 0), "four at a time");
 
-extern "C" __device__ const int shared_bytes = SHARED_BYTES > LEAST ? SHARED_BYTES : LEAST;
+extern "C" __device__ const int shared_bytes = SHARED_BYTES > MIN_SHARED ? SHARED_BYTES : MIN_SHARED;
 
 extern __shared__ __align__(128) char shared[];
 
@@ -68,24 +68,24 @@ __device__ __forceinline__ float weight_of(float m, float of) {
   return m == MINUS_INF ? 0.f : exp2f(m - of);
 }
 
-extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THREADS)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS)
     attention(const u16* qkv, u16* keys, u16* values, const i64* block_table, int columns,
               const i64* slots, const i64* positions, const i64* slot_mapping,
               const float* cos_sin, const u16* q_weight, const u16* k_weight, float eps,
-              float scale_log2, u16* out, int rows, float4* pieces_out, float2* pieces_stats,
+              float scale_log2, u16* out, int rows, float4* splits_out, float2* splits_stats,
               u32* arrivals) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int rank = SPLITS > 1 ? blockIdx.x % SPLITS : 0;
+  const int rank = CLUSTER > 1 ? blockIdx.x % CLUSTER : 0;
   const u32 base = shared_address(shared);
   const u32 ring = base + warp * RING_BYTES;
 
-  // --- which piece ---------------------------------------------------------------------------------
+  // --- which split ---------------------------------------------------------------------------------
   auto tokens_of = [&](int row) { return row < rows ? (int)load_l2(positions + row) : 0; };
-  auto pieces_of = [&](int row, int tokens) {
+  auto splits_of = [&](int row, int tokens) {
     const int tiles = (tokens + 15) / 16;
-    const int piece_tiles =
-        PIECE_TILES * max(1, (tiles + PIECE_TILES * MOST_PIECES - 1) / (PIECE_TILES * MOST_PIECES));
-    return row < rows ? max(1, (tiles + piece_tiles - 1) / piece_tiles) : 0;
+    const int split_tiles =
+        SPLIT_TILES * max(1, (tiles + SPLIT_TILES * MAX_SPLITS - 1) / (SPLIT_TILES * MAX_SPLITS));
+    return row < rows ? max(1, (tiles + split_tiles - 1) / split_tiles) : 0;
   };
   auto up_to_this_lane = [&](int sum) {
 #pragma unroll
@@ -95,54 +95,54 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
     }
     return sum;
   };
-  int length[LANE_ROWS], own_pieces = 0;  // of the rows of this lane
+  int length[LANE_ROWS], own_splits = 0;  // of the rows of this lane
 #pragma unroll
   for (int j = 0; j < LANE_ROWS; j++) length[j] = tokens_of(lane * LANE_ROWS + j);
 #pragma unroll
-  for (int j = 0; j < LANE_ROWS; j++) own_pieces += pieces_of(lane * LANE_ROWS + j, length[j]);
-  const int until = up_to_this_lane(own_pieces);  // pieces of all rows up to those of this lane
-  const int all_pieces = __shfl_sync(~0u, until, 31), items = all_pieces * KV_HEADS;
+  for (int j = 0; j < LANE_ROWS; j++) own_splits += splits_of(lane * LANE_ROWS + j, length[j]);
+  const int until = up_to_this_lane(own_splits);  // splits of all rows up to those of this lane
+  const int all_splits = __shfl_sync(~0u, until, 31), items = all_splits * KV_HEADS;
   struct Item {
-    int row, head, piece, pieces, position, first, count;
+    int row, head, split, splits, position, first, count;
     const i64* table;
   };
   auto find = [&](int number) {
     Item item;
     const int which = number / KV_HEADS;
     item.head = number % KV_HEADS;
-    if (LANE_ROWS > 1 && all_pieces == rows) {
-      item.row = which, item.piece = 0, item.pieces = 1;
+    if (LANE_ROWS > 1 && all_splits == rows) {
+      item.row = which, item.split = 0, item.splits = 1;
       item.position = tokens_of(which);
     } else {
       const int owner = __popc(__ballot_sync(~0u, until <= which));
-      const int before = __shfl_sync(~0u, until - own_pieces, owner);
+      const int before = __shfl_sync(~0u, until - own_splits, owner);
       if (LANE_ROWS == 1) {
         item.row = owner;
-        item.piece = which - before;
-        item.pieces = __shfl_sync(~0u, own_pieces, owner);
+        item.split = which - before;
+        item.splits = __shfl_sync(~0u, own_splits, owner);
         item.position = __shfl_sync(~0u, length[0], owner);
       } else {  // the owner's rows, one in each lane
         const int row = owner * LANE_ROWS + lane, tokens = lane < LANE_ROWS ? tokens_of(row) : 0;
-        const int pieces = lane < LANE_ROWS ? pieces_of(row, tokens) : 0;
-        const int row_until = up_to_this_lane(pieces);
+        const int splits = lane < LANE_ROWS ? splits_of(row, tokens) : 0;
+        const int row_until = up_to_this_lane(splits);
         const int j = __popc(__ballot_sync(~0u, lane < LANE_ROWS && before + row_until <= which));
         item.row = owner * LANE_ROWS + j;
-        item.piece = which - before - __shfl_sync(~0u, row_until - pieces, j);
-        item.pieces = __shfl_sync(~0u, pieces, j);
+        item.split = which - before - __shfl_sync(~0u, row_until - splits, j);
+        item.splits = __shfl_sync(~0u, splits, j);
         item.position = __shfl_sync(~0u, tokens, j);
       }
     }
     const int tiles = (item.position + 15) / 16;
-    const int begin = tiles * item.piece / item.pieces;
-    const int these = tiles * (item.piece + 1) / item.pieces - begin;
-    const int end = begin + these * (rank + 1) / SPLITS;
-    item.first = begin + these * rank / SPLITS + warp;
+    const int begin = tiles * item.split / item.splits;
+    const int these = tiles * (item.split + 1) / item.splits - begin;
+    const int end = begin + these * (rank + 1) / CLUSTER;
+    item.first = begin + these * rank / CLUSTER + warp;
     item.count = item.first < end ? (end - item.first + WARPS - 1) / WARPS : 0;
     item.table = block_table + load_l2(slots + item.row) * columns;
     return item;
   };
 
-  int blocks = 0;  // of the next 32 tiles of this warp, one in each lane
+  int blocks = 0;  // of the cache, for the next 32 tiles of this warp, one in each lane
   auto issue = [&](const Item& item, int i) {
     if (i % 32 == 0) {
       const int tile = item.first + (i + lane) * WARPS;
@@ -170,13 +170,13 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
       touch(cos_sin + (size_t)item.position * D + threadIdx.x * 32);
   };
 
-  int number = blockIdx.x / SPLITS;
+  int number = blockIdx.x / CLUSTER;
   if (number >= items) return;
   const int own_quads = max(0, min(OWN_QUADS, QUADS - rank * OWN_QUADS));
   auto expect_parts = [&](int turn) {
-    expect_bytes(base + ALL_SENT_AT + turn * 8, SPLITS * (own_quads * 16 + GROUP * 8));
+    expect_bytes(base + ALL_SENT_AT + turn * 8, CLUSTER * (own_quads * 16 + GROUP * 8));
   };
-  if (SPLITS > 1) {
+  if (CLUSTER > 1) {
     if (threadIdx.x == 0) {
       for (int turn = 0; turn < 2; turn++) init_barrier(base + ALL_SENT_AT + turn * 8);
       publish_barriers();
@@ -203,13 +203,13 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
   int turn = 0;
   u32 passed = 0;  // turns of both barriers, by parity
   for (bool first = true, goes_on = true; goes_on; first = false) {
-    // --- queries, and by the last split the key and the value --------------------------------------
+    // --- queries, and by the cluster's last CTA the key and the value ------------------------------
     u32* all_taken = arrivals + rows * KV_HEADS;
     u32 taken = 0;
-    if (SHARES && threadIdx.x == 0) taken = add_one_in_order(all_taken);
+    if (DYNAMIC && threadIdx.x == 0) taken = add_one_in_order(all_taken);
     const int position = item.position;
     const size_t row_head = (size_t)item.row * KV_HEADS + item.head;
-    const bool appends = rank == SPLITS - 1 && item.piece == item.pieces - 1;
+    const bool appends = rank == CLUSTER - 1 && item.split == item.splits - 1;
     const size_t append_at = ((size_t)load_l2(slot_mapping + item.row) * KV_HEADS + item.head) * D;
     const u16* packed = qkv + row_head * (GROUP + 2) * D;
     for (int vector = warp; vector < GROUP + 1 + appends; vector += WARPS) {
@@ -268,7 +268,7 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
         }
       }
     }
-    if (SHARES && threadIdx.x == 0) {
+    if (DYNAMIC && threadIdx.x == 0) {
       *(u32*)(shared + NEXT_AT) = gridDim.x + taken;
       if (taken == items - 1) *all_taken = 0;  // the last of all, for the next launch
     }
@@ -373,16 +373,16 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
     }
     if (appends && warp == WARPS - 1) attend(base + NEW_AT, base + NEW_AT + ROW_BYTES, 0, 1);
 
-    // The next piece is on its way while this one is summed up.
-    const int piece = item.piece, pieces = item.pieces;
-    number = SHARES ? *(const u32*)(shared + NEXT_AT) : number + gridDim.x / SPLITS;
+    // The next split is on its way while this one is summed up.
+    const int split = item.split, splits = item.splits;
+    number = DYNAMIC ? *(const u32*)(shared + NEXT_AT) : number + gridDim.x / CLUSTER;
     goes_on = number < items;
     if (goes_on) {
       item = find(number);
       start(item);
     }
 
-    // --- the warps' parts, then the splits', then the pieces' ----------------------------------------
+    // --- the warps' parts, then the cluster's, then the KV splits' -----------------------------------
     float* parts = (float*)(shared + PARTS_AT);
     float2* part_stats = (float2*)(shared + PART_STATS_AT);
 #pragma unroll
@@ -400,19 +400,19 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
       }
     __syncthreads();
     u16* row_out = out + row_head * GROUP * D;
-    float4* piece_out = pieces_out + (row_head * MOST_PIECES + piece) * QUADS;
-    float2* piece_stats = pieces_stats + (row_head * MOST_PIECES + piece) * GROUP;
+    float4* split_out = splits_out + (row_head * MAX_SPLITS + split) * QUADS;
+    float2* split_stats = splits_stats + (row_head * MAX_SPLITS + split) * GROUP;
     auto emit = [&](int quad, float4 sum, float m, float l) {
-      if (pieces == 1) {
+      if (splits == 1) {
         *(u32*)(row_out + quad * 4) = pack(sum.x / l, sum.y / l);
         *(u32*)(row_out + quad * 4 + 2) = pack(sum.z / l, sum.w / l);
       } else {
-        piece_out[quad] = sum;
-        if (quad % (D / 4) == 0) piece_stats[quad / (D / 4)] = make_float2(m, l);
+        split_out[quad] = sum;
+        if (quad % (D / 4) == 0) split_stats[quad / (D / 4)] = make_float2(m, l);
       }
     };
     const u32 sent = base + SENT_AT + turn * SENT_BYTES, all_sent = base + ALL_SENT_AT + turn * 8;
-    if (SPLITS > 1 && first) await_cluster();
+    if (CLUSTER > 1 && first) await_cluster();
     for (int quad = threadIdx.x; quad < QUADS; quad += THREADS) {
       const int r = quad / (D / 4);
       float m = MINUS_INF, l = 0.f;
@@ -426,19 +426,19 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
         l += weight * stat.y;
         add(sum, weight, ((const float4*)parts)[w * QUADS + quad]);
       }
-      if (SPLITS == 1) {
+      if (CLUSTER == 1) {
         emit(quad, sum, m, l);
       } else {
         const int owner = quad / OWN_QUADS;
         send(peer_address(sent + (rank * OWN_QUADS + quad % OWN_QUADS) * 16, owner), sum,
              peer_address(all_sent, owner));
         if (quad % (D / 4) == 0)
-          for (int peer = 0; peer < SPLITS; peer++)
+          for (int peer = 0; peer < CLUSTER; peer++)
             send(peer_address(sent + SENT_PARTS + (rank * GROUP + r) * 8, peer), make_float2(m, l),
                  peer_address(all_sent, peer));
       }
     }
-    if (SPLITS > 1) {
+    if (CLUSTER > 1) {
       await_sent(all_sent, passed);
       const char* all = shared + SENT_AT + turn * SENT_BYTES;
       for (int own = threadIdx.x; own < own_quads; own += THREADS) {
@@ -447,9 +447,9 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
         float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
         const float2* stats = (const float2*)(all + SENT_PARTS) + r;
 #pragma unroll
-        for (int c = 0; c < SPLITS; c++) m = fmaxf(m, stats[c * GROUP].x);
+        for (int c = 0; c < CLUSTER; c++) m = fmaxf(m, stats[c * GROUP].x);
 #pragma unroll
-        for (int c = 0; c < SPLITS; c++) {
+        for (int c = 0; c < CLUSTER; c++) {
           const float weight = weight_of(stats[c * GROUP].x, m);
           l += weight * stats[c * GROUP].y;
           add(sum, weight, ((const float4*)all)[c * OWN_QUADS + own]);
@@ -461,20 +461,20 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
       passed ^= turn == 0;
     }
 
-    if (pieces > 1) {
+    if (splits > 1) {
       u32& before = *(u32*)(shared + BEFORE_AT);
       __syncthreads();
       if (threadIdx.x == 0) {
         before = add_one_in_order(arrivals + row_head);
-        if (before == pieces * SPLITS - 1) arrivals[row_head] = 0;  // for the next launch
+        if (before == splits * CLUSTER - 1) arrivals[row_head] = 0;  // for the next launch
       }
       __syncthreads();
-      if (before == pieces * SPLITS - 1) {
-        // Lane c has the statistics of piece c.
-        float* weights = (float*)(shared + WEIGHTS_AT);  // [GROUP][MOST_PIECES]
+      if (before == splits * CLUSTER - 1) {
+        // Lane c has the statistics of split c.
+        float* weights = (float*)(shared + WEIGHTS_AT);  // [GROUP][MAX_SPLITS]
         for (int r = warp; r < GROUP; r += WARPS) {
           float2 stat = make_float2(MINUS_INF, 0.f);
-          if (lane < pieces) stat = load_l2(pieces_stats + (row_head * MOST_PIECES + lane) * GROUP + r);
+          if (lane < splits) stat = load_l2(splits_stats + (row_head * MAX_SPLITS + lane) * GROUP + r);
           float m = stat.x;
 #pragma unroll
           for (int d = 16; d; d >>= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, d));
@@ -482,15 +482,15 @@ extern "C" __global__ void __cluster_dims__(SPLITS, 1, 1) __launch_bounds__(THRE
           float l = weight * stat.y;
 #pragma unroll
           for (int d = 16; d; d >>= 1) l += __shfl_xor_sync(~0u, l, d);
-          if (lane < MOST_PIECES) weights[r * MOST_PIECES + lane] = weight / l;
+          if (lane < MAX_SPLITS) weights[r * MAX_SPLITS + lane] = weight / l;
         }
         __syncthreads();
-        const float4* from = pieces_out + row_head * MOST_PIECES * QUADS;
+        const float4* from = splits_out + row_head * MAX_SPLITS * QUADS;
         for (int quad = threadIdx.x; quad < QUADS; quad += THREADS) {
           float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll 8
-          for (int c = 0; c < pieces; c++)
-            add(sum, weights[quad / (D / 4) * MOST_PIECES + c], load_l2(from + (size_t)c * QUADS + quad));
+          for (int c = 0; c < splits; c++)
+            add(sum, weights[quad / (D / 4) * MAX_SPLITS + c], load_l2(from + (size_t)c * QUADS + quad));
           *(u32*)(row_out + quad * 4) = pack(sum.x, sum.y);
           *(u32*)(row_out + quad * 4 + 2) = pack(sum.z, sum.w);
         }

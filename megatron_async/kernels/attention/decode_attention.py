@@ -1,4 +1,4 @@
-"""How ``attention.cu`` and ``embed.cu`` are cut up and called."""
+"""Decode attention in one kernel: how ``attention.cu`` is built and called."""
 
 from __future__ import annotations
 
@@ -8,29 +8,27 @@ import torch
 from torch import Tensor
 
 from megatron_async.kernels import compile as cuda
-from megatron_async.kernels.compile import kernel
-from megatron_async.kernels.gemm.tilings import LAYER_NORM, MULTIPROCESSORS, padded
+from megatron_async.kernels.compile import Bf16, Fp32, Int32, Int64, kernel
+from megatron_async.kernels.gemm.tile_config import MAX_CLUSTER, padded
 
 WARPS = 4
-MOST_ELEMENTS = 3600
+MAX_ELEMENTS = 3600
 """Of a group's heads: with more, the sums of so many warps do not fit, and half as many do it."""
 STAGES = 2
-LEAST_BYTES = 78 * 1024
-"""Two blocks beside each other on a multiprocessor, not three."""
-MAX_SPLITS = 8
-"""The most blocks of a cluster that every GPU of this capability runs."""
-PIECE_TOKENS = 8192
-"""A row of more tokens a block is cut into pieces; a multiple of 16."""
-WIDE_PIECE_TOKENS = 1024
-"""So where the batch has more rows than a warp has lanes: their pieces fill the GPU anyhow, and
+MIN_SHARED_BYTES = 78 * 1024
+"""Two CTAs on an SM, not three."""
+CTAS_PER_SM = 2
+"""As many fit: more would come in a second wave."""
+SPLIT_TOKENS = 8192
+"""A row of more tokens a CTA is divided into KV splits; a multiple of 16."""
+WIDE_SPLIT_TOKENS = 1024
+"""So where the batch has more rows than a warp has lanes: their splits fill the GPU anyhow, and
 short ones end together."""
-MOST_PIECES = 32
-"""Of a row: of a longer one the pieces are longer. Their weights take the place of a head."""
+MAX_SPLITS = 32
+"""Of a row: the splits of a longer one are longer. Their weights take the place of a head."""
 LANES = 32
 MOST_ROWS = LANES * LANES
-"""Of a batch: each lane of a warp looks after some when it searches for a piece."""
-BLOCKS_PER_MULTIPROCESSOR = 2
-"""As many fit beside each other: more would come in a second wave."""
+"""Of a batch: each lane of a warp handles several when it looks for a split."""
 
 
 def unsupported(head_dim: int, group: int, block_size: int, rotated: int) -> str | None:
@@ -38,8 +36,8 @@ def unsupported(head_dim: int, group: int, block_size: int, rotated: int) -> str
 
     ``rotated`` elements of each head are rotated.
     """
-    if head_dim % 16 or not MOST_PIECES <= head_dim <= 256:
-        return f"head dimension {head_dim} is not a multiple of 16 from {MOST_PIECES} to 256"
+    if head_dim % 16 or not MAX_SPLITS <= head_dim <= 256:
+        return f"head dimension {head_dim} is not a multiple of 16 from {MAX_SPLITS} to 256"
     if group > 16:
         return f"{group} query heads share a KV head, more than 16"
     if block_size % 16:
@@ -49,15 +47,38 @@ def unsupported(head_dim: int, group: int, block_size: int, rotated: int) -> str
     return None
 
 
-def splits_of(rows: int, kv_heads: int) -> int:
-    """Blocks that share the tokens of a row: a power of two that fills the GPU."""
-    wanted = BLOCKS_PER_MULTIPROCESSOR * MULTIPROCESSORS // (rows * kv_heads)
-    return min(MAX_SPLITS, 1 << max(0, wanted.bit_length() - 1))
+def cluster_size(rows: int, kv_heads: int, sm_count: int) -> int:
+    """CTAs that share the tokens of a row: a power of two that fills the GPU."""
+    wanted = CTAS_PER_SM * sm_count // (rows * kv_heads)
+    return min(MAX_CLUSTER, 1 << max(0, wanted.bit_length() - 1))
 
 
-def pieces_of(tokens: int, splits: int, piece_tokens: int) -> int:
-    """Into how many pieces a row of so many tokens is cut."""
-    return min(MOST_PIECES, -(-tokens // (piece_tokens * splits)))
+def kv_splits(tokens: int, cluster: int, split_tokens: int) -> int:
+    """Into how many KV splits a row of so many tokens is divided."""
+    return min(MAX_SPLITS, -(-tokens // (split_tokens * cluster)))
+
+
+class AttentionArguments(NamedTuple):
+    """Parameters of ``attention.cu``, in order."""
+
+    qkv: Bf16
+    keys: Bf16
+    values: Bf16
+    block_table: Int64
+    columns: int
+    slots: Int64
+    positions: Int64
+    slot_mapping: Int64
+    cos_sin: Fp32 | None
+    q_weight: Bf16 | None
+    k_weight: Bf16 | None
+    eps: float
+    scale_log2: float
+    out: Bf16
+    rows: int
+    splits_out: Fp32
+    splits_stats: Fp32
+    arrivals: Int32
 
 
 class Heads(NamedTuple):
@@ -72,24 +93,24 @@ class Heads(NamedTuple):
     rope: bool
 
     def defines(
-        self, rows: int, capacity: int, *, splits: int | None = None,
-        piece_tokens: int | None = None,
+        self, rows: int, capacity: int, sm_count: int, *, cluster: int | None = None,
+        split_tokens: int | None = None,
     ) -> dict[str, int]:  # fmt: skip
         """Macros of ``attention.cu`` for padded ``rows`` of up to ``capacity`` tokens."""
-        splits = splits or splits_of(rows, self.kv_heads)
-        if piece_tokens is None:
-            piece_tokens = PIECE_TOKENS if rows <= LANES else WIDE_PIECE_TOKENS
+        cluster = cluster or cluster_size(rows, self.kv_heads, sm_count)
+        if split_tokens is None:
+            split_tokens = SPLIT_TOKENS if rows <= LANES else WIDE_SPLIT_TOKENS
         lane_rows = 1 << (-(-rows // LANES) - 1).bit_length()
-        most_pieces = MOST_PIECES
-        if rows > LANES:  # what they leave between them takes memory for each row
-            needed = pieces_of(capacity, splits, piece_tokens)
-            most_pieces = 1 << (needed - 1).bit_length()
-        warps = WARPS if self.head_dim * self.group <= MOST_ELEMENTS else WARPS // 2
+        max_splits = MAX_SPLITS
+        if rows > LANES:  # their partial sums take memory for each row
+            needed = kv_splits(capacity, cluster, split_tokens)
+            max_splits = 1 << (needed - 1).bit_length()
+        warps = WARPS if self.head_dim * self.group <= MAX_ELEMENTS else WARPS // 2
         return {
             "D": self.head_dim, "GROUP": self.group, "KV_HEADS": self.kv_heads,
             "BLOCK": self.block_size, "NORM": int(self.norm), "ROPE": int(self.rope),
-            "SPLITS": splits, "WARPS": warps, "ST": STAGES, "LEAST": LEAST_BYTES,
-            "PIECE": piece_tokens, "MOST_PIECES": most_pieces, "LANE_ROWS": lane_rows,
+            "CLUSTER": cluster, "WARPS": warps, "ST": STAGES, "MIN_SHARED": MIN_SHARED_BYTES,
+            "SPLIT_TOKENS": split_tokens, "MAX_SPLITS": max_splits, "LANE_ROWS": lane_rows,
         }  # fmt: skip
 
 
@@ -127,9 +148,10 @@ class DecodeAttention:
 
     Args:
         rows, capacity: of a batch, and tokens of a row, at most.
-        splits: blocks that share the tokens of a row, or of a piece of it; None fills the GPU.
-        piece_tokens: a row of more tokens for each of its blocks is cut into pieces.
-        beside: another one on the same stream, whose ``scratch`` is shared if it is large enough.
+        cluster: CTAs that share the tokens of a row, or of a KV split of it; None fills the GPU.
+        split_tokens: a row of more tokens for each of its CTAs is divided into KV splits.
+        share_with: another one on the same stream, whose ``workspace`` is used if it is large
+            enough.
     """
 
     def __init__(
@@ -139,27 +161,28 @@ class DecodeAttention:
         capacity: int,
         device: torch.device,
         *,
-        splits: int | None = None,
-        piece_tokens: int | None = None,
-        beside: DecodeAttention | None = None,
+        cluster: int | None = None,
+        split_tokens: int | None = None,
+        share_with: DecodeAttention | None = None,
     ) -> None:
-        defines = heads.defines(rows, capacity, splits=splits, piece_tokens=piece_tokens)
-        self._splits = defines["SPLITS"]
-        self._kernel = kernel("attention", defines, device)
-        pieces = pieces_of(capacity, self._splits, defines["PIECE"])
-        at_once = max(1, BLOCKS_PER_MULTIPROCESSOR * MULTIPROCESSORS // self._splits)
-        self._clusters = min(at_once, rows * heads.kv_heads * pieces)
-        parts = rows * heads.kv_heads * heads.group * defines["MOST_PIECES"] if pieces > 1 else 0
+        sm_count = cuda.sm_count(device.index or 0)
+        macros = heads.defines(rows, capacity, sm_count, cluster=cluster, split_tokens=split_tokens)
+        self._cluster = macros["CLUSTER"]
+        self._kernel = kernel("attention", macros, device)
+        splits = kv_splits(capacity, self._cluster, macros["SPLIT_TOKENS"])
+        resident = max(1, CTAS_PER_SM * sm_count // self._cluster)
+        self._clusters = min(resident, rows * heads.kv_heads * splits)
+        parts = rows * heads.kv_heads * heads.group * macros["MAX_SPLITS"] if splits > 1 else 0
         sizes = (parts * heads.head_dim, parts * 2, rows * heads.kv_heads + 1)
-        self.scratch: tuple[Tensor, Tensor, Tensor]
-        """What the pieces of each row and head leave for the last of them: sums, statistics, and
-        how many are done (none between launches); behind these how many pieces are taken."""
-        if beside is not None and all(
-            tensor.numel() >= size for tensor, size in zip(beside.scratch, sizes, strict=True)
+        self.workspace: tuple[Tensor, Tensor, Tensor]
+        """What the KV splits of each row and head leave for the last of them: sums, statistics, and
+        how many are done (none between launches); behind these how many splits are taken."""
+        if share_with is not None and all(
+            tensor.numel() >= size for tensor, size in zip(share_with.workspace, sizes, strict=True)
         ):
-            self.scratch = beside.scratch
+            self.workspace = share_with.workspace
         else:
-            self.scratch = (
+            self.workspace = (
                 torch.empty(sizes[0], device=device),
                 torch.empty(sizes[1], device=device),
                 torch.zeros(sizes[2], dtype=torch.int32, device=device),
@@ -192,15 +215,17 @@ class DecodeAttention:
             out: ``[R, kv_heads * group * head_dim]``.
             cos_sin: fp32 ``[positions, 2, head_dim / 2]``.
         """
-        self._kernel.launch(
-            (self._splits * self._clusters, 1, 1), qkv, keys, values, block_table,
-            block_table.stride(0), slots, position_ids, slot_mapping, cos_sin, q_weight, k_weight,
-            float(eps), float(scale * 1.4426950408889634), out, qkv.shape[0], *self.scratch,
+        arguments = AttentionArguments(
+            qkv, keys, values, block_table, block_table.stride(0), slots, position_ids,
+            slot_mapping, cos_sin, q_weight, k_weight, float(eps),
+            float(scale * 1.4426950408889634), out, qkv.shape[0], *self.workspace,
         )  # fmt: skip
+        self._kernel.launch((self._cluster * self._clusters, 1, 1), arguments)
 
 
 class DecodeAttentions:
-    """:class:`DecodeAttention` for batches of all sizes on one stream; they share their scratch."""
+    """:class:`DecodeAttention` for batches of all sizes on one stream; they share their
+    workspace."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -212,41 +237,5 @@ class DecodeAttentions:
         key = heads, padded(rows), capacity
         if key not in self._made:
             first = next(iter(self._made.values()), None)
-            self._made[key] = DecodeAttention(*key, self._device, beside=first)
+            self._made[key] = DecodeAttention(*key, self._device, share_with=first)
         return self._made[key]
-
-
-class Embed:
-    """Token and position embeddings into the residual stream, with its partial statistics."""
-
-    def __init__(
-        self, hidden: int, per_tile: int, norm: int, *, positions: bool, device: torch.device
-    ) -> None:
-        self._kernel = kernel(
-            "embed",
-            {
-                "H": hidden, "PER_TILE": per_tile, "POSITIONS": int(positions),
-                "STATS": LAYER_NORM if norm == LAYER_NORM else 1,
-            },
-            device,
-        )  # fmt: skip
-
-    def __call__(
-        self,
-        token_ids: Tensor,
-        position_ids: Tensor,
-        table: Tensor,
-        positions: Tensor | None,
-        hidden: Tensor,
-        statistics: Tensor,
-        scaled: tuple[Tensor, Tensor] | None = None,
-    ) -> None:
-        """``hidden [R, H] = table[token_ids] + positions[position_ids]``.
-
-        With RMSNorm ``scaled`` is its weight and where ``hidden`` times that goes.
-        """
-        next_weight, out = scaled or (None, None)
-        self._kernel.launch(
-            (token_ids.shape[0], 1, 1), token_ids, position_ids, table, positions, hidden,
-            next_weight, out, statistics,
-        )  # fmt: skip

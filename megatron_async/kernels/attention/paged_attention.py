@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 LENGTH_MULTIPLE = 64
 """Rows are attended over their KV length rounded up to this many tokens. The padded length of a
-row depends on that row alone, so its result does not depend on the rows beside it."""
+row depends on that row alone, so its result does not depend on the others."""
 
 ROWS_AT_ONCE = 32
 """Most rows whose keys and values are gathered at once."""

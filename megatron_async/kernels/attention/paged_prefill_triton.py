@@ -1,10 +1,10 @@
 """Triton kernel of paged prefill attention: the chunks of one step, of any requests, in one launch.
 
-The tiling is FlashAttention-2's (Dao, 2023) with the query heads of a group packed beside each
+The tiling is FlashAttention-2's (Dao, 2023) with the query heads of a group packed next to each
 other, over vLLM's block tables. Which chunk a program works on it finds in the step's chunk table
 on the device, so the grid depends on shapes alone and the launch can be captured. Tiles count from
 the beginning of their chunk and keys from the beginning of the sequence: a token's bits depend on
-its chunk, and on nothing that is beside it in the step.
+its chunk, and on nothing else in the step.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -138,8 +138,8 @@ def _prefill_kernel(
     tl.store(out_ptr + out_at, out, mask=is_row)
 
 
-class Tiling(NamedTuple):
-    """How a dtype and a head size are tiled; chosen so that nothing spills on sm_90."""
+class TileConfig(NamedTuple):
+    """Of a dtype and a head size; chosen so that nothing spills on sm_90."""
 
     rows: int
     """Queries of a tile, tokens times heads of a group; a larger group takes more."""
@@ -148,12 +148,12 @@ class Tiling(NamedTuple):
     stages: int
 
 
-def tiling(head_pad: int, dtype: torch.dtype) -> Tiling:
-    """The tiling for heads padded to ``head_pad``; exact fp32 products go through no tensor core
-    and hold their operands in registers."""
+def tile_config(head_pad: int, dtype: torch.dtype) -> TileConfig:
+    """The config for heads padded to ``head_pad``; exact fp32 multiplications go through no tensor
+    core and hold their operands in registers."""
     if dtype is torch.float32:
-        return Tiling(32, 16, 8, 2)
-    return Tiling(64, max(16, min(64, KEY_TILE_BYTES // (head_pad * dtype.itemsize))), 4, 3)
+        return TileConfig(32, 16, 8, 2)
+    return TileConfig(64, max(16, min(64, KEY_TILE_BYTES // (head_pad * dtype.itemsize))), 4, 3)
 
 
 def paged_mixed_attention_triton(
@@ -184,8 +184,8 @@ def paged_mixed_attention_triton(
     count = chunks.shape[0]
     group = heads // kv_heads
     head_pad = max(16, triton.next_power_of_2(head_dim))
-    plan = tiling(head_pad, query.dtype)
-    rows = max(plan.rows, triton.next_power_of_2(group))
+    config = tile_config(head_pad, query.dtype)
+    rows = max(config.rows, triton.next_power_of_2(group))
     tiles = tokens // (rows // group) + min(count, tokens)
     if not tiles:
         return
@@ -196,7 +196,7 @@ def paged_mixed_attention_triton(
         value_cache.stride(0), value_cache.stride(1), value_cache.stride(2),
         block_table.stride(0), scale * LOG2_E,
         BLOCK_SIZE=block_size, GROUP=group, D=head_dim, D_PAD=head_pad, ROWS=rows,
-        TILE=plan.keys, CHUNKS_PAD=triton.next_power_of_2(count),
+        TILE=config.keys, CHUNKS_PAD=triton.next_power_of_2(count),
         PRECISION="ieee" if query.dtype is torch.float32 else "tf32",
-        num_warps=plan.warps, num_stages=plan.stages,
+        num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip

@@ -1,9 +1,9 @@
-"""A scope in which matrix products on CUDA give each row bits of its own.
+"""A scope in which GEMMs on CUDA give each row bits of its own.
 
 Libraries choose kernels, tiles and splits by the number of rows, so a token computed in a prefill
 chunk and again in a decode step differs in its last bits (He et al., "Defeating Nondeterminism in
-LLM Inference", 2025). Inside :func:`batch_invariant_mode` every product with a 2D matrix goes to
-one kernel with one order of summation instead, and what would depend on the batch raises.
+LLM Inference", 2025). Inside :func:`batch_invariant_mode` every GEMM with a 2D matrix goes to one
+kernel with one order of summation instead, and what would depend on the batch raises.
 
 Elementwise functions, embeddings, ``rms_norm`` and ``layer_norm`` are left alone: PyTorch's CUDA
 kernels give each row to one block, laid out by the row's own size.
@@ -25,9 +25,9 @@ from megatron_async.errors import ConfigError
 
 @contextmanager
 def batch_invariant_mode() -> Iterator[None]:
-    """Route matrix products on CUDA to ``matmul_by_row`` in this thread until the scope ends.
+    """Route GEMMs on CUDA to ``matmul_by_row`` in this thread until the scope ends.
 
-    What a graph captures inside the scope stays so. On the CPU nothing changes: products there
+    What a graph captures inside the scope stays so. On the CPU nothing changes: GEMMs there
     give a row the same bits in any number of rows that is a multiple of 8.
 
     Raises:

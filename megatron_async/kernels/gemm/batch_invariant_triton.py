@@ -1,4 +1,4 @@
-"""Triton matrix product whose rows are independent of each other, whatever their number.
+"""Triton GEMM whose rows are independent of each other, whatever their number.
 
 The tile and the instruction depend on dtype, N and K alone, never on M; the sum over K runs in one
 program, in order, in float32. So row m of the result is one function of row m of the input.
@@ -27,9 +27,9 @@ class Tile(NamedTuple):
 
 
 NARROW = 2048
-"""Products with no more columns get narrow tiles, so that more programs share the reading."""
+"""GEMMs with no more columns get narrow tiles, so that more programs share the reading."""
 GROUP_M = 16
-"""Tiles of rows that run side by side with the same columns, which they share in the L2 cache."""
+"""Tiles of rows that run together with the same columns, which they share in the L2 cache."""
 HALF_TILE = Tile(64, 64, 128, num_warps=4, num_stages=4)
 HALF_TILE_NARROW = Tile(64, 32, 128, num_warps=4, num_stages=4)
 FLOAT_TILE = Tile(32, 32, 32, num_warps=4, num_stages=3)
@@ -37,7 +37,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def tile_of(dtype: torch.dtype, columns: int) -> Tile:
-    """The tile of a product with ``columns`` columns; the number of rows must not be asked for."""
+    """The tile of a GEMM with ``columns`` columns; the number of rows must not be asked for."""
     if dtype is torch.float32:
         return FLOAT_TILE
     return HALF_TILE_NARROW if columns <= NARROW else HALF_TILE

@@ -1,33 +1,81 @@
-"""Products of few rows with a weight: how ``linear.cu`` is called."""
+"""Skinny GEMMs, of few rows with a weight: how ``skinny_gemm_mma.cu`` and ``skinny_gemm_wgmma.cu``
+are built and called."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_async.kernels import compile as cuda
-from megatron_async.kernels.compile import Kernel, kernel
-from megatron_async.kernels.gemm.tilings import (
+from megatron_async.kernels.compile import (
+    Bf16,
+    Fp32,
+    Int32,
+    Kernel,
+    TensorMap,
+    kernel,
+)
+from megatron_async.kernels.gemm.tile_config import (
     LAYER_NORM,
-    MULTIPROCESSORS,
     SHARED_BYTES,
     SILU_GATE,
-    UNIT,
-    Tiling,
-    groups,
+    STAGE_K,
+    TileConfig,
+    row_groups,
 )
 
 ALONE_BYTES = 116 * 1024
-ALONE_BLOCKS = 100
-"""Where there are so many blocks, but not more than multiprocessors, each takes at least
-``ALONE_BYTES``: started while the kernel before still runs, two of them would else share one
-multiprocessor and others have none."""
+"""Shared memory that each CTA takes at least where there are about as many as SMs (from
+:func:`_alone_ctas` on), but not more: started while the kernel before still runs, two of them would
+else share one SM and others have none."""
 
 
-class Linear:
-    """One product of a model, for batches of up to ``rows`` rows.
+class MmaArguments(NamedTuple):
+    """Parameters of ``skinny_gemm_mma.cu``, in order."""
+
+    x: Bf16
+    w: Bf16
+    bias: Bf16 | None
+    norm_weight: Bf16 | None
+    norm_bias: Bf16 | None
+    stats_in: Fp32 | None
+    stats_tiles: int
+    eps: float
+    residual: Bf16 | None
+    out: Bf16
+    next_weight: Bf16 | None
+    scaled: Bf16 | None
+    stats_out: Fp32 | None
+    M: int
+    out_row: int
+    workspace: Fp32 | None
+    arrivals: Int32 | None
+
+
+class WgmmaArguments(NamedTuple):
+    """Parameters of ``skinny_gemm_wgmma.cu``, in order."""
+
+    bias: Bf16 | None
+    stats_in: Fp32 | None
+    stats_tiles: int
+    eps: float
+    residual: Bf16 | None
+    out: Bf16
+    next_weight: Bf16 | None
+    scaled: Bf16 | None
+    stats_out: Fp32 | None
+    M: int
+    out_row: int
+    workspace: Fp32 | None
+    arrivals: Int32 | None
+    w_map: TensorMap
+    x_map: TensorMap
+
+
+class SkinnyGemm:
+    """One GEMM of a model, for batches of up to ``rows`` rows.
 
     Args:
         n, k: shape of the weight.
@@ -44,30 +92,29 @@ class Linear:
         norm: int,
         epilogue: int,
         norm_statistics: int,
-        tiling: Tiling,
+        config: TileConfig,
         device: torch.device,
     ) -> None:
-        self.kernel: Kernel = kernel(
-            "linear",
-            defines(n, k, rows, norm, epilogue, norm_statistics, tiling),
-            device,
-        )
-        blocks = tiling.blocks(n)
-        if tiling.persistent:
+        sm_count = cuda.sm_count(device.index or 0)
+        macros = defines(n, k, rows, norm, epilogue, norm_statistics, config, sm_count)
+        self.kernel: Kernel = kernel(config.kernel, macros, device)
+        ctas = config.ctas(n)
+        if config.persistent:
             resident = max(1, SHARED_BYTES // (self.kernel.shared_bytes + 1024))
             by_threads = 2048 // self.kernel.threads
-            blocks = min(blocks, MULTIPROCESSORS * min(resident, by_threads, 2))
-        self._grid = (blocks, 1, 1)
-        self._partials: Tensor | None = None
+            ctas = min(ctas, sm_count * min(resident, by_threads, 2))
+        self._grid = (ctas, 1, 1)
+        self._workspace: Tensor | None = None
         self._arrivals: Tensor | None = None
-        if tiling.memory:
-            tiles = blocks // tiling.splits
-            self._partials = torch.empty(blocks * tiling.weight_rows * max(8, rows), device=device)
+        if config.workspace:
+            tiles = ctas // config.split_k
+            self._workspace = torch.empty(ctas * config.weight_rows * max(8, rows), device=device)
             self._arrivals = torch.zeros(tiles, dtype=torch.int32, device=device)
-        self.statistic_rows = tiling.statistic_rows(rows)
-        self._n, self._k, self._rows, self._tiling = n, k, rows, tiling
+        self.statistic_rows = config.statistic_rows(rows)
+        self._n, self._k, self._rows, self._config = n, k, rows, config
         self._gated = epilogue == SILU_GATE
-        self._maps: dict[Any, Any] = {}
+        self._weight_maps: dict[int, TensorMap] = {}
+        self._x_maps: dict[tuple[int, int], TensorMap] = {}
 
     def __call__(
         self,
@@ -91,45 +138,77 @@ class Linear:
             scaled: with epilogue ``ADD`` before RMSNorm, its weight ``[N]`` and where ``out`` times
                 that goes, ``[M, N]``.
             statistics_out: fp32, those of ``out`` that epilogue ``ADD`` emits.
+
+        Raises:
+            TypeError: a tensor has another dtype.
         """
         norm_weight, norm_bias, eps = norm if norm is not None else (None, None, 0.0)
         next_weight, scaled_out = scaled or (None, None)
-        self.kernel.launch(
-            self._grid, x, weight, bias, norm_weight, norm_bias, statistics,
-            0 if statistics is None else statistics.shape[1], float(eps), residual, out,
-            next_weight, scaled_out, statistics_out, x.shape[0], out.stride(0),
-            self._partials, self._arrivals, *(self._maps_of(weight, x) if self._tiling.box else []),
-        )  # fmt: skip
+        stats_tiles = 0 if statistics is None else statistics.shape[1]
+        arguments: WgmmaArguments | MmaArguments
+        if self._config.tma:
+            arguments = WgmmaArguments(
+                bias, statistics, stats_tiles, float(eps), residual, out, next_weight, scaled_out,
+                statistics_out, x.shape[0], out.stride(0), self._workspace, self._arrivals,
+                self._weight_map(weight), self._x_map(x),
+            )  # fmt: skip
+        else:
+            arguments = MmaArguments(
+                x, weight, bias, norm_weight, norm_bias, statistics, stats_tiles, float(eps),
+                residual, out, next_weight, scaled_out, statistics_out, x.shape[0], out.stride(0),
+                self._workspace, self._arrivals,
+            )  # fmt: skip
+        self.kernel.launch(self._grid, arguments)
 
-    def _maps_of(self, weight: Tensor, x: Tensor) -> list[Any]:
-        """The weight in boxes of a block's rows, x in boxes of all its rows."""
-        row, tiles = self._k * 2, self._tiling.row_tiles
-        if weight.data_ptr() not in self._maps:
-            sizes, strides, box = [self._k, self._n], [row], [UNIT, 16 * tiles]
+    def _weight_map(self, weight: Tensor) -> TensorMap:
+        """The weight in TMA tiles of a CTA's rows."""
+        key, row, tiles = weight.data_ptr(), self._k * 2, self._config.row_tiles
+        if key not in self._weight_maps:
+            sizes, strides, tile = [self._k, self._n], [row], [STAGE_K, 16 * tiles]
             if self._gated:  # eight rows of gate, eight of up
-                sizes, box = [self._k, 8, 2, self._n // 16], [UNIT, 8, 2, tiles]
+                sizes, tile = [self._k, 8, 2, self._n // 16], [STAGE_K, 8, 2, tiles]
                 strides = [row, self._n // 2 * row, 8 * row]
-            self._maps[weight.data_ptr()] = cuda.tensor_map(weight, sizes, strides, box)
+            self._weight_maps[key] = cuda.tensor_map(weight, sizes, strides, tile)
+        return self._weight_maps[key]
+
+    def _x_map(self, x: Tensor) -> TensorMap:
+        """x in TMA tiles of all its rows."""
         key = x.data_ptr(), x.shape[0]
-        if key not in self._maps:
-            box = [UNIT, 8 * groups(self._rows)]
-            self._maps[key] = cuda.tensor_map(x, [self._k, x.shape[0]], [row], box)
-        return [self._maps[weight.data_ptr()], self._maps[key]]
+        if key not in self._x_maps:
+            tile = [STAGE_K, 8 * row_groups(self._rows)]
+            self._x_maps[key] = cuda.tensor_map(x, [self._k, x.shape[0]], [self._k * 2], tile)
+        return self._x_maps[key]
+
+
+def _alone_ctas(sm_count: int) -> int:
+    return sm_count * 25 // 33
 
 
 def defines(
-    n: int, k: int, rows: int, norm: int, epilogue: int, norm_statistics: int, tiling: Tiling
+    n: int,
+    k: int,
+    rows: int,
+    norm: int,
+    epilogue: int,
+    norm_statistics: int,
+    config: TileConfig,
+    sm_count: int,
 ) -> dict[str, int]:
-    """Macros of ``linear.cu``."""
-    return {
-        "MT": groups(rows), "XR": rows,
-        "RT": tiling.row_tiles, "WR": tiling.warps_n, "WK": tiling.warps_k,
-        "C": tiling.splits, "ST": tiling.stages, "STREAM": int(tiling.stream),
-        "PERSISTENT": int(tiling.persistent), "K": k, "N": n, "NORM": norm,
-        "EPILOGUE": epilogue, "STATS": norm_statistics, "MEMORY": int(tiling.memory),
-        "BOX": int(tiling.box), "OWN": tiling.owned(rows),
-        "LEAST": ALONE_BYTES if ALONE_BLOCKS <= tiling.blocks(n) <= MULTIPROCESSORS else 0,
+    """Macros of the kernel that ``config`` configures."""
+    alone = _alone_ctas(sm_count) <= config.ctas(n) <= sm_count
+    macros = {
+        "N": n, "K": k, "MT": row_groups(rows), "NORM": norm, "EPILOGUE": epilogue,
+        "STATS": norm_statistics, "RT": config.row_tiles, "SPLIT_K": config.split_k,
+        "ST": config.stages, "PERSISTENT": int(config.persistent),
+        "WORKSPACE": int(config.workspace), "OWN": config.owned(rows),
+        "MIN_SHARED": ALONE_BYTES if alone else 0,
     }  # fmt: skip
+    if not config.tma:
+        macros |= {
+            "XR": rows, "WR": config.warps_n, "WK": config.warps_k,
+            "STREAM_X": int(config.stream_x),
+        }  # fmt: skip
+    return macros
 
 
 def statistics_of(hidden: Tensor, norm: int, per_tile: int) -> Tensor:

@@ -64,16 +64,16 @@ __device__ __forceinline__ void await_bytes(u32 barrier, u32 parity) {
       "r"(parity)
       : "memory");
 }
-// A box of a tensor, swizzled by 128 bytes; what lies beyond the tensor becomes zeros. Coordinates
+// A TMA tile of a tensor, swizzled by 128 bytes; what lies beyond the tensor becomes zeros. Coordinates
 // begin with the innermost.
-__device__ __forceinline__ void copy_box(u32 into, const TensorMap& map, int a, int b, u32 barrier) {
+__device__ __forceinline__ void tma_load(u32 into, const TensorMap& map, int a, int b, u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
       "[%1, {%2, %3}], [%4];" ::"r"(into),
       "l"(&map), "r"(a), "r"(b), "r"(barrier)
       : "memory");
 }
-__device__ __forceinline__ void copy_box(u32 into, const TensorMap& map, int a, int b, int c, int d,
+__device__ __forceinline__ void tma_load(u32 into, const TensorMap& map, int a, int b, int c, int d,
                                          u32 barrier) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
@@ -81,7 +81,7 @@ __device__ __forceinline__ void copy_box(u32 into, const TensorMap& map, int a, 
       "l"(&map), "r"(a), "r"(b), "r"(c), "r"(d), "r"(barrier)
       : "memory");
 }
-__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
+__device__ __forceinline__ void prefetch_tensor_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
@@ -98,7 +98,7 @@ __device__ __forceinline__ void store_shared(u32 at, Vec v) {
                "r"(v.w)
                : "memory");
 }
-// Activations come from L2: another multiprocessor wrote them, perhaps after this kernel started.
+// Activations come from L2: another SM wrote them, perhaps after this kernel started.
 __device__ __forceinline__ Vec load_l2_vec(const void* p) {
   Vec v;
   asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -148,7 +148,7 @@ __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a
 // out. Rows are 128 bytes apart, eight of them 1,024, swizzled by 128 bytes. A thread has rows g and
 // g + 8 of its warp's 16, of each eight columns 2t and 2t + 1: d[4j] and d[4j + 1], of row g + 8 d[4j + 2]
 // and d[4j + 3].
-__device__ __forceinline__ unsigned long long matrix(u32 at) {
+__device__ __forceinline__ unsigned long long descriptor(u32 at) {
   return (at >> 4 & 0x3fffull) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
 #define REGISTERS_4 "%0,%1,%2,%3"
@@ -178,7 +178,7 @@ __device__ __forceinline__ unsigned long long matrix(u32 at) {
       : "memory")
 template <int COLUMNS>
 __device__ __forceinline__ void wgmma(float (&d)[COLUMNS / 2], u32 a_at, u32 b_at) {
-  const unsigned long long a = matrix(a_at), b = matrix(b_at);
+  const unsigned long long a = descriptor(a_at), b = descriptor(b_at);
   if constexpr (COLUMNS == 8) {
     WGMMA(8, REGISTERS_4, 4, 5, SUMS_4);
   } else if constexpr (COLUMNS == 16) {
@@ -217,8 +217,8 @@ __device__ __forceinline__ u32 peer_address(u32 at, u32 rank) {
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(at), "r"(rank));
   return r;
 }
-// Sends into a peer's shared memory, and reports the bytes to a barrier beside it. Who awaits them
-// there sees them.
+// Sends into a peer's shared memory, and reports the bytes to a barrier there. Who awaits them
+// sees them.
 __device__ __forceinline__ void send(u32 at, float4 v, u32 barrier) {
   asm volatile(
       "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::

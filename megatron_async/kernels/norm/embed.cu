@@ -1,5 +1,5 @@
 // The rows of the embedding, with the learned positions where a model has them, into the residual
-// stream, with the partial statistics that the first norm reads: one block a row.
+// stream, with the partial statistics that the first norm reads: one CTA a row.
 //
 //   H hidden size, PER_TILE elements of a partial statistic, POSITIONS 1: add position embeddings
 //   STATS 1 for RMSNorm, and the stream times the norm's weight goes to `scaled`, 2 for LayerNorm

@@ -9,14 +9,11 @@ from torch import Tensor
 
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.compile import kernel
-from megatron_async.kernels.gemm.tilings import MULTIPROCESSORS, SHARED_BYTES
+from megatron_async.kernels.gemm.tile_config import SHARED_BYTES
 
 THREADS = 512
 BLOCKS = 8
 """Of a cluster: the most that every GPU of this capability runs."""
-AT_ONCE = 2 * MULTIPROCESSORS // BLOCKS
-"""Clusters that run beside each other. More of them with less work each are faster for rows without
-a filter, up to four a row (an H200, 128,256 and 151,936 ids)."""
 DTYPES = (torch.bfloat16, torch.float32)
 EXCHANGE_BYTES = 4096
 """What a block takes of shared memory, at most, beside its part of a row."""
@@ -72,7 +69,10 @@ def best_of_rows(
     rows, vocabulary = logits.shape
     own = pieces(vocabulary, blocks, threads)
     if clusters is None:
-        clusters = min(own, 4 if rows * 4 <= AT_ONCE else 2 if rows <= AT_ONCE else 1)
+        # As many as run at once. More of them with less work each are faster for rows without a
+        # filter, up to four a row (an H200, 128,256 and 151,936 ids).
+        at_once = 2 * cuda.sm_count(logits.device.index or 0) // BLOCKS
+        clusters = min(own, 4 if rows * 4 <= at_once else 2 if rows <= at_once else 1)
     best = torch.empty((rows, clusters * blocks), dtype=torch.int64, device=logits.device)
     defines = {
         "WIDE": int(logits.dtype == torch.float32), "VECTORS": own, "G": clusters, "C": blocks,

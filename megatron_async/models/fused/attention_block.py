@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_async.kernels.attention import decode_attention
 from megatron_async.kernels.attention.decode_attention import DecodeAttentions, Heads
-from megatron_async.kernels.gemm.tilings import STORE, padded
+from megatron_async.kernels.gemm.tile_config import STORE, padded
 from megatron_async.models.fused.gemms import SkinnyGemms, Work, missing
 from megatron_async.models.fused.parts import norm_kind, norm_of
 from megatron_async.models.fused.residual import HALF, AllReduce, Norm, Step
@@ -96,7 +96,8 @@ class AttentionBlock:
         attention in the same kernel (``runner/context.py``), so that comes by itself."""
         if self._unsupported(context) is not None:
             return
-        yield "attention", self._heads_in(context).defines(rows, capacity(context))
+        heads, sm_count = self._heads_in(context), self._kernels.sm_count
+        yield "attention", heads.defines(rows, capacity(context), sm_count)
         if missing(self._gemms, rows) is None:
             yield self._kernels.work(self._qkv_gemm, rows)
             yield self._projection.work(rows, reader)

@@ -15,9 +15,9 @@ import torch
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import decode_attention
-from megatron_async.kernels.gemm.tilings import (
+from megatron_async.kernels.gemm.tile_config import (
     RMS_NORM,
-    UNIT,
+    STAGE_K,
 )
 from megatron_async.models.attention import PagedSelfAttention
 from megatron_async.models.fused.parts import epilogue_of, norm_kind
@@ -107,7 +107,7 @@ def embedding_why_not(model: Any) -> str | None:
         return f"{type(embedding).__name__} is not covered"
     if getattr(embedding, "tokentype_embeddings", None) is not None:
         return "it has token type embeddings"
-    if model.config.hidden_size % UNIT:
+    if model.config.hidden_size % STAGE_K:
         return f"a hidden size of {model.config.hidden_size} is not covered"
     return _vocabulary_why_not(model) or _modules_why_not([embedding])
 
@@ -121,7 +121,7 @@ def head_why_not(model: Any) -> str | None:
         return f"{type(head).__name__} is not covered"
     if getattr(head, "bias", None) is not None:
         return "its output layer has a bias"
-    if norm.weight.shape[0] % UNIT:
+    if norm.weight.shape[0] % STAGE_K:
         return f"a hidden size of {norm.weight.shape[0]} is not covered"
     modules = [norm] if head is None else [norm, head]
     if model.share_embeddings_and_output_weights:
@@ -200,7 +200,7 @@ def _linears_why_not(*linears: Any) -> str | None:
     for linear in linears:
         if type(linear) not in _LINEARS:
             return f"linear layer {type(linear).__name__} is not covered"
-        if linear.weight.shape[1] % UNIT or linear.weight.shape[0] % 16:
+        if linear.weight.shape[1] % STAGE_K or linear.weight.shape[0] % 16:
             return f"a weight of {tuple(linear.weight.shape)} is not covered"
     return None
 

@@ -19,11 +19,11 @@ from torch import Tensor
 
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import decode_attention
-from megatron_async.kernels.gemm.tilings import (
+from megatron_async.kernels.gemm.tile_config import (
     ANY_SHAPE_ROWS,
     MAX_ROWS,
     NO_NORM,
-    Tiling,
+    TileConfig,
     padded,
 )
 from megatron_async.models.fused import coverage
@@ -89,7 +89,7 @@ class FusedDecoder:
     def __init__(
         self,
         model: Any,
-        tilings: Mapping[str, Tiling] | None = None,
+        tilings: Mapping[str, TileConfig] | None = None,
         all_reduce: AllReduce | None = None,
     ) -> None:
         self.coverage = DecodeCoverage(coverage.blocks(model, parallel=all_reduce is not None))
@@ -141,7 +141,7 @@ class FusedDecoder:
         of layers whose shapes differ from the first one's, such as "fc1 of layer 3"."""
         return self._gemms.declared
 
-    def defines(self, gemm: Gemm, rows: int, tiling: Tiling) -> dict[str, int]:
+    def defines(self, gemm: Gemm, rows: int, tiling: TileConfig) -> dict[str, int]:
         """Macros of a GEMM's kernel for padded ``rows``, as most layers use it."""
         norms = [place.fused.norm for place in self._places if place.fused is not None]
         reader = next((norm.kind for norm in norms if norm is not None), NO_NORM)

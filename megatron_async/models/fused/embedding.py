@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_async.kernels.attention.decode_attention import Embed
-from megatron_async.kernels.gemm.tilings import LAYER_NORM, UNIT
+from megatron_async.kernels.gemm.tile_config import LAYER_NORM, STAGE_K
+from megatron_async.kernels.norm.embed import Embed
 from megatron_async.models.fused.gemms import Work
 from megatron_async.models.fused.mlp_block import MlpBlock
 from megatron_async.models.fused.residual import LAYER, Norm, Step
@@ -21,7 +21,7 @@ class EmbeddingBlock:
     Args:
         model: one that ``coverage.embedding_why_not`` has nothing against.
         like: a block whose statistics at the end of a layer set the size of those here, so that a
-            reader of both is compiled once; None takes tiles of :data:`UNIT`.
+            reader of both is compiled once; None takes tiles of :data:`STAGE_K`.
     """
 
     norm: Norm | None = None
@@ -41,7 +41,7 @@ class EmbeddingBlock:
         """Begin the residual stream; returns the statistics for the reader."""
         residual = step.residual
         per_tile = self._like and self._like.statistic_rows(residual.hidden.shape[0])
-        per_tile = per_tile or UNIT
+        per_tile = per_tile or STAGE_K
         kind = LAYER_NORM if reader is None else reader.kind
         if (per_tile, kind) not in self._kernels:
             self._kernels[per_tile, kind] = Embed(

@@ -8,18 +8,19 @@ from dataclasses import dataclass, field
 import torch
 
 from megatron_async.kernels import compile as cuda
-from megatron_async.kernels.gemm import tuned
-from megatron_async.kernels.gemm.measured_tilings import choose
-from megatron_async.kernels.gemm.skinny_gemm import Linear, defines
-from megatron_async.kernels.gemm.tilings import (
+from megatron_async.kernels.gemm.skinny_gemm import SkinnyGemm, defines
+from megatron_async.kernels.gemm.tile_choice import choose
+from megatron_async.kernels.gemm.tile_config import (
     ADD,
     ANY_SHAPE_ROWS,
     LAYER_NORM,
     NO_NORM,
     RMS_NORM,
-    Tiling,
+    GemmProblem,
+    TileConfig,
+    load_tuned,
+    lookup,
 )
-from megatron_async.kernels.gemm.tuned import Case
 
 Work = tuple[str, dict[str, int]]
 """A kernel's source, and its macros."""
@@ -32,32 +33,36 @@ class Gemm:
     Args:
         n, k: shape of the weight.
         norm: of the input, as the kernel reads it.
-        epilogue: see ``kernels/gemm/tilings.py``.
+        epilogue: see ``kernels/gemm/tile_config.py``.
         fixed: the tile config at all numbers of rows; None chooses.
-        boxes: whether TMA tiles are to be had.
-        found: what was found to be best on this machine.
+        tma: whether there is TMA.
+        found: what ``megatron-async tune`` found to be best on this machine.
+        sm_count: SMs of the GPU.
     """
 
     n: int
     k: int
     norm: int
     epilogue: int
-    fixed: Tiling | None = None
-    boxes: bool = True
-    found: Mapping[Case, Tiling] = field(default_factory=dict, hash=False, compare=False)
+    fixed: TileConfig | None = None
+    tma: bool = True
+    found: Mapping[GemmProblem, TileConfig] = field(default_factory=dict, hash=False, compare=False)
+    sm_count: int = field(kw_only=True)
 
-    def case(self, rows: int) -> Case:
+    def case(self, rows: int) -> GemmProblem:
         """It for padded ``rows``."""
-        return Case(rows, self.n, self.k, self.norm, self.epilogue)
+        return GemmProblem(rows, self.n, self.k, self.norm, self.epilogue)
 
-    def tiling(self, rows: int) -> Tiling | None:
+    def tiling(self, rows: int) -> TileConfig | None:
         """Its tile config for padded ``rows``; None if there is none."""
         if self.fixed is not None:
             return self.fixed
-        found = self.found.get(self.case(rows))
-        if found is not None and found.box <= self.boxes:
+        found = lookup(self.found, self.case(rows))
+        if found is not None and found.tma <= self.tma:
             return found
-        return choose(self.n, self.k, rows, self.norm, self.epilogue, boxes=self.boxes)
+        return choose(
+            self.n, self.k, rows, self.norm, self.epilogue, self.tma, sm_count=self.sm_count
+        )
 
 
 class SkinnyGemms:
@@ -68,21 +73,33 @@ class SkinnyGemms:
             rows, in place of the measured ones.
     """
 
-    def __init__(self, device: torch.device, tilings: Mapping[str, Tiling] | None = None) -> None:
+    def __init__(
+        self, device: torch.device, tilings: Mapping[str, TileConfig] | None = None
+    ) -> None:
         self._device = device
         index = device.index or 0
         self._fixed = tilings or {}
-        self._boxes = cuda.has_wgmma(index)
-        self._found = tuned.load(cuda.device_name(index))
+        self.sm_count = cuda.sm_count(index)
+        self._tma = cuda.has_wgmma(index)
+        self._found = load_tuned(cuda.device_name(index))
         self._names: dict[tuple[str, Gemm], str] = {}
-        self._kernels: dict[tuple[Gemm, int, int], Linear] = {}
+        self._kernels: dict[tuple[Gemm, int, int], SkinnyGemm] = {}
 
     def declare(
         self, name: str, weight: torch.Tensor, norm: int, epilogue: int, layer: int | None = None
     ) -> Gemm:
         """The GEMM with ``weight`` ``[n, k]``, by which role it has in which layer."""
         n, k = weight.shape
-        gemm = Gemm(n, k, norm, epilogue, self._fixed.get(name), self._boxes, self._found)
+        gemm = Gemm(
+            n,
+            k,
+            norm,
+            epilogue,
+            self._fixed.get(name),
+            self._tma,
+            self._found,
+            sm_count=self.sm_count,
+        )
         if (name, gemm) not in self._names:
             taken = name in self._names.values()
             self._names[name, gemm] = f"{name} of layer {layer}" if taken else name
@@ -93,7 +110,7 @@ class SkinnyGemms:
         """All by name: of each role the first shape has the role's name."""
         return {name: gemm for (_, gemm), name in self._names.items()}
 
-    def get(self, gemm: Gemm, rows: int, reader: int = NO_NORM) -> Linear:
+    def get(self, gemm: Gemm, rows: int, reader: int = NO_NORM) -> SkinnyGemm:
         """Its kernel for padded ``rows``; :func:`missing` must not name it.
 
         Args:
@@ -104,7 +121,7 @@ class SkinnyGemms:
         if key not in self._kernels:
             tiling = gemm.tiling(rows)
             assert tiling is not None
-            self._kernels[key] = Linear(
+            self._kernels[key] = SkinnyGemm(
                 gemm.n, gemm.k, rows, gemm.norm, gemm.epilogue, key[2], tiling, self._device
             )
         return self._kernels[key]
@@ -113,7 +130,7 @@ class SkinnyGemms:
         """What :meth:`get` compiles."""
         tiling = gemm.tiling(rows)
         assert tiling is not None
-        return "linear", defines_of(gemm, rows, reader, tiling)
+        return tiling.kernel, defines_of(gemm, rows, reader, tiling)
 
 
 def missing(gemms: Mapping[str, Gemm], rows: int) -> str | None:
@@ -137,7 +154,9 @@ def statistics_for(gemm: Gemm, reader: int) -> int:
     return RMS_NORM if norm == RMS_NORM else LAYER_NORM
 
 
-def defines_of(gemm: Gemm, rows: int, reader: int, tiling: Tiling) -> dict[str, int]:
+def defines_of(gemm: Gemm, rows: int, reader: int, tiling: TileConfig) -> dict[str, int]:
     """Macros of its kernel for padded ``rows`` with a tile config."""
     statistics = statistics_for(gemm, reader)
-    return defines(gemm.n, gemm.k, rows, gemm.norm, gemm.epilogue, statistics, tiling)
+    return defines(
+        gemm.n, gemm.k, rows, gemm.norm, gemm.epilogue, statistics, tiling, gemm.sm_count
+    )

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_async.kernels.gemm.tilings import STORE, padded
+from megatron_async.kernels.gemm.tile_config import STORE, padded
 from megatron_async.models.fused.gemms import SkinnyGemms, Work, missing
 from megatron_async.models.fused.parts import norm_of
 from megatron_async.models.fused.residual import Norm, Step

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_async.kernels.gemm.tilings import padded
+from megatron_async.kernels.gemm.tile_config import padded
 from megatron_async.models.fused.gemms import SkinnyGemms, Work, missing
 from megatron_async.models.fused.parts import epilogue_of, norm_of
 from megatron_async.models.fused.residual import LAYER, AllReduce, Norm, Step

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.nn.functional as F
 
-from megatron_async.kernels.gemm.tilings import (
+from megatron_async.kernels.gemm.tile_config import (
     GELU,
     GELU_TANH,
     LAYER_NORM,

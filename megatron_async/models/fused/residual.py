@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_async.kernels.gemm.tilings import MAX_ROWS, RMS_NORM
+from megatron_async.kernels.gemm.tile_config import MAX_ROWS, RMS_NORM
 
 AllReduce = Callable[[Tensor], None]
 """Adds up a bfloat16 ``[R, hidden]`` over the ranks of a group, in place and in stream order."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron_async.kernels.gemm.tilings import ADD, NO_NORM, STORE, padded
+from megatron_async.kernels.gemm.tile_config import ADD, NO_NORM, STORE, padded
 from megatron_async.models.fused.gemms import SkinnyGemms, Work
 from megatron_async.models.fused.residual import AllReduce, Norm, Residual
 

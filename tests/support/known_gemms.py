@@ -1,9 +1,9 @@
-"""The products of the known models' decode forward."""
+"""The GEMMs of the known models' decode forward."""
 
 from __future__ import annotations
 
 from megatron_async.inference.shapes import SHAPES
-from megatron_async.kernels.gemm.tilings import (
+from megatron_async.kernels.gemm.tile_config import (
     ADD,
     GELU_TANH,
     LAYER_NORM,
@@ -19,19 +19,19 @@ NORMS = {
 }
 
 
-def _products() -> dict[tuple[int, int], tuple[int, int, int, int, bool]]:
-    """Products of the known models, by the shape of the weight."""
-    products = {}
+def _gemms() -> dict[tuple[int, int], tuple[int, int, int, int, bool]]:
+    """GEMMs of the known models, by the shape of the weight."""
+    gemms = {}
     for config in SHAPES.values():
         hidden, ffn, norm = config.hidden_size, config.ffn_hidden_size, NORMS[config.hidden_size]
         qkv = (config.num_attention_heads + 2 * config.num_kv_heads) * config.head_dim
         fc1 = (2 * ffn, SILU_GATE) if norm == RMS_NORM else (ffn, GELU_TANH)
         for n, epilogue in ((qkv, STORE), fc1, (config.vocab_size, STORE)):
-            products[n, hidden] = n, hidden, norm, epilogue, norm == LAYER_NORM
+            gemms[n, hidden] = n, hidden, norm, epilogue, norm == LAYER_NORM
         for k in (config.num_attention_heads * config.head_dim, ffn):
-            products[hidden, k] = hidden, k, NO_NORM, ADD, norm == LAYER_NORM
-    return products
+            gemms[hidden, k] = hidden, k, NO_NORM, ADD, norm == LAYER_NORM
+    return gemms
 
 
-PRODUCTS = _products()
+GEMMS = _gemms()
 """(n, k) -> (n, k, norm, epilogue, bias)."""

@@ -1,0 +1,318 @@
+"""Which tile config a skinny GEMM takes: the measured one, else a heuristic. And which configs a
+search (``megatron-async tune``) tries.
+
+The heuristic is what measuring favoured for other shapes. Its constants were found on an H200 (132
+SMs) and scale with the number of SMs.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from megatron_async.kernels.gemm.tile_config import (
+    ADD,
+    ANY_SHAPE_ROWS,
+    HEURISTIC,
+    SHARED_BYTES,
+    STAGE_K,
+    Entry,
+    GemmProblem,
+    TileConfig,
+    lookup,
+    measured,
+)
+
+FALLBACK_ROWS = {
+    1: (1, 32), 2: (1, 8, 32), 4: (4, 8, 1, 32), 8: (8, 1, 32), 16: (16, 32, 1), 32: (32, 1),
+    48: (48, 64), 64: (64,),
+}  # fmt: skip
+"""Whose measurements a number of rows goes by, in order."""
+
+
+def find(problem: GemmProblem, tma: bool = True, *, sm_count: int) -> Entry | None:
+    """The entry for a problem on a GPU that nobody tuned for it; None if no kernel can be built.
+
+    The measured one of this shape at these rows, or at rows near by, that can be built and needs no
+    TMA where there is none. Else, for up to :data:`ANY_SHAPE_ROWS` rows, the heuristic's.
+    """
+    rows, n, k, norm, epilogue = problem
+    assert norm is not None and epilogue is not None
+    table = measured()
+    for like in FALLBACK_ROWS.get(rows, ()):
+        entry = lookup(table, problem._replace(rows=like))
+        if entry is None or entry.config.tma > tma:
+            continue
+        if entry.config.fits(n, k, rows, norm, epilogue):
+            return entry
+    if rows > ANY_SHAPE_ROWS:
+        return None
+    config = heuristic_config(n, k, rows, norm, epilogue, tma, sm_count=sm_count)
+    return None if config is None else Entry(problem, config, HEURISTIC)
+
+
+@functools.cache
+def choose(
+    n: int, k: int, rows: int, norm: int, epilogue: int, tma: bool = True, *, sm_count: int
+) -> TileConfig | None:
+    """The config of :func:`find`."""
+    entry = find(GemmProblem(rows, n, k, norm, epilogue), tma, sm_count=sm_count)
+    return None if entry is None else entry.config
+
+
+def known_configs(n: int, k: int) -> list[TileConfig]:
+    """What was measured for a weight of this shape, at any number of rows."""
+    found = [e.config for e in measured().values() if (e.problem.n, e.problem.k) == (n, k)]
+    return list(dict.fromkeys(found))
+
+
+MIN_STAGES = 3
+"""With fewer a GEMM waits for each, which costs more than CTAs that wait for others."""
+
+_WARPS_N = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16)
+_WARPS_K = (1, 2, 4, 8, 16)
+_STAGES = (2, 3, 4, 5, 6, 8)
+
+
+def max_ctas(sm_count: int) -> int:
+    """CTAs in one launch at most, unless they are persistent: two waves, and a few that start
+    late."""
+    return 2 * sm_count + sm_count * 2 // 11
+
+
+def cluster_sms(sm_count: int) -> int:
+    """SMs that clusters of more than two CTAs reach: they do not fill the last SMs of each GPC."""
+    return sm_count * 28 // 33
+
+
+def candidates(
+    n: int, k: int, rows: int, norm: int, epilogue: int, *, sm_count: int, waves: bool = False
+) -> Iterator[TileConfig]:
+    """mma configs that are not hopeless: enough warps, and enough CTAs but not many waves of them.
+
+    ``waves``: many waves, in place of persistent CTAs, which cannot split K.
+    """
+    for row_tiles, warps_n, warps_k, split_k in itertools.product(
+        (1, 2, 3, 4), _WARPS_N, _WARPS_K, (1, 2, 4, 8)
+    ):
+        shape = TileConfig(row_tiles, warps_n, warps_k, split_k, stages=2)
+        ctas = shape.ctas(n)
+        persistent = ctas > 4 * sm_count and not waves
+        if not 2 <= warps_n * warps_k <= 16:
+            continue
+        if ctas < sm_count * 7 // 11 and row_tiles * warps_n > 1:
+            continue
+        if ctas > max_ctas(sm_count) and not persistent and not waves:
+            continue
+        workspaces = (False,) if waves else (False, True)
+        for stages, stream_x, workspace in itertools.product(_STAGES, (False, True), workspaces):
+            config = shape._replace(
+                stages=stages, stream_x=stream_x, persistent=persistent, workspace=workspace
+            )
+            if config.fits(n, k, rows, norm, epilogue):
+                yield config
+
+
+def heuristic_config(
+    n: int, k: int, rows: int, norm: int, epilogue: int, tma: bool = True, *, sm_count: int
+) -> TileConfig | None:
+    """The config for a GEMM ``[rows, k] x [n, k]^T``; None if none can be built.
+
+    Args:
+        rows: padded, of up to 32.
+        tma: whether the wgmma kernel may be taken.
+    """
+    if tma and _favours_tma(n, k, rows, epilogue):
+        shapes = tma_tile_shapes(n, sm_count)
+        balanced = balanced_configs(shapes, n, k, rows, norm, epilogue, sm_count=sm_count)
+        if balanced:
+            return balanced[0]
+    for waves in (False, True):
+        best: tuple[float, TileConfig] | None = None
+        for config in candidates(n, k, rows, norm, epilogue, sm_count=sm_count, waves=waves):
+            cost = _cost(config, n, k, rows, sm_count)
+            if best is None or cost < best[0]:
+                best = cost, config
+        if best is not None:
+            return best[1]
+    return None
+
+
+def _favours_tma(n: int, k: int, rows: int, epilogue: int) -> bool:
+    """Where the most balanced TMA config came nearer to the best than what :func:`_cost` says, for
+    the shapes that were measured."""
+    wide = epilogue != ADD and n >= 8192 and n * k >= 20e6
+    deep = epilogue == ADD and k > n
+    return wide or (rows > 16 and not deep)
+
+
+def tma_tile_shapes(n: int, sm_count: int) -> Iterator[TileConfig]:
+    """wgmma configs of two stages, where there are enough CTAs but not many waves of them."""
+    for tiles, split_k, workspace in itertools.product(range(1, 17), (1, 2, 4, 8), (False, True)):
+        shape = TileConfig(tiles, 1, 1, split_k, 2, stream_x=True, workspace=workspace, tma=True)
+        ctas = shape.ctas(n)
+        persistent = ctas > 4 * sm_count
+        if sm_count * 8 // 11 <= ctas <= max_ctas(sm_count) or persistent:
+            yield shape._replace(persistent=persistent)
+
+
+def mma_tile_shapes(n: int, sm_count: int) -> Iterator[TileConfig]:
+    """mma configs of two stages: CTAs of 4 to 16 warps."""
+    for row_tiles, warps_n, warps_k, split_k, stream_x, workspace in itertools.product(
+        (1, 2, 3, 4, 5, 6), _WARPS_N, _WARPS_K, (1, 2, 3, 4, 6, 8), (False, True), (False, True)
+    ):
+        if 4 <= warps_n * warps_k <= 16:
+            shape = TileConfig(
+                row_tiles, warps_n, warps_k, split_k, 2, stream_x, workspace=workspace
+            )
+            yield shape._replace(persistent=shape.ctas(n) > 4 * sm_count)
+
+
+def balanced_configs(
+    shapes: Iterable[TileConfig],
+    n: int,
+    k: int,
+    rows: int,
+    norm: int,
+    epilogue: int,
+    *,
+    sm_count: int,
+) -> list[TileConfig]:
+    """Configs that give every SM about as much to read, with enough of it in flight; best first.
+
+    Of each of the ``shapes`` the one with as many stages as let all CTAs run at once, or persist;
+    or with :data:`MIN_STAGES`, if these fit, where that would leave fewer.
+    """
+    scores: dict[TileConfig, float] = {}
+    for shape in shapes:
+        ctas = shape.ctas(n)
+        resident = 2 if shape.persistent else -(-ctas // sm_count)  # CTAs of an SM
+        units = k / STAGE_K / (shape.split_k * shape.warps_k)
+        if resident > 4 or units < 1:
+            continue
+        share = SHARED_BYTES // resident - 1024
+        for stages in range(min(14, math.ceil(units)), 1, -1):
+            config = shape._replace(stages=stages)
+            if config.fits(n, k, rows, norm, epilogue) and (
+                config.shared_bytes(k, rows) <= share or stages == MIN_STAGES
+            ):
+                break
+        else:
+            continue
+        slots = sm_count * (resident if shape.persistent else 1)
+        balance = ctas / slots / math.ceil(ctas / slots) * units / math.ceil(units)
+        in_flight = resident * shape.warps_n * shape.warps_k * stages * 2048 * shape.row_tiles
+        score = balance * min(1.0, in_flight / 65536) - 0.01 * shape.split_k
+        # Persistent CTAs with small tiles come to an end of a tile often.
+        scores[config] = score - 16 / shape.weight_rows if shape.persistent else score
+    return sorted(scores, key=scores.__getitem__, reverse=True)
+
+
+def _cost(config: TileConfig, n: int, k: int, rows: int, sm_count: int) -> float:
+    """What measuring favoured: CTAs on all SMs in one wave, two on each SM so that the next GEMM's
+    weights are in flight while this one ends, many warps in K while x is small, no large
+    clusters."""
+    ctas = config.ctas(n)
+    resident = 2 if config.shared_bytes(k, rows) <= SHARED_BYTES // 2 else 1
+    if config.persistent:
+        waves = 1.0
+    else:
+        fills = config.workspace or config.split_k <= 2
+        slots = (sm_count if fills else cluster_sms(sm_count)) * resident
+        waves = -(-ctas // slots) * resident * sm_count / max(ctas, sm_count)
+        waves = max(waves, sm_count / ctas)
+        if resident == 2:
+            waves = max(sm_count / ctas, 1.0) * -(-ctas // slots)
+    traffic = 1 + 0.3 * rows / config.weight_rows
+    warps = config.warps_n * config.warps_k
+    in_flight = warps * config.stages * 2048 * config.row_tiles * min(resident, ctas / sm_count)
+    latency = 1 + 0.5 * max(0.0, 1 - in_flight / (96 * 1024))
+    parallel = 1 + 0.1 * max(0.0, 1 - config.warps_k / 8) * (rows <= 8 and not config.persistent)
+    return waves * traffic * latency * parallel * (1 + 0.03 * (config.split_k - 1))
+
+
+def tma_configs(n: int, sm_count: int) -> Iterator[TileConfig]:
+    """wgmma configs, with all numbers of stages."""
+    for shape, stages in itertools.product(tma_tile_shapes(n, sm_count), range(2, 11)):
+        yield shape._replace(stages=stages)
+
+
+def spread(problem: GemmProblem, count: int, *, tma: bool, sm_count: int) -> list[TileConfig]:
+    """Some mma configs at random, and as many wgmma configs."""
+    rows, n, k, norm, epilogue = problem
+    assert norm is not None and epilogue is not None
+    found = [list(candidates(n, k, rows, norm, epilogue, sm_count=sm_count)), []]
+    if tma:
+        found[1] = [each for each in tma_configs(n, sm_count) if each.can_serve(problem)]
+    for some in found:
+        random.Random(0).shuffle(some)
+    return [config for some in found for config in some[:count]]
+
+
+def deepest(problem: GemmProblem, *, tma: bool, sm_count: int) -> list[TileConfig]:
+    """Of each wgmma tile shape the config with the most stages: with one CTA on an SM, and two.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found: dict[TileConfig, None] = {}
+    for limit in (SHARED_BYTES, SHARED_BYTES // 2):
+        by_shape = {}
+        for config in tma_configs(problem.n, sm_count) if tma else ():
+            if config.can_serve(problem) and config.shared_bytes(problem.k, problem.rows) <= limit:
+                by_shape[config._replace(stages=0)] = config  # the most stages come last
+        found.update(dict.fromkeys(by_shape.values()))
+    if not found:
+        raise ValueError(f"no kernel for {problem.n} x {problem.k} at {problem.rows} rows")
+    return list(found)
+
+
+def balanced(problem: GemmProblem, count: int, *, tma: bool, sm_count: int) -> list[TileConfig]:
+    """Of :func:`balanced_configs` the first ``count`` by mma, and half as many by wgmma: at most
+    three that divide the weight in the same way."""
+    rows, n, k, norm, epilogue = problem
+    assert norm is not None and epilogue is not None
+    by_tma = tma_tile_shapes(n, sm_count) if tma else ()
+    chosen: list[TileConfig] = []
+    for shapes, most in ((mma_tile_shapes(n, sm_count), count), (by_tma, count // 2)):
+        taken: Counter[tuple[int, int]] = Counter()
+        for config in balanced_configs(shapes, n, k, rows, norm, epilogue, sm_count=sm_count):
+            alike = config.weight_rows, config.split_k
+            if taken[alike] < 3 and taken.total() < most:
+                taken[alike] += 1
+                chosen.append(config)
+    return chosen
+
+
+def short_list(problem: GemmProblem, count: int, *, tma: bool, sm_count: int) -> list[TileConfig]:
+    """Those of :func:`balanced`, and what other numbers of rows take; of many rows all with TMA."""
+    if problem.rows > ANY_SHAPE_ROWS:
+        return deepest(problem, tma=tma, sm_count=sm_count)
+    known = known_configs(problem.n, problem.k)
+    return [*known, *balanced(problem, count, tma=tma, sm_count=sm_count)]
+
+
+def neighbours(config: TileConfig) -> Iterator[TileConfig]:
+    """Those that differ in one field, or that trade one against another."""
+    yield from (config._replace(stages=s) for s in range(2, 14))
+    yield from (config._replace(warps_n=w) for w in range(1, 17))
+    yield from (config._replace(row_tiles=r) for r in range(1, 17 if config.tma else 5))
+    yield from (config._replace(split_k=s) for s in (1, 2, 3, 4, 6, 8))
+    yield from (config._replace(warps_k=w) for w in (1, 2, 4, 8, 16))
+    yield config._replace(stream_x=not config.stream_x)
+    yield config._replace(workspace=not config.workspace)
+    tiles = config.row_tiles * config.warps_n
+    if config.tma:
+        yield config._replace(row_tiles=1, warps_n=config.row_tiles, tma=False)
+    else:
+        yield config._replace(row_tiles=tiles, warps_n=1, warps_k=1, stream_x=True, tma=True)
+    if config.row_tiles > 1:
+        yield config._replace(row_tiles=1, warps_n=tiles)
+    if config.warps_n % 2 == 0:
+        half = config.warps_n // 2
+        yield config._replace(row_tiles=2 * config.row_tiles, warps_n=half)
+        yield config._replace(warps_n=half, warps_k=2 * config.warps_k)

@@ -1,0 +1,106 @@
+"""What kernels are launched with is what their parameters are."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_async.kernels import compile as cuda
+from megatron_async.kernels.attention.decode_attention import AttentionArguments
+from megatron_async.kernels.gemm.skinny_gemm import MmaArguments, SkinnyGemm, WgmmaArguments
+from megatron_async.kernels.gemm.tile_config import NO_NORM, RMS_NORM, STORE, TileConfig
+from megatron_async.kernels.norm.embed import EmbedArguments
+from tests.support import emulator
+from tests.support.cuda_kernels import emulated
+
+RECORDS: dict[str, Any] = {
+    "skinny_gemm_mma": MmaArguments,
+    "skinny_gemm_wgmma": WgmmaArguments,
+    "attention": AttentionArguments,
+    "embed": EmbedArguments,
+}
+POINTERS = {
+    "u16": torch.bfloat16, "char": torch.bfloat16, "u32": torch.int32, "i64": torch.int64,
+    "float": torch.float32, "float2": torch.float32, "float4": torch.float32,
+}  # fmt: skip
+"""Elements of a tensor, by the C++ type that a kernel reads them as."""
+VALUES = {"int": int, "float": float, "TensorMap": cuda.TensorMap}
+
+
+def parameters_of(kernel: str) -> list[tuple[str, type, torch.dtype | None]]:
+    """Name, type and element type of the parameters in a kernel's source."""
+    pattern = rf'extern "C" __global__.*?\b{kernel}\((.*?)\) \{{'
+    (text,) = re.findall(pattern, cuda.own_text(kernel), re.DOTALL)
+    found: list[tuple[str, type, torch.dtype | None]] = []
+    for parameter in text.split(","):
+        words = parameter.replace("*", " * ").split()
+        kind = next(word for word in words if word not in ("const", "__grid_constant__"))
+        if "*" in words:
+            found.append((words[-1], torch.Tensor, POINTERS[kind]))
+        else:
+            found.append((words[-1], VALUES[kind], None))
+    return found
+
+
+@pytest.mark.parametrize("kernel", RECORDS)
+def test_fields_are_the_kernels_parameters_in_order(kernel: str) -> None:
+    fields = cuda.fields_of(RECORDS[kernel])
+    assert [field[:3] for field in fields] == parameters_of(kernel)
+
+
+def good() -> EmbedArguments:
+    ids, table = torch.zeros(1, dtype=torch.int64), torch.zeros(1, 64).bfloat16()
+    return EmbedArguments(ids, ids, table, None, table, None, None, torch.zeros(1, 4, 2))
+
+
+def test_arguments_of_the_right_types_pass() -> None:
+    cuda.check_arguments("embed", good())
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"token_ids": torch.zeros(1, dtype=torch.int32)}, "embed: token_ids must be torch.int64"),
+        ({"hidden": None}, "embed: hidden must be a Tensor, not a NoneType"),
+        ({"table": 3}, "embed: table must be a Tensor, not a int"),
+        ({"stats_out": torch.zeros(1).double()}, "embed: stats_out must be torch.float32"),
+    ],
+)
+def test_a_wrong_argument_is_an_error_before_the_launch(changes: Any, says: str) -> None:
+    with pytest.raises(TypeError, match=says):
+        cuda.check_arguments("embed", good()._replace(**changes))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("M", 1.0), ("M", True), ("M", None), ("eps", 0), ("w_map", 3)]
+)
+def test_numbers_and_tensor_maps_are_checked_too(field: str, value: Any) -> None:
+    out = torch.zeros(1, 16).bfloat16()
+    tensor_map = cuda.TensorMap(None)
+    right = WgmmaArguments(
+        None, None, 0, 0.0, None, out, None, None, None, 1, 16, None, None, tensor_map, tensor_map
+    )
+    cuda.check_arguments("gemm", right)
+    with pytest.raises(TypeError, match=f"gemm: {field} must be"):
+        cuda.check_arguments("gemm", right._replace(**{field: value}))
+
+
+def test_a_missing_argument_is_an_error() -> None:
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'stats_out'"):
+        EmbedArguments(*good()[:-1])
+
+
+@emulated
+def test_a_gemm_of_another_dtype_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator.install(monkeypatch)
+    config = TileConfig(1, 2, 1, 1, 2)
+    gemm = SkinnyGemm(32, 128, 1, NO_NORM, STORE, RMS_NORM, config, torch.device("cpu"))
+    out = torch.full((1, 32), 7.0).bfloat16()
+    with pytest.raises(TypeError, match="x must be torch\\.bfloat16"):
+        gemm(torch.zeros(1, 128), torch.zeros(32, 128).bfloat16(), out)
+    assert (out == 7).all()
+    gemm(torch.zeros(1, 128).bfloat16(), torch.zeros(32, 128).bfloat16(), out)
+    assert (out == 0).all()
