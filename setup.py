@@ -25,10 +25,13 @@ setup(
     long_description_content_type="text/markdown",
     packages=[
         *find_packages(include=["megatron_async", "megatron_async.*"]),
-        "megatron_async.inference",
+        *(f"megatron_async.{name}" for name in find_packages(include=["inference", "inference.*"])),
     ],
     package_dir={"megatron_async.inference": "inference"},
-    package_data={"megatron_async": ["py.typed", "assets/**", "kernels/*/*.cu*"]},
+    package_data={
+        "megatron_async": ["py.typed", "assets/**", "kernels/*/*.cu*"],
+        "megatron_async.inference": ["verify/scenarios.toml"],
+    },
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.9,<3",
@@ -57,6 +60,6 @@ setup(
             "triton; platform_system == 'Linux'",
         ],
     },
-    entry_points={"console_scripts": ["megatron-async = megatron_async.inference.cli:main"]},
+    entry_points={"console_scripts": ["megatron-async = megatron_async.inference.cli.main:main"]},
     zip_safe=False,
 )

@@ -9,9 +9,9 @@ from typing import Any
 from megatron_async.errors import ConfigError
 from megatron_async.kernels.gemm.tilings import ANY_SHAPE_ROWS
 
-from .options import integer, several
-from .shapes import SHAPES
-from .table import format_table
+from .benchmark.shapes import SHAPES
+from .cli.options import integer, several
+from .cli.table import format_table
 
 _DESCRIPTION = """\
 Measure how the products of the fused decode step are best cut up on this GPU, for a model whose

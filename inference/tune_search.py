@@ -39,7 +39,7 @@ from megatron_async.kernels.gemm.tilings import (
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.fused.decoder import FusedDecoder, Product
 
-from .shapes import build_shape
+from .benchmark.shapes import build_shape
 
 BLOCK_SIZE = 64
 ERROR_LIMIT = 2e-2

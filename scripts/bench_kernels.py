@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.nn.functional as F
 
-from megatron_async.inference.bandwidth import copy_bandwidth
+from megatron_async.inference.benchmark.floor import copy_bandwidth
 from megatron_async.kernels.attention import paged_decode_triton as attention
 from megatron_async.kernels.attention import rope_append
 from megatron_async.kernels.gemm import batch_invariant_triton as products

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from megatron_async.inference.shapes import SHAPES
+from megatron_async.inference.benchmark.shapes import SHAPES
 from megatron_async.inference.tune_search import ERROR_LIMIT, Rig, Step
 from megatron_async.kernels import compile as cuda
 

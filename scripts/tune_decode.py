@@ -21,7 +21,7 @@ from types import ModuleType
 
 import torch
 
-from megatron_async.inference.shapes import SHAPES
+from megatron_async.inference.benchmark.shapes import SHAPES
 from megatron_async.inference.tune_search import (
     WORTH,
     Rig,

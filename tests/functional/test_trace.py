@@ -13,14 +13,8 @@ import torch
 from megatron_async.device import cuda_timeline
 from megatron_async.device.cpu import CpuDevice, Span
 from megatron_async.device.cuda_timeline import CudaTimeline
-from megatron_async.engine.timeline import (
-    HostTimeline,
-    device_steps,
-    start_device_timeline,
-    take_device_timeline,
-)
-from megatron_async.inference.cli import main
-from megatron_async.inference.trace_events import (
+from megatron_async.inference.cli.main import main
+from megatron_async.inference.trace.events import (
     DEVICE_LANE,
     FIRST_KERNEL_LANE,
     HOST_LANE,
@@ -29,7 +23,13 @@ from megatron_async.inference.trace_events import (
     short_name,
     trace_events,
 )
-from megatron_async.inference.trace_kernels import KernelProfiler, clock_shift_ns, kernels_of
+from megatron_async.inference.trace.kernels import KernelProfiler, clock_shift_ns, kernels_of
+from megatron_async.inference.trace.timeline import (
+    HostTimeline,
+    device_steps,
+    start_device_timeline,
+    take_device_timeline,
+)
 from tests.support.engines import hash_engine, sampling_params
 from tests.support.oracle import Ask
 
@@ -176,7 +176,7 @@ def test_lanes_and_slices_have_names(traced: tuple[int, list[Event]]) -> None:
     (process,) = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert process == f"tiny-llama, float32, batch 3, depth {depth}"
     kinds = {event["cat"] for event in slices(events, HOST_LANE)}
-    assert kinds == {"plan", "launch", "pack", "launch S", "book launch", "wait", "commit", "book"}
+    assert kinds == {"plan", "launch", "pack", "sample", "wait", "commit", "output"}
 
 
 def test_a_batch_of_one_is_replaced_without_a_drain(tmp_path: Path, capsys: Capture) -> None:

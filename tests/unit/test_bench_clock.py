@@ -11,7 +11,7 @@ import torch
 
 from megatron_async.device.cpu import CpuDevice
 from megatron_async.device.protocol import Device
-from megatron_async.inference.bench_clock import TimedDevice
+from megatron_async.inference.benchmark.launch_clock import TimedDevice
 from megatron_async.runner.cuda_graphs import MIXED
 
 

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from megatron_async.inference.bench_host import (
+from megatron_async.inference.benchmark.host import (
     HostConditions,
     HostWatch,
     conditions_line,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_async.errors import ConfigError
-from megatron_async.inference.cli import main
+from megatron_async.inference.cli.main import main
 from megatron_async.kernels.gemm import tuned
 from megatron_async.kernels.gemm.measured_tilings import choose
 from megatron_async.kernels.gemm.tilings import ADD, NO_NORM, RMS_NORM, STORE, Tiling
