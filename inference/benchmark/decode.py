@@ -16,6 +16,7 @@ from ..steps import drive, step_summary
 from .engines import Started, fit_together, make_engine
 from .floor import floor_ms
 from .host import HostConditions, HostWatch
+from .launches import marked_launches
 from .loads import Load, Request
 from .measurement import Benchmark, Progress
 from .model import BenchmarkModel
@@ -100,12 +101,12 @@ def run_round(engine: Any, batch_size: int, load: Load) -> Round:
     return Round(differences[0], differences[1], reports)
 
 
-def run_marked_round(made: Started, batch_size: int, load: Load) -> tuple[Round, Any]:
+def run_marked_round(engine: Any, batch_size: int, load: Load) -> tuple[Round, Any]:
     """:func:`run_round` with a mark around each launch: the round, and what the marks say of the
     time after the prefill, plain JSON, or None."""
-    with made.clock.marks(after_prefill=True) as marks:
-        found = run_round(made.engine, batch_size, load)
-    return found, marks.figures
+    with marked_launches(engine.device, after_prefill=True) as figures:
+        found = run_round(engine, batch_size, load)
+    return found, figures()
 
 
 def profile_steps(engine: Any, batch_size: int, load: Load) -> dict[str, float] | None:
@@ -197,11 +198,12 @@ class DecodeBenchmark(Benchmark):
             for one in depths:
                 what = f"batch {batch_size}, depth {one.depth}"
                 self.progress.describe(what)
+                engine = one.started.engine
                 with HostWatch() as watch:
                     if self._marks_timed_rounds:
-                        found, one.events = run_marked_round(one.started, batch_size, self._load)
+                        found, one.events = run_marked_round(engine, batch_size, self._load)
                     else:
-                        found = run_round(one.started.engine, batch_size, self._load)
+                        found = run_round(engine, batch_size, self._load)
                 one.rounds.append(found)
                 one.hosts.append(watch.conditions)
                 step_ms = statistics.fmean(found.step_ns) * 1e-6
@@ -209,7 +211,7 @@ class DecodeBenchmark(Benchmark):
         if self._marks_a_round:
             for one in depths:
                 self.progress.describe(f"batch {batch_size}, depth {one.depth}: events")
-                _, one.events = run_marked_round(one.started, batch_size, self._load)
+                _, one.events = run_marked_round(one.started.engine, batch_size, self._load)
                 self.progress.done()
         self.add_rows([self._row(batch_size, one) for one in depths])
 

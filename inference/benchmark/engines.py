@@ -12,14 +12,12 @@ from typing import Any
 import torch
 
 from megatron_async.config import EngineConfig
-from megatron_async.device import open_device
 from megatron_async.engine.build import build_context
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.runner.controller import TextGenerationController
 from megatron_async.sampling_params import SamplingParams
 
 from ..steps import drive
-from .launch_clock import TimedDevice
 from .loads import HostWork, Load, RaggedLoad
 from .model import BenchmarkModel
 
@@ -39,7 +37,6 @@ class Started:
     and all. ``graphs`` counts these."""
 
     engine: Any
-    clock: TimedDevice
     cache_seconds: float
     capture_seconds: float
     seconds: float
@@ -60,7 +57,6 @@ def start_engine(model: BenchmarkModel, config: EngineConfig, work: HostWork) ->
     context = build_context(model.wrapper, config, model.device)
     _synchronize(model.device)
     cache_seconds = time.perf_counter() - started
-    clock = TimedDevice(open_device(model.device, config))
     capture_seconds = 0.0
 
     def time_capture(captured: Iterable[int], count: int) -> Iterator[int]:
@@ -76,7 +72,6 @@ def start_engine(model: BenchmarkModel, config: EngineConfig, work: HostWork) ->
         context,
         config=config,
         model_name=model.name,
-        device=clock,
         progress=time_capture,
     )
     _synchronize(model.device)
@@ -84,7 +79,6 @@ def start_engine(model: BenchmarkModel, config: EngineConfig, work: HostWork) ->
     work.add_to(engine)
     return Started(
         engine=engine,
-        clock=clock,
         cache_seconds=cache_seconds,
         capture_seconds=capture_seconds,
         seconds=seconds,

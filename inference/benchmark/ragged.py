@@ -18,6 +18,7 @@ from ..engine_hooks import StepReport, reports_of_step
 from ..steps import drive, step_summary
 from .engines import Started, ragged_config, start_engine
 from .host import HostConditions, HostWatch
+from .launches import marked_launches
 from .loads import RaggedLoad, Request, arrivals, with_stops
 from .measurement import Benchmark, Progress
 from .model import BenchmarkModel
@@ -209,9 +210,9 @@ class RaggedBenchmark(Benchmark):
     def _run(self, made: Started, arrived: Sequence[float]) -> Run:
         if not self.marks:
             return run_workload(made.engine, self._requests, arrived)
-        with made.clock.marks() as marks:
+        with marked_launches(made.engine.device) as marks:
             run = run_workload(made.engine, self._requests, arrived)
-        run.events = marks.figures
+        run.events = marks()
         return run
 
     def _row(
