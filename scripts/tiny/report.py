@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from corpus import BEGIN, END, PAD, Document, tokens_of
 from torch import Tensor
 
+from megatron_async import DynamicInferenceEngine, EngineConfig, SamplingParams
 from megatron_async.models.gpt import GPTModel
 
 
@@ -35,10 +37,7 @@ def validation_loss(
         stop = start + 1
         while stop < len(rows) and (stop + 1 - start) * rows[stop].size <= tokens_per_batch:
             stop += 1
-        batch = np.full((stop - start, rows[stop - 1].size), PAD, np.int64)
-        for row, tokens in zip(batch, rows[start:stop], strict=True):
-            row[: tokens.size] = tokens
-        ids = torch.from_numpy(batch).to(device)
+        ids = padded(rows[start:stop]).to(device)
         inputs, labels = ids[:, :-1], ids[:, 1:]
         logits = model(inputs, positions_like(inputs), None).float()
         losses = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
@@ -48,26 +47,10 @@ def validation_loss(
     return nats / max(num_bytes, 1)
 
 
-@torch.no_grad()
-def generate(model: GPTModel, prompts: Tensor, new_tokens: int, temperature: float) -> Tensor:
-    """Continue ``[B, P]`` without a cache; rows that have ended go on with padding.
-
-    Returns ``[B, P + n]``, ``n <= new_tokens``. ``temperature`` 0 is greedy.
-    """
-    tokens = prompts
-    ended = torch.zeros(len(prompts), dtype=torch.bool, device=prompts.device)
-    for step in range(new_tokens):
-        logits = model(tokens, positions_like(tokens), None)[:, -1].float()
-        if temperature == 0:
-            chosen = logits.argmax(-1)
-        else:
-            chosen = torch.multinomial((logits / temperature).softmax(-1), 1).squeeze(1)
-        chosen = torch.where(ended, PAD, chosen)
-        ended = ended | (chosen == END)
-        tokens = torch.cat((tokens, chosen[:, None]), dim=1)
-        if step % 16 == 15 and bool(ended.all()):
-            break
-    return tokens
+def padded(rows: Sequence[Any]) -> Tensor:
+    """Rows of token ids as int64 ``[B, longest]``."""
+    tensors = [torch.as_tensor(np.asarray(row, np.int64)) for row in rows]
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=PAD)
 
 
 @torch.no_grad()
@@ -75,7 +58,7 @@ def acceptance(model: GPTModel, tokens: Tensor, prompt_length: int) -> list[floa
     """Share of each MTP layer's drafts that the model's own greedy continuation confirms.
 
     Args:
-        tokens: ``[B, S]``, prompts with their greedy continuations (:func:`generate`).
+        tokens: ``[B, S]``, prompts with their greedy continuations.
 
     Returns:
         One share per MTP layer; a deeper one counts only where all before it were right.
@@ -99,14 +82,9 @@ def acceptance(model: GPTModel, tokens: Tensor, prompt_length: int) -> list[floa
     return shares
 
 
-def text_of(tokens: Sequence[int]) -> str:
-    """Bytes as text; special tokens are left out, the end is marked."""
-    body = bytes(t for t in tokens if t < END).decode("utf-8", errors="replace")
-    return body + ("<|endoftext|>" if END in tokens else "...")
-
-
 def report(
     model: GPTModel,
+    directory: Path,
     documents: Sequence[Document],
     *,
     length: int,
@@ -114,55 +92,63 @@ def report(
     new_tokens: int,
     tokens_per_batch: int,
 ) -> dict[str, Any]:
-    """Measure everything and print it; returns the figures. Sets evaluation mode."""
+    """Measure everything and print it; returns the figures. Sets evaluation mode.
+
+    Args:
+        model: what was written to ``directory``, from where an engine decodes the texts.
+    """
     model.eval()
     device = next(model.parameters()).device
-    figures: dict[str, Any] = {}
-    loss = validation_loss(model, documents, length, tokens_per_batch)
-    figures["validation_nats_per_byte"] = loss
-    figures["validation_bits_per_byte"] = loss / float(np.log(2))
     library = [d for d in documents if not d.is_test]
+    loss = validation_loss(model, documents, length, tokens_per_batch)
     library_loss = validation_loss(model, library, length, tokens_per_batch)
-    figures["validation_nats_per_byte_without_test_suites"] = library_loss
-    print(f"validation: {loss:.4f} nats/byte, {loss / np.log(2):.4f} bits/byte "
-          f"({library_loss:.4f} nats/byte without test suites)", flush=True)  # fmt: skip
+    figures: dict[str, Any] = {
+        "validation_nats_per_byte": loss,
+        "validation_bits_per_byte": loss / float(np.log(2)),
+        "validation_nats_per_byte_without_test_suites": library_loss,
+    }
+
+    def decode(prompts: list[Any], temperature: float, most: int) -> list[list[int]]:
+        """Generated tokens, the end token with them."""
+        params = SamplingParams(temperature=temperature, num_tokens_to_generate=most)
+        config = EngineConfig(device=str(device), max_requests=max(rows, 2))
+        with DynamicInferenceEngine.from_pretrained(directory, config) as engine:
+            return [request.generated_tokens for request in engine.generate(prompts, params)]
 
     prompt_length = min(64, length // 2)
-    long_enough = [d for d in documents if len(d.text) >= 2 * prompt_length][
-        :: max(1, len(documents) // (2 * rows))
-    ][:rows]
+    stride = max(1, len(documents) // (2 * rows))
+    long_enough = [d for d in documents if len(d.text) >= 2 * prompt_length][::stride][:rows]
     if long_enough and model.mtp_process:
-        prompts = torch.stack(
-            [torch.from_numpy(tokens_of(d)[:prompt_length].astype(np.int64)) for d in long_enough]
-        ).to(device)
-        greedy = generate(model, prompts, min(new_tokens, 256), 0.0)
-        shares = acceptance(model, greedy, prompt_length)
+        prompts = [tokens_of(d)[:prompt_length].tolist() for d in long_enough]
+        greedy = decode(prompts, 0.0, min(new_tokens, 256))
+        whole = padded([p + g for p, g in zip(prompts, greedy, strict=True)]).to(device)
+        shares = acceptance(model, whole, prompt_length)
         figures["acceptance_by_depth"] = shares
         figures["tokens_per_step_with_drafts"] = 1 + float(np.cumprod(shares).sum())
-        print(f"acceptance by depth: {[round(s, 4) for s in shares]}, "
-              f"{figures['tokens_per_step_with_drafts']:.3f} tokens/step", flush=True)  # fmt: skip
-        for row in greedy[:2].tolist():
-            print(f"--- greedy after {prompt_length} tokens of validation text\n{text_of(row)}")
 
-    for prompt in ("def fibonacci(n):", "class Stack:\n"):
-        ids = torch.tensor([list(prompt.encode())], device=device)
-        text = text_of(generate(model, ids, min(new_tokens, 512), 0.0)[0].tolist())
-        figures.setdefault("greedy", []).append(text)
-        print(f"--- greedy, prompt {prompt!r}\n{text}")
-
-    begin = torch.full((rows, 1), BEGIN, device=device)
-    sampled = generate(model, begin, new_tokens, 0.8).tolist()
-    ends = [row.index(END) for row in sampled if END in row]
+    prompts = ["def fibonacci(n):", "class Stack:\n"]
+    greedy = decode([list(text.encode()) for text in prompts], 0.0, min(new_tokens, 512))
+    figures["greedy"] = [
+        prompt + text_of(tokens) for prompt, tokens in zip(prompts, greedy, strict=True)
+    ]
+    sampled = decode([[BEGIN]] * rows, 0.8, new_tokens)
+    ends = [len(tokens) for tokens in sampled if END in tokens]
+    texts = [text_of(tokens) for tokens in sampled]
+    definitions = ("def", "class", "async")
     figures["sampled_documents"] = rows
     figures["sampled_end_share"] = len(ends) / rows
     figures["sampled_median_length"] = float(np.median(ends)) if ends else None
-    for row in sampled[:4]:
-        print(f"--- sampled, temperature 0.8\n{text_of(row)}")
-    figures["sampled"] = [text_of(row) for row in sampled[:8]]
-    first = [text_of(row).split(" ")[0] for row in sampled]
-    starts = sum(word in ("def", "class", "async") for word in first) / rows
-    figures["sampled_starts_with_definition"] = starts
-    print(f"sampled: {len(ends)}/{rows} end within {new_tokens} tokens, median length "
-          f"{figures['sampled_median_length']}, {starts:.0%} start with a definition",
-          flush=True)  # fmt: skip
+    figures["sampled"] = texts[:8]
+    figures["sampled_starts_with_definition"] = (
+        sum(text.split(" ")[0] in definitions for text in texts) / rows
+    )
+    for name, value in figures.items():
+        for line in value if isinstance(value, list) else [value]:
+            print(f"--- {name}\n{line}", flush=True)
     return figures
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    """Bytes as text; special tokens are left out, the end is marked."""
+    body = bytes(t for t in tokens if t < END).decode("utf-8", errors="replace")
+    return body + ("<|endoftext|>" if END in tokens else "...")

@@ -2,7 +2,9 @@
 
 A byte-level GPT with two multi-token prediction layers; one H200 needs a few minutes::
 
-    PYTHONPATH=. python scripts/tiny/train.py --out megatron_async/assets/tiny
+    PYTHONPATH=. python scripts/tiny/train.py --out tiny
+
+The tokenizer, bytes and a few special tokens, is not trained: its files are those of the package.
 """
 
 from __future__ import annotations
@@ -10,28 +12,31 @@ from __future__ import annotations
 import argparse
 import datetime
 import io
+import json
 import math
 import platform
 import sys
 import time
-import traceback
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-from corpus import VOCAB_SIZE, Corpus, pack, read_corpus
-from files import write_json, write_model
+from corpus import BEGIN, END, VOCAB_SIZE, Corpus, pack, read_corpus
 from report import report, validation_loss
 from torch import Tensor
 from tqdm import tqdm
 from trainer import Trainer, learning_rate, set_dropout
 
+from megatron_async.checkpoint.native import save_native
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig
 
 from megatron.core import __version__ as MEGATRON_CORE_VERSION  # isort: skip
+
+ASSETS = Path(__file__).parents[2] / "megatron_async" / "assets" / "tiny"
+TOKENIZER_FILES = [ASSETS / "tokenizer.json", ASSETS / "tokenizer_config.json"]
 
 CONFIG = ModelConfig(
     num_layers=5,
@@ -130,25 +135,25 @@ def train(
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    cuda = torch.cuda.is_available()
-    parser.add_argument("--out", type=Path, required=True, help="directory to write")
-    parser.add_argument("--minutes", type=float, default=1.8, help="start to end of training")
-    parser.add_argument("--steps", type=int, help="train this many steps instead")
-    parser.add_argument("--device", default="cuda" if cuda else "cpu")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--batch-size", type=int, default=32, help="sequences in a step")
-    parser.add_argument("--sequence-length", type=int, default=CONFIG.max_sequence_length)
-    parser.add_argument("--lr", type=float, default=2.5e-3, help="peak learning rate")
-    parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--mtp-scale", type=float, default=0.6, help="weight of the MTP losses")
-    parser.add_argument("--test-share", type=float, default=0.5, help="of test suites, an epoch")
-    parser.add_argument("--checks", type=int, default=6, help="validations during training")
-    parser.add_argument("--log-every", type=int, default=25)
-    parser.add_argument("--tokens-per-batch", type=int, default=65536, help="in validation")
-    parser.add_argument("--sample-rows", type=int, default=64)
-    parser.add_argument("--sample-tokens", type=int, default=1024)
-    parser.add_argument("--limit-files", type=int, help="read only so many source files")
-    parser.add_argument("--cuda-graph", action=argparse.BooleanOptionalAction, default=True)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="directory to write")
+    add("--minutes", type=float, default=1.8, help="start to end of training")
+    add("--steps", type=int, help="train this many steps instead")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--seed", type=int, default=0)
+    add("--batch-size", type=int, default=32, help="sequences in a step")
+    add("--sequence-length", type=int, default=CONFIG.max_sequence_length)
+    add("--lr", type=float, default=2.5e-3, help="peak learning rate")
+    add("--dropout", type=float, default=0.1)
+    add("--mtp-scale", type=float, default=0.6, help="weight of the MTP losses")
+    add("--test-share", type=float, default=0.5, help="of test suites, an epoch")
+    add("--checks", type=int, default=6, help="validations during training")
+    add("--log-every", type=int, default=25)
+    add("--tokens-per-batch", type=int, default=65536, help="in validation")
+    add("--sample-rows", type=int, default=64)
+    add("--sample-tokens", type=int, default=1024)
+    add("--limit-files", type=int, help="read only so many source files")
+    add("--cuda-graph", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
     if not 2 <= args.sequence_length <= CONFIG.max_sequence_length:
         parser.error(f"--sequence-length must be 2 to {CONFIG.max_sequence_length}")
@@ -163,23 +168,12 @@ def main() -> int:
     torch.manual_seed(args.seed)
     device = torch.device(args.device)
     corpus = read_corpus(args.sequence_length - 2, limit_files=args.limit_files)
-    sizes = {
-        name: sum(len(d.text) for d in part)
-        for name, part in (("training", corpus.training), ("validation", corpus.validation))
-    }
-    print(f"{len(corpus.training)} documents, {sizes['training'] / 1e6:.1f} MB; validation: "
-          f"{len(corpus.validation)}, {sizes['validation'] / 1e6:.2f} MB; "
-          f"{time.monotonic() - start:.1f} s", flush=True)  # fmt: skip
     if not corpus.training or not corpus.validation:
         raise SystemExit("too few source files: use a larger --limit-files")
     model = build_model(CONFIG, device=device, dtype=torch.bfloat16)
     model.train()
     model.config.mtp_loss_scaling_factor = args.mtp_scale
     set_dropout(model, args.dropout)
-    parameters = sum(p.numel() for p in model.parameters())
-    print(f"{parameters / 1e6:.2f} M parameters; {time.monotonic() - start:.1f} s", flush=True)
-
-    trainer = Trainer(model, args.batch_size, args.sequence_length)
     figures: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
@@ -187,35 +181,37 @@ def main() -> int:
         "megatron_core": MEGATRON_CORE_VERSION,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "arguments": {key: str(value) for key, value in vars(args).items() if key != "out"},
-        "parameters": parameters,
+        "parameters": sum(p.numel() for p in model.parameters()),
         "documents": len(corpus.training),
-        "bytes": sizes["training"],
-        "validation_bytes": sizes["validation"],
+        "bytes": sum(len(d.text) for d in corpus.training),
+        "validation_bytes": sum(len(d.text) for d in corpus.validation),
     }
+    print(json.dumps(figures), flush=True)
+    trainer = Trainer(model, args.batch_size, args.sequence_length)
     figures["training"] = train(trainer, corpus, args, start)
     # Weights first: a failing evaluation must not cost them.
-    write_model(args.out, CONFIG, model)
-    write_json(args.out / "training.json", figures)
+    save_native(
+        args.out, model, CONFIG, tokenizer_files=TOKENIZER_FILES, eos_token_ids=[END],
+        bos_token_id=BEGIN, dtype=torch.bfloat16,
+    )  # fmt: skip
     print(f"written to {args.out}; {time.monotonic() - start:.1f} s", flush=True)
-    status = 0
+    figures["evaluation"] = None
     try:
         figures["evaluation"] = report(
             model,
+            args.out,
             corpus.validation,
             length=args.sequence_length,
             rows=args.sample_rows,
             new_tokens=min(args.sample_tokens, args.sequence_length - 64),
             tokens_per_batch=args.tokens_per_batch,
         )
-    except Exception:
-        traceback.print_exc()
-        figures["evaluation"] = None
-        status = 1
-    figures["seconds"] = time.monotonic() - start
-    write_json(args.out / "training.json", figures)
+    finally:
+        figures["seconds"] = time.monotonic() - start
+        (args.out / "training.json").write_text(json.dumps(figures, indent=2) + "\n")
     print(f"done; {figures['seconds']:.1f} s", flush=True)
     torch.distributed.destroy_process_group()
-    return status
+    return 0
 
 
 if __name__ == "__main__":
