@@ -9,7 +9,6 @@ import importlib.util
 import itertools
 import logging
 import math
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,8 +19,8 @@ from megatron_async.models.config import ModelConfig
 
 from .engines import MOST_PREFILL_TOKENS, free_memory
 from .loads import Request
-from .measurement import Progress
-from .profiler import percentile
+from .progress import Progress
+from .runs import step_figures
 
 SKIPPED_STEPS = 8
 PAGE_TOKENS = 256
@@ -135,7 +134,7 @@ class TransformersBaseline(Baseline):
         row = {
             "batch": len(requests),
             "engine": f"{self.name} generate, static cache{compiled}",
-            **step_figures(ends[SKIPPED_STEPS:], len(requests)),
+            **_figures(ends[SKIPPED_STEPS:], len(requests)),
             "first_run_seconds": warm_seconds,
         }
         return [row]
@@ -231,7 +230,7 @@ class ContinuousBatchingBaseline(Baseline):
             "tokens_per_second": made / seconds,
         }
         if len({(len(prompt), new) for prompt, new in requests}) == 1:
-            row |= step_figures(_steady_ends(stamps), len(requests))
+            row |= _figures(_steady_ends(stamps), len(requests))
         return row
 
     def _manager(self, requests: Requests, rows: int, way: str) -> Any:
@@ -367,7 +366,7 @@ def transformers_config(config: ModelConfig) -> Any:
     raise NoBaselineError("this architecture has no counterpart in transformers that bench knows")
 
 
-def step_figures(ends: Sequence[float], batch_size: int) -> dict[str, Any]:
+def _figures(ends: Sequence[float], batch_size: int) -> dict[str, Any]:
     """Figures of steps that ended at these times, in seconds.
 
     Raises:
@@ -376,14 +375,7 @@ def step_figures(ends: Sequence[float], batch_size: int) -> dict[str, Any]:
     steps = [1e3 * (after - before) for before, after in itertools.pairwise(ends)]
     if not steps:
         raise NoBaselineError("too few steps; raise --new-tokens")
-    mean = statistics.fmean(steps)
-    return {
-        "steps": len(steps),
-        "step_ms_mean": mean,
-        "step_ms_p50": statistics.median(steps),
-        "step_ms_p99": percentile(steps, 0.99),
-        "tokens_per_second": 1e3 * batch_size / mean,
-    }
+    return step_figures(steps, batch_size)
 
 
 def first_line(error: BaseException) -> str:

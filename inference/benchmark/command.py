@@ -159,7 +159,7 @@ def run(args: argparse.Namespace) -> int:
     file = None if args.json in (None, "-") else OutputFile("--json", args.json)
     from tqdm import tqdm
 
-    from .measurement import loud_ends
+    from .progress import loud_ends
     from .runner import collect
 
     report: dict[str, Any] = {}
@@ -205,8 +205,8 @@ def make_load(args: argparse.Namespace) -> Any:
     Raises:
         ConfigError: it is too short to measure.
     """
-    from .decode import least_new_tokens
     from .loads import Load, RaggedLoad
+    from .runs import least_new_tokens
 
     kind = RaggedLoad if args.workload == "ragged" else Load
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(kind)}

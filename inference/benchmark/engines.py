@@ -42,14 +42,6 @@ class Started:
     seconds: float
     graphs: int
 
-    def startup_figures(self) -> dict[str, Any]:
-        """What a row of the report says of the start."""
-        return {
-            "startup_seconds": self.seconds,
-            "capture_seconds": self.capture_seconds,
-            "graphs": self.graphs,
-        }
-
 
 def start_engine(model: BenchmarkModel, config: EngineConfig, work: HostWork) -> Started:
     """Build an engine over the model's weights, and time its parts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import statistics
@@ -60,49 +61,30 @@ def analyse(kernels: Sequence[Kernel], *, skip: int = 0) -> Timeline | None:
     A step is what begins between one marker kernel and the next; the first ``skip`` are left out.
     """
     ordered = sorted(kernels, key=lambda kernel: (kernel.start, kernel.end))
-    starts: list[int] = []
-    for marker in STEP_MARKERS:
-        starts = [i for i, kernel in enumerate(ordered) if marker in kernel.name]
-        if starts:
-            break
-    starts = starts[skip:]
+    marked = ([n for n, k in enumerate(ordered) if marker in k.name] for marker in STEP_MARKERS)
+    starts = next(filter(None, marked), [])[skip:]
     if len(starts) < 2:
         return None
-    first, last = starts[0], starts[-1]
-    boundaries = set(starts[1:])
-    busy_until = ordered[first].end
-    busy = busy_until - ordered[first].start
-    gaps: list[float] = []
-    launches: list[int] = []
-    gap = 0.0
-    changes = 0
-    for index in range(first + 1, last + 1):
-        kernel, before = ordered[index], ordered[index - 1]
-        idle = max(kernel.start - busy_until, 0.0)
-        if kernel.launch != before.launch:
-            gap += idle
-            changes += 1
-        if index in boundaries:
-            gaps.append(gap)
-            launches.append(changes)
-            gap, changes = 0.0, 0
-        if index < last:
-            busy += max(kernel.end - max(kernel.start, busy_until), 0.0)
-            busy_until = max(busy_until, kernel.end)
-    if not sum(launches):
+    window = ordered[starts[0] : starts[-1] + 1]
+    steps = list(itertools.pairwise(start - starts[0] for start in starts))
+    # idle[n] lies between window[n] and window[n + 1]; a gap is one between two launches.
+    busy_until = itertools.accumulate((kernel.end for kernel in window[:-1]), max)
+    pairs = zip(window[1:], busy_until, strict=True)
+    idle = [max(kernel.start - until, 0.0) for kernel, until in pairs]
+    changes = [before.launch != after.launch for before, after in itertools.pairwise(window)]
+    if not any(changes):
         return None
-    total = ordered[last].start - ordered[first].start
-    busy -= max(busy_until - ordered[last].start, 0.0)
-    steps = len(gaps)
+    gaps = [sum(itertools.compress(idle[a:b], changes[a:b])) for a, b in steps]
+    total = window[-1].start - window[0].start
     return Timeline(
-        steps=steps,
-        step_us=total / steps,
+        steps=len(steps),
+        step_us=total / len(steps),
         gap_us=statistics.median(gaps),
         gap_us_p99=percentile(gaps, 0.99),
         graph_share=1 - sum(gaps) / total,
-        kernel_share=busy / total,
-        kernels_per_step=(last - first) / steps,
-        launches_per_step=sum(launches) / steps,
+        kernel_share=1 - sum(idle) / total,
+        kernels_per_step=(len(window) - 1) / len(steps),
+        launches_per_step=sum(changes) / len(steps),
     )
 
 

@@ -18,13 +18,12 @@ from megatron_async.engine.build import resolve_device
 from megatron_async.version import __version__
 
 from .baselines import measure_baselines
-from .decode import DecodeBenchmark
 from .engines import decode_config, free_memory, measure_startup, ragged_config
 from .floor import copy_bandwidth
 from .loads import Load, RaggedLoad
-from .measurement import Benchmark, Progress
 from .model import BenchmarkModel, load_benchmark_model
-from .ragged import RaggedBenchmark
+from .progress import Progress
+from .workloads import DecodeWorkload, RaggedWorkload, Workload
 
 SCHEMA_VERSION = 2
 
@@ -70,20 +69,20 @@ def collect(
             progress.failed("--startup", error, lower="--batch-sizes or --max-requests")
         free_memory()
         progress.done("start measured")
-    benchmark: Benchmark
+    workload: Workload
     if isinstance(load, Load):
-        benchmark = DecodeBenchmark(model, args, progress, load, bandwidth)
+        workload = DecodeWorkload(model, args, progress, load, bandwidth)
     else:
-        benchmark = RaggedBenchmark(model, args, progress, load)
-    report["results"] = benchmark.results
-    progress.expect(benchmark.measurements)
-    benchmark.run()
+        workload = RaggedWorkload(model, args, progress, load)
+    report["results"] = workload.results
+    progress.expect(workload.measurements)
+    workload.run()
     # Engines may have found a reason that the model alone does not give.
     report["fused_decode_off"] = model.wrapper.fused_decode_off
     if args.baseline:
-        batches = benchmark.batches()
+        batches = workload.batches()
         config, dtype = model.config, model.dtype
-        del model, benchmark  # their memory is the baseline's now
+        del model, workload  # their memory is the baseline's now
         free_memory()
         measure_baselines(args, batches, config, device, dtype, report["baselines"], progress)
     progress.close()

@@ -14,17 +14,16 @@ import pytest
 import torch
 
 from megatron_async.errors import CacheTooLargeError
-from megatron_async.inference.benchmark import decode, engines, loads, runner
-from megatron_async.inference.benchmark.decode import run_round
+from megatron_async.inference.benchmark import engines, loads, runner, workloads
 from megatron_async.inference.benchmark.engines import make_engine
 from megatron_async.inference.benchmark.floor import floor_ms
 from megatron_async.inference.benchmark.loads import Load
 from megatron_async.inference.benchmark.model import BenchmarkModel
 from megatron_async.inference.benchmark.report import as_table
+from megatron_async.inference.benchmark.runs import run_load, steady_steps
 from megatron_async.inference.benchmark.shapes import SHAPES, build_shape
 from megatron_async.inference.cli.main import main
 from megatron_async.models.wrapper import GPTInferenceWrapper
-from megatron_async.sampling_params import SamplingParams
 
 Capture = pytest.CaptureFixture[str]
 SMALL = ("--shape", "tiny-llama", "--prompt-tokens", "8", "--new-tokens", "24", "--device", "cpu")
@@ -206,10 +205,11 @@ def test_host_work_is_spent_in_each_commit(
     monkeypatch.setattr(loads, "spin_us", spun.append)
     load = Load(prompt_tokens=4, new_tokens=16, host_work_us=30.0, stall_us=500.0, stall_every=4)
     with make_engine(model, 2, 1, load).engine as engine:
-        result = run_round(engine, 2, load)
+        run = run_load(engine, load.requests(512, 2))
         assert engine.counters.steps_committed == 16
     assert spun == [30.0, 30.0, 30.0, 530.0] * 4
-    assert len(result.step_ns) == len(result.host_ns) == 16 - 2 - 5
+    steps, hosts = steady_steps(run, 2, 1)
+    assert len(steps) == len(hosts) == 16 - 2 - 5
 
 
 def test_engine_without_host_work_is_left_as_it_is(model: BenchmarkModel) -> None:
@@ -233,14 +233,9 @@ def test_all_depths_decode_the_same_prompts() -> None:
     assert len({tuple(request.prompt) for request in first}) == 4
 
 
-def test_requests_are_sampled_as_asked(
-    model: BenchmarkModel, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[SamplingParams] = []
+def test_requests_are_sampled_as_asked(capsys: Capture) -> None:
     load = Load(prompt_tokens=4, new_tokens=16, temperature=0.6, top_k=20, top_p=0.9)
-    with make_engine(model, 2, 1, load).engine as engine:
-        monkeypatch.setattr(engine, "add_request", lambda *request: asked.append(request[2]))
-        decode.start(engine, 2, load)
+    asked = [request.params for request in load.requests(512, 2)]
     assert {(params.temperature, params.top_k, params.top_p) for params in asked} == {
         (0.6, 20, 0.9)
     }
@@ -256,7 +251,7 @@ def test_requests_are_sampled_as_asked(
 def test_a_failed_batch_is_marked_and_the_others_are_measured(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    make = decode.make_engine
+    make = workloads.make_engine
 
     def make_small(model: BenchmarkModel, batch_size: int, *args: Any, **kwargs: Any) -> Any:
         if batch_size == 2:
@@ -267,7 +262,7 @@ def test_a_failed_batch_is_marked_and_the_others_are_measured(
             raise CacheTooLargeError("device cpu has 1.0 GiB")
         return make(model, batch_size, *args, **kwargs)
 
-    monkeypatch.setattr(decode, "make_engine", make_small)
+    monkeypatch.setattr(workloads, "make_engine", make_small)
     path = tmp_path / "report.json"
     options = ("--batch-sizes", "2,3,4,1", "--depths", "0", "--rounds", "1", "--json", str(path))
     assert main(["bench", *SMALL, *options]) == 1
@@ -303,7 +298,7 @@ def test_a_batch_that_never_decodes_together_leaves_the_others(
 def test_a_run_that_is_cut_off_shows_what_it_measured(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    make = decode.make_engine
+    make = workloads.make_engine
 
     def make_until_cut_off(
         model: BenchmarkModel, batch_size: int, depth: int, *args: Any, **kwargs: Any
@@ -312,7 +307,7 @@ def test_a_run_that_is_cut_off_shows_what_it_measured(
             signal.raise_signal(signal.SIGTERM)
         return make(model, batch_size, depth, *args, **kwargs)
 
-    monkeypatch.setattr(decode, "make_engine", make_until_cut_off)
+    monkeypatch.setattr(workloads, "make_engine", make_until_cut_off)
     path = tmp_path / "report.json"
     options = ("--batch-sizes", "1,2", "--depths", "0,1", "--rounds", "1", "--json", str(path))
     assert main(["bench", *SMALL, *options]) == 130

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.inference.benchmark import ragged
+from megatron_async.inference.benchmark import workloads
 from megatron_async.inference.benchmark.loads import RaggedLoad, arrivals, log_normal, with_stops
 from megatron_async.inference.benchmark.report import as_table
 from megatron_async.inference.cli.main import main
@@ -86,14 +86,14 @@ def test_a_small_cache_evicts(tmp_path: Path) -> None:
 def test_a_depth_that_fails_leaves_the_others(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = ragged.start_engine
+    start = workloads.start_engine
 
     def fail_at_2(model: Any, config: Any, load: Any) -> Any:
         if config.depth == 2:
             raise RuntimeError("CUDA error: out of memory")
         return start(model, config, load)
 
-    monkeypatch.setattr(ragged, "start_engine", fail_at_2)
+    monkeypatch.setattr(workloads, "start_engine", fail_at_2)
     assert main(["bench", *SMALL, "--depths", "0,2,1"]) == 1
     captured = capsys.readouterr()
     assert "error: depth 2: out of memory; lower --max-requests" in captured.err
@@ -108,7 +108,7 @@ def test_a_depth_that_fails_leaves_the_others(
 def test_a_run_that_is_cut_off_shows_what_it_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    run = ragged.run_workload
+    run = workloads.run_load
     runs: list[Any] = []
 
     def run_until_cut_off(*args: Any, **kwargs: Any) -> Any:
@@ -117,7 +117,7 @@ def test_a_run_that_is_cut_off_shows_what_it_measured(
         runs.append(run(*args, **kwargs))
         return runs[-1]
 
-    monkeypatch.setattr(ragged, "run_workload", run_until_cut_off)
+    monkeypatch.setattr(workloads, "run_load", run_until_cut_off)
     path = tmp_path / "report.json"
     options = ("--depths", "0,1", "--arrival-rate", "inf,200", "--json", str(path))
     assert main(["bench", *SMALL, *options]) == 130

@@ -1,17 +1,15 @@
-"""What ``bench`` has in common for all loads: progress, failures that leave the rest, rows."""
+"""What ``bench`` says while it runs, and how it goes on when one measurement fails."""
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import signal
 import sys
 import threading
 import traceback
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -20,9 +18,6 @@ from megatron_async.errors import CacheTooLargeError, ConfigError, MegatronAsync
 
 from ..cli.options import PROGRAM
 from ..cli.progress import progress_bar
-from .engines import Started, close_engines
-from .loads import Request
-from .model import BenchmarkModel
 
 
 class Terminated(KeyboardInterrupt):
@@ -84,71 +79,6 @@ def _is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError | CacheTooLargeError) or (
         isinstance(error, RuntimeError) and ("out of memory" in said or "can't allocate" in said)
     )
-
-
-class Benchmark(ABC):
-    """Measures a load at several depths; ``results`` grows row by row.
-
-    Attributes:
-        advice: options to lower where memory runs out.
-        case: what rows have in common that are compared with each other.
-        figure: of a row, by which it is compared.
-    """
-
-    advice: ClassVar[str]
-    case: ClassVar[str]
-    figure: ClassVar[str]
-
-    def __init__(self, model: BenchmarkModel, args: argparse.Namespace, progress: Progress) -> None:
-        self.results: list[dict[str, Any]] = []
-        self.model = model
-        self.args = args
-        self.progress = progress
-        on_gpu = model.device.type == "cuda"
-        self.marks = on_gpu if args.events is None else bool(args.events)
-        self.profiles = bool(args.profile and on_gpu)
-
-    @property
-    @abstractmethod
-    def measurements(self) -> int:
-        """How many there will be."""
-
-    @abstractmethod
-    def run(self) -> None:
-        """Measure all; what fails gets a row that says so."""
-
-    @abstractmethod
-    def batches(self) -> list[list[Request]]:
-        """What was decoded, for the baselines: each with as many tokens as it generated."""
-
-    @contextmanager
-    def engines(self, what: str, *rows: dict[str, Any]) -> Iterator[list[Started]]:
-        """A list for engines, which are closed at the end. What fails with them is said, and each
-        of ``rows`` goes to the results with the reason."""
-        made: list[Started] = []
-        try:
-            yield made
-        except Exception as error:
-            reason = self.progress.failed(what, error, lower=self.advice)
-            self.results += [{**row, "error": reason} for row in rows]
-        finally:
-            close_engines(made)
-            self.progress.keep()
-
-    def good_rows(self) -> list[dict[str, Any]]:
-        """Those that did not fail."""
-        return [row for row in self.results if "error" not in row]
-
-    def add_rows(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Take results up, and fill in how many times faster than depth 0 each row is, where depth
-        0 was measured."""
-        self.results += rows
-        good = self.good_rows()
-        serial = {row[self.case]: row[self.figure] for row in good if row["depth"] == 0}
-        for row in good:
-            if row[self.case] in serial:
-                row["speedup_over_serial"] = serial[row[self.case]] / row[self.figure]
-        self.progress.keep()
 
 
 @contextmanager
