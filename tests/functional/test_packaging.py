@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
@@ -97,6 +98,28 @@ def test_installed_wheel_runs_away_from_the_checkout(wheel: Path, tmp_path: Path
     place, *report = done.stdout.splitlines()
     assert Path(place).is_relative_to(site)
     assert any(line.split() == ["megatron-async", __version__] for line in report)
+
+
+def test_checkout_runs_without_being_installed(tmp_path: Path) -> None:
+    """``-S`` leaves out what installed packages add, so that only the copy can be found."""
+    ignore = shutil.ignore_patterns("__pycache__")
+    for name in ("megatron_async", "inference"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignore)
+    libraries = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
+    code = "from megatron_async.inference.cli import main; print(main.__file__)"
+    where, info = (
+        subprocess.run(
+            [sys.executable, "-S", *arguments],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(libraries)},
+            cwd=tmp_path,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for arguments in (("-c", code), ("-m", "megatron_async", "info"))
+    )
+    assert Path(where.strip()) == tmp_path / "inference" / "cli" / "main.py"
+    assert ["megatron-async", __version__] in [line.split() for line in info.splitlines()]
 
 
 def test_readme_links_lead_somewhere() -> None:
