@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import logging
 import math
@@ -35,33 +36,28 @@ class OneLineErrorParser(argparse.ArgumentParser):
 
 def integer(low: int, high: int | None = None) -> Callable[[str], int]:
     """Converts an argument to an integer in a range."""
+    bounds = f"of at least {low}" if high is None else f"between {low} and {high}"
 
     def convert(text: str) -> int:
-        bounds = f"of at least {low}" if high is None else f"between {low} and {high}"
-        try:
-            value = int(text)
-        except ValueError:
-            value = None
-        if value is None or value < low or (high is not None and value > high):
-            raise argparse.ArgumentTypeError(f"{text!r} must be an integer {bounds}")
-        return value
+        with contextlib.suppress(ValueError):
+            if low <= int(text) <= (math.inf if high is None else high):
+                return int(text)
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer {bounds}")
 
     return convert
 
 
 def number(low: float, high: float = math.inf, *, above: bool = False) -> Callable[[str], float]:
     """Converts an argument to a finite number in a range; ``above`` excludes ``low``."""
+    bounds = f"above {low:g}" if above else f"of at least {low:g}"
+    bounds += "" if math.isinf(high) else f" and at most {high:g}"
 
     def convert(text: str) -> float:
-        bounds = f"above {low:g}" if above else f"of at least {low:g}"
-        bounds += "" if math.isinf(high) else f" and at most {high:g}"
-        try:
+        with contextlib.suppress(ValueError):
             value = float(text)
-        except ValueError:
-            value = math.nan
-        if not (low <= value <= high) or math.isinf(value) or (above and value == low):
-            raise argparse.ArgumentTypeError(f"{text!r} must be a number {bounds}")
-        return value
+            if low <= value <= high and math.isfinite(value) and not (above and value == low):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number {bounds}")
 
     return convert
 
@@ -152,82 +148,52 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: int) -> None
     """Sizes of the engine, under megatron's names; ``defaults`` are the command's own."""
     fields = EngineConfig(**defaults)  # type: ignore[arg-type]
     group = parser.add_argument_group("engine")
-
-    def count(*flags: str, low: int = 1, **options: Any) -> None:
-        group.add_argument(*flags, type=integer(low), metavar="N", **options)
-
-    count(
-        "--inference-dynamic-batching-max-requests",
-        "--max-requests",
-        dest="max_requests",
-        default=fields.max_requests,
-        help="requests that run at the same time; others wait (default: %(default)s)",
-    )
-    count(
-        "--inference-dynamic-batching-max-tokens",
-        dest="max_tokens",
-        help="most tokens of one forward (default: room for four prefill chunks)",
-    )
-    count(
-        "--inference-max-seq-length",
-        dest="max_sequence_length",
-        help="most tokens of a request, prompt and generation (default: the model's)",
-    )
+    add = group.add_argument
     cache = group.add_mutually_exclusive_group()
+    counts = {"type": integer(1), "metavar": "N"}
+
+    def count(name: str, *flags: str, said: str) -> None:
+        default = getattr(fields, name)
+        said += "" if default is None else f" (default: {default})"
+        add(*flags, dest=name, default=default, help=said, **counts)  # type: ignore[arg-type]
+
+    flags = ("--inference-dynamic-batching-max-requests", "--max-requests")
+    count("max_requests", *flags, said="requests that run at the same time; others wait")
+    said = "most tokens of one forward (default: room for four prefill chunks)"
+    count("max_tokens", FLAGS["max_tokens"], said=said)
+    said = "most tokens of a request, prompt and generation (default: the model's)"
+    count("max_sequence_length", FLAGS["max_sequence_length"], said=said)
     cache.add_argument(
-        "--inference-dynamic-batching-buffer-size-gb",
+        FLAGS["buffer_size_gb"],
         dest="buffer_size_gb",
         type=number(0, above=True),
         metavar="GIB",
         help="size of the KV cache (default: room for all requests at full length, at most 1 GiB "
         "on a CPU and 16 GiB on a GPU)",
     )
-    in_blocks = "size of the KV cache in blocks, instead of GiB"
-    cache.add_argument("--block-count", type=integer(1), metavar="N", help=in_blocks)
-    count(
-        "--inference-dynamic-batching-block-size",
-        dest="block_size_tokens",
-        default=fields.block_size_tokens,
-        help="tokens of a KV-cache block (default: %(default)s)",
-    )
-    count(
-        "--prefill-chunk-tokens",
-        default=fields.prefill_chunk_tokens,
-        help="longer prompts are prefilled in chunks of N (default: %(default)s)",
-    )
-    group.add_argument(
-        "--enable-prefix-caching",
-        action=argparse.BooleanOptionalAction,
-        default=fields.enable_prefix_caching,
-        help="requests with a common prefix share its KV blocks (default: on)",
-    )
-    group.add_argument(
-        "--batch-invariant",
-        action="store_true",
-        help="results of a request do not depend on the others, to the last bit; slower",
-    )
-    count(
-        "--inference-logging-step-interval",
-        low=0,
-        default=fields.inference_logging_step_interval,
-        help="log the counters on stderr every N steps; 0 is never (default: %(default)s)",
-    )
-    count(
-        "--inference-dynamic-batching-num-cuda-graphs",
-        dest="num_cuda_graphs",
-        help="most batch sizes captured as CUDA graphs (default: all)",
-    )
-    group.add_argument(
+    said = "size of the KV cache in blocks, instead of GiB"
+    cache.add_argument("--block-count", help=said, **counts)  # type: ignore[arg-type]
+    count("block_size_tokens", FLAGS["block_size_tokens"], said="tokens of a KV-cache block")
+    said = "longer prompts are prefilled in chunks of N"
+    count("prefill_chunk_tokens", "--prefill-chunk-tokens", said=said)
+    on_or_off = argparse.BooleanOptionalAction
+    caching = fields.enable_prefix_caching
+    said = "requests with a common prefix share its KV blocks (default: on)"
+    add("--enable-prefix-caching", action=on_or_off, default=caching, help=said)
+    said = "results of a request do not depend on the others, to the last bit; slower"
+    add("--batch-invariant", action="store_true", help=said)
+    said = "log the counters on stderr every N steps; 0 is never (default: 0)"
+    add("--inference-logging-step-interval", type=integer(0), default=0, metavar="N", help=said)
+    said = "most batch sizes captured as CUDA graphs (default: all)"
+    count("num_cuda_graphs", FLAGS["num_cuda_graphs"], said=said)
+    add(
         "--decode-only-cuda-graphs",
         dest="capture_mixed_steps",
         action="store_false",
         help="capture no steps with prefill chunks: a faster start, slower prompts",
     )
-    group.add_argument(
-        "--debug",
-        action="store_true",
-        help="check invariants at every step and fill freed memory with garbage; slow",
-    )
+    said = "check invariants at every step and fill freed memory with garbage; slow"
+    add("--debug", action="store_true", help=said)
 
 
 def resolve_scheduling(asynchronous: bool | None, depth: int | None, *, default: bool) -> int:
