@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
-from types import TracebackType
-from typing import NamedTuple, Self
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
 
 import psutil
 
@@ -29,34 +29,17 @@ class HostConditions(NamedTuple):
     stolen_cores: float
 
 
-class HostWatch:
-    """``with HostWatch() as watch: measure()``, then ``watch.conditions``."""
-
-    conditions: HostConditions
-
-    def __enter__(self) -> Self:
-        self._reference = reference_us()
-        self._before = _used()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
-        if error is not None:
-            return
-        wall, thread, process, machine, stolen = (
-            now - before for now, before in zip(_used(), self._before, strict=True)
-        )
-        self.conditions = HostConditions(
-            reference_us=(self._reference, reference_us()),
-            # Clocks of different grain: a difference can come out below nothing.
-            other_threads_cores=max((process - thread) / wall, 0.0),
-            other_processes_cores=max((machine - process) / wall, 0.0),
-            stolen_cores=stolen / wall,
-        )
+@contextmanager
+def host_watch() -> Iterator[list[HostConditions]]:
+    """``with host_watch() as seen: measure()``, then the conditions are in ``seen``."""
+    seen: list[HostConditions] = []
+    reference, before = reference_us(), _used()
+    yield seen
+    pairs = zip(_used(), before, strict=True)
+    wall, thread, process, machine, stolen = (now - earlier for now, earlier in pairs)
+    # Clocks of different grain: a difference can come out below nothing.
+    threads, processes = max((process - thread) / wall, 0.0), max((machine - process) / wall, 0.0)
+    seen.append(HostConditions((reference, reference_us()), threads, processes, stolen / wall))
 
 
 def reference_us() -> float:
@@ -80,28 +63,18 @@ def reference_work() -> int:
 def conditions_line(found: Sequence[HostConditions]) -> str:
     """All rounds in a line, for people."""
     times = [us for one in found for us in one.reference_us]
-    cores = ", ".join(
-        f"{what} {max(getattr(one, field) for one in found):.1f}"
-        for what, field in (
-            ("other threads", "other_threads_cores"),
-            ("other processes", "other_processes_cores"),
-            ("stolen", "stolen_cores"),
-        )
-    )
     return (
-        f"host: reference work {min(times):.0f} to {max(times):.0f} us; "
-        f"cores at most, of a round: {cores}"
+        f"host: reference work {min(times):.0f} to {max(times):.0f} us; cores at most, of a round: "
+        f"other threads {max(one.other_threads_cores for one in found):.1f}, "
+        f"other processes {max(one.other_processes_cores for one in found):.1f}, "
+        f"stolen {max(one.stolen_cores for one in found):.1f}"
     )
 
 
 def _used() -> tuple[float, float, float, float, float]:
     """Seconds: of the clock, of this thread, of this process, of the machine, stolen from it."""
     process, machine = psutil.Process().cpu_times(), psutil.cpu_times()
-    return (
-        time.perf_counter(),
-        time.thread_time(),
-        process.user + process.system,
-        # Niced work is apart here, and not in the process's figures; Linux alone tells.
-        machine.user + machine.system + getattr(machine, "nice", 0.0),
-        getattr(machine, "steal", 0.0),
-    )
+    # Niced work is apart here, and not in the process's figures; Linux alone tells.
+    niced, stolen = getattr(machine, "nice", 0.0), getattr(machine, "steal", 0.0)
+    busy, of_machine = process.user + process.system, machine.user + machine.system + niced
+    return time.perf_counter(), time.thread_time(), busy, of_machine, stolen

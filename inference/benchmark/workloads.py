@@ -21,7 +21,7 @@ from .engines import (
     start_engine,
 )
 from .floor import floor_ms
-from .host import HostConditions, HostWatch
+from .host import HostConditions, host_watch
 from .loads import Load, RaggedLoad, Request, arrivals, with_stops
 from .model import BenchmarkModel
 from .profiler import WINDOWS_SKIPPED, percentile
@@ -115,10 +115,10 @@ class Workload(ABC):
             for one in found:
                 here = what.format(one.depth)
                 self.progress.describe(here)
-                with HostWatch() as watch:
+                with host_watch() as seen:
                     run = run_load(one.started.engine, requests, arrived, **marks)
                 one.runs.append(run)
-                one.hosts.append(watch.conditions)
+                one.hosts += seen
                 self.progress.done(f"{here}: {self.said(run, one.depth)}")
 
     def row(self, found: Measured, run: Run, figures: dict[str, Any]) -> dict[str, Any]:

@@ -84,27 +84,17 @@ def collect() -> dict[str, Any]:
     """What the command shows, as plain JSON types."""
     import torch
 
-    versions: dict[str, str | None] = {
-        "megatron-async": __version__,
-        "python": platform.python_version(),
-    }
+    versions: dict[str, str | None] = {"megatron-async": __version__}
+    versions["python"] = platform.python_version()
     versions |= {name: _version(name) for name in REQUIRED}
     versions["torch"] = str(torch.__version__)  # with the build, which metadata may lack
     optional = {}
     for name, part in OPTIONAL.items():
-        version = None
-        if _is_importable(part.module):
-            version = _version(name) or "of unknown version"
-        use = part.missing if version is None else part.installed
-        optional[name] = {"version": version, "use": use}
+        package = part.module.partition(".")[0]  # a module is looked for in its package alone
+        found = all(map(importlib.util.find_spec, dict.fromkeys((package, part.module))))
+        version = (_version(name) or "of unknown version") if found else None
+        optional[name] = {"version": version, "use": part.installed if found else part.missing}
     return {"versions": versions, "devices": _devices(), "optional": optional}
-
-
-def _is_importable(module: str) -> bool:
-    package = module.partition(".")[0]
-    if importlib.util.find_spec(package) is None:
-        return False
-    return importlib.util.find_spec(module) is not None
 
 
 def _version(distribution: str) -> str | None:

@@ -116,31 +116,31 @@ class _Writer:
 
     def __init__(self, start_ns: int) -> None:
         self._start_ns = start_ns
-        # Among equal times: what ends later is around the others; a flow comes after its slice.
         self._events: list[tuple[tuple[int, int, int], Event]] = []
 
     def slice(self, lane: int, span: Span, name: str, args: Event) -> None:
         start, end = self._grid(span.start_ns), self._grid(span.end_ns)
-        event = {"name": name, "cat": span.name, "ph": "X", "ts": _us(start)}
-        event |= {"dur": _us(end - start), "pid": PROCESS, "tid": lane, "args": args}
-        self._add(start, start - end, 0, event)
+        event = {"name": name, "cat": span.name, "ph": "X", "dur": _us(end - start)}
+        self._add(lane, (start, start - end, 0), event | {"args": args})
 
     def flow(self, phase: str, lane: int, span: Span, ticket: int) -> None:
         """One point of a ticket's arrow, bound to the slice that encloses the span's begin."""
         start, end = self._grid(span.start_ns), self._grid(span.end_ns)
-        event = {"name": "ticket", "cat": "ticket", "ph": phase, "id": ticket, "ts": _us(start)}
-        self._add(start, start - end, 1, event | {"bp": "e", "pid": PROCESS, "tid": lane})
+        event = {"name": "ticket", "cat": "ticket", "ph": phase, "id": ticket, "bp": "e"}
+        self._add(lane, (start, start - end, 1), event)
 
     def counter(self, name: str, time_ns: int, values: dict[str, int]) -> None:
-        at = self._grid(time_ns)
-        event = {"name": name, "ph": "C", "ts": _us(at), "pid": PROCESS, "args": values}
-        self._add(at, 0, 2, event | {"tid": HOST_LANE})
+        event = {"name": name, "ph": "C", "args": values}
+        self._add(HOST_LANE, (self._grid(time_ns), 0, 2), event)
 
     def in_order(self) -> list[Event]:
         return [event for _, event in sorted(self._events, key=lambda item: item[0])]
 
-    def _add(self, time: int, minus_duration: int, kind: int, event: Event) -> None:
-        self._events.append(((time, minus_duration, kind), event))
+    def _add(self, lane: int, order: tuple[int, int, int], event: Event) -> None:
+        """``order``: time, and among equal times what ends later is around the others, and a flow
+        comes after its slice."""
+        where = {"ts": _us(order[0]), "pid": PROCESS, "tid": lane}
+        self._events.append((order, event | where))
 
     def _grid(self, time_ns: int) -> int:
         return (time_ns - self._start_ns) // GRID_NS
@@ -205,12 +205,9 @@ def _metadata(recording: Recording, kernel_lanes: int) -> list[Event]:
     names = {HOST_LANE: "host", DEVICE_LANE: f"device: {recording.device_name}"}
     for lane in range(kernel_lanes):
         names[FIRST_KERNEL_LANE + lane] = "kernels" + (f" {lane + 1}" if lane else "")
-    events = [_meta("process_name", HOST_LANE, {"name": recording.title})]
+    said: list[tuple[str, int, Event]] = [("process_name", HOST_LANE, {"name": recording.title})]
     for lane, name in names.items():
-        events.append(_meta("thread_name", lane, {"name": name}))
-        events.append(_meta("thread_sort_index", lane, {"sort_index": lane}))
-    return events
-
-
-def _meta(name: str, lane: int, args: Event) -> Event:
-    return {"name": name, "ph": "M", "ts": 0.0, "pid": PROCESS, "tid": lane, "args": args}
+        said.append(("thread_name", lane, {"name": name}))
+        said.append(("thread_sort_index", lane, {"sort_index": lane}))
+    common = {"ph": "M", "ts": 0.0, "pid": PROCESS}
+    return [{**common, "name": name, "tid": lane, "args": args} for name, lane, args in said]

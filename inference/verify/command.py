@@ -187,19 +187,21 @@ def _random_table(report: Report) -> str:
     from ..cli.table import format_table
 
     depths = report.depths
-    seen = [depth.witnesses for depth in depths]
-    counters = [depth.counters for depth in depths]
+    equal = [report.requests - len(depth.differences) for depth in depths]
+    named = {
+        "requests finished early": "finished_early",
+        "tokens past the end, discarded": "discarded",
+        "steps with requests waiting": "waited",
+        "KV blocks crossed in decoding": "crossed_blocks",
+        "prompts prefilled in chunks": "chunked_prefills",
+    }
     rows: list[list[object]] = [
         ["requests", *(report.requests for _ in depths)],
-        ["requests equal to depth 0", *(report.requests - len(d.differences) for d in depths)],
-        ["tokens committed", *(c.tokens_committed for c in counters)],
-        ["requests finished early", *(w["finished_early"] for w in seen)],
-        ["tokens past the end, discarded", *(w["discarded"] for w in seen)],
-        ["steps with requests waiting", *(w["waited"] for w in seen)],
-        ["KV blocks crossed in decoding", *(w["crossed_blocks"] for w in seen)],
-        ["prompts prefilled in chunks", *(w["chunked_prefills"] for w in seen)],
-        ["steps", *(c.steps_committed for c in counters)],
-        ["steps overlapped", *(c.steps_overlapped for c in counters)],
+        ["requests equal to depth 0", *equal],
+        ["tokens committed", *(depth.counters.tokens_committed for depth in depths)],
+        *([said, *(d.witnesses[name] for d in depths)] for said, name in named.items()),
+        ["steps", *(depth.counters.steps_committed for depth in depths)],
+        ["steps overlapped", *(depth.counters.steps_overlapped for depth in depths)],
         ["seconds", *(f"{depth.seconds:.2f}" for depth in depths)],
     ]
     return format_table(["", *(f"depth {depth.depth}" for depth in depths)], rows)
@@ -209,24 +211,17 @@ def _scenario_table(reports: list[Report]) -> str:
     """A line for each scenario; what was seen is that of the last depth."""
     from ..cli.table import format_table
 
-    seen = [
-        ", ".join(f"{name} {count}" for name, count in report.depths[-1].witnesses.items() if count)
-        for report in reports
-    ]
-    width = max(map(len, seen))
-    rows = [
-        [
-            report.name,
-            report.requests,
-            ",".join(str(d.depth) for d in report.depths if not d.differences) or "none",
-            _overlapped(report),
-            events.ljust(width),
-        ]
-        for report, events in zip(reports, seen, strict=True)
-    ]
-    last = reports[0].depths[-1].depth
-    header = ["scenario", "requests", "equal at depths", "overlapped"]
-    return format_table([*header, f"seen at depth {last}".ljust(width)], rows)
+    rows: list[list[object]] = []
+    for report in reports:
+        equal = [str(depth.depth) for depth in report.depths if not depth.differences]
+        seen = [f"{name} {count}" for name, count in report.depths[-1].witnesses.items() if count]
+        row = [report.name, report.requests, ",".join(equal) or "none", _overlapped(report)]
+        rows.append([*row, ", ".join(seen)])
+    seen_at = f"seen at depth {reports[0].depths[-1].depth}"
+    width = max(len(str(row[-1])) for row in rows)
+    rows = [[*row, str(last).ljust(width)] for *row, last in rows]
+    header = ["scenario", "requests", "equal at depths", "overlapped", seen_at.ljust(width)]
+    return format_table(header, rows)
 
 
 def _overlapped(report: Report) -> str:
