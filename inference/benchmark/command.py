@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import math
@@ -15,28 +16,15 @@ from megatron_async.errors import ConfigError
 
 from ..cli.options import PROGRAM, SEED, add_benchmark_model_options, integer, number, several
 from ..cli.output_file import OutputFile
+from .loads import Load, RaggedLoad
 
 BASELINE_NAMES = ("transformers", "transformers-cb")
 EXIT_FAILED = 1
 EXIT_UNWRITTEN = 2
 
 DEFAULTS: dict[str, dict[str, Any]] = {
-    "decode": {
-        "batch_sizes": [1],
-        "prompt_tokens": 128,
-        "new_tokens": 512,
-        "temperature": 0.0,
-        "top_k": 0,
-        "top_p": 0.0,
-    },
-    "ragged": {
-        "requests": 512,
-        "max_requests": 128,
-        "prompt_range": (32, 2048),
-        "output_range": (16, 1024),
-        "arrival_rate": [math.inf],
-        "block_count": None,
-    },
+    "decode": {"batch_sizes": [1], **Load.own_defaults()},
+    "ragged": {"arrival_rate": [math.inf], **RaggedLoad.own_defaults()},
 }
 """Options that belong to one workload alone."""
 
@@ -54,13 +42,11 @@ the others are reported. What the columns mean: docs/performance.md.
 
 
 def _range(text: str) -> tuple[int, int]:
-    try:
+    with contextlib.suppress(ValueError):
         low, high = map(int, text.split(","))
-    except ValueError:
-        low, high = 0, 0
-    if not 1 <= low <= high:
-        raise argparse.ArgumentTypeError(f"{text!r} must be LOW,HIGH with 1 <= LOW <= HIGH")
-    return low, high
+        if 1 <= low <= high:
+            return low, high
+    raise argparse.ArgumentTypeError(f"{text!r} must be LOW,HIGH with 1 <= LOW <= HIGH")
 
 
 def _rate(text: str) -> float:
@@ -129,13 +115,10 @@ def resolve(args: argparse.Namespace) -> None:
         RequestError: nothing can be sampled so.
     """
     for workload, options in DEFAULTS.items():
-        for name, default in options.items():
-            if workload == args.workload:
-                if getattr(args, name) is None:
-                    setattr(args, name, default)
-            elif getattr(args, name) is not None:
+        for name in options if workload != args.workload else ():
+            if getattr(args, name) is not None:
                 raise ConfigError(f"{_option(name)} belongs to --workload {workload}")
-    for name, default in COMMON_DEFAULTS[args.workload].items():
+    for name, default in {**DEFAULTS[args.workload], **COMMON_DEFAULTS[args.workload]}.items():
         if getattr(args, name) is None:
             setattr(args, name, default)
     if (args.top_k or args.top_p) and not args.temperature:
@@ -160,6 +143,7 @@ def run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from .progress import loud_ends
+    from .report import as_table
     from .runner import collect
 
     report: dict[str, Any] = {}
@@ -184,19 +168,13 @@ def run(args: argparse.Namespace) -> int:
         finally:
             # Cut off or not: what was found is not lost.
             if report.get("results"):
-                show(report, args)
+                if args.json == "-":
+                    sys.stdout.write(json.dumps(report, indent=1) + "\n")
+                to = sys.stderr if args.json == "-" else sys.stdout
+                print(as_table(report), file=to, flush=True)
     if unwritten:
         return EXIT_UNWRITTEN
     return 0 if report["complete"] else EXIT_FAILED
-
-
-def show(report: dict[str, Any], args: argparse.Namespace) -> None:
-    """Print the table, and the report where it was asked for on stdout."""
-    from .report import as_table
-
-    if args.json == "-":
-        sys.stdout.write(json.dumps(report, indent=1) + "\n")
-    print(as_table(report), file=sys.stderr if args.json == "-" else sys.stdout, flush=True)
 
 
 def make_load(args: argparse.Namespace) -> Any:
@@ -205,7 +183,6 @@ def make_load(args: argparse.Namespace) -> Any:
     Raises:
         ConfigError: it is too short to measure.
     """
-    from .loads import Load, RaggedLoad
     from .runs import least_new_tokens
 
     kind = RaggedLoad if args.workload == "ragged" else Load

@@ -78,6 +78,25 @@ def start_engine(model: BenchmarkModel, config: EngineConfig, work: HostWork) ->
     )
 
 
+def _config(
+    model: BenchmarkModel, depth: int, load: Load | RaggedLoad, **sizes: Any
+) -> EngineConfig:
+    return EngineConfig(
+        inference_async_scheduling=depth > 0,
+        depth=depth,
+        max_sequence_length=load.longest,
+        enable_prefix_caching=False,
+        random_seed=load.seed,
+        device=str(model.device),
+        **sizes,
+    )
+
+
+def _blocks_of_row(load: Load | RaggedLoad) -> int:
+    """Admission keeps a block to spare for each running request."""
+    return -(-load.longest // EngineConfig().block_size_tokens) + 1
+
+
 def decode_config(
     model: BenchmarkModel,
     rows: int,
@@ -91,45 +110,31 @@ def decode_config(
     """For exactly this work: the cache holds ``rows`` requests at full length, and ``spare_rows``
     more; ``most_prefill`` tokens are prefilled at once."""
     most_prefill = MOST_PREFILL_TOKENS if most_prefill is None else most_prefill
-    block_size = EngineConfig().block_size_tokens
-    return EngineConfig(
-        inference_async_scheduling=depth > 0,
-        depth=depth,
+    return _config(
+        model,
+        depth,
+        load,
         max_requests=rows,
         max_tokens=rows + max(load.prompt_tokens, min(rows * load.prompt_tokens, most_prefill)),
-        max_sequence_length=load.longest,
-        # Admission keeps a block to spare for each running request.
-        block_count=(rows + spare_rows) * (-(-load.longest // block_size) + 1),
+        block_count=(rows + spare_rows) * _blocks_of_row(load),
         prefill_chunk_tokens=load.prompt_tokens,
-        enable_prefix_caching=False,
         num_cuda_graphs=None if all_buckets else 1,
-        random_seed=load.seed,
-        device=str(model.device),
     )
 
 
 def ragged_config(model: BenchmarkModel, depth: int, load: RaggedLoad) -> EngineConfig:
     """Every row bucket is captured. Unless the load says how large, the cache holds all rows at
     full length, or on a GPU what fits into the free memory."""
-    block_size = EngineConfig().block_size_tokens
     blocks = load.block_count
     if blocks is None:
-        each = -(-load.longest // block_size) + 1
-        blocks = load.max_requests * each
+        blocks = load.max_requests * _blocks_of_row(load)
         if model.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(model.device)
-            fitting = int(MEMORY_SHARE * free) // (block_size * token_bytes(model))
-            blocks = max(min(blocks, fitting), each)
-    return EngineConfig(
-        inference_async_scheduling=depth > 0,
-        depth=depth,
-        max_requests=load.max_requests,
-        max_sequence_length=load.longest,
-        block_count=blocks,
-        enable_prefix_caching=False,
-        random_seed=load.seed,
-        device=str(model.device),
-    )
+            block_bytes = EngineConfig().block_size_tokens * token_bytes(model)
+            fitting = int(MEMORY_SHARE * free) // block_bytes
+            blocks = max(min(blocks, fitting), _blocks_of_row(load))
+    sizes = {"max_requests": load.max_requests, "block_count": blocks}
+    return _config(model, depth, load, **sizes)
 
 
 def make_engine(

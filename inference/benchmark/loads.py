@@ -47,6 +47,12 @@ class HostWork:
     stall_every: int = 0
     seed: int = 0
 
+    @classmethod
+    def own_defaults(cls) -> dict[str, Any]:
+        """Of what a kind of load has that others lack."""
+        common = {field.name for field in dataclasses.fields(HostWork)}
+        return {f.name: f.default for f in dataclasses.fields(cls) if f.name not in common}
+
     def add_to(self, engine: Any) -> None:
         """Spend this work on ``engine`` from now on; nothing is added where there is none."""
         if self.host_work_us or self.stall_us:
@@ -78,8 +84,8 @@ class Load(HostWork):
     """Every request has the same lengths, so that all rows decode for the whole time, and is
     sampled alike."""
 
-    prompt_tokens: int
-    new_tokens: int
+    prompt_tokens: int = 128
+    new_tokens: int = 512
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 0.0
@@ -114,10 +120,10 @@ class Load(HostWork):
 class RaggedLoad(HostWork):
     """Requests of log-normal lengths, at most ``max_requests`` of them at once."""
 
-    requests: int
-    max_requests: int
-    prompt_range: tuple[int, int]
-    output_range: tuple[int, int]
+    requests: int = 512
+    max_requests: int = 128
+    prompt_range: tuple[int, int] = (32, 2048)
+    output_range: tuple[int, int] = (16, 1024)
     block_count: int | None = None
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import time
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
@@ -51,14 +50,6 @@ def shown_text(request: DynamicInferenceRequest) -> str:
 class Writer:
     """Takes what the engine commits; its hooks do nothing here."""
 
-    def __init__(self) -> None:
-        self._started = time.perf_counter()
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds since decoding began."""
-        return time.perf_counter() - self._started
-
     def refuse(self, index: int, message: str) -> None:
         """The prompt could not be served."""
 
@@ -79,7 +70,6 @@ class BarWriter(Writer):
     """Nothing but a bar of the requests that have ended."""
 
     def __init__(self, count: int) -> None:
-        super().__init__()
         self._bar = request_bar(count)
 
     def finish(self, request: DynamicInferenceRequest) -> None:
@@ -93,7 +83,6 @@ class StreamWriter(Writer):
     """The raw text of a single prompt, as it comes."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._at_line_start = True
 
     def text(self, index: int, text: str) -> None:
@@ -117,7 +106,6 @@ class InTurnWriter(Writer):
     """
 
     def __init__(self, heads: list[str]) -> None:
-        super().__init__()
         self._held = heads
         self._finished: set[int] = set()
         self._current = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_async.request import DynamicInferenceRequest, FinishReason
@@ -86,15 +86,9 @@ class DepthReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
-        return {
-            "depth": self.depth,
-            "equal": not self.differences,
-            "differences": self.differences,
-            "witnesses": self.witnesses,
-            "missing": self.missing,
-            "counters": self.counters.to_dict(),
-            "seconds": self.seconds,
-        }
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["counters"] = self.counters.to_dict()
+        return {"depth": self.depth, "equal": not self.differences, **values}
 
 
 @dataclass(frozen=True, slots=True)
