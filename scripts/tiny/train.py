@@ -89,8 +89,7 @@ def train(
         raise SystemExit("no time left to train: use more --minutes")
     history: list[dict[str, float]] = []
     best_loss, best = math.inf, trainer.master.clone()
-    check_every = 1.0 / args.checks
-    next_check, step, progress = check_every, 0, 0.0
+    next_check, step, progress = 1.0 / args.checks, 0, 0.0
     bar = tqdm(total=1000, unit="‰", mininterval=20, dynamic_ncols=False, file=sys.stdout)
     while progress < 1.0:
         trainer.step(next(stream), learning_rate(progress, args.lr))
@@ -100,29 +99,24 @@ def train(
             if not math.isfinite(loss):
                 print(f"\nloss {loss} at step {step}: stopping", flush=True)
                 break
-            rate = step * trainer.mask.numel() / (time.monotonic() - begun)
-            bar.set_postfix_str(f"step {step} loss {loss:.4f} {rate / 1e6:.2f}M tokens/s")
-        if args.steps is not None:
-            progress = step / args.steps
-        else:
-            progress = (time.monotonic() - begun) / (deadline - begun)
+            bar.set_postfix_str(f"step {step} loss {loss:.4f}")
+        passed = (time.monotonic() - begun) / (deadline - begun)
+        progress = passed if args.steps is None else step / args.steps
         bar.update(min(int(1000 * progress), 1000) - bar.n)
         if progress >= next_check or progress >= 1.0:
-            next_check += check_every
+            next_check += 1.0 / args.checks
             model.eval()
             value = validation_loss(
                 model, corpus.validation, args.sequence_length, args.tokens_per_batch
             )
             model.train()
             history.append({"step": step, "train": float(trainer.loss), "validation": value})
-            print(f"\nstep {step} train {history[-1]['train']:.4f} "
-                  f"validation {value:.4f} nats/byte", flush=True)  # fmt: skip
+            print(f"\n{history[-1]}, in nats a byte", flush=True)
             if value < best_loss:
                 best_loss, best = value, trainer.master.clone()
     bar.close()
     trainer.restore(best)
-    seconds = time.monotonic() - begun
-    tokens = step * trainer.mask.numel()
+    seconds, tokens = time.monotonic() - begun, step * trainer.mask.numel()
     return {
         "steps": step,
         "tokens": tokens,
