@@ -48,54 +48,32 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser("generate", help=said, description=_DESCRIPTION)
     parser.set_defaults(run=run)
     add = parser.add_argument_group("prompts and output").add_argument
-    add(
-        "--prompt",
-        action="extend",
-        nargs="+",
-        default=[],
-        metavar="TEXT",
-        help="one or more prompts; may be repeated. Write --prompt=TEXT if it begins with '-'",
+    said = "one or more prompts; may be repeated. Write --prompt=TEXT if it begins with '-'"
+    add("--prompt", action="extend", nargs="+", default=[], metavar="TEXT", help=said)
+    said = (
+        "one prompt a line, taken as it is (a \\n in it is no line break), blank lines skipped; in "
+        'a .jsonl file each line is an object with "prompt" (text or a list of token ids) and, if '
+        'need be, its own "max_new_tokens", "temperature", "top_k", "top_p", "seed" and "priority" '
+        "(an integer; lower goes first, default: 0). - is the standard input. May be repeated"
     )
-    add(
-        "--prompt-file",
-        action="append",
-        default=[],
-        metavar="FILE",
-        help="one prompt a line, taken as it is (a \\n in it is no line break), blank lines "
-        'skipped; in a .jsonl file each line is an object with "prompt" (text or a list of token '
-        'ids) and, if need be, its own "max_new_tokens", "temperature", "top_k", "top_p", "seed" '
-        'and "priority" (an integer; lower goes first, default: 0). - is the standard input. May '
-        "be repeated",
+    add("--prompt-file", action="append", default=[], metavar="FILE", help=said)
+    said = (
+        "one JSON object for each prompt on stdout, in their order: prompt, text, token_ids, "
+        "finish_reason, counters, steps; error as well for one that could not be served"
     )
-    add(
-        "--json",
-        action="store_true",
-        help="one JSON object for each prompt on stdout, in their order: prompt, text, token_ids, "
-        "finish_reason, counters, steps; error as well for one that could not be served",
-    )
+    add("--json", action="store_true", help=said)
     add_model_options(parser)
     add = parser.add_argument_group("sampling").add_argument
-    add(
-        "--max-new-tokens",
-        type=integer(1),
-        metavar="N",
-        help=f"tokens to generate at most (default: {DEFAULT_MAX_NEW_TOKENS}, or fewer where the "
-        "model allows no more)",
-    )
-    heat = "0 is greedy (default: 0, but 1 where --top-k or --top-p is given)"
-    add("--temperature", type=number(0), metavar="T", help=heat)
-    likely = "sample from the K most likely tokens; 0 is off (default: 0)"
-    add("--top-k", type=integer(0), default=0, metavar="K", help=likely)
-    add(
-        "--top-p",
-        type=number(0, 1),
-        default=0.0,
-        metavar="P",
-        help="sample from the most likely tokens that have probability P together; 0 is off "
-        "(default: 0)",
-    )
-    of_all = "of the randomness; each prompt derives its own from it and its place (default: 0)"
-    add("--seed", type=SEED, default=0, metavar="S", help=of_all)
+    said = f"tokens to generate at most (default: {DEFAULT_MAX_NEW_TOKENS}, or fewer where the "
+    add("--max-new-tokens", type=integer(1), metavar="N", help=f"{said}model allows no more)")
+    said = "0 is greedy (default: 0, but 1 where --top-k or --top-p is given)"
+    add("--temperature", type=number(0), metavar="T", help=said)
+    said = "sample from the K most likely tokens; 0 is off (default: 0)"
+    add("--top-k", type=integer(0), default=0, metavar="K", help=said)
+    said = "sample from the most likely tokens that have probability P together; 0 is off "
+    add("--top-p", type=number(0, 1), default=0.0, metavar="P", help=f"{said}(default: 0)")
+    said = "of the randomness; each prompt derives its own from it and its place (default: 0)"
+    add("--seed", type=SEED, default=0, metavar="S", help=said)
     add_scheduling_options(parser, default="off")
     add_engine_options(parser)
 

@@ -27,13 +27,8 @@ def add_command(commands: Any) -> None:
     add_benchmark_model_options(parser)
     add = parser.add_argument_group("recording").add_argument
     add("--batch-size", type=integer(1, MAX_REQUESTS), default=4, metavar="B", help="default: 4")
-    add(
-        "--depth",
-        type=integer(0, MAX_DEPTH),
-        default=DEFAULT_ASYNC_DEPTH,
-        metavar="D",
-        help="steps in flight; 0 is serial (default: %(default)s)",
-    )
+    depth = {"type": integer(0, MAX_DEPTH), "default": DEFAULT_ASYNC_DEPTH, "metavar": "D"}
+    add("--depth", **depth, help="steps in flight; 0 is serial (default: %(default)s)")
     add("--steps", type=integer(6), default=48, metavar="N", help="steps shown (default: 48)")
     add("--prompt-tokens", type=integer(1), default=64, metavar="N", help="default: 64")
     slow = "on a GPU: show its kernels too. The profiler that sees them slows the host down"

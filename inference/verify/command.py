@@ -79,27 +79,17 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser("verify", help=said, description=_DESCRIPTION)
     parser.set_defaults(run=run)
     add = parser.add_argument_group("workload and output").add_argument
-    add(
-        "--scenario",
-        type=_scenarios,
-        default=[RANDOM],
-        metavar="NAME[,NAME]",
-        help=f"{RANDOM}, {ALL}, or names of --list-scenarios (default: {RANDOM})",
-    )
-    names = "name and describe the scenarios, and end"
-    add("--list-scenarios", action="store_true", help=names)
-    count = f"requests of {RANDOM} (default: 24)"
-    add("--requests", type=integer(1), default=24, metavar="N", help=count)
-    seed = "of prompts and sampling (default: 0)"
-    add("--seed", type=SEED, default=0, metavar="S", help=seed)
-    add(
-        "--depths",
-        type=_depths,
-        default=[0, 1, 2, 4],
-        metavar="D,D",
-        help="depths to compare with depth 0, which always runs (default: 0,1,2,4); scenarios "
-        f"other than {RANDOM} are made for at most {MAX_SCENARIO_DEPTH}",
-    )
+    said = f"{RANDOM}, {ALL}, or names of --list-scenarios (default: {RANDOM})"
+    add("--scenario", type=_scenarios, default=[RANDOM], metavar="NAME[,NAME]", help=said)
+    said = "name and describe the scenarios, and end"
+    add("--list-scenarios", action="store_true", help=said)
+    said = f"requests of {RANDOM} (default: 24)"
+    add("--requests", type=integer(1), default=24, metavar="N", help=said)
+    said = "of prompts and sampling (default: 0)"
+    add("--seed", type=SEED, default=0, metavar="S", help=said)
+    said = "depths to compare with depth 0, which always runs (default: 0,1,2,4); scenarios other "
+    said += f"than {RANDOM} are made for at most {MAX_SCENARIO_DEPTH}"
+    add("--depths", type=_depths, default=[0, 1, 2, 4], metavar="D,D", help=said)
     add("--json", action="store_true", help="one JSON object on stdout instead of a table")
     add_model_options(parser)
     add_engine_options(parser, max_requests=8, block_size_tokens=16, prefill_chunk_tokens=32)
