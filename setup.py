@@ -25,11 +25,12 @@ setup(
     long_description_content_type="text/markdown",
     packages=[
         *find_packages(include=["megatron_async", "megatron_async.*"]),
-        "megatron_async.inference",
+        *(f"megatron_async.{name}" for name in find_packages(include=["inference", "inference.*"])),
     ],
     package_dir={"megatron_async.inference": "inference"},
     package_data={
-        "megatron_async": ["py.typed", "assets/**", "kernels/*/*.cu*", "kernels/*/*.json"]
+        "megatron_async": ["py.typed", "assets/**", "kernels/*/*.cu*", "kernels/*/*.json"],
+        "megatron_async.inference": ["verify/scenarios.toml"],
     },
     python_requires=">=3.11",
     install_requires=[
@@ -59,6 +60,6 @@ setup(
             "triton; platform_system == 'Linux'",
         ],
     },
-    entry_points={"console_scripts": ["megatron-async = megatron_async.inference.cli:main"]},
+    entry_points={"console_scripts": ["megatron-async = megatron_async.inference.cli.main:main"]},
     zip_safe=False,
 )

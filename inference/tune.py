@@ -21,9 +21,9 @@ from megatron_async.kernels.gemm.tile_config import (
     save_tuned,
 )
 
-from .options import integer, several
-from .shapes import SHAPES
-from .table import format_table
+from .benchmark.shapes import SHAPES
+from .cli.options import integer, several
+from .cli.table import format_table
 
 if TYPE_CHECKING:
     from .tune_search import Search

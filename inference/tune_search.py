@@ -28,7 +28,7 @@ from megatron_async.kernels.gemm.tile_config import TileConfig, padded
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.fused.decoder import FusedDecoder
 
-from .shapes import build_shape
+from .benchmark.shapes import build_shape
 
 BLOCK_SIZE = 64
 ERROR_LIMIT = 2e-2

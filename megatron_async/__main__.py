@@ -2,7 +2,7 @@
 
 import sys
 
-from megatron_async.inference.cli import main
+from megatron_async.inference.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

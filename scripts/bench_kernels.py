@@ -30,8 +30,8 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from megatron_async.inference.bandwidth import copy_bandwidth
-from megatron_async.inference.shapes import SHAPES
+from megatron_async.inference.benchmark.floor import copy_bandwidth
+from megatron_async.inference.benchmark.shapes import SHAPES
 from megatron_async.inference.tune_search import ERROR_LIMIT, Rig, Step
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import paged_decode_triton, rope_append

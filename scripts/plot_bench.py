@@ -1,5 +1,5 @@
 """Plot what ``megatron-async bench --json`` wrote, a panel for each load: milliseconds of a step
-beside the floor, or tokens a second of a ragged load.
+and the floor, or tokens a second of a ragged load.
 
 python scripts/plot_bench.py FILE.json ... -o out.png [--other llama8b:32:vLLM=5.49 ...]
 """
@@ -38,15 +38,16 @@ COLOURS = {"serial": "tab:gray", "ours": "tab:blue", "other": "tab:orange"}
 def panels_of(report: dict[str, Any], others: list[tuple[str, int, Bar]]) -> list[Panel]:
     """The panels of one report, without what failed."""
     ragged = report["workload"] == "ragged"
-    unit = "output tokens/s" if ragged else "ms/step"
+    case, height, unit = "batch", "step_ms_mean", "ms/step"
+    if ragged:
+        case, height, unit = "arrival_rate", "output_tokens_per_second", "output tokens/s"
     load, rows = report["load"], [row for row in report["results"] if "error" not in row]
     added = ", sampled" if load.get("temperature") else ""
     added += ", host slowed" if load["host_work_us"] or load["stall_us"] else ""
     found = [row for baseline in report["baselines"] for row in baseline["results"]]
     panels = []
-    for key in dict.fromkeys(row["arrival_rate" if ragged else "batch"] for row in rows):
-        mine = [row for row in rows if row["arrival_rate" if ragged else "batch"] == key]
-        height = "output_tokens_per_second" if ragged else "step_ms_mean"
+    for key in dict.fromkeys(row[case] for row in rows):
+        mine = [row for row in rows if row[case] == key]
         bars = [
             Bar(f"depth {row['depth']}", float(row[height]), "ours" if row["depth"] else "serial")
             for row in mine
@@ -57,7 +58,7 @@ def panels_of(report: dict[str, Any], others: list[tuple[str, int, Bar]]) -> lis
             bars += [_other(row, "tokens_per_second") for row in found if key == "inf"]
             title = f"{report['shape']}, ragged, " + ("at once" if key == "inf" else f"{key}/s")
         else:
-            bars += [_other(row, "step_ms_mean") for row in found if row["batch"] == key]
+            bars += [_other(row, height) for row in found if row["batch"] == key]
             bars += [bar for shape, at, bar in others if (shape, at) == (report["shape"], key)]
         floor = mine[0].get("floor_ms")
         panels.append(Panel(title + added, unit, bars, None if floor is None else float(floor)))
@@ -115,6 +116,33 @@ def other(text: str) -> tuple[str, int, Bar]:
         raise argparse.ArgumentTypeError(f"{text!r} must be SHAPE:BATCH:NAME=MS") from None
 
 
+def read_panels(files: list[Path], others: list[tuple[str, int, Bar]]) -> tuple[list[Panel], str]:
+    """All panels, and the machines that were measured.
+
+    Raises:
+        ValueError: a file is none of bench, or a figure of ``others`` has no panel.
+    """
+    panels: list[Panel] = []
+    machines: dict[str, None] = {}
+    for file in files:
+        try:
+            report = json.loads(file.read_text())
+            panels += panels_of(report, others)
+            machines[f"{report['device_name']}, {report['dtype']}, {report['date'][:10]}"] = None
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{file}: {error}") from error
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{file}: not of this version of bench ({error})") from error
+    if not panels:
+        raise ValueError("nothing in these files was measured")
+    for shape, batch, bar in others:
+        if not any(bar is shown for panel in panels for shown in panel.bars):
+            there = "; ".join(dict.fromkeys(panel.title for panel in panels))
+            missing = f"--other {shape}:{batch}:{bar.name}"
+            raise ValueError(f"{missing}: there is no such panel, but these: {there}")
+    return panels, "; ".join(machines)
+
+
 def main() -> int:
     """Run the script and return its exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
@@ -122,38 +150,13 @@ def main() -> int:
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="PNG")
     parser.add_argument("--other", type=other, action="append", default=[], metavar="S:B:NAME=MS")
     args = parser.parse_args()
-    panels: list[Panel] = []
-    machines: dict[str, None] = {}
-    for file in args.files:
-        try:
-            report = json.loads(file.read_text())
-            panels += panels_of(report, args.other)
-            machines[f"{report['device_name']}, {report['dtype']}, {report['date'][:10]}"] = None
-        except (OSError, ValueError) as error:
-            return fail(f"{file}: {error}")
-        except (KeyError, TypeError) as error:
-            return fail(f"{file}: not of this version of bench ({error})")
-    if not panels:
-        return fail("nothing in these files was measured")
-    for shape, batch, bar in args.other:
-        if not any(bar is shown for panel in panels for shown in panel.bars):
-            there = "; ".join(dict.fromkeys(panel.title for panel in panels))
-            return fail(
-                f"--other {shape}:{batch}:{bar.name}: there is no such panel, but these: {there}"
-            )
     try:
-        draw(panels, "; ".join(machines), args.output)
-    except ImportError:
-        return fail("needs matplotlib; pip install matplotlib")
-    except OSError as error:
-        return fail(str(error))
+        panels, heading = read_panels(args.files, args.other)
+        draw(panels, heading, args.output)
+    except (ImportError, OSError, ValueError) as error:
+        print(f"plot_bench: error: {error}", file=sys.stderr)
+        return 2
     return 0
-
-
-def fail(reason: str) -> int:
-    """Say so in one line."""
-    print(f"plot_bench: error: {reason}", file=sys.stderr)
-    return 2
 
 
 if __name__ == "__main__":

@@ -14,22 +14,16 @@ import pytest
 import torch
 
 from megatron_async.errors import CacheTooLargeError
-from megatron_async.inference import (
-    bench_decode,
-    bench_decode_run,
-    bench_engine,
-    bench_load,
-    bench_run,
-)
-from megatron_async.inference.bench_decode import run_round
-from megatron_async.inference.bench_engine import make_engine
-from megatron_async.inference.bench_load import Load, add_host_work, prompts
-from megatron_async.inference.bench_report import as_table
-from megatron_async.inference.cli import main
-from megatron_async.inference.shapes import SHAPES, build_shape, floor_ms
-from megatron_async.inference.subject import Subject
+from megatron_async.inference.benchmark import engines, loads, runner, workloads
+from megatron_async.inference.benchmark.engines import make_engine
+from megatron_async.inference.benchmark.floor import floor_ms
+from megatron_async.inference.benchmark.loads import Load
+from megatron_async.inference.benchmark.model import BenchmarkModel
+from megatron_async.inference.benchmark.report import as_table
+from megatron_async.inference.benchmark.runs import run_load, steady_steps
+from megatron_async.inference.benchmark.shapes import SHAPES, build_shape
+from megatron_async.inference.cli.main import main
 from megatron_async.models.wrapper import GPTInferenceWrapper
-from megatron_async.sampling_params import SamplingParams
 
 Capture = pytest.CaptureFixture[str]
 SMALL = ("--shape", "tiny-llama", "--prompt-tokens", "8", "--new-tokens", "24", "--device", "cpu")
@@ -55,6 +49,7 @@ ROW = {
     "startup_seconds": float,
     "capture_seconds": float,
     "graphs": int,
+    "step_summary": dict,
     "events": dict,
     "timeline": type(None),
     "host_conditions": list,
@@ -191,13 +186,13 @@ def test_bad_arguments_are_one_line(
 
 
 @pytest.fixture(scope="module")
-def subject() -> Subject:
+def model() -> BenchmarkModel:
     config, device = SHAPES["tiny-llama"], torch.device("cpu")
-    model = build_shape(config, device=device, dtype=torch.float32)
-    return Subject(
+    built = build_shape(config, device=device, dtype=torch.float32)
+    return BenchmarkModel(
         name="tiny-llama",
         config=config,
-        wrapper=GPTInferenceWrapper(model),
+        wrapper=GPTInferenceWrapper(built),
         device=device,
         dtype=torch.float32,
         build_seconds=0.0,
@@ -205,46 +200,43 @@ def subject() -> Subject:
 
 
 def test_host_work_is_spent_in_each_commit(
-    subject: Subject, monkeypatch: pytest.MonkeyPatch
+    model: BenchmarkModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spun: list[float] = []
-    monkeypatch.setattr(bench_load, "spin_us", spun.append)
+    monkeypatch.setattr(loads, "spin_us", spun.append)
     load = Load(prompt_tokens=4, new_tokens=16, host_work_us=30.0, stall_us=500.0, stall_every=4)
-    with make_engine(subject, 2, 1, load).engine as engine:
-        result = run_round(engine, 2, load)
+    with make_engine(model, 2, 1, load).engine as engine:
+        run = run_load(engine, load.requests(512, 2))
         assert engine.counters.steps_committed == 16
     assert spun == [30.0, 30.0, 30.0, 530.0] * 4
-    assert len(result.step_ns) == len(result.host_ns) == 16 - 2 - 5
+    steps, hosts = steady_steps(run, 2, 1)
+    assert len(steps) == len(hosts) == 16 - 2 - 5
 
 
-def test_engine_without_host_work_is_left_as_it_is(subject: Subject) -> None:
+def test_engine_without_host_work_is_left_as_it_is(model: BenchmarkModel) -> None:
     load = Load(prompt_tokens=4, new_tokens=16)
-    with make_engine(subject, 1, 0, load).engine as engine:
-        add_host_work(engine, load)
-        assert "_commit" not in vars(engine)
+    with make_engine(model, 1, 0, load).engine as engine:
+        before = dict(vars(engine))
+        load.add_to(engine)
+        assert vars(engine) == before
 
 
 def test_spinning_takes_the_time_asked_for() -> None:
     started = time.perf_counter_ns()
-    bench_load.spin_us(200)
+    loads.spin_us(200)
     assert time.perf_counter_ns() - started >= 200_000
 
 
 def test_all_depths_decode_the_same_prompts() -> None:
     load = Load(prompt_tokens=5, new_tokens=16, seed=3)
-    first = prompts(100, 4, load)
-    assert first == prompts(100, 4, load)
-    assert len({tuple(prompt) for prompt in first}) == 4
+    first = load.requests(100, 4)
+    assert first == load.requests(100, 4)
+    assert len({tuple(request.prompt) for request in first}) == 4
 
 
-def test_requests_are_sampled_as_asked(
-    subject: Subject, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[SamplingParams] = []
+def test_requests_are_sampled_as_asked(capsys: Capture) -> None:
     load = Load(prompt_tokens=4, new_tokens=16, temperature=0.6, top_k=20, top_p=0.9)
-    with make_engine(subject, 2, 1, load).engine as engine:
-        monkeypatch.setattr(engine, "add_request", lambda *request: asked.append(request[2]))
-        bench_decode.start(engine, 2, load, 16)
+    asked = [request.params for request in load.requests(512, 2)]
     assert {(params.temperature, params.top_k, params.top_p) for params in asked} == {
         (0.6, 20, 0.9)
     }
@@ -260,18 +252,18 @@ def test_requests_are_sampled_as_asked(
 def test_a_failed_batch_is_marked_and_the_others_are_measured(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    make = bench_decode_run.make_engine
+    make = workloads.make_engine
 
-    def make_small(subject: Subject, batch_size: int, *args: Any, **kwargs: Any) -> Any:
+    def make_small(model: BenchmarkModel, batch_size: int, *args: Any, **kwargs: Any) -> Any:
         if batch_size == 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
         if batch_size == 3:
             raise ZeroDivisionError("broken")
         if batch_size == 4:
             raise CacheTooLargeError("device cpu has 1.0 GiB")
-        return make(subject, batch_size, *args, **kwargs)
+        return make(model, batch_size, *args, **kwargs)
 
-    monkeypatch.setattr(bench_decode_run, "make_engine", make_small)
+    monkeypatch.setattr(workloads, "make_engine", make_small)
     path = tmp_path / "report.json"
     options = ("--batch-sizes", "2,3,4,1", "--depths", "0", "--rounds", "1", "--json", str(path))
     assert main(["bench", *SMALL, *options]) == 1
@@ -291,7 +283,7 @@ def test_a_failed_batch_is_marked_and_the_others_are_measured(
 def test_a_batch_that_never_decodes_together_leaves_the_others(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(bench_engine, "MOST_PREFILL_TOKENS", 8)  # of one prompt
+    monkeypatch.setattr(engines, "MOST_PREFILL_TOKENS", 8)  # of one prompt
     path = tmp_path / "report.json"
     options = ("--batch-sizes", "2,30,1", "--depths", "0", "--rounds", "1", "--new-tokens", "14")
     assert main(["bench", *SMALL, *options, "--json", str(path)]) == 1
@@ -307,16 +299,16 @@ def test_a_batch_that_never_decodes_together_leaves_the_others(
 def test_a_run_that_is_cut_off_shows_what_it_measured(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    make = bench_decode_run.make_engine
+    make = workloads.make_engine
 
     def make_until_cut_off(
-        subject: Subject, batch_size: int, depth: int, *args: Any, **kwargs: Any
+        model: BenchmarkModel, batch_size: int, depth: int, *args: Any, **kwargs: Any
     ) -> Any:
         if (batch_size, depth) == (2, 1):
             signal.raise_signal(signal.SIGTERM)
-        return make(subject, batch_size, depth, *args, **kwargs)
+        return make(model, batch_size, depth, *args, **kwargs)
 
-    monkeypatch.setattr(bench_decode_run, "make_engine", make_until_cut_off)
+    monkeypatch.setattr(workloads, "make_engine", make_until_cut_off)
     path = tmp_path / "report.json"
     options = ("--batch-sizes", "1,2", "--depths", "0,1", "--rounds", "1", "--json", str(path))
     assert main(["bench", *SMALL, *options]) == 130
@@ -346,9 +338,9 @@ def test_model_is_gone_before_the_baseline_is_built(
     monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     models: list[Any] = []
-    load = bench_run.load_subject
+    load = runner.load_benchmark_model
 
-    def remember(*args: Any, **kwargs: Any) -> Subject:
+    def remember(*args: Any, **kwargs: Any) -> BenchmarkModel:
         found = load(*args, **kwargs)
         models.append(weakref.ref(found.wrapper.model))
         return found
@@ -357,8 +349,8 @@ def test_model_is_gone_before_the_baseline_is_built(
         gc.collect()
         assert [model() for model in models] == [None, None]
 
-    monkeypatch.setattr(bench_run, "load_subject", remember)
-    monkeypatch.setattr(bench_run, "measure_baselines", check)
+    monkeypatch.setattr(runner, "load_benchmark_model", remember)
+    monkeypatch.setattr(runner, "measure_baselines", check)
     options = ("--depths", "0,1", "--rounds", "1", "--startup", "--baseline", "transformers")
     assert main(["bench", *SMALL, *options]) == 0
 

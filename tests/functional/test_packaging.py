@@ -9,12 +9,13 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from pathlib import Path
 
 import pytest
 
-from megatron_async.inference.cli import build_parser
+from megatron_async.inference.cli.main import build_parser
 from megatron_async.version import __version__
 
 ROOT = Path(__file__).parents[2]
@@ -52,9 +53,13 @@ def test_wheel_brings_only_this_package(wheel: Path) -> None:
 
 def test_wheel_holds_every_source_and_asset(wheel: Path) -> None:
     expected = {"megatron_async/py.typed"}
-    for path in (ROOT / "inference").glob("*.py"):
-        expected.add(f"megatron_async/inference/{path.name}")
     package = ROOT / "megatron_async"
+    commands = (ROOT / "inference").rglob("*.*")
+    expected |= {
+        f"megatron_async/{path.relative_to(ROOT)}"
+        for path in commands
+        if path.suffix in (".py", ".toml")
+    }
     cuda_sources = (package / "kernels").glob("*/*.cu*")
     assets = (package / "assets").rglob("*")
     for path in (*package.rglob("*.py"), *cuda_sources, *assets):
@@ -72,14 +77,16 @@ def test_wheel_metadata(wheel: Path) -> None:
     assert metadata["Requires-Python"] == ">=3.11"
     assert "megatron-core==0.16.1" in metadata.get_all("Requires-Dist", [])
     entry_points = archive.read(f"{info}/entry_points.txt").decode()
-    assert "megatron-async = megatron_async.inference.cli:main" in entry_points
+    assert "megatron-async = megatron_async.inference.cli.main:main" in entry_points
 
 
 def test_installed_wheel_runs_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
     subprocess.run([*pip, "--target", str(site), str(wheel)], check=True)
-    code = "import megatron_async.inference.cli as cli; print(cli.__file__); cli.main(['info'])"
+    code = (
+        "import megatron_async.inference.cli.main as cli; print(cli.__file__); cli.main(['info'])"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code],
         env={**os.environ, "PYTHONPATH": str(site)},
@@ -91,6 +98,28 @@ def test_installed_wheel_runs_away_from_the_checkout(wheel: Path, tmp_path: Path
     place, *report = done.stdout.splitlines()
     assert Path(place).is_relative_to(site)
     assert any(line.split() == ["megatron-async", __version__] for line in report)
+
+
+def test_checkout_runs_without_being_installed(tmp_path: Path) -> None:
+    """``-S`` leaves out what installed packages add, so that only the copy can be found."""
+    ignore = shutil.ignore_patterns("__pycache__")
+    for name in ("megatron_async", "inference"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=ignore)
+    libraries = {sysconfig.get_path(name) for name in ("purelib", "platlib")}
+    code = "from megatron_async.inference.cli import main; print(main.__file__)"
+    where, info = (
+        subprocess.run(
+            [sys.executable, "-S", *arguments],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(libraries)},
+            cwd=tmp_path,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout
+        for arguments in (("-c", code), ("-m", "megatron_async", "info"))
+    )
+    assert Path(where.strip()) == tmp_path / "inference" / "cli" / "main.py"
+    assert ["megatron-async", __version__] in [line.split() for line in info.splitlines()]
 
 
 def test_readme_links_lead_somewhere() -> None:

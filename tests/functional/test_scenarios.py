@@ -10,14 +10,14 @@ import pytest
 
 from megatron_async.config import EngineConfig
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.inference.decode import Outcome
-from megatron_async.inference.scenario_reference import Prepared, prepare_all, scenario_config
-from megatron_async.inference.scenario_run import Run
-from megatron_async.inference.scenario_table import TABLE
-from megatron_async.inference.scenarios import (
+from megatron_async.inference.verify.decode import Outcome
+from megatron_async.inference.verify.reference import Prepared, prepare_all, scenario_config
+from megatron_async.inference.verify.run import Run
+from megatron_async.inference.verify.scenarios import (
     MAX_LENGTH,
     MAX_NEW_TOKENS,
     PAIRED,
+    TABLE,
     Action,
     Event,
     Witness,

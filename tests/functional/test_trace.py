@@ -13,14 +13,8 @@ import torch
 from megatron_async.device import cuda_timeline
 from megatron_async.device.cpu import CpuDevice, Span
 from megatron_async.device.cuda_timeline import CudaTimeline
-from megatron_async.engine.timeline import (
-    HostTimeline,
-    device_steps,
-    start_device_timeline,
-    take_device_timeline,
-)
-from megatron_async.inference.cli import main
-from megatron_async.inference.trace_events import (
+from megatron_async.inference.cli.main import main
+from megatron_async.inference.trace.events import (
     DEVICE_LANE,
     FIRST_KERNEL_LANE,
     HOST_LANE,
@@ -29,7 +23,13 @@ from megatron_async.inference.trace_events import (
     short_name,
     trace_events,
 )
-from megatron_async.inference.trace_kernels import KernelProfiler, clock_shift_ns, kernels_of
+from megatron_async.inference.trace.kernels import KernelProfiler, clock_shift_ns, kernels_of
+from megatron_async.inference.trace.timeline import (
+    HostTimeline,
+    device_steps,
+    start_device_timeline,
+    take_device_timeline,
+)
 from tests.support.engines import hash_engine, sampling_params
 from tests.support.oracle import Ask
 
@@ -155,6 +155,19 @@ def test_host_and_device_overlap_from_depth_1_on_and_never_at_depth_0(
     assert beside > len(pairs) // 2 if depth else beside == 0
 
 
+def test_each_commit_says_how_deep_its_step_ran(traced: tuple[int, list[Event]]) -> None:
+    depth, events = traced
+    commits = [event["args"] for event in slices(events, HOST_LANE, "commit")]
+    for args in commits[:STEPS]:
+        assert args["effective_depth"] == depth
+        assert args["overlapped"] is (depth > 0)
+        assert args["reason"] == (None if depth else "serial: depth 0")
+    # What is left in flight at the end is committed for the engine to be suspended.
+    for left, args in enumerate(reversed(commits[STEPS:])):
+        assert (args["effective_depth"], args["overlapped"]) == (left, left > 0)
+    assert {args["committed"] + args["discarded"] for args in commits} <= {2, 3}
+
+
 def test_trace_shows_a_request_leave_and_another_one_join(
     traced: tuple[int, list[Event]],
 ) -> None:
@@ -176,7 +189,7 @@ def test_lanes_and_slices_have_names(traced: tuple[int, list[Event]]) -> None:
     (process,) = [e["args"]["name"] for e in events if e["name"] == "process_name"]
     assert process == f"tiny-llama, float32, batch 3, depth {depth}"
     kinds = {event["cat"] for event in slices(events, HOST_LANE)}
-    assert kinds == {"plan", "launch", "pack", "launch S", "book launch", "wait", "commit", "book"}
+    assert kinds == {"plan", "launch", "pack", "sample", "wait", "commit", "output"}
 
 
 def test_a_batch_of_one_is_replaced_without_a_drain(tmp_path: Path, capsys: Capture) -> None:
@@ -249,17 +262,17 @@ def test_bad_arguments_are_one_line(
 # --- the parts --------------------------------------------------------------------------------
 
 
-def test_a_detached_timeline_leaves_the_engine_as_it_was() -> None:
+def test_a_detached_timeline_sees_nothing_more() -> None:
+    params = sampling_params(Ask(prompt=(4,), max_new=5))
     with hash_engine(1, max_requests=2, block_count=8, debug=False) as engine:
-        objects = (engine, engine.scheduler, engine.controller, engine._book, engine.device)
-        before = [dict(vars(thing)) for thing in objects]
         timeline = HostTimeline(engine)
         start_device_timeline(engine.device)
+        engine.generate([[4]], params)
+        seen = len(timeline.slices), len(timeline.launches), len(timeline.reports)
+        assert min(seen) > 0 and take_device_timeline(engine.device)
         timeline.detach()
-        take_device_timeline(engine.device)
-        assert [dict(vars(thing)) for thing in objects] == before
-        engine.generate([[4]], sampling_params(Ask(prompt=(4,), max_new=5)))
-        assert timeline.slices == []
+        engine.generate([[4]], params)
+        assert (len(timeline.slices), len(timeline.launches), len(timeline.reports)) == seen
         assert isinstance(engine.device, CpuDevice) and engine.device.timeline is None
 
 

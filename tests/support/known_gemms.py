@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_async.inference.shapes import SHAPES
+from megatron_async.inference.benchmark.shapes import SHAPES
 from megatron_async.kernels.gemm.tile_config import (
     ADD,
     GELU_TANH,

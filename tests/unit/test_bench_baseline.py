@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async.inference import bench_baseline, bench_baseline_cb
-from megatron_async.inference.bench_baseline import NoBaselineError
-from megatron_async.inference.bench_load import Load, prompts
-from megatron_async.inference.cli import main
-from megatron_async.inference.shapes import SHAPES, weight_bytes
+from megatron_async.inference.benchmark import baselines
+from megatron_async.inference.benchmark.baselines import NoBaselineError
+from megatron_async.inference.benchmark.floor import weight_bytes
+from megatron_async.inference.benchmark.loads import Load
+from megatron_async.inference.benchmark.shapes import SHAPES
+from megatron_async.inference.cli.main import main
 
 Capture = pytest.CaptureFixture[str]
 SMALL = ("--shape", "tiny-llama", "--prompt-tokens", "8", "--new-tokens", "24", "--device", "cpu")
@@ -26,16 +27,16 @@ needs_transformers = pytest.mark.skipif(
 )
 
 
-def requests(count: int, new_tokens: int) -> bench_baseline.Requests:
+def requests(count: int, new_tokens: int) -> baselines.Requests:
     load = Load(prompt_tokens=4, new_tokens=new_tokens)
-    return [(prompt, new_tokens) for prompt in prompts(TINY.vocab_size, count, load)]
+    return [(one.prompt, new_tokens) for one in load.requests(TINY.vocab_size, count)]
 
 
 @needs_transformers
 def test_generate_decodes_the_same_load() -> None:
-    baseline = bench_baseline.TransformersBaseline(TINY, CPU, torch.float32)
+    baseline = baselines.TransformersBaseline(TINY, CPU, torch.float32)
     (row,) = baseline.measure(requests(2, 16), 2)
-    assert row["batch"] == 2 and row["steps"] == 16 - bench_baseline.SKIPPED_STEPS - 1
+    assert row["batch"] == 2 and row["steps"] == 16 - baselines.SKIPPED_STEPS - 1
     assert row["step_ms_mean"] > 0
     with pytest.raises(NoBaselineError, match="one length"):
         baseline.measure([([1, 2], 16), ([1, 2, 3], 16)], 2)
@@ -43,7 +44,7 @@ def test_generate_decodes_the_same_load() -> None:
 
 @needs_transformers
 def test_continuous_batching_decodes_the_same_load() -> None:
-    baseline = bench_baseline_cb.ContinuousBatchingBaseline(TINY, CPU, torch.float32)
+    baseline = baselines.ContinuousBatchingBaseline(TINY, CPU, torch.float32)
     (row,) = baseline.measure(requests(2, 24), 2)
     assert "continuous batching, synchronous" in row["engine"]
     assert 0 < row["steps"] <= 24 and row["output_tokens"] == 48
@@ -55,7 +56,7 @@ def test_continuous_batching_decodes_the_same_load() -> None:
 
 @needs_transformers
 def test_another_interface_of_transformers_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    baseline = bench_baseline_cb.ContinuousBatchingBaseline(TINY, CPU, torch.float32)
+    baseline = baselines.ContinuousBatchingBaseline(TINY, CPU, torch.float32)
 
     def changed(**_: Any) -> None:
         raise TypeError("got an unexpected keyword argument")
@@ -71,9 +72,7 @@ def test_baseline_has_as_many_parameters(shape: str) -> None:
     transformers = pytest.importorskip("transformers")
     config = SHAPES[shape]
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(
-            bench_baseline.transformers_config(config)
-        )
+        model = transformers.AutoModelForCausalLM.from_config(baselines.transformers_config(config))
     embedding = config.vocab_size * config.hidden_size
     learned = config.position_embedding == "learned_absolute"
     expected = weight_bytes(config, 1) + (0 if config.tie_word_embeddings else embedding)
@@ -98,7 +97,7 @@ def test_both_baselines_are_reported(tmp_path: Path, capsys: Capture) -> None:
 def test_missing_transformers_skips_the_baselines(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench_baseline.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(baselines.importlib.util, "find_spec", lambda name: None)
     options = ("--rounds", "1", "--depths", "0", "--baseline", "transformers,transformers-cb")
     assert main(["bench", *SMALL, *options]) == 0
     out = capsys.readouterr().out
@@ -109,5 +108,5 @@ def test_missing_transformers_skips_the_baselines(
 def test_steps_are_those_in_which_all_requests_decode() -> None:
     early = [float(n) for n in range(30)]
     late = [float(n) for n in range(5, 40)]
-    steady = bench_baseline_cb._steady_ends([early, late])
-    assert steady == [float(n) for n in range(5 + bench_baseline.SKIPPED_STEPS, 30)]
+    steady = baselines._steady_ends([early, late])
+    assert steady == [float(n) for n in range(5 + baselines.SKIPPED_STEPS, 30)]

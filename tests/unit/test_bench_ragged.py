@@ -13,11 +13,10 @@ from typing import Any
 import pytest
 
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.inference import bench_ragged_run
-from megatron_async.inference.bench_load import RaggedLoad, log_normal
-from megatron_async.inference.bench_ragged import arrivals, make_wishes, with_stops
-from megatron_async.inference.bench_ragged_report import as_table
-from megatron_async.inference.cli import main
+from megatron_async.inference.benchmark import workloads
+from megatron_async.inference.benchmark.loads import RaggedLoad, arrivals, log_normal, with_stops
+from megatron_async.inference.benchmark.report import as_table
+from megatron_async.inference.cli.main import main
 
 Capture = pytest.CaptureFixture[str]
 LOAD = RaggedLoad(requests=30, max_requests=4, prompt_range=(4, 32), output_range=(4, 16))
@@ -87,14 +86,14 @@ def test_a_small_cache_evicts(tmp_path: Path) -> None:
 def test_a_depth_that_fails_leaves_the_others(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start = bench_ragged_run.start_engine
+    start = workloads.start_engine
 
-    def fail_at_2(subject: Any, config: Any, load: Any) -> Any:
+    def fail_at_2(model: Any, config: Any, load: Any) -> Any:
         if config.depth == 2:
             raise RuntimeError("CUDA error: out of memory")
-        return start(subject, config, load)
+        return start(model, config, load)
 
-    monkeypatch.setattr(bench_ragged_run, "start_engine", fail_at_2)
+    monkeypatch.setattr(workloads, "start_engine", fail_at_2)
     assert main(["bench", *SMALL, "--depths", "0,2,1"]) == 1
     captured = capsys.readouterr()
     assert "error: depth 2: out of memory; lower --max-requests" in captured.err
@@ -109,7 +108,7 @@ def test_a_depth_that_fails_leaves_the_others(
 def test_a_run_that_is_cut_off_shows_what_it_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    run = bench_ragged_run.run_workload
+    run = workloads.run_load
     runs: list[Any] = []
 
     def run_until_cut_off(*args: Any, **kwargs: Any) -> Any:
@@ -118,7 +117,7 @@ def test_a_run_that_is_cut_off_shows_what_it_measured(
         runs.append(run(*args, **kwargs))
         return runs[-1]
 
-    monkeypatch.setattr(bench_ragged_run, "run_workload", run_until_cut_off)
+    monkeypatch.setattr(workloads, "run_load", run_until_cut_off)
     path = tmp_path / "report.json"
     options = ("--depths", "0,1", "--arrival-rate", "inf,200", "--json", str(path))
     assert main(["bench", *SMALL, *options]) == 130
@@ -130,9 +129,9 @@ def test_a_run_that_is_cut_off_shows_what_it_measured(
 
 
 def test_requests_are_those_of_the_seed() -> None:
-    wishes = make_wishes(512, LOAD)
-    assert wishes == make_wishes(512, LOAD)
-    lengths = [len(wish.prompt) for wish in wishes]
+    requests = LOAD.make_requests(512)
+    assert requests == LOAD.make_requests(512)
+    lengths = [len(request.prompt) for request in requests]
     assert min(lengths) >= 4 and max(lengths) <= 32 and len(set(lengths)) > 5
 
 
@@ -145,19 +144,19 @@ def test_lengths_are_log_normal_and_clipped() -> None:
 
 
 def test_stops_occur_first_where_the_request_then_ends() -> None:
-    wishes = make_wishes(512, LOAD)
-    streams = [[7, 7, 8, 9, 7, 9, 3][: 1 + n % 7] for n in range(len(wishes))]
-    stopping = with_stops(wishes, streams, seed=1)
-    for number, (wish, stream) in enumerate(zip(stopping, streams, strict=True)):
-        stop = wish.params.termination_id
+    requests = LOAD.make_requests(512)
+    streams = [[7, 7, 8, 9, 7, 9, 3][: 1 + n % 7] for n in range(len(requests))]
+    stopping = with_stops(requests, streams, seed=1)
+    for number, (request, stream) in enumerate(zip(stopping, streams, strict=True)):
+        stop = request.params.termination_id
         assert (stop != -1) is (number % 3 == 1 and len(stream) > 1)
         assert stop in (-1, *stream[:-1])
-        assert wish.prompt == wishes[number].prompt
+        assert request.prompt == requests[number].prompt
 
 
 def test_what_stopping_requests_generate_does_not_hang_on_logits() -> None:
     """So that an end token that occurred once occurs again, whatever 16 bits make of the rest."""
-    params = dataclasses.replace(make_wishes(512, LOAD)[1].params, num_tokens_to_generate=40)
+    params = dataclasses.replace(LOAD.make_requests(512)[1].params, num_tokens_to_generate=40)
     engine = DynamicInferenceEngine.from_pretrained("tiny")
     prompts = ["import os", "class Cou"]
     first, second = (request.generated_tokens for request in engine.generate(prompts, params))

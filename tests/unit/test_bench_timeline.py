@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megatron_async.inference.bench_timeline import (
+from megatron_async.inference.benchmark.profiler import (
     STEP_MARKERS,
     Kernel,
     analyse,

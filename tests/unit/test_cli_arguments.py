@@ -12,17 +12,17 @@ import pytest
 
 from megatron_async.config import EngineConfig
 from megatron_async.errors import ConfigError
-from megatron_async.inference import bench
-from megatron_async.inference.cli import build_parser, main
-from megatron_async.inference.options import (
+from megatron_async.inference.benchmark import command as bench
+from megatron_async.inference.benchmark.shapes import SHAPES
+from megatron_async.inference.cli.main import build_parser, main
+from megatron_async.inference.cli.options import (
     FLAGS,
     engine_config,
     name_options,
     resolve_scheduling,
 )
-from megatron_async.inference.prompts import read_jobs
-from megatron_async.inference.shapes import SHAPES
-from megatron_async.inference.table import format_table
+from megatron_async.inference.cli.prompts import read_jobs
+from megatron_async.inference.cli.table import format_table
 from megatron_async.sampling_params import SamplingParams
 
 COMMANDS = ("generate", "verify", "demo", "info", "bench", "trace", "tune")
@@ -249,7 +249,7 @@ def test_a_file_without_prompts_is_refused(content: bytes, tmp_path: Path) -> No
 
 def test_help_does_not_import_torch() -> None:
     code = (
-        "import sys; from megatron_async.inference.cli import build_parser; "
+        "import sys; from megatron_async.inference.cli.main import build_parser; "
         "build_parser().format_help(); "
         "sys.exit(any(name in sys.modules for name in ('torch', 'megatron', 'numpy')))"
     )

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async.inference import bandwidth, bench_run
-from megatron_async.inference.bandwidth import copy_bandwidth
-from megatron_async.inference.cli import main
-from megatron_async.inference.shapes import SHAPES, build_shape, floor_ms, weight_bytes
-from megatron_async.inference.subject import Subject
+from megatron_async.inference.benchmark import floor, runner
+from megatron_async.inference.benchmark.floor import copy_bandwidth, floor_ms, weight_bytes
+from megatron_async.inference.benchmark.model import BenchmarkModel
+from megatron_async.inference.benchmark.shapes import SHAPES, build_shape
+from megatron_async.inference.cli.main import main
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def model() -> torch.nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("shape", "batch", "floor"),
+    ("shape", "batch", "expected"),
     [
         ("llama8b", 32, 3.9),
         ("llama8b", 1, 3.5),
@@ -31,9 +31,9 @@ def model() -> torch.nn.Module:
         ("gpt2", 1, 0.06),
     ],
 )
-def test_floor_of_known_shapes(shape: str, batch: int, floor: float) -> None:
+def test_floor_of_known_shapes(shape: str, batch: int, expected: float) -> None:
     found = floor_ms(SHAPES[shape], 2, 4.3e12, batch_size=batch, prompt_tokens=128, new_tokens=512)
-    assert found == pytest.approx(floor, rel=0.05)
+    assert found == pytest.approx(expected, rel=0.05)
 
 
 def test_weight_bytes_are_those_of_the_parameters_read(model: torch.nn.Module) -> None:
@@ -55,22 +55,22 @@ def test_bandwidth_is_measured_before_the_model_takes_the_memory(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     order: list[str] = []
-    load = bench_run.load_subject
+    load = runner.load_benchmark_model
 
     def measure(device: torch.device) -> float:
         order.append(str(device))
         return 1e12
 
-    def load_after(*args: Any, **kwargs: Any) -> Subject:
+    def load_after(*args: Any, **kwargs: Any) -> BenchmarkModel:
         order.append("model")
         return load(*args, **kwargs)
 
-    monkeypatch.setattr(bench_run, "resolve_device", lambda name: torch.device("cuda", 3))
+    monkeypatch.setattr(runner, "resolve_device", lambda name: torch.device("cuda", 3))
     monkeypatch.setattr(
-        bench_run, "environment", lambda device: {"device": str(device), "device_name": "A GPU"}
+        runner, "environment", lambda device: {"device": str(device), "device_name": "A GPU"}
     )
-    monkeypatch.setattr(bench_run, "copy_bandwidth", measure)
-    monkeypatch.setattr(bench_run, "load_subject", load_after)
+    monkeypatch.setattr(runner, "copy_bandwidth", measure)
+    monkeypatch.setattr(runner, "load_benchmark_model", load_after)
     path = tmp_path / "report.json"
     options = [
         "--shape",
@@ -102,6 +102,6 @@ def test_a_copy_measures_the_bandwidth_of_a_gpu_that_has_no_figure(
 ) -> None:
     device = torch.device("cuda", 0)
     known = copy_bandwidth(device)
-    monkeypatch.setattr(bandwidth, "COPY_BANDWIDTH", {})
+    monkeypatch.setattr(floor, "COPY_BANDWIDTH", {})
     # Other processes may copy too; more than the memory delivers no copy can measure.
     assert 0.02 * known < copy_bandwidth(device) < 1.15 * known

@@ -18,7 +18,7 @@ from megatron_async.checkpoint import describe_pretrained, load_pretrained
 from megatron_async.engine import build
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.inference import tune_search as tuner
-from megatron_async.inference.cli import main
+from megatron_async.inference.cli.main import main
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.gemm import tile_choice
 from megatron_async.kernels.gemm.tile_choice import MIN_STAGES, known_configs, neighbours

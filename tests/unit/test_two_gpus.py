@@ -10,7 +10,7 @@ import torch
 
 from megatron_async.engine.build import build_context, resolve_device
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.inference.shapes import SHAPES, build_shape
+from megatron_async.inference.benchmark.shapes import SHAPES, build_shape
 from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.runner.controller import TextGenerationController
 from megatron_async.sampling_params import SamplingParams

@@ -1,0 +1,219 @@
+"""``megatron-async bench``: decode steps and ragged loads, serial and asynchronous."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import shlex
+import sys
+from typing import Any
+
+from megatron_async.config import MAX_DEPTH, MAX_REQUESTS
+from megatron_async.errors import ConfigError
+
+from ..cli.options import PROGRAM, SEED, add_benchmark_model_options, integer, number, several
+from ..cli.output_file import OutputFile
+from .loads import Load, RaggedLoad
+
+BASELINE_NAMES = ("transformers", "transformers-cb")
+EXIT_FAILED = 1
+EXIT_UNWRITTEN = 2
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "decode": {"batch_sizes": [1], **Load.own_defaults()},
+    "ragged": {"arrival_rate": [math.inf], **RaggedLoad.own_defaults()},
+}
+"""Options that belong to one workload alone."""
+
+COMMON_DEFAULTS: dict[str, dict[str, Any]] = {
+    "decode": {"depths": [0, 1], "rounds": 3},
+    "ragged": {"depths": [0, 1, 2], "rounds": 1},
+}
+_DESCRIPTION = """\
+Measure how fast requests are decoded from prompts of random token ids. Every depth decodes the
+same load on the same weights; depth 0, serial decoding, is the baseline. The workload "decode"
+measures steps in which all rows decode, greedily unless --temperature is given; "ragged" serves
+requests of many lengths, a third of which stop at a token id. Exit status 1: a measurement failed;
+the others are reported. What the columns mean: docs/performance.md.
+"""
+
+
+def _range(text: str) -> tuple[int, int]:
+    with contextlib.suppress(ValueError):
+        low, high = map(int, text.split(","))
+        if 1 <= low <= high:
+            return low, high
+    raise argparse.ArgumentTypeError(f"{text!r} must be LOW,HIGH with 1 <= LOW <= HIGH")
+
+
+def _rate(text: str) -> float:
+    return math.inf if text == "inf" else number(0, above=True)(text)
+
+
+def _baseline(text: str) -> str:
+    if text not in BASELINE_NAMES:
+        raise argparse.ArgumentTypeError(f"{text!r} must be among {', '.join(BASELINE_NAMES)}")
+    return text
+
+
+def add_command(commands: Any) -> None:
+    """Add ``bench`` to the command line."""
+    said = "measure decoding at several depths"
+    parser = commands.add_parser("bench", help=said, description=_DESCRIPTION)
+    parser.set_defaults(run=run)
+    add_benchmark_model_options(parser)
+    add = parser.add_argument_group("workload decode").add_argument
+    add("--batch-sizes", type=several(integer(1, MAX_REQUESTS)), metavar="B,...", help="default: 1")
+    add("--prompt-tokens", type=integer(1), metavar="N", help="default: 128")
+    add("--new-tokens", type=integer(1), metavar="N", help="default: 512")
+    add("--temperature", type=number(0), metavar="T", help="default: 0, greedy")
+    add("--top-k", type=integer(0), metavar="K", help="of --temperature; 0 is off (default: 0)")
+    add("--top-p", type=number(0, 1), metavar="P", help="of --temperature; 0 is off (default: 0)")
+    add("--all-buckets", action="store_true", help="capture every row bucket, not just the batch")
+
+    add = parser.add_argument_group("workload ragged").add_argument
+    rates = "requests a second, Poisson; inf is all at once (default: inf)"
+    add("--requests", type=integer(1), metavar="N", help="default: 512")
+    add("--max-requests", type=integer(1, MAX_REQUESTS), metavar="N", help="at once (default: 128)")
+    add("--prompt-range", type=_range, metavar="LOW,HIGH", help="tokens (default: 32,2048)")
+    add("--output-range", type=_range, metavar="LOW,HIGH", help="tokens (default: 16,1024)")
+    add("--arrival-rate", type=several(_rate), metavar="R,...", help=rates)
+    add("--block-count", type=integer(1), metavar="N", help="KV blocks (default: room for all)")
+
+    add = parser.add_argument_group("measurement").add_argument
+    depths = "steps in flight; 0 is serial (default: 0,1; ragged: 0,1,2)"
+    marks = "mark each launch on the device's clock: the share of time inside steps"
+    profile = "on a GPU: profile some steps after the timed rounds"
+    others = (
+        "measure the same load with transformers (generate) or transformers-cb (continuous "
+        "batching)"
+    )
+    report = "write the report; - is stdout, the table to stderr then"
+    on_or_off = argparse.BooleanOptionalAction
+    add("--workload", choices=tuple(DEFAULTS), default="decode", help="default: decode")
+    add("--depths", type=several(integer(0, MAX_DEPTH)), metavar="D,...", help=depths)
+    add("--rounds", type=integer(1), metavar="N", help="per depth (default: 3; ragged: 1)")
+    add("--host-work-us", type=number(0), default=0.0, metavar="N", help="spin in each commit")
+    add("--stall-us", type=number(0), default=0.0, metavar="N", help="spin in every K-th commit")
+    add("--stall-every", type=integer(1), metavar="K", help="see --stall-us")
+    add("--seed", type=SEED, default=0, metavar="S", help="of weights and requests (default: 0)")
+    add("--events", action=on_or_off, help=f"{marks} (default: on a GPU)")
+    add("--profile", action=on_or_off, default=True, help=profile)
+    add("--startup", action="store_true", help="time the phases of two starts first")
+    add("--baseline", type=several(_baseline), metavar="NAME,...", help=others)
+    add("--json", metavar="FILE|-", help=report)
+
+
+def resolve(args: argparse.Namespace) -> None:
+    """Fill in the workload's defaults.
+
+    Raises:
+        ConfigError: an option belongs to the other workload, or two contradict each other.
+        RequestError: nothing can be sampled so.
+    """
+    for workload, options in DEFAULTS.items():
+        for name in options if workload != args.workload else ():
+            if getattr(args, name) is not None:
+                raise ConfigError(f"{_option(name)} belongs to --workload {workload}")
+    for name, default in {**DEFAULTS[args.workload], **COMMON_DEFAULTS[args.workload]}.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+    if (args.top_k or args.top_p) and not args.temperature:
+        raise ConfigError("--top-k and --top-p belong to sampling; give a --temperature above 0")
+    if args.workload == "decode":
+        from megatron_async.sampling_params import SamplingParams
+
+        sampling = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
+        SamplingParams(**sampling).validate()
+    if args.temperature and args.baseline:
+        raise ConfigError("--baseline decodes greedily; leave --temperature or --baseline out")
+    if args.all_buckets and args.workload != "decode":
+        raise ConfigError("--all-buckets belongs to --workload decode; ragged captures all anyway")
+    if bool(args.stall_us) != (args.stall_every is not None):
+        raise ConfigError("--stall-us and --stall-every belong together; give both or neither")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    resolve(args)
+    file = None if args.json in (None, "-") else OutputFile("--json", args.json)
+    from tqdm import tqdm
+
+    from .progress import loud_ends
+    from .report import as_table
+    from .runner import collect
+
+    report: dict[str, Any] = {}
+    unwritten = False
+
+    def keep(latest: dict[str, Any]) -> None:
+        nonlocal unwritten
+        report.update(latest)
+        try:
+            if file is not None:
+                file.write(json.dumps(report, indent=1) + "\n")
+            unwritten = False
+        except ConfigError as error:
+            # Said once; the table will show what is still to be measured.
+            if not unwritten:
+                tqdm.write(f"{PROGRAM}: error: {error}", file=sys.stderr)
+            unwritten = True
+
+    with loud_ends():
+        try:
+            collect(args, make_load(args), command_line(args), keep)
+        finally:
+            # Cut off or not: what was found is not lost.
+            if report.get("results"):
+                if args.json == "-":
+                    sys.stdout.write(json.dumps(report, indent=1) + "\n")
+                to = sys.stderr if args.json == "-" else sys.stdout
+                print(as_table(report), file=to, flush=True)
+    if unwritten:
+        return EXIT_UNWRITTEN
+    return 0 if report["complete"] else EXIT_FAILED
+
+
+def make_load(args: argparse.Namespace) -> Any:
+    """The load that the options describe.
+
+    Raises:
+        ConfigError: it is too short to measure.
+    """
+    from .runs import least_new_tokens
+
+    kind = RaggedLoad if args.workload == "ragged" else Load
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(kind)}
+    if args.workload == "decode" and args.new_tokens < (least := least_new_tokens(args.depths)):
+        raise ConfigError(
+            f"--new-tokens {args.new_tokens} leaves no steady steps at depth {max(args.depths)}; "
+            f"use at least {least}"
+        )
+    return kind(**{**given, "stall_every": args.stall_every or 0})
+
+
+def command_line(args: argparse.Namespace) -> str:
+    """The command that measures the same again, every option written out."""
+    words = [PROGRAM, "bench"]
+    for name, value in vars(args).items():
+        if name in ("run", "json") or value is None:
+            continue
+        if isinstance(value, bool):
+            if value or name in ("profile", "events"):
+                words.append(_option(name if value else f"no_{name}"))
+        elif isinstance(value, (list, tuple)):
+            words += [_option(name), ",".join(map(_word, value))]
+        else:
+            words += [_option(name), _word(value)]
+    return shlex.join(words)
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _word(value: object) -> str:
+    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)

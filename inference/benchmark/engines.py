@@ -1,0 +1,230 @@
+"""The engines that are measured: one model, engines for a load one after the other."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron_async.config import EngineConfig
+from megatron_async.engine.build import build_context
+from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.runner.controller import TextGenerationController
+from megatron_async.sampling_params import SamplingParams
+
+from ..steps import drive
+from .loads import HostWork, Load, RaggedLoad
+from .model import BenchmarkModel
+
+MOST_PREFILL_TOKENS = 8192
+"""Prompt tokens of one forward, where a single prompt is not longer."""
+
+MEMORY_SHARE = 0.8
+"""Of the free memory of a GPU: what caches may take."""
+
+FIRST_PROMPT_TOKENS = 16
+"""Of the request whose first token is timed at the start."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Started:
+    """An engine, and the seconds that it took to start it: the cache, the capture of its graphs,
+    and all. ``graphs`` counts these."""
+
+    engine: Any
+    cache_seconds: float
+    capture_seconds: float
+    seconds: float
+    graphs: int
+
+
+def start_engine(model: BenchmarkModel, config: EngineConfig, work: HostWork) -> Started:
+    """Build an engine over the model's weights, and time its parts."""
+    started = time.perf_counter()
+    context = build_context(model.wrapper, config, model.device)
+    _synchronize(model.device)
+    cache_seconds = time.perf_counter() - started
+    capture_seconds = 0.0
+
+    def time_capture(captured: Iterable[int], count: int) -> Iterator[int]:
+        nonlocal capture_seconds
+        before = time.perf_counter()
+        yield from captured
+        _synchronize(model.device)
+        capture_seconds = time.perf_counter() - before
+
+    controller = TextGenerationController(model.wrapper)
+    engine = DynamicInferenceEngine(
+        controller,
+        context,
+        config=config,
+        model_name=model.name,
+        progress=time_capture,
+    )
+    _synchronize(model.device)
+    seconds = time.perf_counter() - started
+    work.add_to(engine)
+    return Started(
+        engine=engine,
+        cache_seconds=cache_seconds,
+        capture_seconds=capture_seconds,
+        seconds=seconds,
+        graphs=engine.runner.graph_count,
+    )
+
+
+def _config(
+    model: BenchmarkModel, depth: int, load: Load | RaggedLoad, **sizes: Any
+) -> EngineConfig:
+    return EngineConfig(
+        inference_async_scheduling=depth > 0,
+        depth=depth,
+        max_sequence_length=load.longest,
+        enable_prefix_caching=False,
+        random_seed=load.seed,
+        device=str(model.device),
+        **sizes,
+    )
+
+
+def _blocks_of_row(load: Load | RaggedLoad) -> int:
+    """Admission keeps a block to spare for each running request."""
+    return -(-load.longest // EngineConfig().block_size_tokens) + 1
+
+
+def decode_config(
+    model: BenchmarkModel,
+    rows: int,
+    depth: int,
+    load: Load,
+    *,
+    all_buckets: bool = False,
+    most_prefill: int | None = None,
+    spare_rows: int = 0,
+) -> EngineConfig:
+    """For exactly this work: the cache holds ``rows`` requests at full length, and ``spare_rows``
+    more; ``most_prefill`` tokens are prefilled at once."""
+    most_prefill = MOST_PREFILL_TOKENS if most_prefill is None else most_prefill
+    return _config(
+        model,
+        depth,
+        load,
+        max_requests=rows,
+        max_tokens=rows + max(load.prompt_tokens, min(rows * load.prompt_tokens, most_prefill)),
+        block_count=(rows + spare_rows) * _blocks_of_row(load),
+        prefill_chunk_tokens=load.prompt_tokens,
+        num_cuda_graphs=None if all_buckets else 1,
+    )
+
+
+def ragged_config(model: BenchmarkModel, depth: int, load: RaggedLoad) -> EngineConfig:
+    """Every row bucket is captured. Unless the load says how large, the cache holds all rows at
+    full length, or on a GPU what fits into the free memory."""
+    blocks = load.block_count
+    if blocks is None:
+        blocks = load.max_requests * _blocks_of_row(load)
+        if model.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(model.device)
+            block_bytes = EngineConfig().block_size_tokens * token_bytes(model)
+            fitting = int(MEMORY_SHARE * free) // block_bytes
+            blocks = max(min(blocks, fitting), _blocks_of_row(load))
+    sizes = {"max_requests": load.max_requests, "block_count": blocks}
+    return _config(model, depth, load, **sizes)
+
+
+def make_engine(
+    model: BenchmarkModel, rows: int, depth: int, load: Load, *, all_buckets: bool = False
+) -> Started:
+    """An engine of the decode workload, started."""
+    return start_engine(
+        model, decode_config(model, rows, depth, load, all_buckets=all_buckets), load
+    )
+
+
+def token_bytes(model: BenchmarkModel) -> int:
+    """Bytes of the keys and values of one token."""
+    spec = model.wrapper.kv_cache_spec
+    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
+
+
+def fit_together(model: BenchmarkModel, batch_size: int, count: int, load: Load) -> bool:
+    """Whether ``count`` engines of the decode workload fit into a GPU's free memory at once."""
+    if model.device.type != "cuda":
+        return True
+    config = decode_config(model, batch_size, 0, load)
+    cache = (config.block_count or 0) * config.block_size_tokens * token_bytes(model)
+    logits = 3 * 4 * batch_size * model.config.vocab_size
+    return count * (cache + logits) < MEMORY_SHARE * torch.cuda.mem_get_info(model.device)[0]
+
+
+def close_engines(made: list[Started]) -> None:
+    """Give back graphs and caches, so that the next engines find the memory free. A device that
+    has failed cannot be closed: its error has been told, and must not be hidden by the next."""
+    for one in made:
+        with contextlib.suppress(RuntimeError):
+            one.engine.close()
+        one.engine = None
+    made.clear()
+    with contextlib.suppress(RuntimeError):
+        free_memory()
+
+
+def free_memory() -> None:
+    """Give what nobody holds back to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def measure_startup(
+    model: BenchmarkModel, config: EngineConfig, build_again: Callable[[], object]
+) -> dict[str, Any]:
+    """Seconds of each phase of two starts. To be called before anything else has run: the first
+    start compiles kernels, or reads them from the caches on disk.
+
+    ``model``: build or load the weights; ``cache``: the KV cache and per-slot state; ``capture``:
+    the graphs of all row buckets, kernels' compilation included; ``rest``: rings, scheduler;
+    ``first token``: of one short request, from ``add_request`` on.
+    """
+    starts: list[dict[str, float]] = []
+    graphs = 0
+    for _ in range(2):
+        made = [start_engine(model, config, HostWork())]
+        one = made[0]
+        rest = one.seconds - one.cache_seconds - one.capture_seconds
+        phases = {"cache": one.cache_seconds, "capture": one.capture_seconds, "rest": rest}
+        phases["first token"] = _first_token_seconds(one.engine, model.config.vocab_size)
+        starts.append(phases)
+        graphs = one.graphs
+        close_engines(made)
+    started = time.perf_counter()
+    build_again()
+    builds = [model.build_seconds, time.perf_counter() - started]
+    free_memory()
+    phases_of_both = {name: [start[name] for start in starts] for name in starts[0]}
+    return {
+        "phases": {"model": builds, **phases_of_both},
+        "total": [build + sum(s.values()) for build, s in zip(builds, starts, strict=True)],
+        "graphs": graphs,
+        "max_requests": config.max_requests,
+    }
+
+
+def _first_token_seconds(engine: Any, vocab_size: int) -> float:
+    length = min(FIRST_PROMPT_TOKENS, engine.max_sequence_length - 2)
+    prompt = [n % vocab_size for n in range(length)]
+    params = SamplingParams(temperature=0, num_tokens_to_generate=2, termination_id=-1)
+    started = time.perf_counter()
+    engine.add_request(0, prompt, params)
+    times = [time.perf_counter() - started for step in drive(engine) if step["tokens"]]
+    return times[0]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,85 @@
+"""Launches and the pauses between them, on the device's own clock, without a profiler.
+
+The device's timeline marks when each launch begins and ends: on CUDA with two events, which cost
+the host a few microseconds and are read after the run; on a CPU the worker thread, which is the
+stream, takes the time.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from megatron_async.device.cpu import Span
+from megatron_async.device.cuda import CudaDevice
+from megatron_async.device.cuda_timeline import CudaTimeline
+from megatron_async.device.protocol import Device
+from megatron_async.runner.cuda_graphs import MIXED
+
+from ..trace.timeline import start_device_timeline, take_device_timeline
+
+
+class LaunchTimes(NamedTuple):
+    """In milliseconds of the device.
+
+    ``inside_share`` is the share of the time from the first launch's begin to the last one's end
+    that lies inside a launch. A launch is one graph replay, or the kernels of a step with prefill
+    chunks that no graph holds; what a launch pauses within itself counts as inside.
+    """
+
+    launches: int
+    total_ms: float
+    inside_share: float
+    pause_ms_p50: float
+    pause_ms_max: float
+
+
+def launch_times(spans: Sequence[Span], *, after_prefill: bool = False) -> LaunchTimes | None:
+    """The figures of launches in stream order; ``after_prefill`` leaves out what comes before the
+    end of the last step with prefill chunks. None when fewer than two are left."""
+    if after_prefill:
+        first = max((n for n, span in enumerate(spans, 1) if span.name == MIXED), default=0)
+        spans = spans[first:]
+    if len(spans) < 2:
+        return None
+    inside = 1e-6 * sum(span.end_ns - span.start_ns for span in spans)
+    pairs = itertools.pairwise(spans)
+    pauses = [1e-6 * (after.start_ns - before.end_ns) for before, after in pairs]
+    total = inside + sum(pauses)
+    middle, longest = statistics.median(pauses), max(pauses)
+    return LaunchTimes(len(spans), total, inside / total, middle, longest)
+
+
+@contextmanager
+def marked_launches(
+    device: Device, *, after_prefill: bool = False
+) -> Iterator[Callable[[], dict[str, Any] | None]]:
+    """Mark all launches in between. What it gives returns the figures afterwards, with what the
+    marks of a launch cost the host; None where there were too few."""
+    cost = host_us_per_launch(device)
+    spans: list[Span] = []
+
+    def figures() -> dict[str, Any] | None:
+        times = launch_times(spans, after_prefill=after_prefill)
+        return None if times is None else {**times._asdict(), "host_us_per_launch": cost}
+
+    start_device_timeline(device)
+    try:
+        yield figures
+    finally:
+        spans += take_device_timeline(device)
+
+
+def host_us_per_launch(device: Device, launches: int = 500) -> float:
+    """What the marks of a launch cost the host, in microseconds; nothing on a CPU."""
+    if not isinstance(device, CudaDevice):
+        return 0.0
+    timeline = CudaTimeline(device.stream)
+    started = time.perf_counter_ns()
+    for _ in range(launches):
+        timeline.record(lambda: None, "nothing", -1)
+    return (time.perf_counter_ns() - started) * 1e-3 / launches

@@ -1,0 +1,76 @@
+"""The model that ``bench`` and ``trace`` look at: a checkpoint, or random weights in a shape."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+
+import torch
+
+from megatron_async.checkpoint import load_pretrained
+from megatron_async.engine.build import resolve_device
+from megatron_async.errors import ConfigError
+from megatron_async.models.config import ModelConfig
+from megatron_async.models.wrapper import GPTInferenceWrapper
+
+from .shapes import SHAPES, build_shape
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BenchmarkModel:
+    """The model all engines share, and what it is."""
+
+    name: str
+    config: ModelConfig
+    wrapper: GPTInferenceWrapper
+    device: torch.device
+    dtype: torch.dtype
+    build_seconds: float
+
+
+def load_benchmark_model(
+    args: argparse.Namespace, *, longest: int, what: str, seed: int = 0
+) -> BenchmarkModel:
+    """The model that ``add_benchmark_model_options`` lets people name, on its device.
+
+    Args:
+        longest: tokens of the longest request.
+        what: the options that make it so long.
+
+    Raises:
+        ConfigError: that is more than the model takes, or the device is not there.
+        CheckpointError: the model cannot be loaded.
+    """
+
+    def check_length(config: ModelConfig) -> None:
+        if longest > config.max_sequence_length:
+            raise ConfigError(
+                f"{what} make sequences of {longest} tokens, and the model's longest has "
+                f"{config.max_sequence_length} tokens; lower one of them"
+            )
+
+    device = resolve_device(args.device)
+    dtype = None if args.dtype is None else getattr(torch, args.dtype)
+    started = time.perf_counter()
+    if args.shape is not None:
+        name, config = args.shape, SHAPES[args.shape]
+        check_length(config)
+        if dtype is None:
+            dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        model = build_shape(config, device=device, dtype=dtype, seed=seed)
+    else:
+        pretrained = load_pretrained(args.model or "tiny", device=device, dtype=dtype)
+        name, config, model = pretrained.name, pretrained.config, pretrained.model
+        check_length(config)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    wrapper = GPTInferenceWrapper(model)
+    return BenchmarkModel(
+        name=name,
+        config=config,
+        wrapper=wrapper,
+        device=device,
+        dtype=wrapper.kv_cache_spec.dtype,
+        build_seconds=time.perf_counter() - started,
+    )

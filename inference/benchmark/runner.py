@@ -1,0 +1,119 @@
+"""What ``bench`` measures, in order: the start, the workload, the baselines."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import importlib.metadata
+import platform
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_async.config import EngineConfig
+from megatron_async.engine.build import resolve_device
+from megatron_async.version import __version__
+
+from .baselines import measure_baselines
+from .engines import decode_config, free_memory, measure_startup, ragged_config
+from .floor import copy_bandwidth
+from .loads import Load, RaggedLoad
+from .model import BenchmarkModel, load_benchmark_model
+from .progress import Progress
+from .workloads import DecodeWorkload, RaggedWorkload, Workload
+
+SCHEMA_VERSION = 2
+
+Keep = Callable[[dict[str, Any]], None]
+
+
+def collect(
+    args: argparse.Namespace, load: Load | RaggedLoad, command: str, keep: Keep
+) -> dict[str, Any]:
+    """Measure everything and return the report, plain JSON types, ``complete`` when nothing
+    failed. ``keep`` is called with what there is so far whenever there is more."""
+    load_model = partial(
+        load_benchmark_model, args, longest=load.longest, what=load.what, seed=load.seed
+    )
+    device = resolve_device(args.device)
+    # A copy takes memory too, which a model may leave no room for.
+    bandwidth = copy_bandwidth(device) if device.type == "cuda" else None
+    model = load_model()
+    report: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": command,
+        **environment(device),
+        "bandwidth_bytes_per_second": bandwidth,
+        "workload": args.workload,
+        "shape": model.name,
+        "model": model.config.to_dict(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "load": dataclasses.asdict(load),
+        "build_seconds": model.build_seconds,
+        "fused_decode_off": model.wrapper.fused_decode_off,
+        "decode_coverage": model.wrapper.decode_coverage().to_dict(),
+        "startup": None,
+        "results": [],
+        "baselines": [],
+        "complete": False,
+    }
+    progress = Progress(lambda: keep(report))
+    if args.startup:
+        progress.describe("start")
+        try:
+            report["startup"] = measure_startup(model, _full_config(model, args, load), load_model)
+        except Exception as error:
+            progress.failed("--startup", error, lower="--batch-sizes or --max-requests")
+        free_memory()
+        progress.done("start measured")
+    workload: Workload
+    if isinstance(load, Load):
+        workload = DecodeWorkload(model, args, progress, load, bandwidth)
+    else:
+        workload = RaggedWorkload(model, args, progress, load)
+    report["results"] = workload.results
+    progress.expect(workload.measurements)
+    workload.run()
+    # Engines may have found a reason that the model alone does not give.
+    report["fused_decode_off"] = model.wrapper.fused_decode_off
+    report["decode_coverage"] = model.wrapper.decode_coverage().to_dict()
+    if args.baseline:
+        batches = workload.batches()
+        config, dtype = model.config, model.dtype
+        del model, workload  # their memory is the baseline's now
+        free_memory()
+        measure_baselines(args, batches, config, device, dtype, report["baselines"], progress)
+    progress.close()
+    report["complete"] = not progress.failures
+    keep(report)
+    return report
+
+
+def _full_config(
+    model: BenchmarkModel, args: argparse.Namespace, load: Load | RaggedLoad
+) -> EngineConfig:
+    """Of an engine at the largest batch and depth asked for, with all row buckets."""
+    depth = max(args.depths)
+    if isinstance(load, Load):
+        return decode_config(model, max(args.batch_sizes), depth, load, all_buckets=True)
+    return ragged_config(model, depth, load)
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Versions and the device's name."""
+    versions = {"megatron-async": __version__, "python": platform.python_version()}
+    for name in ("torch", "megatron-core", "triton", "transformers"):
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    if torch.version.cuda is not None:
+        versions["cuda"] = torch.version.cuda
+    name = platform.processor() or platform.machine()
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    return {"device": str(device), "device_name": name, "versions": versions}

@@ -1,0 +1,99 @@
+"""Shapes of well-known models, for random weights."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from megatron_async.models.config import ModelConfig, RopeScaling
+
+if TYPE_CHECKING:
+    import torch
+
+
+def _shape(
+    layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int, ffn: int, **others: Any
+) -> ModelConfig:
+    return ModelConfig(
+        num_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn_hidden_size=ffn,
+        **others,
+    )
+
+
+def _llama(*sizes: int, rope_factor: float, tied: bool) -> ModelConfig:
+    """Llama 3.1 and 3.2."""
+    scaling = RopeScaling(
+        factor=rope_factor,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )
+    return _shape(
+        *sizes,
+        vocab_size=128256,
+        max_sequence_length=131072,
+        rope_theta=500000.0,
+        rope_scaling=scaling,
+        tie_word_embeddings=tied,
+    )
+
+
+def _qwen(*sizes: int, tied: bool) -> ModelConfig:
+    """Qwen3."""
+    return _shape(
+        *sizes,
+        vocab_size=151936,
+        max_sequence_length=40960,
+        norm_epsilon=1e-6,
+        qk_norm=True,
+        rope_theta=1000000.0,
+        tie_word_embeddings=tied,
+    )
+
+
+SHAPES: dict[str, ModelConfig] = {
+    # layers, hidden size, heads, KV heads, head dimension, FFN hidden size
+    "llama8b": _llama(32, 4096, 32, 8, 128, 14336, rope_factor=8.0, tied=False),
+    "llama1b": _llama(16, 2048, 32, 8, 64, 8192, rope_factor=32.0, tied=True),
+    "llama3b": _llama(28, 3072, 24, 8, 128, 8192, rope_factor=32.0, tied=True),
+    "qwen0.6b": _qwen(28, 1024, 16, 8, 128, 3072, tied=True),
+    "qwen1.7b": _qwen(28, 2048, 16, 8, 128, 6144, tied=True),
+    "qwen4b": _qwen(36, 2560, 32, 8, 128, 9728, tied=True),
+    "qwen8b": _qwen(36, 4096, 32, 8, 128, 12288, tied=False),
+    # GPT-2 124M
+    "gpt2": _shape(
+        *(12, 768, 12, 12, 64, 3072),
+        vocab_size=50257,
+        max_sequence_length=1024,
+        normalization="LayerNorm",
+        activation="gelu_tanh",
+        qkv_bias=True,
+        attention_output_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=True,
+        position_embedding="learned_absolute",
+    ),
+    # No model's: small enough for tests on a CPU.
+    "tiny-llama": _shape(2, 64, 4, 2, 16, 128, vocab_size=512, max_sequence_length=2048),
+}
+
+
+def build_shape(
+    config: ModelConfig, *, device: torch.device, dtype: torch.dtype, seed: int = 0
+) -> Any:
+    """A megatron-core ``GPTModel`` in evaluation mode with random weights, drawn where they stay.
+
+    Linear layers draw from a normal distribution of standard deviation 0.02 (those that end a
+    residual branch from a narrower one), so activations stay finite in bfloat16 at any depth.
+    """
+    import torch
+
+    from megatron_async.models.build import build_model
+
+    torch.manual_seed(seed)
+    model = build_model(config, device=device, dtype=dtype, initialize=True)
+    return model.eval().requires_grad_(False)

@@ -1,0 +1,364 @@
+"""What ``bench`` measures of its workloads, in order: timed rounds, then profiles."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from ..steps import step_summary
+from .engines import (
+    Started,
+    close_engines,
+    fit_together,
+    make_engine,
+    ragged_config,
+    start_engine,
+)
+from .floor import floor_ms
+from .host import HostConditions, host_watch
+from .loads import Load, RaggedLoad, Request, arrivals, with_stops
+from .model import BenchmarkModel
+from .profiler import WINDOWS_SKIPPED, percentile
+from .progress import Progress
+from .runs import Run, profile_run, request_figures, run_load, steady_steps, step_figures
+
+LONG_LOAD_TOKENS = 2048
+"""From so many new tokens on marks are set in the timed rounds: they cost next to nothing in a
+round so long, and a round of their own would take as long again."""
+
+DECODE_WARM_UP_TOKENS = 12
+DECODE_PROFILED_STEPS = 50
+RAGGED_WARM_UP_REQUESTS = RAGGED_WARM_UP_TOKENS = 8
+RAGGED_PROFILED_STEPS = 100
+
+
+@dataclass(slots=True)
+class Measured:
+    """What has been found with one engine so far."""
+
+    depth: int
+    started: Started
+    runs: list[Run] = field(default_factory=list)
+    hosts: list[HostConditions] = field(default_factory=list)
+
+
+class Workload(ABC):
+    """Measures a load at several depths; ``results`` grows row by row.
+
+    Attributes:
+        advice: options to lower where memory runs out.
+        case: what rows have in common that are compared with each other.
+        figure: of a row, by which it is compared.
+    """
+
+    advice: ClassVar[str]
+    case: ClassVar[str]
+    figure: ClassVar[str]
+
+    def __init__(self, model: BenchmarkModel, args: argparse.Namespace, progress: Progress) -> None:
+        self.results: list[dict[str, Any]] = []
+        self.model = model
+        self.args = args
+        self.progress = progress
+        on_gpu = model.device.type == "cuda"
+        self.marks = on_gpu if args.events is None else bool(args.events)
+        self.profiles = bool(args.profile and on_gpu)
+
+    @property
+    @abstractmethod
+    def measurements(self) -> int:
+        """How many there will be."""
+
+    @abstractmethod
+    def run(self) -> None:
+        """Measure all; what fails gets a row that says so."""
+
+    @abstractmethod
+    def batches(self) -> list[list[Request]]:
+        """What was decoded, for the baselines: each with as many tokens as it generated."""
+
+    @abstractmethod
+    def said(self, run: Run, depth: int) -> str:
+        """A run in a few words."""
+
+    @contextmanager
+    def engines(self, what: str, *rows: dict[str, Any]) -> Iterator[list[Started]]:
+        """A list for engines, which are closed at the end. What fails with them is said, and each
+        of ``rows`` goes to the results with the reason."""
+        made: list[Started] = []
+        try:
+            yield made
+        except Exception as error:
+            reason = self.progress.failed(what, error, lower=self.advice)
+            self.results += [{**row, "error": reason} for row in rows]
+        finally:
+            close_engines(made)
+            self.progress.keep()
+
+    def rounds(
+        self,
+        what: str,
+        found: Sequence[Measured],
+        requests: Sequence[Request],
+        arrived: Sequence[float] | None = None,
+        **marks: bool,
+    ) -> None:
+        """Run a load as often as asked for on each engine in turn; ``what`` has a place for the
+        depth."""
+        for _ in range(self.args.rounds):
+            for one in found:
+                here = what.format(one.depth)
+                self.progress.describe(here)
+                with host_watch() as seen:
+                    run = run_load(one.started.engine, requests, arrived, **marks)
+                one.runs.append(run)
+                one.hosts += seen
+                self.progress.done(f"{here}: {self.said(run, one.depth)}")
+
+    def row(self, found: Measured, run: Run, figures: dict[str, Any]) -> dict[str, Any]:
+        """Of the report: what all workloads say, the marks and steps of ``run``, and ``figures``;
+        times in milliseconds unless their name says otherwise."""
+        return {
+            "shape": self.model.name,
+            "depth": found.depth,
+            "rounds": len(found.runs),
+            "startup_seconds": found.started.seconds,
+            "capture_seconds": found.started.capture_seconds,
+            "graphs": found.started.graphs,
+            "step_summary": step_summary(run.reports),
+            "events": run.events,
+            "timeline": None,
+            "speedup_over_serial": None,
+            "host_conditions": [one._asdict() for one in found.hosts],
+            **figures,
+        }
+
+    def good_rows(self) -> list[dict[str, Any]]:
+        """Those that did not fail."""
+        return [row for row in self.results if "error" not in row]
+
+    def add_rows(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Take results up, and fill in how many times faster than depth 0 each row is, where depth
+        0 was measured."""
+        self.results += rows
+        good = self.good_rows()
+        serial = {row[self.case]: row[self.figure] for row in good if row["depth"] == 0}
+        for row in good:
+            if row[self.case] in serial:
+                row["speedup_over_serial"] = serial[row[self.case]] / row[self.figure]
+        self.progress.keep()
+
+
+class DecodeWorkload(Workload):
+    """Steps in which every row decodes, at each batch size and depth.
+
+    Args:
+        bandwidth: of the device's memory in bytes per second, for the floor; None: there is none.
+    """
+
+    advice = "--batch-sizes or --new-tokens, or use --rounds 1 for one engine at a time"
+    case = "batch"
+    figure = "step_ms_mean"
+
+    def __init__(
+        self,
+        model: BenchmarkModel,
+        args: argparse.Namespace,
+        progress: Progress,
+        load: Load,
+        bandwidth: float | None,
+    ) -> None:
+        super().__init__(model, args, progress)
+        self._load = load
+        self._bandwidth = bandwidth
+        self._marks_timed_rounds = self.marks and load.new_tokens >= LONG_LOAD_TOKENS
+        self._marks_a_round = self.marks and not self._marks_timed_rounds
+
+    @property
+    def measurements(self) -> int:
+        rounds = self.args.rounds + self._marks_a_round + self.profiles
+        return int(len(self.args.batch_sizes) * len(self.args.depths) * rounds)
+
+    def run(self) -> None:
+        """Timed rounds of everything first: a profiler stays felt after it has ended."""
+        for batch_size in self.args.batch_sizes:
+            for depths in self._groups(batch_size):
+                self._measure(batch_size, depths)
+        if self.profiles:
+            for row in self.good_rows():
+                self._profile(row)
+
+    def batches(self) -> list[list[Request]]:
+        return [self._requests(size) for size in self.args.batch_sizes]
+
+    def said(self, run: Run, depth: int) -> str:
+        steps, _ = steady_steps(run, len(run.requests), depth)
+        return f"{statistics.fmean(steps):.3f} ms/step"
+
+    def _requests(self, batch_size: int) -> list[Request]:
+        return self._load.requests(self.model.config.vocab_size, batch_size)
+
+    def _groups(self, batch_size: int) -> list[list[int]]:
+        """Depths whose engines live side by side, so that their rounds alternate. With one round
+        there is nothing to alternate, and each engine has the memory alone."""
+        depths = self.args.depths
+        together = self.args.rounds > 1
+        if together and fit_together(self.model, batch_size, len(depths), self._load):
+            return [depths]
+        return [[depth] for depth in depths]
+
+    def _measure(self, batch_size: int, depths: list[int]) -> None:
+        what = f"batch {batch_size}, depth "
+        requests = self._requests(batch_size)
+        failed = {"shape": self.model.name, "batch": batch_size}
+        rows = [{**failed, "depth": depth} for depth in depths]
+        with self.engines(what + ", ".join(map(str, depths)), *rows) as made:
+            for depth in depths:
+                self.progress.describe(f"{what}{depth}: start")
+                made.append(self._start(requests, depth))
+            found = [Measured(*pair) for pair in zip(depths, made, strict=True)]
+            in_rounds = self._marks_timed_rounds
+            self.rounds(what + "{}", found, requests, marks=in_rounds, after_prefill=True)
+            for one in found if self._marks_a_round else ():
+                self.progress.describe(f"{what}{one.depth}: events")
+                marked = run_load(one.started.engine, requests, marks=True, after_prefill=True)
+                one.runs[-1].events = marked.events
+                self.progress.done()
+            self.add_rows([self._row(batch_size, one) for one in found])
+
+    def _start(self, requests: list[Request], depth: int) -> Started:
+        """With a little decoded already, so that no kernel is compiled in what is timed."""
+        rows, all_buckets = len(requests), self.args.all_buckets
+        started = make_engine(self.model, rows, depth, self._load, all_buckets=all_buckets)
+        run_load(started.engine, [one.shortened(DECODE_WARM_UP_TOKENS) for one in requests])
+        return started
+
+    def _row(self, batch_size: int, found: Measured) -> dict[str, Any]:
+        rounds = [steady_steps(run, batch_size, found.depth) for run in found.runs]
+        hosts = [ms for _, of_round in rounds for ms in of_round]
+        figures = step_figures([ms for steps, _ in rounds for ms in steps], batch_size)
+        floor = None
+        if self._bandwidth is not None:
+            floor = floor_ms(
+                self.model.config,
+                self.model.dtype.itemsize,
+                self._bandwidth,
+                batch_size=batch_size,
+                prompt_tokens=self._load.prompt_tokens,
+                new_tokens=self._load.new_tokens,
+            )
+        last = found.runs[-1]
+        if last.events is not None:
+            last.events["in_timed_round"] = self._marks_timed_rounds
+        more = {
+            "batch": batch_size,
+            "round_step_ms": [statistics.fmean(steps) for steps, _ in rounds],
+            "host_ms_mean": statistics.fmean(hosts),
+            "host_ms_p50": statistics.median(hosts),
+            "host_ms_p99": percentile(hosts, 0.99),
+            "round_host_ms": [statistics.median(of_round) for _, of_round in rounds],
+            "floor_ms": floor,
+            "floor_share": None if floor is None else floor / figures["step_ms_mean"],
+        }
+        return self.row(found, last, figures | more)
+
+    def _profile(self, row: dict[str, Any]) -> None:
+        batch_size, depth = row["batch"], row["depth"]
+        requests, new_tokens = self._requests(batch_size), self._load.new_tokens
+        steps = min(DECODE_PROFILED_STEPS + WINDOWS_SKIPPED, new_tokens - 2 * depth - 6)
+        before = batch_size * ((new_tokens - steps) // 2)
+        what = f"profile of batch {batch_size}, depth {depth}"
+        self.progress.describe(what)
+        with self.engines(what) as made:
+            made.append(self._start(requests, depth))
+            engine = made[0].engine
+            row["timeline"] = profile_run(engine, requests, after_tokens=before, steps=steps)
+        self.progress.done()
+
+
+class RaggedWorkload(Workload):
+    """Requests of many lengths, some of which stop at a token, at each depth and arrival rate.
+
+    Their end tokens come from a scouting run, serial and without any, so that they do occur. What
+    a request generated is compared with what it generated in the first row.
+    """
+
+    advice = "--max-requests, --prompt-range, --output-range or --block-count"
+    case = "arrival_rate"
+    figure = "seconds"
+
+    def __init__(
+        self, model: BenchmarkModel, args: argparse.Namespace, progress: Progress, load: RaggedLoad
+    ) -> None:
+        super().__init__(model, args, progress)
+        # One size for all depths, also where the free memory decides.
+        blocks = ragged_config(model, 0, load).block_count
+        self._load = dataclasses.replace(load, block_count=blocks)
+        self._requests: list[Request] = []
+        self._reference: list[list[int]] = []
+
+    @property
+    def measurements(self) -> int:
+        return 1 + len(self.args.depths) * len(self.args.arrival_rate) * int(self.args.rounds)
+
+    def run(self) -> None:
+        requests = self._load.make_requests(self.model.config.vocab_size)
+        with self.engines("depth 0", {"depth": 0}) as made:
+            made.append(self._start(0))
+            scouted = run_load(made[0].engine, requests).tokens
+            self._requests = with_stops(requests, scouted, self._load.seed)
+            self.progress.done("scouting run without end tokens")
+        for depth in self.args.depths if self._requests else ():
+            with self.engines(f"depth {depth}", {"depth": depth}) as made:
+                made.append(self._start(depth))
+                self._measure(made[0], depth)
+
+    def batches(self) -> list[list[Request]]:
+        pairs = zip(self._requests, self._reference, strict=False)
+        return [[request.shortened(len(tokens)) for request, tokens in pairs]]
+
+    def said(self, run: Run, depth: int) -> str:
+        tokens = sum(map(len, run.tokens))
+        return f"{run.seconds:.2f} s, {tokens / run.seconds:.0f} tokens/s"
+
+    def _start(self, depth: int) -> Started:
+        return start_engine(self.model, ragged_config(self.model, depth, self._load), self._load)
+
+    def _measure(self, started: Started, depth: int) -> None:
+        few = self._requests[:RAGGED_WARM_UP_REQUESTS]
+        run_load(started.engine, [one.shortened(RAGGED_WARM_UP_TOKENS) for one in few])
+        for rate in self.args.arrival_rate:
+            found = Measured(depth, started)
+            arrived = arrivals(rate, len(self._requests), self._load.seed)
+            what = f"depth {{}}, {rate:g} requests/s"
+            self.rounds(what, [found], self._requests, arrived, marks=self.marks)
+            self.add_rows([self._row(found, rate)])
+        if self.profiles:
+            # After what is timed: a profiler slows the host. Arrivals do not matter in the middle.
+            row = self.results[-len(self.args.arrival_rate)]
+            half, steps = row["output_tokens"] // 2, RAGGED_PROFILED_STEPS
+            with self.engines(f"profile of depth {depth}"):
+                row["timeline"] = profile_run(
+                    started.engine, self._requests, after_tokens=half, steps=steps
+                )
+
+    def _row(self, found: Measured, rate: float) -> dict[str, Any]:
+        middle = sorted(found.runs, key=lambda run: run.seconds)[(len(found.runs) - 1) // 2]
+        self._reference = self._reference or middle.tokens
+        figures = {
+            "arrival_rate": f"{rate:g}",
+            **request_figures(middle),
+            "round_seconds": [run.seconds for run in found.runs],
+            "requests_different": max(
+                sum(a != b for a, b in zip(run.tokens, self._reference, strict=True))
+                for run in found.runs
+            ),
+            "block_count": found.started.engine.context.block_count,
+        }
+        return self.row(found, middle, figures)

@@ -1,0 +1,116 @@
+"""``megatron-async demo``: the main job in one command."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from megatron_async.errors import ConfigError
+from megatron_async.sampling_params import SamplingParams
+
+from .options import (
+    SEED,
+    add_engine_options,
+    add_model_options,
+    add_scheduling_options,
+    engine_config,
+    integer,
+    load_engine,
+    resolve_scheduling,
+)
+
+if TYPE_CHECKING:
+    from ..verify.decode import Decoded
+
+PROMPTS = (
+    "def is_palindrome(text):",
+    "class Stack:\n    def __init__(self):",
+    "def read_lines(path):\n",
+    "import os\nimport sys\n\n\ndef main(argv):",
+)
+
+_DESCRIPTION = """\
+Generate text with asynchronous scheduling, streaming it to the terminal, then decode the same
+requests serially and compare. The first of the four prompts is decoded greedily, the others are
+sampled. The exit status is 0 only when all tokens are equal.
+"""
+
+
+def add_command(commands: Any) -> None:
+    """Add ``demo`` to the command line."""
+    said = "generate text with asynchronous scheduling and compare with serial decoding"
+    parser = commands.add_parser("demo", help=said, description=_DESCRIPTION)
+    parser.set_defaults(run=run)
+    add = parser.add_argument_group("sampling").add_argument
+    most = "tokens to generate at most for each prompt (default: 320)"
+    add("--max-new-tokens", type=integer(1), default=320, metavar="N", help=most)
+    add("--seed", type=SEED, default=0, metavar="S", help="of the sampled prompts (default: 0)")
+    add_model_options(parser)
+    add_scheduling_options(parser, default="on")
+    add_engine_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command. Returns 1 if the tokens differ."""
+    depth = resolve_scheduling(args.inference_async_scheduling, args.depth, default=True)
+    config = engine_config(args, depth, random_seed=args.seed)
+    serial_config = engine_config(args, 0, random_seed=args.seed)
+
+    from ..verify.decode import Work, decode
+    from .writers import InTurnWriter
+
+    greedy = SamplingParams(temperature=0.0, num_tokens_to_generate=args.max_new_tokens)
+    sampled = SamplingParams(temperature=0.7, top_p=0.9, num_tokens_to_generate=args.max_new_tokens)
+    works = [Work(prompt, sampled if n else greedy) for n, prompt in enumerate(PROMPTS)]
+    kinds = ["greedy", *["sampled"] * (len(works) - 1)]
+    heads = [
+        f"--- {n} of {len(works)}, {kind} ---\n{prompt}"
+        for n, (kind, prompt) in enumerate(zip(kinds, PROMPTS, strict=True), 1)
+    ]
+    warm_up = [Work(PROMPTS[0], SamplingParams(temperature=0.0, num_tokens_to_generate=4))]
+    print(f"Loading model {args.model}.", flush=True)
+    with load_engine(args.model, config) as engine:
+        if engine.controller.tokenizer is None:
+            raise ConfigError(
+                f"--model {args.model} has no tokenizer, and the prompts of demo are text; use "
+                "verify, which makes token ids of its own"
+            )
+        decode(engine, warm_up)
+        print(f"Decoding {len(works)} prompts together, {_mode(depth)}.\n", flush=True)
+        ours = decode(engine, works, InTurnWriter(heads))
+        print("\nDecoding the same prompts serially, depth 0.\n", flush=True)
+        with engine.with_config(serial_config) as serial:
+            decode(serial, warm_up)
+            reference = decode(serial, works)
+    _show_table(ours, reference)
+    differences = ours.differences(reference)
+    for line in differences:
+        print(line)
+    if differences:
+        print(f"\nNOT EQUAL: {len(differences)} of {len(works)} requests differ.")
+        return 1
+    tokens = ours.counters.tokens_committed
+    print(f"\nEqual: all {tokens} tokens of {len(works)} requests are the same.")
+    return 0
+
+
+def _mode(depth: int) -> str:
+    return f"asynchronously, depth {depth}" if depth else "serially, depth 0"
+
+
+def _show_table(ours: Decoded, reference: Decoded) -> None:
+    from .table import format_table
+
+    runs = (ours, reference)
+    counters = [decoded.counters for decoded in runs]
+    rows: list[list[object]] = [
+        ["steps", *(c.steps_committed for c in counters)],
+        ["rows launched", *(c.rows_launched for c in counters)],
+        ["tokens committed", *(c.tokens_committed for c in counters)],
+        ["tokens discarded", *(c.tokens_discarded for c in counters)],
+        ["steps overlapped", *(c.steps_overlapped for c in counters)],
+        ["overlap", *(f"{c.steps_overlapped / c.steps_committed:.1%}" for c in counters)],
+        ["tokens/s", *(f"{d.counters.tokens_committed / d.seconds:.0f}" for d in runs)],
+    ]
+    header = ["", *(_mode(decoded.depth).replace(",", "") for decoded in runs)]
+    print(format_table(header, rows))

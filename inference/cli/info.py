@@ -1,0 +1,126 @@
+"""``megatron-async info``: versions, devices, and which optional parts are used."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import platform
+from typing import Any, NamedTuple
+
+from megatron_async.version import __version__
+
+REQUIRED = ("torch", "megatron-core", "numpy", "safetensors", "tokenizers")
+
+
+class Part(NamedTuple):
+    """The module that an optional distribution brings, and what happens with and without it."""
+
+    module: str
+    installed: str
+    missing: str
+
+
+OPTIONAL = {
+    "triton": Part(
+        "triton", "the kernels of a GPU", "needed on a GPU; a CPU uses the PyTorch reference"
+    ),
+    "cuda-bindings": Part(
+        "cuda.bindings",
+        "compiles the fused decode forward of a Hopper GPU and later",
+        "decoding on a GPU runs the model's own forward, which is slower",
+    ),
+    "transformer-engine": Part(
+        "transformer_engine",
+        "computes the norms on a GPU",
+        "this package's PyTorch norms, or Apex for LayerNorm",
+    ),
+    "apex": Part(
+        "apex",
+        "computes LayerNorm on a GPU without Transformer Engine",
+        "this package's PyTorch LayerNorm",
+    ),
+    "transformers": Part(
+        "transformers",
+        "compared with in the tests",
+        "Hugging Face directories are read without it",
+    ),
+}
+
+
+def add_command(commands: Any) -> None:
+    """Add ``info`` to the command line."""
+    said = "Show versions, devices, and which optional parts are installed or replaced."
+    parser = commands.add_parser("info", help="versions, devices, optional parts", description=said)
+    parser.set_defaults(run=run)
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    report = collect()
+    if args.json:
+        print(json.dumps(report))
+        return 0
+    from .table import format_table
+
+    versions = report["versions"]
+    print(format_table(("version", ""), [(name, versions[name]) for name in versions]))
+    print("\ndevices")
+    for device in report["devices"]:
+        print(f"  {device}")
+    print("\noptional parts")
+    for name, part in report["optional"].items():
+        if part["version"] is None:
+            print(f"  {name}: not installed; {part['use']}")
+        else:
+            print(f"  {name} {part['version']}: {part['use']}")
+    return 0
+
+
+def collect() -> dict[str, Any]:
+    """What the command shows, as plain JSON types."""
+    import torch
+
+    versions: dict[str, str | None] = {"megatron-async": __version__}
+    versions["python"] = platform.python_version()
+    versions |= {name: _version(name) for name in REQUIRED}
+    versions["torch"] = str(torch.__version__)  # with the build, which metadata may lack
+    optional = {}
+    for name, part in OPTIONAL.items():
+        package = part.module.partition(".")[0]  # a module is looked for in its package alone
+        found = all(map(importlib.util.find_spec, dict.fromkeys((package, part.module))))
+        version = (_version(name) or "of unknown version") if found else None
+        optional[name] = {"version": version, "use": part.installed if found else part.missing}
+    return {"versions": versions, "devices": _devices(), "optional": optional}
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[str]:
+    import torch
+
+    from megatron_async.kernels.gemm.tile_config import load_tuned, user_file
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    devices = [f"cpu: {cores} cores, {torch.get_num_threads()} threads per operator"]
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        memory = properties.total_memory / 2**30
+        line = f"cuda:{index}: {properties.name}, {memory:.0f} GiB"
+        count = len(load_tuned(properties.name))
+        if count:
+            line += f"; tile configs found by 'tune': {count}, in {user_file()}"
+        devices.append(line)
+    if len(devices) == 1:
+        built = torch.version.cuda
+        reason = "no NVIDIA GPU was found" if built else "this PyTorch is built without CUDA"
+        devices.append(f"cuda: not available, {reason}")
+    return devices

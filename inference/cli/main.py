@@ -1,0 +1,106 @@
+"""The console script ``megatron-async``: parses arguments, runs a command, reports errors.
+
+Exit status: 0 success, 1 a comparison failed, 2 bad input or output that cannot be written (one
+line on stderr), 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from collections.abc import Sequence
+
+from megatron_async.errors import ConfigError, MegatronAsyncError
+from megatron_async.version import __version__
+
+from .. import tune
+from ..benchmark import command as bench
+from ..trace import command as trace
+from ..verify import command as verify
+from . import demo, generate, info
+from .options import PROGRAM, OneLineErrorParser, name_options
+
+COMMANDS = (generate, verify, demo, info, bench, trace, tune)
+"""Each module has ``add_command``, which adds a parser and sets ``run`` in it."""
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141
+
+_DESCRIPTION = """\
+Generate text with megatron-core models. With asynchronous scheduling the next step is already
+queued on the device while the host still does the bookkeeping of the last one; the tokens are
+the same as with serial decoding.
+"""
+
+_EXAMPLES = """\
+examples:
+  megatron-async demo
+  megatron-async generate --prompt "def fibonacci(n):" --inference-async-scheduling
+  megatron-async generate --model PATH --prompt-file prompts.txt --depth 2 --json > out.jsonl
+  megatron-async verify --depths 0,1,2,4
+"""
+
+
+def build_parser() -> OneLineErrorParser:
+    """The parser of the whole command line."""
+    parser = OneLineErrorParser(prog=PROGRAM, description=_DESCRIPTION, epilog=_EXAMPLES)
+    parser.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for module in COMMANDS:
+        module.add_command(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit status."""
+    if sys.stderr is None:  # closed by who started us: nobody wants to hear
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    args = build_parser().parse_args(argv)
+    try:
+        _prepare_stdout()
+        status: int = args.run(args)
+        sys.stdout.flush()
+        return status
+    except MegatronAsyncError as error:
+        print(f"{PROGRAM}: error: {name_options(str(error))}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        print(f"\n{PROGRAM}: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # the reader has gone
+        _drop_stdout()
+        return EXIT_BROKEN_PIPE
+    except OSError as error:
+        # Of a file that was opened by name, or of a library: that is no stream, but a bug.
+        if error.filename is not None or error.errno is None:
+            raise
+        _drop_stdout()
+        print(
+            f"{PROGRAM}: error: the standard output cannot be written: {error.strerror}; "
+            "redirect it to another place",
+            file=sys.stderr,
+        )
+        return EXIT_BAD_INPUT
+
+
+def _prepare_stdout() -> None:
+    """Show what the terminal's encoding lacks as escapes, as stderr does.
+
+    Raises:
+        ConfigError: there is no standard output.
+    """
+    if sys.stdout is None:
+        raise ConfigError("the standard output is closed; redirect it to a file or to /dev/null")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _drop_stdout() -> None:
+    """Python would complain again when it flushes stdout at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,242 @@
+"""Options that several commands share, and what they make of them."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import logging
+import math
+import re
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from megatron_async.config import DEFAULT_ASYNC_DEPTH, MAX_DEPTH, EngineConfig
+from megatron_async.errors import ConfigError
+
+from ..benchmark.shapes import SHAPES
+
+if TYPE_CHECKING:
+    from megatron_async.engine.engine import DynamicInferenceEngine
+
+PROGRAM = "megatron-async"
+
+
+class OneLineErrorParser(argparse.ArgumentParser):
+    """A parser whose errors are one line, and which takes no abbreviated options."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with status 2."""
+        self.exit(2, f"{PROGRAM}: error: {message} (see {self.prog} --help)\n")
+
+
+def integer(low: int, high: int | None = None) -> Callable[[str], int]:
+    """Converts an argument to an integer in a range."""
+    bounds = f"of at least {low}" if high is None else f"between {low} and {high}"
+
+    def convert(text: str) -> int:
+        with contextlib.suppress(ValueError):
+            if low <= int(text) <= (math.inf if high is None else high):
+                return int(text)
+        raise argparse.ArgumentTypeError(f"{text!r} must be an integer {bounds}")
+
+    return convert
+
+
+def number(low: float, high: float = math.inf, *, above: bool = False) -> Callable[[str], float]:
+    """Converts an argument to a finite number in a range; ``above`` excludes ``low``."""
+    bounds = f"above {low:g}" if above else f"of at least {low:g}"
+    bounds += "" if math.isinf(high) else f" and at most {high:g}"
+
+    def convert(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            value = float(text)
+            if low <= value <= high and math.isfinite(value) and not (above and value == low):
+                return value
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number {bounds}")
+
+    return convert
+
+
+def several(convert: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    """Converts an argument to a list, from parts between commas; a value stands in it once."""
+    return lambda text: list(dict.fromkeys(convert(part) for part in text.split(",")))
+
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+FLAGS = {
+    "inference_async_scheduling": "--inference-async-scheduling",
+    "max_requests": "--max-requests",
+    "max_tokens": "--inference-dynamic-batching-max-tokens",
+    "max_sequence_length": "--inference-max-seq-length",
+    "block_size_tokens": "--inference-dynamic-batching-block-size",
+    "buffer_size_gb": "--inference-dynamic-batching-buffer-size-gb",
+    "block_count": "--block-count",
+    "prefill_chunk_tokens": "--prefill-chunk-tokens",
+    "enable_prefix_caching": "--enable-prefix-caching",
+    "batch_invariant": "--batch-invariant",
+    "inference_logging_step_interval": "--inference-logging-step-interval",
+    "num_cuda_graphs": "--inference-dynamic-batching-num-cuda-graphs",
+    "capture_mixed_steps": "--decode-only-cuda-graphs",
+    "num_tokens_to_generate": "--max-new-tokens",
+}
+"""What the fields that an error may name are called on the command line."""
+
+
+def name_options(message: str) -> str:
+    """``message`` on one line, with options where it names configuration fields."""
+    # Not in paths, where such names may stand too.
+    fields = re.compile(rf"(?<![\w/.-])({'|'.join(FLAGS)})(?![\w/-]|\.\w)")
+    return fields.sub(lambda found: FLAGS[found[1]], " ".join(message.split()))
+
+
+SEED = integer(-(2**63), 2**63 - 1)
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Which model, and where it runs."""
+    add = parser.add_argument_group("model").add_argument
+    add(
+        "--model",
+        default="tiny",
+        metavar="tiny|PATH",
+        help="'tiny' is the embedded model, a byte-level GPT that writes Python-like code; or a "
+        "Hugging Face, native or megatron dist_checkpointing directory (default: tiny)",
+    )
+    where = "cpu, cuda or cuda:N (default: a GPU where there is one)"
+    add("--device", metavar="NAME", help=where)
+    which = "default: the checkpoint's on a GPU, float32 on a CPU"
+    add("--dtype", choices=DTYPES, help=which)
+
+
+def add_benchmark_model_options(parser: argparse.ArgumentParser) -> None:
+    """A model or a shape, and where it runs; ``load_benchmark_model`` takes it."""
+    group = parser.add_argument_group("model")
+    choice = group.add_mutually_exclusive_group()
+    choice.add_argument("--model", metavar="tiny|PATH", help="a model (default: tiny)")
+    of_shape = "random weights in the shape of a known model"
+    choice.add_argument("--shape", choices=tuple(SHAPES), help=of_shape)
+    group.add_argument("--device", metavar="NAME", help="default: a GPU where there is one")
+    which = "default: bfloat16 on a GPU for a shape, the checkpoint's for a model; float32 on a CPU"
+    group.add_argument("--dtype", choices=DTYPES, help=which)
+
+
+def add_scheduling_options(parser: argparse.ArgumentParser, *, default: str) -> None:
+    """Serial or asynchronous, and how deep."""
+    group = parser.add_argument_group("scheduling")
+    group.add_argument(
+        "--inference-async-scheduling",
+        action=argparse.BooleanOptionalAction,
+        help="launch a step before the tokens of the last one are committed; the tokens stay the "
+        f"same (default: {default})",
+    )
+    group.add_argument(
+        "--depth",
+        type=integer(0, MAX_DEPTH),
+        metavar="D",
+        help="steps that may be in flight uncommitted; 0 is serial, 1 or more turns asynchronous "
+        f"scheduling on (default with it: {DEFAULT_ASYNC_DEPTH})",
+    )
+
+
+def add_engine_options(parser: argparse.ArgumentParser, **defaults: int) -> None:
+    """Sizes of the engine, under megatron's names; ``defaults`` are the command's own."""
+    fields = EngineConfig(**defaults)  # type: ignore[arg-type]
+    group = parser.add_argument_group("engine")
+    add = group.add_argument
+    cache = group.add_mutually_exclusive_group()
+    counts = {"type": integer(1), "metavar": "N"}
+
+    def count(name: str, *flags: str, said: str) -> None:
+        default = getattr(fields, name)
+        said += "" if default is None else f" (default: {default})"
+        add(*flags, dest=name, default=default, help=said, **counts)  # type: ignore[arg-type]
+
+    flags = ("--inference-dynamic-batching-max-requests", "--max-requests")
+    count("max_requests", *flags, said="requests that run at the same time; others wait")
+    said = "most tokens of one forward (default: room for four prefill chunks)"
+    count("max_tokens", FLAGS["max_tokens"], said=said)
+    said = "most tokens of a request, prompt and generation (default: the model's)"
+    count("max_sequence_length", FLAGS["max_sequence_length"], said=said)
+    cache.add_argument(
+        FLAGS["buffer_size_gb"],
+        dest="buffer_size_gb",
+        type=number(0, above=True),
+        metavar="GIB",
+        help="size of the KV cache (default: room for all requests at full length, at most 1 GiB "
+        "on a CPU and 16 GiB on a GPU)",
+    )
+    said = "size of the KV cache in blocks, instead of GiB"
+    cache.add_argument("--block-count", help=said, **counts)  # type: ignore[arg-type]
+    count("block_size_tokens", FLAGS["block_size_tokens"], said="tokens of a KV-cache block")
+    said = "longer prompts are prefilled in chunks of N"
+    count("prefill_chunk_tokens", "--prefill-chunk-tokens", said=said)
+    on_or_off = argparse.BooleanOptionalAction
+    caching = fields.enable_prefix_caching
+    said = "requests with a common prefix share its KV blocks (default: on)"
+    add("--enable-prefix-caching", action=on_or_off, default=caching, help=said)
+    said = "results of a request do not depend on the others, to the last bit; slower"
+    add("--batch-invariant", action="store_true", help=said)
+    said = "log the counters on stderr every N steps; 0 is never (default: 0)"
+    add("--inference-logging-step-interval", type=integer(0), default=0, metavar="N", help=said)
+    said = "most batch sizes captured as CUDA graphs (default: all)"
+    count("num_cuda_graphs", FLAGS["num_cuda_graphs"], said=said)
+    add(
+        "--decode-only-cuda-graphs",
+        dest="capture_mixed_steps",
+        action="store_false",
+        help="capture no steps with prefill chunks: a faster start, slower prompts",
+    )
+    said = "check invariants at every step and fill freed memory with garbage; slow"
+    add("--debug", action="store_true", help=said)
+
+
+def resolve_scheduling(asynchronous: bool | None, depth: int | None, *, default: bool) -> int:
+    """The depth that the two scheduling options ask for; 0 is serial.
+
+    Raises:
+        ConfigError: they contradict each other.
+    """
+    if depth is not None:
+        if asynchronous not in (None, depth > 0):
+            option = f"--{'' if asynchronous else 'no-'}inference-async-scheduling"
+            serial = "" if depth else ", which is serial,"
+            raise ConfigError(
+                f"{option} and --depth {depth}{serial} contradict each other; leave one of them out"
+            )
+        return depth
+    if asynchronous is None:
+        asynchronous = default
+    return DEFAULT_ASYNC_DEPTH if asynchronous else 0
+
+
+def engine_config(args: argparse.Namespace, depth: int, *, random_seed: int = 0) -> EngineConfig:
+    """The configuration that parsed engine options describe, at ``depth``.
+
+    Raises:
+        ConfigError: two options contradict each other.
+    """
+    given = vars(args)
+    fields = [field.name for field in dataclasses.fields(EngineConfig)]
+    config = {name: given[name] for name in fields if name in given}
+    scheduling = {"inference_async_scheduling": depth > 0, "depth": depth}
+    return EngineConfig(**{**config, **scheduling, "random_seed": random_seed})
+
+
+def load_engine(model: str, config: EngineConfig) -> DynamicInferenceEngine:
+    """The engine for ``--model``; shows the capture of graphs on a terminal, and logged steps."""
+    from megatron_async.engine.engine import DynamicInferenceEngine
+
+    from .progress import show_capture
+
+    if config.inference_logging_step_interval:
+        logger = logging.getLogger("megatron_async")
+        logger.setLevel(logging.INFO)
+        if not logger.hasHandlers():
+            logger.addHandler(logging.StreamHandler())
+    return DynamicInferenceEngine.from_pretrained(model, config, progress=show_capture)

@@ -1,0 +1,64 @@
+"""``megatron-async trace``: what host and device do at the same time, as a picture."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from megatron_async.config import DEFAULT_ASYNC_DEPTH, MAX_DEPTH, MAX_REQUESTS
+
+from ..cli.options import add_benchmark_model_options, integer
+from ..cli.output_file import OutputFile
+from ..cli.progress import progress_bar
+
+_DESCRIPTION = """\
+Record some decode steps and write them as a trace for https://ui.perfetto.dev: what the host does,
+what the device does, and an arrow from each launch over its forward to its commit. One request
+leaves the batch on the way, and another one joins. Prompts are random token ids.
+"""
+
+
+def add_command(commands: Any) -> None:
+    """Add ``trace`` to the command line."""
+    said = "record decode steps as a timeline to look at"
+    parser = commands.add_parser("trace", help=said, description=_DESCRIPTION)
+    parser.set_defaults(run=run)
+    add_benchmark_model_options(parser)
+    add = parser.add_argument_group("recording").add_argument
+    add("--batch-size", type=integer(1, MAX_REQUESTS), default=4, metavar="B", help="default: 4")
+    depth = {"type": integer(0, MAX_DEPTH), "default": DEFAULT_ASYNC_DEPTH, "metavar": "D"}
+    add("--depth", **depth, help="steps in flight; 0 is serial (default: %(default)s)")
+    add("--steps", type=integer(6), default=48, metavar="N", help="steps shown (default: 48)")
+    add("--prompt-tokens", type=integer(1), default=64, metavar="N", help="default: 64")
+    slow = "on a GPU: show its kernels too. The profiler that sees them slows the host down"
+    add("--kernels", action="store_true", help=slow)
+    add("-o", "--output", default="trace.json", metavar="FILE", help="default: trace.json")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command."""
+    file = OutputFile("--output", args.output)
+    from megatron_async.version import __version__
+
+    from .events import trace_events
+    from .record import open_engine, record, run_once
+
+    engine, title = open_engine(args)
+    with engine:
+        run_once(engine, args)
+        steps = progress_bar(range(args.steps), desc="recording", unit="step")
+        recording = record(engine, args, steps, title)
+    events, summary = trace_events(recording)
+    trace = {
+        "traceEvents": events,
+        "displayTimeUnit": "ns",
+        "otherData": {"megatron-async": __version__, "title": title},
+    }
+    file.write(json.dumps(trace, separators=(",", ":")) + "\n")
+    print(
+        f"{title}: {summary.overlapped} of {summary.commits} commits ran beside the forward of a "
+        f"later ticket (tickets {summary.first_ticket} to {summary.last_ticket})"
+    )
+    print(f"{args.output}: open it at https://ui.perfetto.dev")
+    return 0

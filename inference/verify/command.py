@@ -1,0 +1,229 @@
+"""``megatron-async verify``: asynchronous decoding gives the tokens of serial decoding."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from megatron_async.config import MAX_DEPTH, EngineConfig
+from megatron_async.errors import ConfigError
+
+from ..cli.options import (
+    SEED,
+    add_engine_options,
+    add_model_options,
+    engine_config,
+    integer,
+    load_engine,
+    several,
+)
+from .scenarios import MAX_LENGTH, MAX_SCENARIO_DEPTH, TABLE, Scenario, Sizes
+
+if TYPE_CHECKING:
+    from megatron_async.engine.engine import DynamicInferenceEngine
+
+    from .decode import Report
+
+RANDOM = "random"
+ALL = "all"
+RANDOM_DESCRIPTION = (
+    "a seeded workload of mixed prompt lengths, greedy and sampled, with more requests than rows"
+)
+
+_DESCRIPTION = """\
+Decode requests at each depth and compare every token and finish reason with serial decoding.
+
+The scenario 'random' is a seeded random workload: it mixes prompt lengths, greedy and sampled
+requests, and has more requests than rows. The others are scripts that add, pause, evict and abort
+requests while steps are in flight, share prefixes, run short of memory, suspend the engine or load
+its weights again; each request must get the tokens that it gets alone and undisturbed. They bring
+sizes of their own and run in batch-invariant mode. --list-scenarios lists them.
+
+The exit status is 0 only when all are equal and each scenario really exercised what it is for; 1
+when not.
+"""
+
+_NEAR_TIES = (
+    "in 16 bits the sums of a row depend on the rows next to it, and near ties of its logits with "
+    "them; --batch-invariant compares without that, --dtype float32 with far fewer ties"
+)
+
+
+def _depths(text: str) -> list[int]:
+    depths: list[int] = several(integer(0, MAX_DEPTH))(text)
+    if not any(depths):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has no depth above 0 to compare with serial decoding; use 0,1"
+        )
+    return depths
+
+
+def _scenarios(text: str) -> list[str]:
+    known = [RANDOM, *(scenario.name for scenario in TABLE)]
+    names: list[str] = []
+    for name in text.split(","):
+        if name != ALL and name not in known:
+            raise argparse.ArgumentTypeError(
+                f"{name!r} is not a scenario; there are {ALL}, {', '.join(known)}"
+            )
+        names += known if name == ALL else [name]
+    return list(dict.fromkeys(names))
+
+
+def add_command(commands: Any) -> None:
+    """Add ``verify`` to the command line."""
+    said = "check that asynchronous decoding gives the tokens of serial decoding"
+    parser = commands.add_parser("verify", help=said, description=_DESCRIPTION)
+    parser.set_defaults(run=run)
+    add = parser.add_argument_group("workload and output").add_argument
+    said = f"{RANDOM}, {ALL}, or names of --list-scenarios (default: {RANDOM})"
+    add("--scenario", type=_scenarios, default=[RANDOM], metavar="NAME[,NAME]", help=said)
+    said = "name and describe the scenarios, and end"
+    add("--list-scenarios", action="store_true", help=said)
+    said = f"requests of {RANDOM} (default: 24)"
+    add("--requests", type=integer(1), default=24, metavar="N", help=said)
+    said = "of prompts and sampling (default: 0)"
+    add("--seed", type=SEED, default=0, metavar="S", help=said)
+    said = "depths to compare with depth 0, which always runs (default: 0,1,2,4); scenarios other "
+    said += f"than {RANDOM} are made for at most {MAX_SCENARIO_DEPTH}"
+    add("--depths", type=_depths, default=[0, 1, 2, 4], metavar="D,D", help=said)
+    add("--json", action="store_true", help="one JSON object on stdout instead of a table")
+    add_model_options(parser)
+    add_engine_options(parser, max_requests=8, block_size_tokens=16, prefill_chunk_tokens=32)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command. Returns 0 when all is equal and every witness was seen, else 1."""
+    if args.list_scenarios:
+        _list_scenarios()
+        return 0
+    scripted = [scenario for scenario in TABLE if scenario.name in args.scenario]
+    if scripted and max(args.depths) > MAX_SCENARIO_DEPTH:
+        raise ConfigError(
+            f"--depths {max(args.depths)}: scenarios are made for depths of at most "
+            f"{MAX_SCENARIO_DEPTH}; lower it or use --scenario {RANDOM}"
+        )
+    configs = [engine_config(args, d) for d in dict.fromkeys((0, *args.depths))]
+    reports = _verify(args, scripted, configs)
+    only_random = args.scenario == [RANDOM]
+    if args.json:
+        print(json.dumps(_to_json(args, reports)), flush=True)
+    else:
+        print(_random_table(reports[0]) if only_random else _scenario_table(reports), flush=True)
+    for report in reports:
+        for line in report.failures:
+            print(line, file=sys.stderr)
+    ok = all(report.ok for report in reports)
+    if not args.json:
+        print("equal at every depth" if ok else "FAILED: see above", flush=True)
+    return 0 if ok else 1
+
+
+def _list_scenarios() -> None:
+    names = {RANDOM: RANDOM_DESCRIPTION} | {s.name: s.description for s in TABLE}
+    width = max(map(len, names))
+    for name, description in names.items():
+        print(f"{name:{width}}  {description}")
+
+
+def _verify(
+    args: argparse.Namespace, scripted: list[Scenario], configs: list[EngineConfig]
+) -> list[Report]:
+    """Load the model once and run what was asked for."""
+    from ..cli.progress import progress_bar
+    from .reference import reference_config
+    from .run import run_scenarios
+
+    reports = []
+    first = configs[0]
+    if RANDOM not in args.scenario:
+        first = reference_config(first, Sizes(blocks=MAX_LENGTH))
+    with load_engine(args.model, first) as serial:
+        if RANDOM in args.scenario:
+            reports.append(_verify_random(args, serial, configs[1:]))
+        runs = len(scripted) * len(configs)
+        with progress_bar(shown=bool(runs), total=runs, desc="scenarios", unit="run") as bar:
+            reports += run_scenarios(serial, scripted, configs, args.seed, bar.update)
+    return reports
+
+
+def _verify_random(
+    args: argparse.Namespace, serial: DynamicInferenceEngine, configs: list[EngineConfig]
+) -> Report:
+    from .decode import DepthReport, Report, decode
+    from .workload import count_witnesses, make_workload
+
+    works = make_workload(serial, args.requests, args.seed)
+    runs = [decode(serial, works)]
+    for config in configs:
+        with serial.with_config(config) as engine:
+            runs.append(decode(engine, works))
+    depths = []
+    for run in runs:
+        seen = count_witnesses(run, args.block_size_tokens, args.prefill_chunk_tokens)
+        missing = seen.missing(run.depth, args.inference_logging_step_interval)
+        differences, counts = run.differences(runs[0]), dataclasses.asdict(seen)
+        depths.append(
+            DepthReport(run.depth, differences, counts, missing, run.counters, run.seconds)
+        )
+    advice = "" if args.batch_invariant or serial.context.params_dtype.itemsize > 2 else _NEAR_TIES
+    return Report(RANDOM, RANDOM_DESCRIPTION, args.requests, depths, advice)
+
+
+def _random_table(report: Report) -> str:
+    from ..cli.table import format_table
+
+    depths = report.depths
+    equal = [report.requests - len(depth.differences) for depth in depths]
+    named = {
+        "requests finished early": "finished_early",
+        "tokens past the end, discarded": "discarded",
+        "steps with requests waiting": "waited",
+        "KV blocks crossed in decoding": "crossed_blocks",
+        "prompts prefilled in chunks": "chunked_prefills",
+    }
+    rows: list[list[object]] = [
+        ["requests", *(report.requests for _ in depths)],
+        ["requests equal to depth 0", *equal],
+        ["tokens committed", *(depth.counters.tokens_committed for depth in depths)],
+        *([said, *(d.witnesses[name] for d in depths)] for said, name in named.items()),
+        ["steps", *(depth.counters.steps_committed for depth in depths)],
+        ["steps overlapped", *(depth.counters.steps_overlapped for depth in depths)],
+        ["seconds", *(f"{depth.seconds:.2f}" for depth in depths)],
+    ]
+    return format_table(["", *(f"depth {depth.depth}" for depth in depths)], rows)
+
+
+def _scenario_table(reports: list[Report]) -> str:
+    """A line for each scenario; what was seen is that of the last depth."""
+    from ..cli.table import format_table
+
+    rows: list[list[object]] = []
+    for report in reports:
+        equal = [str(depth.depth) for depth in report.depths if not depth.differences]
+        seen = [f"{name} {count}" for name, count in report.depths[-1].witnesses.items() if count]
+        row = [report.name, report.requests, ",".join(equal) or "none", _overlapped(report)]
+        rows.append([*row, ", ".join(seen)])
+    seen_at = f"seen at depth {reports[0].depths[-1].depth}"
+    width = max(len(str(row[-1])) for row in rows)
+    rows = [[*row, str(last).ljust(width)] for *row, last in rows]
+    header = ["scenario", "requests", "equal at depths", "overlapped", seen_at.ljust(width)]
+    return format_table(header, rows)
+
+
+def _overlapped(report: Report) -> str:
+    """Steps taken while a later one was in flight, of all depths above 0."""
+    counters = [depth.counters for depth in report.depths if depth.depth]
+    steps = sum(c.steps_committed for c in counters)
+    return f"{sum(c.steps_overlapped for c in counters) / max(steps, 1):.0%}"
+
+
+def _to_json(args: argparse.Namespace, reports: list[Report]) -> dict[str, Any]:
+    head = {"model": args.model, "seed": args.seed}
+    if args.scenario == [RANDOM]:
+        return head | reports[0].to_dict()
+    ok = all(report.ok for report in reports)
+    return head | {"ok": ok, "scenarios": [report.to_dict() for report in reports]}

@@ -1,0 +1,212 @@
+"""Train the embedded model `tiny` with megatron-core on Python's standard library.
+
+A byte-level GPT with two multi-token prediction layers; one H200 needs a few minutes::
+
+    PYTHONPATH=. python scripts/tiny/train.py --out tiny
+
+The tokenizer, bytes and a few special tokens, is not trained: its files are those of the package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import io
+import json
+import math
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from corpus import BEGIN, END, VOCAB_SIZE, Corpus, pack, read_corpus
+from report import report, validation_loss
+from torch import Tensor
+from tqdm import tqdm
+from trainer import Trainer, learning_rate, set_dropout
+
+from megatron_async.checkpoint.native import save_native
+from megatron_async.models.build import build_model
+from megatron_async.models.config import ModelConfig
+
+from megatron.core import __version__ as MEGATRON_CORE_VERSION  # isort: skip
+
+ASSETS = Path(__file__).parents[2] / "megatron_async" / "assets" / "tiny"
+TOKENIZER_FILES = [ASSETS / "tokenizer.json", ASSETS / "tokenizer_config.json"]
+
+CONFIG = ModelConfig(
+    num_layers=5,
+    hidden_size=256,
+    num_attention_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    ffn_hidden_size=704,
+    vocab_size=VOCAB_SIZE,
+    max_sequence_length=2048,
+    tie_word_embeddings=True,
+    mtp_num_layers=2,
+)
+
+
+def batches(corpus: Corpus, args: argparse.Namespace, device: torch.device) -> Iterator[Tensor]:
+    """Endless epochs, each packed anew in a thread while the last one is used."""
+
+    def epoch(number: int) -> Tensor:
+        rows = pack(
+            corpus.training,
+            args.sequence_length,
+            seed=args.seed * 100_003 + number,
+            test_share=args.test_share,
+        )
+        return torch.from_numpy(rows)
+
+    with ThreadPoolExecutor(1) as pool:
+        coming, number = pool.submit(epoch, 0), 0
+        while True:
+            rows, number = coming.result().to(device), number + 1
+            coming = pool.submit(epoch, number)
+            if len(rows) < args.batch_size:
+                raise SystemExit(f"the corpus has {len(rows)} rows: use a smaller --batch-size")
+            for start in range(0, len(rows) - args.batch_size + 1, args.batch_size):
+                yield rows[start : start + args.batch_size]
+
+
+def train(
+    trainer: Trainer, corpus: Corpus, args: argparse.Namespace, start: float
+) -> dict[str, Any]:
+    """Until ``--minutes`` after ``start`` (or ``--steps``); keeps the weights with the best
+    validation loss. Returns the figures."""
+    model, device = trainer.model, trainer.device
+    stream = batches(corpus, args, device)
+    trainer.tokens.copy_(next(stream))
+    captured = device.type == "cuda" and args.cuda_graph and trainer.capture()
+    begun, deadline = time.monotonic(), start + 60 * args.minutes
+    if args.steps is None and begun >= deadline:
+        raise SystemExit("no time left to train: use more --minutes")
+    history: list[dict[str, float]] = []
+    best_loss, best = math.inf, trainer.master.clone()
+    next_check, step, progress = 1.0 / args.checks, 0, 0.0
+    bar = tqdm(total=1000, unit="‰", mininterval=20, dynamic_ncols=False, file=sys.stdout)
+    while progress < 1.0:
+        trainer.step(next(stream), learning_rate(progress, args.lr))
+        step += 1
+        if step % args.log_every == 0 or step == args.steps:
+            loss = float(trainer.loss)  # waits, so that the clock below is the device's
+            if not math.isfinite(loss):
+                print(f"\nloss {loss} at step {step}: stopping", flush=True)
+                break
+            bar.set_postfix_str(f"step {step} loss {loss:.4f}")
+        passed = (time.monotonic() - begun) / (deadline - begun)
+        progress = passed if args.steps is None else step / args.steps
+        bar.update(min(int(1000 * progress), 1000) - bar.n)
+        if progress >= next_check or progress >= 1.0:
+            next_check += 1.0 / args.checks
+            model.eval()
+            value = validation_loss(
+                model, corpus.validation, args.sequence_length, args.tokens_per_batch
+            )
+            model.train()
+            history.append({"step": step, "train": float(trainer.loss), "validation": value})
+            print(f"\n{history[-1]}, in nats a byte", flush=True)
+            if value < best_loss:
+                best_loss, best = value, trainer.master.clone()
+    bar.close()
+    trainer.restore(best)
+    seconds, tokens = time.monotonic() - begun, step * trainer.mask.numel()
+    return {
+        "steps": step,
+        "tokens": tokens,
+        "tokens_per_second": tokens / seconds,
+        "train_seconds": seconds,
+        "cuda_graph": bool(captured),
+        "history": history,
+    }
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="directory to write")
+    add("--minutes", type=float, default=1.8, help="start to end of training")
+    add("--steps", type=int, help="train this many steps instead")
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--seed", type=int, default=0)
+    add("--batch-size", type=int, default=32, help="sequences in a step")
+    add("--sequence-length", type=int, default=CONFIG.max_sequence_length)
+    add("--lr", type=float, default=2.5e-3, help="peak learning rate")
+    add("--dropout", type=float, default=0.1)
+    add("--mtp-scale", type=float, default=0.6, help="weight of the MTP losses")
+    add("--test-share", type=float, default=0.5, help="of test suites, an epoch")
+    add("--checks", type=int, default=6, help="validations during training")
+    add("--log-every", type=int, default=25)
+    add("--tokens-per-batch", type=int, default=65536, help="in validation")
+    add("--sample-rows", type=int, default=64)
+    add("--sample-tokens", type=int, default=1024)
+    add("--limit-files", type=int, help="read only so many source files")
+    add("--cuda-graph", action=argparse.BooleanOptionalAction, default=True)
+    args = parser.parse_args()
+    if not 2 <= args.sequence_length <= CONFIG.max_sequence_length:
+        parser.error(f"--sequence-length must be 2 to {CONFIG.max_sequence_length}")
+    return args
+
+
+def main() -> int:
+    start = time.monotonic()
+    args = parse_arguments()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(encoding="utf-8", errors="replace")
+    torch.manual_seed(args.seed)
+    device = torch.device(args.device)
+    corpus = read_corpus(args.sequence_length - 2, limit_files=args.limit_files)
+    if not corpus.training or not corpus.validation:
+        raise SystemExit("too few source files: use a larger --limit-files")
+    model = build_model(CONFIG, device=device, dtype=torch.bfloat16)
+    model.train()
+    model.config.mtp_loss_scaling_factor = args.mtp_scale
+    set_dropout(model, args.dropout)
+    figures: dict[str, Any] = {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "megatron_core": MEGATRON_CORE_VERSION,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "arguments": {key: str(value) for key, value in vars(args).items() if key != "out"},
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "documents": len(corpus.training),
+        "bytes": sum(len(d.text) for d in corpus.training),
+        "validation_bytes": sum(len(d.text) for d in corpus.validation),
+    }
+    print(json.dumps(figures), flush=True)
+    trainer = Trainer(model, args.batch_size, args.sequence_length)
+    figures["training"] = train(trainer, corpus, args, start)
+    # Weights first: a failing evaluation must not cost them.
+    save_native(
+        args.out, model, CONFIG, tokenizer_files=TOKENIZER_FILES, eos_token_ids=[END],
+        bos_token_id=BEGIN, dtype=torch.bfloat16,
+    )  # fmt: skip
+    print(f"written to {args.out}; {time.monotonic() - start:.1f} s", flush=True)
+    figures["evaluation"] = None
+    try:
+        figures["evaluation"] = report(
+            model,
+            args.out,
+            corpus.validation,
+            length=args.sequence_length,
+            rows=args.sample_rows,
+            new_tokens=min(args.sample_tokens, args.sequence_length - 64),
+            tokens_per_batch=args.tokens_per_batch,
+        )
+    finally:
+        figures["seconds"] = time.monotonic() - start
+        (args.out / "training.json").write_text(json.dumps(figures, indent=2) + "\n")
+    print(f"done; {figures['seconds']:.1f} s", flush=True)
+    torch.distributed.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
