@@ -1,19 +1,14 @@
-"""Time kernels on a GPU: attention, the batch-invariant GEMM, or a whole step with other sources.
+"""Time kernels on a GPU: attention and the batch-invariant GEMM, or whole steps of other sources.
 
     python scripts/bench_kernels.py            # or --sweep: other tiles and splits
+    git archive HEAD~1 megatron_async/kernels | tar -x -C FOLDER
+    python scripts/bench_kernels.py --compare FOLDER/megatron_async/kernels --shape llama8b
 
-    mkdir -p /tmp/before
-    git archive HEAD~1 megatron_async/kernels | tar -x -C /tmp/before
-    python scripts/bench_kernels.py --compare /tmp/before/megatron_async/kernels --shape llama8b
-
-Each number is the mean of calls inside a CUDA graph that goes round several copies of the cache or
-the weight, so that they come from memory.
-
-``--compare`` times a decode step with the CUDA sources of a folder and with these, in turns, so
-that what clocks and power do hits both alike; each is a graph of the whole forward of a model of
-few layers. The same Python calls both: the folder must have kernels of the same names and
-parameters. ``error`` is the relative difference of the logits: 0 where sums are taken in the same
-order. Exit status 1: it is above 2e-2.
+Each number is the mean of calls in a CUDA graph that goes round several copies of cache or weight,
+so that they come from memory. ``--compare`` times decode steps of a few layers with the CUDA
+sources of a folder and with these, in turns, since clocks and power change. The same Python calls
+both, so kernels must have the same names and parameters. ``error`` is the relative difference of
+the logits: 0 where sums are taken in the same order; above 2e-2 the exit status is 1.
 """
 
 from __future__ import annotations
@@ -52,7 +47,7 @@ DECODE_SHAPES = (
 STEP_ROWS = (40, 64, 96, 128, 256)
 ATTENTION_CHOICES = ((128, 256, 512), (8192, 16384), (2, 4, 8), (3, 5, 7))
 GEMM_SHAPES, GEMM_ROWS = ((28672, 4096), (4096, 14336), (6144, 4096)), (1, 32, 128)
-GEMM_TILES = (
+GEMM_TILES = (  # M, N, K, warps, stages
     *((64, 64, 128, 4, 4), (64, 64, 128, 4, 3), (64, 64, 64, 4, 6), (64, 32, 128, 4, 4)),
     *((64, 32, 128, 4, 6), (64, 128, 64, 4, 5), (64, 128, 64, 8, 5), (128, 64, 64, 8, 5)),
     *((128, 128, 64, 8, 4), (16, 64, 128, 4, 5), (32, 64, 128, 4, 4)),

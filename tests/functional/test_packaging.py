@@ -60,9 +60,9 @@ def test_wheel_holds_every_source_and_asset(wheel: Path) -> None:
         for path in commands
         if path.suffix in (".py", ".toml")
     }
-    cuda_sources = (package / "kernels").glob("*/*.cu*")
+    kernels = [*package.glob("kernels/*/*.cu*"), *package.glob("kernels/*/*.json")]
     assets = (package / "assets").rglob("*")
-    for path in (*package.rglob("*.py"), *cuda_sources, *assets):
+    for path in (*package.rglob("*.py"), *kernels, *assets):
         if path.is_file():
             expected.add(path.relative_to(ROOT).as_posix())
     names = {n for n in zipfile.ZipFile(wheel).namelist() if n.startswith("megatron_async/")}
