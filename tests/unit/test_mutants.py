@@ -22,6 +22,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from megatron_async.device.cpu import CpuDevice
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.metrics import EngineCounters
 from megatron_async.errors import IntegrityError
@@ -30,6 +31,7 @@ from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.scheduler.events import Commit
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.step.plan import Plan, StepResult
+from tests.support.cuda_rings import CudaRingsDevice
 from tests.support.engines import DEPTHS, hash_engine, sampling_params
 from tests.support.hash_model import HashModel
 from tests.support.mutants import MUTANTS, Mutant
@@ -123,10 +125,11 @@ def workload() -> list[Ask]:
 class Run:
     """One pass over the workload with all checks on."""
 
-    def __init__(self, depth: int, debug: bool = True) -> None:
+    def __init__(self, depth: int, debug: bool = True, device: type[CpuDevice] = CpuDevice) -> None:
         self.asks = workload()
         self.depth = depth
         self.debug = debug
+        self.device = device
         self.salts = {0: 0}
         self.aborted: set[int] = set()
         self.ended: set[int] = set()
@@ -139,6 +142,7 @@ class Run:
             hash_engine(
                 self.depth,
                 model=WatchfulModel(),
+                device=self.device(poison=self.debug),
                 debug=self.debug,
                 max_requests=4,
                 block_size_tokens=4,
@@ -231,9 +235,12 @@ def _watched(commit: Any) -> Any:
     return watched
 
 
+@pytest.mark.parametrize("device", (CpuDevice, CudaRingsDevice))
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_workload_passes_without_a_fault_and_has_everything(depth: int) -> None:
-    run = Run(depth)
+def test_workload_passes_without_a_fault_and_has_everything(
+    depth: int, device: type[CpuDevice]
+) -> None:
+    run = Run(depth, device=device)
     counters = run.start()
     assert {r.finish_reason for r in run.finished.values()} == set(FinishReason)
     for name in (
@@ -260,10 +267,10 @@ def test_workload_passes_without_a_fault_and_has_everything(depth: int) -> None:
 def test_fault_is_caught(fault: Mutant, depth: int) -> None:
     caught_by = tuple(CAUGHT[name] for name in fault.caught_by)
     with fault.active(), pytest.raises(caught_by):
-        Run(depth).start()
+        Run(depth, device=fault.device).start()
 
 
 @pytest.mark.parametrize("fault", MUTANTS, ids=lambda fault: fault.name)
 def test_fault_is_caught_by_what_users_see_without_debug_checks(fault: Mutant) -> None:
     with fault.active(), pytest.raises(tuple(CAUGHT.values())):
-        Run(depth=2, debug=False).start()
+        Run(depth=2, debug=False, device=fault.device).start()
