@@ -165,14 +165,21 @@ def test_a_close_that_is_interrupted_is_made_up_for_at_exit() -> None:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
+    wait = device._over.wait
+
+    def wait_a_while(*arguments: Any) -> bool:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)  # not before: the interrupt is to come in here
+        return wait(*arguments)
+
     before = signal.signal(signal.SIGALRM, interrupt)
-    device.enqueue(lambda: go.wait(30) or None, "long")
+    device._over.wait = wait_a_while  # type: ignore[method-assign]
+    device.enqueue(lambda: go.wait(PATIENCE_SECONDS) or None, "long")
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(KeyboardInterrupt):
             device.close()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        device._over.wait = wait  # type: ignore[method-assign]
         signal.signal(signal.SIGALRM, before)
     assert device._end.alive and not device._over.is_set()
     threading.Timer(0.1, go.set).start()

@@ -15,6 +15,7 @@ from megatron_async.step.plan import Plan, StepResult
 from tests.support.engines import hash_engine, sampling_params
 from tests.support.hash_model import HashModel
 from tests.support.oracle import Ask, decode_alone
+from tests.support.patience import PATIENCE_SECONDS
 
 STEPS = 12
 
@@ -33,7 +34,9 @@ class GatedModel(HashModel):
         self.forwards += 1
         if self.forwards > self.free:
             self.running.release()
-            assert self.gate.acquire(timeout=30), "the host never committed during this forward"
+            assert self.gate.acquire(timeout=PATIENCE_SECONDS), (
+                "the host never committed during this forward"
+            )
         return super().forward(token_ids, position_ids, context)
 
 
@@ -51,7 +54,9 @@ def test_host_commits_step_n_while_the_forward_of_step_n_plus_1_runs(
     def gated_commit(self: DynamicInferenceEngine, plan: Plan, result: StepResult) -> None:
         overlapping = plan.number + 1 < STEPS
         if overlapping:
-            assert model.running.acquire(timeout=30), "the next forward had not been launched"
+            assert model.running.acquire(timeout=PATIENCE_SECONDS), (
+                "the next forward had not been launched"
+            )
         commit(self, plan, result)
         if overlapping:
             committed_while_running.append(plan.number)
