@@ -83,6 +83,7 @@ FLAGS = {
     "prefill_chunk_tokens": "--prefill-chunk-tokens",
     "enable_prefix_caching": "--enable-prefix-caching",
     "batch_invariant": "--batch-invariant",
+    "allow_non_finite_weights": "--allow-non-finite-weights",
     "inference_logging_step_interval": "--inference-logging-step-interval",
     "num_cuda_graphs": "--inference-dynamic-batching-num-cuda-graphs",
     "capture_mixed_steps": "--decode-only-cuda-graphs",
@@ -234,6 +235,11 @@ def add_engine_options(
         help="results of a request do not depend on the others, to the last bit; slower",
     )
     group.add_argument(
+        "--allow-non-finite-weights",
+        action="store_true",
+        help="serve a model whose weights have NaN or infinite elements",
+    )
+    group.add_argument(
         "--inference-logging-step-interval",
         type=integer(0),
         default=fields.inference_logging_step_interval,
@@ -302,6 +308,7 @@ def engine_config(args: argparse.Namespace, depth: int, *, random_seed: int = 0)
         prefill_chunk_tokens=args.prefill_chunk_tokens,
         enable_prefix_caching=args.enable_prefix_caching,
         batch_invariant=args.batch_invariant,
+        allow_non_finite_weights=args.allow_non_finite_weights,
         inference_logging_step_interval=args.inference_logging_step_interval,
         random_seed=random_seed,
         num_cuda_graphs=args.num_cuda_graphs,
