@@ -16,9 +16,11 @@ from unittest.mock import patch
 
 import torch
 
+from megatron_async.cache.block_allocator import BlockAllocator
 from megatron_async.cache.prefix_cache import ROOT, PrefixCache
 from megatron_async.device.cpu import CpuDevice, CpuPacketRing, CpuResultRing
 from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.engine.metrics import EngineCounters, NotOverlapped
 from megatron_async.errors import IntegrityError
 from megatron_async.runner import step_program as program
 from megatron_async.runner.context import DynamicInferenceContext
@@ -33,6 +35,11 @@ from megatron_async.step.packet import ROW_SLOT
 from megatron_async.step.plan import Plan, StepResult
 from tests.support.cuda_rings import CudaPackets, CudaResults, CudaRingsDevice
 from tests.support.patience import PATIENCE_SECONDS
+from tests.support.pinned import (
+    every_drain_is_called_what_it_is,
+    head_of_the_queue_waits_while_others_are_stalled,
+    kept_prefix_is_reused_from_its_end,
+)
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,8 @@ class Mutant:
     """With fewer steps in flight it does no harm."""
     device: type[CpuDevice] = CpuDevice
     """What the workload runs on."""
+    scenario: Callable[[int, bool], None] | None = None
+    """What finds it, at a depth, with debug checks or without; None is the workload."""
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -167,6 +176,54 @@ def prefix_of_the_old_weights_kept(original: Any) -> Any:
 @mutant(DynamicInferenceEngine, "_drain", "WrongTokensError", least_depth=1)
 def token_of_the_old_weights_committed(original: Any) -> Any:
     return lambda self, reason: None
+
+
+# --- decisions that cost no token ----------------------------------------------------------------
+
+
+def pinned(
+    target: Any, method: str, scenario: Callable[[int, bool], None], *, least_depth: int = 0
+) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+    """Register a fault that the workload does not show, and ``scenario`` does."""
+
+    def register(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        caught_by = ("AssertionError",)
+        MUTANTS.append(
+            Mutant(make.__name__, target, method, make, caught_by, least_depth, scenario=scenario)
+        )
+        return make
+
+    return register
+
+
+@pinned(BlockAllocator, "release", kept_prefix_is_reused_from_its_end)
+def blocks_released_front_to_back(original: Any) -> Any:
+    """The beginning of a kept prefix is reused first, and the rest is worth nothing."""
+    return lambda self, blocks: original(self, list(blocks)[::-1])
+
+
+@pinned(Scheduler, "_admit_next", head_of_the_queue_waits_while_others_are_stalled)
+def head_admitted_while_others_are_stalled(original: Any) -> Any:
+    def admit_next(self: Scheduler, *args: Any) -> Sequence | None:
+        stalled, self._stalled = self._stalled, {}
+        try:
+            sequence: Sequence | None = original(self, *args)
+        finally:
+            self._stalled = stalled
+        return sequence
+
+    return admit_next
+
+
+@pinned(EngineCounters, "committed", every_drain_is_called_what_it_is, least_depth=1)
+def drain_of_the_paused_called_drained(original: Any) -> Any:
+    def committed(
+        self: EngineCounters, tokens: int, discarded: int, reason: NotOverlapped | None
+    ) -> None:
+        wrong = NotOverlapped.DRAINED if reason is NotOverlapped.PAUSED else reason
+        original(self, tokens, discarded, wrong)
+
+    return committed
 
 
 # --- commit -----------------------------------------------------------------------------------

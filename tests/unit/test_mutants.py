@@ -10,12 +10,16 @@ depth; with one of them it fails by a typed error or an assertion, each with a n
 - ``WrongCountsError``: launched, committed and discarded do not add up, or a token was discarded
   that nothing had ended;
 - ``DeadRowWroteError``, ``DeadRowLivedError``: the device worked for a request that it had ended.
+
+What costs no token, such as which block is reused first, has scenarios of its own in
+``tests/support/pinned.py``; these fail by an ``AssertionError``.
 """
 
 from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -36,6 +40,7 @@ from tests.support.engines import DEPTHS, hash_engine, sampling_params
 from tests.support.hash_model import HashModel
 from tests.support.mutants import MUTANTS, Mutant
 from tests.support.oracle import Ask, decode_with_salts
+from tests.support.pinned import SCENARIOS
 
 MOST_STEPS = 1500
 
@@ -259,18 +264,37 @@ def test_workload_passes_without_a_fault_and_has_everything(
     assert (counters.tokens_discarded > 0) == (depth > 0)
 
 
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_scenarios_pass_without_a_fault(scenario: Callable[[int, bool], None], depth: int) -> None:
+    for debug in (True, False):
+        scenario(depth, debug)
+
+
+def finders_of(fault: Mutant) -> dict[str, type[BaseException]]:
+    """What may find ``fault``: a scenario asserts, and the workload has an error for each check."""
+    return CAUGHT if fault.scenario is None else {"AssertionError": AssertionError}
+
+
+def look_for(fault: Mutant, depth: int, debug: bool = True) -> None:
+    """Run what is to find ``fault``."""
+    if fault.scenario is None:
+        Run(depth, debug, fault.device).start()
+    else:
+        fault.scenario(depth, debug)
+
+
 @pytest.mark.parametrize(
     ("fault", "depth"),
     [(fault, depth) for fault in MUTANTS for depth in DEPTHS if depth >= fault.least_depth],
     ids=lambda value: value.name if isinstance(value, Mutant) else None,
 )
 def test_fault_is_caught(fault: Mutant, depth: int) -> None:
-    caught_by = tuple(CAUGHT[name] for name in fault.caught_by)
-    with fault.active(), pytest.raises(caught_by):
-        Run(depth, device=fault.device).start()
+    with fault.active(), pytest.raises(tuple(finders_of(fault)[name] for name in fault.caught_by)):
+        look_for(fault, depth)
 
 
 @pytest.mark.parametrize("fault", MUTANTS, ids=lambda fault: fault.name)
 def test_fault_is_caught_by_what_users_see_without_debug_checks(fault: Mutant) -> None:
-    with fault.active(), pytest.raises(tuple(CAUGHT.values())):
-        Run(depth=2, debug=False, device=fault.device).start()
+    with fault.active(), pytest.raises(tuple(finders_of(fault).values())):
+        look_for(fault, depth=2, debug=False)
