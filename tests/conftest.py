@@ -7,6 +7,7 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support import gpus  # noqa: F401 - before the next one looks for GPUs
 from tests.support.interpreter import INTERPRETED, mend_interpreter
 
 # The same examples in every run of the CI, new ones on everybody's own machine. No verdict depends
