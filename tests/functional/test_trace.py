@@ -33,6 +33,7 @@ from megatron_async.inference.trace_events import (
     trace_events,
 )
 from megatron_async.inference.trace_kernels import KernelProfiler, clock_shift_ns, kernels_of
+from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.step.plan import Plan, StepResult
 from tests.support.engines import hash_engine, sampling_params
@@ -223,7 +224,18 @@ def test_a_batch_of_one_is_replaced_without_a_drain(tmp_path: Path, capsys: Capt
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kernels", (False, True))
 @pytest.mark.parametrize("depth", (0, 1))
-def test_on_a_gpu(depth: int, kernels: bool, tmp_path: Path) -> None:
+def test_on_a_gpu(
+    depth: int, kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each forward takes some milliseconds more, so that the host commits during it even where
+    others use the machine."""
+    forward_into = GPTInferenceWrapper.forward_into
+
+    def slow_forward_into(self: GPTInferenceWrapper, *arguments: Any) -> None:
+        torch.cuda._sleep(40_000_000)
+        forward_into(self, *arguments)
+
+    monkeypatch.setattr(GPTInferenceWrapper, "forward_into", slow_forward_into)
     path = tmp_path / "trace.json"
     options = ["--shape", "gpt2", "--batch-size", "3", "--depth", str(depth)]
     options += ["--kernels"] if kernels else []
