@@ -177,6 +177,7 @@ class CudaResultRing(_Counted):
             1, dtype=torch.int32, pin_memory=device.torch_device.type == "cuda"
         )
         self._seen = self.sequence.numpy()
+        device.results_taken = 0
 
     def publish(self, record: torch.Tensor) -> None:
         from megatron_async.kernels.rings import publish
