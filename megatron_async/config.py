@@ -77,6 +77,9 @@ class EngineConfig:
         track_paused_request_events: record pauses in the requests' events.
         batch_invariant: a row's results do not depend on the other rows, on padding, or on whether
             a token was prefilled or decoded. Slower.
+        allow_non_finite_weights: serve weights with NaN or infinite elements. Without it a model
+            directory, and new weights, that have any are refused; the parameters of a model that
+            was built in memory are its builder's business and are not looked at.
         random_seed: seed of the requests that bring none.
         num_cuda_graphs: most row buckets captured; None captures all.
         capture_mixed_steps: capture steps with prefill chunks too, one graph for each token
@@ -106,6 +109,7 @@ class EngineConfig:
     inference_logging_step_interval: int = 0
     track_paused_request_events: bool = False
     batch_invariant: bool = False
+    allow_non_finite_weights: bool = False
     random_seed: int = 0
     num_cuda_graphs: int | None = None
     capture_mixed_steps: bool = True

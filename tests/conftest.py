@@ -5,18 +5,28 @@ from __future__ import annotations
 import os
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
+from tests.support import gpus  # noqa: F401 - before the next one looks for GPUs
 from tests.support.interpreter import INTERPRETED, mend_interpreter
 
-# The same examples in every run of the CI, new ones on everybody's own machine.
-settings.register_profile("ci", derandomize=True)
-if os.environ.get("CI"):
-    settings.load_profile("ci")
-
+# The same examples in every run of the CI, new ones on everybody's own machine. No verdict depends
+# on speed.
+settings.register_profile(
+    "own", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+settings.register_profile("ci", settings.get_profile("own"), derandomize=True)
+settings.load_profile("ci" if os.environ.get("CI") else "own")
 
 if INTERPRETED:
     mend_interpreter()
+
+
+def _part(text: str) -> tuple[int, int]:
+    part, parts = (int(number) for number in text.split("/"))
+    if not 0 <= part < parts:
+        raise ValueError(text)
+    return part, parts
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -27,7 +37,19 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="examples of the engine's state machine, each of up to 110 rule steps",
     )
     parser.addoption(
+        "--part",
+        type=_part,
+        default=(0, 1),
+        metavar="K/N",
+        help="run only every N-th test, from the K-th on: N processes run them all",
+    )
+    parser.addoption(
         "--long-run",
         action="store_true",
         help="decode a million tokens in the long run, instead of a hundred thousand",
     )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    part, parts = config.getoption("--part")
+    items[:] = items[part::parts]

@@ -80,6 +80,7 @@ FLAGS = {
     "prefill_chunk_tokens": "--prefill-chunk-tokens",
     "enable_prefix_caching": "--enable-prefix-caching",
     "batch_invariant": "--batch-invariant",
+    "allow_non_finite_weights": "--allow-non-finite-weights",
     "inference_logging_step_interval": "--inference-logging-step-interval",
     "num_cuda_graphs": "--inference-dynamic-batching-num-cuda-graphs",
     "capture_mixed_steps": "--decode-only-cuda-graphs",
@@ -182,6 +183,8 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: int) -> None
     add("--enable-prefix-caching", action=on_or_off, default=caching, help=said)
     said = "results of a request do not depend on the others, to the last bit; slower"
     add("--batch-invariant", action="store_true", help=said)
+    said = "serve a model whose weights have NaN or infinite elements"
+    add("--allow-non-finite-weights", action="store_true", help=said)
     said = "log the counters on stderr every N steps; 0 is never (default: 0)"
     add("--inference-logging-step-interval", type=integer(0), default=0, metavar="N", help=said)
     said = "most batch sizes captured as CUDA graphs (default: all)"

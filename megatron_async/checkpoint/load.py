@@ -11,6 +11,7 @@ import torch
 
 from megatron_async.checkpoint import huggingface, native
 from megatron_async.checkpoint.files import SINGLE_FILE, Description, read_json, weight_files
+from megatron_async.checkpoint.finite import check_finite
 from megatron_async.errors import CheckpointError
 from megatron_async.models.config import ModelConfig
 from megatron_async.tokenizer import TOKENIZER_FILE, Tokenizer
@@ -99,7 +100,11 @@ def describe_pretrained(path: str | Path) -> Description:
 
 
 def load_pretrained(
-    path: str | Path, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    path: str | Path,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | None = None,
+    allow_non_finite_weights: bool = False,
 ) -> Pretrained:
     """Load a model directory; its format is recognised from its files.
 
@@ -112,10 +117,12 @@ def load_pretrained(
         device: where the parameters go.
         dtype: of the parameters. None means float32 on the CPU, elsewhere the checkpoint's own
             (bfloat16 if it does not say).
+        allow_non_finite_weights: take parameters with NaN or infinite elements as they are.
 
     Raises:
-        CheckpointError: the directory is missing, corrupt, of an unknown format, or asks for
-            something that is not supported; the message names it.
+        CheckpointError: the directory is missing, corrupt, of an unknown format, asks for something
+            that is not supported, or has a parameter with elements that are not finite in
+            ``dtype``; the message names it.
     """
     directory = _resolve(path)
     description, own, distributed = _describe(directory)
@@ -145,6 +152,8 @@ def load_pretrained(
         from megatron_async.checkpoint.huggingface_weights import load_weights
 
         load_weights(directory, description.config, model)
+    if not allow_non_finite_weights:
+        check_finite(str(path), ((n, p, p.dtype) for n, p in model.named_parameters()))
     return Pretrained(
         model=model.eval().requires_grad_(False),
         config=description.config,

@@ -25,6 +25,13 @@ def _whole(stored: torch.Tensor) -> torch.Tensor:
     return stored
 
 
+def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """``torch.equal``, but that a NaN is the same as another."""
+    if torch.equal(one, other):
+        return True
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """Where a stored tensor goes.
@@ -44,8 +51,7 @@ class Target:
 
     def equals(self, stored: torch.Tensor) -> bool:
         """Whether ``stored``, in the view's dtype, is what the view holds."""
-        selected = self.select(stored).to(self.view).reshape(self.view.shape)
-        return torch.equal(selected, self.view)
+        return same_values(self.select(stored).to(self.view).reshape(self.view.shape), self.view)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,8 @@ import safetensors.torch
 import torch
 
 from megatron_async.checkpoint.files import one_line
+from megatron_async.checkpoint.finite import check_finite
+from megatron_async.checkpoint.targets import same_values
 from megatron_async.errors import CheckpointError
 from megatron_async.models.config import ModelConfig
 
@@ -25,7 +27,12 @@ _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MAY_DIFFER = {"max_sequence_length"}
 
 
-def read_weights(model: GPTModel, source: str | Path | Mapping[str, Any]) -> Callable[[], None]:
+def read_weights(
+    model: GPTModel,
+    source: str | Path | Mapping[str, Any],
+    *,
+    allow_non_finite_weights: bool = False,
+) -> Callable[[], None]:
     """Read and check new weights as a whole. Calling the result copies them into the parameters of
     ``model``, whose addresses stay. The caller may be in inference mode or not, and so may those
     have been who built the model or the new weights.
@@ -33,10 +40,12 @@ def read_weights(model: GPTModel, source: str | Path | Mapping[str, Any]) -> Cal
     Args:
         source: a model directory, as :func:`load_pretrained` takes it; a ``.safetensors`` file
             with megatron-core's parameter names; or a state dict with these.
+        allow_non_finite_weights: take tensors with NaN or infinite elements as they are.
 
     Raises:
-        CheckpointError: a name, a shape, a dtype or a directory's config.json does not fit, or the
-            first of the copies fails; the model is unchanged.
+        CheckpointError: a name, a shape, a dtype or a directory's config.json does not fit,
+            elements of a tensor are not finite in the model's dtype, or the first of the copies
+            fails; the model is unchanged.
     """
     loaded = _read(model, source) if isinstance(source, (str, Path)) else source
     if not isinstance(loaded, Mapping):
@@ -56,9 +65,11 @@ def read_weights(model: GPTModel, source: str | Path | Mapping[str, Any]) -> Cal
         if name not in targets:
             raise CheckpointError(f"the new weights hold {name}, which the model does not have")
         _check_tensor(name, tensor, targets[name])
+    if not allow_non_finite_weights:
+        check_finite("the new weights", ((k, v, targets[k].dtype) for k, v in tensors.items()))
     if tied and {_OUTPUT, _EMBEDDING} <= tensors.keys():
         shared = targets[_EMBEDDING]
-        if not torch.equal(tensors[_OUTPUT].to(shared), tensors[_EMBEDDING].to(shared)):
+        if not same_values(tensors[_OUTPUT].to(shared), tensors[_EMBEDDING].to(shared)):
             raise CheckpointError(
                 f"the new {_OUTPUT} differs from the new {_EMBEDDING}, to which the model ties it"
             )
@@ -109,7 +120,8 @@ def _read(model: GPTModel, path: str | Path) -> Mapping[str, Any]:
         from megatron_async.checkpoint.load import load_pretrained
 
         dtype = next(model.parameters()).dtype
-        loaded = load_pretrained(path, device="cpu", dtype=dtype)
+        # What is read here is checked with all the rest.
+        loaded = load_pretrained(path, device="cpu", dtype=dtype, allow_non_finite_weights=True)
         if model.model_config is not None:
             _check_same_architecture(path, loaded.config, model.model_config)
         state: Mapping[str, Any] = loaded.model.state_dict()

@@ -43,6 +43,8 @@ class CudaDevice:
         self.stream = torch.cuda.Stream(torch_device)
         self._pool = torch.cuda.graph_pool_handle()
         self._rings: list[_Counted] = []
+        self.results_taken = 0
+        """Results that the host has taken: what came before their S on the stream is over."""
         self.timeline: CudaTimeline | None = None
         self.ticket = -1
 
@@ -118,28 +120,44 @@ class _CudaGraph:
 
 
 class _Counted:
-    """A ring with a counter on the device; the host keeps its own count of what it launched."""
+    """A ring with a counter on the device; the host keeps its own count of what it launched.
+
+    On a device that is no GPU, as in tests of what the host does, its memory is not pinned.
+    """
 
     def __init__(self, device: CudaDevice, entries: int, width: int) -> None:
         self._device = device
-        self.ring = torch.zeros(entries, width, dtype=torch.int32, pin_memory=True)
+        on = device.torch_device
+        pinned = on.type == "cuda"
+        self.ring = torch.zeros(entries, width, dtype=torch.int32, pin_memory=pinned)
         self._views: list[Ints] = [entry.numpy() for entry in self.ring]
-        self.counter = torch.zeros(1, dtype=torch.int64, device=device.torch_device)
+        self.counter = torch.zeros(1, dtype=torch.int64, device=on)
         self._done = 0
 
     def rewind(self) -> None:
         self._device.stream.synchronize()
         self.counter.fill_(self._done)
-        torch.cuda.synchronize(self._device.torch_device)
+        self._device.synchronize()
 
 
 class CudaPacketRing(_Counted):
-    """Packets in pinned memory. An entry is free again when the ticket that used it is committed:
-    the engine never has more tickets in flight than the ring has entries."""
+    """Packets in pinned memory, numbered like the tickets that they belong to.
+
+    Whether the device has read a packet the host knows without asking: the S whose tokens are
+    result n comes after the H2D that read packet n in stream order, so with result n taken packet n
+    is consumed. That is a comparison of two integers of the host. A count of the packets read, in
+    pinned memory, would be known some microseconds earlier and cost every step a store over the
+    bus; it would be needed by a ring whose numbers are not those of tickets.
+
+    The same check keeps results: S(n) is launched after packet n was claimed, so the entry that it
+    writes was taken before, in a ring of as many entries.
+    """
 
     def claim(self, number: int) -> Ints:
         if number != self._done:
             raise IntegrityError(f"packet {number} claimed, {self._done} is next")
+        if number - self._device.results_taken >= len(self._views):
+            raise IntegrityError(f"packet {number} would overwrite one not consumed yet")
         self._done += 1
         return self._views[number % len(self._views)]
 
@@ -155,8 +173,11 @@ class CudaResultRing(_Counted):
 
     def __init__(self, device: CudaDevice, entries: int, width: int) -> None:
         super().__init__(device, entries, width)
-        self.sequence = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        self.sequence = torch.zeros(
+            1, dtype=torch.int32, pin_memory=device.torch_device.type == "cuda"
+        )
         self._seen = self.sequence.numpy()
+        device.results_taken = 0
 
     def publish(self, record: torch.Tensor) -> None:
         from megatron_async.kernels.rings import publish
@@ -177,9 +198,12 @@ class CudaResultRing(_Counted):
             if spins % SPINS_BETWEEN_CHECKS == 0:
                 self._device.stream.query()  # raises when a kernel has failed
                 time.sleep(0)
-        self._done += 1
-        return self._views[number % len(self._views)][:width].copy()
+        values = self._views[number % len(self._views)][:width].copy()
+        if ((int(seen[0]) - number) & 0xFFFFFFFF) > len(self._views):
+            raise IntegrityError(f"result {number} was overwritten before it was taken")
+        self._done = self._device.results_taken = number + 1
+        return values
 
     def put_back(self, number: int) -> None:
         if self._done == number + 1:
-            self._done = number
+            self._done = self._device.results_taken = number

@@ -30,7 +30,8 @@ class PacketRing(Protocol):
         """Host: the entry of step ``number`` to write, [width] int32.
 
         Raises:
-            IntegrityError: the entry's last packet has not been consumed (WAR hazard).
+            IntegrityError: ``number`` is not the next, or the entry's last packet has not been
+                consumed, as far as the host can know without asking the device (WAR hazard).
         """
 
     def read(self, into: torch.Tensor, width: int) -> None:

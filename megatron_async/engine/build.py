@@ -151,7 +151,12 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
         raise CheckpointError(f"path={path!r} must be 'tiny' or the path of a model directory")
     device = resolve_device(config.device)
     dtype = None if config.dtype is None else getattr(torch, config.dtype)
-    pretrained = load_pretrained(path, device=device, dtype=dtype)
+    pretrained = load_pretrained(
+        path,
+        device=device,
+        dtype=dtype,
+        allow_non_finite_weights=config.allow_non_finite_weights,
+    )
     wrapper = GPTInferenceWrapper(pretrained.model, batch_invariant=config.batch_invariant)
     return EngineParts(
         TextGenerationController(wrapper, pretrained.tokenizer),

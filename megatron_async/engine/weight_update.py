@@ -9,6 +9,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_async.config import EngineConfig
 from megatron_async.device.protocol import Device
 from megatron_async.engine.loop import DecodeLoop
 from megatron_async.engine.metrics import NotOverlapped
@@ -21,6 +22,7 @@ from megatron_async.runner.controller import TextGenerationController
 class Engine(Protocol):
     """The parts of an engine that new weights concern."""
 
+    config: EngineConfig
     controller: TextGenerationController
     device: Device
     lock: StepLock
@@ -104,7 +106,8 @@ def replace_weights(
     sharing: list[Engine] = []
     try:
         with weights.lock, ExitStack() as stack:
-            replace = wanted.controller.read_weights(source)
+            allow = wanted.config.allow_non_finite_weights
+            replace = wanted.controller.read_weights(source, allow_non_finite_weights=allow)
             sharing = weights.engines
             engines = [e for e in sharing if _drained(e, stack, wanted=wanted)]
             for engine in engines:

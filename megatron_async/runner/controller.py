@@ -108,7 +108,9 @@ class TextGenerationController:
         """The object whose weights are replaced: one may be under several controllers."""
         return getattr(self.inference_wrapped_model, "model", self.inference_wrapped_model)
 
-    def read_weights(self, source: str | Path | Mapping[str, Any]) -> Callable[[], None]:
+    def read_weights(
+        self, source: str | Path | Mapping[str, Any], *, allow_non_finite_weights: bool = False
+    ) -> Callable[[], None]:
         """Read and check new weights. Calling the result replaces the model's in place; then
         nothing may be in flight.
 
@@ -120,4 +122,6 @@ class TextGenerationController:
             return functools.partial(own, source)
         from megatron_async.checkpoint.update import read_weights
 
-        return read_weights(self.weights_owner, source)
+        return read_weights(
+            self.weights_owner, source, allow_non_finite_weights=allow_non_finite_weights
+        )

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +33,13 @@ from megatron_async.inference.trace.timeline import (
     start_device_timeline,
     take_device_timeline,
 )
+from megatron_async.models.wrapper import GPTInferenceWrapper
+from megatron_async.scheduler.scheduler import Scheduler
+from megatron_async.step.plan import Plan
+from megatron_async.step.records import StepResult
 from tests.support.engines import hash_engine, sampling_params
 from tests.support.oracle import Ask
+from tests.support.patience import PATIENCE_SECONDS
 
 Capture = pytest.CaptureFixture[str]
 Event = dict[str, Any]
@@ -44,8 +52,32 @@ SMALL = ("--device", "cpu", "--prompt-tokens", "8", "--steps", str(STEPS))
 def traced(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[int, list[Event]]:
     path = tmp_path_factory.mktemp("trace") / "trace.json"
     options = ("--shape", "tiny-llama", "--batch-size", "3", "--depth", str(request.param))
-    assert main(["trace", *SMALL, *options, "-o", str(path)]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param:
+            hold_forwards(patch)
+        assert main(["trace", *SMALL, *options, "-o", str(path)]) == 0
     return request.param, read(path)
+
+
+def hold_forwards(patch: pytest.MonkeyPatch) -> None:
+    """Forward n + 1 does not end before commit n has begun, however slow the host is."""
+    begun: defaultdict[int, threading.Event] = defaultdict(threading.Event)
+    commit, run = Scheduler.commit, CpuDevice.run
+
+    def seen_commit(self: Scheduler, plan: Plan, result: StepResult) -> Any:
+        begun[plan.number].set()
+        return commit(self, plan, result)
+
+    def held_run(self: CpuDevice, work: Callable[[], None], name: str, ticket: int) -> None:
+        def held() -> None:
+            work()
+            if "F" in name.split() and ticket > 0:
+                assert begun[ticket - 1].wait(PATIENCE_SECONDS), "the host waits for this forward"
+
+        run(self, held, name, ticket)
+
+    patch.setattr(Scheduler, "commit", seen_commit)
+    patch.setattr(CpuDevice, "run", held_run)
 
 
 def read(path: Path) -> list[Event]:
@@ -206,7 +238,18 @@ def test_a_batch_of_one_is_replaced_without_a_drain(tmp_path: Path, capsys: Capt
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("kernels", (False, True))
 @pytest.mark.parametrize("depth", (0, 1))
-def test_on_a_gpu(depth: int, kernels: bool, tmp_path: Path) -> None:
+def test_on_a_gpu(
+    depth: int, kernels: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each forward takes some milliseconds more, so that the host commits during it even where
+    others use the machine."""
+    forward_into = GPTInferenceWrapper.forward_into
+
+    def slow_forward_into(self: GPTInferenceWrapper, *arguments: Any) -> None:
+        torch.cuda._sleep(40_000_000)
+        forward_into(self, *arguments)
+
+    monkeypatch.setattr(GPTInferenceWrapper, "forward_into", slow_forward_into)
     path = tmp_path / "trace.json"
     options = ["--shape", "gpt2", "--batch-size", "3", "--depth", str(depth)]
     options += ["--kernels"] if kernels else []
@@ -286,6 +329,23 @@ def test_s_is_named_after_the_ticket_whose_logits_it_samples() -> None:
     assert [step.title for step in device_steps(changed)] == ["H2D F3", "S3", "H2D F4"]
 
 
+class FakeClock:
+    """Stands for ``time``: each look at it takes a microsecond."""
+
+    def __init__(self) -> None:
+        self.ns = 10**9
+
+    def perf_counter_ns(self) -> int:
+        self.ns += 1000
+        return self.ns
+
+    def sleep(self, seconds: float) -> None:
+        self.ns += round(seconds * 1e9)
+
+
+CLOCK = FakeClock()
+
+
 class FakeEvent:
     """A CUDA event of a device whose clock runs ``SKEW`` behind the host's."""
 
@@ -309,7 +369,7 @@ class FakeStream:
         self.lead = 0
 
     def now(self) -> int:
-        return time.perf_counter_ns() - FakeEvent.SKEW - self.lead
+        return CLOCK.perf_counter_ns() - FakeEvent.SKEW - self.lead
 
     def synchronize(self) -> None:
         pass
@@ -319,22 +379,23 @@ def test_cuda_spans_come_on_the_hosts_clock_and_never_before_their_launch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cuda_timeline.torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(cuda_timeline, "time", CLOCK)
     stream: Any = FakeStream()
     timeline = CudaTimeline(stream)
     called = []
     for ticket in range(3):
-        called.append(time.perf_counter_ns())
-        timeline.record(lambda: time.sleep(1e-3), "S H2D F", ticket)
+        called.append(CLOCK.perf_counter_ns())
+        timeline.record(lambda: CLOCK.sleep(1e-3), "S H2D F", ticket)
     for start, span in zip(called, timeline.spans(), strict=True):
-        assert 0 <= span.start_ns - start < 5e5
+        assert 0 <= span.start_ns - start < 5e3
         assert span.end_ns - span.start_ns >= 1e6
     # The clocks have drifted since they were aligned: by as much the spans are moved.
     stream.lead = 300_000
-    called.append(time.perf_counter_ns())
+    called.append(CLOCK.perf_counter_ns())
     timeline.record(lambda: None, "S", 3)
     spans = timeline.spans()
     assert spans[-1].start_ns >= called[-1]
-    assert 0 <= spans[0].start_ns - called[0] < 1e6
+    assert 0 <= spans[0].start_ns - called[0] < 5e5
 
 
 def test_kernels_come_on_the_hosts_clock() -> None:
@@ -349,7 +410,9 @@ def test_kernels_come_on_the_hosts_clock() -> None:
     events = profiler.take_events()
     (probe,) = [e for e in events if e.get("name") == "probe" and e["cat"] == "user_annotation"]
     at = float(probe["ts"]) * 1e3 + clock_shift_ns(events, marks)
-    assert start - 1e5 < at and at + float(probe["dur"]) * 1e3 < end + 1e5
+    # As far as the shortest mark tells; it is short unless others keep the machine busy.
+    slack = 1e5 + min(after - before for before, after in marks)
+    assert start - slack < at and at + float(probe["dur"]) * 1e3 < end + slack
     kernel = {"ph": "X", "cat": "kernel", "name": "void f<int>(int)", "dur": 2.5}
     (found,) = kernels_of([*events, kernel | {"ts": probe["ts"]}], marks)
     assert abs(found.start_ns - at) < 1e3 and found.end_ns - found.start_ns == 2500

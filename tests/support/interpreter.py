@@ -29,8 +29,13 @@ on_devices = pytest.mark.parametrize(
 
 
 def mend_interpreter() -> None:
-    """Let kernels loop up to a loaded value: Triton 3.6 and 3.7 convert an array of one element to
-    an integer, which NumPy 2.4 refuses."""
+    """Let kernels loop up to a loaded value, and give the rows of a product bits of their own.
+
+    Triton 3.6 and 3.7 convert an array of one element to an integer, which NumPy 2.4 refuses. They
+    multiply with ``np.matmul``, and some CPUs' BLAS adds a row up in an order that depends on where
+    the row lies; a GPU's tensor cores do not.
+    """
+    import numpy as np
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor
@@ -39,4 +44,12 @@ def mend_interpreter() -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        left, right = (x.data.astype(d.data.dtype) for x in (a, b))
+        total = np.zeros_like(d.data)
+        for k in range(left.shape[-1]):
+            total += left[..., k : k + 1] * right[..., k : k + 1, :]
+        return interpreter.TensorHandle(total + d.data, d.dtype.scalar)
+
     interpreter._patch_lang_tensor = mended
+    interpreter.InterpreterBuilder.create_dot = create_dot

@@ -16,9 +16,11 @@ from unittest.mock import patch
 
 import torch
 
+from megatron_async.cache.block_allocator import BlockAllocator
 from megatron_async.cache.prefix_cache import ROOT, PrefixCache
 from megatron_async.device.cpu import CpuDevice, CpuPacketRing, CpuResultRing
 from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.engine.metrics import EngineCounters, NotOverlapped
 from megatron_async.errors import IntegrityError
 from megatron_async.runner import step_program as program
 from megatron_async.runner.context import DynamicInferenceContext
@@ -31,9 +33,13 @@ from megatron_async.scheduler.scheduler import Scheduler, _row_map
 from megatron_async.scheduler.slots import SlotTable
 from megatron_async.step.packet import ROW_SLOT
 from megatron_async.step.plan import Plan, StepResult
-
-GATE_SECONDS = 10.0
-"""How long a gated device waits for its host at most."""
+from tests.support.cuda_rings import CudaPackets, CudaResults, CudaRingsDevice
+from tests.support.patience import PATIENCE_SECONDS
+from tests.support.pinned import (
+    every_drain_is_called_what_it_is,
+    head_of_the_queue_waits_while_others_are_stalled,
+    kept_prefix_is_reused_from_its_end,
+)
 
 
 @dataclass(frozen=True)
@@ -49,6 +55,10 @@ class Mutant:
     """Names of the exceptions that may catch it; see ``test_mutants.py``."""
     least_depth: int
     """With fewer steps in flight it does no harm."""
+    device: type[CpuDevice] = CpuDevice
+    """What the workload runs on."""
+    scenario: Callable[[int, bool], None] | None = None
+    """What finds it, at a depth, with debug checks or without; None is the workload."""
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -166,6 +176,54 @@ def prefix_of_the_old_weights_kept(original: Any) -> Any:
 @mutant(DynamicInferenceEngine, "_drain", "WrongTokensError", least_depth=1)
 def token_of_the_old_weights_committed(original: Any) -> Any:
     return lambda self, reason: None
+
+
+# --- decisions that cost no token ----------------------------------------------------------------
+
+
+def pinned(
+    target: Any, method: str, scenario: Callable[[int, bool], None], *, least_depth: int = 0
+) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+    """Register a fault that the workload does not show, and ``scenario`` does."""
+
+    def register(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        caught_by = ("AssertionError",)
+        MUTANTS.append(
+            Mutant(make.__name__, target, method, make, caught_by, least_depth, scenario=scenario)
+        )
+        return make
+
+    return register
+
+
+@pinned(BlockAllocator, "release", kept_prefix_is_reused_from_its_end)
+def blocks_released_front_to_back(original: Any) -> Any:
+    """The beginning of a kept prefix is reused first, and the rest is worth nothing."""
+    return lambda self, blocks: original(self, list(blocks)[::-1])
+
+
+@pinned(Scheduler, "_admit_next", head_of_the_queue_waits_while_others_are_stalled)
+def head_admitted_while_others_are_stalled(original: Any) -> Any:
+    def admit_next(self: Scheduler, *args: Any) -> Sequence | None:
+        stalled, self._stalled = self._stalled, {}
+        try:
+            sequence: Sequence | None = original(self, *args)
+        finally:
+            self._stalled = stalled
+        return sequence
+
+    return admit_next
+
+
+@pinned(EngineCounters, "committed", every_drain_is_called_what_it_is, least_depth=1)
+def drain_of_the_paused_called_drained(original: Any) -> Any:
+    def committed(
+        self: EngineCounters, tokens: int, discarded: int, reason: NotOverlapped | None
+    ) -> None:
+        wrong = NotOverlapped.DRAINED if reason is NotOverlapped.PAUSED else reason
+        original(self, tokens, discarded, wrong)
+
+    return committed
 
 
 # --- commit -----------------------------------------------------------------------------------
@@ -296,57 +354,142 @@ def forward_ignores_the_end(original: Any) -> Any:
 # --- rings ------------------------------------------------------------------------------------
 
 
-@mutant(CpuDevice, "packet_ring", "IntegrityError", least_depth=1)
-def packet_ring_too_short(original: Any) -> Any:
-    return lambda self, entries, width: _LatePackets(self, 1, width)
+@dataclass(frozen=True)
+class Rings:
+    """A device and the classes of its rings."""
+
+    device: type[CpuDevice]
+    packets: type[Any]
+    results: type[Any]
 
 
-@mutant(CpuDevice, "packet_ring", "IndexError", "IntegrityError", "WrongTokensError", least_depth=1)
-def packet_overwritten_before_it_was_read(original: Any) -> Any:
+CPU_RINGS = Rings(CpuDevice, CpuPacketRing, CpuResultRing)
+CUDA_RINGS = Rings(CudaRingsDevice, CudaPackets, CudaResults)
+
+
+def ring_mutant(
+    method: str, *caught_by: str, least_depth: int = 0
+) -> Callable[[Callable[[Rings], type[Any]]], Callable[[Rings], type[Any]]]:
+    """Register a fault of the rings of a CPU and of those of a GPU.
+
+    ``method`` of the device makes the ring. The function gets the rings and returns a faulty class.
+    """
+
+    def register(make: Callable[[Rings], type[Any]]) -> Callable[[Rings], type[Any]]:
+        for rings, where in ((CPU_RINGS, ""), (CUDA_RINGS, "_on_a_gpu")):
+            MUTANTS.append(
+                Mutant(
+                    make.__name__ + where,
+                    rings.device,
+                    method,
+                    partial(_maker, make(rings)),
+                    caught_by,
+                    least_depth,
+                    rings.device,
+                )
+            )
+        return make
+
+    return register
+
+
+def _maker(ring: type[Any], original: Any) -> Callable[..., Any]:
+    return lambda self, entries, width: ring(self, entries, width)
+
+
+def _late_packets(rings: Rings) -> type[Any]:
+    """One entry, which the device reads when the host waits: all in flight are unread till then."""
+
+    class Late(rings.packets):  # type: ignore[misc, name-defined]
+        def __init__(self, device: CpuDevice, entries: int, width: int) -> None:
+            super().__init__(device, 1, width)
+            opened = self._opened = threading.Event()
+
+            class Opening(rings.results):  # type: ignore[misc, name-defined]
+                def wait(self, number: int, width: int) -> Any:
+                    opened.set()
+                    return super().wait(number, width)
+
+            device.result_ring = partial(Opening, device)  # type: ignore[method-assign]
+
+        def claim(self, number: int) -> Any:
+            try:
+                return super().claim(number)
+            except IntegrityError:
+                self._opened.set()
+                raise
+
+        def read(self, into: torch.Tensor, width: int) -> None:
+            assert self._opened.wait(PATIENCE_SECONDS), "the host neither waited nor failed"
+            super().read(into, width)
+
+    return Late
+
+
+@ring_mutant("packet_ring", "IntegrityError", least_depth=1)
+def packet_ring_too_short(rings: Rings) -> type[Any]:
+    return _late_packets(rings)
+
+
+@ring_mutant("packet_ring", "IndexError", "IntegrityError", "WrongTokensError", least_depth=1)
+def packet_overwritten_before_it_was_read(rings: Rings) -> type[Any]:
     """The same without the guard of the claim."""
-    return lambda self, entries, width: _UnguardedPackets(self, 1, width)
+
+    class Unguarded(_late_packets(rings)):  # type: ignore[misc]
+        def claim(self, number: int) -> Any:
+            self._device.raise_failure()
+            return getattr(self, "host", self)._views[0]
+
+    return Unguarded
 
 
-@mutant(CpuDevice, "result_ring", "IntegrityError", least_depth=2)
-def result_overwritten_before_it_was_taken(original: Any) -> Any:
-    return lambda self, entries, width: _LateResults(self, 1, width)
-
-
-class _LatePackets(CpuPacketRing):
-    """The device reads its first packet when the host waits: all in flight are unread till then."""
-
-    def __init__(self, device: CpuDevice, entries: int, width: int) -> None:
-        super().__init__(device, entries, width)
-        opened = self._opened = threading.Event()
-
-        class OpeningResults(CpuResultRing):
-            def wait(self, number: int, width: int) -> Any:
-                opened.set()
-                return super().wait(number, width)
-
-        device.result_ring = partial(OpeningResults, device)  # type: ignore[method-assign]
-
-    def claim(self, number: int) -> Any:
-        try:
+@ring_mutant("packet_ring", "IntegrityError")
+def packet_claimed_twice(rings: Rings) -> type[Any]:
+    class Twice(rings.packets):  # type: ignore[misc, name-defined]
+        def claim(self, number: int) -> Any:
+            super().claim(number)
             return super().claim(number)
-        except IntegrityError:
-            self._opened.set()
-            raise
 
-    def read(self, into: torch.Tensor, width: int) -> None:
-        assert self._opened.wait(GATE_SECONDS), "the host neither waited nor failed"
-        super().read(into, width)
+    return Twice
 
 
-class _UnguardedPackets(_LatePackets):
-    def claim(self, number: int) -> Any:
-        self._device.raise_failure()
-        return self._views[0]
+@ring_mutant("result_ring", "IntegrityError", least_depth=2)
+def result_overwritten_before_it_was_taken(rings: Rings) -> type[Any]:
+    """One entry, taken when the device has done all that was queued."""
+
+    class Late(rings.results):  # type: ignore[misc, name-defined]
+        def __init__(self, device: CpuDevice, entries: int, width: int) -> None:
+            super().__init__(device, 1, width)
+            self._stream = device
+
+        def wait(self, number: int, width: int) -> Any:
+            self._stream.synchronize()
+            return super().wait(number, width)
+
+    return Late
 
 
-class _LateResults(CpuResultRing):
-    """The host takes its result when the device has done all that was queued."""
+@ring_mutant("result_ring", "IntegrityError", "WrongTokensError", "KeyError")
+def result_of_the_step_before_taken_again(rings: Rings) -> type[Any]:
+    class Stale(rings.results):  # type: ignore[misc, name-defined]
+        def wait(self, number: int, width: int) -> Any:
+            values = super().wait(number, width)
+            stale = getattr(self, "_before", values)
+            self._before = values.copy()
+            values[: len(stale)] = stale[: len(values)]
+            return values
 
-    def wait(self, number: int, width: int) -> Any:
-        self._device.synchronize()
-        return super().wait(number, width)
+    return Stale
+
+
+@ring_mutant("result_ring", "IntegrityError")
+def result_taken_and_put_back(rings: Rings) -> type[Any]:
+    """The count of the results taken is one behind."""
+
+    class Behind(rings.results):  # type: ignore[misc, name-defined]
+        def wait(self, number: int, width: int) -> Any:
+            values = super().wait(number, width)
+            self.put_back(number)
+            return values
+
+    return Behind

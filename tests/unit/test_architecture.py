@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.patience import PATIENCE_SECONDS
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_async"
 
@@ -30,7 +32,7 @@ def test_decisions_import_no_torch(module: str) -> None:
         "bad = [m for m in ('torch', 'megatron', 'triton', 'numpy') if m in sys.modules]\n"
         "assert not bad, bad\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=PATIENCE_SECONDS)
 
 
 def imports_of(path: Path) -> set[str]:

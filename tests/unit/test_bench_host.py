@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -17,13 +18,8 @@ from megatron_async.inference.benchmark.host import (
     reference_work,
 )
 
-SPIN = "import time\nuntil = time.monotonic() + 30\nwhile time.monotonic() < until: pass"
-
-
-def watched(seconds: float) -> HostConditions:
-    with host_watch() as seen:
-        time.sleep(seconds)
-    return seen[0]
+SPIN = "import os; os.nice({})\nprint('spins', flush=True)\nwhile os.getppid() == {}: pass"
+"""A process that keeps a core busy until it is killed, or its parent is."""
 
 
 def test_reference_is_the_same_work_each_time() -> None:
@@ -40,30 +36,32 @@ def test_own_work_is_nobody_elses() -> None:
 
 
 def test_another_thread_is_seen() -> None:
-    end = threading.Event()
-
     def spin() -> None:
-        while not end.is_set():
+        while time.thread_time() < 0.5:
             pass
 
     thread = threading.Thread(target=spin)
-    thread.start()
-    try:
-        assert watched(0.5).other_threads_cores > 0.2
-    finally:
-        end.set()
+    started = time.perf_counter()
+    with host_watch() as seen:
+        thread.start()
         thread.join()
+    # Half a second of it, whatever share of a core that was.
+    assert seen[0].other_threads_cores * (time.perf_counter() - started) > 0.4
 
 
 @pytest.mark.parametrize("niceness", [0, 10])
 def test_another_process_is_seen(niceness: int) -> None:
-    process = subprocess.Popen([sys.executable, "-c", f"import os; os.nice({niceness})\n{SPIN}"])
+    program = SPIN.format(niceness, os.getpid())
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     try:
-        time.sleep(0.2)
-        assert watched(1.0).other_processes_cores > 0.2
+        assert process.stdout is not None and process.stdout.readline() == b"spins\n"
+        with host_watch() as seen:
+            time.sleep(1.0)
+        # Where it gets no core, others have them.
+        assert seen[0].other_processes_cores > 0.2
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
 
 
 def test_what_is_interrupted_has_no_conditions() -> None:

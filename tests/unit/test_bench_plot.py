@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.patience import PATIENCE_SECONDS
+
 SCRIPT = Path(__file__).parents[2] / "scripts" / "plot_bench.py"
 LOAD = {"host_work_us": 0.0, "stall_us": 0.0}
 COMMON = {
@@ -75,7 +77,10 @@ def test_ragged_panels_are_by_arrival_rate() -> None:
 
 def run_plot(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, timeout=120
+        [sys.executable, str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
     )
 
 

@@ -20,6 +20,7 @@ from megatron_async.checkpoint.native import write_config
 from megatron_async.errors import CheckpointError
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig
+from tests.support.patience import PATIENCE_SECONDS
 
 from megatron.core.transformer.enums import LayerType  # isort: skip
 
@@ -123,7 +124,7 @@ def test_stock_megatron_and_we_load_each_other_exactly(tmp_path: Path) -> None:
     subprocess.run(
         [sys.executable, "-W", "ignore", str(program), str(tmp_path)],
         check=True,
-        timeout=120,
+        timeout=PATIENCE_SECONDS,
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

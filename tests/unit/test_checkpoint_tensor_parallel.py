@@ -12,6 +12,7 @@ import transformers
 
 from megatron_async.checkpoint import load_pretrained, save_distributed, save_native
 from megatron_async.models.config import ModelConfig
+from tests.support.patience import PATIENCE_SECONDS
 
 PROGRAM = """
 import sys
@@ -103,7 +104,7 @@ def test_two_ranks_give_the_logits_of_one(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        assert [process.wait(timeout=120) for process in ranks] == [0, 0]
+        assert [process.wait(timeout=PATIENCE_SECONDS) for process in ranks] == [0, 0]
     finally:
         for process in ranks:
             process.kill()

@@ -136,7 +136,8 @@ def test_engine_options_become_the_configuration() -> None:
         "--inference-dynamic-batching-max-tokens 99 --inference-max-seq-length 50 "
         "--inference-dynamic-batching-buffer-size-gb 0.5 --prefill-chunk-tokens 32 "
         "--inference-dynamic-batching-block-size 16 --device cpu --dtype float32 "
-        "--inference-dynamic-batching-num-cuda-graphs 2 --decode-only-cuda-graphs --debug"
+        "--inference-dynamic-batching-num-cuda-graphs 2 --decode-only-cuda-graphs --debug "
+        "--allow-non-finite-weights"
     )
     config = engine_config(build_parser().parse_args(arguments.split()), 2, random_seed=5)
     assert config == EngineConfig(
@@ -148,6 +149,7 @@ def test_engine_options_become_the_configuration() -> None:
         block_size_tokens=16,
         buffer_size_gb=0.5,
         prefill_chunk_tokens=32,
+        allow_non_finite_weights=True,
         random_seed=5,
         num_cuda_graphs=2,
         capture_mixed_steps=False,

@@ -21,6 +21,7 @@ from megatron_async.request import FinishReason
 from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import DEPTHS, drive, engine_at, greedy
 from tests.support.oracle import Ask, decode_alone
+from tests.support.patience import PATIENCE_SECONDS
 
 
 def alone(first: int, count: int) -> list[int]:
@@ -46,7 +47,7 @@ def test_a_stream_with_an_id_in_use_is_refused_and_harms_nobody() -> None:
             streams = (tokens_of(engine, 1, 20, request_id=5) for _ in range(2))
             return await asyncio.gather(*streams, return_exceptions=True)
 
-        first, second = asyncio.run(asyncio.wait_for(both(), 30))
+        first, second = asyncio.run(asyncio.wait_for(both(), PATIENCE_SECONDS))
         assert first == alone(1, 20) and isinstance(second, RequestError)
         assert len(engine.streams) == 0
 
@@ -127,7 +128,7 @@ def test_cancelling_a_future_aborts_its_request(caplog: pytest.LogCaptureFixture
         assert futures[0].cancel() and not caplog.records
         record = engine.get_request(0)
         drive(engine)
-        assert concurrent.futures.wait(futures, timeout=20).not_done == set()
+        assert concurrent.futures.wait(futures, timeout=PATIENCE_SECONDS).not_done == set()
         assert record.finish_reason is FinishReason.ABORT and record.generated_length < 5
         assert futures[1].result().generated_tokens == alone(2, 50)
 
@@ -199,7 +200,7 @@ def test_reset_beside_a_thread_that_steps_and_one_that_adds() -> None:
             stop.wait(1e-3)
         stop.set()
         for thread in threads:
-            thread.join(20)
+            thread.join(PATIENCE_SECONDS)
         assert errors == []
         engine.reset()
         assert engine.scheduler.allocator.free_count == 60

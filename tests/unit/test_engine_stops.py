@@ -10,16 +10,16 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 
 from megatron_async.device.cpu import CpuDevice
-from megatron_async.device.cuda import CudaResultRing
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.errors import ConfigError, EngineStoppedError, IntegrityError, RequestError
+from megatron_async.errors import ConfigError, EngineStoppedError, RequestError
+from tests.support.cuda_rings import CudaRingsDevice
 from tests.support.engines import DEPTHS, drive, engine_at, greedy
 from tests.support.hash_model import HashModel
 from tests.support.oracle import Ask, decode_alone
+from tests.support.patience import PATIENCE_SECONDS
 
 
 class FailsOnce(HashModel):
@@ -70,7 +70,8 @@ def test_closing_ends_a_generation_in_another_thread() -> None:
 
     def generate() -> None:
         with pytest.raises(EngineStoppedError) as error:
-            engine.generate([[1]] * 30, greedy(50))
+            while True:  # until it is closed, however late
+                engine.generate([[1]] * 30, greedy(50))
         raised.append(error)
 
     thread = threading.Thread(target=generate)
@@ -78,7 +79,7 @@ def test_closing_ends_a_generation_in_another_thread() -> None:
     while not engine.counters.steps_committed:
         time.sleep(1e-3)
     engine.close()
-    thread.join(20)
+    thread.join(PATIENCE_SECONDS)
     assert not thread.is_alive() and len(raised) == 1
 
 
@@ -121,12 +122,15 @@ def test_an_error_in_a_commit_stops_the_engine_too() -> None:
             future.result(timeout=0)
 
 
+@pytest.mark.parametrize("device", [CpuDevice, CudaRingsDevice])
 @pytest.mark.parametrize("taken", [False, True])
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_an_interrupted_wait_loses_nothing(depth: int, taken: bool) -> None:
+def test_an_interrupted_wait_loses_nothing(
+    depth: int, taken: bool, device: type[CpuDevice]
+) -> None:
     """Ctrl-C mostly comes while the host waits for the device, or just after."""
     asks = [Ask((i + 1,), 12) for i in range(3)]
-    with engine_at(depth) as engine:
+    with engine_at(depth, device=device(poison=True)) as engine:
         futures = [
             engine.add_request(i, list(ask.prompt), greedy(12)) for i, ask in enumerate(asks)
         ]
@@ -154,20 +158,6 @@ def test_an_interrupted_wait_loses_nothing(depth: int, taken: bool) -> None:
             assert future.result(timeout=0).generated_tokens == decode_alone(ask)[0]
 
 
-def test_a_ring_of_a_gpu_gives_a_result_that_was_put_back_again() -> None:
-    ring = object.__new__(CudaResultRing)  # its buffers are pinned, which needs a GPU
-    ring._done, ring._seen = 0, np.array([5], np.int32)
-    ring._views = [np.array([10 * entry, 1], np.int32) for entry in range(3)]
-    assert ring.wait(0, 1).tolist() == [0]
-    ring.put_back(1)  # was never taken
-    assert ring.wait(1, 1).tolist() == [10]
-    ring.put_back(1)
-    assert ring.wait(1, 2).tolist() == [10, 1]
-    assert ring.wait(2, 1).tolist() == [20]
-    with pytest.raises(IntegrityError, match="3 is next"):
-        ring.wait(2, 1)
-
-
 def test_a_close_that_is_interrupted_is_made_up_for_at_exit() -> None:
     """A stream's thread that runs on in torch while the interpreter ends aborts the process."""
     device, go = CpuDevice(), threading.Event()
@@ -175,14 +165,21 @@ def test_a_close_that_is_interrupted_is_made_up_for_at_exit() -> None:
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
+    wait = device._over.wait
+
+    def wait_a_while(*arguments: Any) -> bool:
+        signal.setitimer(signal.ITIMER_REAL, 0.1)  # not before: the interrupt is to come in here
+        return wait(*arguments)
+
     before = signal.signal(signal.SIGALRM, interrupt)
-    device.enqueue(lambda: go.wait(30) or None, "long")
+    device._over.wait = wait_a_while  # type: ignore[method-assign]
+    device.enqueue(lambda: go.wait(PATIENCE_SECONDS) or None, "long")
     try:
-        signal.setitimer(signal.ITIMER_REAL, 0.1)
         with pytest.raises(KeyboardInterrupt):
             device.close()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        device._over.wait = wait  # type: ignore[method-assign]
         signal.signal(signal.SIGALRM, before)
     assert device._end.alive and not device._over.is_set()
     threading.Timer(0.1, go.set).start()
@@ -233,7 +230,7 @@ def test_an_engine_that_nobody_refers_to_is_freed_and_so_is_its_thread() -> None
     context = weakref.ref(engine.context)
     del engine
     assert future.done()
-    end = time.monotonic() + 20
+    end = time.monotonic() + PATIENCE_SECONDS
     while (context() is not None or threading.active_count() > threads) and time.monotonic() < end:
         gc.collect()
         time.sleep(1e-2)

@@ -10,18 +10,23 @@ depth; with one of them it fails by a typed error or an assertion, each with a n
 - ``WrongCountsError``: launched, committed and discarded do not add up, or a token was discarded
   that nothing had ended;
 - ``DeadRowWroteError``, ``DeadRowLivedError``: the device worked for a request that it had ended.
+
+What costs no token, such as which block is reused first, has scenarios of its own in
+``tests/support/pinned.py``; these fail by an ``AssertionError``.
 """
 
 from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
+from megatron_async.device.cpu import CpuDevice
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.metrics import EngineCounters
 from megatron_async.errors import IntegrityError
@@ -30,10 +35,12 @@ from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.scheduler.events import Commit
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.step.plan import Plan, StepResult
+from tests.support.cuda_rings import CudaRingsDevice
 from tests.support.engines import DEPTHS, hash_engine, sampling_params
 from tests.support.hash_model import HashModel
 from tests.support.mutants import MUTANTS, Mutant
 from tests.support.oracle import Ask, decode_with_salts
+from tests.support.pinned import SCENARIOS
 
 MOST_STEPS = 1500
 
@@ -123,10 +130,11 @@ def workload() -> list[Ask]:
 class Run:
     """One pass over the workload with all checks on."""
 
-    def __init__(self, depth: int, debug: bool = True) -> None:
+    def __init__(self, depth: int, debug: bool = True, device: type[CpuDevice] = CpuDevice) -> None:
         self.asks = workload()
         self.depth = depth
         self.debug = debug
+        self.device = device
         self.salts = {0: 0}
         self.aborted: set[int] = set()
         self.ended: set[int] = set()
@@ -139,6 +147,7 @@ class Run:
             hash_engine(
                 self.depth,
                 model=WatchfulModel(),
+                device=self.device(poison=self.debug),
                 debug=self.debug,
                 max_requests=4,
                 block_size_tokens=4,
@@ -231,9 +240,12 @@ def _watched(commit: Any) -> Any:
     return watched
 
 
+@pytest.mark.parametrize("device", (CpuDevice, CudaRingsDevice))
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_workload_passes_without_a_fault_and_has_everything(depth: int) -> None:
-    run = Run(depth)
+def test_workload_passes_without_a_fault_and_has_everything(
+    depth: int, device: type[CpuDevice]
+) -> None:
+    run = Run(depth, device=device)
     counters = run.start()
     assert {r.finish_reason for r in run.finished.values()} == set(FinishReason)
     for name in (
@@ -252,18 +264,37 @@ def test_workload_passes_without_a_fault_and_has_everything(depth: int) -> None:
     assert (counters.tokens_discarded > 0) == (depth > 0)
 
 
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_scenarios_pass_without_a_fault(scenario: Callable[[int, bool], None], depth: int) -> None:
+    for debug in (True, False):
+        scenario(depth, debug)
+
+
+def finders_of(fault: Mutant) -> dict[str, type[BaseException]]:
+    """What may find ``fault``: a scenario asserts, and the workload has an error for each check."""
+    return CAUGHT if fault.scenario is None else {"AssertionError": AssertionError}
+
+
+def look_for(fault: Mutant, depth: int, debug: bool = True) -> None:
+    """Run what is to find ``fault``."""
+    if fault.scenario is None:
+        Run(depth, debug, fault.device).start()
+    else:
+        fault.scenario(depth, debug)
+
+
 @pytest.mark.parametrize(
     ("fault", "depth"),
     [(fault, depth) for fault in MUTANTS for depth in DEPTHS if depth >= fault.least_depth],
     ids=lambda value: value.name if isinstance(value, Mutant) else None,
 )
 def test_fault_is_caught(fault: Mutant, depth: int) -> None:
-    caught_by = tuple(CAUGHT[name] for name in fault.caught_by)
-    with fault.active(), pytest.raises(caught_by):
-        Run(depth).start()
+    with fault.active(), pytest.raises(tuple(finders_of(fault)[name] for name in fault.caught_by)):
+        look_for(fault, depth)
 
 
 @pytest.mark.parametrize("fault", MUTANTS, ids=lambda fault: fault.name)
 def test_fault_is_caught_by_what_users_see_without_debug_checks(fault: Mutant) -> None:
-    with fault.active(), pytest.raises(tuple(CAUGHT.values())):
-        Run(depth=2, debug=False).start()
+    with fault.active(), pytest.raises(tuple(finders_of(fault).values())):
+        look_for(fault, depth=2, debug=False)

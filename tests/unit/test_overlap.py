@@ -16,6 +16,7 @@ from megatron_async.step.plan import Ticket
 from tests.support.engines import hash_engine, sampling_params
 from tests.support.hash_model import HashModel
 from tests.support.oracle import Ask, decode_alone
+from tests.support.patience import PATIENCE_SECONDS
 
 STEPS = 12
 
@@ -34,7 +35,9 @@ class GatedModel(HashModel):
         self.forwards += 1
         if self.forwards > self.free:
             self.running.release()
-            assert self.gate.acquire(timeout=30), "the host never committed during this forward"
+            assert self.gate.acquire(timeout=PATIENCE_SECONDS), (
+                "the host never committed during this forward"
+            )
         return super().forward(token_ids, position_ids, context)
 
 
@@ -52,7 +55,9 @@ def test_host_commits_step_n_while_the_forward_of_step_n_plus_1_runs(
     def gated_commit(self: DecodeLoop, ticket: Ticket, *arguments: Any) -> None:
         overlapping = ticket.number + 1 < STEPS
         if overlapping:
-            assert model.running.acquire(timeout=30), "the next forward had not been launched"
+            assert model.running.acquire(timeout=PATIENCE_SECONDS), (
+                "the next forward had not been launched"
+            )
         commit(self, ticket, *arguments)
         if overlapping:
             committed_while_running.append(ticket.number)

@@ -28,6 +28,7 @@ from megatron_async.step.records import StepResult
 from tests.support.engines import DEPTHS, hash_engine, random_ask, sampling_params
 from tests.support.hash_model import VOCAB_SIZE, HashModel
 from tests.support.oracle import Ask, decode_alone
+from tests.support.patience import PATIENCE_SECONDS
 
 ASYNC = DEPTHS[1:]
 LONG = Ask(prompt=(1, 2, 3), max_new=40)
@@ -306,7 +307,7 @@ def test_pinned_input_buffer_reused_too_early(depth: int) -> None:
 
 
 def _acquire(semaphore: threading.Semaphore) -> None:
-    assert semaphore.acquire(timeout=30), "the host never waited"
+    assert semaphore.acquire(timeout=PATIENCE_SECONDS), "the host never waited"
 
 
 @pytest.mark.parametrize("depth", ASYNC)

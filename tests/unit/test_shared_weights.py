@@ -17,6 +17,7 @@ from megatron_async.runner.controller import TextGenerationController
 from tests.support.engines import drive, engine_at, greedy
 from tests.support.hash_model import HashModel
 from tests.support.oracle import Ask, decode_alone
+from tests.support.patience import PATIENCE_SECONDS
 
 
 def alone(first: int, count: int) -> list[int]:
@@ -95,7 +96,7 @@ def test_what_an_update_ended_is_told_outside_of_all_locks() -> None:
 
             thread = threading.Thread(target=generate, daemon=True)
             thread.start()
-            thread.join(20)
+            thread.join(PATIENCE_SECONDS)
 
         other.add_request(0, [1], greedy(2)).add_done_callback(wait_for_a_thread)
         other.step_modern()
@@ -125,22 +126,22 @@ def test_an_engine_that_is_built_during_an_update_waits_for_it() -> None:
     class Slow(HashModel):
         def update_weights(self, source: Any) -> None:
             begun.set()
-            end.wait(20)
+            end.wait(PATIENCE_SECONDS)
             super().update_weights(source)
 
     model = Slow()
     with engine_at(1, model=model) as one:
         update = threading.Thread(target=one.update_weights, args=({"salt": 0},))
         update.start()
-        begun.wait(20)
+        begun.wait(PATIENCE_SECONDS)
         built: list[DynamicInferenceEngine] = []
         build = threading.Thread(target=lambda: built.append(engine_at(1, model=model)))
         build.start()
         build.join(0.3)
         assert not built
         end.set()
-        build.join(20)
-        update.join(20)
+        build.join(PATIENCE_SECONDS)
+        update.join(PATIENCE_SECONDS)
         with built[0] as other:
             assert (one.weight_version, other.weight_version) == (1, 0)
             assert other.update_weights({"salt": 0}) == 1 and one.weight_version == 2

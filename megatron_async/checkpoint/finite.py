@@ -1,0 +1,48 @@
+"""Weights that are NaN or infinite are refused by name, before they serve anybody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from megatron_async.errors import CheckpointError
+
+HINT = "allow_non_finite_weights takes them as they are"
+
+
+def check_finite(where: str, tensors: Iterable[tuple[str, torch.Tensor, torch.dtype]]) -> None:
+    """Check that all elements of ``tensors`` are finite, each in the dtype given with it.
+
+    A tensor costs one reduction where it lies, without a copy, and a device one wait for all of
+    its tensors. Minimum and maximum tell: both pass a NaN on, an infinity is one of them, and
+    rounding to another dtype keeps their order.
+
+    Args:
+        where: what the message begins with.
+        tensors: name, tensor, and the dtype that it is to be served in. Integers are left out.
+
+    Raises:
+        CheckpointError: some are not; it names the first of them, and counts its bad elements.
+    """
+    of_device: dict[torch.device, list[tuple[str, torch.Tensor, torch.dtype]]] = {}
+    for name, tensor, dtype in tensors:
+        if tensor.is_floating_point() and tensor.numel():
+            of_device.setdefault(tensor.device, []).append((name, tensor.detach(), dtype))
+    for checked in of_device.values():
+        extremes = torch.stack(
+            [
+                torch.stack(torch.aminmax(tensor)).to(dtype).to(torch.float64)
+                for _, tensor, dtype in checked
+            ]
+        )
+        finite = extremes.isfinite().all(dim=1).tolist()
+        bad = [one for one, is_finite in zip(checked, finite, strict=True) if not is_finite]
+        if bad:
+            name, tensor, dtype = bad[0]
+            count = int((~tensor.to(dtype).isfinite()).sum())
+            more = f", and {len(bad) - 1} more tensors have some" if len(bad) > 1 else ""
+            raise CheckpointError(
+                f"{where}: {name} has {count:,} of {tensor.numel():,} elements that are NaN or "
+                f"infinite as {str(dtype).removeprefix('torch.')}{more}; {HINT}"
+            )

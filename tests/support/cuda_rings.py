@@ -1,0 +1,68 @@
+"""The rings of a GPU where there is none: the host's side is the real one, and what the kernels of
+``kernels/rings.py`` do on the device is done by the CPU's stream."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron_async.device.cpu import POISON, CpuDevice
+from megatron_async.device.cuda import CudaPacketRing, CudaResultRing
+from megatron_async.device.protocol import Ints
+
+
+class CudaRingsDevice(CpuDevice):
+    """A CPU device whose rings are those of a GPU."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.stream = SimpleNamespace(query=self.raise_failure, synchronize=self.synchronize)
+        self.results_taken = 0
+
+    def packet_ring(self, entries: int, width: int) -> Any:
+        return CudaPackets(self, entries, width)
+
+    def result_ring(self, entries: int, width: int) -> Any:
+        return CudaResults(self, entries, width)
+
+
+class CudaPackets:
+    """Not a :class:`CudaPacketRing`, whose kernels a step program would take, but one inside."""
+
+    def __init__(self, device: CudaRingsDevice, entries: int, width: int) -> None:
+        self._device = device
+        self.host = CudaPacketRing(device, entries, width)  # type: ignore[arg-type]
+
+    def claim(self, number: int) -> Ints:
+        self._device.raise_failure()
+        return self.host.claim(number)
+
+    def read(self, into: torch.Tensor, width: int) -> None:
+        host = self.host
+        entry = host.ring[int(host.counter) % host.ring.shape[0]]
+        into[:width].copy_(entry[:width])
+        if self._device.poison:
+            entry.fill_(POISON)
+        host.counter += 1
+
+
+class CudaResults:
+    """As :class:`CudaPackets`."""
+
+    def __init__(self, device: CudaRingsDevice, entries: int, width: int) -> None:
+        self.host = CudaResultRing(device, entries, width)  # type: ignore[arg-type]
+
+    def publish(self, record: torch.Tensor) -> None:
+        host = self.host
+        number = int(host.counter)
+        host.ring[number % host.ring.shape[0], : record.numel()].copy_(record)
+        host.counter += 1
+        host.sequence.fill_(number + 1)
+
+    def wait(self, number: int, width: int) -> Ints:
+        return self.host.wait(number, width)
+
+    def put_back(self, number: int) -> None:
+        self.host.put_back(number)
