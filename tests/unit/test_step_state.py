@@ -120,8 +120,6 @@ class Case:
         return words
 
 
-
-
 def state_of(context: DynamicInferenceContext) -> dict[str, torch.Tensor]:
     """Copies on the CPU. The reference leaves anything as the null slot's last token."""
     state = {f.name: context.slots.tensor(f).cpu().clone() for f in SLOT_FIELDS}
