@@ -1,4 +1,4 @@
-"""The rooms and the arrows between them."""
+"""The modules and the arrows between them; who holds what."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ TORCHLESS = (
     "megatron_async.cache.block_allocator",
     "megatron_async.cache.retire_queue",
     "megatron_async.step.plan",
+    "megatron_async.step.records",
+    "megatron_async.step.slot_fields",
     "megatron_async.config",
     "megatron_async.request",
     "megatron_async.sampling_params",
@@ -47,7 +49,12 @@ def imports_of(path: Path) -> set[str]:
 
 
 # Who may not import whom: arrows point from the engine down to caches, devices and kernels.
+ABOVE_STEP = tuple(
+    f"megatron_async.{name}" for name in ("engine", "scheduler", "runner", "kernels", "device")
+)
 FORBIDDEN = {
+    "step": (*ABOVE_STEP, "torch", "time", "random", "threading"),
+    "runner": ("megatron_async.engine", "megatron_async.scheduler"),
     "scheduler": ("torch", "numpy", "time", "random", "threading"),
     "cache": ("torch", "numpy", "time", "random", "threading"),
     "kernels": ("megatron_async.engine", "megatron_async.scheduler", "megatron_async.runner"),
@@ -86,5 +93,98 @@ def test_no_pickle_is_ever_loaded() -> None:
 
 def test_the_step_loop_fits_on_one_screen() -> None:
     tree = ast.parse((PACKAGE / "engine" / "loop.py").read_text())
-    (step,) = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "_step")
+    (step,) = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "step")
     assert step.end_lineno is not None and step.end_lineno - step.lineno < 25
+
+
+# --- parts ------------------------------------------------------------------------------------
+
+
+def test_engine_and_scheduler_inherit_nothing() -> None:
+    from megatron_async.engine.engine import DynamicInferenceEngine
+    from megatron_async.scheduler.scheduler import Scheduler
+
+    assert DynamicInferenceEngine.__bases__ == (object,)
+    assert Scheduler.__bases__ == (object,)
+
+
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# What a named tuple has by its language's documentation.
+OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields", "_field_defaults", "_make"}
+
+# Private names of torch's and megatron-core's objects, for which they have no public ones.
+OF_OTHERS = {
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_proj_and_transformer_layer",
+    "_replace_state_dict_keys_with_sharded_keys",
+}
+
+# Set to keep what it refers to alive, and for nothing else.
+KEPT_ALIVE = {("kernels/compile.py", "_module")}
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def private_attributes(path: Path) -> list[tuple[ast.Attribute, str]]:
+    """Each access of an attribute ``_x`` in a file, and the expression it is an attribute of."""
+    return [
+        (node, ast.unparse(node.value))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and is_private(node.attr)
+    ]
+
+
+def private_accesses(path: Path) -> list[str]:
+    """Where a file touches a private attribute of another object."""
+    return [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {of}.{node.attr}"
+        for node, of in private_attributes(path)
+        if of not in ("self", "cls", "super()") and node.attr not in OF_NAMED_TUPLES | OF_OTHERS
+    ]
+
+
+def unread_attributes(path: Path) -> set[str]:
+    """Attributes ``self._x`` that a file sets and never reads."""
+    accesses = private_attributes(path)
+    stored = {n.attr for n, of in accesses if of == "self" and isinstance(n.ctx, ast.Store)}
+    read = {node.attr for node, _ in accesses if isinstance(node.ctx, ast.Load)}
+    kept = {name for file, name in KEPT_ALIVE if path == PACKAGE / file}
+    return stored - read - kept
+
+
+def test_no_object_touches_the_private_attributes_of_another() -> None:
+    assert [access for path in FILES for access in private_accesses(path)] == []
+
+
+def test_no_attribute_is_made_in_one_file_and_used_only_in_another() -> None:
+    unread = {str(path.relative_to(ROOT)): unread_attributes(path) for path in FILES}
+    assert {path: names for path, names in unread.items() if names} == {}
+
+
+def test_the_checks_of_private_attributes_see_both_kinds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad = tmp_path / "bad.py"
+    bad.write_text(
+        "class A:\n"
+        "    def __init__(self, other):\n"
+        "        self._made = self._used = other._part\n"
+        "        other._replace(x=other.parts[0]._deep)\n"
+        "    def f(self):\n"
+        "        return self._used\n"
+    )
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    accesses = ["bad.py:3: other._part", "bad.py:4: other.parts[0]._deep"]
+    assert sorted(private_accesses(bad)) == accesses
+    assert unread_attributes(bad) == {"_made"}
+
+
+def test_every_allowed_private_name_is_in_use() -> None:
+    used = {node.attr for path in FILES for node, _ in private_attributes(path)}
+    assert used >= OF_OTHERS
+    for file, name in KEPT_ALIVE:
+        assert name in {node.attr for node, _ in private_attributes(PACKAGE / file)}

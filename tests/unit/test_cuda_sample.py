@@ -11,11 +11,11 @@ from megatron_async.kernels.sampling import sample_cuda as sample
 from megatron_async.sampling.sample import MAX_VOCAB_SIZE, sample_tokens_reference
 from tests.support import emulator
 from tests.support.cuda_kernels import device, emulated, on_both
-from tests.unit.test_sample_kernel import on, random_logits, random_parameters
+from tests.unit.test_sample_kernel import on, random_logits, random_parameters, rows_with_nan
 
 __all__ = ["device"]
 
-ID_MASK = 2**31 - 1
+ID_MASK = NAN_KEY = 2**31 - 1
 
 
 Cut = tuple[int, int, int]
@@ -29,7 +29,9 @@ def tokens_of(
     best = sample.best_of_rows(
         logits, parameters, index, clusters=clusters, blocks=blocks, threads=threads
     )
-    return ((best.amax(1) & ID_MASK) ^ ID_MASK).cpu()
+    packed = best.amax(1)
+    ids = (packed & ID_MASK) ^ ID_MASK
+    return torch.where(packed >> 32 == NAN_KEY, -1, ids).cpu()
 
 
 _SMALL = [
@@ -93,6 +95,20 @@ def test_filters_equal_reference(vocabulary: int, seed: int, device: torch.devic
     assert torch.equal(tokens_of(logits.to(device), on(device, parameters), cut), expected)
 
 
+@on_both(
+    "vocabulary", "dtype",
+    gpu=[(v, dtype) for v in (5, 50_257, 151_936) for dtype in sample.DTYPES],
+    small=[(5, torch.float32), (301, torch.bfloat16), (304, torch.float32)],
+)  # fmt: skip
+def test_a_nan_anywhere_in_a_row_is_no_token(
+    vocabulary: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    logits, parameters, expected = rows_with_nan(vocabulary, dtype)
+    assert torch.equal(sample_tokens_reference(logits, *parameters), expected)
+    cut = (1, 2, 64) if device.type == "cpu" else None
+    assert torch.equal(tokens_of(logits.to(device), on(device, parameters), cut), expected)
+
+
 @on_both("vocabulary", gpu=[(4_001,), (4_000,)], small=[(601,), (600,)])
 def test_strided_rows_and_parameters_by_index(vocabulary: int, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(vocabulary)
@@ -132,6 +148,19 @@ def test_shared_memory_is_what_the_wrapper_thinks() -> None:
             assert taken <= sample.shared_bytes(vocabulary, 4 if wide else 2)
 
 
+def replace_source(there: str, instead: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sample with ``instead`` in place of ``there`` in the kernel's source."""
+    text = emulator.source_text("sample")
+    assert there in text
+    monkeypatch.setattr(emulator, "source_text", lambda _: text.replace(there, instead))
+    mutant: dict[int, emulator.EmulatedKernel] = {}
+
+    def kernel(source: str, defines: dict[str, int], _: torch.device) -> emulator.EmulatedKernel:
+        return mutant.setdefault(0, emulator.EmulatedKernel(source, defines))
+
+    monkeypatch.setattr(sample, "kernel", kernel)
+
+
 @emulated
 @pytest.mark.parametrize(
     ("there", "instead"),
@@ -148,17 +177,24 @@ def test_shared_memory_is_what_the_wrapper_thinks() -> None:
     ],
 )
 def test_these_tests_notice(there: str, instead: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = emulator.source_text("sample")
-    assert there in text
-    monkeypatch.setattr(emulator, "source_text", lambda _: text.replace(there, instead))
-    mutant: dict[int, emulator.EmulatedKernel] = {}
-
-    def kernel(source: str, defines: dict[str, int], _: torch.device) -> emulator.EmulatedKernel:
-        return mutant.setdefault(0, emulator.EmulatedKernel(source, defines))
-
-    monkeypatch.setattr(sample, "kernel", kernel)
+    replace_source(there, instead, monkeypatch)
     with pytest.raises(AssertionError):
         for seed in range(30):
             logits, parameters = rows_with_filters(8, 250, seed)
             expected = sample_tokens_reference(logits, *parameters)
             assert torch.equal(tokens_of(logits, parameters, (1, 4, 32)), expected)
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("there", "instead"),
+    [
+        ("if (failed) packed = NAN_PACKED;", ""),
+        ("failed |= id + j < vocabulary && is_nan(bits);", ""),
+        ("failed |= id + j < vocabulary && is_nan(bits);", "failed = is_nan(bits);"),
+    ],
+)
+def test_the_test_of_nan_notices(there: str, instead: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_source(there, instead, monkeypatch)
+    logits, parameters, expected = rows_with_nan(301, torch.bfloat16)
+    assert not torch.equal(tokens_of(logits, parameters, (1, 2, 64)), expected)

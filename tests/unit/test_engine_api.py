@@ -16,7 +16,7 @@ from megatron_async.request import FinishReason, Status
 from megatron_async.runner.context import _warn_of_slow_attention
 from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import DEPTHS, random_ask, sampling_params, small_engine
-from tests.support.hash_model import MAX_LENGTH, VOCAB_SIZE
+from tests.support.hash_model import MAX_LENGTH, VOCAB_SIZE, HashModel
 from tests.support.oracle import Ask, decode_alone
 
 ASK = Ask(prompt=(1, 2, 3), max_new=10)
@@ -197,20 +197,56 @@ def test_streams_interleave_and_leaving_one_aborts_it() -> None:
     assert results == [decode_alone(ask)[0] for ask in asks]
 
 
+class WaitsForReaders(HashModel):
+    """Its forwards, beyond those that may be in flight, wait until every stream has been given the
+    tokens of the steps before."""
+
+    def __init__(self, depth: int, streams: int) -> None:
+        super().__init__()
+        self.depth = depth
+        self.forwards = 0
+        self.given = [0] * streams
+        self.changed = threading.Condition()
+
+    def give(self, stream: int) -> None:
+        with self.changed:
+            self.given[stream] += 1
+            self.changed.notify()
+
+    def forward(self, *arguments: Any) -> Any:
+        due = self.forwards - self.depth
+        self.forwards += 1
+        with self.changed:
+            everybody = self.changed.wait_for(lambda: min(self.given) >= due, timeout=30)
+        assert everybody, f"a stream has no token of step {due - 1}"
+        return super().forward(*arguments)
+
+
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_all_streams_get_their_tokens_before_the_next_step(depth: int) -> None:
-    count, length = 6, 10
+    asks = [Ask(prompt=(number + 1,), max_new=10) for number in range(6)]
+    model = WaitsForReaders(depth, len(asks))
 
-    async def consume(engine: DynamicInferenceEngine, number: int) -> list[int]:
-        ask = sampling_params(Ask(prompt=(number + 1,), max_new=length))
-        return [engine.counters.steps_committed async for _ in engine.stream([number + 1], ask)]
+    async def consume(engine: DynamicInferenceEngine, number: int) -> list[int | None]:
+        tokens = []
+        ask = asks[number]
+        async for output in engine.stream(list(ask.prompt), sampling_params(ask)):
+            tokens.append(output.token_id)
+            model.give(number)
+        return tokens
 
-    async def main(engine: DynamicInferenceEngine) -> list[list[int]]:
-        return await asyncio.gather(*(consume(engine, number) for number in range(count)))
+    async def main(engine: DynamicInferenceEngine) -> list[list[int | None]]:
+        engine.suspend()  # until all streams are there: they have their tokens of the same steps
+        streams = [asyncio.create_task(consume(engine, number)) for number in range(len(asks))]
+        while len(engine.streams) < len(asks):
+            await asyncio.sleep(0)
+        engine.resume()
+        return await asyncio.gather(*streams)
 
-    with small_engine(depth, max_requests=count, block_count=60) as engine:
-        # Steps that were committed when a stream had a token: its n-th is of the n-th step.
-        assert asyncio.run(main(engine)) == [list(range(1, length + 1))] * count
+    with small_engine(depth, model=model, max_requests=len(asks), block_count=60) as engine:
+        results = asyncio.run(main(engine))
+        assert engine.counters.steps_committed == model.forwards == 10
+    assert results == [decode_alone(ask)[0] for ask in asks]
 
 
 def test_futures_can_be_awaited_and_requests_added_from_other_threads() -> None:

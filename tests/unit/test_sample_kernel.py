@@ -82,6 +82,43 @@ def test_kernel_equals_reference(dtype: torch.dtype, vocab_size: int, device: to
     assert torch.equal(tokens.cpu(), expected)
 
 
+def rows_with_nan(vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, tuple[Tensor, ...], Tensor]:
+    """Logits of rows greedy, sampled, cut off by count and by mass, three of each with a NaN and
+    one without, and what they give. Beyond the vocabulary all is NaN."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    rows = 16
+    padded = torch.randn(rows, vocabulary + 8, generator=generator).to(dtype)
+    padded[:, vocabulary:] = torch.nan
+    kind = torch.arange(rows) % 4
+    parameters = (
+        torch.where(kind == 0, 0.0, 1.25),
+        torch.where(kind == 2, 3, 0).int(),
+        torch.where(kind == 3, 0.75, 0.0),
+        torch.arange(rows),
+        torch.arange(rows) + 7,
+    )
+    expected = sample_tokens_reference(padded[:, :vocabulary], *parameters)
+    assert (expected >= 0).all()
+    places = (0, vocabulary - 1, vocabulary // 2, 1)
+    for row in range(12):
+        place = places[row % len(places) - row // len(places)]
+        padded[row, place] = torch.nan if row % 3 else -torch.nan
+        if row > 8:
+            padded[row, (place + 1) % vocabulary] = torch.inf
+    return padded[:, :vocabulary], parameters, expected.index_fill(0, torch.arange(12), -1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", [5, BLOCK + 1])
+def test_a_nan_anywhere_in_a_row_is_no_token(
+    dtype: torch.dtype, vocab_size: int, device: torch.device
+) -> None:
+    logits, arguments, expected = rows_with_nan(vocab_size, dtype)
+    for sample in (sample_tokens_triton, sample_tokens_gpu):
+        tokens = sample(logits.to(device), *on(device, arguments))
+        assert torch.equal(tokens.cpu(), expected)
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_kernel_reads_strided_rows_split_over_programs(rows: int, device: torch.device) -> None:
     generator = torch.Generator().manual_seed(rows)

@@ -282,21 +282,60 @@ def test_greedy_takes_the_lowest_id_of_the_largest_logit() -> None:
     assert tokens.tolist() == [1, 0, 1]
 
 
-@pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(0.0, 0, 0.0), (1.0, 0, 0.0), (1.0, 2, 0.0), (1.0, 2, 0.5)]
-)
-def test_nan_and_infinite_logits(temperature: float, top_k: int, top_p: float) -> None:
-    nan, inf = torch.nan, torch.inf
+KINDS = [(0.0, 0, 0.0), (1.0, 0, 0.0), (1.0, 2, 0.0), (1.0, 0, 0.5), (1.0, 2, 0.5)]
+"""Greedy, sampled, top-k, top-p, both: temperature, top_k, top_p."""
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), KINDS)
+def test_infinite_logits(temperature: float, top_k: int, top_p: float) -> None:
+    inf = torch.inf
     rows = [
-        [nan, nan, nan, nan],
-        [-inf, -inf, nan, -inf],
-        [nan, -inf, -3e38, nan],
-        [1.0, nan, inf, 5.0],
-        [-inf, 3e38, -3e38, nan],
+        [-inf, -inf, -inf, -inf],
+        [-inf, -inf, -3e38, -inf],
+        [1.0, -inf, inf, 5.0],
+        [-inf, 3e38, -3e38, -inf],
     ]
     arguments = parameters(len(rows), temperature, top_k, top_p)
     for sample in (sample_tokens, sample_tokens_reference):
-        assert sample(torch.tensor(rows), *arguments).tolist() == [0, 0, 2, 2, 1]
+        assert sample(torch.tensor(rows), *arguments).tolist() == [0, 2, 2, 1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), KINDS)
+def test_a_nan_anywhere_in_a_row_is_no_token(
+    temperature: float, top_k: int, top_p: float, dtype: torch.dtype
+) -> None:
+    """Whatever else is there: an infinity, nothing finite, all of it NaN, of either sign; and rows
+    next to it are sampled as ever."""
+    vocab_size = 37
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(2 * vocab_size, vocab_size, generator=generator).to(dtype)
+    arguments = parameters(2 * vocab_size, temperature, top_k, top_p)
+    expected = sample_tokens_reference(logits, *arguments)
+    assert (expected >= 0).all()
+    column = torch.arange(vocab_size)
+    for nan in (torch.nan, -torch.nan):
+        failing = logits.clone()
+        failing[2 * column, column] = nan
+        failing[0, 5] = torch.inf
+        failing[2, 2:] = -torch.inf
+        failing[4] = nan
+        for sample in (sample_tokens, sample_tokens_reference):
+            tokens = sample(failing, *arguments)
+            assert tokens[::2].tolist() == [-1] * vocab_size
+            assert torch.equal(tokens[1::2], expected[1::2])
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), KINDS)
+def test_a_nan_beyond_the_vocabulary_does_not_matter(
+    temperature: float, top_k: int, top_p: float
+) -> None:
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(20, 37, generator=generator)
+    padded = torch.cat((logits, torch.full((20, 27), torch.nan)), 1)
+    arguments = parameters(20, temperature, top_k, top_p)
+    for sample in (sample_tokens, sample_tokens_reference):
+        assert torch.equal(sample(padded, *arguments, vocab_size=37), sample(logits, *arguments))
 
 
 def test_minus_infinity_is_never_sampled() -> None:
