@@ -94,6 +94,7 @@ class CudaDevice:
 
     def close(self) -> None:
         self.stream.synchronize()
+        self._rings.clear()  # they refer back
 
 
 class _CudaGraph:

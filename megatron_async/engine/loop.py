@@ -194,7 +194,7 @@ class DecodeLoop:
             return NotOverlapped.SERIAL
         if barrier is not None:
             return barrier
-        if self._scheduler.waiting_count or self._scheduler.stalled_count:
+        if self._scheduler.is_short:
             return NotOverlapped.NO_CAPACITY
         return NotOverlapped.PAUSED if self._scheduler.has_unfinished else NotOverlapped.DRAINED
 

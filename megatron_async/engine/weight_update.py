@@ -101,7 +101,7 @@ def replace_weights(
     it is the one that is ``wanted``; an error from the first copy on stops them all.
 
     Raises:
-        CheckpointError: the weights do not fit; the old ones stay.
+        CheckpointError: the weights do not fit, or are not finite and must be; the old ones stay.
     """
     sharing: list[Engine] = []
     try:

@@ -112,7 +112,7 @@ class StepProgram:
         slots = records[:, packet.CONTROL_SLOT].long()
         ends = records[:, packet.CONTROL_ENDS] != 0
         has_values = records[:, packet.CONTROL_HAS_VALUES] != 0
-        self._state.finished[torch.where(ends, slots, null_slot)] = True
+        self._state.finished.index_fill_(0, torch.where(ends, slots, null_slot), True)
         words = records[:, packet.CONTROL_HEAD :]
         self._state.write(torch.where(has_values, slots, null_slot), words, Source.REQUEST)
 

@@ -122,6 +122,11 @@ class Scheduler:
         return len(self.table.stalled)
 
     @property
+    def is_short(self) -> bool:
+        """A request that nobody has paused waits for a row, a slot or blocks."""
+        return bool(self.table.stalled) or self.table.waiting.head() is not None
+
+    @property
     def retired_ticket(self) -> int:
         """The last ticket that was committed; -1 before the first."""
         return self.table.retired_ticket

@@ -17,6 +17,7 @@ from megatron_async.checkpoint.update import read_weights
 from megatron_async.engine.build import build_context
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import CheckpointError
+from megatron_async.inference.cli.main import main
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.gpt import GPTModel
@@ -154,6 +155,42 @@ def test_an_update_is_refused_before_anything_is_replaced(
     assert all(torch.equal(before[name], p) for name, p in served.named_parameters())
     read_weights(served, source, allow_non_finite_weights=True)()
     assert not dict(served.named_parameters())[FC2].isfinite().all()
+
+
+@pytest.mark.parametrize("allowed", (False, True))
+def test_the_flag_of_the_configuration_decides(allowed: bool, tmp_path: Path) -> None:
+    path, name, _ = saved(tmp_path / "model", "native", math.inf)
+    good = tmp_path / "good"
+    save_native(good, model(), CONFIG)
+    config = config_at(1, allow_non_finite_weights=allowed)
+    with DynamicInferenceEngine.from_pretrained(good, config) as engine:
+        if not allowed:
+            with pytest.raises(CheckpointError, match=name):
+                engine.update_weights(path)
+            with pytest.raises(CheckpointError, match=name):
+                DynamicInferenceEngine.from_pretrained(path, config)
+            return
+        assert engine.update_weights(path) == 1
+    with DynamicInferenceEngine.from_pretrained(path, config) as engine:
+        served = engine.controller.inference_wrapped_model.model
+        assert not dict(served.named_parameters())[name].isfinite().all()
+
+
+@pytest.mark.parametrize("options", ((), ("--allow-non-finite-weights",)))
+def test_the_option_of_the_command_line_decides(
+    options: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, name, _ = saved(tmp_path / "model", "native", math.inf)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": [1, 2]}\n')
+    code = main(
+        ["generate", "--model", str(path), "--prompt-file", str(prompts), "--device", "cpu",
+         "--max-new-tokens", "2", *options]
+    )  # fmt: skip
+    said = capsys.readouterr().err
+    assert code == (0 if options else 2)
+    if not options:
+        assert name in said and "--allow-non-finite-weights takes them" in said
 
 
 def test_all_tensors_with_bad_elements_are_counted() -> None:

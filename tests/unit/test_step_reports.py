@@ -84,6 +84,20 @@ def test_a_step_before_nothing_but_paused_requests_is_paused_and_not_drained(dep
     assert [r.reason for r in reports if r.reason] == [NotOverlapped.DRAINED.value]
 
 
+@pytest.mark.parametrize("depth", DEPTHS[1:])
+def test_a_request_paused_in_the_queue_is_paused_and_not_short_of_capacity(depth: int) -> None:
+    with engine_at(depth) as engine:
+        engine.add_request(0, [1], greedy(9))
+        engine.add_request(1, [2], greedy(9))
+        engine.pause_request(1)
+        reports: list[StepReport] = []
+        for _ in range(12 + depth):
+            reports += engine.step_modern()["steps"]
+        assert [r.reason for r in reports if r.reason] == [NotOverlapped.PAUSED.value]
+        engine.resume_request(1)
+        run(engine)
+
+
 def test_a_cache_that_is_full_is_no_capacity() -> None:
     """The blocks of the request that ends are what the next one needs."""
     with hash_engine(2, max_requests=2, block_size_tokens=4, block_count=8) as engine:
