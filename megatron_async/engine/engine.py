@@ -319,7 +319,7 @@ class DynamicInferenceEngine:
     def _step(self, *, deliver: bool = False) -> None:
         """One step. ``deliver``: its outputs go to the streams."""
         try:
-            with self.lock.mutex, self.lock:
+            with self.lock.mutex, self.lock.entry(), self.lock:
                 started = time.perf_counter_ns()
                 self.loop.step()
                 counters = self.loop.counters
@@ -481,7 +481,7 @@ class DynamicInferenceEngine:
     def _exclusively(self, action: Callable[[], None]) -> None:
         """Change the engine between two steps, with what is in flight taken by ``action``."""
         try:
-            with self.lock.gate, self.lock.mutex, self.lock:
+            with self.lock.gate, self.lock.mutex, self.lock.entry(), self.lock:
                 action()
                 if self.outputs.finished:
                     self._finished()

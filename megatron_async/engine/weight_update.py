@@ -108,6 +108,7 @@ def replace_weights(
             sharing = weights.engines
             engines = [e for e in sharing if _drained(e, stack, wanted=wanted)]
             for engine in engines:
+                stack.enter_context(engine.lock.entry())
                 stack.enter_context(engine.lock)
             try:
                 with weights.replacing():
@@ -132,7 +133,7 @@ def _drained(engine: Engine, stack: ExitStack, *, wanted: Engine) -> bool:
     stack.enter_context(engine.lock.gate)
     stack.enter_context(engine.lock.mutex)
     try:
-        with engine.lock:
+        with engine.lock.entry(), engine.lock:
             engine.loop.apply_commands()
             engine.loop.drain(NotOverlapped.WEIGHTS)
             engine.device.synchronize()
