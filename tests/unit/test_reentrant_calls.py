@@ -326,8 +326,9 @@ def test_a_tokenizer_that_steps_the_engine_costs_its_request_the_text_alone() ->
     assert isinstance(error, ReentrantCallError)
 
 
-def test_a_refused_call_of_another_engines_handler_is_no_failure_of_this_device() -> None:
-    """A handler in this engine's wait steps an engine whose own thread does."""
+@pytest.mark.parametrize("state", ("started", "closed"))
+def test_what_another_engine_refuses_a_handler_is_no_failure_of_this_device(state: str) -> None:
+    """A handler in this engine's wait steps one that has a thread of its own, or is closed."""
     calls = iter((True,))
 
     def handler(*_: Any) -> None:
@@ -335,10 +336,13 @@ def test_a_refused_call_of_another_engines_handler_is_no_failure_of_this_device(
             other.step_modern()
 
     with engine_at(1) as engine, engine_at(1) as other, handling(handler):
-        other.start()
+        if state == "started":
+            other.start()
+        else:
+            other.close()
         futures = add_all(engine)
         signal_in_waits(engine)
-        with pytest.raises(EngineThreadError):
+        with pytest.raises(EngineThreadError if state == "started" else EngineStoppedError):
             drive(engine)
         drive(engine)
         del engine.runner._results.wait  # type: ignore[union-attr]
