@@ -486,10 +486,30 @@ def test_a_handler_between_any_two_lines_may_add_and_abort_requests(call: str) -
             assert future.result(timeout=0).finish_reason is FinishReason.ABORT
 
 
-@pytest.mark.parametrize("depth", (0, 2))
-def test_an_interrupt_between_any_two_lines_stops_the_engine_or_loses_nothing(depth: int) -> None:
-    """Ctrl-C anywhere in a step: afterwards steps go on, or the engine says that it has stopped. It
-    never takes itself for being in the midst of a step that is over."""
+def may_be_had(lock: Any) -> bool:
+    """Another thread gets the lock."""
+    got: list[bool] = []
+
+    def take() -> None:
+        got.append(lock.acquire(timeout=10))
+        if got[0]:
+            lock.release()
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    thread.join()
+    return got[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "depth"),
+    [("step_modern", 0), ("step_modern", 2), ("suspend", 1), ("update_weights", 1)],
+)
+def test_an_interrupt_between_any_two_lines_stops_the_engine_or_loses_nothing(
+    name: str, depth: int
+) -> None:
+    """Ctrl-C anywhere in a call: afterwards steps go on, or the engine says that it has stopped. It
+    never takes itself for being in the midst of a step that is over, and no lock is lost."""
 
     def interrupt() -> None:
         raise KeyboardInterrupt
@@ -503,11 +523,16 @@ def test_an_interrupt_between_any_two_lines_stops_the_engine_or_loses_nothing(de
             ]
             for _ in range(3):
                 engine.step_modern()
-            lines = Lines(interrupt, ("megatron_async.engine",))
+            lines = Lines(interrupt, ("megatron_async.engine", "contextlib"))
             with contextlib.suppress(KeyboardInterrupt), lines.armed(at):
-                engine.step_modern()
+                if name == "update_weights":
+                    engine.update_weights({"salt": 0})
+                else:
+                    REFUSED[name](engine)
             reached = lines.reached
+            assert may_be_had(engine.lock.mutex) and may_be_had(engine.lock.gate), at
             try:
+                engine.resume()
                 drive(engine)
             except EngineStoppedError:
                 outcomes["stopped"] += 1
