@@ -6,9 +6,10 @@ replay a run, and to tell the other ranks of a parallel group.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
-import threading
+import queue
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
@@ -158,12 +159,13 @@ class CommandQueue:
 
     def __init__(self) -> None:
         self.waiting: deque[Command] = deque()
-        self._arrived = threading.Event()
+        # Not an event: a handler that interrupts its ``set`` would wait for ever in another.
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def submit(self, command: Command) -> None:
         """Queue a command. Atomic: a signal's handler may call it in the midst of another call."""
         self.waiting.append(command)
-        self._arrived.set()
+        self.wake()
 
     def take(self) -> Command | None:
         """The oldest command; None if there is none."""
@@ -175,9 +177,10 @@ class CommandQueue:
     def wait(self, timeout: float | None = None) -> None:
         """Block until :meth:`submit` or :meth:`wake` has been called since the last wait, or for
         ``timeout`` seconds."""
-        self._arrived.wait(timeout)
-        self._arrived.clear()
+        with contextlib.suppress(queue.Empty):
+            self._wakes.get(timeout=timeout)
 
     def wake(self) -> None:
         """Let whoever waits look around."""
-        self._arrived.set()
+        if self._wakes.empty():
+            self._wakes.put(None)

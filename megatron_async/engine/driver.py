@@ -72,7 +72,7 @@ class Driver:
     def _step(self, *, deliver: bool = False) -> None:
         """One step. ``deliver``: its outputs go to the streams."""
         try:
-            with self._lock.mutex, self._lock:
+            with self._lock.mutex, self._lock.entry(), self._lock:
                 started = time.perf_counter_ns()
                 self._loop.step()
                 counters = self._loop.counters
@@ -204,7 +204,7 @@ class Driver:
     def exclusively(self, action: Callable[[], None]) -> None:
         """Change the engine between two steps, with what is in flight taken by ``action``."""
         try:
-            with self._lock.gate, self._lock.mutex, self._lock:
+            with self._lock.gate, self._lock.mutex, self._lock.entry(), self._lock:
                 action()
                 if self._outputs.finished:
                     self._finished()

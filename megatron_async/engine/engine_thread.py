@@ -49,7 +49,7 @@ class StreamTable:
 
     def __init__(self) -> None:
         self._streams: dict[int, TokenStream] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal's handler may close the engine meanwhile
 
     def __len__(self) -> int:
         return len(self._streams)

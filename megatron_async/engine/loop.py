@@ -26,7 +26,7 @@ from megatron_async.engine.metrics import EngineCounters, NotOverlapped, Observe
 from megatron_async.engine.output_processor import OutputProcessor
 from megatron_async.engine.recording import Recorder
 from megatron_async.engine.request_validation import RequestValidator
-from megatron_async.errors import EngineThreadError, ReentrantCallError
+from megatron_async.errors import EngineStoppedError, EngineThreadError, ReentrantCallError
 from megatron_async.request import StepReport
 from megatron_async.runner.model_runner import ModelRunner
 from megatron_async.sampling_params import SamplingParams
@@ -154,12 +154,12 @@ class DecodeLoop:
             self._observers.span("commit", ticket.number, started, time.perf_counter_ns())
 
     def _is_of_device(self, error: BaseException) -> bool:
-        """Devices fail with a ``RuntimeError``, or on a CPU with what the model raised. What a
-        handler was refused is one too, and is not theirs."""
-        if isinstance(error, (ReentrantCallError, EngineThreadError)):
-            return False
-        failure = getattr(self._runner.device, "failure", None)
-        return isinstance(error, RuntimeError) or error is failure
+        """Devices fail with a ``RuntimeError``, or on a CPU with what the model raised. What an
+        engine refuses a handler is one too, and is not theirs."""
+        if error is getattr(self._runner.device, "failure", None):
+            return True
+        refused = (ReentrantCallError, EngineThreadError, EngineStoppedError)
+        return isinstance(error, RuntimeError) and not isinstance(error, refused)
 
     def _commit(self, ticket: Ticket, result: StepResult, barrier: NotOverlapped | None) -> None:
         commit = self._scheduler.commit(ticket.plan, result)

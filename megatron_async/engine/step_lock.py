@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import TracebackType
 
 from megatron_async.errors import EngineStoppedError, ReentrantCallError
 
 
 class StepLock:
-    """``with lock.mutex, lock:`` steps or changes an engine, one thread at a time.
+    """``with lock.mutex, lock.entry(), lock:`` steps or changes an engine, one thread at a time.
 
-    Two managers, since a signal may come between any two lines of Python: ``with mutex`` alone is
-    sure to give it back. A second entry by the thread that is inside, which a signal's handler or a
-    callback makes, is an error and changes nothing.
+    Three managers, since a signal may come between any two lines of Python: the interpreter's own
+    locks alone are sure to come back. A second entry by the thread that is inside, which a signal's
+    handler or a callback makes, is an error and changes nothing.
 
     An error on the way leaves scheduler and device at odds, so it stops the engine for good, unless
     whoever raised it has told :meth:`recover`: nothing has changed.
@@ -32,7 +33,9 @@ class StepLock:
         self.gate = threading.RLock()
         self.stopped: EngineStoppedError | None = None
         self._recoverable: BaseException | None = None
-        self._busy = False
+        self._entry = threading.Lock()
+        self._settled = True
+        """Whoever was inside last has come to the end of :meth:`__exit__`."""
         self._on_stop = on_stop
 
     def check(self) -> None:
@@ -46,11 +49,16 @@ class StepLock:
 
     def check_outside(self) -> None:
         """With the mutex: raises :class:`ReentrantCallError` if the caller is inside already."""
-        if self._busy:
+        if self._entry.locked():
             raise ReentrantCallError(
                 "the engine is in the midst of a step that this call interrupts; from a signal's "
                 "handler or a callback, only add, change or abort requests"
             )
+
+    def entry(self) -> AbstractContextManager[object]:
+        """With the mutex: what is held inside. Raises as :meth:`check_outside`."""
+        self.check_outside()
+        return self._entry
 
     def stop(self, error: EngineStoppedError) -> None:
         """Nobody steps the engine any more, unless it has stopped already."""
@@ -59,11 +67,12 @@ class StepLock:
         self._tell_stopped(self.stopped)
 
     def __enter__(self) -> None:
-        if self._busy:
-            self.check_outside()
+        if not self._settled and self.stopped is None:
+            reason = "a signal's handler interrupted the engine as a step ended"
+            self.stop(EngineStoppedError(f"{reason}; build a new one"))
         if self.stopped is not None:
             self.check()
-        self._busy = True
+        self._settled = False
 
     def __exit__(
         self,
@@ -71,8 +80,8 @@ class StepLock:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._busy = False
         if error is None and self.stopped is None:
+            self._settled = True
             return
         recoverable, self._recoverable = self._recoverable, None
         if self.stopped is None and error is not recoverable:
@@ -83,6 +92,7 @@ class StepLock:
             self.stopped.__cause__ = error
         if self.stopped is not None:
             self._tell_stopped(self.stopped)
+        self._settled = True
 
     def _tell_stopped(self, error: EngineStoppedError) -> None:
         for on_stop in self._on_stop:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -105,37 +105,63 @@ def replace_weights(
     """
     sharing: list[Engine] = []
     try:
-        with weights.lock, ExitStack() as stack:
+        with weights.lock:
             allow = wanted.config.allow_non_finite_weights
             replace = wanted.controller.read_weights(source, allow_non_finite_weights=allow)
             sharing = weights.engines
-            engines = [e for e in sharing if _drained(e, stack, wanted=wanted)]
-            for engine in engines:
-                stack.enter_context(engine.lock)
-            try:
-                with weights.replacing():
-                    replace()
-            except CheckpointError as error:
-                weights.refused()
-                for engine in engines:
-                    engine.lock.recover(error)
-                raise
             path = None if isinstance(source, Mapping) else str(source)
-            for engine in engines:
-                engine.device.synchronize()
-                engine.loop.adopt_weights(path, recompute_kv_cache=recompute_kv_cache)
+
+            def copy(engines: list[Engine]) -> None:
+                try:
+                    with weights.replacing():
+                        replace()
+                except CheckpointError as error:
+                    weights.refused()
+                    for engine in engines:
+                        engine.lock.recover(error)
+                    raise
+                for engine in engines:
+                    engine.device.synchronize()
+                    engine.loop.adopt_weights(path, recompute_kv_cache=recompute_kv_cache)
+
+            _between_steps(sharing, wanted, copy)
     finally:
         for engine in sharing:  # outside of all locks
             engine.outputs.resolve_futures()
             engine.loop.commands.wake()
 
 
-def _drained(engine: Engine, stack: ExitStack, *, wanted: Engine) -> bool:
-    """Take what is in flight, and keep the engine's mutex in ``stack``."""
-    stack.enter_context(engine.lock.gate)
-    stack.enter_context(engine.lock.mutex)
+# By recursion and not with an ``ExitStack``: one that a signal interrupts keeps locks for ever.
+
+
+def _between_steps(
+    engines: list[Engine], wanted: Engine, then: Callable[[list[Engine]], None], *drained: Engine
+) -> None:
+    """Take what is in flight in ``engines``, and call ``then`` with those that have not stopped,
+    all of them held between two steps."""
+    if not engines:
+        _inside(list(drained), lambda: then(list(drained)))
+        return
+    engine, *others = engines
+    with engine.lock.gate, engine.lock.mutex:
+        taken = (engine,) if _drain(engine, wanted) else ()
+        _between_steps(others, wanted, then, *drained, *taken)
+
+
+def _inside(engines: list[Engine], then: Callable[[], None]) -> None:
+    """Call ``then`` as a step of all ``engines``."""
+    if not engines:
+        then()
+        return
+    lock = engines[0].lock
+    with lock.entry(), lock:
+        _inside(engines[1:], then)
+
+
+def _drain(engine: Engine, wanted: Engine) -> bool:
+    """Take what is in flight; False if the engine has stopped or does so now, and is not wanted."""
     try:
-        with engine.lock:
+        with engine.lock.entry(), engine.lock:
             engine.loop.apply_commands()
             engine.loop.drain(NotOverlapped.WEIGHTS)
             engine.device.synchronize()

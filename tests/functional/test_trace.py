@@ -268,7 +268,7 @@ def test_on_a_gpu(
     # Clocks agree: nearly all kernels lie in a slice of the device.
     assert len(found) > 20 * STEPS
     work = slices(events, DEVICE_LANE)
-    slack = 20.0
+    slack = 100.0  # the profiler's clock drifts from that of the events; forwards take 20 ms
     inside = sum(
         any(w["ts"] - slack <= k["ts"] and end_of(k) <= end_of(w) + slack for w in work)
         for k in found

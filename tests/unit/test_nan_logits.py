@@ -43,7 +43,7 @@ class FailsAt(HashModel):
         if context.last_token_index is not None:
             slots, position_ids = (t[context.last_token_index] for t in (slots, position_ids))
         fails = (context.slots.seed[slots] == MARK) & (position_ids == self.position)
-        logits[fails, 7] = torch.nan
+        logits[:, 7] = torch.where(fails, torch.nan, logits[:, 7])
         return logits
 
 
@@ -174,6 +174,24 @@ def test_an_evicted_request_that_fails_is_as_one_that_was_not(depth: int) -> Non
     assert request.counters.evictions == 1
     assert request.finish_reason is FinishReason.ERROR
     assert request.generated_tokens == decode_alone(ask)[0][: FailsAt.position + 1 - len(PROMPT)]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("debug", (False, True))
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_one_request_fails_on_a_gpu(depth: int, debug: bool, kind: str) -> None:
+    ask, asks = failing(kind=kind), others()
+    model = FailsAt("cuda")
+    with engine_at(depth, model=model, device_name="cuda", debug=debug) as engine:
+        all_asks = [ask, *asks]
+        request, *rest = engine.generate(
+            [list(a.prompt) for a in all_asks], [sampling_params(a) for a in all_asks]
+        )
+    check_failed(request, ask, FailsAt.position)
+    assert request.counters.discarded == 1 + depth
+    assert [r.generated_tokens for r in rest] == [decode_alone(other)[0] for other in asks]
 
 
 def test_a_stream_ends_with_the_error(caplog: pytest.LogCaptureFixture) -> None:

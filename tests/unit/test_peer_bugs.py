@@ -2,7 +2,7 @@
 
 Every test shows that the situation of the bug did occur, and that it did no harm. Not here, since
 this version has no such feature: penalties mixed between requests, logprobs for who had not asked,
-stop strings found late, drafts (MTP) that hide an end or rewind the cache.
+stop strings found late. Drafts (MTP) that hide an end are in ``test_draft_windows.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ranks, bounded overtaking, logged steps, suspension, and what the counters say of them."""
+"""Priorities, bounded overtaking, logged steps, suspension, and what the counters say of them."""
 
 from __future__ import annotations
 

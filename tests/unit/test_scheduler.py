@@ -19,8 +19,8 @@ from megatron_async.scheduler.queue import WaitingQueue
 from megatron_async.scheduler.request_state import Sequence, State
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.scheduler.slots import SlotTable
-from megatron_async.step.plan import Plan
-from megatron_async.step.records import RUNNING, StepResult
+from megatron_async.step.plan import Plan, SlotUpdate
+from megatron_async.step.records import ENDED, FAILED, RUNNING, StepResult
 
 GREEDY = (0.0, 0, 0.0, 0)
 STOP = 99
@@ -50,7 +50,7 @@ class Row(NamedTuple):
 class Chain:
     """A scheduler with up to ``depth`` plans in flight; every row samples ``token``."""
 
-    def __init__(self, depth: int = 0, **values: Any) -> None:
+    def __init__(self, depth: int = 0, *, debug: bool = False, **values: Any) -> None:
         self.depth = depth
         rows = values.get("max_requests", 2)
         self.scheduler = Scheduler(
@@ -65,7 +65,8 @@ class Chain:
                     "max_assignments": 64,
                     **values,
                 }
-            )
+            ),
+            debug=debug,
         )
         self.in_flight: deque[Plan] = deque()
         self.commits: list[Row] = []
@@ -419,3 +420,141 @@ def test_new_weights_evict_all_and_forget_all_prefixes() -> None:
     assert chain.scheduler.allocator.free_count == 16
     assert chain.scheduler.waiting_count == 2
     chain.finish()
+
+
+# --- control ----------------------------------------------------------------------------------
+
+
+def controls(chain: Chain, count: int) -> list[tuple[SlotUpdate, ...]]:
+    plans = [chain.launch() for _ in range(count)]
+    return [plan.control for plan in plans if plan is not None]
+
+
+def test_the_end_that_only_the_host_knows_goes_with_the_next_launch_and_no_other() -> None:
+    chain = Chain(2)
+    chain.add(sequence(1), sequence(2))
+    chain.launch()
+    assert chain.scheduler.abort(2)
+    assert controls(chain, 2) == [(SlotUpdate(1, True, None),), ()]
+    chain.finish()
+
+
+def test_an_end_before_any_launch_or_after_all_commits_is_not_told() -> None:
+    """No row of it is in flight: nobody would take it for live."""
+    chain = Chain(1)
+    chain.add(sequence(1), sequence(2), sequence(3))
+    chain.launch()
+    chain.commit()
+    assert chain.scheduler.abort(1) and chain.scheduler.abort(3)
+    assert controls(chain, 1) == [()]
+
+
+def test_changed_values_go_with_the_next_launch_and_come_back_with_an_admission() -> None:
+    chain = Chain(1, max_requests=1)
+    chain.add(sequence(1), sequence(2, max_new=2))
+    chain.step()
+    running, waiting = (1.0, 5, 0.5, 3), (2.0, 0, 0.0, 4)
+    assert chain.scheduler.update_values(1, GREEDY) and chain.scheduler.update_values(1, running)
+    assert chain.scheduler.update_values(2, waiting)
+    assert not chain.scheduler.update_values(3, running)
+    assert controls(chain, 2) == [(SlotUpdate(0, False, running),), ()]
+    assert chain.scheduler.evict(1)
+    admitted = []
+    while chain.scheduler.has_unfinished:
+        plan = chain.step()
+        if plan is not None:
+            assert plan.control == ()
+            admitted += [admission.values[3:] for admission in plan.admissions]
+    assert admitted == [waiting, running]  # the row was free before the last token of 1 had come
+
+
+# --- records with a count ---------------------------------------------------------------------
+
+
+def take(chain: Chain, count: int, status: int, *tokens: int) -> tuple[Any, ...]:
+    """Commit the oldest plan, of one row: what is kept, and why the request ends."""
+    commit = chain.scheduler.commit(
+        chain.in_flight.popleft(), StepResult([count], [status], [tokens])
+    )
+    chain.scheduler.check()
+    ((key, kept),) = zip(commit.keys, commit.tokens, strict=True)
+    return kept, commit.reasons.get(key), key in commit.discarded
+
+
+def windows(max_new: int = 20, depth: int = 0, **values: Any) -> Chain:
+    """A request with its first token, then decode rows that may bring three, ``depth`` + 1 of them
+    in flight."""
+    chain = Chain(depth, window=3, max_requests=1, **values)
+    chain.add(sequence(1, max_new=max_new))
+    chain.launch()
+    assert take(chain, 1, RUNNING, 7, -1, -1) == ((7,), None, False)
+    for _ in range(depth + 1):
+        chain.launch()
+    return chain
+
+
+@pytest.mark.parametrize("count", (1, 2, 3))
+def test_a_row_brings_as_many_tokens_as_its_record_says(count: int) -> None:
+    chain = windows()
+    assert take(chain, count, RUNNING, 1, 2, 3) == ((1, 2, 3)[:count], None, False)
+    (decoding,) = chain.scheduler.table.sequences.values()
+    assert (decoding.committed, decoding.launched) == (1 + count, 1 + count)
+    assert decoding.kv_bound == 1 + count  # the newest token is not written
+
+
+@pytest.mark.parametrize(
+    ("max_new", "tokens", "kept", "reason"),
+    [
+        (20, (1, STOP, 3), (1, STOP), FinishReason.STOP),
+        (20, (STOP, 2, STOP), (STOP,), FinishReason.STOP),
+        (3, (1, 2, 3), (1, 2), FinishReason.LENGTH),
+        (3, (1, STOP, 3), (1, STOP), FinishReason.STOP),
+        (4, (1, 2, 3), (1, 2, 3), FinishReason.LENGTH),
+    ],
+)
+def test_a_window_is_cut_where_the_request_ends(
+    max_new: int, tokens: tuple[int, ...], kept: tuple[int, ...], reason: FinishReason
+) -> None:
+    """And the rows in flight behind it are dead."""
+    chain = windows(max_new, depth=1)
+    assert take(chain, 3, ENDED, *tokens) == (kept, reason, False)
+    if chain.in_flight:
+        assert take(chain, 0, ENDED, 4, 5, 6) == ((), None, True)
+    chain.scheduler.check_idle()
+
+
+def test_a_row_that_failed_ends_its_request_without_a_token() -> None:
+    chain = windows(depth=1, debug=True)
+    assert take(chain, 0, FAILED, -1, -1, -1) == ((), FinishReason.ERROR, False)
+    assert take(chain, 0, ENDED, -1, -1, -1) == ((), None, True)
+    chain.scheduler.check_idle()
+
+
+def test_a_window_that_failed_keeps_the_tokens_before() -> None:
+    chain = windows(debug=True)
+    assert take(chain, 2, FAILED, 1, 2, -1) == ((1, 2), FinishReason.ERROR, False)
+    chain.scheduler.check_idle()
+
+
+@pytest.mark.parametrize(
+    ("count", "status", "tokens"),
+    [
+        (1, RUNNING, (STOP, 0, 0)),  # an end that the device did not see
+        (1, ENDED, (1, 0, 0)),  # one that only the device saw
+        (3, ENDED, (1, STOP, 0)),  # a token behind the end
+        (0, RUNNING, (1, 2, 3)),  # a live row without a token
+        (0, ENDED, (1, 2, 3)),
+    ],
+)
+def test_debug_finds_a_device_that_disagrees(
+    count: int, status: int, tokens: tuple[int, ...]
+) -> None:
+    with pytest.raises(IntegrityError, match="the host takes"):
+        take(windows(debug=True), count, status, *tokens)
+
+
+def test_debug_finds_a_row_that_was_sampled_behind_an_end_that_the_device_knew() -> None:
+    chain = windows(depth=1, debug=True)
+    assert take(chain, 1, ENDED, STOP, 0, 0) == ((STOP,), FinishReason.STOP, False)
+    with pytest.raises(IntegrityError, match=r"ended by FinishReason\.STOP"):
+        take(chain, 1, RUNNING, 1, 0, 0)

@@ -32,6 +32,7 @@ from megatron_async.step.slot_fields import SLOT_FIELDS
 from tests.support.engines import hash_engine, random_ask, sampling_params
 from tests.support.interpreter import compiled, interpreted, on_devices
 from tests.support.oracle import decode_alone
+from tests.unit.test_nan_logits import FailsAt, check_failed, failing, others
 
 ENTRIES = 3
 BLOCK_SIZE = 4
@@ -314,3 +315,26 @@ def test_engine_on_interpreted_kernels_equals_the_oracle(depth: int) -> None:
     for ask, request in zip(asks, requests, strict=True):
         assert request.generated_tokens == decode_alone(ask)[0]
     assert (engine.counters.tokens_discarded > 0) == (depth > 0)
+
+
+@interpreted
+@pytest.mark.parametrize("depth", (0, 2))
+def test_a_nan_on_interpreted_kernels_ends_its_request_alone(depth: int) -> None:
+    model = FailsAt()
+    asks = [failing(), failing(kind="top-p"), *others(3)]
+    with hash_engine(
+        depth,
+        device=InterpretedDevice(),
+        model=model,
+        max_requests=5,
+        block_size_tokens=4,
+        block_count=60,
+    ) as engine:
+        requests = engine.generate(
+            [list(a.prompt) for a in asks], [sampling_params(a) for a in asks]
+        )
+    for ask, request in zip(asks[:2], requests[:2], strict=True):
+        check_failed(request, ask, model.position)
+        assert request.counters.discarded == 1 + depth
+    for ask, request in zip(asks[2:], requests[2:], strict=True):
+        assert (request.generated_tokens, request.finish_reason) == decode_alone(ask)
