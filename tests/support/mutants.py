@@ -19,20 +19,26 @@ import torch
 from megatron_async.cache.block_allocator import BlockAllocator
 from megatron_async.cache.prefix_cache import ROOT, PrefixCache
 from megatron_async.device.cpu import CpuDevice, CpuPacketRing, CpuResultRing
-from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.engine.metrics import EngineCounters, NotOverlapped
+from megatron_async.engine.loop import DecodeLoop
+from megatron_async.engine.metrics import NotOverlapped
 from megatron_async.errors import IntegrityError
+from megatron_async.request import FinishReason
+from megatron_async.runner import model_runner as runner
 from megatron_async.runner import step_program as program
 from megatron_async.runner.context import DynamicInferenceContext
-from megatron_async.runner.controller import TextGenerationController
 from megatron_async.runner.cuda_graphs import StepGraphs
+from megatron_async.runner.model_runner import ModelRunner
 from megatron_async.runner.step_program import StepProgram
+from megatron_async.scheduler.admission import PromptPlanner
 from megatron_async.scheduler.events import Commit
 from megatron_async.scheduler.request_state import Sequence, State
-from megatron_async.scheduler.scheduler import Scheduler, _row_map
+from megatron_async.scheduler.request_table import RequestTable, row_map
+from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.scheduler.slots import SlotTable
 from megatron_async.step.packet import ROW_SLOT
-from megatron_async.step.plan import Plan, StepResult
+from megatron_async.step.plan import Plan, SlotUpdate, Ticket
+from megatron_async.step.records import StepResult
+from megatron_async.step.slot_fields import Values
 from tests.support.cuda_rings import CudaPackets, CudaResults, CudaRingsDevice
 from tests.support.patience import PATIENCE_SECONDS
 from tests.support.pinned import (
@@ -59,6 +65,8 @@ class Mutant:
     """What the workload runs on."""
     scenario: Callable[[int, bool], None] | None = None
     """What finds it, at a depth, with debug checks or without; None is the workload."""
+    window: int = 1
+    """Tokens that a row of the workload may bring: more than one with drafts."""
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -71,12 +79,14 @@ MUTANTS: list[Mutant] = []
 
 
 def mutant(
-    target: Any, method: str, *caught_by: str, least_depth: int = 0
+    target: Any, method: str, *caught_by: str, least_depth: int = 0, window: int = 1
 ) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
     """Register a fault under the name of the function that makes it."""
 
     def register(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        MUTANTS.append(Mutant(make.__name__, target, method, make, caught_by, least_depth))
+        MUTANTS.append(
+            Mutant(make.__name__, target, method, make, caught_by, least_depth, window=window)
+        )
         return make
 
     return register
@@ -85,11 +95,11 @@ def mutant(
 # --- blocks and slots -------------------------------------------------------------------------
 
 
-@mutant(Scheduler, "_leave", "WrongTokensError")
+@mutant(RequestTable, "leave", "WrongTokensError")
 def block_freed_when_the_last_row_is_planned(original: Any) -> Any:
     """Not when it has retired: the same plan gives the block to another request."""
 
-    def leave(self: Scheduler, sequence: Sequence, state: State) -> None:
+    def leave(self: RequestTable, sequence: Sequence, state: State) -> None:
         was_decoding = sequence.state is State.DECODING
         original(self, sequence, state)
         if was_decoding and state is State.ENDING:
@@ -99,9 +109,9 @@ def block_freed_when_the_last_row_is_planned(original: Any) -> Any:
     return leave
 
 
-@mutant(Scheduler, "_give_up", "IntegrityError")
+@mutant(RequestTable, "_give_up", "IntegrityError")
 def block_freed_twice(original: Any) -> Any:
-    def give_up(self: Scheduler, sequence: Sequence) -> None:
+    def give_up(self: RequestTable, sequence: Sequence) -> None:
         blocks = list(sequence.blocks)
         original(self, sequence)
         self.allocator.release(blocks)
@@ -109,9 +119,9 @@ def block_freed_twice(original: Any) -> Any:
     return give_up
 
 
-@mutant(Scheduler, "_give_up", "IntegrityError")
+@mutant(RequestTable, "_give_up", "IntegrityError")
 def reserved_block_not_released(original: Any) -> Any:
-    def give_up(self: Scheduler, sequence: Sequence) -> None:
+    def give_up(self: RequestTable, sequence: Sequence) -> None:
         del sequence.blocks[-1:]
         original(self, sequence)
 
@@ -119,7 +129,7 @@ def reserved_block_not_released(original: Any) -> Any:
 
 
 @mutant(
-    Scheduler,
+    RequestTable,
     "_give_up",
     "IntegrityError",
     "KeyError",
@@ -128,17 +138,17 @@ def reserved_block_not_released(original: Any) -> Any:
     least_depth=1,
 )
 def slot_and_blocks_back_before_the_last_ticket(original: Any) -> Any:
-    def give_up(self: Scheduler, sequence: Sequence) -> None:
+    def give_up(self: RequestTable, sequence: Sequence) -> None:
         sequence.last_ticket = -1
         original(self, sequence)
-        self._retire()
+        self.retire(self.retired_ticket)
 
     return give_up
 
 
-@mutant(Scheduler, "_evict", "IntegrityError", "WrongCountsError", least_depth=1)
+@mutant(RequestTable, "evict", "IntegrityError", "WrongCountsError", least_depth=1)
 def evicted_request_loses_its_token_in_flight(original: Any) -> Any:
-    def evict(self: Scheduler, sequence: Sequence) -> None:
+    def evict(self: RequestTable, sequence: Sequence) -> None:
         self.slots.end_epoch(sequence.slot)
         original(self, sequence)
 
@@ -148,12 +158,12 @@ def evicted_request_loses_its_token_in_flight(original: Any) -> Any:
 # --- prefixes and weights ---------------------------------------------------------------------
 
 
-@mutant(Scheduler, "_admit_next", "WrongTokensError")
+@mutant(PromptPlanner, "_admit_next", "WrongTokensError")
 def prefix_registered_before_it_is_written(original: Any) -> Any:
-    def admit_next(self: Scheduler, *args: Any) -> Sequence | None:
+    def admit_next(self: PromptPlanner, *args: Any) -> Sequence | None:
         sequence: Sequence | None = original(self, *args)
         if sequence is not None:
-            self._register_blocks(sequence, len(sequence.tokens))
+            self._table.register_blocks(sequence, len(sequence.tokens))
         return sequence
 
     return admit_next
@@ -173,7 +183,7 @@ def prefix_of_the_old_weights_kept(original: Any) -> Any:
     return lambda self: None
 
 
-@mutant(DynamicInferenceEngine, "_drain", "WrongTokensError", least_depth=1)
+@mutant(DecodeLoop, "drain", "WrongTokensError", least_depth=1)
 def token_of_the_old_weights_committed(original: Any) -> Any:
     return lambda self, reason: None
 
@@ -202,28 +212,27 @@ def blocks_released_front_to_back(original: Any) -> Any:
     return lambda self, blocks: original(self, list(blocks)[::-1])
 
 
-@pinned(Scheduler, "_admit_next", head_of_the_queue_waits_while_others_are_stalled)
+@pinned(PromptPlanner, "_admit_next", head_of_the_queue_waits_while_others_are_stalled)
 def head_admitted_while_others_are_stalled(original: Any) -> Any:
-    def admit_next(self: Scheduler, *args: Any) -> Sequence | None:
-        stalled, self._stalled = self._stalled, {}
+    def admit_next(self: PromptPlanner, *args: Any) -> Sequence | None:
+        table = self._table
+        stalled, table.stalled = table.stalled, {}
         try:
             sequence: Sequence | None = original(self, *args)
         finally:
-            self._stalled = stalled
+            table.stalled = stalled
         return sequence
 
     return admit_next
 
 
-@pinned(EngineCounters, "committed", every_drain_is_called_what_it_is, least_depth=1)
+@pinned(DecodeLoop, "_not_overlapped", every_drain_is_called_what_it_is, least_depth=1)
 def drain_of_the_paused_called_drained(original: Any) -> Any:
-    def committed(
-        self: EngineCounters, tokens: int, discarded: int, reason: NotOverlapped | None
-    ) -> None:
-        wrong = NotOverlapped.DRAINED if reason is NotOverlapped.PAUSED else reason
-        original(self, tokens, discarded, wrong)
+    def not_overlapped(self: DecodeLoop, barrier: NotOverlapped | None) -> NotOverlapped:
+        reason: NotOverlapped = original(self, barrier)
+        return NotOverlapped.DRAINED if reason is NotOverlapped.PAUSED else reason
 
-    return committed
+    return not_overlapped
 
 
 # --- commit -----------------------------------------------------------------------------------
@@ -233,7 +242,10 @@ def drain_of_the_paused_called_drained(original: Any) -> Any:
 def overshoot_token_kept(original: Any) -> Any:
     def commit(self: Scheduler, plan: Plan, result: StepResult) -> Commit:
         taken: Commit = original(self, plan, result)
-        return taken._replace(discarded=set())
+        sampled = dict(zip(plan.rows.keys, result.tokens, strict=True))
+        rows = zip(taken.keys, taken.tokens, strict=True)
+        kept = [sampled[key][:1] if key in taken.discarded else tokens for key, tokens in rows]
+        return taken._replace(tokens=kept, discarded=set())
 
     return commit
 
@@ -243,9 +255,9 @@ def epoch_not_checked(original: Any) -> Any:
     return lambda self, slot: None
 
 
-@mutant(TextGenerationController, "take", "IntegrityError", "WrongTokensError")
+@mutant(ModelRunner, "take", "IntegrityError", "WrongTokensError")
 def rows_swapped(original: Any) -> Any:
-    def take(self: TextGenerationController, ticket: Any) -> StepResult:
+    def take(self: ModelRunner, ticket: Ticket) -> StepResult:
         result: StepResult = original(self, ticket)
         if ticket.plan.decode_rows < 2:
             return result
@@ -257,7 +269,7 @@ def rows_swapped(original: Any) -> Any:
 @mutant(Scheduler, "commit", "IntegrityError", "WrongTokensError", "KeyError", least_depth=1)
 def commit_reads_the_live_row_map(original: Any) -> Any:
     def commit(self: Scheduler, plan: Plan, result: StepResult) -> Commit:
-        live = _row_map(list(self._decoding.values()))
+        live = row_map(self.table.decoding.values())
         if plan.is_decode_only and len(live) == len(plan.rows):
             plan = plan._replace(rows=live)
         taken: Commit = original(self, plan, result)
@@ -271,7 +283,8 @@ def end_decided_from_what_has_been_launched(original: Any) -> Any:
     """One token too few: the next launch has advanced the count that commit reads."""
 
     def commit(self: Scheduler, plan: Plan, result: StepResult) -> Commit:
-        known = [self._sequences[key] for key in plan.rows.keys if key in self._sequences]
+        sequences = self.table.sequences
+        known = [sequences[key] for key in plan.rows.keys if key in sequences]
         lengths = [sequence.max_total for sequence in known]
         for sequence in known:
             if sequence.launched == sequence.max_new:
@@ -343,12 +356,145 @@ def end_marked_a_step_late(original: Any) -> Any:
 @mutant(DynamicInferenceContext, "begin_forward", "DeadRowWroteError", least_depth=1)
 def forward_ignores_the_end(original: Any) -> Any:
     def begin_forward(self: DynamicInferenceContext, *args: Any, **options: Any) -> None:
-        finished = self.finished
-        self.finished = torch.zeros_like(finished)
+        finished = self.slots.finished
+        self.slots.finished = torch.zeros_like(finished)
         original(self, *args, **options)
-        self.finished = finished
+        self.slots.finished = finished
 
     return begin_forward
+
+
+# --- control ----------------------------------------------------------------------------------
+
+
+@mutant(StepGraphs, "_controlled_work", "WrongTokensError", "DeadRowLivedError", least_depth=1)
+def control_applied_a_launch_late(original: Any) -> Any:
+    """After the S of its own launch."""
+
+    def controlled_work(self: StepGraphs, rows: int) -> None:
+        self._program.sample(rows)
+        self._program.load_control()
+        self._program.load_decode(rows)
+        self._program.forward_decode(rows)
+
+    return controlled_work
+
+
+@mutant(runner, "write_control", "IntegrityError", "WrongTokensError", "DeadRowLivedError")
+def control_of_one_slot_applied_to_another(original: Any) -> Any:
+    def write_control(
+        packet: Any, layout: Any, updates: tuple[SlotUpdate, ...], null_slot: int
+    ) -> None:
+        shifted = [each._replace(slot=(each.slot + 1) % null_slot) for each in updates]
+        original(packet, layout, tuple(shifted), null_slot)
+
+    return write_control
+
+
+@mutant(RequestTable, "finish_by_host", "DeadRowLivedError", least_depth=1)
+def end_of_an_abort_never_sent(original: Any) -> Any:
+    """All tokens are right: the host drops what the device samples for nobody."""
+
+    def finish_by_host(self: RequestTable, sequence: Sequence, reason: FinishReason) -> None:
+        slot = sequence.slot
+        original(self, sequence, reason)
+        self.control.pop(slot, None)
+
+    return finish_by_host
+
+
+@mutant(RequestTable, "update_values", "WrongTokensError")
+def sampling_update_lost_on_eviction(original: Any) -> Any:
+    """The slot has the new values, and the admission that follows an eviction brings the old."""
+
+    def update_values(self: RequestTable, sequence: Sequence, values: Values) -> None:
+        admitted_with = sequence.values
+        original(self, sequence, values)
+        if sequence.slot >= 0:
+            sequence.values = admitted_with
+
+    return update_values
+
+
+# --- windows of drafts ------------------------------------------------------------------------
+
+WINDOW = 4
+
+
+def _miscounted(original: Any, wrong: Callable[[int], int]) -> Any:
+    def take(self: ModelRunner, ticket: Ticket) -> StepResult:
+        result: StepResult = original(self, ticket)
+        return result._replace(counts=[wrong(count) for count in result.counts])
+
+    return take
+
+
+@mutant(ModelRunner, "take", "IndexError", "IntegrityError", "WrongTokensError", window=WINDOW)
+def token_behind_the_accepted_ones_taken(original: Any) -> Any:
+    return _miscounted(original, lambda count: count + (0 < count < WINDOW))
+
+
+@mutant(ModelRunner, "take", "IntegrityError", "WrongTokensError", window=WINDOW)
+def last_token_of_a_window_left(original: Any) -> Any:
+    return _miscounted(original, lambda count: count - (count > 1))
+
+
+@mutant(Scheduler, "_cut", "WrongCountsError", window=WINDOW)
+def bounds_not_corrected_at_commit(original: Any) -> Any:
+    """Each window takes blocks as if the ones before had been accepted to their ends."""
+
+    def cut(self: Scheduler, sequence: Sequence, window: tuple[int, ...]) -> tuple[int, ...]:
+        bound = sequence.kv_bound
+        kept: tuple[int, ...] = original(self, sequence, window)
+        sequence.kv_bound = bound
+        return kept
+
+    return cut
+
+
+@mutant(StepProgram, "_sample", "IntegrityError", "WrongTokensError", window=WINDOW)
+def drafts_accepted_without_comparing(original: Any) -> Any:
+    """What is sampled behind a wrong draft counts."""
+
+    def sample(self: StepProgram, logits: torch.Tensor, rows: int) -> None:
+        slots = self._row_records[:rows, ROW_SLOT].long()
+        sample_tokens = program.sample_tokens
+
+        def agreeing(*args: Any, **options: Any) -> torch.Tensor:
+            tokens = sample_tokens(*args, **options)
+            self._state.drafts[slots] = tokens.view(rows, WINDOW)[:, :-1]
+            return tokens
+
+        with patch.object(program, "sample_tokens", agreeing):
+            original(self, logits, rows)
+
+    return sample
+
+
+@mutant(StepProgram, "_sample", "IntegrityError", "DeadRowLivedError", window=WINDOW)
+def length_end_inside_a_window_ignored(original: Any) -> Any:
+    """The device ends a request where a window begins behind its length."""
+
+    def sample(self: StepProgram, logits: torch.Tensor, rows: int) -> None:
+        self._state.max_total += WINDOW - 1
+        original(self, logits, rows)
+        self._state.max_total -= WINDOW - 1
+
+    return sample
+
+
+@mutant(ModelRunner, "launch", "IntegrityError", "WrongTokensError", window=WINDOW)
+def block_assignments_beyond_the_rows_dropped(original: Any) -> Any:
+    """A decode step's packet has room for one in each padded row."""
+
+    def launch(self: ModelRunner, plan: Plan) -> Ticket:
+        if not plan.prefills:
+            room = self._graphs.bucket(len(plan.rows))
+            plan = plan._replace(assignments=plan.assignments[:room])
+        ticket: Ticket = original(self, plan)
+        return ticket
+
+    return launch
 
 
 # --- rings ------------------------------------------------------------------------------------
@@ -394,7 +540,16 @@ def ring_mutant(
 
 
 def _maker(ring: type[Any], original: Any) -> Callable[..., Any]:
-    return lambda self, entries, width: ring(self, entries, width)
+    """The ring that a device makes first: of packets that of the steps, not that of control."""
+    faulty: list[CpuDevice] = []
+
+    def make(self: CpuDevice, entries: int, width: int) -> Any:
+        if self in faulty:
+            return original(self, entries, width)
+        faulty.append(self)
+        return ring(self, entries, width)
+
+    return make
 
 
 def _late_packets(rings: Rings) -> type[Any]:

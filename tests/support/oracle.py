@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,23 +25,27 @@ class Ask:
 
 
 def decode_alone(
-    ask: Ask, logits_of: Callable[[list[int]], list[float]] | None = None
+    ask: Ask,
+    logits_of: Callable[[list[int]], list[float]] | None = None,
+    changes: Sequence[tuple[int, Ask]] = (),
 ) -> tuple[list[int], str]:
-    """Tokens and finish reason of one request."""
+    """Tokens and finish reason of one request. From generated token ``start`` on it is sampled as
+    ``changed`` says, for each ``(start, changed)`` of ``changes`` in order."""
     tokens = list(ask.prompt)
     generated: list[int] = []
     while True:
         row = logits_of(tokens) if logits_of else hash_logits(hash_history(tokens))
-        if ask.temperature == 0 or ask.top_k == 1:
+        by = next((a for start, a in reversed(changes) if start <= len(generated)), ask)
+        if by.temperature == 0 or by.top_k == 1:
             token = max(range(len(row)), key=lambda v: (row[v], -v))
         else:
             token = int(
                 sample_tokens_reference(
                     torch.tensor([row]),
-                    torch.tensor([1.0 / ask.temperature]),
-                    torch.tensor([ask.top_k], dtype=torch.int32),
-                    torch.tensor([ask.top_p]),
-                    torch.tensor([ask.seed]),
+                    torch.tensor([1.0 / by.temperature]),
+                    torch.tensor([by.top_k], dtype=torch.int32),
+                    torch.tensor([by.top_p]),
+                    torch.tensor([by.seed]),
                     torch.tensor([len(tokens)]),
                 )
             )
@@ -53,7 +57,9 @@ def decode_alone(
             return generated, "length"
 
 
-def decode_with_salts(ask: Ask, salts: list[tuple[int, int]]) -> tuple[list[int], str]:
+def decode_with_salts(
+    ask: Ask, salts: list[tuple[int, int]], changes: Sequence[tuple[int, Ask]] = ()
+) -> tuple[list[int], str]:
     """As :func:`decode_alone`, with weights that change: from generated token ``start`` on the
     whole history is hashed with ``salt``, for each ``(start, salt)`` in order."""
 
@@ -62,4 +68,4 @@ def decode_with_salts(ask: Ask, salts: list[tuple[int, int]]) -> tuple[list[int]
         salt = next((s for start, s in reversed(salts) if start <= generated), 0)
         return hash_logits(hash_history(tokens, salt))
 
-    return decode_alone(ask, logits_of)
+    return decode_alone(ask, logits_of, changes)

@@ -1,15 +1,17 @@
 """The normal checks catch every fault of ``tests/support/mutants.py``.
 
 One fixed workload has everything: stops, ends by length, shared prefixes, chunks, pressure on the
-cache, evictions, pauses, aborts, priorities, new weights. Without a fault it passes at every
-depth; with one of them it fails by a typed error or an assertion, each with a name of its own:
+cache, evictions, pauses, aborts, priorities, new weights, new sampling parameters; for some faults
+rows bring windows of drafts, of which some are wrong. Without a fault it passes at every depth;
+with one of them it fails by a typed error or an assertion, each with a name of its own:
 
 - ``IntegrityError``: the product's own checks (blocks, slots, rings, device and host agree);
 - ``WrongTokensError``: another token than the oracle's, or another reason for the end;
 - ``TokenAfterEndError``: something emitted for a request that had ended;
-- ``WrongCountsError``: launched, committed and discarded do not add up, or a token was discarded
-  that nothing had ended;
-- ``DeadRowWroteError``, ``DeadRowLivedError``: the device worked for a request that it had ended.
+- ``WrongCountsError``: launched, committed and discarded do not add up, a token was discarded
+  that nothing had ended, or a request holds more blocks than its rows can reach;
+- ``DeadRowWroteError``, ``DeadRowLivedError``: the device worked for a request that it had ended,
+  or had been told to end.
 
 What costs no token, such as which block is reused first, has scenarios of its own in
 ``tests/support/pinned.py``; these fail by an ``AssertionError``.
@@ -19,7 +21,8 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -30,19 +33,24 @@ from megatron_async.device.cpu import CpuDevice
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.metrics import EngineCounters
 from megatron_async.errors import IntegrityError
-from megatron_async.request import DynamicInferenceRequest, FinishReason
+from megatron_async.request import DEVICE_ENDS, DynamicInferenceRequest, FinishReason
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.scheduler.events import Commit
 from megatron_async.scheduler.scheduler import Scheduler
-from megatron_async.step.plan import Plan, StepResult
+from megatron_async.step.plan import Plan
+from megatron_async.step.records import StepResult
 from tests.support.cuda_rings import CudaRingsDevice
+from tests.support.drafting_model import DraftingHashModel
 from tests.support.engines import DEPTHS, hash_engine, sampling_params
-from tests.support.hash_model import HashModel
-from tests.support.mutants import MUTANTS, Mutant
+from tests.support.mutants import MUTANTS, WINDOW, Mutant
 from tests.support.oracle import Ask, decode_with_salts
 from tests.support.pinned import SCENARIOS
+from tests.support.token_tickets import TokenTickets
 
 MOST_STEPS = 1500
+BLOCKS = {1: (4, 14), WINDOW: (1, 120)}
+"""Block size and count, by window. Windows cross blocks, so that a step assigns more of them than
+its packet has rows."""
 
 
 class WrongTokensError(AssertionError):
@@ -80,8 +88,12 @@ CAUGHT: dict[str, type[BaseException]] = {
 }
 
 
-class WatchfulModel(HashModel):
-    """Refuses rows that have ended and yet write outside the null block."""
+class WatchfulModel(DraftingHashModel):
+    """Refuses rows that have ended and yet write outside the null block. Of four drafts one is
+    wrong."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__(window - 1, error_rate=0.25)
 
     def forward(
         self, token_ids: torch.Tensor, position_ids: torch.Tensor, context: DynamicInferenceContext
@@ -93,13 +105,17 @@ class WatchfulModel(HashModel):
 
 
 @functools.cache
-def expected(ask: Ask, salts: tuple[tuple[int, int], ...]) -> tuple[list[int], str]:
-    """Tokens and reason of ``ask`` alone, with the weights that ``salts`` say."""
-    return decode_with_salts(ask, list(salts))
+def expected(
+    ask: Ask, salts: tuple[tuple[int, int], ...], changes: tuple[tuple[int, Ask], ...]
+) -> tuple[list[int], str]:
+    """Tokens and reason of ``ask`` alone, with the weights that ``salts`` say, and sampled as
+    ``changes`` say."""
+    return decode_with_salts(ask, list(salts), changes)
 
 
-def workload() -> list[Ask]:
-    """Prompts of three beginnings, so that prefixes are shared; a third may stop early."""
+def workload(window: int) -> list[Ask]:
+    """Prompts of three beginnings, so that prefixes are shared; a third may stop early. With
+    windows the longest are longer."""
     rng = random.Random(11)
     beginnings = [tuple(rng.randrange(61) for _ in range(20)) for _ in range(3)]
     beginnings.append(beginnings[0][:4] + beginnings[1][4:8] + beginnings[2][:12])
@@ -117,7 +133,7 @@ def workload() -> list[Ask]:
         asks.append(
             Ask(
                 prompt=prompt,
-                max_new=rng.choice((1, 2, 7, 16, 24)),
+                max_new=rng.choice((1, 2, 7, 16, 24) if window == 1 else (1, 2, 7, 40, 60)),
                 stop_ids=tuple(rng.sample(range(61), 8)) if index % 3 == 0 else (),
                 temperature=1.0 if sampled else 0.0,
                 top_k=20 if sampled else 0,
@@ -130,8 +146,16 @@ def workload() -> list[Ask]:
 class Run:
     """One pass over the workload with all checks on."""
 
-    def __init__(self, depth: int, debug: bool = True, device: type[CpuDevice] = CpuDevice) -> None:
-        self.asks = workload()
+    def __init__(
+        self,
+        depth: int,
+        debug: bool = True,
+        device: type[CpuDevice] = CpuDevice,
+        window: int = 1,
+    ) -> None:
+        self.asks = workload(window)
+        self.window = window
+        self.tickets = TokenTickets()
         self.depth = depth
         self.debug = debug
         self.device = device
@@ -143,18 +167,19 @@ class Run:
     def start(self) -> EngineCounters:
         """Decode everything; raises what a check finds."""
         with (
-            patch.object(Scheduler, "commit", _watched(Scheduler.commit)),
+            watched(self.depth),
             hash_engine(
                 self.depth,
-                model=WatchfulModel(),
+                model=WatchfulModel(self.window),
                 device=self.device(poison=self.debug),
                 debug=self.debug,
                 max_requests=4,
-                block_size_tokens=4,
-                block_count=14,
+                block_size_tokens=BLOCKS[self.window][0],
+                block_count=BLOCKS[self.window][1],
                 prefill_chunk_tokens=8,
             ) as engine,
         ):
+            engine.observe(self.tickets)
             for step in range(MOST_STEPS):
                 self._events(engine, step)
                 self._take(engine.step_modern())
@@ -172,9 +197,13 @@ class Run:
                 engine.add_request(
                     index, list(ask.prompt), sampling_params(ask), priority=index % 3 - 1
                 )
-        active = engine._book.active_request_ids
+                self.tickets.watch(engine.get_request(index))
+        active = list(engine.outputs.keys)
         if not active:
             return
+        if step % 7 == 4:
+            engine.update_sampling_params(active[0], temperature=step % 3 / 2, top_k=10, seed=step)
+            engine.update_sampling_params(active[-1], temperature=1.0, seed=step)
         if step % 13 == 6:
             engine.evict_request(active[0])
         if step % 17 == 9:
@@ -182,8 +211,11 @@ class Run:
         if step % 17 == 15:
             for request_id in active:
                 engine.resume_request(request_id)
-        if step % 19 == 18 and engine.abort_request(active[-1]):
-            self.aborted.add(active[-1])
+        if step % 19 == 18:
+            running = [n for n in active if engine.get_request(n).generated_tokens]
+            victim = (running or active)[-1]
+            if engine.abort_request(victim):
+                self.aborted.add(victim)
         if step in (30, 60):
             self.salts[engine.update_weights({"salt": step})] = step
 
@@ -200,7 +232,8 @@ class Run:
         requests = [self.finished[index] for index in range(len(self.asks))]
         for ask, request in zip(self.asks, requests, strict=True):
             salts = tuple((s.start, self.salts[s.version]) for s in request.weight_spans)
-            tokens, reason = expected(ask, salts or ((0, 0),))
+            changes = self.tickets.changes(request, ask)
+            tokens, reason = expected(ask, salts or ((0, 0),), changes)
             if request.finish_reason is FinishReason.ABORT:
                 tokens, reason = tokens[: len(request.generated_tokens)], "abort"
                 if request.request_id not in self.aborted:
@@ -210,10 +243,11 @@ class Run:
                     f"{request.request_id}: {request.generated_tokens} != {tokens}"
                 )
             counts = request.counters
-            most = 0 if request.finish_reason is FinishReason.LENGTH else self.depth + 1
+            is_foreseen = request.finish_reason is FinishReason.LENGTH and self.window == 1
+            most = 0 if is_foreseen else self.depth + 1
             if counts.discarded > most or counts.committed != len(tokens):
                 raise WrongCountsError(f"{request.request_id}: {counts}, {reason}")
-            if counts.launched != counts.committed + counts.discarded:
+            if counts.launched + counts.accepted != counts.committed + counts.discarded:
                 raise WrongCountsError(f"{request.request_id}: {counts}")
         if (
             counters.steps_launched != counters.steps_committed
@@ -223,31 +257,56 @@ class Run:
             raise WrongCountsError(f"{counters}")
 
 
-def _watched(commit: Any) -> Any:
-    """``Scheduler.commit`` that looks at what the device says of rows that had stopped."""
+@contextmanager
+def watched(depth: int) -> Iterator[None]:
+    """Looks at what the device says of rows that have ended, and at the blocks that are held."""
+    plan, commit = Scheduler.plan, Scheduler.commit
+    ended_by_host: dict[int, int] = {}
+    """First ticket that is sampled when the device has been told."""
 
-    def watched(self: Scheduler, plan: Plan, result: StepResult) -> Commit:
-        sequences = dict(self._sequences)
-        taken: Commit = commit(self, plan, result)
-        live = dict(zip(plan.rows.keys, result.live, strict=True))
+    def watched_plan(self: Scheduler) -> Plan | None:
+        planned = plan(self)
+        if planned is not None:
+            for sequence in self.table.sequences.values():
+                if sequence.reason is FinishReason.ABORT:
+                    # S of the step before rides with this launch, behind its control.
+                    ended_by_host.setdefault(sequence.key, planned.number - 1)
+        return planned
+
+    def watched_commit(self: Scheduler, plan: Plan, result: StepResult) -> Commit:
+        sequences = dict(self.table.sequences)
+        taken = commit(self, plan, result)
+        counts = dict(zip(plan.rows.keys, result.counts, strict=True))
         for key in taken.discarded:
-            if live[key] and sequences[key].reason is FinishReason.STOP:
-                raise DeadRowLivedError(
-                    f"request {key} had stopped, and the device went on with it"
-                )
+            knows = sequences[key].reason in DEVICE_ENDS
+            if counts[key] and (knows or plan.number >= ended_by_host.get(key, plan.number + 1)):
+                raise DeadRowLivedError(f"request {key} had ended, and the device went on with it")
+        for sequence in self.table.decoding.values():
+            reach = len(sequence.tokens) - 1 + (depth + 1) * self.limits.window
+            if len(sequence.blocks) > -(-reach // self.limits.block_size):
+                raise WrongCountsError(f"request {sequence.key} holds {len(sequence.blocks)}")
         return taken
 
-    return watched
+    with (
+        patch.object(Scheduler, "plan", watched_plan),
+        patch.object(Scheduler, "commit", watched_commit),
+    ):
+        yield
 
 
+@pytest.mark.parametrize("window", BLOCKS)
 @pytest.mark.parametrize("device", (CpuDevice, CudaRingsDevice))
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_workload_passes_without_a_fault_and_has_everything(
-    depth: int, device: type[CpuDevice]
+    depth: int, device: type[CpuDevice], window: int
 ) -> None:
-    run = Run(depth, device=device)
+    run = Run(depth, device=device, window=window)
     counters = run.start()
-    assert {r.finish_reason for r in run.finished.values()} == set(FinishReason)
+    reasons = {r.finish_reason for r in run.finished.values()}
+    assert reasons == set(FinishReason) - {FinishReason.ERROR}  # that is for NaN logits
+    assert (counters.tokens_accepted > 0) == (window > 1)
+    assert counters.steps_with_control > 8
+    assert sum(len(r.sampling_spans) for r in run.finished.values()) > 8
     for name in (
         "stalls",
         "evictions",
@@ -279,7 +338,7 @@ def finders_of(fault: Mutant) -> dict[str, type[BaseException]]:
 def look_for(fault: Mutant, depth: int, debug: bool = True) -> None:
     """Run what is to find ``fault``."""
     if fault.scenario is None:
-        Run(depth, debug, fault.device).start()
+        Run(depth, debug, fault.device, fault.window).start()
     else:
         fault.scenario(depth, debug)
 
