@@ -34,7 +34,7 @@ def _byte_of_character() -> dict[str, int]:
 def _token_to_bytes(token: str) -> bytes:
     byte_of = _byte_of_character()
     try:
-        return bytes([byte_of[character] for character in token])
+        return bytes(map(byte_of.__getitem__, token))
     except KeyError:
         return token.encode("utf-8")
 

@@ -57,7 +57,8 @@ class StepLock:
 
     def entry(self) -> AbstractContextManager[object]:
         """With the mutex: what is held inside. Raises as :meth:`check_outside`."""
-        self.check_outside()
+        if self._entry.locked():
+            self.check_outside()
         return self._entry
 
     def stop(self, error: EngineStoppedError) -> None:
