@@ -59,7 +59,7 @@ class EngineConfig:
         depth: steps in flight whose tokens the host has not committed; None means 1 with
             asynchronous scheduling and 0 without.
         max_requests: slots, which is also the most rows of one forward; at most 65,536.
-        max_tokens: most tokens of one forward; None gives room for four chunks beside full decode
+        max_tokens: most tokens of one forward; None gives room for four chunks next to full decode
             rows. It never has more than ``max_requests`` chunks.
         max_sequence_length: most tokens of a request, prompt and generation; None takes the
             model's.
