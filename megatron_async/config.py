@@ -59,7 +59,7 @@ class EngineConfig:
         depth: steps in flight whose tokens the host has not committed; None means 1 with
             asynchronous scheduling and 0 without.
         max_requests: slots, which is also the most rows of one forward; at most 65,536.
-        max_tokens: most tokens of one forward; None gives room for four chunks beside full decode
+        max_tokens: most tokens of one forward; None gives room for four chunks next to full decode
             rows. It never has more than ``max_requests`` chunks.
         max_sequence_length: most tokens of a request, prompt and generation; None takes the
             model's.
@@ -69,8 +69,8 @@ class EngineConfig:
             a GPU, and never less than one full sequence.
         block_count: usable blocks of the KV cache.
         prefill_chunk_tokens: a longer prompt is prefilled in chunks of this size; from
-            ``max_sequence_length`` on it means whole prompts. Chunks depend on the prompt alone,
-            never on what else is running.
+            ``max_sequence_length`` on it means whole prompts. Chunks depend on the prompt
+            and on how much of it is cached, never on what else is running.
         enable_prefix_caching: requests with a common prefix share its KV blocks.
         inference_logging_step_interval: log the counters every so many steps; 0 is never. A logged
             step is a barrier for itself alone.

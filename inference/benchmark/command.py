@@ -37,7 +37,7 @@ Measure how fast requests are decoded from prompts of random token ids. Every de
 same load on the same weights; depth 0, serial decoding, is the baseline. The workload "decode"
 measures steps in which all rows decode, greedily unless --temperature is given; "ragged" serves
 requests of many lengths, a third of which stop at a token id. Exit status 1: a measurement failed;
-the others are reported. What the columns mean: docs/performance.md.
+the others are reported. What the columns mean: docs/benchmarking.md.
 """
 
 

@@ -86,7 +86,7 @@ COLUMNS = {
         Column("start-s", "startup_seconds", _1),
     ),
 }
-"""By workload; ``docs/performance.md`` says what they mean."""
+"""By workload; ``docs/benchmarking.md`` says what they mean."""
 
 
 def as_table(report: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Whether the cache and the slots fit into a device, told before and after it is tried."""
+"""Whether the cache and the slots fit into a device, checked before and after it is tried."""
 
 from __future__ import annotations
 

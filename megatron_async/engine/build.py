@@ -20,7 +20,7 @@ from megatron_async.scheduler.limits import Limits
 
 DEFAULT_CACHE_GIB = {"cpu": 1.0, "cuda": 16.0}
 CHUNKS_AT_ONCE = 4
-"""Prefill chunks that fit into a forward beside full decode rows, unless its size is given."""
+"""Prefill chunks that fit into a forward next to full decode rows, unless its size is given."""
 
 
 def resolve_device(name: str | None) -> torch.device:
@@ -98,7 +98,7 @@ def limits_of(
     """The scheduler's limits; the context's sizes win over the configuration's.
 
     Raises:
-        ConfigError: a chunk would not fit into a forward beside the decoding rows.
+        ConfigError: a chunk would not fit into a forward next to the decoding rows.
     """
     window = 1 + context.num_speculative_tokens
     # No prompt is longer, so a larger chunk would only ask for memory.

@@ -1,7 +1,7 @@
 """What users ask of an engine, as frozen data that is applied in order before a plan.
 
 Commands are numbered as they are applied, and can be written as JSON and read back: to record and
-replay a run, and to tell the other ranks of a parallel group.
+replay a run, and to send it to the other ranks of a parallel group.
 """
 
 from __future__ import annotations

@@ -420,7 +420,7 @@ class DynamicInferenceEngine:
         return self.context.max_sequence_length
 
     def observe(self, observer: Any) -> Callable[[], None]:
-        """Tell ``observer`` between two steps what the host does; returns what takes it away.
+        """Report what the host does to ``observer`` from the next step on; returns what ends it.
 
         It has some of: ``on_span(name, ticket, start_ns, end_ns)`` for "plan", "launch" with "pack"
         and "sample" in it, "wait", "commit" with "output" in it, ticket -1 where a plan found
@@ -437,7 +437,7 @@ class DynamicInferenceEngine:
         return forget
 
     def record(self, recorder: Recorder) -> None:
-        """Tell ``recorder`` of all commands and ended requests from now on; before the first
+        """Give all commands and ended requests to ``recorder`` from now on; before the first
         step."""
         self.loop.recorder = recorder
         self.outputs.on_finish = recorder.finished

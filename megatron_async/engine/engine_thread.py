@@ -45,7 +45,7 @@ class TokenStream:
 
 
 class StreamTable:
-    """The streams of an engine. Each step tells each event loop once, for all its streams."""
+    """The streams of an engine. Each step wakes each event loop once, for all its streams."""
 
     def __init__(self) -> None:
         self._streams: dict[int, TokenStream] = {}
@@ -141,5 +141,5 @@ class EngineThread:
                 continue
             try:
                 self._step()
-            except Exception:  # the step lock has stopped the engine and told all who wait
+            except Exception:  # the step lock has stopped the engine, and all who wait know
                 return

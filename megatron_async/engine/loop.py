@@ -47,7 +47,7 @@ class DecodeLoop:
     on when somebody called. Whoever calls holds the engine's step lock.
 
     Args:
-        on_interrupt: told of an error that interrupted a wait, after which nothing is lost.
+        on_interrupt: called with an error that interrupted a wait, after which nothing is lost.
 
     Attributes:
         suspended: nothing is launched.
@@ -175,8 +175,8 @@ class DecodeLoop:
             on_commit(report)
 
     def _publish_events(self) -> None:
-        """Tell what the scheduler did beside tokens. Before a launch: in debug mode garbage goes
-        into freed blocks ahead, in stream order, of the step that may use them again."""
+        """Publish what the scheduler did besides tokens. Before a launch: in debug mode garbage
+        goes into freed blocks ahead, in stream order, of the step that may use them again."""
         if self._debug:
             self._scheduler.check()
         if not self._scheduler.table.has_news:
@@ -311,7 +311,7 @@ class DecodeLoop:
         return self.suspended or self._found_no_plan or not self._scheduler.has_unfinished
 
     def observe(self, observer: Any) -> None:
-        """Tell ``observer`` of the host's work from the next step on."""
+        """Report the host's work to ``observer`` from the next step on."""
         self._observed.append(observer)
         self._bind()
 

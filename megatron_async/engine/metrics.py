@@ -103,7 +103,7 @@ class EngineCounters:
 
 
 class Observers(NamedTuple):
-    """The methods of those who watch an engine, by what they are told."""
+    """The methods of those who watch an engine, by name."""
 
     on_span: tuple[Callable[[str, int, int, int], None], ...] = ()
     on_launch: tuple[Callable[[Plan], None], ...] = ()
@@ -120,14 +120,14 @@ class Observers(NamedTuple):
         )
 
     def span(self, name: str, ticket: int, start_ns: int, end_ns: int) -> None:
-        """Tell of a piece of the host's work."""
+        """Report a piece of the host's work."""
         for on_span in self.on_span:
             on_span(name, ticket, start_ns, end_ns)
 
     def timed(
         self, name: str, call: Callable[..., Result], ticket: Callable[[tuple[Any, ...], Any], int]
     ) -> Callable[..., Result]:
-        """``call`` with clocks around it, if anybody wants to know; ``ticket`` is told its
+        """``call`` with clocks around it, if anybody wants to know; ``ticket`` gets its
         arguments and its result."""
         if not self.on_span:
             return call

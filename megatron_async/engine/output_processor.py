@@ -112,7 +112,7 @@ class OutputProcessor:
         weight_version: of the tokens committed from now on.
         outputs, finished, reports: what was committed, which requests ended and how the steps were
             committed since :meth:`take`.
-        on_finish: told of each request that ends.
+        on_finish: called with each request that ends.
         ended: futures to resolve.
         keys: scheduler keys of the requests that have not ended, by request id.
     """

@@ -30,7 +30,7 @@ Entry = dict[str, Any]
 
 
 class Recorder:
-    """Tells ``write`` of a run as it happens; an observer of its engine."""
+    """Gives a run to ``write`` as it happens; an observer of its engine."""
 
     def __init__(self, write: Callable[[Entry], None]) -> None:
         self._write = write

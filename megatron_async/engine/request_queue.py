@@ -48,7 +48,7 @@ class RequestQueue:
         priority: object = 0,
         opened: Callable[[int, int], None] | None = None,
     ) -> tuple[int, RequestFuture]:
-        """Queue a request; without an id a free one is taken. ``opened`` is told its key and its id
+        """Queue a request; without an id a free one is taken. ``opened`` gets its key and its id
         before any step can see it.
 
         Returns:

@@ -18,10 +18,10 @@ class StepLock:
     handler or a callback makes, is an error and changes nothing.
 
     An error on the way leaves scheduler and device at odds, so it stops the engine for good, unless
-    whoever raised it has told :meth:`recover`: nothing has changed.
+    whoever raised it has called :meth:`recover`: nothing has changed.
 
     Args:
-        on_stop: who is told of an error that stops the engine, still inside.
+        on_stop: called with an error that stops the engine, still inside.
 
     Attributes:
         gate: held by other threads than the engine's own while they want the mutex, and passed by

@@ -19,7 +19,7 @@ Progress = Callable[[Iterable[int], int], Iterable[int]]
 """Wraps an iterable of known length to show a progress bar."""
 
 OnSpan = Callable[[str, int, int, int], None]
-"""Told a name, a ticket, start and end in nanoseconds of ``time.perf_counter_ns``."""
+"""Called with a name, a ticket, start and end in nanoseconds of ``time.perf_counter_ns``."""
 
 
 class ModelRunner:
@@ -172,7 +172,7 @@ class ModelRunner:
         self.device.enqueue(partial(self._program.poison_blocks, blocks), "poison")
 
     def observe(self, on_span: OnSpan | None) -> None:
-        """Tell how long packing, waiting and a lone S take; None ends it."""
+        """Report how long packing, waiting and a lone S take; None ends it."""
         self._on_span = on_span
 
     def release(self) -> None:

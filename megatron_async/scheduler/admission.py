@@ -1,4 +1,4 @@
-"""Prompts: who is admitted, and which chunks run beside the rows that decode."""
+"""Prompts: who is admitted, and which chunks run next to the rows that decode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scheduler tells about its decisions and commits."""
+"""What the scheduler reports of its decisions and commits."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ class Limits:
 
     There are more slots than rows: a slot comes back only when its last ticket has retired, and
     until then another one serves the request that takes over the row. ``max_assignments`` bounds
-    the block assignments of one packet and holds a longest request beside full decode rows.
+    the block assignments of one packet and holds a longest request next to full decode rows.
     ``window`` is the number of tokens that a decode row may bring. ``priority_step``
     is the number of tickets by which one step of priority goes ahead.
     """

@@ -110,8 +110,8 @@ class Sequence:
         return -(-(self.max_total - 1) // block_size)
 
     def blocks_short(self, window: int, block_size: int) -> int:
-        """Blocks that a further decode row of ``window`` tokens needs beside those held. Behind the
-        last token but one nothing is written."""
+        """Blocks that a further decode row of ``window`` tokens needs besides those held. Behind
+        the last token but one nothing is written."""
         end = min(self.kv_bound + window, self.max_total - 1)
         return -(-end // block_size) - len(self.blocks)
 

@@ -36,7 +36,7 @@ class RequestTable:
     other; only this class moves them.
 
     Attributes:
-        control: what the next launch tells the device, by slot.
+        control: what the next launch brings to S, by slot.
         has_news: :meth:`take_events` or :meth:`take_retired` have something to give.
         row_map: the rows of all decoding sequences, in their order, while they are the same; None
             when they have changed.
@@ -89,7 +89,7 @@ class RequestTable:
         sequence.state = State.FINISHED
 
     def finish_by_host(self, sequence: Sequence, reason: FinishReason) -> None:
-        """:meth:`finish` for a reason that the device cannot see: control tells it."""
+        """:meth:`finish` for a reason that the device cannot see: control brings it."""
         if sequence.slot >= 0 and sequence.last_ticket > self.retired_ticket:
             self.control[sequence.slot] = SlotUpdate(sequence.slot, True, None)
         self.finish(sequence, reason)

@@ -1,4 +1,4 @@
-"""How ``sample.cu`` is cut up and called."""
+"""How ``sample.cu`` is built and called."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCKS = 8
 """Of a cluster: the most that every GPU of this capability runs."""
 DTYPES = (torch.bfloat16, torch.float32)
 EXCHANGE_BYTES = 4096
-"""What a block takes of shared memory, at most, beside its part of a row."""
+"""What a block takes of shared memory, at most, besides its part of a row."""
 
 
 def pieces(vocabulary: int, blocks: int = BLOCKS, threads: int = THREADS) -> int:

@@ -1,9 +1,8 @@
 """Triton kernels of a decode step around the model: S in two, H2D and the head of F in one.
 
-The reference is the torch code of ``program.StepProgram``, which the CPU runs. ``finish`` and
-``begin`` are one program each: a step's rows are few, and a barrier then orders what one row
-writes before what another reads (a block assignment may be for another row's
-slot).
+The reference is the torch code of ``runner.step_program.StepProgram``, which the CPU runs.
+``finish`` and ``begin`` are one program each: a step's rows are few, and a barrier then orders what
+one row writes before what another reads (a block assignment may be for another row's slot).
 """
 
 # mypy: disable-error-code="no-untyped-def"

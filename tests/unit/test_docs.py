@@ -1,0 +1,70 @@
+"""The documents say what the code is."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from megatron_async.engine.loop import DecodeLoop
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "megatron_async"
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+DESIGN = (ROOT / "docs" / "design.md").read_text()
+
+
+def test_design_shows_the_loop_as_it_is() -> None:
+    (shown,) = re.findall(r"^```python\n(.*?)^```$", DESIGN, re.MULTILINE | re.DOTALL)
+    assert shown == textwrap.dedent(inspect.getsource(DecodeLoop.step))
+
+
+def anchors(page: Path) -> set[str]:
+    """Of a page's headings, as they are linked to."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_the_three_pages_of_performance_link_to_each_other() -> None:
+    names = {"benchmarking.md", "performance.md", "performance-log.md"}
+    for name in names:
+        links = re.findall(r"\]\(([^)#]+)\)", (ROOT / "docs" / name).read_text())
+        assert names - {name} <= set(links), name
+
+
+def test_files_that_design_names_exist() -> None:
+    named = set(re.findall(r"`([\w./]+/[\w.]*)`", DESIGN))
+    assert len(named) > 30
+    assert [n for n in named if not ((ROOT / n).exists() or (PACKAGE / n).exists())] == []
+
+
+def test_table_of_modules_is_that_of_the_package() -> None:
+    (table,) = re.findall(r"^\| module \| what it owns \|\n(.*?)\n\n", DESIGN, re.M | re.S)
+    folders: set[str] = set()
+    for line in table.splitlines()[1:]:
+        _, names, owns, _ = line.split("|")
+        found = re.findall(r"`(\w+)/`", names)
+        folders.update(found)
+        if len(found) == 1:
+            named = set(re.findall(r"`(\w+)`", owns)) - {"verify", "bench", "trace", "tune"}
+            assert named <= {path.stem for path in (PACKAGE / found[0]).glob("*.py")}
+    assert folders == {path.parent.name for path in PACKAGE.glob("*/__init__.py")} | {"inference"}
+
+
+def test_classes_that_design_names_exist() -> None:
+    source = "\n".join(path.read_text() for path in PACKAGE.rglob("*.py"))
+    named = set(re.findall(r"`([A-Z]\w*[a-z]\w*)[`.]", DESIGN)) - {"CUDAGraph"}
+    assert len(named) > 5
+    assert [name for name in named if f"class {name}" not in source] == []
