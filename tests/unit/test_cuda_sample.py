@@ -189,9 +189,9 @@ def test_these_tests_notice(there: str, instead: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("there", "instead"),
     [
-        ("if (failed) packed = NAN_PACKED;", ""),
-        ("failed |= id + j < vocabulary && is_nan(bits);", ""),
-        ("failed |= id + j < vocabulary && is_nan(bits);", "failed = is_nan(bits);"),
+        ("if (is_nan_key(best.key)) packed = NAN_PACKED;", ""),
+        ("? NAN_KEY :", "? INFINITE_KEY :"),
+        ("#define NAN_KEY (MOST_KEY & (int)KEPT)", "#define NAN_KEY 0x7f800000"),
     ],
 )
 def test_the_test_of_nan_notices(there: str, instead: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,12 +51,14 @@ __device__ __forceinline__ float mul(float a, float b) { return __fmul_rn(a, b);
 // Both ways: floats to keys that order alike.
 __device__ __forceinline__ u32 flip(u32 bits) { return bits ^ ((u32)((int)bits >> 31) & 0x7fffffffu); }
 __device__ __forceinline__ int key_of(float v) { return v == 0.f ? 0 : (int)flip(__float_as_uint(v)); }
-// Of logits: NaN is minus infinity here; its row gives NAN_PACKED.
+// Of logits: NaN is above all others, and so is its score, which is NaN; its row gives NAN_PACKED.
 #define NAN_PACKED ((i64)0x7fffffffffffffff)  // above what any score is packed to
+#define NAN_KEY (MOST_KEY & (int)KEPT)
 __device__ __forceinline__ bool is_nan(u32 bits) { return (bits & 0x7fffffffu) > 0x7f800000u; }
+__device__ __forceinline__ bool is_nan_key(int key) { return key > 0x7f800000; }
 #define KEPT (WIDE ? 0xffffffffu : 0xffff0000u)
 __device__ __forceinline__ int logit_key(float v) {
-  return is_nan(__float_as_uint(v)) ? INFINITE_KEY : (int)(key_of(v) & KEPT);
+  return is_nan(__float_as_uint(v)) ? NAN_KEY : (int)(key_of(v) & KEPT);
 }
 __device__ __forceinline__ float logit_of(int key) { return __uint_as_float(flip((u32)key) & KEPT); }
 
@@ -151,13 +153,12 @@ __device__ __forceinline__ Piece load_piece(const char* row, bool aligned, int i
   }
   return piece;
 }
-// In place: bits of logits become keys. Sets `failed` if one is NaN.
-__device__ __forceinline__ void take_keys(Piece& piece, int id, int vocabulary, bool& failed) {
+// In place: bits of logits become keys.
+__device__ __forceinline__ void take_keys(Piece& piece, int id, int vocabulary) {
 #pragma unroll
   for (int part = 0; part < (WIDE ? 2 : 1); part++) {
     Vec& v = piece.part[part];
     auto key = [&](u32 bits, int j) {
-      failed |= id + j < vocabulary && is_nan(bits);
       return (u32)(id + j < vocabulary ? logit_key(__uint_as_float(bits)) : LEAST_KEY);
     };
     auto keys = [&](u32 word, int j) {
@@ -387,7 +388,6 @@ extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(THREADS, 
   const bool by_mass = sampled && p > 0.f && p < 1.f;
 
   Best best{LEAST_KEY, 0};
-  bool failed = false;
   if (!by_count && !by_mass) {
 #pragma unroll 1
     for (int i = 0; i < OWN_VECTORS; i += AHEAD) {
@@ -395,7 +395,7 @@ extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(THREADS, 
       for (int j = 0; j < AHEAD; j++) {
         const int id = id_of((i + j) * G + group);
         if (i > 0) ahead[j] = load_piece(from, aligned, id, vocabulary);
-        take_keys(ahead[j], id, vocabulary, failed);
+        take_keys(ahead[j], id, vocabulary);
         if (sampled)
           best.consider(ahead[j], id, LEAST_KEY, factor, seed, position);
         else
@@ -407,7 +407,7 @@ extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(THREADS, 
 #pragma unroll(VECTORS < 4 ? VECTORS : 4)
     for (int number = 0; number < VECTORS; number++) {
       Piece piece = load_piece(from, aligned, id_of(number), vocabulary);
-      take_keys(piece, id_of(number), vocabulary, failed);
+      take_keys(piece, id_of(number), vocabulary);
 #pragma unroll
       for (int part = 0; part < (WIDE ? 2 : 1); part++)
         store_shared(piece_at(base, number, part), piece.part[part]);
@@ -427,8 +427,9 @@ extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(THREADS, 
     const float largest_logit = logit_of(most[0].count);
     Cut low = INFINITE_KEY >> KEY_SHIFT;
     int low_count = vocabulary;
-    if (by_count) search<false>(cluster, first, k, 0.f, factor, largest_logit, low, low_count);
-    if (by_mass) search<true>(cluster, first, 0, p, factor, largest_logit, low, low_count);
+    const bool failed = is_nan_key(most[0].count);  // no threshold is above NaN, which is kept
+    if (by_count && !failed) search<false>(cluster, first, k, 0.f, factor, largest_logit, low, low_count);
+    if (by_mass && !failed) search<true>(cluster, first, 0, p, factor, largest_logit, low, low_count);
     const int threshold = reaching(low);
     for_pieces(base, first, [&](const Piece& piece, int id) {
       best.consider(piece, id, threshold, factor, seed, position);
@@ -436,7 +437,7 @@ extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(THREADS, 
   }
 
   i64 packed = (i64)((u64)(u32)best.key << 32 | (u32)(best.id ^ MOST_KEY));
-  if (failed) packed = NAN_PACKED;
+  if (is_nan_key(best.key)) packed = NAN_PACKED;
   auto largest_of = [&](i64 v) {
 #pragma unroll
     for (int d = 16; d; d >>= 1) v = max(v, __shfl_xor_sync(~0u, v, d));
