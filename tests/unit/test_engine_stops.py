@@ -202,17 +202,17 @@ def test_an_interrupt_before_the_wait_stops_the_engine() -> None:
 
 def test_a_generation_that_is_interrupted_leaves_no_request_behind() -> None:
     with engine_at(1) as engine:
-        steps, step = iter(range(5)), engine._step
+        steps, take = iter(range(5)), engine.outputs.take
 
-        def interrupted() -> None:
+        def interrupted() -> Any:  # between two steps
             if next(steps, None) is None:
                 raise KeyboardInterrupt
-            step()
+            return take()
 
-        engine._step = interrupted  # type: ignore[method-assign]
+        engine.outputs.take = interrupted  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
             engine.generate([[1], [2]], greedy(50))
-        engine._step = step  # type: ignore[method-assign]
+        engine.outputs.take = take  # type: ignore[method-assign]
         drive(engine)
         assert engine.counters.tokens_committed < 20
         assert (
