@@ -380,7 +380,7 @@ def control_applied_a_launch_late(original: Any) -> Any:
     return controlled_work
 
 
-@mutant(runner, "write_control", "IntegrityError", "WrongTokensError")
+@mutant(runner, "write_control", "IntegrityError", "WrongTokensError", "DeadRowLivedError")
 def control_of_one_slot_applied_to_another(original: Any) -> Any:
     def write_control(
         packet: Any, layout: Any, updates: tuple[SlotUpdate, ...], null_slot: int
@@ -429,7 +429,7 @@ def _miscounted(original: Any, wrong: Callable[[int], int]) -> Any:
     return take
 
 
-@mutant(ModelRunner, "take", "IntegrityError", "WrongTokensError", window=WINDOW)
+@mutant(ModelRunner, "take", "IndexError", "IntegrityError", "WrongTokensError", window=WINDOW)
 def token_behind_the_accepted_ones_taken(original: Any) -> Any:
     return _miscounted(original, lambda count: count + (0 < count < WINDOW))
 

@@ -48,9 +48,9 @@ from tests.support.pinned import SCENARIOS
 from tests.support.token_tickets import TokenTickets
 
 MOST_STEPS = 1500
-CACHE_TOKENS = 56
-BLOCK_SIZES = {1: 4, WINDOW: 1}
-"""By window. Windows cross blocks, so that a step assigns more of them than it has rows."""
+BLOCKS = {1: (4, 14), WINDOW: (1, 120)}
+"""Block size and count, by window. Windows cross blocks, so that a step assigns more of them than
+its packet has rows."""
 
 
 class WrongTokensError(AssertionError):
@@ -113,8 +113,9 @@ def expected(
     return decode_with_salts(ask, list(salts), changes)
 
 
-def workload() -> list[Ask]:
-    """Prompts of three beginnings, so that prefixes are shared; a third may stop early."""
+def workload(window: int) -> list[Ask]:
+    """Prompts of three beginnings, so that prefixes are shared; a third may stop early. With
+    windows the longest are longer."""
     rng = random.Random(11)
     beginnings = [tuple(rng.randrange(61) for _ in range(20)) for _ in range(3)]
     beginnings.append(beginnings[0][:4] + beginnings[1][4:8] + beginnings[2][:12])
@@ -132,7 +133,7 @@ def workload() -> list[Ask]:
         asks.append(
             Ask(
                 prompt=prompt,
-                max_new=rng.choice((1, 2, 7, 16, 24)),
+                max_new=rng.choice((1, 2, 7, 16, 24) if window == 1 else (1, 2, 7, 40, 60)),
                 stop_ids=tuple(rng.sample(range(61), 8)) if index % 3 == 0 else (),
                 temperature=1.0 if sampled else 0.0,
                 top_k=20 if sampled else 0,
@@ -152,7 +153,7 @@ class Run:
         device: type[CpuDevice] = CpuDevice,
         window: int = 1,
     ) -> None:
-        self.asks = workload()
+        self.asks = workload(window)
         self.window = window
         self.tickets = TokenTickets()
         self.depth = depth
@@ -173,8 +174,8 @@ class Run:
                 device=self.device(poison=self.debug),
                 debug=self.debug,
                 max_requests=4,
-                block_size_tokens=BLOCK_SIZES[self.window],
-                block_count=CACHE_TOKENS // BLOCK_SIZES[self.window],
+                block_size_tokens=BLOCKS[self.window][0],
+                block_count=BLOCKS[self.window][1],
                 prefill_chunk_tokens=8,
             ) as engine,
         ):
@@ -210,8 +211,11 @@ class Run:
         if step % 17 == 15:
             for request_id in active:
                 engine.resume_request(request_id)
-        if step % 19 == 18 and engine.abort_request(active[-1]):
-            self.aborted.add(active[-1])
+        if step % 19 == 18:
+            running = [n for n in active if engine.get_request(n).generated_tokens]
+            victim = (running or active)[-1]
+            if engine.abort_request(victim):
+                self.aborted.add(victim)
         if step in (30, 60):
             self.salts[engine.update_weights({"salt": step})] = step
 
@@ -290,7 +294,7 @@ def watched(depth: int) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("window", BLOCK_SIZES)
+@pytest.mark.parametrize("window", BLOCKS)
 @pytest.mark.parametrize("device", (CpuDevice, CudaRingsDevice))
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_workload_passes_without_a_fault_and_has_everything(
