@@ -123,7 +123,7 @@ class DecodeLoop:
         if self._updated:
             first = plan.number if sampled is None else sampled
             for key, params in self._updated:
-                if self._outputs.knows(key):
+                if self._outputs.is_live(key):
                     self._outputs.resampled(key, params, first)
             self._updated.clear()
         for on_launch in self._observers.on_launch:
@@ -247,7 +247,7 @@ class DecodeLoop:
                 scheduler.resume(key)
             case EvictRequest(key=key):
                 scheduler.evict(key)
-            case UpdateSamplingParams(key=key, changes=changes) if outputs.knows(key):
+            case UpdateSamplingParams(key=key, changes=changes) if outputs.is_live(key):
                 request_id, params = outputs.change_sampling(key, changes)
                 if scheduler.update_values(key, self._validator.values(request_id, params)):
                     self._updated.append((key, params))

@@ -148,6 +148,11 @@ class OutputProcessor:
         """There is a record under the scheduler's key."""
         return key in self._entries
 
+    def is_live(self, key: int) -> bool:
+        """There is a record under the scheduler's key, of a request that has not ended."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.request.finish_reason is None
+
     def key_of(self, request_id: int) -> int | None:
         """The scheduler's key of a request that has not ended."""
         return self.keys.get(request_id)

@@ -185,6 +185,20 @@ def test_what_cannot_be_changed_is_refused_by_name(changes: Any, message: str) -
         assert engine.update_sampling_params(0, temperature=1.0) is False  # it has ended
 
 
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_an_update_behind_an_abort_leaves_the_record_as_it_was_sampled(depth: int) -> None:
+    with hash_engine(depth, **SIZES) as engine:
+        future = engine.add_request(0, [1], greedy(40))
+        for _ in range(6):
+            engine.step_modern()
+        engine.abort_request(0)
+        engine.update_sampling_params(0, temperature=2.0)
+        drive(engine)
+    request = future.result(timeout=0)
+    assert request.finish_reason == "abort"
+    assert request.sampling_params.temperature == 0.0 and request.sampling_spans == []
+
+
 @pytest.mark.parametrize("depth", DEPTHS[1:])
 def test_the_device_learns_of_an_end_that_the_host_alone_knows(depth: int) -> None:
     """The rows of an aborted request that are in flight are dead on the device too: from the next
