@@ -29,6 +29,11 @@ class TokenTickets:
             if request.finish_reason is not None:
                 del self._live[request_id]
 
+    def last_count(self, request: DynamicInferenceRequest) -> int:
+        """Tokens of the last step that brought any."""
+        tickets = self._tickets[request.request_id]
+        return tickets.count(tickets[-1]) if tickets else 0
+
     def changes(self, request: DynamicInferenceRequest, ask: Ask) -> tuple[tuple[int, Ask], ...]:
         """``ask`` as it was changed, each with the first generated token that it holds for."""
         tickets = self._tickets[request.request_id]

@@ -1,8 +1,9 @@
 """Everything that can happen to a request, in any order, against the oracle.
 
 Hypothesis drives the real engine: hash model, CPU device, jitter and poison on, tiny caches, every
-depth. Each part is a test of its own, so that they run side by side, and has witnesses of its own:
-what it went through, against the rule steps that it took. ``--state-machine-examples N`` runs a
+depth, rows of one token and windows of drafts that err now and then, always or never. Each part is
+a test of its own, so that they run side by side, and has witnesses of its own: what it went
+through, against the rule steps that it took. ``--state-machine-examples N`` runs a
 longer profile.
 """
 
@@ -27,9 +28,11 @@ from hypothesis.stateful import (
 from megatron_async.engine.metrics import EngineCounters
 from megatron_async.request import DynamicInferenceRequest, Status
 from megatron_async.sampling_params import MAX_STOP_TOKEN_IDS
+from tests.support.drafting_model import DraftingHashModel
 from tests.support.engines import hash_engine, sampling_params
 from tests.support.hash_model import VOCAB_SIZE
 from tests.support.oracle import Ask, decode_with_salts
+from tests.support.token_tickets import TokenTickets
 
 STEPS_PER_EXAMPLE = 110
 LONGEST_PROMPT, MOST_NEW = 24, 16
@@ -42,10 +45,17 @@ class Part:
     depth: int
     block_sizes: tuple[int, ...]
     logging: tuple[int, ...] = (0,)
+    windows: tuple[int, ...] = (1,)
+    """Tokens that a row may bring."""
+
+    @property
+    def drafts(self) -> bool:
+        """Rows bring several tokens."""
+        return max(self.windows) > 1
 
     def engines(self) -> st.SearchStrategy[dict[str, Any]]:
-        """Keyword arguments of ``hash_engine``. The cache holds one longest request, and a share
-        ``spare`` more."""
+        """Keyword arguments of ``hash_engine`` and of its model. The cache holds one longest
+        request, and a share ``spare`` more."""
         return st.fixed_dictionaries(
             {
                 "max_requests": st.sampled_from((1, 2, 3, 4, 5, 5)),
@@ -55,6 +65,8 @@ class Part:
                 "enable_prefix_caching": st.sampled_from((True,) * 7 + (False,)),
                 "inference_logging_step_interval": st.sampled_from(self.logging),
                 "jitter_seed": st.integers(0, 1000),
+                "window": st.sampled_from(self.windows),
+                "error_rate": st.sampled_from((0.0, 0.3, 0.3, 1.0)),
             }
         ).map(self._with_block_count)
 
@@ -63,16 +75,23 @@ class Part:
         return {**values, "block_count": int(smallest * (1 + values["spare"]))}
 
 
-SMALL, LARGE = (1, 2, 3), (3, 4, 5, 8)
+SMALL, LARGE, ANY = (1, 2, 3), (3, 4, 5, 8), (1, 2, 3, 4, 8, 64)
+DRAFTS = (2, 3, 4, 4)
 PARTS = {
-    "serial": Part(0, (1, 2, 3, 4, 8, 64)),
-    "depth 1": Part(1, (1, 2, 3, 4, 8, 64)),
+    "serial": Part(0, ANY),
+    "depth 1": Part(1, ANY),
     "depth 2, small blocks": Part(2, SMALL),
     "depth 2, large blocks": Part(2, LARGE),
     "depth 2, logged steps": Part(2, (2, 4, 8), logging=(40, 80)),
     "depth 4, small blocks": Part(4, SMALL),
     "depth 4, large blocks": Part(4, LARGE),
-    "depth 4, any blocks": Part(4, (1, 2, 3, 4, 8, 64)),
+    "depth 4, any blocks": Part(4, ANY),
+    "serial, drafts": Part(0, ANY, windows=DRAFTS),
+    "depth 1, drafts": Part(1, ANY, windows=DRAFTS),
+    "depth 2, drafts, small blocks": Part(2, SMALL, windows=DRAFTS),
+    "depth 2, drafts, any blocks": Part(2, ANY, windows=DRAFTS),
+    "depth 4, drafts, small blocks": Part(4, SMALL, windows=DRAFTS),
+    "depth 4, drafts, any blocks": Part(4, ANY, windows=DRAFTS),
 }
 
 # A few beginnings, of few different tokens, so that prompts share prefixes; many requests are
@@ -104,11 +123,24 @@ asks = st.builds(
 )
 
 
+changes = st.sampled_from(
+    (
+        {"temperature": 0.0},
+        {"temperature": 1.0, "top_k": 0},
+        {"temperature": 2.0, "seed": 77},
+        {"temperature": 1.0, "top_k": 3},
+        {"temperature": 0.5, "top_p": 0.7},
+        {"seed": -5},
+    )
+)
+"""New sampling parameters."""
+
+
 EVENTS = (
     *("add",) * 8,
     *("evict",) * 8,
     *("step", "resume") * 4,
-    *("pause",) * 3,
+    *("pause", "update_sampling") * 3,
     *("abort", "suspend", "update_weights") * 2,
     "reset",
 )
@@ -127,7 +159,11 @@ class EngineMachine(RuleBasedStateMachine):
         values = data.draw(self.part.engines())
         values.pop("spare")
         self.block_count = values["block_count"]
-        self.engine = hash_engine(self.part.depth, **values)
+        self.window = values.pop("window")
+        model = DraftingHashModel(self.window - 1, values.pop("error_rate"))
+        self.engine = hash_engine(self.part.depth, model=model, **values)
+        self.tickets = TokenTickets()
+        self.engine.observe(self.tickets)
         self.asks: dict[int, Ask] = {}
         self.futures: dict[int, Any] = {}
         self.records: dict[int, DynamicInferenceRequest] = {}
@@ -165,6 +201,7 @@ class EngineMachine(RuleBasedStateMachine):
                 request_id, list(ask.prompt), sampling_params(ask), priority=priority
             )
             self.records[request_id] = self.engine.get_request(request_id)
+            self.tickets.watch(self.records[request_id])
             self.asks[request_id] = ask
             self.emitted[request_id] = []
 
@@ -182,6 +219,9 @@ class EngineMachine(RuleBasedStateMachine):
     def evict(self, data: st.DataObject) -> None:
         self.engine.evict_request(self.draw_request(data))
 
+    def update_sampling(self, data: st.DataObject) -> None:
+        self.engine.update_sampling_params(self.draw_request(data), **data.draw(changes))
+
     def suspend(self, data: st.DataObject) -> None:
         self.engine.suspend()
         self.take(self.engine.step_modern())
@@ -193,7 +233,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.salts[self.engine.update_weights({"salt": salt})] = salt
 
     def reset(self, data: st.DataObject) -> None:
-        if data.draw(st.integers(0, 7)):  # seldom: little is left behind it
+        if data.draw(st.integers(0, 4)):  # seldom: little is left behind it
             return
         self.engine.reset()
         self.counted.append(self.engine.counters)
@@ -236,6 +276,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.totals["rule_steps"] += 1
             self.engine.scheduler.check()
             assert 0 <= self.in_flight <= self.part.depth
+            assert self.in_flight == self.engine.in_flight_count
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
@@ -262,6 +303,8 @@ class EngineMachine(RuleBasedStateMachine):
                 "tokens_discarded",
                 "barriers",
                 "tokens_committed",
+                "tokens_accepted",
+                "steps_with_control",
             ):
                 self.totals[name] += getattr(counters, name)
         assert sum(counters.tokens_committed for counters in self.counted) == sum(
@@ -281,7 +324,13 @@ class EngineMachine(RuleBasedStateMachine):
         else:
             assert request.generated_tokens == emitted
         salts = [(s.start, self.salts.get(s.version, 0)) for s in request.weight_spans]
-        expected, reason = decode_with_salts(ask, salts)
+        changed = self.tickets.changes(request, ask)
+        expected, reason = decode_with_salts(ask, salts, changed)
+        if changed:
+            without, _ = decode_with_salts(ask, salts)
+            length = len(request.generated_tokens)
+            self.totals["updates"] += len(changed)
+            self.totals["updates_that_show"] += expected[:length] != without[:length]
         if request.finish_reason == "abort":
             assert request_id in self.aborted
             assert request.status is Status.FAILED
@@ -289,8 +338,13 @@ class EngineMachine(RuleBasedStateMachine):
         else:
             assert request.generated_tokens == expected
             assert request.finish_reason == reason
+            # Rows of prompts bring one token whatever the window: the first, and after evictions.
+            if len(request.steps) > 1 and not request.counters.evictions:
+                inside = self.tickets.last_count(request) < self.window
+                self.totals["ends_inside_windows"] += inside
         counts = request.counters
-        assert counts.launched == counts.committed + counts.discarded
+        assert counts.committed == len(request.generated_tokens)
+        assert counts.launched + counts.accepted == counts.committed + counts.discarded
 
 
 @pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
@@ -313,8 +367,13 @@ def test_any_order_of_events_equals_the_oracle(part: Part, request: pytest.Fixtu
     assert 0 < totals["barriers"] <= steps / 5, totals
     assert totals["evictions"] >= steps / 10, totals
     assert totals["prefix_hits"] >= steps / 10, totals
-    for name in ("stalls", "pauses", "tokens_replayed", "aborted", "reset"):
+    for name in ("stalls", "pauses", "tokens_replayed", "aborted", "reset", "updates_that_show"):
         assert totals[name] > 0, (name, totals)
+    if part.drafts:
+        assert totals["tokens_accepted"] >= steps / 10, totals
+        assert totals["ends_inside_windows"] > 0, totals
+    else:
+        assert totals["tokens_accepted"] == 0, totals
     if part.depth:
         assert totals["tokens_discarded"] >= steps / 10, totals
         assert totals["steps_overlapped"] > 0.8 * totals["steps_committed"], totals
