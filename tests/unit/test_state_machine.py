@@ -82,7 +82,7 @@ PARTS = {
     "depth 1": Part(1, ANY),
     "depth 2, small blocks": Part(2, SMALL),
     "depth 2, large blocks": Part(2, LARGE),
-    "depth 2, logged steps": Part(2, (2, 4, 8), logging=(40, 80)),
+    "depth 2, logged steps": Part(2, (2, 4, 8), logging=(120, 200)),
     "depth 4, small blocks": Part(4, SMALL),
     "depth 4, large blocks": Part(4, LARGE),
     "depth 4, any blocks": Part(4, ANY),
