@@ -380,6 +380,34 @@ def control_applied_a_launch_late(original: Any) -> Any:
     return controlled_work
 
 
+@mutant(StepGraphs, "control", "IntegrityError", "WrongTokensError", "DeadRowLivedError")
+def control_behind_the_next_lone_sample(original: Any) -> Any:
+    """Where C is replayed by itself: in front of steps that replay more than one graph."""
+
+    def control(self: StepGraphs) -> Any:
+        late, sample = original(self), self.sample
+
+        def sample_before(rows: int) -> Any:
+            vars(self).pop("sample", None)
+            return _InTurn(sample(rows), late)
+
+        self.sample = sample_before  # type: ignore[method-assign]
+        return _InTurn()
+
+    return control
+
+
+class _InTurn:
+    """Graphs as one."""
+
+    def __init__(self, *graphs: Any) -> None:
+        self._graphs = graphs
+
+    def replay(self) -> None:
+        for graph in self._graphs:
+            graph.replay()
+
+
 @mutant(runner, "write_control", "IntegrityError", "WrongTokensError", "DeadRowLivedError")
 def control_of_one_slot_applied_to_another(original: Any) -> Any:
     def write_control(
@@ -513,12 +541,17 @@ CPU_RINGS = Rings(CpuDevice, CpuPacketRing, CpuResultRing)
 CUDA_RINGS = Rings(CudaRingsDevice, CudaPackets, CudaResults)
 
 
+STEPS, CONTROL = 0, 1
+"""Which of a device's packet rings, in the order in which they are made."""
+
+
 def ring_mutant(
-    method: str, *caught_by: str, least_depth: int = 0
+    method: str, *caught_by: str, least_depth: int = 0, ring: int = STEPS
 ) -> Callable[[Callable[[Rings], type[Any]]], Callable[[Rings], type[Any]]]:
     """Register a fault of the rings of a CPU and of those of a GPU.
 
-    ``method`` of the device makes the ring. The function gets the rings and returns a faulty class.
+    ``method`` of the device makes the rings, of which one is faulty. The function gets the rings
+    and returns a faulty class.
     """
 
     def register(make: Callable[[Rings], type[Any]]) -> Callable[[Rings], type[Any]]:
@@ -528,7 +561,7 @@ def ring_mutant(
                     make.__name__ + where,
                     rings.device,
                     method,
-                    partial(_maker, make(rings)),
+                    partial(_maker, make(rings), ring),
                     caught_by,
                     least_depth,
                     rings.device,
@@ -539,15 +572,14 @@ def ring_mutant(
     return register
 
 
-def _maker(ring: type[Any], original: Any) -> Callable[..., Any]:
-    """The ring that a device makes first: of packets that of the steps, not that of control."""
-    faulty: list[CpuDevice] = []
+def _maker(faulty: type[Any], ring: int, original: Any) -> Callable[..., Any]:
+    """Makes the ring number ``ring`` of a device as ``faulty``."""
+    made: list[CpuDevice] = []
 
     def make(self: CpuDevice, entries: int, width: int) -> Any:
-        if self in faulty:
-            return original(self, entries, width)
-        faulty.append(self)
-        return ring(self, entries, width)
+        made.append(self)
+        make_ring = faulty if made.count(self) == ring + 1 else original
+        return make_ring(self, entries, width)
 
     return make
 
@@ -606,6 +638,23 @@ def packet_claimed_twice(rings: Rings) -> type[Any]:
             return super().claim(number)
 
     return Twice
+
+
+@ring_mutant("packet_ring", "IntegrityError", ring=CONTROL)
+def control_packet_claimed_twice(rings: Rings) -> type[Any]:
+    return packet_claimed_twice(rings)
+
+
+@ring_mutant("packet_ring", "IntegrityError", "WrongTokensError", "DeadRowLivedError", ring=CONTROL)
+def control_of_an_earlier_launch_taken_again(rings: Rings) -> type[Any]:
+    class Stale(rings.packets):  # type: ignore[misc, name-defined]
+        def read(self, into: torch.Tensor, width: int) -> None:
+            super().read(into, width)
+            stale = getattr(self, "_before", into[:width])
+            self._before = into[:width].clone()
+            into[:width] = stale
+
+    return Stale
 
 
 @ring_mutant("result_ring", "IntegrityError", least_depth=2)
