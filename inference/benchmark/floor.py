@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
+from megatron_async.device.cuda_timeline import mean_us
 from megatron_async.models.config import ModelConfig
 
 COPY_BANDWIDTH = {"NVIDIA H200": 4.3e12, "NVIDIA H100 80GB HBM3": 3.03e12}
@@ -29,17 +32,11 @@ def _measured(device: torch.device) -> float:
     with torch.cuda.device(device):
         source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         target.copy_(source)
-        began.record()
-        for _ in range(_COPIES):
-            target.copy_(source)
-        ended.record()
-        ended.synchronize()
+        seconds = 1e-6 * mean_us(partial(target.copy_, source), _COPIES)
         del source, target
         torch.cuda.empty_cache()
-        seconds = 1e-3 * float(began.elapsed_time(ended))
-        return 2 * _COPIES * _COPY_BYTES / seconds
+        return 2 * _COPY_BYTES / seconds
 
 
 def weight_bytes(config: ModelConfig, itemsize: int) -> int:

@@ -11,10 +11,11 @@ import torch
 from megatron_async.checkpoint import load_pretrained
 from megatron_async.engine.build import resolve_device
 from megatron_async.errors import ConfigError
+from megatron_async.models.build import build_random_model
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.wrapper import GPTInferenceWrapper
 
-from .shapes import SHAPES, build_shape
+from .shapes import SHAPES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +59,7 @@ def load_benchmark_model(
         check_length(config)
         if dtype is None:
             dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        model = build_shape(config, device=device, dtype=dtype, seed=seed)
+        model = build_random_model(config, device=device, dtype=dtype, seed=seed)
     else:
         pretrained = load_pretrained(args.model or "tiny", device=device, dtype=dtype)
         name, config, model = pretrained.name, pretrained.config, pretrained.model

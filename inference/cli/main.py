@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from megatron_async.errors import ConfigError, MegatronAsyncError
 from megatron_async.version import __version__
 
-from .. import tune
 from ..benchmark import command as bench
 from ..trace import command as trace
 from ..verify import command as verify
-from . import demo, generate, info
+from . import demo, generate, info, tune
 from .options import PROGRAM, OneLineErrorParser, name_options
 
 COMMANDS = (generate, verify, demo, info, bench, trace, tune)
