@@ -1,6 +1,6 @@
 """Time kernels on a GPU: attention and the batch-invariant GEMM, or whole steps of other sources.
 
-    python scripts/bench_kernels.py            # or --sweep: other tiles and splits
+    python scripts/bench_kernels.py
     git archive HEAD~1 megatron_async/kernels | tar -x -C FOLDER
     python scripts/bench_kernels.py --compare FOLDER/megatron_async/kernels --shape llama8b
 
@@ -28,7 +28,7 @@ from megatron_async.device.cuda_timeline import mean_us
 from megatron_async.inference.benchmark.floor import copy_bandwidth
 from megatron_async.inference.benchmark.shapes import SHAPES
 from megatron_async.kernels import compile as cuda
-from megatron_async.kernels.attention import paged_decode_triton, rope_append
+from megatron_async.kernels.attention import rope_append
 from megatron_async.kernels.gemm import batch_invariant_triton as gemm
 from megatron_async.models.fused.tuning import ERROR_LIMIT, Rig, Step, in_turns
 from megatron_async.runner.context import DynamicInferenceContext
@@ -44,18 +44,7 @@ DECODE_CASES = [(32, LLAMA_8B, 812), (1, LLAMA_8B, 812), (128, LLAMA_8B, 662)]
 DECODE_CASES += [(32, QWEN_600M, 812), (8, TINY, 512)]
 """Rows, heads, context."""
 STEP_ROWS = (40, 64, 96, 128, 256)
-ATTENTION_CHOICES = {
-    "MIN_SPLIT": (128, 256, 512),
-    "TILE_BYTES": (8192, 16384),
-    "NUM_WARPS": (2, 4, 8),
-    "NUM_STAGES": (3, 5, 7),
-}
 GEMM_SHAPES, GEMM_ROWS = ((28672, 4096), (4096, 14336), (6144, 4096)), (1, 32, 128)
-GEMM_TILES = (  # M, N, K, warps, stages
-    *((64, 64, 128, 4, 4), (64, 64, 128, 4, 3), (64, 64, 64, 4, 6), (64, 32, 128, 4, 4)),
-    *((64, 32, 128, 4, 6), (64, 128, 64, 4, 5), (64, 128, 64, 8, 5), (128, 64, 64, 8, 5)),
-    *((128, 128, 64, 8, 4), (16, 64, 128, 4, 5), (32, 64, 128, 4, 4)),
-)
 
 
 def microseconds(call: Callable[[int], object]) -> float:
@@ -156,23 +145,6 @@ def bench() -> None:
         print(f"  {size} {rows}: {ours:.1f} us, torch {theirs:.1f} us, ratio {ours / theirs:.2f}")
 
 
-def sweep() -> None:
-    """Other tiles and splits of Triton's kernels."""
-    calls = [attention_calls([c - 1] * r, s)[0]["attention"] for r, s, c in DECODE_CASES[:2]]
-    results = []
-    for choice in itertools.product(*ATTENTION_CHOICES.values()):
-        for name, value in zip(ATTENTION_CHOICES, choice, strict=True):
-            setattr(paged_decode_triton, name, value)
-        results.append(([microseconds(call) for call in calls], choice))
-    print(f"decode attention {DECODE_CASES[:2]}: us, {' '.join(ATTENTION_CHOICES)}")
-    print(*(f"  {times} {choice}" for times, choice in sorted(results)[:16]), sep="\n")
-    print(f"batch-invariant GEMM: us at M = {GEMM_ROWS}, (N K), tile M N K warps stages")
-    for size, tile in itertools.product(GEMM_SHAPES, GEMM_TILES):
-        gemm.HALF_TILE = gemm.HALF_TILE_NARROW = gemm.Tile(*tile)
-        times = [gemm_us(by_row, *size, rows) for rows in GEMM_ROWS]
-        print(f"  {times} {size} {tile}", flush=True)
-
-
 def capture(rig: Rig, sources: Path) -> Step:
     """A step with the kernels of ``sources``."""
     own, cuda.SOURCES = cuda.SOURCES, sources
@@ -199,7 +171,6 @@ def main() -> int:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     add = parser.add_argument
-    add("--sweep", action="store_true", help="try other tiles and splits")
     add("--compare", type=Path, metavar="FOLDER", help="other CUDA sources")
     add("--shape", default="llama8b", choices=sorted(SHAPES))
     add("--rows", default="32,1", metavar="R,...")
@@ -209,7 +180,7 @@ def main() -> int:
     add("--replays", type=int, default=20, help="steps of each mean")
     args = parser.parse_args()
     if args.compare is None:
-        sweep() if args.sweep else bench()
+        bench()
         return 0
     if not (args.compare / "gemm" / "skinny_gemm_mma.cu").is_file():
         parser.error(f"{args.compare} holds no gemm/skinny_gemm_mma.cu; name a folder kernels")

@@ -284,10 +284,8 @@ def transformers_config(config: ModelConfig) -> Any:
     """
     import transformers
 
-    common: dict[str, Any] = {
-        "vocab_size": config.vocab_size,
-        "tie_word_embeddings": config.tie_word_embeddings,
-    }
+    names = ("vocab_size", "tie_word_embeddings")
+    common: dict[str, Any] = {name: getattr(config, name) for name in names}
     kind = config.position_embedding, config.normalization, config.activation
     biased = config.qkv_bias or config.attention_output_bias or config.mlp_bias
     if kind == ("rope", "RMSNorm", "swiglu") and not biased:

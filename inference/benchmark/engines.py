@@ -60,11 +60,7 @@ def start_engine(model: BenchmarkModel, config: EngineConfig, work: HostWork) ->
 
     controller = TextGenerationController(model.wrapper)
     engine = DynamicInferenceEngine(
-        controller,
-        context,
-        config=config,
-        model_name=model.name,
-        progress=time_capture,
+        controller, context, config=config, model_name=model.name, progress=time_capture
     )
     _synchronize(model.device)
     seconds = time.perf_counter() - started

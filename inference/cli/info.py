@@ -43,9 +43,7 @@ OPTIONAL = {
         "this package's PyTorch LayerNorm",
     ),
     "transformers": Part(
-        "transformers",
-        "compared with in the tests",
-        "Hugging Face directories are read without it",
+        "transformers", "compared with in the tests", "Hugging Face directories are read without it"
     ),
 }
 

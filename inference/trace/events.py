@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from megatron_async.device.cpu import Span
+from megatron_async.device.protocol import Span
 
 from .timeline import NO_TICKET, DeviceStep, HostTimeline, device_steps
 

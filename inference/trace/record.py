@@ -23,7 +23,7 @@ from ..benchmark.model import load_benchmark_model
 from ..cli.progress import show_capture
 from .events import DeviceKernel, Recording
 from .kernels import KernelProfiler
-from .timeline import HostTimeline, start_device_timeline, take_device_timeline
+from .timeline import HostTimeline
 
 LEAD_IN = 6
 """Steady steps between the start of the timelines and the first that is shown."""
@@ -84,13 +84,13 @@ def record(
     _fill(engine, args)
     profiler = KernelProfiler() if args.kernels else None
     host = HostTimeline(engine)
-    start_device_timeline(engine.device)
+    engine.device.start_timeline()
     for _ in range(LEAD_IN):
         engine.step_modern()
     start_ns = time.perf_counter_ns()
     _steps(engine, args, steps)
     engine.suspend()
-    device = take_device_timeline(engine.device)
+    device = engine.device.take_timeline()
     host.detach()
     kernels: list[DeviceKernel] = [] if profiler is None else profiler.take()
     engine.reset()

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_async.device.cpu import Span
+from megatron_async.device.protocol import Span
 
 ALIGNMENTS = 64
 """Events recorded on the idle stream, of which the fastest answer aligns the clocks."""

@@ -30,8 +30,6 @@ from megatron_async.inference.trace.kernels import KernelProfiler, clock_shift_n
 from megatron_async.inference.trace.timeline import (
     HostTimeline,
     device_steps,
-    start_device_timeline,
-    take_device_timeline,
 )
 from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.scheduler.scheduler import Scheduler
@@ -309,10 +307,10 @@ def test_a_detached_timeline_sees_nothing_more() -> None:
     params = sampling_params(Ask(prompt=(4,), max_new=5))
     with hash_engine(1, max_requests=2, block_count=8, debug=False) as engine:
         timeline = HostTimeline(engine)
-        start_device_timeline(engine.device)
+        engine.device.start_timeline()
         engine.generate([[4]], params)
         seen = len(timeline.slices), len(timeline.launches), len(timeline.reports)
-        assert min(seen) > 0 and take_device_timeline(engine.device)
+        assert min(seen) > 0 and engine.device.take_timeline()
         timeline.detach()
         engine.generate([[4]], params)
         assert (len(timeline.slices), len(timeline.launches), len(timeline.reports)) == seen
