@@ -26,11 +26,11 @@ from tqdm import tqdm
 
 from megatron_async.device.cuda_timeline import mean_us
 from megatron_async.inference.benchmark.floor import copy_bandwidth
-from megatron_async.inference.benchmark.shapes import SHAPES
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import rope_append
 from megatron_async.kernels.gemm import batch_invariant_triton as gemm
 from megatron_async.models.fused.tuning import ERROR_LIMIT, Rig, Step, in_turns
+from megatron_async.models.shapes import SHAPES
 from megatron_async.runner.context import DynamicInferenceContext
 
 CALLS, REPLAYS = 20, 10

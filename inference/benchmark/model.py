@@ -13,9 +13,8 @@ from megatron_async.engine.build import resolve_device
 from megatron_async.errors import ConfigError
 from megatron_async.models.build import build_random_model
 from megatron_async.models.config import ModelConfig
+from megatron_async.models.shapes import SHAPES
 from megatron_async.models.wrapper import GPTInferenceWrapper
-
-from .shapes import SHAPES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from ..steps import step_summary
+from megatron_async.request import step_summary
+
 from .engines import Started, close_engines, fit_together, make_engine, ragged_config, start_engine
 from .floor import floor_ms
 from .host import HostConditions, host_watch

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_async.config import DEFAULT_ASYNC_DEPTH, MAX_DEPTH, EngineConfig
 from megatron_async.errors import ConfigError
-
-from ..benchmark.shapes import SHAPES
+from megatron_async.models.shapes import SHAPES
 
 if TYPE_CHECKING:
     from megatron_async.engine.engine import DynamicInferenceEngine

@@ -20,8 +20,8 @@ from megatron_async.kernels.gemm.tile_config import (
     padded,
     save_tuned,
 )
+from megatron_async.models.shapes import SHAPES
 
-from ..benchmark.shapes import SHAPES
 from .options import integer, several
 from .table import format_table
 

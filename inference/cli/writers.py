@@ -8,9 +8,9 @@ import sys
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from megatron_async.request import DynamicInferenceRequest
+from megatron_async.request import DynamicInferenceRequest, step_summary
 
-from ..steps import drive, step_summary
+from ..steps import drive
 from .progress import request_bar
 from .prompts import Job
 

@@ -21,9 +21,9 @@ from megatron_async.inference.benchmark.loads import Load
 from megatron_async.inference.benchmark.model import BenchmarkModel
 from megatron_async.inference.benchmark.report import as_table
 from megatron_async.inference.benchmark.runs import run_load, steady_steps
-from megatron_async.inference.benchmark.shapes import SHAPES
 from megatron_async.inference.cli.main import main
 from megatron_async.models.build import build_random_model
+from megatron_async.models.shapes import SHAPES
 from megatron_async.models.wrapper import GPTInferenceWrapper
 
 Capture = pytest.CaptureFixture[str]

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from megatron_async.inference.benchmark import baselines
-from megatron_async.inference.benchmark.floor import weight_bytes
 from megatron_async.inference.benchmark.loads import Load
-from megatron_async.inference.benchmark.shapes import SHAPES
 from megatron_async.inference.cli.main import main
+from megatron_async.models.memory_traffic import weight_bytes
+from megatron_async.models.shapes import SHAPES
 
 Capture = pytest.CaptureFixture[str]
 SMALL = ("--shape", "tiny-llama", "--prompt-tokens", "8", "--new-tokens", "24", "--device", "cpu")

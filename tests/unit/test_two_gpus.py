@@ -10,8 +10,8 @@ import torch
 
 from megatron_async.engine.build import build_context, resolve_device
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.inference.benchmark.shapes import SHAPES
 from megatron_async.models.build import build_random_model
+from megatron_async.models.shapes import SHAPES
 from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.runner.controller import TextGenerationController
 from megatron_async.sampling_params import SamplingParams
