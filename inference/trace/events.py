@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from megatron_async.device.kernel_profiler import DeviceKernel
 from megatron_async.device.protocol import Span
 
 from .timeline import NO_TICKET, DeviceStep, HostTimeline, device_steps
@@ -18,14 +19,6 @@ HOST_LANE, DEVICE_LANE, FIRST_KERNEL_LANE = 1, 2, 3
 GRID_NS = 125
 
 Event = dict[str, Any]
-
-
-class DeviceKernel(NamedTuple):
-    """A kernel or copy; times in nanoseconds of the host's clock."""
-
-    name: str
-    start_ns: int
-    end_ns: int
 
 
 class Recording(NamedTuple):

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron_async.device.kernel_profiler import DeviceKernel, KernelProfiler
 from megatron_async.engine.build import build_context, resolve_device
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import ConfigError
@@ -21,8 +22,7 @@ from ..benchmark.engines import decode_config
 from ..benchmark.loads import Load
 from ..benchmark.model import load_benchmark_model
 from ..cli.progress import show_capture
-from .events import DeviceKernel, Recording
-from .kernels import KernelProfiler
+from .events import Recording
 from .timeline import HostTimeline
 
 LEAD_IN = 6
