@@ -124,7 +124,7 @@ class Workload(ABC):
             "rounds": len(found.runs),
             "startup_seconds": found.started.seconds,
             "capture_seconds": found.started.capture_seconds,
-            "graphs": found.started.graphs,
+            "graphs": found.started.engine.runner.graph_count,
             "step_summary": step_summary(run.reports),
             "events": run.events,
             "timeline": None,
