@@ -17,7 +17,7 @@ from megatron_async.models.shapes import SHAPES
 from megatron_async.models.wrapper import GPTInferenceWrapper
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class BenchmarkModel:
     """The model all engines share, and what it is."""
 
@@ -66,11 +66,5 @@ def load_benchmark_model(
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     wrapper = GPTInferenceWrapper(model)
-    return BenchmarkModel(
-        name=name,
-        config=config,
-        wrapper=wrapper,
-        device=device,
-        dtype=wrapper.kv_cache_spec.dtype,
-        build_seconds=time.perf_counter() - started,
-    )
+    seconds, dtype = time.perf_counter() - started, wrapper.kv_cache_spec.dtype
+    return BenchmarkModel(name, config, wrapper, device, dtype, seconds)

@@ -72,9 +72,9 @@ def collect(
         progress.done("start measured")
     workload: Workload
     if isinstance(load, Load):
-        workload = DecodeWorkload(model, args, progress, load, bandwidth)
+        workload = DecodeWorkload(model, args, progress, load=load, bandwidth=bandwidth)
     else:
-        workload = RaggedWorkload(model, args, progress, load)
+        workload = RaggedWorkload(model, args, progress, load=load)
     report["results"] = workload.results
     progress.expect(workload.measurements)
     workload.run()

@@ -173,7 +173,7 @@ def _verify_random(
 
 
 def _random_table(report: Report) -> str:
-    from ..cli.table import format_table
+    from ..cli.table import format_columns
 
     depths = report.depths
     equal = [report.requests - len(depth.differences) for depth in depths]
@@ -193,8 +193,7 @@ def _random_table(report: Report) -> str:
         "steps overlapped": [depth.counters.steps_overlapped for depth in depths],
         "seconds": [f"{depth.seconds:.2f}" for depth in depths],
     }
-    header = ["", *(f"depth {depth.depth}" for depth in depths)]
-    return format_table(header, [[said, *values] for said, values in rows.items()])
+    return format_columns([f"depth {depth.depth}" for depth in depths], rows)
 
 
 def _scenario_table(reports: list[Report]) -> str:

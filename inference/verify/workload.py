@@ -16,24 +16,14 @@ if TYPE_CHECKING:
 MAX_NEW_TOKENS = 48
 NO_TERMINATION = -1
 
-_TEXT = '''\
+_TEXT = """\
 import os
 
 
 def read_lines(path):
-    """Return the lines of a file."""
     with open(path) as file:
         return [line.rstrip() for line in file]
-
-
-class Counter:
-    def __init__(self, start=0):
-        self.value = start
-
-    def increment(self, by=1):
-        self.value += by
-        return self.value
-'''
+"""
 
 
 def make_workload(engine: DynamicInferenceEngine, count: int, seed: int) -> list[Work]:
