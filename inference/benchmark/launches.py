@@ -41,11 +41,11 @@ def launch_times(spans: Sequence[Span], *, after_prefill: bool = False) -> Launc
     if after_prefill:
         first = max((n for n, span in enumerate(spans, 1) if span.name == MIXED), default=0)
         spans = spans[first:]
-    if len(spans) < 2:
-        return None
-    inside = 1e-6 * sum(span.end_ns - span.start_ns for span in spans)
     pairs = itertools.pairwise(spans)
     pauses = [1e-6 * (after.start_ns - before.end_ns) for before, after in pairs]
+    if not pauses:
+        return None
+    inside = 1e-6 * sum(span.end_ns - span.start_ns for span in spans)
     total = inside + sum(pauses)
     middle, longest = statistics.median(pauses), max(pauses)
     return LaunchTimes(len(spans), total, inside / total, middle, longest)

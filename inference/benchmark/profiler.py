@@ -92,8 +92,7 @@ def kernels_of(events: Iterable[Event]) -> list[Kernel]:
     """The device's work among a profiler's events."""
     kernels = []
     for event in device_work(events):
-        start = float(event["ts"])
-        launch = int(event.get("args", {}).get("correlation", -1))
+        start, launch = float(event["ts"]), int(event.get("args", {}).get("correlation", -1))
         kernels.append(Kernel(event["name"], start, start + float(event["dur"]), launch))
     return kernels
 

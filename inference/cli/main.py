@@ -76,11 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.filename is not None or error.errno is None:
             raise
         _drop_stdout()
-        print(
-            f"{PROGRAM}: error: the standard output cannot be written: {error.strerror}; "
-            "redirect it to another place",
-            file=sys.stderr,
-        )
+        said = f"the standard output cannot be written: {error.strerror}"
+        print(f"{PROGRAM}: error: {said}; redirect it to another place", file=sys.stderr)
         return EXIT_BAD_INPUT
 
 
