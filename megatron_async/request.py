@@ -5,7 +5,8 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import time
-from collections.abc import Generator
+from collections import Counter
+from collections.abc import Generator, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, NamedTuple
@@ -106,6 +107,31 @@ class StepReport(NamedTuple):
     reason: str | None
     committed: int
     discarded: int
+
+
+def step_summary(reports: Iterable[StepReport]) -> dict[str, Any]:
+    """Committed steps in short, plain JSON types: ``tickets`` as [first, last] of each run without
+    a gap, how many had which ``effective_depth``, how many ``overlapped``, and why others did not.
+    """
+    tickets: list[list[int]] = []
+    depths: Counter[int] = Counter()
+    reasons: Counter[str] = Counter()
+    overlapped = 0
+    for report in reports:
+        if tickets and report.ticket == tickets[-1][1] + 1:
+            tickets[-1][1] = report.ticket
+        else:
+            tickets.append([report.ticket, report.ticket])
+        depths[report.effective_depth] += 1
+        overlapped += report.overlapped
+        if report.reason is not None:
+            reasons[report.reason] += 1
+    return {
+        "tickets": tickets,
+        "effective_depth": {str(depth): depths[depth] for depth in sorted(depths)},
+        "overlapped": overlapped,
+        "not_overlapped": dict(reasons),
+    }
 
 
 @dataclass(kw_only=True, eq=False)

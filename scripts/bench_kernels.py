@@ -1,6 +1,6 @@
 """Time kernels on a GPU: attention and the batch-invariant GEMM, or whole steps of other sources.
 
-    python scripts/bench_kernels.py            # or --sweep: other tiles and splits
+    python scripts/bench_kernels.py
     git archive HEAD~1 megatron_async/kernels | tar -x -C FOLDER
     python scripts/bench_kernels.py --compare FOLDER/megatron_async/kernels --shape llama8b
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import random
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,33 +24,27 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from megatron_async.device.cuda_timeline import mean_us
 from megatron_async.inference.benchmark.floor import copy_bandwidth
-from megatron_async.inference.benchmark.shapes import SHAPES
-from megatron_async.inference.tune_search import ERROR_LIMIT, Rig, Step
 from megatron_async.kernels import compile as cuda
-from megatron_async.kernels.attention import paged_decode_triton, rope_append
+from megatron_async.kernels.attention import rope_append
 from megatron_async.kernels.gemm import batch_invariant_triton as gemm
+from megatron_async.models.fused.tuning import ERROR_LIMIT, Rig, Step, in_turns
+from megatron_async.models.shapes import SHAPES
 from megatron_async.runner.context import DynamicInferenceContext
 
 CALLS, REPLAYS = 20, 10
 ROUND_BYTES = 400e6
 """Copies are made up to this size, several times the L2 cache."""
 BLOCK_SIZE, CAPACITY = 64, 131072
-LLAMA_8B = (32, 8, 128)
+Heads = tuple[int, int, int]
 """Query heads, KV heads, head dimension."""
-DECODE_SHAPES = (
-    *((32, LLAMA_8B, 812), (1, LLAMA_8B, 812), (128, LLAMA_8B, 662)),
-    *((32, (16, 8, 128), 812), (8, (4, 2, 64), 512)),
-)
+LLAMA_8B, QWEN_600M, TINY = (32, 8, 128), (16, 8, 128), (4, 2, 64)
+DECODE_CASES = [(32, LLAMA_8B, 812), (1, LLAMA_8B, 812), (128, LLAMA_8B, 662)]
+DECODE_CASES += [(32, QWEN_600M, 812), (8, TINY, 512)]
 """Rows, heads, context."""
 STEP_ROWS = (40, 64, 96, 128, 256)
-ATTENTION_CHOICES = ((128, 256, 512), (8192, 16384), (2, 4, 8), (3, 5, 7))
 GEMM_SHAPES, GEMM_ROWS = ((28672, 4096), (4096, 14336), (6144, 4096)), (1, 32, 128)
-GEMM_TILES = (  # M, N, K, warps, stages
-    *((64, 64, 128, 4, 4), (64, 64, 128, 4, 3), (64, 64, 64, 4, 6), (64, 32, 128, 4, 4)),
-    *((64, 32, 128, 4, 6), (64, 128, 64, 4, 5), (64, 128, 64, 8, 5), (128, 64, 64, 8, 5)),
-    *((128, 128, 64, 8, 4), (16, 64, 128, 4, 5), (32, 64, 128, 4, 4)),
-)
 
 
 def microseconds(call: Callable[[int], object]) -> float:
@@ -63,13 +56,7 @@ def microseconds(call: Callable[[int], object]) -> float:
         for number in range(CALLS):
             call(number)
     graph.replay()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    for _ in range(REPLAYS):
-        graph.replay()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) * 1e3 / (REPLAYS * CALLS)
+    return mean_us(graph.replay, REPLAYS) / CALLS
 
 
 def copies(byte_count: float) -> int:
@@ -84,7 +71,7 @@ def lengths_of(rows: int) -> dict[str, list[int]]:
 
 
 def attention_calls(
-    lengths: Sequence[int], shape: tuple[int, int, int] = LLAMA_8B, device: str = "cuda"
+    lengths: Sequence[int], shape: Heads = LLAMA_8B, device: str = "cuda"
 ) -> tuple[dict[str, Callable[[int], torch.Tensor]], float]:
     """A decode step's attention in bfloat16 and the bytes that it must read: from the packed
     projection on in ``one`` kernel and in the ``three`` of Triton, and Triton's ``attention``."""
@@ -113,11 +100,9 @@ def attention_calls(
         return context.attend_packed(number % layers, packed, scale, cos_sin, None, None, 0.0)
 
     def three(number: int) -> torch.Tensor:
-        keys, values = context.kv_cache[number % layers]
-        rotated = rope_append.rope_append(
-            packed, keys, values, context.slot_mapping, positions, cos_sin
-        )
-        return context._attend_appended(rotated, keys, values, scale)
+        cache, slots = context.kv_cache[number % layers], context.slot_mapping
+        rotated = rope_append.rope_append(packed, *cache, slots, positions, cos_sin)
+        return context._attend_appended(rotated, *cache, scale)
 
     def attention(number: int) -> torch.Tensor:
         return context._attend_appended(query, *context.kv_cache[number % layers], scale)
@@ -136,9 +121,10 @@ def by_row(x: torch.Tensor, weight: torch.Tensor) -> object:
 
 
 def bench() -> None:
+    """Triton's attention, the kernels of a decode step's attention, the batch-invariant GEMM."""
     bandwidth = copy_bandwidth(torch.device("cuda", torch.cuda.current_device()))
     print("Triton's decode attention, bf16, blocks of 64: R (Hq Hkv D) context")
-    for rows, shape, context in DECODE_SHAPES:
+    for rows, shape, context in DECODE_CASES:
         calls, byte_count = attention_calls([context - 1] * rows, shape)
         us = microseconds(calls["attention"])
         share = byte_count / us * 1e6 / bandwidth
@@ -159,22 +145,6 @@ def bench() -> None:
         print(f"  {size} {rows}: {ours:.1f} us, torch {theirs:.1f} us, ratio {ours / theirs:.2f}")
 
 
-def sweep() -> None:
-    calls = [attention_calls([c - 1] * r, s)[0]["attention"] for r, s, c in DECODE_SHAPES[:2]]
-    results = []
-    for choice in itertools.product(*ATTENTION_CHOICES):
-        paged_decode_triton.MIN_SPLIT, paged_decode_triton.TILE_BYTES = choice[:2]
-        paged_decode_triton.NUM_WARPS, paged_decode_triton.NUM_STAGES = choice[2:]
-        results.append(([microseconds(call) for call in calls], choice))
-    print(f"decode attention {DECODE_SHAPES[:2]}: us, MIN_SPLIT TILE_BYTES warps stages")
-    print(*(f"  {times} {choice}" for times, choice in sorted(results)[:16]), sep="\n")
-    print(f"batch-invariant GEMM: us at M = {GEMM_ROWS}, (N K), tile M N K warps stages")
-    for size, tile in itertools.product(GEMM_SHAPES, GEMM_TILES):
-        gemm.HALF_TILE = gemm.HALF_TILE_NARROW = gemm.Tile(*tile)
-        times = [gemm_us(by_row, *size, rows) for rows in GEMM_ROWS]
-        print(f"  {times} {size} {tile}", flush=True)
-
-
 def capture(rig: Rig, sources: Path) -> Step:
     """A step with the kernels of ``sources``."""
     own, cuda.SOURCES = cuda.SOURCES, sources
@@ -193,25 +163,24 @@ def compare(
     """Median microseconds of a step with each of the ``sources``, and the last one's error."""
     steps = [capture(rig, folder) for folder in sources]
     bar = tqdm(range(rounds + 1), label, file=sys.stderr, leave=False, disable=None)
-    times = [[rig.mean_us(step) for step in steps] for _ in bar][1:]  # the first round warms up
-    return [statistics.median(several) for several in zip(*times, strict=True)], steps[-1].error
+    return in_turns(rig.mean_us, steps, bar), steps[-1].error
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--sweep", action="store_true", help="try other tiles and splits")
-    parser.add_argument("--compare", type=Path, metavar="FOLDER", help="other CUDA sources")
-    parser.add_argument("--shape", default="llama8b", choices=sorted(SHAPES))
-    parser.add_argument("--rows", default="32,1", metavar="R,...")
-    parser.add_argument("--context", default="384", metavar="N,...", help="tokens of each row")
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--replays", type=int, default=20, help="steps of each mean")
+    """Run the script. Returns 1 if logits differ."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    add = parser.add_argument
+    add("--compare", type=Path, metavar="FOLDER", help="other CUDA sources")
+    add("--shape", default="llama8b", choices=sorted(SHAPES))
+    add("--rows", default="32,1", metavar="R,...")
+    add("--context", default="384", metavar="N,...", help="tokens of each row")
+    add("--layers", type=int, default=6)
+    add("--rounds", type=int, default=15)
+    add("--replays", type=int, default=20, help="steps of each mean")
     args = parser.parse_args()
     if args.compare is None:
-        sweep() if args.sweep else bench()
+        bench()
         return 0
     if not (args.compare / "gemm" / "skinny_gemm_mma.cu").is_file():
         parser.error(f"{args.compare} holds no gemm/skinny_gemm_mma.cu; name a folder kernels")
@@ -222,9 +191,8 @@ def main() -> int:
         options = {"layers": args.layers, "context": int(context), "replays": args.replays}
         rig = Rig(SHAPES[args.shape], int(rows), **options, device=torch.device("cuda", 0))
         (before, after), error = compare(rig, [args.compare, cuda.SOURCES], args.rounds, label)
-        print(
-            f"{label}: {before:.1f} -> {after:.1f}, {after / before:.4f}, {error:.2g}", flush=True
-        )
+        times = f"{before:.1f} -> {after:.1f}, {after / before:.4f}"
+        print(f"{label}: {times}, {error:.2g}", flush=True)
         wrong |= not error < ERROR_LIMIT
     return int(wrong)
 

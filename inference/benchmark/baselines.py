@@ -10,8 +10,10 @@ import itertools
 import logging
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any
+from logging.handlers import BufferingHandler
+from typing import Any, ClassVar
 
 import torch
 
@@ -52,97 +54,96 @@ def measure_baselines(
         results: list[dict[str, Any]] = []
         skipped: list[str] = []
         found.append({"name": name, "results": results, "skipped": skipped})
+        baseline: Baseline | None = None
         try:
             baseline = BASELINES[name](config, device, dtype)
-        except NoBaselineError as reason:
-            skipped.append(str(reason))
-            progress.done(f"baseline {name}: {reason}")
-            continue
-        for batch in batches:
-            if not batch:
-                skipped.append("there are no lengths to decode: no run of ours succeeded")
-                continue
-            requests = [(one.prompt, one.params.num_tokens_to_generate or 0) for one in batch]
-            try:
-                results += baseline.measure(requests, args.max_requests or len(requests))
-            except NoBaselineError as reason:
-                skipped.append(f"batch {len(requests)}: {reason}")
-        skipped += baseline.reasons
-        baseline.close()
+            for batch in batches:
+                if not batch:
+                    skipped.append("there are no lengths to decode: no run of ours succeeded")
+                    continue
+                requests = [(one.prompt, one.params.num_tokens_to_generate or 0) for one in batch]
+                rows, reasons = baseline.measure(requests, args.max_requests or len(requests))
+                results += rows
+                skipped += [f"batch {len(requests)}: {reason}" for reason in reasons]
+        except Exception as error:
+            skipped.append(reason_of(error))
+        baseline = None
+        free_memory()
         progress.keep()
         progress.done(f"baseline {name}: {len(results)} measured, {len(skipped)} not")
 
 
-class Baseline:
-    """A model of transformers with random weights that decodes the load of ``bench``.
+def reason_of(error: Exception) -> str:
+    """Why there is no measurement: the type of an error of others, and what it says first."""
+    first = (str(error).splitlines() or [""])[0]
+    return first if isinstance(error, NoBaselineError) else f"{type(error).__name__}: {first}"
+
+
+class Baseline(ABC):
+    """A model of transformers with random weights that decodes the load of ``bench``, greedily.
 
     Raises:
-        NoBaselineError: see :func:`transformers_config`, or building the model failed.
-
-    Attributes:
-        reasons: why some ways of measuring a batch failed while others did not.
+        NoBaselineError: transformers is missing, or has no such architecture that we know of.
+        Exception: others that transformers raises.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        device: torch.device,
-        dtype: torch.dtype,
-        attention: str | None = None,
-    ) -> None:
-        hf_config = transformers_config(config)
+    ways: ClassVar[tuple[str, ...]]
+    """In which a load is decoded."""
+
+    def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
+        if importlib.util.find_spec("transformers") is None:
+            raise NoBaselineError("transformers is not installed")
         import transformers
 
-        try:
-            with torch.device(device):
-                model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=dtype)
-            if attention is not None:
-                model.set_attn_implementation(attention)
-        except Exception as error:
-            raise NoBaselineError(f"transformers cannot build it: {first_line(error)}") from None
+        with torch.device(device):
+            factory: Any = transformers.AutoModelForCausalLM
+            self._model = factory.from_config(transformers_config(config), dtype=dtype)
+        self._model.to(device).eval()
         self._device = device
-        self._model: Any = model.to(device).eval()
-        self.name = f"transformers {transformers.__version__}"
-        self.reasons: list[str] = []
+        self._name = f"transformers {transformers.__version__}"
 
-    def close(self) -> None:
-        """Free the model."""
-        del self._model
-        free_memory()
+    def measure(self, requests: Requests, most_rows: int) -> tuple[list[dict[str, Any]], list[str]]:
+        """The figures of one load, at most ``most_rows`` requests of it at once, under the names of
+        ours: a row for each way that works, and why others do not."""
+        rows, reasons = [], []
+        for way in self.ways:
+            try:
+                rows.append(self._measure(requests, most_rows, way))
+            except Exception as error:
+                reasons.append(f"{way}: {reason_of(error)}")
+            free_memory()
+        return [{"batch": len(requests), **row} for row in rows], reasons
+
+    @abstractmethod
+    def _measure(self, requests: Requests, most_rows: int, way: str) -> dict[str, Any]:
+        """A row, or an exception."""
 
 
 class TransformersBaseline(Baseline):
-    """``generate``, greedy, with a static cache; its forward is compiled on a GPU, as transformers
-    does by default, and not on a CPU, where that takes longer than the measurement."""
+    """``generate`` with a static cache; its forward is compiled on a GPU, as transformers does by
+    default, and not on a CPU, where that takes longer than the measurement."""
 
-    def measure(self, requests: Requests, most_rows: int) -> list[dict[str, Any]]:
-        """The figures of steady decode steps, under the names of ours.
+    ways = ("generate",)
 
-        Raises:
-            NoBaselineError: transformers cannot decode this.
-        """
-        if len({(len(prompt), new_tokens) for prompt, new_tokens in requests}) > 1:
-            raise NoBaselineError("generate decodes requests of one length only")
+    def _measure(self, requests: Requests, most_rows: int, way: str) -> dict[str, Any]:
+        if not alike(requests):
+            raise NoBaselineError("it decodes requests of one length only")
         started = time.perf_counter()
-        try:
-            self._generate(requests)  # compiles
-            warm_seconds = time.perf_counter() - started
-            ends = self._generate(requests)
-        except Exception as error:
-            raise NoBaselineError(f"transformers failed: {first_line(error)}") from None
+        self._generate(requests)  # compiles
+        warm_seconds = time.perf_counter() - started
+        ends = self._generate(requests)
         compiled = ", compiled" if self._device.type == "cuda" else ""
-        row = {
-            "batch": len(requests),
-            "engine": f"{self.name} generate, static cache{compiled}",
+        return {
+            "engine": f"{self._name} generate, static cache{compiled}",
             **_figures(ends[SKIPPED_STEPS:], len(requests)),
             "first_run_seconds": warm_seconds,
         }
-        return [row]
 
+    @torch.inference_mode()
     def _generate(self, requests: Requests) -> list[float]:
         ends: list[float] = []
-        batch_size, new_tokens = len(requests), requests[0][1]
-        going_on = torch.zeros(batch_size, dtype=torch.bool, device=self._device)
+        new_tokens = requests[0][1]
+        going_on = torch.zeros(len(requests), dtype=torch.bool, device=self._device)
 
         def clock(input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
             # generate itself waits for the device once a step, so these times follow the steps.
@@ -150,69 +151,39 @@ class TransformersBaseline(Baseline):
             return going_on
 
         ids = torch.tensor([prompt for prompt, _ in requests], device=self._device)
-        with torch.inference_mode():
-            self._model.generate(
-                ids,
-                attention_mask=torch.ones_like(ids),
-                do_sample=False,
-                max_new_tokens=new_tokens,
-                min_new_tokens=new_tokens,
-                eos_token_id=None,
-                pad_token_id=0,
-                cache_implementation="static",
-                disable_compile=self._device.type != "cuda",
-                stopping_criteria=[clock],
-            )
+        self._model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            eos_token_id=None,
+            pad_token_id=0,
+            cache_implementation="static",
+            disable_compile=self._device.type != "cuda",
+            stopping_criteria=[clock],
+        )
         return ends
 
 
 class ContinuousBatchingBaseline(Baseline):
-    """The ``ContinuousBatchingManager``, greedy, no end tokens; synchronous, and asynchronous
+    """The ``ContinuousBatchingManager`` without end tokens; synchronous, and asynchronous
     (``use_async_batching``) where it can. Attention is flash attention where its package is
-    installed, paged SDPA otherwise.
+    installed, paged SDPA otherwise."""
 
-    Raises:
-        NoBaselineError: this transformers has no such thing, too.
-    """
+    ways = ("synchronous", "asynchronous")
 
     def __init__(self, config: ModelConfig, device: torch.device, dtype: torch.dtype) -> None:
-        if importlib.util.find_spec("transformers") is None:
-            raise NoBaselineError("transformers is not installed")
-        try:
-            from transformers import ContinuousBatchingConfig, GenerationConfig
-        except ImportError as error:
-            raise NoBaselineError(f"no continuous batching: {first_line(error)}") from None
-        self._config_type: Any = ContinuousBatchingConfig
-        self._generation_type: Any = GenerationConfig
+        super().__init__(config, device, dtype)
+        from transformers import ContinuousBatchingConfig
+
         self._known = {field.name for field in dataclasses.fields(ContinuousBatchingConfig)}
         flash = device.type == "cuda" and importlib.util.find_spec("flash_attn") is not None
         # Newer versions page plain SDPA by themselves and say so by an option; before, a manager
         # that is given plain SDPA looks for flash attention on the hub first.
         plain = "sdpa" if "auto_switch_to_flash" in self._known else "paged|sdpa"
         self._attention = "flash_attention_2" if flash else plain
-        super().__init__(config, device, dtype, self._attention)
-
-    def measure(self, requests: Requests, most_rows: int) -> list[dict[str, Any]]:
-        """The figures of one batch or ragged load, at most ``most_rows`` of them at once: a row
-        for each way that works.
-
-        Raises:
-            NoBaselineError: neither does; the reasons of both.
-        """
-        rows: list[dict[str, Any]] = []
-        reasons = []
-        for way in ("synchronous", "asynchronous"):
-            try:
-                rows.append(self._measure(requests, most_rows, way))
-            except NoBaselineError as reason:
-                reasons.append(f"{way}: {reason}")
-            except Exception as error:
-                reasons.append(f"{way}: {first_line(error)}")
-            free_memory()
-        if not rows:
-            raise NoBaselineError("; ".join(reasons))
-        self.reasons += [f"batch {len(requests)}: {reason}" for reason in reasons]
-        return rows
+        self._model.set_attn_implementation(self._attention)
 
     def _measure(self, requests: Requests, most_rows: int, way: str) -> dict[str, Any]:
         if way == "asynchronous" and "use_async_batching" not in self._known:
@@ -223,23 +194,21 @@ class ContinuousBatchingBaseline(Baseline):
             seconds, stamps = _decode(manager, requests, errors)
         made = sum(new for _, new in requests)
         row = {
-            "batch": len(requests),
-            "engine": f"{self.name} continuous batching, {way}, {self._attention}",
+            "engine": f"{self._name} continuous batching, {way}, {self._attention}",
             "seconds": seconds,
             "output_tokens": made,
             "tokens_per_second": made / seconds,
         }
-        if len({(len(prompt), new) for prompt, new in requests}) == 1:
-            row |= _figures(_steady_ends(stamps), len(requests))
-        return row
+        return row | (_figures(steady_ends(stamps), len(requests)) if alike(requests) else {})
 
     def _manager(self, requests: Requests, rows: int, way: str) -> Any:
+        from transformers import ContinuousBatchingConfig, GenerationConfig
+
         on_cpu = self._device.type == "cpu"
         longest = max(len(prompt) + new for prompt, new in requests)
         most = max(len(prompt) for prompt, _ in requests)
-        blocks = rows * (math.ceil(longest / PAGE_TOKENS) + 1) + 4
         wanted = {
-            "num_blocks": blocks if on_cpu else None,
+            "num_blocks": rows * (math.ceil(longest / PAGE_TOKENS) + 1) + 4 if on_cpu else None,
             "max_batch_tokens": rows + max(most, min(rows * most, MOST_PREFILL_TOKENS)),
             "max_requests_per_batch": rows,
             "allow_block_sharing": False,
@@ -247,22 +216,24 @@ class ContinuousBatchingBaseline(Baseline):
             "auto_switch_to_flash": False,
             "max_memory_percent": None if on_cpu else 0.6,
         }
-        config = self._config_type(**{k: v for k, v in wanted.items() if k in self._known})
-        generation = self._generation_type(
-            do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=longest
-        )
+        greedy = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+        known: dict[str, Any] = {k: v for k, v in wanted.items() if k in self._known}
         return self._model.continuous_batching_context_manager(
-            generation_config=generation, continuous_batching_config=config, timeout=30
+            generation_config=GenerationConfig(**greedy, max_new_tokens=longest),
+            continuous_batching_config=ContinuousBatchingConfig(**known),
+            timeout=30,
         )
 
 
-BASELINES: dict[str, Any] = {
+BASELINES: dict[str, type[Baseline]] = {
     "transformers": TransformersBaseline,
     "transformers-cb": ContinuousBatchingBaseline,
 }
 
 
-def _decode(manager: Any, requests: Requests, errors: list[str]) -> tuple[float, list[list[float]]]:
+def _decode(
+    manager: Any, requests: Requests, errors: list[logging.LogRecord]
+) -> tuple[float, list[list[float]]]:
     """Seconds of wall clock, and for each request when its tokens came."""
     started = time.perf_counter()
     names = [
@@ -275,8 +246,8 @@ def _decode(manager: Any, requests: Requests, errors: list[str]) -> tuple[float,
         if result is None:
             late = time.perf_counter() - started > LIMIT_SECONDS
             if late or not manager.is_running():
-                silent = f"silent for {LIMIT_SECONDS:.0f} s" if late else "its thread ended"
-                why = errors[0] if errors else silent
+                why = f"silent for {LIMIT_SECONDS:.0f} s" if late else "its thread ended"
+                why = errors[0].getMessage().partition("\n")[0] if errors else why
                 raise NoBaselineError(f"{len(found)} of {len(names)} requests ended: {why}")
         elif result.error is not None:
             raise NoBaselineError(f"a request failed: {result.error}")
@@ -290,29 +261,16 @@ def _decode(manager: Any, requests: Requests, errors: list[str]) -> tuple[float,
     return seconds, [list(found[name].timestamps) for name in names]
 
 
-def _steady_ends(stamps: list[list[float]]) -> list[float]:
-    """When steps ended in which all requests decoded: the tokens of the one that started last,
-    until the first ends, some steps at the beginning left out."""
-    last = max(stamps, key=lambda times: times[0])
-    until = min(times[-1] for times in stamps)
-    return [time for time in last if time <= until][SKIPPED_STEPS:]
-
-
 @contextlib.contextmanager
-def _errors_logged() -> Iterator[list[str]]:
+def _errors_logged() -> Iterator[list[logging.LogRecord]]:
     """Collects what transformers logs as errors: its thread does not raise them."""
-    errors: list[str] = []
-
-    class Collect(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            errors.append((record.getMessage().splitlines() or [""])[0])
-
-    handler = Collect(logging.ERROR)
+    handler = BufferingHandler(capacity=1000)
+    handler.setLevel(logging.ERROR)
     loggers = [logging.getLogger(name) for name in ("transformers", "ContinuousBatchingLogger")]
     for one in loggers:
         one.addHandler(handler)
     try:
-        yield errors
+        yield handler.buffer
     finally:
         for one in loggers:
             one.removeHandler(handler)
@@ -322,24 +280,21 @@ def transformers_config(config: ModelConfig) -> Any:
     """The same architecture as transformers has it.
 
     Raises:
-        NoBaselineError: transformers is missing, or has no such architecture that we know of.
+        NoBaselineError: it has none that we know of.
     """
-    if importlib.util.find_spec("transformers") is None:
-        raise NoBaselineError("transformers is not installed")
-    try:
-        import transformers
-    except ImportError as error:
-        raise NoBaselineError(f"transformers is broken: {first_line(error)}") from None
+    import transformers
 
-    is_llama = (config.normalization, config.activation) == ("RMSNorm", "swiglu")
+    names = ("vocab_size", "tie_word_embeddings")
+    common: dict[str, Any] = {name: getattr(config, name) for name in names}
+    kind = config.position_embedding, config.normalization, config.activation
     biased = config.qkv_bias or config.attention_output_bias or config.mlp_bias
-    if config.position_embedding == "rope" and is_llama and not biased:
+    if kind == ("rope", "RMSNorm", "swiglu") and not biased:
         rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
         if config.rope_scaling is not None:
             rope |= {"rope_type": "llama3", **config.to_dict()["rope_scaling"]}
         make = transformers.Qwen3Config if config.qk_norm else transformers.LlamaConfig
         return make(
-            vocab_size=config.vocab_size,
+            **common,
             hidden_size=config.hidden_size,
             intermediate_size=config.ffn_hidden_size,
             num_hidden_layers=config.num_layers,
@@ -348,37 +303,37 @@ def transformers_config(config: ModelConfig) -> Any:
             head_dim=config.head_dim,
             max_position_embeddings=config.max_sequence_length,
             rms_norm_eps=config.norm_epsilon,
-            tie_word_embeddings=config.tie_word_embeddings,
             rope_parameters=rope,
         )
-    is_gpt2 = (config.normalization, config.activation) == ("LayerNorm", "gelu_tanh")
-    if config.position_embedding == "learned_absolute" and is_gpt2 and config.qkv_bias:
+    if kind == ("learned_absolute", "LayerNorm", "gelu_tanh") and config.qkv_bias:
         return transformers.GPT2Config(
-            vocab_size=config.vocab_size,
+            **common,
             n_positions=config.max_sequence_length,
             n_embd=config.hidden_size,
             n_layer=config.num_layers,
             n_head=config.num_attention_heads,
             n_inner=config.ffn_hidden_size,
             layer_norm_epsilon=config.norm_epsilon,
-            tie_word_embeddings=config.tie_word_embeddings,
         )
     raise NoBaselineError("this architecture has no counterpart in transformers that bench knows")
 
 
-def _figures(ends: Sequence[float], batch_size: int) -> dict[str, Any]:
-    """Figures of steps that ended at these times, in seconds.
+def alike(requests: Requests) -> bool:
+    """Whether all are of the same lengths."""
+    return len({(len(prompt), new) for prompt, new in requests}) == 1
 
-    Raises:
-        NoBaselineError: there are too few.
-    """
+
+def steady_ends(stamps: list[list[float]]) -> list[float]:
+    """When steps ended in which all requests decoded: the tokens of the one that started last,
+    until the first ends, some steps at the beginning left out."""
+    last = max(stamps, key=lambda times: times[0])
+    until = min(times[-1] for times in stamps)
+    return [time for time in last if time <= until][SKIPPED_STEPS:]
+
+
+def _figures(ends: Sequence[float], batch_size: int) -> dict[str, Any]:
+    """Figures of steps that ended at these times, in seconds."""
     steps = [1e3 * (after - before) for before, after in itertools.pairwise(ends)]
     if not steps:
         raise NoBaselineError("too few steps; raise --new-tokens")
     return step_figures(steps, batch_size)
-
-
-def first_line(error: BaseException) -> str:
-    """An error's type and what it says first."""
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

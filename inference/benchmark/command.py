@@ -87,10 +87,7 @@ def add_command(commands: Any) -> None:
     depths = "steps in flight; 0 is serial (default: 0,1; ragged: 0,1,2)"
     marks = "mark each launch on the device's clock: the share of time inside steps"
     profile = "on a GPU: profile some steps after the timed rounds"
-    others = (
-        "measure the same load with transformers (generate) or transformers-cb (continuous "
-        "batching)"
-    )
+    others = "the same load by transformers (generate) or transformers-cb (continuous batching)"
     report = "write the report; - is stdout, the table to stderr then"
     on_or_off = argparse.BooleanOptionalAction
     add("--workload", choices=tuple(DEFAULTS), default="decode", help="default: decode")
@@ -201,13 +198,11 @@ def command_line(args: argparse.Namespace) -> str:
     for name, value in vars(args).items():
         if name in ("run", "json") or value is None:
             continue
-        if isinstance(value, bool):
-            if value or name in ("profile", "events"):
-                words.append(_option(name if value else f"no_{name}"))
-        elif isinstance(value, (list, tuple)):
-            words += [_option(name), ",".join(map(_word, value))]
-        else:
-            words += [_option(name), _word(value)]
+        if not isinstance(value, bool):
+            several = value if isinstance(value, (list, tuple)) else [value]
+            words += [_option(name), ",".join(map(_word, several))]
+        elif value or name in ("profile", "events"):
+            words.append(_option(name if value else f"no_{name}"))
     return shlex.join(words)
 
 

@@ -17,6 +17,7 @@ from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.runner.controller import TextGenerationController
 from megatron_async.sampling_params import SamplingParams
 
+from ..cli.progress import show_capture
 from ..steps import drive
 from .loads import HostWork, Load, RaggedLoad
 from .model import BenchmarkModel
@@ -31,16 +32,15 @@ FIRST_PROMPT_TOKENS = 16
 """Of the request whose first token is timed at the start."""
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class Started:
     """An engine, and the seconds that it took to start it: the cache, the capture of its graphs,
-    and all. ``graphs`` counts these."""
+    and all."""
 
     engine: Any
     cache_seconds: float
     capture_seconds: float
     seconds: float
-    graphs: int
 
 
 def start_engine(model: BenchmarkModel, config: EngineConfig, work: HostWork) -> Started:
@@ -54,28 +54,18 @@ def start_engine(model: BenchmarkModel, config: EngineConfig, work: HostWork) ->
     def time_capture(captured: Iterable[int], count: int) -> Iterator[int]:
         nonlocal capture_seconds
         before = time.perf_counter()
-        yield from captured
+        yield from show_capture(captured, count)
         _synchronize(model.device)
         capture_seconds = time.perf_counter() - before
 
     controller = TextGenerationController(model.wrapper)
     engine = DynamicInferenceEngine(
-        controller,
-        context,
-        config=config,
-        model_name=model.name,
-        progress=time_capture,
+        controller, context, config=config, model_name=model.name, progress=time_capture
     )
     _synchronize(model.device)
     seconds = time.perf_counter() - started
     work.add_to(engine)
-    return Started(
-        engine=engine,
-        cache_seconds=cache_seconds,
-        capture_seconds=capture_seconds,
-        seconds=seconds,
-        graphs=engine.runner.graph_count,
-    )
+    return Started(engine, cache_seconds, capture_seconds, seconds)
 
 
 def _config(
@@ -133,17 +123,15 @@ def ragged_config(model: BenchmarkModel, depth: int, load: RaggedLoad) -> Engine
             block_bytes = EngineConfig().block_size_tokens * token_bytes(model)
             fitting = int(MEMORY_SHARE * free) // block_bytes
             blocks = max(min(blocks, fitting), _blocks_of_row(load))
-    sizes = {"max_requests": load.max_requests, "block_count": blocks}
-    return _config(model, depth, load, **sizes)
+    return _config(model, depth, load, max_requests=load.max_requests, block_count=blocks)
 
 
 def make_engine(
     model: BenchmarkModel, rows: int, depth: int, load: Load, *, all_buckets: bool = False
 ) -> Started:
     """An engine of the decode workload, started."""
-    return start_engine(
-        model, decode_config(model, rows, depth, load, all_buckets=all_buckets), load
-    )
+    config = decode_config(model, rows, depth, load, all_buckets=all_buckets)
+    return start_engine(model, config, load)
 
 
 def token_bytes(model: BenchmarkModel) -> int:
@@ -192,7 +180,6 @@ def measure_startup(
     ``first token``: of one short request, from ``add_request`` on.
     """
     starts: list[dict[str, float]] = []
-    graphs = 0
     for _ in range(2):
         made = [start_engine(model, config, HostWork())]
         one = made[0]
@@ -200,7 +187,7 @@ def measure_startup(
         phases = {"cache": one.cache_seconds, "capture": one.capture_seconds, "rest": rest}
         phases["first token"] = _first_token_seconds(one.engine, model.config.vocab_size)
         starts.append(phases)
-        graphs = one.graphs
+        graphs = one.engine.runner.graph_count
         close_engines(made)
     started = time.perf_counter()
     build_again()

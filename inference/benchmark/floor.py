@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
+from megatron_async.device.cuda_timeline import mean_us
 from megatron_async.models.config import ModelConfig
+from megatron_async.models.memory_traffic import kv_bytes, weight_bytes
 
 COPY_BANDWIDTH = {"NVIDIA H200": 4.3e12, "NVIDIA H100 80GB HBM3": 3.03e12}
 """Bytes per second of a large copy, read and written, as measured, by the GPU's name. So reports of
@@ -29,43 +33,11 @@ def _measured(device: torch.device) -> float:
     with torch.cuda.device(device):
         source = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)
         target = torch.empty_like(source)
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         target.copy_(source)
-        began.record()
-        for _ in range(_COPIES):
-            target.copy_(source)
-        ended.record()
-        ended.synchronize()
+        seconds = 1e-6 * mean_us(partial(target.copy_, source), _COPIES)
         del source, target
         torch.cuda.empty_cache()
-        seconds = 1e-3 * float(began.elapsed_time(ended))
-        return 2 * _COPIES * _COPY_BYTES / seconds
-
-
-def weight_bytes(config: ModelConfig, itemsize: int) -> int:
-    """Bytes of weights that one decode step reads.
-
-    All of the decoder and the output projection. Of an input embedding that is not the output
-    projection too a step reads a row per request, which is nothing, and of learned positions
-    likewise; layers of multi-token prediction are not run.
-    """
-    hidden, ffn = config.hidden_size, config.ffn_hidden_size
-    query = config.num_attention_heads * config.head_dim
-    key_value = config.num_kv_heads * config.head_dim
-    fc1_rows = 2 * ffn if config.activation == "swiglu" else ffn
-    norm = 2 * hidden if config.normalization == "LayerNorm" else hidden
-    layer = hidden * (query + 2 * key_value) + query * hidden + fc1_rows * hidden + hidden * ffn
-    layer += 2 * norm
-    layer += 2 * config.head_dim if config.qk_norm else 0
-    layer += query + 2 * key_value if config.qkv_bias else 0
-    layer += hidden if config.attention_output_bias else 0
-    layer += fc1_rows + hidden if config.mlp_bias else 0
-    return itemsize * (config.num_layers * layer + norm + config.vocab_size * hidden)
-
-
-def kv_bytes(config: ModelConfig, itemsize: int, tokens: float) -> float:
-    """Bytes of keys and values that attention over ``tokens`` tokens reads, all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize * tokens
+        return 2 * _COPY_BYTES / seconds
 
 
 def floor_ms(

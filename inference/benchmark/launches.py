@@ -14,13 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from megatron_async.device.cpu import Span
 from megatron_async.device.cuda import CudaDevice
 from megatron_async.device.cuda_timeline import CudaTimeline
-from megatron_async.device.protocol import Device
+from megatron_async.device.protocol import Device, Span
 from megatron_async.runner.cuda_graphs import MIXED
-
-from ..trace.timeline import start_device_timeline, take_device_timeline
 
 
 class LaunchTimes(NamedTuple):
@@ -44,11 +41,11 @@ def launch_times(spans: Sequence[Span], *, after_prefill: bool = False) -> Launc
     if after_prefill:
         first = max((n for n, span in enumerate(spans, 1) if span.name == MIXED), default=0)
         spans = spans[first:]
-    if len(spans) < 2:
-        return None
-    inside = 1e-6 * sum(span.end_ns - span.start_ns for span in spans)
     pairs = itertools.pairwise(spans)
     pauses = [1e-6 * (after.start_ns - before.end_ns) for before, after in pairs]
+    if not pauses:
+        return None
+    inside = 1e-6 * sum(span.end_ns - span.start_ns for span in spans)
     total = inside + sum(pauses)
     middle, longest = statistics.median(pauses), max(pauses)
     return LaunchTimes(len(spans), total, inside / total, middle, longest)
@@ -67,11 +64,11 @@ def marked_launches(
         times = launch_times(spans, after_prefill=after_prefill)
         return None if times is None else {**times._asdict(), "host_us_per_launch": cost}
 
-    start_device_timeline(device)
+    device.start_timeline()
     try:
         yield figures
     finally:
-        spans += take_device_timeline(device)
+        spans += device.take_timeline()
 
 
 def host_us_per_launch(device: Device, launches: int = 500) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import random
 import time
@@ -103,12 +104,9 @@ class Load(HostWork):
         """Random token ids, the same for all depths and rounds."""
         source = random.Random(self.seed)
         params = SamplingParams(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            num_tokens_to_generate=self.new_tokens,
-            termination_id=NO_TERMINATION,
-        )
+            temperature=self.temperature, top_k=self.top_k, top_p=self.top_p,
+            num_tokens_to_generate=self.new_tokens, termination_id=NO_TERMINATION,
+        )  # fmt: skip
         return [
             Request([source.randrange(vocab_size) for _ in range(self.prompt_tokens)], params)
             for _ in range(batch_size)
@@ -184,11 +182,7 @@ def arrivals(rate: float, count: int, seed: int) -> list[float]:
     if math.isinf(rate):
         return [0.0] * count
     source = random.Random(seed)
-    times, now = [], 0.0
-    for _ in range(count):
-        now += source.expovariate(rate)
-        times.append(now)
-    return times
+    return list(itertools.accumulate(source.expovariate(rate) for _ in range(count)))
 
 
 def log_normal(source: random.Random, low: int, high: int) -> int:

@@ -11,13 +11,13 @@ import torch
 from megatron_async.checkpoint import load_pretrained
 from megatron_async.engine.build import resolve_device
 from megatron_async.errors import ConfigError
+from megatron_async.models.build import build_random_model
 from megatron_async.models.config import ModelConfig
+from megatron_async.models.shapes import SHAPES
 from megatron_async.models.wrapper import GPTInferenceWrapper
 
-from .shapes import SHAPES, build_shape
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class BenchmarkModel:
     """The model all engines share, and what it is."""
 
@@ -58,7 +58,7 @@ def load_benchmark_model(
         check_length(config)
         if dtype is None:
             dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        model = build_shape(config, device=device, dtype=dtype, seed=seed)
+        model = build_random_model(config, device=device, dtype=dtype, seed=seed)
     else:
         pretrained = load_pretrained(args.model or "tiny", device=device, dtype=dtype)
         name, config, model = pretrained.name, pretrained.config, pretrained.model
@@ -66,11 +66,5 @@ def load_benchmark_model(
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     wrapper = GPTInferenceWrapper(model)
-    return BenchmarkModel(
-        name=name,
-        config=config,
-        wrapper=wrapper,
-        device=device,
-        dtype=wrapper.kv_cache_spec.dtype,
-        build_seconds=time.perf_counter() - started,
-    )
+    seconds, dtype = time.perf_counter() - started, wrapper.kv_cache_spec.dtype
+    return BenchmarkModel(name, config, wrapper, device, dtype, seconds)

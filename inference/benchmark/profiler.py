@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import statistics
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-Event = dict[str, Any]
-"""One of the profiler's Chrome trace; microseconds of its own clock."""
-
-_DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+from megatron_async.device.kernel_profiler import Event, device_work, events_of
 
 STEP_MARKERS = ("read_packet", "publish")
 """Parts of the names of kernels that run once a step; the first that is found marks the steps."""
@@ -98,8 +92,7 @@ def kernels_of(events: Iterable[Event]) -> list[Kernel]:
     """The device's work among a profiler's events."""
     kernels = []
     for event in device_work(events):
-        start = float(event["ts"])
-        launch = int(event.get("args", {}).get("correlation", -1))
+        start, launch = float(event["ts"]), int(event.get("args", {}).get("correlation", -1))
         kernels.append(Kernel(event["name"], start, start + float(event["dur"]), launch))
     return kernels
 
@@ -112,22 +105,6 @@ def profile(work: Callable[[], None]) -> list[Kernel]:
     with torch_profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         work()
     return kernels_of(events_of(profiler))
-
-
-def events_of(profile: Any) -> list[Event]:
-    """All events of a ``torch.profiler.profile`` that has been stopped."""
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "trace.json"
-        profile.export_chrome_trace(str(path))
-        events: list[Event] = json.loads(path.read_text())["traceEvents"]
-        return events
-
-
-def device_work(events: Iterable[Event]) -> Iterator[Event]:
-    """Kernels, copies and fills."""
-    for event in events:
-        if event.get("ph") == "X" and event.get("cat") in _DEVICE_CATEGORIES:
-            yield event
 
 
 def profile_next(engine: Any, count: int) -> dict[str, float] | None:

@@ -116,16 +116,13 @@ def _heading(report: dict[str, Any]) -> str:
     said = f"{report['shape']}, {report['dtype']}, {report['device_name']}, "
     if report["workload"] == "ragged":
         prompt, output = load["prompt_range"], load["output_range"]
-        said += (
-            f"ragged: {load['requests']} requests, at most {load['max_requests']} at once, prompts "
-            f"of {prompt[0]}-{prompt[1]} tokens, outputs of {output[0]}-{output[1]}"
-        )
+        said += f"ragged: {load['requests']} requests, at most {load['max_requests']} at once"
+        said += f", prompts of {prompt[0]}-{prompt[1]} tokens, outputs of {output[0]}-{output[1]}"
     else:
         said += f"prompt {load['prompt_tokens']}, {load['new_tokens']} new tokens"
-    if load.get("temperature"):
-        said += f", temperature {load['temperature']:g}"
-        said += f", top-k {load['top_k']}" if load["top_k"] else ""
-        said += f", top-p {load['top_p']:g}" if load["top_p"] else ""
+    for name in ("temperature", "top_k", "top_p"):
+        if load.get(name):
+            said += f", {name.replace('_', '-')} {load[name]:g}"
     if load["host_work_us"]:
         said += f", {load['host_work_us']:g} us of host work in each commit"
     if load["stall_us"]:
@@ -163,7 +160,5 @@ def _baseline_line(row: dict[str, Any]) -> str:
     line = f"{row['engine']}, batch {row['batch']}: "
     if "step_ms_mean" not in row:
         return line + f"{row['seconds']:.2f} s, {row['tokens_per_second']:.0f} output tokens/s"
-    return line + (
-        f"{row['step_ms_mean']:.3f} ms/step, p50 {row['step_ms_p50']:.3f}, "
-        f"p99 {row['step_ms_p99']:.3f}, {row['tokens_per_second']:.0f} tokens/s"
-    )
+    line += f"{row['step_ms_mean']:.3f} ms/step, p50 {row['step_ms_p50']:.3f}, "
+    return line + f"p99 {row['step_ms_p99']:.3f}, {row['tokens_per_second']:.0f} tokens/s"

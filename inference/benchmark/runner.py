@@ -35,9 +35,8 @@ def collect(
 ) -> dict[str, Any]:
     """Measure everything and return the report, plain JSON types, ``complete`` when nothing
     failed. ``keep`` is called with what there is so far whenever there is more."""
-    load_model = partial(
-        load_benchmark_model, args, longest=load.longest, what=load.what, seed=load.seed
-    )
+    sizes: dict[str, Any] = {"longest": load.longest, "what": load.what, "seed": load.seed}
+    load_model = partial(load_benchmark_model, args, **sizes)
     device = resolve_device(args.device)
     # A copy takes memory too, which a model may leave no room for.
     bandwidth = copy_bandwidth(device) if device.type == "cuda" else None
@@ -54,8 +53,7 @@ def collect(
         "dtype": str(model.dtype).removeprefix("torch."),
         "load": dataclasses.asdict(load),
         "build_seconds": model.build_seconds,
-        "fused_decode_off": model.wrapper.fused_decode_off,
-        "decode_coverage": model.wrapper.decode_coverage().to_dict(),
+        **coverage(model),
         "startup": None,
         "results": [],
         "baselines": [],
@@ -72,15 +70,14 @@ def collect(
         progress.done("start measured")
     workload: Workload
     if isinstance(load, Load):
-        workload = DecodeWorkload(model, args, progress, load, bandwidth)
+        workload = DecodeWorkload(model, args, progress, load=load, bandwidth=bandwidth)
     else:
-        workload = RaggedWorkload(model, args, progress, load)
+        workload = RaggedWorkload(model, args, progress, load=load)
     report["results"] = workload.results
     progress.expect(workload.measurements)
     workload.run()
     # Engines may have found a reason that the model alone does not give.
-    report["fused_decode_off"] = model.wrapper.fused_decode_off
-    report["decode_coverage"] = model.wrapper.decode_coverage().to_dict()
+    report |= coverage(model)
     if args.baseline:
         batches = workload.batches()
         config, dtype = model.config, model.dtype
@@ -101,6 +98,13 @@ def _full_config(
     if isinstance(load, Load):
         return decode_config(model, max(args.batch_sizes), depth, load, all_buckets=True)
     return ragged_config(model, depth, load)
+
+
+def coverage(model: BenchmarkModel) -> dict[str, Any]:
+    """Which blocks of a decode step are fused, and why not all."""
+    wrapper = model.wrapper
+    covered = wrapper.decode_coverage().to_dict()
+    return {"fused_decode_off": wrapper.fused_decode_off, "decode_coverage": covered}
 
 
 def environment(device: torch.device) -> dict[str, Any]:

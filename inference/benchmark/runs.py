@@ -32,7 +32,7 @@ class StepTime(NamedTuple):
     tokens: int
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(slots=True)
 class Run:
     """What came of the requests of a load: the record of each, when it arrived and when each of
     its tokens was handed out, in seconds from the start; and what the steps took."""
@@ -93,16 +93,8 @@ def run_load(
                 handed_out[output.request_id].append(now)
             reports += step["steps"]
         seconds = time.perf_counter() - started
-    return Run(
-        requests=[future.result() for future in futures],
-        arrived=arrived,
-        handed_out=handed_out,
-        seconds=seconds,
-        counters=counters,
-        steps=steps,
-        reports=reports,
-        events=events(),
-    )
+    records = [future.result() for future in futures]
+    return Run(records, arrived, handed_out, seconds, counters, steps, reports, events())
 
 
 def profile_run(

@@ -8,18 +8,11 @@ import statistics
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
-from ..steps import step_summary
-from .engines import (
-    Started,
-    close_engines,
-    fit_together,
-    make_engine,
-    ragged_config,
-    start_engine,
-)
+from megatron_async.request import step_summary
+
+from .engines import Started, close_engines, fit_together, make_engine, ragged_config, start_engine
 from .floor import floor_ms
 from .host import HostConditions, host_watch
 from .loads import Load, RaggedLoad, Request, arrivals, with_stops
@@ -38,14 +31,13 @@ RAGGED_WARM_UP_REQUESTS = RAGGED_WARM_UP_TOKENS = 8
 RAGGED_PROFILED_STEPS = 100
 
 
-@dataclass(slots=True)
-class Measured:
+class Measured(NamedTuple):
     """What has been found with one engine so far."""
 
     depth: int
     started: Started
-    runs: list[Run] = field(default_factory=list)
-    hosts: list[HostConditions] = field(default_factory=list)
+    runs: list[Run]
+    hosts: list[HostConditions]
 
 
 class Workload(ABC):
@@ -118,7 +110,7 @@ class Workload(ABC):
                 with host_watch() as seen:
                     run = run_load(one.started.engine, requests, arrived, **marks)
                 one.runs.append(run)
-                one.hosts += seen
+                one.hosts.extend(seen)
                 self.progress.done(f"{here}: {self.said(run, one.depth)}")
 
     def row(self, found: Measured, run: Run, figures: dict[str, Any]) -> dict[str, Any]:
@@ -130,7 +122,7 @@ class Workload(ABC):
             "rounds": len(found.runs),
             "startup_seconds": found.started.seconds,
             "capture_seconds": found.started.capture_seconds,
-            "graphs": found.started.graphs,
+            "graphs": found.started.engine.runner.graph_count,
             "step_summary": step_summary(run.reports),
             "events": run.events,
             "timeline": None,
@@ -166,17 +158,9 @@ class DecodeWorkload(Workload):
     case = "batch"
     figure = "step_ms_mean"
 
-    def __init__(
-        self,
-        model: BenchmarkModel,
-        args: argparse.Namespace,
-        progress: Progress,
-        load: Load,
-        bandwidth: float | None,
-    ) -> None:
-        super().__init__(model, args, progress)
-        self._load = load
-        self._bandwidth = bandwidth
+    def __init__(self, *given: Any, load: Load, bandwidth: float | None) -> None:
+        super().__init__(*given)
+        self._load, self._bandwidth = load, bandwidth
         self._marks_timed_rounds = self.marks and load.new_tokens >= LONG_LOAD_TOKENS
         self._marks_a_round = self.marks and not self._marks_timed_rounds
 
@@ -222,7 +206,7 @@ class DecodeWorkload(Workload):
             for depth in depths:
                 self.progress.describe(f"{what}{depth}: start")
                 made.append(self._start(requests, depth))
-            found = [Measured(*pair) for pair in zip(depths, made, strict=True)]
+            found = [Measured(*pair, [], []) for pair in zip(depths, made, strict=True)]
             in_rounds = self._marks_timed_rounds
             self.rounds(what + "{}", found, requests, marks=in_rounds, after_prefill=True)
             for one in found if self._marks_a_round else ():
@@ -245,14 +229,9 @@ class DecodeWorkload(Workload):
         figures = step_figures([ms for steps, _ in rounds for ms in steps], batch_size)
         floor = None
         if self._bandwidth is not None:
-            floor = floor_ms(
-                self.model.config,
-                self.model.dtype.itemsize,
-                self._bandwidth,
-                batch_size=batch_size,
-                prompt_tokens=self._load.prompt_tokens,
-                new_tokens=self._load.new_tokens,
-            )
+            config, itemsize = self.model.config, self.model.dtype.itemsize
+            lengths = {n: getattr(self._load, n) for n in ("prompt_tokens", "new_tokens")}
+            floor = floor_ms(config, itemsize, self._bandwidth, batch_size=batch_size, **lengths)
         last = found.runs[-1]
         if last.events is not None:
             last.events["in_timed_round"] = self._marks_timed_rounds
@@ -293,12 +272,10 @@ class RaggedWorkload(Workload):
     case = "arrival_rate"
     figure = "seconds"
 
-    def __init__(
-        self, model: BenchmarkModel, args: argparse.Namespace, progress: Progress, load: RaggedLoad
-    ) -> None:
-        super().__init__(model, args, progress)
+    def __init__(self, *given: Any, load: RaggedLoad) -> None:
+        super().__init__(*given)
         # One size for all depths, also where the free memory decides.
-        blocks = ragged_config(model, 0, load).block_count
+        blocks = ragged_config(self.model, 0, load).block_count
         self._load = dataclasses.replace(load, block_count=blocks)
         self._requests: list[Request] = []
         self._reference: list[list[int]] = []
@@ -334,7 +311,7 @@ class RaggedWorkload(Workload):
         few = self._requests[:RAGGED_WARM_UP_REQUESTS]
         run_load(started.engine, [one.shortened(RAGGED_WARM_UP_TOKENS) for one in few])
         for rate in self.args.arrival_rate:
-            found = Measured(depth, started)
+            found = Measured(depth, started, [], [])
             arrived = arrivals(rate, len(self._requests), self._load.seed)
             what = f"depth {{}}, {rate:g} requests/s"
             self.rounds(what, [found], self._requests, arrived, marks=self.marks)
@@ -355,10 +332,10 @@ class RaggedWorkload(Workload):
             "arrival_rate": f"{rate:g}",
             **request_figures(middle),
             "round_seconds": [run.seconds for run in found.runs],
-            "requests_different": max(
-                sum(a != b for a, b in zip(run.tokens, self._reference, strict=True))
-                for run in found.runs
-            ),
+            "requests_different": max(map(self._differing, found.runs)),
             "block_count": found.started.engine.context.block_count,
         }
         return self.row(found, middle, figures)
+
+    def _differing(self, run: Run) -> int:
+        return sum(a != b for a, b in zip(run.tokens, self._reference, strict=True))

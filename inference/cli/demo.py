@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from megatron_async.errors import ConfigError
@@ -60,21 +61,18 @@ def run(args: argparse.Namespace) -> int:
     from .writers import InTurnWriter
 
     greedy = SamplingParams(temperature=0.0, num_tokens_to_generate=args.max_new_tokens)
-    sampled = SamplingParams(temperature=0.7, top_p=0.9, num_tokens_to_generate=args.max_new_tokens)
+    sampled = dataclasses.replace(greedy, temperature=0.7, top_p=0.9)
     works = [Work(prompt, sampled if n else greedy) for n, prompt in enumerate(PROMPTS)]
-    kinds = ["greedy", *["sampled"] * (len(works) - 1)]
     heads = [
-        f"--- {n} of {len(works)}, {kind} ---\n{prompt}"
-        for n, (kind, prompt) in enumerate(zip(kinds, PROMPTS, strict=True), 1)
+        f"--- {n} of {len(works)}, {'sampled' if n > 1 else 'greedy'} ---\n{prompt}"
+        for n, prompt in enumerate(PROMPTS, 1)
     ]
-    warm_up = [Work(PROMPTS[0], SamplingParams(temperature=0.0, num_tokens_to_generate=4))]
+    warm_up = [works[0].changed(num_tokens_to_generate=4)]
     print(f"Loading model {args.model}.", flush=True)
     with load_engine(args.model, config) as engine:
         if engine.controller.tokenizer is None:
-            raise ConfigError(
-                f"--model {args.model} has no tokenizer, and the prompts of demo are text; use "
-                "verify, which makes token ids of its own"
-            )
+            none = f"--model {args.model} has no tokenizer, and the prompts of demo are text"
+            raise ConfigError(f"{none}; use verify, which makes token ids of its own")
         decode(engine, warm_up)
         print(f"Decoding {len(works)} prompts together, {_mode(depth)}.\n", flush=True)
         ours = decode(engine, works, InTurnWriter(heads))
@@ -99,18 +97,17 @@ def _mode(depth: int) -> str:
 
 
 def _show_table(ours: Decoded, reference: Decoded) -> None:
-    from .table import format_table
+    from .table import format_columns
 
     runs = (ours, reference)
     counters = [decoded.counters for decoded in runs]
-    rows: list[list[object]] = [
-        ["steps", *(c.steps_committed for c in counters)],
-        ["rows launched", *(c.rows_launched for c in counters)],
-        ["tokens committed", *(c.tokens_committed for c in counters)],
-        ["tokens discarded", *(c.tokens_discarded for c in counters)],
-        ["steps overlapped", *(c.steps_overlapped for c in counters)],
-        ["overlap", *(f"{c.steps_overlapped / c.steps_committed:.1%}" for c in counters)],
-        ["tokens/s", *(f"{d.counters.tokens_committed / d.seconds:.0f}" for d in runs)],
-    ]
-    header = ["", *(_mode(decoded.depth).replace(",", "") for decoded in runs)]
-    print(format_table(header, rows))
+    rows: dict[str, list[object]] = {
+        "steps": [c.steps_committed for c in counters],
+        "rows launched": [c.rows_launched for c in counters],
+        "tokens committed": [c.tokens_committed for c in counters],
+        "tokens discarded": [c.tokens_discarded for c in counters],
+        "steps overlapped": [c.steps_overlapped for c in counters],
+        "overlap": [f"{c.steps_overlapped / c.steps_committed:.1%}" for c in counters],
+        "tokens/s": [f"{run.counters.tokens_committed / run.seconds:.0f}" for run in runs],
+    }
+    print(format_columns([_mode(decoded.depth).replace(",", "") for decoded in runs], rows))

@@ -128,26 +128,19 @@ def _sampling_params(
     values |= job.sampling
     if values["temperature"] is None:
         values["temperature"] = 1.0 if values["top_k"] or values["top_p"] else 0.0
-    max_new_tokens = values.pop("max_new_tokens", args.max_new_tokens)
-    if max_new_tokens is None:
-        max_new_tokens = _default_max_new_tokens(engine, job.prompt)
-    return SamplingParams(num_tokens_to_generate=max_new_tokens, **values)
-
-
-def _default_max_new_tokens(engine: DynamicInferenceEngine, prompt: str | list[int]) -> int:
-    """The default, or what the model has room for; a prompt too long is the engine's to refuse."""
-    tokens = engine.controller.tokenize_prompt(prompt) if isinstance(prompt, str) else prompt
-    room = engine.max_sequence_length - len(tokens)
-    return max(1, min(DEFAULT_MAX_NEW_TOKENS, room))
+    most = values.pop("max_new_tokens", args.max_new_tokens)
+    if most is None:
+        # What the model has room for; a prompt that is too long is the engine's to refuse.
+        prompt = job.prompt
+        tokens = engine.controller.tokenize_prompt(prompt) if isinstance(prompt, str) else prompt
+        most = max(1, min(DEFAULT_MAX_NEW_TOKENS, engine.max_sequence_length - len(tokens)))
+    return SamplingParams(num_tokens_to_generate=most, **values)
 
 
 def _report(engine: DynamicInferenceEngine, served: int, seconds: float) -> None:
-    counters = engine.counters
+    counters, requests = engine.counters, "request" if served == 1 else "requests"
     tokens = counters.tokens_committed
-    print(
-        f"{served} request{'s' if served != 1 else ''}, {tokens} tokens in {seconds:.2f} s, "
-        f"{tokens / seconds:.0f} tokens/s; depth {engine.depth}: {counters.steps_overlapped} of "
-        f"{counters.steps_committed} steps overlapped, {counters.tokens_discarded} tokens "
-        "discarded",
-        file=sys.stderr,
-    )
+    rate = f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.0f} tokens/s"
+    steps = f"{counters.steps_overlapped} of {counters.steps_committed} steps overlapped"
+    steps += f", {counters.tokens_discarded} tokens discarded"
+    print(f"{served} {requests}, {rate}; depth {engine.depth}: {steps}", file=sys.stderr)

@@ -43,9 +43,7 @@ OPTIONAL = {
         "this package's PyTorch LayerNorm",
     ),
     "transformers": Part(
-        "transformers",
-        "compared with in the tests",
-        "Hugging Face directories are read without it",
+        "transformers", "compared with in the tests", "Hugging Face directories are read without it"
     ),
 }
 
@@ -67,16 +65,12 @@ def run(args: argparse.Namespace) -> int:
     from .table import format_table
 
     versions = report["versions"]
-    print(format_table(("version", ""), [(name, versions[name]) for name in versions]))
-    print("\ndevices")
-    for device in report["devices"]:
-        print(f"  {device}")
+    print(format_table(("version", ""), list(versions.items())))
+    print("\ndevices", *report["devices"], sep="\n  ")
     print("\noptional parts")
     for name, part in report["optional"].items():
-        if part["version"] is None:
-            print(f"  {name}: not installed; {part['use']}")
-        else:
-            print(f"  {name} {part['version']}: {part['use']}")
+        version = ": not installed;" if part["version"] is None else f" {part['version']}:"
+        print(f"  {name}{version} {part['use']}")
     return 0
 
 
@@ -85,8 +79,7 @@ def collect() -> dict[str, Any]:
     import torch
 
     versions: dict[str, str | None] = {"megatron-async": __version__}
-    versions["python"] = platform.python_version()
-    versions |= {name: _version(name) for name in REQUIRED}
+    versions |= {"python": platform.python_version(), **{n: _version(n) for n in REQUIRED}}
     versions["torch"] = str(torch.__version__)  # with the build, which metadata may lack
     optional = {}
     for name, part in OPTIONAL.items():

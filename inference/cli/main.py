@@ -14,11 +14,10 @@ from collections.abc import Sequence
 from megatron_async.errors import ConfigError, MegatronAsyncError
 from megatron_async.version import __version__
 
-from .. import tune
 from ..benchmark import command as bench
 from ..trace import command as trace
 from ..verify import command as verify
-from . import demo, generate, info
+from . import demo, generate, info, tune
 from .options import PROGRAM, OneLineErrorParser, name_options
 
 COMMANDS = (generate, verify, demo, info, bench, trace, tune)
@@ -77,11 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.filename is not None or error.errno is None:
             raise
         _drop_stdout()
-        print(
-            f"{PROGRAM}: error: the standard output cannot be written: {error.strerror}; "
-            "redirect it to another place",
-            file=sys.stderr,
-        )
+        said = f"the standard output cannot be written: {error.strerror}"
+        print(f"{PROGRAM}: error: {said}; redirect it to another place", file=sys.stderr)
         return EXIT_BAD_INPUT
 
 

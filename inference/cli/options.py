@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_async.config import DEFAULT_ASYNC_DEPTH, MAX_DEPTH, EngineConfig
 from megatron_async.errors import ConfigError
-
-from ..benchmark.shapes import SHAPES
+from megatron_async.models.shapes import SHAPES
 
 if TYPE_CHECKING:
     from megatron_async.engine.engine import DynamicInferenceEngine
@@ -102,13 +101,9 @@ SEED = integer(-(2**63), 2**63 - 1)
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Which model, and where it runs."""
     add = parser.add_argument_group("model").add_argument
-    add(
-        "--model",
-        default="tiny",
-        metavar="tiny|PATH",
-        help="'tiny' is the embedded model, a byte-level GPT that writes Python-like code; or a "
-        "Hugging Face, native or megatron dist_checkpointing directory (default: tiny)",
-    )
+    said = "'tiny' is the embedded model, a byte-level GPT that writes Python-like code; or a "
+    said += "Hugging Face, native or megatron dist_checkpointing directory (default: tiny)"
+    add("--model", default="tiny", metavar="tiny|PATH", help=said)
     where = "cpu, cuda or cuda:N (default: a GPU where there is one)"
     add("--device", metavar="NAME", help=where)
     which = "default: the checkpoint's on a GPU, float32 on a CPU"
@@ -129,20 +124,13 @@ def add_benchmark_model_options(parser: argparse.ArgumentParser) -> None:
 
 def add_scheduling_options(parser: argparse.ArgumentParser, *, default: str) -> None:
     """Serial or asynchronous, and how deep."""
-    group = parser.add_argument_group("scheduling")
-    group.add_argument(
-        "--inference-async-scheduling",
-        action=argparse.BooleanOptionalAction,
-        help="launch a step before the tokens of the last one are committed; the tokens stay the "
-        f"same (default: {default})",
-    )
-    group.add_argument(
-        "--depth",
-        type=integer(0, MAX_DEPTH),
-        metavar="D",
-        help="steps that may be in flight uncommitted; 0 is serial, 1 or more turns asynchronous "
-        f"scheduling on (default with it: {DEFAULT_ASYNC_DEPTH})",
-    )
+    add = parser.add_argument_group("scheduling").add_argument
+    said = "launch a step before the tokens of the last one are committed; the tokens stay the "
+    said += f"same (default: {default})"
+    add("--inference-async-scheduling", action=argparse.BooleanOptionalAction, help=said)
+    said = "steps that may be in flight uncommitted; 0 is serial, 1 or more turns asynchronous "
+    said += f"scheduling on (default with it: {DEFAULT_ASYNC_DEPTH})"
+    add("--depth", type=integer(0, MAX_DEPTH), metavar="D", help=said)
 
 
 def add_engine_options(parser: argparse.ArgumentParser, **defaults: int) -> None:
@@ -164,14 +152,10 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: int) -> None
     count("max_tokens", FLAGS["max_tokens"], said=said)
     said = "most tokens of a request, prompt and generation (default: the model's)"
     count("max_sequence_length", FLAGS["max_sequence_length"], said=said)
-    cache.add_argument(
-        FLAGS["buffer_size_gb"],
-        dest="buffer_size_gb",
-        type=number(0, above=True),
-        metavar="GIB",
-        help="size of the KV cache (default: room for all requests at full length, at most 1 GiB "
-        "on a CPU and 16 GiB on a GPU)",
-    )
+    said = "size of the KV cache (default: room for all requests at full length, at most 1 GiB on "
+    said += "a CPU and 16 GiB on a GPU)"
+    size = {"dest": "buffer_size_gb", "type": number(0, above=True), "metavar": "GIB"}
+    cache.add_argument(FLAGS["buffer_size_gb"], help=said, **size)  # type: ignore[arg-type]
     said = "size of the KV cache in blocks, instead of GiB"
     cache.add_argument("--block-count", help=said, **counts)  # type: ignore[arg-type]
     count("block_size_tokens", FLAGS["block_size_tokens"], said="tokens of a KV-cache block")
@@ -189,12 +173,9 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: int) -> None
     add("--inference-logging-step-interval", type=integer(0), default=0, metavar="N", help=said)
     said = "most batch sizes captured as CUDA graphs (default: all)"
     count("num_cuda_graphs", FLAGS["num_cuda_graphs"], said=said)
-    add(
-        "--decode-only-cuda-graphs",
-        dest="capture_mixed_steps",
-        action="store_false",
-        help="capture no steps with prefill chunks: a faster start, slower prompts",
-    )
+    said = "capture no steps with prefill chunks: a faster start, slower prompts"
+    flag = FLAGS["capture_mixed_steps"]
+    add(flag, dest="capture_mixed_steps", action="store_false", help=said)
     said = "check invariants at every step and fill freed memory with garbage; slow"
     add("--debug", action="store_true", help=said)
 
@@ -224,11 +205,10 @@ def engine_config(args: argparse.Namespace, depth: int, *, random_seed: int = 0)
     Raises:
         ConfigError: two options contradict each other.
     """
-    given = vars(args)
-    fields = [field.name for field in dataclasses.fields(EngineConfig)]
-    config = {name: given[name] for name in fields if name in given}
-    scheduling = {"inference_async_scheduling": depth > 0, "depth": depth}
-    return EngineConfig(**{**config, **scheduling, "random_seed": random_seed})
+    names = {field.name for field in dataclasses.fields(EngineConfig)} & vars(args).keys()
+    given = {name: getattr(args, name) for name in names}
+    given |= {"inference_async_scheduling": depth > 0, "depth": depth, "random_seed": random_seed}
+    return EngineConfig(**given)
 
 
 def load_engine(model: str, config: EngineConfig) -> DynamicInferenceEngine:

@@ -54,6 +54,5 @@ class OutputFile:
         return Path(f"{self._path.resolve()}.part")  # next to the file itself, so a link stays one
 
     def _refusal(self, error: OSError) -> ConfigError:
-        return ConfigError(
-            f"{self._called}: cannot be written: {error.strerror}; choose another place"
-        )
+        why = f"cannot be written: {error.strerror}; choose another place"
+        return ConfigError(f"{self._called}: {why}")

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+
+def format_columns(header: Sequence[str], rows: Mapping[str, Sequence[object]]) -> str:
+    """A table whose rows are named: a column for each run, a row for each figure."""
+    return format_table(["", *header], [[name, *values] for name, values in rows.items()])
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

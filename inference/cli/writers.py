@@ -8,9 +8,9 @@ import sys
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from megatron_async.request import DynamicInferenceRequest
+from megatron_async.request import DynamicInferenceRequest, step_summary
 
-from ..steps import drive, step_summary
+from ..steps import drive
 from .progress import request_bar
 from .prompts import Job
 
@@ -192,10 +192,11 @@ class JsonWriter(OrderedWriter):
             fields = ("text", "token_ids", "finish_reason", "counters", "steps")
             values |= {**dict.fromkeys(fields), "error": result}
         else:
-            reason = result.finish_reason
-            values["text"] = result.generated_text
-            values["token_ids"] = result.generated_tokens
-            values["finish_reason"] = None if reason is None else reason.value
-            values["counters"] = dataclasses.asdict(result.counters)
-            values["steps"] = step_summary(result.steps)
+            values |= {
+                "text": result.generated_text,
+                "token_ids": result.generated_tokens,
+                "finish_reason": result.finish_reason,
+                "counters": dataclasses.asdict(result.counters),
+                "steps": step_summary(result.steps),
+            }
         return json.dumps(values) + "\n"

@@ -42,19 +42,16 @@ def run(args: argparse.Namespace) -> int:
     from megatron_async.version import __version__
 
     from .events import trace_events
-    from .record import open_engine, record, run_once
+    from .record import Subject
 
-    engine, title = open_engine(args)
-    with engine:
-        run_once(engine, args)
-        steps = progress_bar(range(args.steps), desc="recording", unit="step")
-        recording = record(engine, args, steps, title)
+    subject = Subject(args)
+    title = subject.title
+    with subject.engine:
+        subject.run_once()
+        recording = subject.record(progress_bar(range(args.steps), desc="recording", unit="step"))
     events, summary = trace_events(recording)
-    trace = {
-        "traceEvents": events,
-        "displayTimeUnit": "ns",
-        "otherData": {"megatron-async": __version__, "title": title},
-    }
+    about = {"megatron-async": __version__, "title": title}
+    trace = {"traceEvents": events, "displayTimeUnit": "ns", "otherData": about}
     file.write(json.dumps(trace, separators=(",", ":")) + "\n")
     print(
         f"{title}: {summary.overlapped} of {summary.commits} commits ran beside the forward of a "

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from megatron_async.device.cpu import Span
+from megatron_async.device.kernel_profiler import DeviceKernel
+from megatron_async.device.protocol import Span
 
 from .timeline import NO_TICKET, DeviceStep, HostTimeline, device_steps
 
@@ -18,14 +19,6 @@ HOST_LANE, DEVICE_LANE, FIRST_KERNEL_LANE = 1, 2, 3
 GRID_NS = 125
 
 Event = dict[str, Any]
-
-
-class DeviceKernel(NamedTuple):
-    """A kernel or copy; times in nanoseconds of the host's clock."""
-
-    name: str
-    start_ns: int
-    end_ns: int
 
 
 class Recording(NamedTuple):
@@ -63,9 +56,9 @@ def trace_events(recording: Recording) -> tuple[list[Event], Summary]:
     host = [span for span in recording.host.slices if span.start_ns >= start]
     writer = _Writer(start)
     for span in host:
-        args: Event = {"ticket": span.ticket}
-        if span.name == "commit":
-            args |= _said_of_commit(recording.host, span.ticket)
+        # Nothing is reported of a step that the engine was committing at the end.
+        report = recording.host.reports.get(span.ticket) if span.name == "commit" else None
+        args = {"ticket": span.ticket} | ({} if report is None else report._asdict())
         writer.slice(HOST_LANE, span, _host_title(span), args)
     for step in steps:
         args = {"ticket": step.span.ticket, "work": step.span.name}
@@ -80,28 +73,21 @@ def trace_events(recording: Recording) -> tuple[list[Event], Summary]:
             writer.slice(lane, span, short_name(kernel.name), {"name": kernel.name})
     tickets = [launch.ticket for launch in recording.host.launches if launch.time_ns >= start]
     commits = [span for span in host if span.name == "commit"]
-    summary = Summary(
-        first_ticket=tickets[0] if tickets else NO_TICKET,
-        last_ticket=tickets[-1] if tickets else NO_TICKET,
-        commits=len(commits),
-        overlapped=len(overlapped_commits(commits, steps)),
-        flows=flows,
-    )
+    first, last = (tickets[0], tickets[-1]) if tickets else (NO_TICKET, NO_TICKET)
+    overlapped = len(overlapped_commits(commits, steps))
+    summary = Summary(first, last, len(commits), overlapped, flows)
     return [*_metadata(recording, len(lanes)), *writer.in_order()], summary
 
 
 def overlapped_commits(commits: Sequence[Span], steps: Sequence[DeviceStep]) -> list[int]:
     """Tickets whose commit ran, at least in part, while the forward of a later one did."""
-    return [
-        commit.ticket
-        for commit in commits
-        if any(
-            step.forwarded > commit.ticket
-            and step.span.start_ns < commit.end_ns
-            and step.span.end_ns > commit.start_ns
-            for step in steps
-        )
-    ]
+
+    def overlaps(step: DeviceStep, commit: Span) -> bool:
+        begins, ends = step.span.start_ns, step.span.end_ns
+        later = step.forwarded > commit.ticket
+        return later and begins < commit.end_ns and ends > commit.start_ns
+
+    return [each.ticket for each in commits if any(overlaps(step, each) for step in steps)]
 
 
 def short_name(kernel: str) -> str:
@@ -152,12 +138,6 @@ def _us(grid: int) -> float:
 
 def _host_title(span: Span) -> str:
     return f"{span.name} {span.ticket}" if span.ticket != NO_TICKET else f"{span.name}: nothing"
-
-
-def _said_of_commit(host: HostTimeline, ticket: int) -> Event:
-    """What the engine reports of the step; nothing of one that it was committing at the end."""
-    report = host.reports.get(ticket)
-    return {} if report is None else report._asdict()
 
 
 def _flows(host: Sequence[Span], steps: Sequence[DeviceStep], writer: _Writer) -> int:

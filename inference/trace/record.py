@@ -4,26 +4,21 @@ from __future__ import annotations
 
 import argparse
 import platform
-import random
 import time
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
-from megatron_async.engine.build import build_context, resolve_device
-from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.device.kernel_profiler import KernelProfiler
+from megatron_async.engine.build import resolve_device
 from megatron_async.errors import ConfigError
-from megatron_async.runner.controller import TextGenerationController
-from megatron_async.sampling_params import SamplingParams
 
-from ..benchmark.engines import decode_config
+from ..benchmark.engines import decode_config, start_engine
 from ..benchmark.loads import Load
 from ..benchmark.model import load_benchmark_model
-from ..cli.progress import show_capture
-from .events import DeviceKernel, Recording
-from .kernels import KernelProfiler
-from .timeline import HostTimeline, start_device_timeline, take_device_timeline
+from .events import Recording
+from .timeline import HostTimeline
 
 LEAD_IN = 6
 """Steady steps between the start of the timelines and the first that is shown."""
@@ -33,101 +28,87 @@ MOST_PREFILL_TOKENS = 1024
 recorded, and fewer shapes are captured."""
 
 
-def new_tokens(args: argparse.Namespace) -> int:
-    """Tokens that keep a request running to the last step, whenever it was admitted."""
-    return int(args.batch_size + LEAD_IN + args.steps + 2 * args.depth + 4)
+class Subject:
+    """An engine over the model that the options name, and the requests that it decodes.
 
-
-def open_engine(args: argparse.Namespace) -> tuple[DynamicInferenceEngine, str]:
-    """The engine for the work that the options describe, and what the trace is called.
+    Attributes:
+        title: what the trace is called.
 
     Raises:
         ConfigError: the work exceeds the model's longest sequence, or the device is not there.
         CheckpointError: the model cannot be loaded.
     """
-    if args.kernels and resolve_device(args.device).type != "cuda":
-        raise ConfigError("--kernels needs a GPU, and the device is the CPU; leave it out")
-    length = args.prompt_tokens + new_tokens(args)
-    what = (
-        f"--prompt-tokens {args.prompt_tokens}, --steps {args.steps}, --batch-size "
-        f"{args.batch_size} and --depth {args.depth}"
-    )
-    model = load_benchmark_model(args, longest=length, what=what)
-    load = Load(prompt_tokens=args.prompt_tokens, new_tokens=new_tokens(args))
-    # The one that joins may come before the blocks of the one that left are back.
-    config = decode_config(
-        model, args.batch_size, args.depth, load, most_prefill=MOST_PREFILL_TOKENS, spare_rows=1
-    )
-    engine = DynamicInferenceEngine(
-        TextGenerationController(model.wrapper),
-        build_context(model.wrapper, config, model.device),
-        config=config,
-        model_name=model.name,
-        progress=show_capture,
-    )
-    dtype_name = str(model.dtype).removeprefix("torch.")
-    return engine, f"{model.name}, {dtype_name}, batch {args.batch_size}, depth {args.depth}"
 
+    def __init__(self, args: argparse.Namespace) -> None:
+        if args.kernels and resolve_device(args.device).type != "cuda":
+            raise ConfigError("--kernels needs a GPU, and the device is the CPU; leave it out")
+        # They keep a request running to the last step, whenever it was admitted.
+        new_tokens = args.batch_size + LEAD_IN + args.steps + 2 * args.depth + 4
+        load = Load(prompt_tokens=args.prompt_tokens, new_tokens=new_tokens)
+        what = (
+            f"--prompt-tokens {args.prompt_tokens}, --steps {args.steps}, --batch-size "
+            f"{args.batch_size} and --depth {args.depth}"
+        )
+        model = load_benchmark_model(args, longest=load.longest, what=what)
+        # The one that joins may come before the blocks of the one that left are back.
+        config = decode_config(
+            model, args.batch_size, args.depth, load, most_prefill=MOST_PREFILL_TOKENS, spare_rows=1
+        )
+        dtype_name = str(model.dtype).removeprefix("torch.")
+        self.title = f"{model.name}, {dtype_name}, batch {args.batch_size}, depth {args.depth}"
+        self.engine = start_engine(model, config, load).engine
+        self._args = args
+        self._requests = load.requests(model.config.vocab_size, args.batch_size + 1)
 
-def run_once(engine: DynamicInferenceEngine, args: argparse.Namespace) -> None:
-    """Decode the whole load unrecorded, so that no kernel is compiled while it is recorded."""
-    _fill(engine, args)
-    _steps(engine, args, range(args.steps))
-    engine.reset()
+    def run_once(self) -> None:
+        """Decode the whole load unrecorded, so that no kernel is compiled while it is recorded."""
+        self._fill()
+        self._steps(range(self._args.steps))
+        self.engine.reset()
 
+    def record(self, steps: Iterable[int]) -> Recording:
+        """Decode the load and record its steps; ``steps`` counts them. What is in flight after the
+        last one is committed, so that every ticket is shown to its end."""
+        engine = self.engine
+        self._fill()
+        profiler = KernelProfiler() if self._args.kernels else None
+        host = HostTimeline(engine)
+        engine.device.start_timeline()
+        for _ in range(LEAD_IN):
+            engine.step_modern()
+        start_ns = time.perf_counter_ns()
+        self._steps(steps)
+        engine.suspend()
+        device = engine.device.take_timeline()
+        host.detach()
+        kernels = [] if profiler is None else profiler.take()
+        engine.reset()
+        return Recording(self.title, _device_name(engine), start_ns, host, device, kernels)
 
-def record(
-    engine: DynamicInferenceEngine, args: argparse.Namespace, steps: Iterable[int], title: str
-) -> Recording:
-    """Decode the load and record its steps; ``steps`` counts them. What is in flight after the
-    last one is committed, so that every ticket is shown to its end."""
-    _fill(engine, args)
-    profiler = KernelProfiler() if args.kernels else None
-    host = HostTimeline(engine)
-    start_device_timeline(engine.device)
-    for _ in range(LEAD_IN):
-        engine.step_modern()
-    start_ns = time.perf_counter_ns()
-    _steps(engine, args, steps)
-    engine.suspend()
-    device = take_device_timeline(engine.device)
-    host.detach()
-    kernels: list[DeviceKernel] = [] if profiler is None else profiler.take()
-    engine.reset()
-    return Recording(title, _device_name(engine), start_ns, host, device, kernels)
+    def _fill(self) -> None:
+        """Start from nothing, and step until every row decodes."""
+        self.engine.reset()
+        for request_id in range(self._args.batch_size):
+            self._add(request_id)
+        decoding: set[int] = set()
+        while len(decoding) < self._args.batch_size:
+            decoding |= {output.request_id for output in self.engine.step_modern()["tokens"]}
 
+    def _steps(self, steps: Iterable[int]) -> None:
+        """Request 0 leaves after a third of the steps; one more joins after two thirds, or at once
+        where nobody else would decode meanwhile."""
+        leaves = self._args.steps // 3
+        joins = leaves if self._args.batch_size == 1 else 2 * self._args.steps // 3
+        for step in steps:
+            if step == leaves:
+                self.engine.abort_request(0)
+            if step == joins:
+                self._add(self._args.batch_size)
+            self.engine.step_modern()
 
-def _fill(engine: DynamicInferenceEngine, args: argparse.Namespace) -> None:
-    """Start from nothing, and step until every row decodes."""
-    engine.reset()
-    for request_id in range(args.batch_size):
-        _add(engine, args, request_id)
-    decoding: set[int] = set()
-    while len(decoding) < args.batch_size:
-        decoding |= {output.request_id for output in engine.step_modern()["tokens"]}
-
-
-def _steps(engine: DynamicInferenceEngine, args: argparse.Namespace, steps: Iterable[int]) -> None:
-    """Request 0 leaves after a third of the steps; one more joins after two thirds, or at once
-    where nobody else would decode meanwhile."""
-    leaves = args.steps // 3
-    joins = leaves if args.batch_size == 1 else 2 * args.steps // 3
-    for step in steps:
-        if step == leaves:
-            engine.abort_request(0)
-        if step == joins:
-            _add(engine, args, args.batch_size)
-        engine.step_modern()
-
-
-def _add(engine: DynamicInferenceEngine, args: argparse.Namespace, request_id: int) -> None:
-    source = random.Random(request_id)
-    vocab_size = engine.controller.inference_wrapped_model.vocab_size
-    prompt = [source.randrange(vocab_size) for _ in range(args.prompt_tokens)]
-    params = SamplingParams(
-        temperature=0, num_tokens_to_generate=new_tokens(args), termination_id=-1
-    )
-    engine.add_request(request_id, prompt, params)
+    def _add(self, request_id: int) -> None:
+        request = self._requests[request_id]
+        self.engine.add_request(request_id, request.prompt, request.params)
 
 
 def _device_name(engine: Any) -> str:

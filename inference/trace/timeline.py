@@ -6,11 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from megatron_async.device.cpu import CpuDevice, Span
-from megatron_async.device.cuda import CudaDevice
-from megatron_async.device.cuda_timeline import CudaTimeline
-from megatron_async.device.protocol import Device
-from megatron_async.errors import ConfigError
+from megatron_async.device.protocol import Span
 from megatron_async.request import StepReport
 from megatron_async.step.plan import Plan
 
@@ -62,30 +58,6 @@ class HostTimeline:
     def on_commit(self, report: StepReport) -> None:
         """A step was committed."""
         self.reports[report.ticket] = report
-
-
-def start_device_timeline(device: Device) -> None:
-    """Record from now on when work runs on ``device``; on CUDA this waits for it once.
-
-    Raises:
-        ConfigError: the device has no timeline.
-    """
-    if isinstance(device, CpuDevice):
-        device.timeline = []
-    elif isinstance(device, CudaDevice):
-        device.timeline = CudaTimeline(device.stream)
-    else:
-        raise ConfigError(f"a {type(device).__name__} records no timeline; use cpu or cuda")
-
-
-def take_device_timeline(device: Device) -> list[Span]:
-    """Wait for ``device``, stop recording, and return what ran, in stream order."""
-    device.synchronize()
-    if not isinstance(device, CpuDevice | CudaDevice) or device.timeline is None:
-        return []
-    timeline, device.timeline = device.timeline, None
-    spans = timeline.spans() if isinstance(timeline, CudaTimeline) else timeline
-    return [span for span in spans if span.name != "synchronize"]
 
 
 class DeviceStep(NamedTuple):

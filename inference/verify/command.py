@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 from typing import TYPE_CHECKING, Any
@@ -153,28 +152,28 @@ def _verify(
 def _verify_random(
     args: argparse.Namespace, serial: DynamicInferenceEngine, configs: list[EngineConfig]
 ) -> Report:
-    from .decode import DepthReport, Report, decode
+    from .decode import Decoded, DepthReport, Report, decode
     from .workload import count_witnesses, make_workload
 
     works = make_workload(serial, args.requests, args.seed)
-    runs = [decode(serial, works)]
-    for config in configs:
-        with serial.with_config(config) as engine:
-            runs.append(decode(engine, works))
-    depths = []
-    for run in runs:
+    reference = decode(serial, works)
+
+    def report(run: Decoded) -> DepthReport:
         seen = count_witnesses(run, args.block_size_tokens, args.prefill_chunk_tokens)
         missing = seen.missing(run.depth, args.inference_logging_step_interval)
-        differences, counts = run.differences(runs[0]), dataclasses.asdict(seen)
-        depths.append(
-            DepthReport(run.depth, differences, counts, missing, run.counters, run.seconds)
-        )
+        found = run.differences(reference), seen._asdict(), missing
+        return DepthReport(run.depth, *found, run.counters, run.seconds)
+
+    depths = [report(reference)]
+    for config in configs:
+        with serial.with_config(config) as engine:
+            depths.append(report(decode(engine, works)))
     advice = "" if args.batch_invariant or serial.context.params_dtype.itemsize > 2 else _NEAR_TIES
     return Report(RANDOM, RANDOM_DESCRIPTION, args.requests, depths, advice)
 
 
 def _random_table(report: Report) -> str:
-    from ..cli.table import format_table
+    from ..cli.table import format_columns
 
     depths = report.depths
     equal = [report.requests - len(depth.differences) for depth in depths]
@@ -185,40 +184,35 @@ def _random_table(report: Report) -> str:
         "KV blocks crossed in decoding": "crossed_blocks",
         "prompts prefilled in chunks": "chunked_prefills",
     }
-    rows: list[list[object]] = [
-        ["requests", *(report.requests for _ in depths)],
-        ["requests equal to depth 0", *equal],
-        ["tokens committed", *(depth.counters.tokens_committed for depth in depths)],
-        *([said, *(d.witnesses[name] for d in depths)] for said, name in named.items()),
-        ["steps", *(depth.counters.steps_committed for depth in depths)],
-        ["steps overlapped", *(depth.counters.steps_overlapped for depth in depths)],
-        ["seconds", *(f"{depth.seconds:.2f}" for depth in depths)],
-    ]
-    return format_table(["", *(f"depth {depth.depth}" for depth in depths)], rows)
+    rows: dict[str, list[Any]] = {
+        "requests": [report.requests] * len(depths),
+        "requests equal to depth 0": equal,
+        "tokens committed": [depth.counters.tokens_committed for depth in depths],
+        **{said: [depth.witnesses[name] for depth in depths] for said, name in named.items()},
+        "steps": [depth.counters.steps_committed for depth in depths],
+        "steps overlapped": [depth.counters.steps_overlapped for depth in depths],
+        "seconds": [f"{depth.seconds:.2f}" for depth in depths],
+    }
+    return format_columns([f"depth {depth.depth}" for depth in depths], rows)
 
 
 def _scenario_table(reports: list[Report]) -> str:
     """A line for each scenario; what was seen is that of the last depth."""
     from ..cli.table import format_table
 
-    rows: list[list[object]] = []
+    seen_at = f"seen at depth {reports[0].depths[-1].depth}"
+    rows = [["scenario", "requests", "equal at depths", "overlapped", seen_at]]
     for report in reports:
         equal = [str(depth.depth) for depth in report.depths if not depth.differences]
         seen = [f"{name} {count}" for name, count in report.depths[-1].witnesses.items() if count]
-        row = [report.name, report.requests, ",".join(equal) or "none", _overlapped(report)]
+        counters = [depth.counters for depth in report.depths if depth.depth]
+        steps = max(sum(each.steps_committed for each in counters), 1)
+        overlapped = f"{sum(each.steps_overlapped for each in counters) / steps:.0%}"
+        row = [report.name, str(report.requests), ",".join(equal) or "none", overlapped]
         rows.append([*row, ", ".join(seen)])
-    seen_at = f"seen at depth {reports[0].depths[-1].depth}"
-    width = max(len(str(row[-1])) for row in rows)
-    rows = [[*row, str(last).ljust(width)] for *row, last in rows]
-    header = ["scenario", "requests", "equal at depths", "overlapped", seen_at.ljust(width)]
-    return format_table(header, rows)
-
-
-def _overlapped(report: Report) -> str:
-    """Steps taken while a later one was in flight, of all depths above 0."""
-    counters = [depth.counters for depth in report.depths if depth.depth]
-    steps = sum(c.steps_committed for c in counters)
-    return f"{sum(c.steps_overlapped for c in counters) / max(steps, 1):.0%}"
+    width = max(len(row[-1]) for row in rows)
+    header, *lines = [[*row, last.ljust(width)] for *row, last in rows]
+    return format_table(header, lines)
 
 
 def _to_json(args: argparse.Namespace, reports: list[Report]) -> dict[str, Any]:

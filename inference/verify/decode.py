@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_async.request import DynamicInferenceRequest, FinishReason
@@ -17,12 +17,15 @@ if TYPE_CHECKING:
     from megatron_async.engine.metrics import EngineCounters
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(NamedTuple):
     """One request to decode."""
 
     prompt: str | list[int]
     params: SamplingParams
+
+    def changed(self, **fields: Any) -> Work:
+        """The same with other sampling parameters."""
+        return self._replace(params=replace(self.params, **fields))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +89,7 @@ class DepthReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        values["counters"] = self.counters.to_dict()
+        values = {**asdict(self), "counters": self.counters.to_dict()}
         return {"depth": self.depth, "equal": not self.differences, **values}
 
 
@@ -116,13 +118,8 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
-        return {
-            "name": self.name,
-            "description": self.description,
-            "requests": self.requests,
-            "ok": self.ok,
-            "depths": [depth.to_dict() for depth in self.depths],
-        }
+        head = {name: getattr(self, name) for name in ("name", "description", "requests", "ok")}
+        return {**head, "depths": [depth.to_dict() for depth in self.depths]}
 
 
 def decode(

@@ -129,9 +129,8 @@ class Run:
         """The same weights again, so that the tokens stay what they are."""
         engine = self._engine
         evictions = engine.counters.evictions
-        version = engine.update_weights(
-            engine.controller.inference_wrapped_model.model.state_dict()
-        )
+        model = engine.controller.inference_wrapped_model.model
+        version = engine.update_weights(model.state_dict())
         self._scripted_evictions += engine.counters.evictions - evictions
         self._scripted_barriers += 1
         for name in filter(self._goes_on, self.records):
@@ -141,34 +140,25 @@ class Run:
 
     def report(self) -> DepthReport:
         """Compare with the reference and look for the witnesses."""
-        seen = self.witnesses()
-        depth = self._engine.depth
-        return DepthReport(
-            depth,
-            [f"{self._scenario.name}, depth {depth}, {line}" for line in self._differences()],
-            {w.name.lower(): seen[w] for w in Witness if w in self._scenario.witnesses or seen[w]},
-            self._missing(seen),
-            self._engine.counters,
-            self.seconds,
-        )
+        seen, depth, expected = self.witnesses(), self._engine.depth, self._scenario.witnesses
+        lines = [f"{self._scenario.name}, depth {depth}, {line}" for line in self._differences()]
+        counts = {w.name.lower(): seen[w] for w in Witness if w in expected or seen[w]}
+        found = lines, counts, self._missing(seen)
+        return DepthReport(depth, *found, self._engine.counters, self.seconds)
 
     def _differences(self) -> list[str]:
-        lines = []
-        aborted = self._scenario.targets(Action.ABORT)
-        for name, reference in self._prepared.reference.items():
-            mine = self.records.get(name)
-            if mine is None:
-                line: str | None = "was never added"
-            elif mine.finish_reason is FinishReason.ABORT and name in aborted:
-                begun = Outcome(reference.tokens[: mine.generated_length], FinishReason.ABORT)
-                line = difference(Outcome.of(mine), begun, "decoded alone")
-            else:
-                line = difference(Outcome.of(mine), reference, "decoded alone")
-            if mine is not None and line is None:
-                line = self._wrong_spans(name, mine)
-            if line is not None:
-                lines.append(f"request {name}: {line}")
-        return lines
+        found = {name: self._difference(name) for name in self._prepared.reference}
+        return [f"request {name}: {line}" for name, line in found.items() if line is not None]
+
+    def _difference(self, name: str) -> str | None:
+        mine, reference = self.records.get(name), self._prepared.reference[name]
+        if mine is None:
+            return "was never added"
+        aborted = name in self._scenario.targets(Action.ABORT)
+        if mine.finish_reason is FinishReason.ABORT and aborted:
+            reference = Outcome(reference.tokens[: mine.generated_length], FinishReason.ABORT)
+        line = difference(Outcome.of(mine), reference, "decoded alone")
+        return self._wrong_spans(name, mine) if line is None else line
 
     def _wrong_spans(self, name: str, mine: DynamicInferenceRequest) -> str | None:
         """Each token belongs to the weights that were there when it was sampled."""
@@ -190,40 +180,31 @@ class Run:
     def witnesses(self) -> Counter[Witness]:
         """How often each thing happened."""
         counters, sizes = self._engine.counters, self._scenario.sizes
-        records = self.records.values()
-        names = self._started
+        records, cached = self.records.values(), self._cached
         aborted = [r for r in records if r.finish_reason is FinishReason.ABORT]
         stopped = [r for r in records if r.finish_reason is FinishReason.STOP]
-        chunked = (
-            len(self.records[n].prompt_tokens) - self._cached[n] > sizes.chunk for n in names
-        )
-        recalled = (
-            r.counters.cached - self._cached[name]
-            for name, r in self.records.items()
-            if r.counters.evictions
-        )
-        return Counter(
-            {
-                **self._seen,
-                W.PAUSE: counters.pauses,
-                W.EVICT: counters.evictions,
-                W.ABORT: len(aborted),
-                W.BOUNDARY: sum(crossed_blocks(r, sizes.block) for r in records),
-                W.PREFIX: self._cached.total(),
-                W.STOP: len(stopped),
-                W.LENGTH: sum(r.finish_reason is FinishReason.LENGTH for r in records),
-                W.DISCARD: sum(r.counters.discarded for r in stopped),
-                W.ABORT_IN_FLIGHT: sum(r.counters.discarded > 0 for r in aborted),
-                W.CHUNKS: sum(chunked),
-                W.WAIT: counters.steps_with_waiting,
-                W.STALL: counters.stalls,
-                W.PRESSURE: max(counters.evictions - self._scripted_evictions, 0),
-                W.RECALL: sum(recalled),
-                W.PRIORITY: self._overtakings(),
-                W.WEIGHTS: sum(len(r.weight_spans) > 1 for r in records),
-                W.LOGGED: counters.barriers - self._scripted_barriers,
-            }
-        )
+        prefilled = [len(self.records[n].prompt_tokens) - cached[n] for n in self._started]
+        evicted = [(n, r.counters) for n, r in self.records.items() if r.counters.evictions]
+        seen = {
+            W.PAUSE: counters.pauses,
+            W.EVICT: counters.evictions,
+            W.ABORT: len(aborted),
+            W.BOUNDARY: sum(crossed_blocks(r, sizes.block) for r in records),
+            W.PREFIX: cached.total(),
+            W.STOP: len(stopped),
+            W.LENGTH: sum(r.finish_reason is FinishReason.LENGTH for r in records),
+            W.DISCARD: sum(r.counters.discarded for r in stopped),
+            W.ABORT_IN_FLIGHT: sum(r.counters.discarded > 0 for r in aborted),
+            W.CHUNKS: sum(tokens > sizes.chunk for tokens in prefilled),
+            W.WAIT: counters.steps_with_waiting,
+            W.STALL: counters.stalls,
+            W.PRESSURE: max(counters.evictions - self._scripted_evictions, 0),
+            W.RECALL: sum(of.cached - cached[name] for name, of in evicted),
+            W.PRIORITY: self._overtakings(),
+            W.WEIGHTS: sum(len(r.weight_spans) > 1 for r in records),
+            W.LOGGED: counters.barriers - self._scripted_barriers,
+        }
+        return Counter({**self._seen, **seen})
 
     def _overtakings(self) -> int:
         """Pairs of which the later and more urgent one had its first token first."""

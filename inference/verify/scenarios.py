@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import tomllib
 from enum import Enum
-from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,10 +68,7 @@ class Witness(str, Enum):
 
 ONLY_WHEN_OVERLAPPED = frozenset({Witness.DISCARD, Witness.ABORT_IN_FLIGHT})
 """What cannot happen at depth 0."""
-
 W = Witness
-PAIRED = (W.ADD, W.PAUSE, W.EVICT, W.ABORT, W.FINISH, W.BOUNDARY, W.PREFIX)
-"""The table shows every two of these together."""
 
 
 class Ask(NamedTuple):
@@ -136,15 +132,6 @@ class Scenario(NamedTuple):
     def targets(self, action: Action) -> list[str]:
         """The requests that the script does this to, in order."""
         return [event.target for event in self.events if event.action is action]
-
-
-def pairs_shown(scenarios: tuple[Scenario, ...]) -> set[frozenset[Witness]]:
-    """The pairs of :data:`PAIRED` that ``scenarios`` must show together."""
-    return {
-        frozenset(pair)
-        for scenario in scenarios
-        for pair in combinations([w for w in PAIRED if w in scenario.witnesses], 2)
-    }
 
 
 def _member(kind: Any) -> Any:

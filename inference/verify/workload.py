@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_async.request import DynamicInferenceRequest, FinishReason
 from megatron_async.sampling_params import SamplingParams
@@ -17,24 +16,14 @@ if TYPE_CHECKING:
 MAX_NEW_TOKENS = 48
 NO_TERMINATION = -1
 
-_TEXT = '''\
+_TEXT = """\
 import os
 
 
 def read_lines(path):
-    """Return the lines of a file."""
     with open(path) as file:
         return [line.rstrip() for line in file]
-
-
-class Counter:
-    def __init__(self, start=0):
-        self.value = start
-
-    def increment(self, by=1):
-        self.value += by
-        return self.value
-'''
+"""
 
 
 def make_workload(engine: DynamicInferenceEngine, count: int, seed: int) -> list[Work]:
@@ -45,17 +34,12 @@ def make_workload(engine: DynamicInferenceEngine, count: int, seed: int) -> list
     """
     rng = random.Random(seed)
     works = [_make_work(engine, rng, number) for number in range(count)]
-    unstopped = [
-        Work(work.prompt, dataclasses.replace(work.params, termination_id=NO_TERMINATION))
-        for work in works
-    ]
-    dry = decode(engine, unstopped)
+    dry = decode(engine, [work.changed(termination_id=NO_TERMINATION) for work in works])
     for number, request in enumerate(dry.requests):
         tokens = request.generated_tokens
         if number % 3 == 1 and len(tokens) >= 3:
             stop = tokens[rng.randrange(1, len(tokens) - 1)]
-            params = dataclasses.replace(works[number].params, stop_token_ids=(stop,))
-            works[number] = Work(works[number].prompt, params)
+            works[number] = works[number].changed(stop_token_ids=(stop,))
     return works
 
 
@@ -64,13 +48,8 @@ def _make_work(engine: DynamicInferenceEngine, rng: random.Random, number: int) 
     block = engine.config.block_size_tokens
     chunk = engine.config.prefill_chunk_tokens
     max_new = min(rng.randint(4, MAX_NEW_TOKENS), max(1, limit // 2))
-    lengths = (
-        1,
-        rng.randint(2, block + 1),
-        block,
-        rng.randint(chunk + 1, 3 * chunk),
-        rng.randint(1, 2 * block),
-    )
+    short, medium = rng.randint(2, block + 1), rng.randint(chunk + 1, 3 * chunk)
+    lengths = (1, short, block, medium, rng.randint(1, 2 * block))
     length = max(1, min(lengths[number % len(lengths)], limit - max_new))
     return Work(make_prompt(engine, rng, length), _make_params(rng, max_new))
 
@@ -99,8 +78,7 @@ def _make_params(rng: random.Random, max_new: int) -> SamplingParams:
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Witnesses:
+class Witnesses(NamedTuple):
     """How often that happened which makes asynchronous decoding hard. All must be above 0,
     ``discarded`` only where steps overlap."""
 
@@ -123,11 +101,8 @@ class Witnesses:
             "--inference-dynamic-batching-block-size",
             "chunked_prefills": "no prompt was prefilled in chunks: lower --prefill-chunk-tokens",
         }
-        return [
-            remedy
-            for name, remedy in remedies.items()
-            if not getattr(self, name) and not (name == "discarded" and depth == 0)
-        ]
+        unseen = [name for name, count in self._asdict().items() if not count]
+        return [remedies[name] for name in unseen if name != "discarded" or depth]
 
 
 def count_witnesses(decoded: Decoded, block_size: int, chunk_tokens: int) -> Witnesses:

@@ -14,12 +14,12 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import torch
 
-from megatron_async.device.protocol import Graph, Ints
+from megatron_async.device.protocol import Graph, Ints, Span
 from megatron_async.errors import EngineStoppedError, IntegrityError
 
 POISON = -0x5A5A5A5B
@@ -29,15 +29,6 @@ MAX_JITTER_SECONDS = 2e-4
 
 
 _Queue: TypeAlias = "queue.SimpleQueue[tuple[Callable[[], None], str, int] | None]"
-
-
-class Span(NamedTuple):
-    """One piece of work in the timeline; times in nanoseconds of ``time.perf_counter_ns``."""
-
-    name: str
-    ticket: int
-    start_ns: int
-    end_ns: int
 
 
 class CpuDevice:
@@ -93,6 +84,14 @@ class CpuDevice:
         while not done.wait(timeout=0.1):
             self.raise_failure()
         self.raise_failure()
+
+    def start_timeline(self) -> None:
+        self.timeline = []
+
+    def take_timeline(self) -> list[Span]:
+        self.synchronize()
+        spans, self.timeline = self.timeline or [], None
+        return [span for span in spans if span.name != "synchronize"]
 
     def close(self) -> None:
         _end(self._work, self._thread, self._over)

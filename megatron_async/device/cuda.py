@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_async.device.protocol import Graph, Ints
+from megatron_async.device.protocol import Graph, Ints, Span
 from megatron_async.errors import IntegrityError
 
 if TYPE_CHECKING:
@@ -91,6 +91,16 @@ class CudaDevice:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
+
+    def start_timeline(self) -> None:
+        from megatron_async.device.cuda_timeline import CudaTimeline
+
+        self.timeline = CudaTimeline(self.stream)
+
+    def take_timeline(self) -> list[Span]:
+        self.synchronize()
+        timeline, self.timeline = self.timeline, None
+        return [] if timeline is None else timeline.spans()
 
     def close(self) -> None:
         self.stream.synchronize()

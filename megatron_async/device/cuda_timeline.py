@@ -8,10 +8,22 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_async.device.cpu import Span
+from megatron_async.device.protocol import Span
 
 ALIGNMENTS = 64
 """Events recorded on the idle stream, of which the fastest answer aligns the clocks."""
+
+
+def mean_us(work: Callable[[], object], count: int) -> float:
+    """Microseconds that ``work`` takes on the current stream, the mean of ``count`` calls in a row.
+    Waits for them."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(count):
+        work()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e3 / count
 
 
 class _Mark(NamedTuple):

@@ -7,13 +7,22 @@ stream), so that the same engine, races included, runs without a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 Ints = npt.NDArray[np.int32]
+
+
+class Span(NamedTuple):
+    """One piece of work in a timeline; times in nanoseconds of ``time.perf_counter_ns``."""
+
+    name: str
+    ticket: int
+    start_ns: int
+    end_ns: int
 
 
 class Graph(Protocol):
@@ -76,6 +85,12 @@ class Device(Protocol):
 
     def mark_ticket(self, ticket: int) -> None:
         """Work enqueued from now on belongs to this ticket (for timelines)."""
+
+    def start_timeline(self) -> None:
+        """Record from now on when work runs; on CUDA this waits for the device once."""
+
+    def take_timeline(self) -> list[Span]:
+        """Wait for the device, stop recording, and return what ran, in stream order."""
 
     def synchronize(self) -> None:
         """Wait until the device has nothing to do; raises what device work raised."""

@@ -125,6 +125,21 @@ def build_model(
     return model
 
 
+def build_random_model(
+    config: ModelConfig, *, device: torch.device, dtype: torch.dtype, seed: int = 0
+) -> GPTModel:
+    """A model in evaluation mode with random weights, drawn where they stay.
+
+    Linear layers draw from a normal distribution of standard deviation 0.02 (those that end a
+    residual branch from a narrower one), so activations stay finite in bfloat16 at any depth.
+    """
+    torch.manual_seed(seed)
+    model = build_model(config, device=device, dtype=dtype)
+    model.eval()
+    model.requires_grad_(False)
+    return model
+
+
 def attach_rotary(model: GPTModel, rotary: RotaryTable | None) -> None:
     """Give the model its rotary table (None for no rotation), which all attention layers read."""
     model.rotary = rotary

@@ -21,6 +21,12 @@ def positions_like(tokens: Tensor) -> Tensor:
     return torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
 
 
+def padded(rows: Sequence[Any]) -> Tensor:
+    """Rows of token ids as int64 ``[B, longest]``."""
+    tensors = [torch.as_tensor(np.asarray(row, np.int64)) for row in rows]
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=PAD)
+
+
 @torch.no_grad()
 def validation_loss(
     model: GPTModel, documents: Sequence[Document], length: int, tokens_per_batch: int
@@ -47,21 +53,13 @@ def validation_loss(
     return nats / max(num_bytes, 1)
 
 
-def padded(rows: Sequence[Any]) -> Tensor:
-    """Rows of token ids as int64 ``[B, longest]``."""
-    tensors = [torch.as_tensor(np.asarray(row, np.int64)) for row in rows]
-    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=PAD)
-
-
 @torch.no_grad()
 def acceptance(model: GPTModel, tokens: Tensor, prompt_length: int) -> list[float]:
-    """Share of each MTP layer's drafts that the model's own greedy continuation confirms.
+    """Share of each MTP layer's drafts that the model's own greedy continuation confirms; a deeper
+    layer's counts only where all before it were right.
 
     Args:
         tokens: ``[B, S]``, prompts with their greedy continuations.
-
-    Returns:
-        One share per MTP layer; a deeper one counts only where all before it were right.
     """
     positions = positions_like(tokens)
     model(tokens, positions, None)
@@ -74,8 +72,7 @@ def acceptance(model: GPTModel, tokens: Tensor, prompt_length: int) -> list[floa
         hidden = model.mtp_hidden_states(depth, hidden, ahead, positions)
         drafts = model.logits(hidden).argmax(-1)
         truth = torch.roll(tokens, -(depth + 2), dims=1)
-        in_text = positions < tokens.shape[1] - (depth + 2)
-        alive = alive & in_text & (truth != PAD)
+        alive &= (positions < tokens.shape[1] - (depth + 2)) & (truth != PAD)
         hits = alive & (drafts == truth)
         shares.append(float(hits.sum()) / max(int(alive.sum()), 1))
         alive = hits
@@ -99,6 +96,14 @@ def report(
     """
     model.eval()
     device = next(model.parameters()).device
+    config = EngineConfig(device=str(device), max_requests=max(rows, 2))
+
+    def decode(prompts: list[list[int]], temperature: float, most: int) -> list[list[int]]:
+        """Generated tokens, the end token with them."""
+        params = SamplingParams(temperature=temperature, num_tokens_to_generate=most)
+        with DynamicInferenceEngine.from_pretrained(directory, config) as engine:
+            return [request.generated_tokens for request in engine.generate(prompts, params)]
+
     library = [d for d in documents if not d.is_test]
     loss = validation_loss(model, documents, length, tokens_per_batch)
     library_loss = validation_loss(model, library, length, tokens_per_batch)
@@ -107,14 +112,6 @@ def report(
         "validation_bits_per_byte": loss / float(np.log(2)),
         "validation_nats_per_byte_without_test_suites": library_loss,
     }
-
-    def decode(prompts: list[Any], temperature: float, most: int) -> list[list[int]]:
-        """Generated tokens, the end token with them."""
-        params = SamplingParams(temperature=temperature, num_tokens_to_generate=most)
-        config = EngineConfig(device=str(device), max_requests=max(rows, 2))
-        with DynamicInferenceEngine.from_pretrained(directory, config) as engine:
-            return [request.generated_tokens for request in engine.generate(prompts, params)]
-
     prompt_length = min(64, length // 2)
     stride = max(1, len(documents) // (2 * rows))
     long_enough = [d for d in documents if len(d.text) >= 2 * prompt_length][::stride][:rows]
@@ -126,25 +123,22 @@ def report(
         figures["acceptance_by_depth"] = shares
         figures["tokens_per_step_with_drafts"] = 1 + float(np.cumprod(shares).sum())
 
-    prompts = ["def fibonacci(n):", "class Stack:\n"]
-    greedy = decode([list(text.encode()) for text in prompts], 0.0, min(new_tokens, 512))
-    figures["greedy"] = [
-        prompt + text_of(tokens) for prompt, tokens in zip(prompts, greedy, strict=True)
-    ]
+    prompts = [list(text.encode()) for text in ("def fibonacci(n):", "class Stack:\n")]
+    greedy = decode(prompts, 0.0, min(new_tokens, 512))
     sampled = decode([[BEGIN]] * rows, 0.8, new_tokens)
-    ends = [len(tokens) for tokens in sampled if END in tokens]
     texts = [text_of(tokens) for tokens in sampled]
-    definitions = ("def", "class", "async")
-    figures["sampled_documents"] = rows
-    figures["sampled_end_share"] = len(ends) / rows
-    figures["sampled_median_length"] = float(np.median(ends)) if ends else None
-    figures["sampled"] = texts[:8]
-    figures["sampled_starts_with_definition"] = (
-        sum(text.split(" ")[0] in definitions for text in texts) / rows
-    )
+    ends = [len(tokens) for tokens in sampled if END in tokens]
+    starts = sum(text.split(" ")[0] in ("def", "class", "async") for text in texts)
+    figures |= {
+        "greedy": [text_of(prompt + more) for prompt, more in zip(prompts, greedy, strict=True)],
+        "sampled_documents": rows,
+        "sampled_end_share": len(ends) / rows,
+        "sampled_median_length": float(np.median(ends)) if ends else None,
+        "sampled": texts[:8],
+        "sampled_starts_with_definition": starts / rows,
+    }
     for name, value in figures.items():
-        for line in value if isinstance(value, list) else [value]:
-            print(f"--- {name}\n{line}", flush=True)
+        print(f"--- {name}", *(value if isinstance(value, list) else [value]), sep="\n", flush=True)
     return figures
 
 

@@ -24,44 +24,137 @@ from typing import Any
 
 import torch
 from corpus import BEGIN, END, VOCAB_SIZE, Corpus, pack, read_corpus
-from report import report, validation_loss
+from report import positions_like, report, validation_loss
 from torch import Tensor
 from tqdm import tqdm
-from trainer import Trainer, learning_rate, set_dropout
 
 from megatron_async.checkpoint.native import save_native
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig
+from megatron_async.models.gpt import GPTModel
 
 from megatron.core import __version__ as MEGATRON_CORE_VERSION  # isort: skip
 
 ASSETS = Path(__file__).parents[2] / "megatron_async" / "assets" / "tiny"
 TOKENIZER_FILES = [ASSETS / "tokenizer.json", ASSETS / "tokenizer_config.json"]
-
 CONFIG = ModelConfig(
-    num_layers=5,
-    hidden_size=256,
-    num_attention_heads=4,
-    num_kv_heads=2,
-    head_dim=64,
-    ffn_hidden_size=704,
-    vocab_size=VOCAB_SIZE,
-    max_sequence_length=2048,
-    tie_word_embeddings=True,
-    mtp_num_layers=2,
-)
+    num_layers=5, hidden_size=256, num_attention_heads=4, num_kv_heads=2, head_dim=64,
+    ffn_hidden_size=704, vocab_size=VOCAB_SIZE, max_sequence_length=2048,
+    tie_word_embeddings=True, mtp_num_layers=2,
+)  # fmt: skip
+WARM_UP_SHARE, LAST_RATE = 0.02, 0.01
+
+
+class Trainer:
+    """bfloat16 weights, fp32 AdamW in flat buffers (arXiv:1711.05101), all numbers on the device so
+    that a CUDA graph can hold a step.
+
+    ``tokens`` is the static input: int64 ``[batch_size, sequence_length + 1]``. ``loss`` is the
+    last step's mean next-token loss in nats, on the device.
+    """
+
+    betas, epsilon, weight_decay, clip = (0.9, 0.95), 1e-8, 0.1, 1.0
+
+    def __init__(self, model: GPTModel, batch_size: int, sequence_length: int) -> None:
+        self.model = model
+        self.params = list(model.parameters())
+        self.device = self.params[0].device
+        self.master = torch.cat([p.detach().float().flatten() for p in self.params])
+        self.grad, self.first, self.second = (torch.zeros_like(self.master) for _ in range(3))
+        decays = [torch.full_like(p.flatten(), p.dim() > 1, dtype=torch.float) for p in self.params]
+        self.decay = self.weight_decay * torch.cat(decays)
+        self.master_views, self.grad_views = self._views(self.master), self._views(self.grad)
+        self.lr, self.count, self.loss = torch.zeros(3, device=self.device).unbind()
+        shape = (batch_size, sequence_length + 1)
+        self.tokens = torch.zeros(shape, dtype=torch.long, device=self.device)
+        self.mask = torch.ones(shape[0], shape[1] - 1, device=self.device)
+        self.positions = positions_like(self.tokens[:, :-1]).contiguous()
+        self.run = self.eager_step
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        parts = torch.split(flat, [p.numel() for p in self.params])
+        return [part.view(p.shape) for part, p in zip(parts, self.params, strict=True)]
+
+    def eager_step(self) -> None:
+        """Forward, backward, update."""
+        self.model.zero_grad(set_to_none=True)
+        inputs, labels = self.tokens[:, :-1].contiguous(), self.tokens[:, 1:].contiguous()
+        losses = self.model(inputs, self.positions, None, labels=labels, loss_mask=self.mask)
+        loss = losses.mean()
+        loss.backward()
+        with torch.no_grad():
+            torch._foreach_copy_(self.grad_views, [p.grad for p in self.params])
+            self._update()
+            torch._foreach_copy_(self.params, self.master_views)
+            self.loss.copy_(loss.detach())
+
+    def _update(self) -> None:
+        beta1, beta2 = self.betas
+        self.grad.mul_((self.clip / (self.grad.norm() + 1e-6)).clamp(max=1.0))
+        self.count.add_(1)
+        self.first.lerp_(self.grad, 1 - beta1)
+        self.second.lerp_(self.grad.square(), 1 - beta2)
+        scale = torch.sqrt(self.second / (1 - beta2**self.count)) + self.epsilon
+        update = self.first / (1 - beta1**self.count) / scale
+        self.master.sub_(self.lr * (update + self.decay * self.master))
+
+    def capture(self) -> None:
+        """Record the step as a CUDA graph. Runs a few steps at learning rate 0 first: ``tokens``
+        must hold a batch."""
+        self.lr.zero_()
+        side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                self.eager_step()
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        self.model.zero_grad(set_to_none=True)
+        # Other threads (NCCL's watchdog) may touch the device meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self.eager_step()
+        graph.replay()
+        for state in (self.first, self.second, self.count):
+            state.zero_()
+        self.run = graph.replay
+
+    def step(self, tokens: Tensor, lr: float) -> None:
+        """One update with a batch of int16 tokens on the device."""
+        self.tokens.copy_(tokens)
+        self.lr.fill_(lr)
+        self.run()
+
+    @torch.no_grad()
+    def restore(self, master: Tensor) -> None:
+        """Take back weights saved as ``master.clone()``, optimizer state aside."""
+        self.master.copy_(master)
+        torch._foreach_copy_(self.params, self.master_views)
+
+
+def learning_rate(progress: float, peak: float) -> float:
+    """Linear warm-up, then a cosine; ``progress`` is from 0 to 1."""
+    if progress < WARM_UP_SHARE:
+        return peak * progress / WARM_UP_SHARE
+    share = min((progress - WARM_UP_SHARE) / (1 - WARM_UP_SHARE), 1.0)
+    return peak * (LAST_RATE + (1 - LAST_RATE) * (1 + math.cos(math.pi * share)) / 2)
+
+
+def set_dropout(model: GPTModel, share: float) -> None:
+    """Dropout of the residual branches and the embedding."""
+    for module in model.modules():
+        if hasattr(module, "hidden_dropout"):
+            module.hidden_dropout = share
+        if isinstance(module, torch.nn.Dropout):
+            module.p = share
 
 
 def batches(corpus: Corpus, args: argparse.Namespace, device: torch.device) -> Iterator[Tensor]:
     """Endless epochs, each packed anew in a thread while the last one is used."""
 
     def epoch(number: int) -> Tensor:
-        rows = pack(
-            corpus.training,
-            args.sequence_length,
-            seed=args.seed * 100_003 + number,
-            test_share=args.test_share,
-        )
+        seed = args.seed * 100_003 + number
+        rows = pack(corpus.training, args.sequence_length, seed, args.test_share)
         return torch.from_numpy(rows)
 
     with ThreadPoolExecutor(1) as pool:
@@ -80,10 +173,11 @@ def train(
 ) -> dict[str, Any]:
     """Until ``--minutes`` after ``start`` (or ``--steps``); keeps the weights with the best
     validation loss. Returns the figures."""
-    model, device = trainer.model, trainer.device
-    stream = batches(corpus, args, device)
+    model, captured = trainer.model, trainer.device.type == "cuda" and args.cuda_graph
+    stream = batches(corpus, args, trainer.device)
     trainer.tokens.copy_(next(stream))
-    captured = device.type == "cuda" and args.cuda_graph and trainer.capture()
+    if captured:
+        trainer.capture()
     begun, deadline = time.monotonic(), start + 60 * args.minutes
     if args.steps is None and begun >= deadline:
         raise SystemExit("no time left to train: use more --minutes")
@@ -106,9 +200,8 @@ def train(
         if progress >= next_check or progress >= 1.0:
             next_check += 1.0 / args.checks
             model.eval()
-            value = validation_loss(
-                model, corpus.validation, args.sequence_length, args.tokens_per_batch
-            )
+            sizes = args.sequence_length, args.tokens_per_batch
+            value = validation_loss(model, corpus.validation, *sizes)
             model.train()
             history.append({"step": step, "train": float(trainer.loss), "validation": value})
             print(f"\n{history[-1]}, in nats a byte", flush=True)
@@ -122,12 +215,13 @@ def train(
         "tokens": tokens,
         "tokens_per_second": tokens / seconds,
         "train_seconds": seconds,
-        "cuda_graph": bool(captured),
+        "cuda_graph": captured,
         "history": history,
     }
 
 
 def parse_arguments() -> argparse.Namespace:
+    """The options. Their defaults are those of the model in the package."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
     add("--out", type=Path, required=True, help="directory to write")
@@ -154,14 +248,15 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def main() -> int:
+def main() -> None:
+    """Train, write the model and its figures."""
     start = time.monotonic()
     args = parse_arguments()
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", errors="replace")
     torch.manual_seed(args.seed)
     device = torch.device(args.device)
-    corpus = read_corpus(args.sequence_length - 2, limit_files=args.limit_files)
+    corpus = read_corpus(args.sequence_length - 2, args.limit_files)
     if not corpus.training or not corpus.validation:
         raise SystemExit("too few source files: use a larger --limit-files")
     model = build_model(CONFIG, device=device, dtype=torch.bfloat16)
@@ -191,22 +286,17 @@ def main() -> int:
     print(f"written to {args.out}; {time.monotonic() - start:.1f} s", flush=True)
     figures["evaluation"] = None
     try:
+        new_tokens = min(args.sample_tokens, args.sequence_length - 64)
         figures["evaluation"] = report(
-            model,
-            args.out,
-            corpus.validation,
-            length=args.sequence_length,
-            rows=args.sample_rows,
-            new_tokens=min(args.sample_tokens, args.sequence_length - 64),
-            tokens_per_batch=args.tokens_per_batch,
-        )
+            model, args.out, corpus.validation, length=args.sequence_length,
+            rows=args.sample_rows, new_tokens=new_tokens, tokens_per_batch=args.tokens_per_batch,
+        )  # fmt: skip
     finally:
         figures["seconds"] = time.monotonic() - start
         (args.out / "training.json").write_text(json.dumps(figures, indent=2) + "\n")
     print(f"done; {figures['seconds']:.1f} s", flush=True)
     torch.distributed.destroy_process_group()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -21,8 +21,9 @@ from megatron_async.inference.benchmark.loads import Load
 from megatron_async.inference.benchmark.model import BenchmarkModel
 from megatron_async.inference.benchmark.report import as_table
 from megatron_async.inference.benchmark.runs import run_load, steady_steps
-from megatron_async.inference.benchmark.shapes import SHAPES, build_shape
 from megatron_async.inference.cli.main import main
+from megatron_async.models.build import build_random_model
+from megatron_async.models.shapes import SHAPES
 from megatron_async.models.wrapper import GPTInferenceWrapper
 
 Capture = pytest.CaptureFixture[str]
@@ -188,7 +189,7 @@ def test_bad_arguments_are_one_line(
 @pytest.fixture(scope="module")
 def model() -> BenchmarkModel:
     config, device = SHAPES["tiny-llama"], torch.device("cpu")
-    built = build_shape(config, device=device, dtype=torch.float32)
+    built = build_random_model(config, device=device, dtype=torch.float32)
     return BenchmarkModel(
         name="tiny-llama",
         config=config,

@@ -16,6 +16,7 @@ import torch
 from megatron_async.device import cuda_timeline
 from megatron_async.device.cpu import CpuDevice, Span
 from megatron_async.device.cuda_timeline import CudaTimeline
+from megatron_async.device.kernel_profiler import KernelProfiler, clock_shift_ns, kernels_of
 from megatron_async.inference.cli.main import main
 from megatron_async.inference.trace.events import (
     DEVICE_LANE,
@@ -26,12 +27,9 @@ from megatron_async.inference.trace.events import (
     short_name,
     trace_events,
 )
-from megatron_async.inference.trace.kernels import KernelProfiler, clock_shift_ns, kernels_of
 from megatron_async.inference.trace.timeline import (
     HostTimeline,
     device_steps,
-    start_device_timeline,
-    take_device_timeline,
 )
 from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.scheduler.scheduler import Scheduler
@@ -309,10 +307,10 @@ def test_a_detached_timeline_sees_nothing_more() -> None:
     params = sampling_params(Ask(prompt=(4,), max_new=5))
     with hash_engine(1, max_requests=2, block_count=8, debug=False) as engine:
         timeline = HostTimeline(engine)
-        start_device_timeline(engine.device)
+        engine.device.start_timeline()
         engine.generate([[4]], params)
         seen = len(timeline.slices), len(timeline.launches), len(timeline.reports)
-        assert min(seen) > 0 and take_device_timeline(engine.device)
+        assert min(seen) > 0 and engine.device.take_timeline()
         timeline.detach()
         engine.generate([[4]], params)
         assert (len(timeline.slices), len(timeline.launches), len(timeline.reports)) == seen

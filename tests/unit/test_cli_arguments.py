@@ -13,7 +13,6 @@ import pytest
 from megatron_async.config import EngineConfig
 from megatron_async.errors import ConfigError
 from megatron_async.inference.benchmark import command as bench
-from megatron_async.inference.benchmark.shapes import SHAPES
 from megatron_async.inference.cli.main import build_parser, main
 from megatron_async.inference.cli.options import (
     FLAGS,
@@ -23,6 +22,7 @@ from megatron_async.inference.cli.options import (
 )
 from megatron_async.inference.cli.prompts import read_jobs
 from megatron_async.inference.cli.table import format_table
+from megatron_async.models.shapes import SHAPES
 from megatron_async.sampling_params import SamplingParams
 
 COMMANDS = ("generate", "verify", "demo", "info", "bench", "trace", "tune")

@@ -10,15 +10,17 @@ import pytest
 import torch
 
 from megatron_async.inference.benchmark import floor, runner
-from megatron_async.inference.benchmark.floor import copy_bandwidth, floor_ms, weight_bytes
+from megatron_async.inference.benchmark.floor import copy_bandwidth, floor_ms
 from megatron_async.inference.benchmark.model import BenchmarkModel
-from megatron_async.inference.benchmark.shapes import SHAPES, build_shape
 from megatron_async.inference.cli.main import main
+from megatron_async.models.build import build_random_model
+from megatron_async.models.memory_traffic import weight_bytes
+from megatron_async.models.shapes import SHAPES
 
 
 @pytest.fixture(scope="module")
 def model() -> torch.nn.Module:
-    return build_shape(SHAPES["tiny-llama"], device=torch.device("cpu"), dtype=torch.float32)
+    return build_random_model(SHAPES["tiny-llama"], device=torch.device("cpu"), dtype=torch.float32)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron_async.errors import ConfigError
-from megatron_async.inference.cli import main
+from megatron_async.inference.cli.main import main
 from megatron_async.kernels.gemm import tile_config
 from megatron_async.kernels.gemm.tile_choice import choose
 from megatron_async.kernels.gemm.tile_config import (

@@ -17,7 +17,6 @@ from megatron_async import checkpoint
 from megatron_async.checkpoint import describe_pretrained, load_pretrained
 from megatron_async.engine import build
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.inference import tune_search as tuner
 from megatron_async.inference.cli.main import main
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.gemm import tile_choice
@@ -36,6 +35,7 @@ from megatron_async.kernels.gemm.tile_config import (
     load_tuned,
     save_tuned,
 )
+from megatron_async.models.fused import tuning as tuner
 from megatron_async.models.fused.decoder import FusedDecoder
 from megatron_async.models.fused.gemms import Gemm
 from tests.support.engines import config_at, greedy

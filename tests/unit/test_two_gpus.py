@@ -10,7 +10,8 @@ import torch
 
 from megatron_async.engine.build import build_context, resolve_device
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.inference.benchmark.shapes import SHAPES, build_shape
+from megatron_async.models.build import build_random_model
+from megatron_async.models.shapes import SHAPES
 from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.runner.controller import TextGenerationController
 from megatron_async.sampling_params import SamplingParams
@@ -32,7 +33,7 @@ PARAMS = [
 def engine_on(name: str, depth: int) -> DynamicInferenceEngine:
     device = resolve_device(name)
     config = config_at(depth, device=name, max_requests=42, max_sequence_length=256)
-    model = build_shape(SHAPE, device=device, dtype=torch.bfloat16)
+    model = build_random_model(SHAPE, device=device, dtype=torch.bfloat16)
     cpu = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():  # the same on each GPU

@@ -4,5 +4,5 @@
 the head. A block that ``coverage`` knows runs in kernels (``embedding``, ``attention_block``,
 ``mlp_block``, ``head``), any other one runs its megatron modules (``modules``). ``residual`` is
 what they hand on to each other, ``gemms`` the skinny GEMMs they share, ``report`` what people are
-told.
+told; ``tuning`` searches for the GEMMs' tile configs.
 """

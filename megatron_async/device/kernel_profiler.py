@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 import time
-from typing import Any
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from ..benchmark.profiler import Event, device_work, events_of
-from .events import DeviceKernel
+Event = dict[str, Any]
+"""One of the profiler's Chrome trace; microseconds of its own clock."""
 
+_DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 _MARK = "megatron_async.clock"
 MARKS = 8
+
+
+class DeviceKernel(NamedTuple):
+    """A kernel or copy; times in nanoseconds of the host's clock."""
+
+    name: str
+    start_ns: int
+    end_ns: int
 
 
 class KernelProfiler:
@@ -66,6 +79,22 @@ def clock_shift_ns(events: list[Event], marks: list[tuple[int, int]]) -> int:
     if not shifts:
         raise RuntimeError("the profiler's trace does not show the annotations that align it")
     return min(shifts)[1]
+
+
+def events_of(profile: Any) -> list[Event]:
+    """All events of a ``torch.profiler.profile`` that has been stopped."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        events: list[Event] = json.loads(path.read_text())["traceEvents"]
+        return events
+
+
+def device_work(events: Iterable[Event]) -> Iterator[Event]:
+    """Kernels, copies and fills."""
+    for event in events:
+        if event.get("ph") == "X" and event.get("cat") in _DEVICE_CATEGORIES:
+            yield event
 
 
 def _ns(microseconds: float | str) -> int:

@@ -12,7 +12,7 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -20,15 +20,15 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
+from megatron_async.device.cuda_timeline import mean_us
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import decode_attention
 from megatron_async.kernels.gemm import skinny_gemm
 from megatron_async.kernels.gemm.tile_choice import deepest, neighbours, short_list, spread
 from megatron_async.kernels.gemm.tile_config import TileConfig, padded
+from megatron_async.models.build import build_random_model
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.fused.decoder import FusedDecoder
-
-from .benchmark.shapes import build_shape
 
 BLOCK_SIZE = 64
 ERROR_LIMIT = 2e-2
@@ -73,7 +73,7 @@ class Rig:
         layers = min(layers, config.num_layers)
         self.device = device
         self.rows, self.replays = rows, replays
-        self.model = build_shape(
+        self.model = build_random_model(
             replace(config, num_layers=layers), device=self.device, dtype=torch.bfloat16
         )
         columns = -(-(context + 1) // BLOCK_SIZE)
@@ -121,13 +121,7 @@ class Rig:
 
     def mean_us(self, step: Step) -> float:
         """Microseconds of a step, the mean of ``replays``."""
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for _ in range(self.replays):
-            step.graph.replay()
-        end.record()
-        end.synchronize()
-        return float(start.elapsed_time(end)) * 1e3 / self.replays
+        return mean_us(step.graph.replay, self.replays)
 
     def step_us(self, configs: Configs) -> float:
         """Microseconds of a step, the least of several means.
@@ -140,11 +134,19 @@ class Rig:
             raise ArithmeticError(f"relative error {step.error:.3g}")
         return min([self.mean_us(step) for _ in range(4)][1:])
 
-    def compare(self, before: Configs, after: Configs, turns: int = 5) -> tuple[float, float]:
-        """Microseconds of a step with either, the medians of ``turns`` in turns."""
-        steps = [self.capture(before), self.capture(after)]
-        times = [[self.mean_us(step) for step in steps] for _ in range(turns + 1)][1:]
-        return statistics.median(a for a, _ in times), statistics.median(b for _, b in times)
+    def compare(self, before: Configs, after: Configs) -> tuple[float, float]:
+        """Microseconds of a step with either."""
+        first, second = in_turns(self.mean_us, [self.capture(before), self.capture(after)])
+        return first, second
+
+
+def in_turns(
+    mean_us: Callable[[Step], float], steps: Sequence[Step], rounds: Iterable[int] = range(6)
+) -> list[float]:
+    """Microseconds of each step, measured in turns, since clocks and power change: medians over all
+    ``rounds`` but the first, which warms up."""
+    times = [[mean_us(step) for step in steps] for _ in rounds][1:]
+    return [statistics.median(several) for several in zip(*times, strict=True)]
 
 
 class Search:
@@ -182,9 +184,10 @@ class Search:
         problem = product.case(self.most)
         return {"problem": problem, "tma": product.tma, "sm_count": product.sm_count}
 
-    def vary_short_list(self, name: str, count: int) -> None:
-        """Measure the configs that are likely to be fast."""
-        self.vary(name, short_list(count=count, **self.shape_of(name)))
+    @property
+    def changed(self) -> list[str]:
+        """The GEMMs for which something better was found."""
+        return [name for name, best in self.best.items() if best != self.first_configs[name]]
 
     def vary(self, name: str, configs: Sequence[TileConfig]) -> None:
         """Measure configs of one GEMM, and take the best."""
@@ -244,6 +247,15 @@ CONSTANTS: list[tuple[ModuleType, tuple[str, ...], list[tuple[int, ...]]]] = [
     ),
     (skinny_gemm, ("ALONE_BYTES",), [(0,), (112 * 1024,)]),
 ]
+
+
+def search_short_lists(search: Search, names: Sequence[str], count: int) -> None:
+    """Configs of each GEMM that are likely to be fast."""
+    label = f"batch {search.rig.rows}"
+    for name in tqdm(names, label, file=sys.stderr, disable=None, leave=False):
+        # Heads are wide: there is little to choose, and each try takes long.
+        most = max(1, count // 3) if name == "head" else count
+        search.vary(name, short_list(count=most, **search.shape_of(name)))
 
 
 def search_all(search: Search, names: Sequence[str], rounds: int, count: int) -> None:

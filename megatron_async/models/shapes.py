@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_async.models.config import ModelConfig, RopeScaling
-
-if TYPE_CHECKING:
-    import torch
 
 
 def _shape(
@@ -80,20 +77,3 @@ SHAPES: dict[str, ModelConfig] = {
     # No model's: small enough for tests on a CPU.
     "tiny-llama": _shape(2, 64, 4, 2, 16, 128, vocab_size=512, max_sequence_length=2048),
 }
-
-
-def build_shape(
-    config: ModelConfig, *, device: torch.device, dtype: torch.dtype, seed: int = 0
-) -> Any:
-    """A megatron-core ``GPTModel`` in evaluation mode with random weights, drawn where they stay.
-
-    Linear layers draw from a normal distribution of standard deviation 0.02 (those that end a
-    residual branch from a narrower one), so activations stay finite in bfloat16 at any depth.
-    """
-    import torch
-
-    from megatron_async.models.build import build_model
-
-    torch.manual_seed(seed)
-    model = build_model(config, device=device, dtype=dtype, initialize=True)
-    return model.eval().requires_grad_(False)

@@ -20,13 +20,13 @@ from megatron_async.kernels.gemm.tile_config import (
     padded,
     save_tuned,
 )
+from megatron_async.models.shapes import SHAPES
 
-from .benchmark.shapes import SHAPES
-from .cli.options import integer, several
-from .cli.table import format_table
+from .options import integer, several
+from .table import format_table
 
 if TYPE_CHECKING:
-    from .tune_search import Search
+    from megatron_async.models.fused.tuning import Search
 
 _DESCRIPTION = """\
 Measure tile configs of the fused decode step's GEMMs on this GPU, for a model whose shape was not
@@ -42,12 +42,8 @@ _PRODUCTS = ("fc1", "fc2", "qkv", "projection", "head")
 
 def add_command(commands: Any) -> None:
     """Add ``tune`` to the command line."""
-    parser = commands.add_parser(
-        "tune",
-        help="find the fastest kernels for a model on this GPU",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    said = "find the fastest kernels for a model on this GPU"
+    parser = commands.add_parser("tune", help=said, description=_DESCRIPTION)
     parser.set_defaults(run=run)
     group = parser.add_argument_group("model")
     choice = group.add_mutually_exclusive_group(required=True)
@@ -67,17 +63,11 @@ def add_command(commands: Any) -> None:
     counts = "configs of each GEMM that are tried, and half as many of the other kernel"
     option(main, "--count", integer(1), 24, "N", counts)
     more = parser.add_argument_group("search for the built-in table")
-    more.add_argument(
-        "--dry-run",
-        action="store_true",
-        help=f"print the best as lines of the table and keep nothing; batches up to {MAX_ROWS}",
-    )
-    more.add_argument(
-        "--exhaustive",
-        action="store_true",
-        help="a dry run of minutes for each batch size: constants of the kernels, configs at "
-        "random, then the neighbours of the best",
-    )
+    dry = f"print the best as lines of the table and keep nothing; batches up to {MAX_ROWS}"
+    more.add_argument("--dry-run", action="store_true", help=dry)
+    long = "a dry run of minutes for each batch size: constants of the kernels, configs at random, "
+    long += "then the neighbours of the best"
+    more.add_argument("--exhaustive", action="store_true", help=long)
     option(more, "--rounds", integer(1), 2, "N", "over all GEMMs with --exhaustive")
     option(more, "--gemms", several(str), list(_PRODUCTS), "NAME,...", "that are varied, in turn")
     option(more, "--seconds", float, math.inf, "S", "of searching for each batch size, about")
@@ -107,9 +97,8 @@ def run(args: argparse.Namespace) -> int:
     reason = cuda.unavailable(device.index)
     if reason is not None:
         raise ConfigError(f"there are no kernels to tune on {device}: {reason}")
-    if args.shape is not None:
-        config, dtype = SHAPES[args.shape], torch.bfloat16
-    else:
+    config, dtype = SHAPES.get(args.shape), torch.bfloat16
+    if config is None:
         description = describe_pretrained(args.model)
         config, dtype = description.config, description.dtype
     if args.context >= config.max_sequence_length:
@@ -123,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     rows, lines, log = [], [], {}
     for size in sorted({padded(size) for size in args.batch_sizes}):
         search, before, after = _tune(config, size, args, device)
-        better = [name for name in search.best if search.best[name] != search.first_configs[name]]
+        better = search.changed
         if after >= before:
             better, after = [], before
         if path is not None:
@@ -148,10 +137,8 @@ def run(args: argparse.Namespace) -> int:
         args.log.write_text(json.dumps(log))
     if dtype != torch.bfloat16:
         name = str(dtype).removeprefix("torch.")
-        print(
-            f"{args.model} is a {name} model: these kernels are for --dtype bfloat16 alone",
-            file=sys.stderr,
-        )
+        only = f"{args.model} is a {name} model: these kernels are for --dtype bfloat16 alone"
+        print(only, file=sys.stderr)
     return 0
 
 
@@ -166,27 +153,20 @@ def _tune(
     import torch
     from tqdm import tqdm
 
-    from .tune_search import Rig, Search, search_all
+    from megatron_async.models.fused import tuning
 
     def report(line: str) -> None:
         tqdm.write(f"batch {size}: {line}", file=sys.stderr)
 
+    sizes = {"layers": args.layers, "context": args.context, "replays": args.replays}
     try:
-        rig = Rig(
-            config, size, layers=args.layers, context=args.context, replays=args.replays,
-            device=device,
-        )  # fmt: skip
+        rig = tuning.Rig(config, size, **sizes, device=device)
         end = time.monotonic() + args.seconds
-        search = Search(rig, end, report if args.exhaustive or args.dry_run else None)
+        search = tuning.Search(rig, end, report if args.exhaustive or args.dry_run else None)
         if args.exhaustive:
-            search_all(search, args.gemms, args.rounds, args.count)
+            tuning.search_all(search, args.gemms, args.rounds, args.count)
         else:
-            for name in tqdm(
-                args.gemms, f"batch {size}", file=sys.stderr, disable=None, leave=False
-            ):
-                # Heads are wide: there is little to choose, and each try takes long.
-                count = max(1, args.count // 3) if name == "head" else args.count
-                search.vary_short_list(name, count)
+            tuning.search_short_lists(search, args.gemms, args.count)
         before, after = rig.compare(search.first_configs, search.best)
     except ValueError as error:
         raise ConfigError(f"the fused decode step is not for this model: {error}") from None
@@ -200,9 +180,7 @@ def _tune(
             "or lower --batch-sizes or --context"
         ) from None
     if search.dropped:
-        print(
-            f"batch {size}: {len(search.dropped)} of {len(search.dropped) + len(search.log)} "
-            f"configs failed and are not used, first {search.dropped[0]}",
-            file=sys.stderr,
-        )
+        failed, tried = len(search.dropped), len(search.dropped) + len(search.log)
+        first = f"configs failed and are not used, first {search.dropped[0]}"
+        print(f"batch {size}: {failed} of {tried} {first}", file=sys.stderr)
     return search, before, after
