@@ -62,6 +62,8 @@ def add_command(commands: Any) -> None:
         "finish_reason, counters, steps; error as well for one that could not be served"
     )
     add("--json", action="store_true", help=said)
+    said = "write the run to FILE; `megatron-async replay FILE` repeats it"
+    add("--record", metavar="FILE", help=said)
     add_model_options(parser)
     add = parser.add_argument_group("sampling").add_argument
     said = f"tokens to generate at most (default: {DEFAULT_MAX_NEW_TOKENS}, or fewer where the "

@@ -1,0 +1,71 @@
+"""``generate --record`` and ``replay``: a bug report is a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_async.inference.cli.main import main
+
+Capture = pytest.CaptureFixture[str]
+
+
+def record(path: Path, *options: str) -> None:
+    prompts = ["--prompt", "def f(n):", "class Stack:", "import os", "x = ["]
+    sampling = ["--temperature", "0.8", "--max-new-tokens", "12"]
+    memory = ["--max-requests", "2", "--block-count", "3"]
+    device = ["--device", "cpu", "--record", str(path)]
+    assert main(["generate", *prompts, *sampling, *memory, *device, *options]) == 0
+
+
+@pytest.mark.parametrize("depth", (None, 0, 2))
+def test_a_recorded_generation_is_repeated(
+    depth: int | None, tmp_path: Path, capsys: Capture
+) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, "--depth", "2")
+    capsys.readouterr()
+    at = [] if depth is None else ["--depth", str(depth)]
+    assert main(["replay", str(path), "--model", "tiny", *at]) == 0
+    how = "with equal tokens (recorded at depth 2)" if depth == 0 else "exactly"
+    expected = f"repeated {how}: 4 requests, 4 commands, depth {2 if depth is None else depth}\n"
+    assert capsys.readouterr().out == expected
+
+
+def test_a_run_that_went_otherwise_is_shown(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    next(line for line in lines if "finished" in line)["finished"]["tokens"][0] += 1
+    path.write_text("\n".join(map(json.dumps, lines)))
+    capsys.readouterr()
+    assert main(["replay", str(path)]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("differs: entry ") and "not repeated: 4 requests" in out
+    assert main(["replay", str(path), "--depth", "1"]) == 1
+    assert capsys.readouterr().out.startswith("differs: request ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    ((["missing.jsonl"], "cannot be read"), (["--depth", "x", "f"], "--depth"), ([], "FILE")),
+)
+def test_bad_input_is_one_line(
+    arguments: list[str], message: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = main(["replay", *arguments])
+    except SystemExit as stopped:
+        status = int(str(stopped.code))
+    assert status == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_record_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: Capture) -> None:
+    path = str(tmp_path / "missing" / "run.jsonl")
+    assert main(["generate", "--prompt", "x", "--device", "cpu", "--record", path]) == 2
+    assert "record=" in capsys.readouterr().err
