@@ -54,11 +54,15 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser("info", help="versions, devices, optional parts", description=said)
     parser.set_defaults(run=run)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    said = "also which blocks of this model's decode steps are fused here, and why others are not"
+    parser.add_argument("--model", metavar="tiny|PATH", help=said)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     report = collect()
+    if args.model is not None:
+        report["decode_coverage"] = _coverage(args.model)
     if args.json:
         print(json.dumps(report))
         return 0
@@ -71,6 +75,12 @@ def run(args: argparse.Namespace) -> int:
     for name, part in report["optional"].items():
         version = ": not installed;" if part["version"] is None else f" {part['version']}:"
         print(f"  {name}{version} {part['use']}")
+    if args.model is not None:
+        from megatron_async.models.fused.report import lines
+
+        coverage = report["decode_coverage"]
+        said = lines(coverage["off"], coverage) or ["all blocks are fused"]
+        print(f"\ndecode steps of {args.model}", *said, sep="\n  ")
     return 0
 
 
@@ -88,6 +98,14 @@ def collect() -> dict[str, Any]:
         version = (_version(name) or "of unknown version") if found else None
         optional[name] = {"version": version, "use": part.installed if found else part.missing}
     return {"versions": versions, "devices": _devices(), "optional": optional}
+
+
+def _coverage(model: str) -> dict[str, Any]:
+    from megatron_async.config import EngineConfig
+    from megatron_async.engine.build import load_parts
+
+    wrapper = load_parts(model, EngineConfig(max_requests=1)).controller.inference_wrapped_model
+    return {"off": wrapper.fused_decode_off, **wrapper.decode_coverage().to_dict()}
 
 
 def _version(distribution: str) -> str | None:

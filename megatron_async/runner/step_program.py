@@ -14,7 +14,7 @@ from megatron_async.device.cuda import CudaPacketRing, CudaResultRing
 from megatron_async.device.protocol import Device, PacketRing, ResultRing
 from megatron_async.runner.attention_metadata import metadata_of_mixed
 from megatron_async.runner.context import DynamicInferenceContext
-from megatron_async.sampling.sample import sample_tokens
+from megatron_async.runner.sampler import sample_tokens
 from megatron_async.step import packet
 from megatron_async.step.packet import PacketLayout, StepShape
 from megatron_async.step.records import ENDED, FAILED, RUNNING

@@ -15,61 +15,15 @@ The rules shared by all implementations:
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-
 import torch
 from torch import Tensor
 
 from megatron_async.sampling import filters, noise
-from megatron_async.sampling.cpu import sample_tokens_cpu
 
 MAX_VOCAB_SIZE = 1 << 19
 """Beyond this the integer masses of a row could overflow."""
 
 _LOGIT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def sample_tokens(
-    logits: Tensor,
-    inverse_temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    seed: Tensor,
-    position: Tensor,
-    *,
-    vocab_size: int | None = None,
-) -> Tensor:
-    """Sample one token for every row of ``logits``.
-
-    On CUDA this neither synchronises nor depends on values for its shapes, so a CUDA graph can
-    capture it. On the CPU the work depends on what the rows ask for.
-
-    Args:
-        logits: ``[R, V]`` float32, bfloat16 or float16.
-        inverse_temperature: float32 ``[R]``; 0 is greedy.
-        top_k: int32 ``[R]``; 0 is off.
-        top_p: float32 ``[R]``; 0 and 1 are off.
-        seed: int64 ``[R]``, the request's seed.
-        position: int64 ``[R]``, the index of the sampled token in its sequence.
-        vocab_size: only ids below it are candidates; ``V`` if not given.
-
-    Returns:
-        int64 ``[R]``; -1 for a row whose candidates hold NaN.
-
-    Raises:
-        ValueError: a shape, a dtype or the vocabulary size is not supported.
-    """
-    logits = candidates(logits, vocab_size)
-    parameters = (inverse_temperature, top_k, top_p, seed, position)
-    _check_parameters(logits, *parameters)
-    if logits.is_cuda and _has_triton():
-        from megatron_async.kernels.sampling.sample_triton import sample_tokens_gpu
-
-        return sample_tokens_gpu(logits, *parameters)
-    if logits.is_cuda:
-        return sample_tokens_reference(logits, *parameters)
-    return sample_tokens_cpu(logits, *parameters)
 
 
 def sample_tokens_reference(
@@ -82,7 +36,7 @@ def sample_tokens_reference(
     *,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """``sample_tokens`` in plain torch on any device, all work for every row."""
+    """``runner.sampler.sample_tokens`` in plain torch on any device, all work for every row."""
     logits = candidates(logits, vocab_size)
     x = filters.without_nan(logits)
     sampled = inverse_temperature > 0.0
@@ -115,7 +69,7 @@ def candidates(logits: Tensor, vocab_size: int | None = None) -> Tensor:
     return logits[:, :size]
 
 
-def _check_parameters(
+def check_parameters(
     logits: Tensor,
     inverse_temperature: Tensor,
     top_k: Tensor,
@@ -123,6 +77,7 @@ def _check_parameters(
     seed: Tensor,
     position: Tensor,
 ) -> None:
+    """Raises :class:`ValueError` unless the parameters are as ``sample_tokens`` takes them."""
     for name, tensor, dtype in (
         ("inverse_temperature", inverse_temperature, torch.float32),
         ("top_k", top_k, torch.int32),
@@ -137,8 +92,3 @@ def _check_parameters(
             )
         if tensor.device != logits.device:
             raise ValueError(f"{name} is on {tensor.device}, logits on {logits.device}")
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None

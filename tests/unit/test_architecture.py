@@ -60,7 +60,12 @@ FORBIDDEN = {
     "kernels": ("megatron_async.engine", "megatron_async.scheduler", "megatron_async.runner"),
     "device": ("megatron_async.engine", "megatron_async.scheduler", "megatron_async.runner"),
     "models": ("megatron_async.engine", "megatron_async.scheduler", "megatron_async.runner"),
-    "sampling": ("megatron_async.engine", "megatron_async.scheduler", "megatron_async.runner"),
+    "sampling": (
+        "megatron_async.kernels",
+        "megatron_async.engine",
+        "megatron_async.scheduler",
+        "megatron_async.runner",
+    ),
     ".": ("megatron_async.inference", "inference", "tests"),
 }
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_async.sampling.sample import sample_tokens, sample_tokens_reference
+from megatron_async.runner.sampler import sample_tokens
+from megatron_async.sampling.sample import sample_tokens_reference
 from tests.support.interpreter import compiled, interpreted
 
 pytest.importorskip("triton", reason="the kernel needs triton")

@@ -11,8 +11,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron_async.runner.sampler import sample_tokens
 from megatron_async.sampling import exact_math, filters, noise, philox
-from megatron_async.sampling.sample import sample_tokens, sample_tokens_reference
+from megatron_async.sampling.sample import sample_tokens_reference
 
 Parameters = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 

@@ -11,8 +11,8 @@ import torch
 
 from megatron_async.errors import RequestError
 from megatron_async.runner import step_program
+from megatron_async.runner.sampler import sample_tokens
 from megatron_async.runner.slot_state import SlotState
-from megatron_async.sampling.sample import sample_tokens
 from megatron_async.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
 from megatron_async.step import slot_fields
 from megatron_async.step.packet import PacketLayout
