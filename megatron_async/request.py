@@ -140,8 +140,8 @@ class DynamicInferenceRequest:
 
     ``generated_tokens`` grows only by commits, in order. ``latency`` is in seconds,
     ``tpot`` lists the seconds between successive tokens of this request; those of one commit come
-    at once. ``steps`` has the report of each step that brought tokens, ``sampling_spans`` from
-    which step on changed sampling parameters hold.
+    at once. ``steps`` has for each token the report of the step that brought it, ``sampling_spans``
+    from which step on changed sampling parameters hold.
     """
 
     request_id: int

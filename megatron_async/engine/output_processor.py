@@ -213,7 +213,7 @@ class OutputProcessor:
                 request.counters.discarded += 1
                 continue
             if len(tokens) != 1:
-                self._start_window(entry, tokens)
+                self._start_window(entry, tokens, report)
                 if not tokens:
                     self._end_without_token(entry, reasons[key])
                     continue
@@ -245,7 +245,7 @@ class OutputProcessor:
         self.outputs, self.finished, self.reports = [], [], []
         return taken
 
-    def _start_window(self, entry: Entry, tokens: tuple[int, ...]) -> None:
+    def _start_window(self, entry: Entry, tokens: tuple[int, ...], report: StepReport) -> None:
         """All but the last of several tokens of one row, which come at once; or no token."""
         request = entry.request
         if not tokens:
@@ -255,6 +255,7 @@ class OutputProcessor:
         request.counters.committed += len(tokens) - 1
         for token in tokens[:-1]:
             request.generated_tokens.append(token)
+            request.steps.append(report)
             request.tpot.append(0.0)
             text = self._push(entry, token)
             self.outputs.append(TokenOutput(request.request_id, token, text, None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 
 import pytest
@@ -118,3 +119,24 @@ def test_state_dict_goes_into_captured_graphs() -> None:
         (after,) = engine.generate([PROMPTS[0]], params)
     assert changed.generated_tokens != before.generated_tokens
     assert after.generated_tokens == before.generated_tokens
+
+
+def test_memory_of_a_closed_engine_comes_back_without_a_collection() -> None:
+    """Graphs, cache and rings; what the model keeps for its own kernels stays."""
+    config = config_at(1, device="cuda", dtype="bfloat16", max_requests=4, buffer_size_gb=1.0)
+    with DynamicInferenceEngine.from_pretrained("tiny", config) as first:
+        first.generate(["def f(n):"], SamplingParams(num_tokens_to_generate=4))
+        gc.collect()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        gc.disable()
+        try:
+            after = []
+            for _ in range(3):
+                with first.with_config(config) as engine:
+                    engine.generate(["def f(n):"], SamplingParams(num_tokens_to_generate=4))
+                    assert torch.cuda.memory_allocated() > before + 2**30 - 2**26
+                after.append(torch.cuda.memory_allocated() - before)
+        finally:
+            gc.enable()
+    assert max(after) < 2**26 and after[-1] <= after[0] + 2**20
