@@ -86,9 +86,8 @@ def run(args: argparse.Namespace) -> int:
 
     keeps = not (args.dry_run or args.exhaustive)
     if max(args.batch_sizes) > ANY_SHAPE_ROWS and keeps:
-        raise ConfigError(
-            f"--batch-sizes must be between 1 and {ANY_SHAPE_ROWS}; more only with --dry-run"
-        )
+        limits = f"between 1 and {ANY_SHAPE_ROWS}; more only with --dry-run"
+        raise ConfigError(f"--batch-sizes must be {limits}")
     if not set(args.gemms) <= set(_PRODUCTS):
         raise ConfigError(f"--gemms must be some of {','.join(_PRODUCTS)}")
     device = resolve_device(args.device)

@@ -108,14 +108,17 @@ def run(args: argparse.Namespace) -> int:
     configs = [engine_config(args, d) for d in dict.fromkeys((0, *args.depths))]
     reports = _verify(args, scripted, configs)
     only_random = args.scenario == [RANDOM]
+    ok = all(report.ok for report in reports)
     if args.json:
-        print(json.dumps(_to_json(args, reports)), flush=True)
+        found = reports[0].to_dict()
+        if not only_random:
+            found = {"ok": ok, "scenarios": [report.to_dict() for report in reports]}
+        print(json.dumps({"model": args.model, "seed": args.seed, **found}), flush=True)
     else:
         print(_random_table(reports[0]) if only_random else _scenario_table(reports), flush=True)
     for report in reports:
         for line in report.failures:
             print(line, file=sys.stderr)
-    ok = all(report.ok for report in reports)
     if not args.json:
         print("equal at every depth" if ok else "FAILED: see above", flush=True)
     return 0 if ok else 1
@@ -213,11 +216,3 @@ def _scenario_table(reports: list[Report]) -> str:
     width = max(len(row[-1]) for row in rows)
     header, *lines = [[*row, last.ljust(width)] for *row, last in rows]
     return format_table(header, lines)
-
-
-def _to_json(args: argparse.Namespace, reports: list[Report]) -> dict[str, Any]:
-    head = {"model": args.model, "seed": args.seed}
-    if args.scenario == [RANDOM]:
-        return head | reports[0].to_dict()
-    ok = all(report.ok for report in reports)
-    return head | {"ok": ok, "scenarios": [report.to_dict() for report in reports]}
