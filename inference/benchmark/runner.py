@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from megatron_async.config import EngineConfig
+from megatron_async.device.bandwidth import copy_bandwidth
 from megatron_async.engine.build import resolve_device
 from megatron_async.version import __version__
 
 from .baselines import measure_baselines
 from .engines import decode_config, free_memory, measure_startup, ragged_config
-from .floor import copy_bandwidth
 from .loads import Load, RaggedLoad
 from .model import BenchmarkModel, load_benchmark_model
 from .progress import Progress

@@ -121,8 +121,8 @@ def run(args: argparse.Namespace) -> int:
             problem = GemmProblem(size, product.n, product.k)
             lines.append(Entry(problem, search.best[name], "measured").to_json())
         log[size] = [(name, list(map(int, tried)), us) for name, tried, us in search.log]
-        less = f"{1 - after / before:.1%}"
-        rows.append([size, f"{before:.1f}", f"{after:.1f}", less, len(better)])
+        times = f"{before:.1f}", f"{after:.1f}", f"{1 - after / before:.1%}"
+        rows.append([size, *times, len(better)])
     layers = min(args.layers, config.num_layers)
     print(f"{gpu}, {layers} layers and the output layer, bfloat16")
     print(format_table(["batch", "before-us", "after-us", "less", "GEMMs changed"], rows))

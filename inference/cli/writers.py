@@ -85,15 +85,14 @@ class StreamWriter(Writer):
         self._at_line_start = True
 
     def text(self, index: int, text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        print(text, end="", flush=True)
         self._at_line_start = text.endswith("\n")
 
     def finish(self, request: DynamicInferenceRequest) -> None:
         if request.generated_text is None:
             self.text(request.request_id, shown_text(request))
         if sys.stdout.isatty() and not self._at_line_start:
-            sys.stdout.write("\n")
+            print()
 
 
 class InTurnWriter(Writer):
@@ -192,11 +191,8 @@ class JsonWriter(OrderedWriter):
             fields = ("text", "token_ids", "finish_reason", "counters", "steps")
             values |= {**dict.fromkeys(fields), "error": result}
         else:
-            values |= {
-                "text": result.generated_text,
-                "token_ids": result.generated_tokens,
-                "finish_reason": result.finish_reason,
-                "counters": dataclasses.asdict(result.counters),
-                "steps": step_summary(result.steps),
-            }
+            counters, steps = dataclasses.asdict(result.counters), step_summary(result.steps)
+            found = {"text": result.generated_text, "token_ids": result.generated_tokens}
+            values |= {**found, "finish_reason": result.finish_reason}
+            values |= {"counters": counters, "steps": steps}
         return json.dumps(values) + "\n"

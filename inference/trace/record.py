@@ -12,13 +12,13 @@ import torch
 
 from megatron_async.device.kernel_profiler import KernelProfiler
 from megatron_async.engine.build import resolve_device
+from megatron_async.engine.host_timeline import HostTimeline
 from megatron_async.errors import ConfigError
 
 from ..benchmark.engines import decode_config, start_engine
 from ..benchmark.loads import Load
 from ..benchmark.model import load_benchmark_model
 from .events import Recording
-from .timeline import HostTimeline
 
 LEAD_IN = 6
 """Steady steps between the start of the timelines and the first that is shown."""

@@ -65,9 +65,8 @@ def _scenarios(text: str) -> list[str]:
     names: list[str] = []
     for name in text.split(","):
         if name != ALL and name not in known:
-            raise argparse.ArgumentTypeError(
-                f"{name!r} is not a scenario; there are {ALL}, {', '.join(known)}"
-            )
+            there = f"there are {ALL}, {', '.join(known)}"
+            raise argparse.ArgumentTypeError(f"{name!r} is not a scenario; {there}")
         names += known if name == ALL else [name]
     return list(dict.fromkeys(names))
 
@@ -101,10 +100,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     scripted = [scenario for scenario in TABLE if scenario.name in args.scenario]
     if scripted and max(args.depths) > MAX_SCENARIO_DEPTH:
-        raise ConfigError(
-            f"--depths {max(args.depths)}: scenarios are made for depths of at most "
-            f"{MAX_SCENARIO_DEPTH}; lower it or use --scenario {RANDOM}"
-        )
+        limit = f"scenarios are made for depths of at most {MAX_SCENARIO_DEPTH}"
+        way_out = f"lower it or use --scenario {RANDOM}"
+        raise ConfigError(f"--depths {max(args.depths)}: {limit}; {way_out}")
     configs = [engine_config(args, d) for d in dict.fromkeys((0, *args.depths))]
     reports = _verify(args, scripted, configs)
     only_random = args.scenario == [RANDOM]
