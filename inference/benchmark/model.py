@@ -51,9 +51,9 @@ def load_benchmark_model(
         pretrained = load_pretrained(args.model or "tiny", device=device, dtype=dtype)
         name, config, model = pretrained.name, pretrained.config, pretrained.model
     if longest > config.max_sequence_length:
+        limit = f"the model's longest has {config.max_sequence_length} tokens"
         raise ConfigError(
-            f"{what} make sequences of {longest} tokens, and the model's longest has "
-            f"{config.max_sequence_length} tokens; lower one of them"
+            f"{what} make sequences of {longest} tokens, and {limit}; lower one of them"
         )
     if model is None:
         if dtype is None:

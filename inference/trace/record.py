@@ -45,10 +45,8 @@ class Subject:
         # They keep a request running to the last step, whenever it was admitted.
         new_tokens = args.batch_size + LEAD_IN + args.steps + 2 * args.depth + 4
         load = Load(prompt_tokens=args.prompt_tokens, new_tokens=new_tokens)
-        what = (
-            f"--prompt-tokens {args.prompt_tokens}, --steps {args.steps}, --batch-size "
-            f"{args.batch_size} and --depth {args.depth}"
-        )
+        what = f"--prompt-tokens {args.prompt_tokens}, --steps {args.steps}, --batch-size "
+        what += f"{args.batch_size} and --depth {args.depth}"
         model = load_benchmark_model(args, longest=load.longest, what=what)
         # The one that joins may come before the blocks of the one that left are back.
         config = decode_config(
