@@ -51,10 +51,8 @@ def load_benchmark_model(
         pretrained = load_pretrained(args.model or "tiny", device=device, dtype=dtype)
         name, config, model = pretrained.name, pretrained.config, pretrained.model
     if longest > config.max_sequence_length:
-        limit = f"the model's longest has {config.max_sequence_length} tokens"
-        raise ConfigError(
-            f"{what} make sequences of {longest} tokens, and {limit}; lower one of them"
-        )
+        limit = f"the model's longest has {config.max_sequence_length} tokens; lower one of them"
+        raise ConfigError(f"{what} make sequences of {longest} tokens, and {limit}")
     if model is None:
         if dtype is None:
             dtype = torch.bfloat16 if device.type == "cuda" else torch.float32

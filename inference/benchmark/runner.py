@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
@@ -111,10 +112,8 @@ def environment(device: torch.device) -> dict[str, Any]:
     """Versions and the device's name."""
     versions = {"megatron-async": __version__, "python": platform.python_version()}
     for name in ("torch", "megatron-core", "triton", "transformers"):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     if torch.version.cuda is not None:
         versions["cuda"] = torch.version.cuda
     name = platform.processor() or platform.machine()

@@ -188,11 +188,9 @@ def resolve_scheduling(asynchronous: bool | None, depth: int | None, *, default:
     """
     if depth is not None:
         if asynchronous not in (None, depth > 0):
-            options = (
-                f"--{'' if asynchronous else 'no-'}inference-async-scheduling and --depth {depth}"
-            )
-            serial = "" if depth else ", which is serial,"
-            raise ConfigError(f"{options}{serial} contradict each other; leave one of them out")
+            option = f"--{'' if asynchronous else 'no-'}inference-async-scheduling"
+            given = f"--depth {depth}" + ("" if depth else ", which is serial,")
+            raise ConfigError(f"{option} and {given} contradict each other; leave one of them out")
         return depth
     if asynchronous is None:
         asynchronous = default

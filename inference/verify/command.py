@@ -54,9 +54,8 @@ _NEAR_TIES = (
 def _depths(text: str) -> list[int]:
     depths: list[int] = several(integer(0, MAX_DEPTH))(text)
     if not any(depths):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} has no depth above 0 to compare with serial decoding; use 0,1"
-        )
+        none = f"{text!r} has no depth above 0 to compare with serial decoding"
+        raise argparse.ArgumentTypeError(f"{none}; use 0,1")
     return depths
 
 
