@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from megatron_async.device.bandwidth import copy_bandwidth
 from megatron_async.device.cuda_timeline import mean_us
-from megatron_async.inference.benchmark.floor import copy_bandwidth
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import rope_append
 from megatron_async.kernels.gemm import batch_invariant_triton as gemm

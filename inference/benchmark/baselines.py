@@ -17,6 +17,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from megatron_async.checkpoint.transformers_config import transformers_config
+from megatron_async.errors import MegatronAsyncError
 from megatron_async.models.config import ModelConfig
 
 from .engines import MOST_PREFILL_TOKENS, free_memory
@@ -34,7 +36,7 @@ Requests = list[tuple[list[int], int]]
 """Prompts, and how many tokens to generate."""
 
 
-class NoBaselineError(Exception):
+class NoBaselineError(MegatronAsyncError):
     """Why there is nothing to compare with."""
 
 
@@ -76,14 +78,15 @@ def measure_baselines(
 def reason_of(error: Exception) -> str:
     """Why there is no measurement: the type of an error of others, and what it says first."""
     first = (str(error).splitlines() or [""])[0]
-    return first if isinstance(error, NoBaselineError) else f"{type(error).__name__}: {first}"
+    return first if isinstance(error, MegatronAsyncError) else f"{type(error).__name__}: {first}"
 
 
 class Baseline(ABC):
     """A model of transformers with random weights that decodes the load of ``bench``, greedily.
 
     Raises:
-        NoBaselineError: transformers is missing, or has no such architecture that we know of.
+        NoBaselineError: transformers is missing.
+        ConfigError: it has no such architecture that we know of.
         Exception: others that transformers raises.
     """
 
@@ -274,48 +277,6 @@ def _errors_logged() -> Iterator[list[logging.LogRecord]]:
     finally:
         for one in loggers:
             one.removeHandler(handler)
-
-
-def transformers_config(config: ModelConfig) -> Any:
-    """The same architecture as transformers has it.
-
-    Raises:
-        NoBaselineError: it has none that we know of.
-    """
-    import transformers
-
-    names = ("vocab_size", "tie_word_embeddings")
-    common: dict[str, Any] = {name: getattr(config, name) for name in names}
-    kind = config.position_embedding, config.normalization, config.activation
-    biased = config.qkv_bias or config.attention_output_bias or config.mlp_bias
-    if kind == ("rope", "RMSNorm", "swiglu") and not biased:
-        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
-        if config.rope_scaling is not None:
-            rope |= {"rope_type": "llama3", **config.to_dict()["rope_scaling"]}
-        make = transformers.Qwen3Config if config.qk_norm else transformers.LlamaConfig
-        return make(
-            **common,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.ffn_hidden_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            max_position_embeddings=config.max_sequence_length,
-            rms_norm_eps=config.norm_epsilon,
-            rope_parameters=rope,
-        )
-    if kind == ("learned_absolute", "LayerNorm", "gelu_tanh") and config.qkv_bias:
-        return transformers.GPT2Config(
-            **common,
-            n_positions=config.max_sequence_length,
-            n_embd=config.hidden_size,
-            n_layer=config.num_layers,
-            n_head=config.num_attention_heads,
-            n_inner=config.ffn_hidden_size,
-            layer_norm_epsilon=config.norm_epsilon,
-        )
-    raise NoBaselineError("this architecture has no counterpart in transformers that bench knows")
 
 
 def alike(requests: Requests) -> bool:

@@ -166,7 +166,7 @@ def run(args: argparse.Namespace) -> int:
             # Cut off or not: what was found is not lost.
             if report.get("results"):
                 if args.json == "-":
-                    sys.stdout.write(json.dumps(report, indent=1) + "\n")
+                    print(json.dumps(report, indent=1))
                 to = sys.stderr if args.json == "-" else sys.stdout
                 print(as_table(report), file=to, flush=True)
     if unwritten:
@@ -185,10 +185,8 @@ def make_load(args: argparse.Namespace) -> Any:
     kind = RaggedLoad if args.workload == "ragged" else Load
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(kind)}
     if args.workload == "decode" and args.new_tokens < (least := least_new_tokens(args.depths)):
-        raise ConfigError(
-            f"--new-tokens {args.new_tokens} leaves no steady steps at depth {max(args.depths)}; "
-            f"use at least {least}"
-        )
+        few = f"--new-tokens {args.new_tokens} leaves no steady steps at depth {max(args.depths)}"
+        raise ConfigError(f"{few}; use at least {least}")
     return kind(**{**given, "stall_every": args.stall_every or 0})
 
 

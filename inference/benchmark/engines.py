@@ -181,14 +181,13 @@ def measure_startup(
     """
     starts: list[dict[str, float]] = []
     for _ in range(2):
-        made = [start_engine(model, config, HostWork())]
-        one = made[0]
+        one = start_engine(model, config, HostWork())
         rest = one.seconds - one.cache_seconds - one.capture_seconds
         phases = {"cache": one.cache_seconds, "capture": one.capture_seconds, "rest": rest}
         phases["first token"] = _first_token_seconds(one.engine, model.config.vocab_size)
         starts.append(phases)
         graphs = one.engine.runner.graph_count
-        close_engines(made)
+        close_engines([one])
     started = time.perf_counter()
     build_again()
     builds = [model.build_seconds, time.perf_counter() - started]

@@ -131,9 +131,8 @@ class RaggedLoad(HostWork):
     @property
     def what(self) -> str:
         """The options that make a request as long as it is."""
-        low, high = self.prompt_range
-        least, most = self.output_range
-        return f"--prompt-range {low},{high} and --output-range {least},{most}"
+        prompt, output = (f"{low},{high}" for low, high in (self.prompt_range, self.output_range))
+        return f"--prompt-range {prompt} and --output-range {output}"
 
     def make_requests(self, vocab_size: int) -> list[Request]:
         """All of which end by their drawn length. Greedy but for those that :func:`with_stops`

@@ -42,27 +42,21 @@ def load_benchmark_model(
         ConfigError: that is more than the model takes, or the device is not there.
         CheckpointError: the model cannot be loaded.
     """
-
-    def check_length(config: ModelConfig) -> None:
-        if longest > config.max_sequence_length:
-            raise ConfigError(
-                f"{what} make sequences of {longest} tokens, and the model's longest has "
-                f"{config.max_sequence_length} tokens; lower one of them"
-            )
-
     device = resolve_device(args.device)
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     started = time.perf_counter()
     if args.shape is not None:
-        name, config = args.shape, SHAPES[args.shape]
-        check_length(config)
-        if dtype is None:
-            dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        model = build_random_model(config, device=device, dtype=dtype, seed=seed)
+        name, config, model = args.shape, SHAPES[args.shape], None
     else:
         pretrained = load_pretrained(args.model or "tiny", device=device, dtype=dtype)
         name, config, model = pretrained.name, pretrained.config, pretrained.model
-        check_length(config)
+    if longest > config.max_sequence_length:
+        limit = f"the model's longest has {config.max_sequence_length} tokens; lower one of them"
+        raise ConfigError(f"{what} make sequences of {longest} tokens, and {limit}")
+    if model is None:
+        if dtype is None:
+            dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        model = build_random_model(config, device=device, dtype=dtype, seed=seed)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     wrapper = GPTInferenceWrapper(model)

@@ -9,7 +9,6 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from tqdm import tqdm
@@ -18,10 +17,6 @@ from megatron_async.errors import CacheTooLargeError, ConfigError, MegatronAsync
 
 from ..cli.options import PROGRAM
 from ..cli.progress import progress_bar
-
-
-class Terminated(KeyboardInterrupt):
-    """The process was asked to end."""
 
 
 class Progress:
@@ -89,11 +84,7 @@ def loud_ends() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-
-    def end(*_: Any) -> None:
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, end)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
     finally:

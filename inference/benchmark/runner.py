@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import datetime
 import importlib.metadata
@@ -14,12 +15,12 @@ from typing import Any
 import torch
 
 from megatron_async.config import EngineConfig
+from megatron_async.device.bandwidth import copy_bandwidth
 from megatron_async.engine.build import resolve_device
 from megatron_async.version import __version__
 
 from .baselines import measure_baselines
 from .engines import decode_config, free_memory, measure_startup, ragged_config
-from .floor import copy_bandwidth
 from .loads import Load, RaggedLoad
 from .model import BenchmarkModel, load_benchmark_model
 from .progress import Progress
@@ -111,10 +112,8 @@ def environment(device: torch.device) -> dict[str, Any]:
     """Versions and the device's name."""
     versions = {"megatron-async": __version__, "python": platform.python_version()}
     for name in ("torch", "megatron-core", "triton", "transformers"):
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
     if torch.version.cuda is not None:
         versions["cuda"] = torch.version.cuda
     name = platform.processor() or platform.machine()

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple
 
+from megatron_async.models.memory_traffic import floor_ms
 from megatron_async.request import step_summary
 
 from .engines import Started, close_engines, fit_together, make_engine, ragged_config, start_engine
-from .floor import floor_ms
 from .host import HostConditions, host_watch
 from .loads import Load, RaggedLoad, Request, arrivals, with_stops
 from .model import BenchmarkModel

@@ -108,7 +108,8 @@ def _submit(
     refused = 0
     for index, job in enumerate(jobs):
         try:
-            job.check()
+            if job.error is not None:
+                raise RequestError(job.error)
             params = _sampling_params(engine, args, job)
             engine.add_request(index, job.prompt, params, priority=job.priority)
         except RequestError as error:

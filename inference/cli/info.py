@@ -125,11 +125,9 @@ def _devices() -> list[str]:
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         memory = properties.total_memory / 2**30
-        line = f"cuda:{index}: {properties.name}, {memory:.0f} GiB"
         count = len(load_tuned(properties.name))
-        if count:
-            line += f"; tile configs found by 'tune': {count}, in {user_file()}"
-        devices.append(line)
+        tuned = f"; tile configs found by 'tune': {count}, in {user_file()}" if count else ""
+        devices.append(f"cuda:{index}: {properties.name}, {memory:.0f} GiB{tuned}")
     if len(devices) == 1:
         built = torch.version.cuda
         reason = "no NVIDIA GPU was found" if built else "this PyTorch is built without CUDA"

@@ -189,10 +189,8 @@ def resolve_scheduling(asynchronous: bool | None, depth: int | None, *, default:
     if depth is not None:
         if asynchronous not in (None, depth > 0):
             option = f"--{'' if asynchronous else 'no-'}inference-async-scheduling"
-            serial = "" if depth else ", which is serial,"
-            raise ConfigError(
-                f"{option} and --depth {depth}{serial} contradict each other; leave one of them out"
-            )
+            given = f"--depth {depth}" + ("" if depth else ", which is serial,")
+            raise ConfigError(f"{option} and {given} contradict each other; leave one of them out")
         return depth
     if asynchronous is None:
         asynchronous = default

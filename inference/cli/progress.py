@@ -18,8 +18,3 @@ def show_capture(steps: Iterable[int], count: int) -> Iterable[int]:
     """Wraps the capture of the engine's graphs, where it takes long enough to be seen."""
     bar: Iterable[int] = progress_bar(steps, total=count, desc="capturing graphs")
     return bar
-
-
-def request_bar(count: int) -> tqdm[None]:
-    """A bar that counts finished requests; nothing for a single one."""
-    return progress_bar(shown=count > 1, total=count, desc="requests", unit="request")

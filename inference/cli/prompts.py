@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
-from megatron_async.errors import ConfigError, RequestError
+from megatron_async.errors import ConfigError
 
 SAMPLING_FIELDS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
 """What a line of a .jsonl file may set for itself, named as the options are; and ``priority``. A
@@ -28,11 +28,6 @@ class Job:
     sampling: dict[str, Any] = field(default_factory=dict)
     priority: int = 0
     error: str | None = None
-
-    def check(self) -> None:
-        """Raises :class:`RequestError` when the line could not be understood."""
-        if self.error is not None:
-            raise RequestError(self.error)
 
 
 def read_jobs(prompts: list[str], files: list[str]) -> list[Job]:

@@ -86,9 +86,8 @@ def run(args: argparse.Namespace) -> int:
 
     keeps = not (args.dry_run or args.exhaustive)
     if max(args.batch_sizes) > ANY_SHAPE_ROWS and keeps:
-        raise ConfigError(
-            f"--batch-sizes must be between 1 and {ANY_SHAPE_ROWS}; more only with --dry-run"
-        )
+        limits = f"between 1 and {ANY_SHAPE_ROWS}; more only with --dry-run"
+        raise ConfigError(f"--batch-sizes must be {limits}")
     if not set(args.gemms) <= set(_PRODUCTS):
         raise ConfigError(f"--gemms must be some of {','.join(_PRODUCTS)}")
     device = resolve_device(args.device)
@@ -122,8 +121,8 @@ def run(args: argparse.Namespace) -> int:
             problem = GemmProblem(size, product.n, product.k)
             lines.append(Entry(problem, search.best[name], "measured").to_json())
         log[size] = [(name, list(map(int, tried)), us) for name, tried, us in search.log]
-        less = f"{1 - after / before:.1%}"
-        rows.append([size, f"{before:.1f}", f"{after:.1f}", less, len(better)])
+        times = f"{before:.1f}", f"{after:.1f}", f"{1 - after / before:.1%}"
+        rows.append([size, *times, len(better)])
     layers = min(args.layers, config.num_layers)
     print(f"{gpu}, {layers} layers and the output layer, bfloat16")
     print(format_table(["batch", "before-us", "after-us", "less", "GEMMs changed"], rows))

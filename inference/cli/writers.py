@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_async.request import DynamicInferenceRequest, step_summary
 
 from ..steps import drive
-from .progress import request_bar
+from .progress import progress_bar
 from .prompts import Job
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class BarWriter(Writer):
     """Nothing but a bar of the requests that have ended."""
 
     def __init__(self, count: int) -> None:
-        self._bar = request_bar(count)
+        self._bar = progress_bar(shown=count > 1, total=count, desc="requests", unit="request")
 
     def finish(self, request: DynamicInferenceRequest) -> None:
         self._bar.update()
@@ -85,15 +85,14 @@ class StreamWriter(Writer):
         self._at_line_start = True
 
     def text(self, index: int, text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        print(text, end="", flush=True)
         self._at_line_start = text.endswith("\n")
 
     def finish(self, request: DynamicInferenceRequest) -> None:
         if request.generated_text is None:
             self.text(request.request_id, shown_text(request))
         if sys.stdout.isatty() and not self._at_line_start:
-            sys.stdout.write("\n")
+            print()
 
 
 class InTurnWriter(Writer):
@@ -187,16 +186,13 @@ class JsonWriter(OrderedWriter):
     """One JSON object a line."""
 
     def shown(self, index: int, result: DynamicInferenceRequest | str) -> str:
-        values: dict[str, Any] = {"prompt": self._jobs[index].prompt}
+        names = ("text", "token_ids", "finish_reason", "counters", "steps")
+        values: dict[str, Any] = {"prompt": self._jobs[index].prompt, **dict.fromkeys(names)}
         if isinstance(result, str):
-            fields = ("text", "token_ids", "finish_reason", "counters", "steps")
-            values |= {**dict.fromkeys(fields), "error": result}
+            values["error"] = result
         else:
-            values |= {
-                "text": result.generated_text,
-                "token_ids": result.generated_tokens,
-                "finish_reason": result.finish_reason,
-                "counters": dataclasses.asdict(result.counters),
-                "steps": step_summary(result.steps),
-            }
+            counters, steps = dataclasses.asdict(result.counters), step_summary(result.steps)
+            text, token_ids = result.generated_text, result.generated_tokens
+            found = (text, token_ids, result.finish_reason, counters, steps)
+            values |= zip(names, found, strict=True)
         return json.dumps(values) + "\n"

@@ -53,9 +53,7 @@ def run(args: argparse.Namespace) -> int:
     about = {"megatron-async": __version__, "title": title}
     trace = {"traceEvents": events, "displayTimeUnit": "ns", "otherData": about}
     file.write(json.dumps(trace, separators=(",", ":")) + "\n")
-    print(
-        f"{title}: {summary.overlapped} of {summary.commits} commits ran beside the forward of a "
-        f"later ticket (tickets {summary.first_ticket} to {summary.last_ticket})"
-    )
+    beside = f"{summary.overlapped} of {summary.commits} commits ran beside the forward of a later"
+    print(f"{title}: {beside} ticket (tickets {summary.first_ticket} to {summary.last_ticket})")
     print(f"{args.output}: open it at https://ui.perfetto.dev")
     return 0

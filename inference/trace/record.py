@@ -12,13 +12,13 @@ import torch
 
 from megatron_async.device.kernel_profiler import KernelProfiler
 from megatron_async.engine.build import resolve_device
+from megatron_async.engine.host_timeline import HostTimeline
 from megatron_async.errors import ConfigError
 
 from ..benchmark.engines import decode_config, start_engine
 from ..benchmark.loads import Load
 from ..benchmark.model import load_benchmark_model
 from .events import Recording
-from .timeline import HostTimeline
 
 LEAD_IN = 6
 """Steady steps between the start of the timelines and the first that is shown."""
@@ -45,10 +45,8 @@ class Subject:
         # They keep a request running to the last step, whenever it was admitted.
         new_tokens = args.batch_size + LEAD_IN + args.steps + 2 * args.depth + 4
         load = Load(prompt_tokens=args.prompt_tokens, new_tokens=new_tokens)
-        what = (
-            f"--prompt-tokens {args.prompt_tokens}, --steps {args.steps}, --batch-size "
-            f"{args.batch_size} and --depth {args.depth}"
-        )
+        what = f"--prompt-tokens {args.prompt_tokens}, --steps {args.steps}, --batch-size "
+        what += f"{args.batch_size} and --depth {args.depth}"
         model = load_benchmark_model(args, longest=load.longest, what=what)
         # The one that joins may come before the blocks of the one that left are back.
         config = decode_config(

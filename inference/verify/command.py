@@ -54,9 +54,8 @@ _NEAR_TIES = (
 def _depths(text: str) -> list[int]:
     depths: list[int] = several(integer(0, MAX_DEPTH))(text)
     if not any(depths):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} has no depth above 0 to compare with serial decoding; use 0,1"
-        )
+        none = f"{text!r} has no depth above 0 to compare with serial decoding"
+        raise argparse.ArgumentTypeError(f"{none}; use 0,1")
     return depths
 
 
@@ -65,9 +64,8 @@ def _scenarios(text: str) -> list[str]:
     names: list[str] = []
     for name in text.split(","):
         if name != ALL and name not in known:
-            raise argparse.ArgumentTypeError(
-                f"{name!r} is not a scenario; there are {ALL}, {', '.join(known)}"
-            )
+            there = f"there are {ALL}, {', '.join(known)}"
+            raise argparse.ArgumentTypeError(f"{name!r} is not a scenario; {there}")
         names += known if name == ALL else [name]
     return list(dict.fromkeys(names))
 
@@ -101,21 +99,23 @@ def run(args: argparse.Namespace) -> int:
         return 0
     scripted = [scenario for scenario in TABLE if scenario.name in args.scenario]
     if scripted and max(args.depths) > MAX_SCENARIO_DEPTH:
-        raise ConfigError(
-            f"--depths {max(args.depths)}: scenarios are made for depths of at most "
-            f"{MAX_SCENARIO_DEPTH}; lower it or use --scenario {RANDOM}"
-        )
+        limit = f"scenarios are made for depths of at most {MAX_SCENARIO_DEPTH}"
+        way_out = f"lower it or use --scenario {RANDOM}"
+        raise ConfigError(f"--depths {max(args.depths)}: {limit}; {way_out}")
     configs = [engine_config(args, d) for d in dict.fromkeys((0, *args.depths))]
     reports = _verify(args, scripted, configs)
     only_random = args.scenario == [RANDOM]
+    ok = all(report.ok for report in reports)
     if args.json:
-        print(json.dumps(_to_json(args, reports)), flush=True)
+        found = reports[0].to_dict()
+        if not only_random:
+            found = {"ok": ok, "scenarios": [report.to_dict() for report in reports]}
+        print(json.dumps({"model": args.model, "seed": args.seed, **found}), flush=True)
     else:
         print(_random_table(reports[0]) if only_random else _scenario_table(reports), flush=True)
     for report in reports:
         for line in report.failures:
             print(line, file=sys.stderr)
-    ok = all(report.ok for report in reports)
     if not args.json:
         print("equal at every depth" if ok else "FAILED: see above", flush=True)
     return 0 if ok else 1
@@ -213,11 +213,3 @@ def _scenario_table(reports: list[Report]) -> str:
     width = max(len(row[-1]) for row in rows)
     header, *lines = [[*row, last.ljust(width)] for *row, last in rows]
     return format_table(header, lines)
-
-
-def _to_json(args: argparse.Namespace, reports: list[Report]) -> dict[str, Any]:
-    head = {"model": args.model, "seed": args.seed}
-    if args.scenario == [RANDOM]:
-        return head | reports[0].to_dict()
-    ok = all(report.ok for report in reports)
-    return head | {"ok": ok, "scenarios": [report.to_dict() for report in reports]}

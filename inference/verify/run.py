@@ -171,9 +171,8 @@ class Run:
     def _missing(self, seen: Counter[Witness]) -> list[str]:
         lines = [f"the script's '{event}' never came" for event in self._script]
         lines += [f"the script's '{event}' came too late" for event in self._refused]
-        expected = self._scenario.witnesses
-        if self._engine.depth == 0:
-            expected = expected - ONLY_WHEN_OVERLAPPED
+        cannot = frozenset() if self._engine.depth else ONLY_WHEN_OVERLAPPED
+        expected = self._scenario.witnesses - cannot
         lines += [w.value for w in Witness if w in expected and not seen[w]]
         return [f"{self._scenario.name}: {line}" for line in lines]
 

@@ -1,4 +1,4 @@
-"""What a decode step reads from memory."""
+"""What a decode step has to read from memory, and its least time therefore."""
 
 from __future__ import annotations
 
@@ -29,3 +29,19 @@ def weight_bytes(config: ModelConfig, itemsize: int) -> int:
 def kv_bytes(config: ModelConfig, itemsize: int, tokens: float) -> float:
     """Bytes of keys and values that attention over ``tokens`` tokens reads, all layers."""
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize * tokens
+
+
+def floor_ms(
+    config: ModelConfig,
+    itemsize: int,
+    bandwidth: float,
+    *,
+    batch_size: int,
+    prompt_tokens: int,
+    new_tokens: int,
+) -> float:
+    """Milliseconds in which memory could deliver a mean step's weights, keys and values once, at
+    ``bandwidth`` bytes per second."""
+    mean_context = prompt_tokens + new_tokens / 2
+    read = weight_bytes(config, itemsize) + kv_bytes(config, itemsize, batch_size * mean_context)
+    return 1e3 * read / bandwidth

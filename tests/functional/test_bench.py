@@ -16,13 +16,13 @@ import torch
 from megatron_async.errors import CacheTooLargeError
 from megatron_async.inference.benchmark import engines, loads, runner, workloads
 from megatron_async.inference.benchmark.engines import make_engine
-from megatron_async.inference.benchmark.floor import floor_ms
 from megatron_async.inference.benchmark.loads import Load
 from megatron_async.inference.benchmark.model import BenchmarkModel
 from megatron_async.inference.benchmark.report import as_table
 from megatron_async.inference.benchmark.runs import run_load, steady_steps
 from megatron_async.inference.cli.main import main
 from megatron_async.models.build import build_random_model
+from megatron_async.models.memory_traffic import floor_ms
 from megatron_async.models.shapes import SHAPES
 from megatron_async.models.wrapper import GPTInferenceWrapper
 

@@ -17,6 +17,7 @@ from megatron_async.device import cuda_timeline
 from megatron_async.device.cpu import CpuDevice, Span
 from megatron_async.device.cuda_timeline import CudaTimeline
 from megatron_async.device.kernel_profiler import KernelProfiler, clock_shift_ns, kernels_of
+from megatron_async.engine.host_timeline import HostTimeline
 from megatron_async.inference.cli.main import main
 from megatron_async.inference.trace.events import (
     DEVICE_LANE,
@@ -28,7 +29,6 @@ from megatron_async.inference.trace.events import (
     trace_events,
 )
 from megatron_async.inference.trace.timeline import (
-    HostTimeline,
     device_steps,
 )
 from megatron_async.models.wrapper import GPTInferenceWrapper

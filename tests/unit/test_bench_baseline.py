@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_async.checkpoint.transformers_config import transformers_config
 from megatron_async.inference.benchmark import baselines
 from megatron_async.inference.benchmark.loads import Load
 from megatron_async.inference.cli.main import main
@@ -71,7 +72,7 @@ def test_baseline_has_as_many_parameters(shape: str) -> None:
     transformers = pytest.importorskip("transformers")
     config = SHAPES[shape]
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(baselines.transformers_config(config))
+        model = transformers.AutoModelForCausalLM.from_config(transformers_config(config))
     embedding = config.vocab_size * config.hidden_size
     learned = config.position_embedding == "learned_absolute"
     expected = weight_bytes(config, 1) + (0 if config.tie_word_embeddings else embedding)

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async.inference.benchmark import floor, runner
-from megatron_async.inference.benchmark.floor import copy_bandwidth, floor_ms
+from megatron_async.device import bandwidth
+from megatron_async.device.bandwidth import copy_bandwidth
+from megatron_async.inference.benchmark import runner
 from megatron_async.inference.benchmark.model import BenchmarkModel
 from megatron_async.inference.cli.main import main
 from megatron_async.models.build import build_random_model
-from megatron_async.models.memory_traffic import weight_bytes
+from megatron_async.models.memory_traffic import floor_ms, weight_bytes
 from megatron_async.models.shapes import SHAPES
 
 
@@ -104,6 +105,6 @@ def test_a_copy_measures_the_bandwidth_of_a_gpu_that_has_no_figure(
 ) -> None:
     device = torch.device("cuda", 0)
     known = copy_bandwidth(device)
-    monkeypatch.setattr(floor, "COPY_BANDWIDTH", {})
+    monkeypatch.setattr(bandwidth, "COPY_BANDWIDTH", {})
     # Other processes may copy too; more than the memory delivers no copy can measure.
     assert 0.02 * known < copy_bandwidth(device) < 1.15 * known

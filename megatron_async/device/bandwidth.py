@@ -1,4 +1,4 @@
-"""The least time of a decode step: what it has to read, at the bandwidth of the memory."""
+"""How fast a GPU's memory delivers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ from functools import partial
 import torch
 
 from megatron_async.device.cuda_timeline import mean_us
-from megatron_async.models.config import ModelConfig
-from megatron_async.models.memory_traffic import kv_bytes, weight_bytes
 
 COPY_BANDWIDTH = {"NVIDIA H200": 4.3e12, "NVIDIA H100 80GB HBM3": 3.03e12}
 """Bytes per second of a large copy, read and written, as measured, by the GPU's name. So reports of
@@ -38,19 +36,3 @@ def _measured(device: torch.device) -> float:
         del source, target
         torch.cuda.empty_cache()
         return 2 * _COPY_BYTES / seconds
-
-
-def floor_ms(
-    config: ModelConfig,
-    itemsize: int,
-    bandwidth: float,
-    *,
-    batch_size: int,
-    prompt_tokens: int,
-    new_tokens: int,
-) -> float:
-    """Milliseconds in which memory could deliver a mean step's weights, keys and values once, at
-    ``bandwidth`` bytes per second."""
-    mean_context = prompt_tokens + new_tokens / 2
-    read = weight_bytes(config, itemsize) + kv_bytes(config, itemsize, batch_size * mean_context)
-    return 1e3 * read / bandwidth
