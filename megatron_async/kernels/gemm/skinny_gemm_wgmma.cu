@@ -24,9 +24,6 @@
 
 extern __shared__ __align__(1024) char shared[];
 
-__device__ __forceinline__ int warp_tile(int warp, int r) { return r * 4 + warp; }
-__device__ __forceinline__ bool is_in_cta(int warp, int r) { return warp_tile(warp, r) < RT; }
-
 #include "skinny_gemm.cuh"
 
 static_assert(NORM != 2 && RT <= 16, "x goes into the product as it is");
@@ -37,6 +34,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                       float2* stats_out, int M, int out_row, float4* workspace, u32* arrivals,
                       const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int wk = 0;
   const int rank = SPLIT_K > 1 ? blockIdx.x % SPLIT_K : 0;
   const int cta_count = gridDim.x / SPLIT_K;
   int tile = blockIdx.x / SPLIT_K;
@@ -46,10 +44,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   const int count = K_STAGES * (rank + 1) / SPLIT_K - first_stage;
   const int total = count * my_tiles;
   const u32 base = shared_address(shared);
-  const Epilogue epilogue{bias, residual, next_weight, out, scaled, stats_out, M,
-                          out_row, warp, lane, g, t, rank, tile, base};
-  Residual kept;
-  epilogue.join_cluster();
+  const u32 ring = base;
+  auto warp_tile = [&](int r) { return r * 4 + warp; };
+  auto is_in_cta = [&](int r) { return warp_tile(r) < RT; };
+  float2* scale = (float2*)(shared + SCALE_AT);  // mean and 1 / deviation of each row of x
+
+#include "skinny_gemm_join_cluster.cuh"
 
   // --- weights, as far as the ring holds them, before anything is known of x ------------------
   const u32 arrived = base + ARRIVED_AT;
@@ -86,7 +86,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   for (int s = 0; s < ST; s++)
     if (issued < total) load_weights();
   __syncthreads();  // the barriers are there
-  epilogue.prefetch(nullptr, nullptr, 0);
+#include "skinny_gemm_prefetch.cuh"
 
   wait_for_predecessor();
   release_successor();
@@ -94,9 +94,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   // --- x ---------------------------------------------------------------------------------------
   if (leads)
     for (int s = 0; s < ST && s < total; s++) load_x(s % count, s);
-  epilogue.load_residual(kept);
+#include "skinny_gemm_input.cuh"
   if (NORM == 1) {
-    epilogue.load_statistics(stats_in, stats_tiles, eps);
+    load_statistics();
     __syncthreads();
   }
 
@@ -119,6 +119,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     }
   };
   clear();
+
+#include "skinny_gemm_finish.cuh"
+
   int k_done = 0, stage = 0;
   u32 passed = 0;  // rounds of the ring, by parity
   for (int i = 0; i < total; i++) {
@@ -139,11 +142,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (issued < total) load_weights();
     if (++stage == ST) stage = 0, passed ^= 1;
     if (++k_done == count && PERSISTENT) {
-      epilogue.finish_tile(take, tile);
+#include "skinny_gemm_finish_tile.cuh"
       clear();
       k_done = 0;
       tile += cta_count;
     }
   }
-  if (!PERSISTENT) epilogue.reduce_and_finish(take, kept, base, 0, workspace, arrivals);
+  if (PERSISTENT) return;
+
+#include "skinny_gemm_reduce.cuh"
 }
