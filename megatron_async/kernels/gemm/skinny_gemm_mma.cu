@@ -58,8 +58,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   const int total = count * my_tiles;
   const u32 base = shared_address(shared);
   const u32 ring = base + warp * RING_BYTES;
-  auto warp_tile = [&](int r) { return wr * RT + r; };
-  auto is_in_cta = [&](int r) { return true; };
+  auto warp_tile = [&](int r) { return false ? r * 4 + warp : wr * RT + r; };
+  auto is_in_cta = [&](int r) { return true || warp_tile(r) < RT; };
   float2* scale = (float2*)(shared + SCALE_AT);  // mean and 1 / deviation of each row of x
 
 #include "skinny_gemm_join_cluster.cuh"
@@ -158,8 +158,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #endif
 #include "skinny_gemm_input.cuh"
 #if !STREAM_X
-  const int slice_vectors = (K_STAGES * (rank + 1) / SPLIT_K - slice_stage) * 8;
-  const int vectors = M * slice_vectors;
+  const int slice_vectors = (K_STAGES * (rank + 1) / SPLIT_K - slice_stage) * 8, vectors = M * slice_vectors;
 #pragma unroll 1
   for (int first = threadIdx.x; first == threadIdx.x || first < vectors;
        first += X_BATCH * THREADS) {
@@ -284,7 +283,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #include "skinny_gemm_finish_tile.cuh"
       clear();
       k_done = 0;
-      if (!STREAM_X) x_at = own_x;
+#if !STREAM_X
+      x_at = own_x;
+#endif
       tile += cta_count;
     }
   }

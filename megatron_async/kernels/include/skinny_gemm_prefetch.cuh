@@ -1,6 +1,6 @@
 // pre
-  const int lines = (16 * TILES * 2 / (GATED ? 2 : 1) + 127) / 128;
-  if (bias != nullptr && threadIdx.x < (GATED ? 2 : 1) * lines) {
+  if (bias != nullptr && threadIdx.x < (GATED ? 2 : 1) * ((16 * TILES * 2 / (GATED ? 2 : 1) + 127) / 128)) {
+    const int lines = (16 * TILES * 2 / (GATED ? 2 : 1) + 127) / 128;
     const int n = tile * (GATED ? 8 : 16) * TILES + threadIdx.x % lines * 64;
     touch(bias + (min(n, (GATED ? N / 2 : N) - 2) & ~1) + threadIdx.x / lines * (N / 2));
   }
