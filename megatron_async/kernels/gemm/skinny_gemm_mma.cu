@@ -58,8 +58,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   const int total = count * my_tiles;
   const u32 base = shared_address(shared);
   const u32 ring = base + warp * RING_BYTES;
-  auto warp_tile = [&](int r) { return false ? r * 4 + warp : wr * RT + r; };
-  auto is_in_cta = [&](int r) { return true || warp_tile(r) < RT; };
+  auto warp_tile = [&](int r) { return warp % WR * RT + r; };
+  auto is_in_cta = [&](int r) { return TILES == WR * RT || warp_tile(r) < TILES; };
   float2* scale = (float2*)(shared + SCALE_AT);  // mean and 1 / deviation of each row of x
 
 #include "skinny_gemm_join_cluster.cuh"

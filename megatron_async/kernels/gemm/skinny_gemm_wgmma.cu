@@ -29,12 +29,12 @@ extern __shared__ __align__(1024) char shared[];
 static_assert(NORM != 2 && RT <= 16, "x goes into the product as it is");
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS)
-    skinny_gemm_wgmma(const u16* bias, const float2* stats_in, int stats_tiles, float eps,
+    skinny_gemm_wgmma(const u16* x, const char* w, const u16* bias, const u16* norm_weight, const u16* norm_bias, const float2* stats_in, int stats_tiles, float eps,
                       const u16* residual, u16* out, const u16* next_weight, u16* scaled,
                       float2* stats_out, int M, int out_row, float4* workspace, u32* arrivals,
                       const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int wk = 0;
+  const int wr = warp % 1, wk = 0;
   const int rank = SPLIT_K > 1 ? blockIdx.x % SPLIT_K : 0;
   const int cta_count = gridDim.x / SPLIT_K;
   int tile = blockIdx.x / SPLIT_K;
@@ -45,8 +45,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   const int total = count * my_tiles;
   const u32 base = shared_address(shared);
   const u32 ring = base;
-  auto warp_tile = [&](int r) { return r * 4 + warp; };
-  auto is_in_cta = [&](int r) { return warp_tile(r) < RT; };
+  auto warp_tile = [&](int r) { return true ? r * 4 + warp : wr * RT + r; };
+  auto is_in_cta = [&](int r) { return false || warp_tile(r) < RT; };
   float2* scale = (float2*)(shared + SCALE_AT);  // mean and 1 / deviation of each row of x
 
 #include "skinny_gemm_join_cluster.cuh"
@@ -122,7 +122,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 
 #include "skinny_gemm_finish.cuh"
 
-  int k_done = 0, stage = 0;
+  int k_done = 0;
+  int stage = 0;
   u32 passed = 0;  // rounds of the ring, by parity
   for (int i = 0; i < total; i++) {
     const u32 weights = base + stage * STAGE_BYTES;
@@ -141,7 +142,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     // WAR: the four warps' wgmmas end together, so nobody reads this stage any more.
     if (issued < total) load_weights();
     if (++stage == ST) stage = 0, passed ^= 1;
-    if (++k_done == count && PERSISTENT) {
+    k_done++;
+    if (k_done == count && PERSISTENT) {
 #include "skinny_gemm_finish_tile.cuh"
       clear();
       k_done = 0;
