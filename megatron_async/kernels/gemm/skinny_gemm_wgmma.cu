@@ -29,7 +29,7 @@ extern __shared__ __align__(1024) char shared[];
 static_assert(NORM != 2 && RT <= 16, "x goes into the product as it is");
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS)
-    skinny_gemm_wgmma(const u16* x, const char* w, const u16* bias, const u16* norm_weight, const u16* norm_bias, const float2* stats_in, int stats_tiles, float eps,
+    skinny_gemm_wgmma(const u16* bias, const float2* stats_in, int stats_tiles, float eps,
                       const u16* residual, u16* out, const u16* next_weight, u16* scaled,
                       float2* stats_out, int M, int out_row, float4* workspace, u32* arrivals,
                       const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map) {
@@ -122,9 +122,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 
 #include "skinny_gemm_finish.cuh"
 
+  u32 passed = 0;  // rounds of the ring, by parity
   int k_done = 0;
   int stage = 0;
-  u32 passed = 0;  // rounds of the ring, by parity
   for (int i = 0; i < total; i++) {
     const u32 weights = base + stage * STAGE_BYTES;
     await_bytes(arrived + stage * 8, passed);
