@@ -34,7 +34,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                       float2* stats_out, int M, int out_row, float4* workspace, u32* arrivals,
                       const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int wr = warp % 1, wk = 0;
+  const int wk = 0;
   const int rank = SPLIT_K > 1 ? blockIdx.x % SPLIT_K : 0;
   const int cta_count = gridDim.x / SPLIT_K;
   int tile = blockIdx.x / SPLIT_K;
@@ -45,8 +45,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   const int total = count * my_tiles;
   const u32 base = shared_address(shared);
   const u32 ring = base;
-  auto warp_tile = [&](int r) { return true ? r * 4 + warp : wr * RT + r; };
-  auto is_in_cta = [&](int r) { return false || warp_tile(r) < RT; };
+  auto warp_tile = [&](int r) { return r * 4 + warp; };
+  auto is_in_cta = [&](int r) { return warp_tile(r) < RT; };
   float2* scale = (float2*)(shared + SCALE_AT);  // mean and 1 / deviation of each row of x
 
 #include "skinny_gemm_join_cluster.cuh"
