@@ -95,6 +95,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   if (leads)
     for (int s = 0; s < ST && s < total; s++) load_x(s % count, s);
 #include "skinny_gemm_input.cuh"
+  load_residual();
   if (NORM == 1) {
     load_statistics();
     __syncthreads();

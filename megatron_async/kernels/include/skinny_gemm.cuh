@@ -33,6 +33,7 @@
 #define STAT_ROWS ((MT * 8 + WARPS - 1) / WARPS)
 #define STAT_TILES (OWN < TILES ? OWN : TILES)
 #define GATED (EPILOGUE == 2)
+#define BIAS_LINES ((16 * TILES * 2 / (GATED ? 2 : 1) + 127) / 128)  // of 128 bytes, of a CTA's bias
 #define SCALES (EPILOGUE == 1 && STATS == 1)
 
 #define SCALE_AT MAINLOOP_BYTES         // mean and 1 / deviation of each row of x

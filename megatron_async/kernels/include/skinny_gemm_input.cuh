@@ -14,7 +14,6 @@
       kept[i][1] = load_l2((const u32*)(from + 8));
     }
   };
-  if (!LATE_RESIDUAL) load_residual();
   auto load_statistics = [&]() {
     // All rows of this warp at once: each is a trip to L2.
     float mean[STAT_ROWS], square[STAT_ROWS];

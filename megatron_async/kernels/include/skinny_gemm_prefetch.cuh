@@ -1,8 +1,7 @@
 // pre
-  if (bias != nullptr && threadIdx.x < (GATED ? 2 : 1) * ((16 * TILES * 2 / (GATED ? 2 : 1) + 127) / 128)) {
-    const int lines = (16 * TILES * 2 / (GATED ? 2 : 1) + 127) / 128;
-    const int n = tile * (GATED ? 8 : 16) * TILES + threadIdx.x % lines * 64;
-    touch(bias + (min(n, (GATED ? N / 2 : N) - 2) & ~1) + threadIdx.x / lines * (N / 2));
+  if (bias != nullptr && threadIdx.x < (GATED ? 2 : 1) * BIAS_LINES) {
+    const int n = tile * (GATED ? 8 : 16) * TILES + threadIdx.x % BIAS_LINES * 64;
+    touch(bias + (min(n, (GATED ? N / 2 : N) - 2) & ~1) + threadIdx.x / BIAS_LINES * (N / 2));
   }
   if (SCALES && threadIdx.x < (16 * TILES * 2 + 127) / 128)
     touch(next_weight + min(tile * 16 * TILES + threadIdx.x * 64, N - 2u));
