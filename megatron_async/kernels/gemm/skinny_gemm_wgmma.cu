@@ -145,7 +145,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (++stage == ST) stage = 0, passed ^= 1;
     k_done++;
     if (k_done == count && PERSISTENT) {
-#include "skinny_gemm_finish_tile.cuh"
+      finish_tile();
       clear();
       k_done = 0;
       tile += cta_count;

@@ -1,4 +1,4 @@
-// join
+// Peers may send once all CTAs of the cluster have come here.
   if (CLUSTER > 1) {
     if (threadIdx.x == 0) {
       init_barrier(base + ALL_SENT_AT);
