@@ -16,6 +16,7 @@
 #define WARPS (WR * WK)
 #define TILES (RT * WR)
 #define WARP_TILES RT
+#define INTERLEAVED 0
 #define LATE_RESIDUAL WORKSPACE
 #define STAGE_BYTES WEIGHT_BYTES
 #define RING_BYTES (ST * STAGE_BYTES)
@@ -58,11 +59,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   const int total = count * my_tiles;
   const u32 base = shared_address(shared);
   const u32 ring = base + warp * RING_BYTES;
-  auto warp_tile = [&](int r) { return warp % WR * RT + r; };
-  auto is_in_cta = [&](int r) { return TILES == WR * RT || warp_tile(r) < TILES; };
-  float2* scale = (float2*)(shared + SCALE_AT);  // mean and 1 / deviation of each row of x
 
-#include "skinny_gemm_join_cluster.cuh"
+#include "skinny_gemm_begin.cuh"
 
   // --- weights, as far as the ring holds them, before anything is known of x ------------------
   // Rows of 128 bytes in a stage, of W and of x: of odd rows the halves change places, so that the

@@ -14,6 +14,7 @@
 #define WK 1
 #define TILES RT
 #define WARP_TILES ((RT + 3) / 4)
+#define INTERLEAVED 1
 #define LATE_RESIDUAL 0
 #define X_STAGE (MT * 8 * 128)
 #define STAGE_BYTES (WEIGHT_BYTES + X_STAGE)
@@ -34,7 +35,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                       float2* stats_out, int M, int out_row, float4* workspace, u32* arrivals,
                       const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int wk = 0;
+  const int wr = 0, wk = 0;
   const int rank = SPLIT_K > 1 ? blockIdx.x % SPLIT_K : 0;
   const int cta_count = gridDim.x / SPLIT_K;
   int tile = blockIdx.x / SPLIT_K;
@@ -45,11 +46,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   const int total = count * my_tiles;
   const u32 base = shared_address(shared);
   const u32 ring = base;
-  auto warp_tile = [&](int r) { return r * 4 + warp; };
-  auto is_in_cta = [&](int r) { return warp_tile(r) < RT; };
-  float2* scale = (float2*)(shared + SCALE_AT);  // mean and 1 / deviation of each row of x
 
-#include "skinny_gemm_join_cluster.cuh"
+#include "skinny_gemm_begin.cuh"
 
   // --- weights, as far as the ring holds them, before anything is known of x ------------------
   const u32 arrived = base + ARRIVED_AT;
