@@ -157,7 +157,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #include "skinny_gemm_input.cuh"
   if (!LATE_RESIDUAL) load_residual();
 #if !STREAM_X
-  const int slice_vectors = (K_STAGES * (rank + 1) / SPLIT_K - slice_stage) * 8, vectors = M * slice_vectors;
+  const int slice_vectors = (K_STAGES * (rank + 1) / SPLIT_K - slice_stage) * 8,
+            vectors = M * slice_vectors;
 #pragma unroll 1
   for (int first = threadIdx.x; first == threadIdx.x || first < vectors;
        first += X_BATCH * THREADS) {

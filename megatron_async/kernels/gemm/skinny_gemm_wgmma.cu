@@ -121,6 +121,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 
 #include "skinny_gemm_finish.cuh"
 
+  // The order of these three decides on registers.
   u32 passed = 0;  // rounds of the ring, by parity
   int k_done = 0;
   int stage = 0;

@@ -16,11 +16,22 @@
 //             one SM while other SMs have none
 //
 // A kernel defines, before it includes this file: WARPS, WARP_TILES (16-row tiles of W that a warp
-// accumulates), TILES (of a CTA), WK (warps that share K), RING_BYTES, MAINLOOP_BYTES (shared memory of
-// its main loop), LATE_RESIDUAL (1: the residual is read only after the workspace reduction), `shared`,
-// warp_tile(warp, r), which of the CTA's tiles a warp's tile r is, and is_in_cta(warp, r), whether it is
-// one. Its accumulators come as take(r, mt, v): of the warp's tile r and rows 8 * mt .. of x, row g of x,
-// columns 2t, 2t + 1 of the tile's upper, then of its lower half (g = lane / 4, t = lane % 4).
+// accumulates), TILES (of a CTA), INTERLEAVED (1: a warp's tiles are WARPS apart, and those of some lie
+// behind the CTA's), WK (warps that share K), RING_BYTES, MAINLOOP_BYTES (shared memory of its main
+// loop), LATE_RESIDUAL (1: the residual is read only after the workspace reduction) and `shared`.
+//
+// Its body includes, in this order, skinny_gemm_{begin,prefetch,input,finish,reduce}.cuh, which use its
+// variables by name. They are text, not functions: ptxas allocates registers and orders instructions
+// differently for the same code in functions or of other captures, which cost a percent of a step
+// (Qwen3-0.6B, 32 rows, H200).
+//
+//   g, t      lane / 4, lane % 4
+//   wr, wk    the warp's number among those next to each other in N, and among those that share K
+//   rank      the CTA's number among the SPLIT_K
+//   tile      the CTA's rows of W, in 16 * TILES
+//   base      of shared memory; ring: of what the warp may overwrite after the main loop
+//   take(r, mt, v)  accumulators of the warp's tile r and rows 8 * mt .. of x: row g of x, columns 2t,
+//             2t + 1 of the tile's upper, then of its lower half
 
 #define THREADS (32 * WARPS)
 #define K_STAGES (K / 64)               // 64 columns of K each
@@ -33,7 +44,7 @@
 #define STAT_ROWS ((MT * 8 + WARPS - 1) / WARPS)
 #define STAT_TILES (OWN < TILES ? OWN : TILES)
 #define GATED (EPILOGUE == 2)
-#define BIAS_LINES ((16 * TILES * 2 / (GATED ? 2 : 1) + 127) / 128)  // of 128 bytes, of a CTA's bias
+#define BIAS_LINES ((16 * TILES * 2 / (GATED ? 2 : 1) + 127) / 128)  // of 128 bytes
 #define SCALES (EPILOGUE == 1 && STATS == 1)
 
 #define SCALE_AT MAINLOOP_BYTES         // mean and 1 / deviation of each row of x

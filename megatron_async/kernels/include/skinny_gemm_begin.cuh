@@ -1,3 +1,6 @@
+  // Part of a skinny GEMM's body (skinny_gemm.cuh): which tiles a warp has, and the cluster's beginning.
+  // Uses warp, wr, rank, base and `shared`; declares warp_tile, is_in_cta and scale.
+
   // Which of the CTA's tiles a warp's tile r is, and whether it is one.
   auto warp_tile = [&](int r) { return INTERLEAVED ? r * WARPS + warp : wr * RT + r; };
   auto is_in_cta = [&](int r) { return !INTERLEAVED || warp_tile(r) < RT; };

@@ -1,3 +1,8 @@
+  // Part of a skinny GEMM's body (skinny_gemm.cuh): the epilogue. Uses g, t, tile, scale, kept, take,
+  // warp_tile, is_in_cta and the kernel's arguments; declares finish and finish_tile.
+
+  // One fragment: row m = 8 * mt + g of the output, columns 2t, 2t + 1 of the upper and of the lower half
+  // of `row_tile`. `own` is where its statistics go, `before` its residual.
   auto finish = [&](int row_tile, int mt, int own, float (&v)[4], u32 (&before)[2]) {
     const int m = mt * 8 + g, n = row_tile * (GATED ? 8 : 16) + 2 * t;
     u16* into = out + (size_t)m * out_row + n;
@@ -47,6 +52,8 @@
     }
 #endif
   };
+
+  // A persistent CTA's tile: nothing is split, no residual.
   auto finish_tile = [&]() {
 #pragma unroll
     for (int r = 0; r < WARP_TILES; r++)

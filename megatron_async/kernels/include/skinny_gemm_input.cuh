@@ -1,4 +1,8 @@
-  u32 kept[PER_WARP][2];
+  // Part of a skinny GEMM's body (skinny_gemm.cuh): what its producers wrote, besides x. Uses warp, lane,
+  // g, t, rank, tile, scale, warp_tile, is_in_cta and the kernel's arguments; declares kept,
+  // load_residual and load_statistics.
+
+  u32 kept[PER_WARP][2];  // of the residual: pairs of columns of a tile's upper and lower half
   auto load_residual = [&]() {
 #pragma unroll
     for (int i = 0; i < PER_WARP && EPILOGUE == 1; i++) {
@@ -14,6 +18,7 @@
       kept[i][1] = load_l2((const u32*)(from + 8));
     }
   };
+  // Mean and 1 / deviation of each row of x, from its producer's partial statistics.
   auto load_statistics = [&]() {
     // All rows of this warp at once: each is a trip to L2.
     float mean[STAT_ROWS], square[STAT_ROWS];

@@ -1,4 +1,5 @@
-// pre
+  // Part of a skinny GEMM's body (skinny_gemm.cuh): touches what is read once and would else come from
+  // memory while all wait for it. Uses bias, next_weight and tile; declares nothing.
   if (bias != nullptr && threadIdx.x < (GATED ? 2 : 1) * BIAS_LINES) {
     const int n = tile * (GATED ? 8 : 16) * TILES + threadIdx.x % BIAS_LINES * 64;
     touch(bias + (min(n, (GATED ? N / 2 : N) - 2) & ~1) + threadIdx.x / BIAS_LINES * (N / 2));

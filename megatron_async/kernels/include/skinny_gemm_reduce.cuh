@@ -1,3 +1,7 @@
+  // The end of a skinny GEMM's body (skinny_gemm.cuh): adds up what the CTAs and warps have that share K,
+  // and finishes the output. Uses all that the other parts declare, and warp, lane, rank, wk, tile, base,
+  // ring, take, workspace and arrivals. It returns from the kernel.
+
   // Where an owner is sent a partial sum: its fragment's number, the CTA and the warp it comes from.
   auto part_at = [&](int own, int c, int k) {
     return ((own * CLUSTER + c) * WK + k) * 512 + lane * 16;
