@@ -280,7 +280,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       // A last buffer that is not full ends the loop.
     }
     if (k_done == count && PERSISTENT) {
-      finish_tile();
+#include "skinny_gemm_finish_tile.cuh"
       clear();
       k_done = 0;
 #if !STREAM_X

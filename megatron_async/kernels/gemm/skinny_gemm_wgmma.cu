@@ -144,7 +144,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (++stage == ST) stage = 0, passed ^= 1;
     k_done++;
     if (k_done == count && PERSISTENT) {
-      finish_tile();
+#include "skinny_gemm_finish_tile.cuh"
       clear();
       k_done = 0;
       tile += cta_count;

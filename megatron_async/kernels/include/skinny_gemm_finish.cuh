@@ -1,5 +1,5 @@
-  // Part of a skinny GEMM's body (skinny_gemm.cuh): the epilogue. Uses g, t, tile, scale, kept, take,
-  // warp_tile, is_in_cta and the kernel's arguments; declares finish and finish_tile.
+  // Part of a skinny GEMM's body (skinny_gemm.cuh): the epilogue. Uses g, t, scale, kept, take,
+  // warp_tile, is_in_cta and the kernel's arguments; declares finish.
 
   // One fragment: row m = 8 * mt + g of the output, columns 2t, 2t + 1 of the upper and of the lower half
   // of `row_tile`. `own` is where its statistics go, `before` its residual.
@@ -51,16 +51,4 @@
       }
     }
 #endif
-  };
-
-  // A persistent CTA's tile: nothing is split, no residual.
-  auto finish_tile = [&]() {
-#pragma unroll
-    for (int r = 0; r < WARP_TILES; r++)
-#pragma unroll
-      for (int mt = 0; mt < MT && is_in_cta(r); mt++) {
-        float v[4];
-        take(r, mt, v);
-        finish(tile * TILES + warp_tile(r), mt, 0, v, kept[0]);
-      }
   };
