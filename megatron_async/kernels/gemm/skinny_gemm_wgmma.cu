@@ -4,6 +4,7 @@
 // together.
 //
 //   RT   16-row tiles of W in a CTA, MT groups of eight rows of x, ST stages of the ring
+//   x, w, norm_weight, norm_bias   not read; without them ptxas is given another order of instructions
 //   w_map, x_map   W in tiles of RT * 16 rows (gated: eight rows of gate and eight of up in turn), x in
 //                  tiles of all its rows
 //
@@ -30,12 +31,13 @@ extern __shared__ __align__(1024) char shared[];
 static_assert(NORM != 2 && RT <= 16, "x goes into the product as it is");
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS)
-    skinny_gemm_wgmma(const u16* bias, const float2* stats_in, int stats_tiles, float eps,
+    skinny_gemm_wgmma(const u16* x, const char* w, const u16* bias, const u16* norm_weight,
+                      const u16* norm_bias, const float2* stats_in, int stats_tiles, float eps,
                       const u16* residual, u16* out, const u16* next_weight, u16* scaled,
                       float2* stats_out, int M, int out_row, float4* workspace, u32* arrivals,
                       const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int wr = 0, wk = 0;
+  const int wr = warp % 1, wk = 0;  // computed, not 0: a constant would not be captured
   const int rank = SPLIT_K > 1 ? blockIdx.x % SPLIT_K : 0;
   const int cta_count = gridDim.x / SPLIT_K;
   int tile = blockIdx.x / SPLIT_K;
@@ -121,10 +123,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 
 #include "skinny_gemm_finish.cuh"
 
-  // The order of these three decides on registers.
-  u32 passed = 0;  // rounds of the ring, by parity
   int k_done = 0;
   int stage = 0;
+  u32 passed = 0;  // rounds of the ring, by parity
   for (int i = 0; i < total; i++) {
     const u32 weights = base + stage * STAGE_BYTES;
     await_bytes(arrived + stage * 8, passed);
