@@ -81,8 +81,9 @@ def test_numbers_and_tensor_maps_are_checked_too(field: str, value: Any) -> None
     out = torch.zeros(1, 16).bfloat16()
     tensor_map = cuda.TensorMap(None)
     right = WgmmaArguments(
-        None, None, 0, 0.0, None, out, None, None, None, 1, 16, None, None, tensor_map, tensor_map
-    )
+        None, None, None, None, None, None, 0, 0.0, None, out, None, None, None, 1, 16, None, None,
+        tensor_map, tensor_map,
+    )  # fmt: skip
     cuda.check_arguments("gemm", right)
     with pytest.raises(TypeError, match=f"gemm: {field} must be"):
         cuda.check_arguments("gemm", right._replace(**{field: value}))

@@ -55,9 +55,14 @@ class MmaArguments(NamedTuple):
 
 
 class WgmmaArguments(NamedTuple):
-    """Parameters of ``skinny_gemm_wgmma.cu``, in order."""
+    """Parameters of ``skinny_gemm_wgmma.cu``, in order: those of ``skinny_gemm_mma.cu``, of which
+    it does not read ``x``, ``w``, ``norm_weight`` and ``norm_bias`` (None), and the TMA maps."""
 
+    x: Bf16 | None
+    w: Bf16 | None
     bias: Bf16 | None
+    norm_weight: Bf16 | None
+    norm_bias: Bf16 | None
     stats_in: Fp32 | None
     stats_tiles: int
     eps: float
@@ -148,9 +153,9 @@ class SkinnyGemm:
         arguments: WgmmaArguments | MmaArguments
         if self._config.tma:
             arguments = WgmmaArguments(
-                bias, statistics, stats_tiles, float(eps), residual, out, next_weight, scaled_out,
-                statistics_out, x.shape[0], out.stride(0), self._workspace, self._arrivals,
-                self._weight_map(weight), self._x_map(x),
+                None, None, bias, None, None, statistics, stats_tiles, float(eps), residual, out,
+                next_weight, scaled_out, statistics_out, x.shape[0], out.stride(0),
+                self._workspace, self._arrivals, self._weight_map(weight), self._x_map(x),
             )  # fmt: skip
         else:
             arguments = MmaArguments(

@@ -16,6 +16,7 @@
 #define WARPS (WR * WK)
 #define TILES (RT * WR)
 #define WARP_TILES RT
+#define INTERLEAVED 0
 #define LATE_RESIDUAL WORKSPACE
 #define STAGE_BYTES WEIGHT_BYTES
 #define RING_BYTES (ST * STAGE_BYTES)
@@ -31,9 +32,6 @@
 #define MAINLOOP_BYTES (X_AT + X_BYTES)
 
 extern __shared__ __align__(128) char shared[];
-
-__device__ __forceinline__ int warp_tile(int warp, int r) { return warp % WR * RT + r; }
-__device__ __forceinline__ bool is_in_cta(int warp, int r) { return true; }
 
 #include "skinny_gemm.cuh"
 
@@ -61,10 +59,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   const int total = count * my_tiles;
   const u32 base = shared_address(shared);
   const u32 ring = base + warp * RING_BYTES;
-  const Epilogue epilogue{bias, residual, next_weight, out, scaled, stats_out, M,
-                          out_row, warp, lane, g, t, rank, tile, base};
-  Residual kept;
-  epilogue.join_cluster();
+
+#include "skinny_gemm_begin.cuh"
 
   // --- weights, as far as the ring holds them, before anything is known of x ------------------
   // Rows of 128 bytes in a stage, of W and of x: of odd rows the halves change places, so that the
@@ -140,7 +136,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (issued < total) load_weights();
     commit_copies();
   }
-  epilogue.prefetch(norm_weight, norm_bias, slice_stage);
+#include "skinny_gemm_prefetch.cuh"
+  if (NORM == 2) {
+    for (int i = threadIdx.x; i < SLICE / 64; i += THREADS) {
+      touch(norm_weight + slice_stage * 64 + i * 64);
+      touch(norm_bias + slice_stage * 64 + i * 64);
+    }
+  }
 
   wait_for_predecessor();
   release_successor();
@@ -152,11 +154,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     commit_copies();
   }
 #endif
-  if (!LATE_RESIDUAL) epilogue.load_residual(kept);
+#include "skinny_gemm_input.cuh"
+  if (!LATE_RESIDUAL) load_residual();
 #if !STREAM_X
-  const float2* scale = (const float2*)(shared + SCALE_AT);
-  const int slice_vectors = (K_STAGES * (rank + 1) / SPLIT_K - slice_stage) * 8;
-  const int vectors = M * slice_vectors;
+  const int slice_vectors = (K_STAGES * (rank + 1) / SPLIT_K - slice_stage) * 8,
+            vectors = M * slice_vectors;
 #pragma unroll 1
   for (int first = threadIdx.x; first == threadIdx.x || first < vectors;
        first += X_BATCH * THREADS) {
@@ -167,7 +169,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       if (i < vectors) v[j] = load_l2_vec(x + (size_t)(i / slice_vectors) * K + k);
     }
     if (NORM == 2 && first == threadIdx.x) {
-      epilogue.load_statistics(stats_in, stats_tiles, eps);
+      load_statistics();
       __syncthreads();
     }
 #pragma unroll
@@ -189,7 +191,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     }
   }
 #endif
-  if (NORM == 1) epilogue.load_statistics(stats_in, stats_tiles, eps);
+  if (NORM == 1) load_statistics();
   if (!STREAM_X || NORM) __syncthreads();
 
   // --- the main loop ---------------------------------------------------------------------------
@@ -209,6 +211,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     for (int j = 0; j < 4; j++) v[j] = sums[r][j / 2][mt / 2][mt % 2 * 2 + j % 2];
   };
   clear();
+
+#include "skinny_gemm_finish.cuh"
+
   int k_done = 0;
   const u32 own_w = ring + g * 128 + (t ^ (g & 1) << 2) * 16;
   u32 slot = own_w;
@@ -275,12 +280,16 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       // A last buffer that is not full ends the loop.
     }
     if (k_done == count && PERSISTENT) {
-      epilogue.finish_tile(take, tile);
+#include "skinny_gemm_finish_tile.cuh"
       clear();
       k_done = 0;
-      if (!STREAM_X) x_at = own_x;
+#if !STREAM_X
+      x_at = own_x;
+#endif
       tile += cta_count;
     }
   }
-  if (!PERSISTENT) epilogue.reduce_and_finish(take, kept, ring, wk, workspace, arrivals);
+  if (PERSISTENT) return;
+
+#include "skinny_gemm_reduce.cuh"
 }

@@ -4,6 +4,7 @@
 // together.
 //
 //   RT   16-row tiles of W in a CTA, MT groups of eight rows of x, ST stages of the ring
+//   x, w, norm_weight, norm_bias   not read; without them ptxas is given another order of instructions
 //   w_map, x_map   W in tiles of RT * 16 rows (gated: eight rows of gate and eight of up in turn), x in
 //                  tiles of all its rows
 //
@@ -14,6 +15,7 @@
 #define WK 1
 #define TILES RT
 #define WARP_TILES ((RT + 3) / 4)
+#define INTERLEAVED 1
 #define LATE_RESIDUAL 0
 #define X_STAGE (MT * 8 * 128)
 #define STAGE_BYTES (WEIGHT_BYTES + X_STAGE)
@@ -24,19 +26,18 @@
 
 extern __shared__ __align__(1024) char shared[];
 
-__device__ __forceinline__ int warp_tile(int warp, int r) { return r * 4 + warp; }
-__device__ __forceinline__ bool is_in_cta(int warp, int r) { return warp_tile(warp, r) < RT; }
-
 #include "skinny_gemm.cuh"
 
 static_assert(NORM != 2 && RT <= 16, "x goes into the product as it is");
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS)
-    skinny_gemm_wgmma(const u16* bias, const float2* stats_in, int stats_tiles, float eps,
+    skinny_gemm_wgmma(const u16* x, const char* w, const u16* bias, const u16* norm_weight,
+                      const u16* norm_bias, const float2* stats_in, int stats_tiles, float eps,
                       const u16* residual, u16* out, const u16* next_weight, u16* scaled,
                       float2* stats_out, int M, int out_row, float4* workspace, u32* arrivals,
                       const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int wr = warp % 1, wk = 0;  // computed, not 0: a constant would not be captured
   const int rank = SPLIT_K > 1 ? blockIdx.x % SPLIT_K : 0;
   const int cta_count = gridDim.x / SPLIT_K;
   int tile = blockIdx.x / SPLIT_K;
@@ -46,10 +47,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   const int count = K_STAGES * (rank + 1) / SPLIT_K - first_stage;
   const int total = count * my_tiles;
   const u32 base = shared_address(shared);
-  const Epilogue epilogue{bias, residual, next_weight, out, scaled, stats_out, M,
-                          out_row, warp, lane, g, t, rank, tile, base};
-  Residual kept;
-  epilogue.join_cluster();
+  const u32 ring = base;
+
+#include "skinny_gemm_begin.cuh"
 
   // --- weights, as far as the ring holds them, before anything is known of x ------------------
   const u32 arrived = base + ARRIVED_AT;
@@ -86,7 +86,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   for (int s = 0; s < ST; s++)
     if (issued < total) load_weights();
   __syncthreads();  // the barriers are there
-  epilogue.prefetch(nullptr, nullptr, 0);
+#include "skinny_gemm_prefetch.cuh"
 
   wait_for_predecessor();
   release_successor();
@@ -94,9 +94,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   // --- x ---------------------------------------------------------------------------------------
   if (leads)
     for (int s = 0; s < ST && s < total; s++) load_x(s % count, s);
-  epilogue.load_residual(kept);
+#include "skinny_gemm_input.cuh"
+  load_residual();
   if (NORM == 1) {
-    epilogue.load_statistics(stats_in, stats_tiles, eps);
+    load_statistics();
     __syncthreads();
   }
 
@@ -119,7 +120,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     }
   };
   clear();
-  int k_done = 0, stage = 0;
+
+#include "skinny_gemm_finish.cuh"
+
+  int k_done = 0;
+  int stage = 0;
   u32 passed = 0;  // rounds of the ring, by parity
   for (int i = 0; i < total; i++) {
     const u32 weights = base + stage * STAGE_BYTES;
@@ -138,12 +143,15 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     // WAR: the four warps' wgmmas end together, so nobody reads this stage any more.
     if (issued < total) load_weights();
     if (++stage == ST) stage = 0, passed ^= 1;
-    if (++k_done == count && PERSISTENT) {
-      epilogue.finish_tile(take, tile);
+    k_done++;
+    if (k_done == count && PERSISTENT) {
+#include "skinny_gemm_finish_tile.cuh"
       clear();
       k_done = 0;
       tile += cta_count;
     }
   }
-  if (!PERSISTENT) epilogue.reduce_and_finish(take, kept, base, 0, workspace, arrivals);
+  if (PERSISTENT) return;
+
+#include "skinny_gemm_reduce.cuh"
 }
