@@ -122,8 +122,8 @@ def test_state_dict_goes_into_captured_graphs() -> None:
 
 
 def test_memory_of_a_closed_engine_comes_back_without_a_collection() -> None:
-    """Graphs, cache and rings. PyTorch keeps a workspace of cuBLAS, 32 MiB on Hopper, for each stream
-    that it has seen."""
+    """Graphs, cache and rings. PyTorch keeps a workspace of cuBLAS, 32 MiB on Hopper, for each
+    stream that it has seen."""
     config = config_at(1, device="cuda", dtype="bfloat16", max_requests=4, buffer_size_gb=1.0)
     with DynamicInferenceEngine.from_pretrained("tiny", config) as first:
         first.generate(["def f(n):"], SamplingParams(num_tokens_to_generate=4))
