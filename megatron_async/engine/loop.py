@@ -182,8 +182,8 @@ class DecodeLoop:
         if not self._scheduler.table.has_news:
             return
         events = self._scheduler.table.take_events()
-        self.counters.happened(events)
-        self._outputs.happened(events)
+        self.counters.record_events(events)
+        self._outputs.record_events(events)
         retired, blocks = self._scheduler.table.take_retired()
         self._outputs.close(retired)
         if self._debug and blocks:

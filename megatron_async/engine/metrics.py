@@ -85,7 +85,7 @@ class EngineCounters:
         else:
             self.not_overlapped[report.reason] += 1
 
-    def happened(self, events: list[Event]) -> None:
+    def record_events(self, events: list[Event]) -> None:
         """Count what the scheduler did to requests."""
         for event in events:
             self.tokens_cached += event.cached

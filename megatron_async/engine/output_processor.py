@@ -173,7 +173,7 @@ class OutputProcessor:
             if chunk.samples:
                 entries[keys[chunk.row]].request.counters.launched += 1
 
-    def happened(self, events: list[Event]) -> None:
+    def record_events(self, events: list[Event]) -> None:
         """Record what the scheduler did to requests."""
         for key, change, cached, replayed in events:
             request = self._entries[key].request
