@@ -475,3 +475,11 @@ def test_tiny_verifies_at_every_depth(capsys: Capture) -> None:
     status, out, err = call(capsys, "verify", "--requests", "16")
     assert status == 0, err
     assert "equal at every depth" in out
+
+
+def test_info_says_which_blocks_of_a_model_are_fused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info", "--model", "tiny"]) == 0
+    said = capsys.readouterr().out.split("decode steps of tiny\n")[1]
+    assert said.strip()
+    assert main(["info", "--model", "tiny", "--json"]) == 0
+    assert "off" in json.loads(capsys.readouterr().out)["decode_coverage"]
