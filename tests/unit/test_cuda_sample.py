@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
@@ -198,3 +200,27 @@ def test_the_test_of_nan_notices(there: str, instead: str, monkeypatch: pytest.M
     replace_source(there, instead, monkeypatch)
     logits, parameters, expected = rows_with_nan(301, torch.bfloat16)
     assert not torch.equal(tokens_of(logits, parameters, (1, 2, 64)), expected)
+
+
+@pytest.mark.parametrize(
+    ("logits", "index", "reason"),
+    [
+        ((torch.bfloat16, 64), None, None),
+        ((torch.float16, 64), None, "float16"),
+        ((torch.float32, 64), torch.int64, "an index of torch.int64"),
+        ((torch.float32, 600_000), torch.int32, "a row of 600000 logits does not fit"),
+    ],
+)
+def test_a_fallback_to_the_triton_kernel_has_its_reason(
+    logits: tuple[torch.dtype, int], index: torch.dtype | None, reason: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    dtype, vocabulary = logits
+    given = SimpleNamespace(
+        is_cuda=True, dtype=dtype, shape=(1, vocabulary), device=SimpleNamespace(index=0),
+        element_size=lambda: dtype.itemsize,
+    )  # fmt: skip
+    monkeypatch.setattr(sample.cuda, "unavailable", lambda index: None)
+    found = sample.why_not(given, None if index is None else torch.zeros(1, dtype=index))
+    assert found is None if reason is None else reason in str(found)
+    assert sample.why_not(torch.zeros(1, 4), None) == "the logits are not on a GPU"

@@ -34,15 +34,17 @@ def fits(vocabulary: int, element_size: int) -> bool:
     return shared_bytes(vocabulary, element_size) <= SHARED_BYTES
 
 
-def takes(logits: Tensor, index: Tensor | None) -> bool:
-    """Whether :func:`best_of_rows` may be called."""
-    return (
-        logits.is_cuda
-        and logits.dtype in DTYPES
-        and (index is None or index.dtype == torch.int32)
-        and fits(logits.shape[1], logits.element_size())
-        and cuda.unavailable(logits.device.index or 0) is None
-    )
+def why_not(logits: Tensor, index: Tensor | None) -> str | None:
+    """Why :func:`best_of_rows` may not be called; None if it may."""
+    if not logits.is_cuda:
+        return "the logits are not on a GPU"
+    if logits.dtype not in DTYPES:
+        return f"logits of {logits.dtype} are not covered"
+    if index is not None and index.dtype != torch.int32:
+        return f"an index of {index.dtype} is not covered"
+    if not fits(logits.shape[1], logits.element_size()):
+        return f"a row of {logits.shape[1]} logits does not fit into a cluster's shared memory"
+    return cuda.unavailable(logits.device.index or 0)
 
 
 def best_of_rows(

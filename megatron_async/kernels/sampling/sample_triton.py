@@ -13,6 +13,8 @@ by one; the kernels must be launched with ``enable_fp_fusion=False``, which forb
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -23,6 +25,8 @@ from torch import Tensor
 from megatron_async.kernels.pdl import pdl_enter
 from megatron_async.kernels.sampling import sample_cuda as cuda_sample
 from megatron_async.sampling import exact_math, filters, noise, philox
+
+logger = logging.getLogger(__name__)
 
 BLOCK = 2048
 NUM_WARPS = 8
@@ -343,9 +347,17 @@ def sample_splits(
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     parameters = [t.contiguous() for t in (inverse_temperature, top_k, top_p, seed, position)]
-    if cuda_sample.takes(logits, index):
+    reason = cuda_sample.why_not(logits, index)
+    if reason is None:
         return cuda_sample.best_of_rows(logits, parameters, index)
+    if logits.is_cuda:
+        _warn_of_slow_filters(reason)
     return _triton_splits(logits, parameters, index, pdl=pdl)
+
+
+@functools.cache
+def _warn_of_slow_filters(reason: str) -> None:
+    logger.warning("top-k and top-p run in the Triton kernel, which is slower: %s", reason)
 
 
 def _triton_splits(
