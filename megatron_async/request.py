@@ -79,6 +79,14 @@ class RequestCounters:
     evictions: int = 0
 
 
+class TokenLogProbs(NamedTuple):
+    """Log-probability of a token, and of the most likely tokens at its position, by token id, the
+    most likely first."""
+
+    log_prob: float
+    top: dict[int, float]
+
+
 class WeightSpan(NamedTuple):
     """Generated tokens from ``start`` on were sampled with weights ``version``."""
 
@@ -141,7 +149,9 @@ class DynamicInferenceRequest:
     ``generated_tokens`` grows only by commits, in order. ``latency`` is in seconds,
     ``tpot`` lists the seconds between successive tokens of this request; those of one commit come
     at once. ``steps`` has for each token the report of the step that brought it, ``sampling_spans``
-    from which step on changed sampling parameters hold.
+    from which step on changed sampling parameters hold. ``stop_reason`` is the token id or the stop
+    word that ended the request, ``seed`` what its randomness came from. ``choices`` has all
+    sequences of a request with ``n`` or ``best_of``, itself first.
     """
 
     request_id: int
@@ -155,6 +165,9 @@ class DynamicInferenceRequest:
     generated_top_n_logprobs: list[dict[str, float]] | None = None
     prompt_top_n_logprobs: list[dict[str, float]] | None = None
     finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    seed: int | None = None
+    choices: list[DynamicInferenceRequest] = field(default_factory=list)
     weight_spans: list[WeightSpan] = field(default_factory=list)
     sampling_spans: list[SamplingSpan] = field(default_factory=list)
     steps: list[StepReport] = field(default_factory=list)

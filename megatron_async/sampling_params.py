@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import numbers
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,26 @@ class SamplingParams:
         add_BOS: put the tokenizer's begin token before a text prompt.
         seed: of this request's randomness; None derives one from the engine's seed and the
             request id. The same seed gives the same tokens whatever else is being decoded.
+        min_p: keep tokens at least this share as likely as the most likely one; 0 is off.
+        repetition_penalty, presence_penalty, frequency_penalty: vLLM's: the first of tokens in
+            prompt or output, the others of tokens in the output.
+        logit_bias: added to the logits of these token ids; None for none.
+        allowed_token_ids: the only tokens that may be generated; None for all.
+        bad_words: texts, or lists of token ids, that may not be generated; None for none.
+        min_tokens: tokens to generate before an end token or a stop word may end the request.
+        ignore_eos: the model's own end tokens do not end the request.
+        stop_words: texts that end the request; the text is cut before the first of them.
+        include_stop_str_in_output: cut it behind the stop word instead.
+        return_log_probs: log-probabilities of the generated tokens, and of the prompt's unless
+            ``skip_prompt_log_probs``.
+        top_n_logprobs: besides, those of the most likely tokens, at most 20.
+        log_probs_mode: ``"raw"``, the model's, or ``"processed"``, of what was sampled from.
+        n: sequences to generate; they share one prefill and have seeds of their own.
+        best_of: sequences to generate of which the ``n`` likeliest are kept; None means ``n``.
+        structured_outputs: what the text must conform to: a ``StructuredOutputs``; None for
+            anything.
+        logits_processors: functions of (token ids so far, logits [vocabulary]) that return logits;
+            each of their steps is a barrier.
     """
 
     temperature: float = 1.0
@@ -50,6 +71,21 @@ class SamplingParams:
     stop_words: list[str] | None = None
     stop_token_ids: tuple[int, ...] | None = ()
     seed: int | None = None
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str | Sequence[int]] | None = None
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    log_probs_mode: str = "raw"
+    n: int = 1
+    best_of: int | None = None
+    structured_outputs: Any = None
+    logits_processors: Sequence[Callable[..., Any]] | None = None
 
     def __post_init__(self) -> None:
         default = type(self).__dataclass_fields__["num_tokens_to_generate"].default

@@ -21,7 +21,10 @@ from megatron_async.step.slot_fields import Values
 @dataclass(frozen=True, slots=True)
 class AddRequest:
     """Queue a request. ``key`` is the scheduler's own number of it, ``values`` are those of the
-    REQUEST slot fields, ``params`` the sampling parameters as they were given."""
+    REQUEST slot fields, ``params`` the sampling parameters as they were given. ``extras`` has the
+    fields of :class:`~megatron_async.step.extras.Extras`, None for none; ``prompt_log_probs``: the
+    prompt's are wanted; ``fork_of``: the key of a request with the same prompt, whose prefill it
+    shares."""
 
     key: int
     request_id: int
@@ -32,6 +35,9 @@ class AddRequest:
     values: Values
     priority: int
     params: dict[str, Any]
+    extras: tuple[Any, ...] | None = None
+    prompt_log_probs: bool = False
+    fork_of: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

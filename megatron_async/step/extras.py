@@ -1,0 +1,75 @@
+"""What a request may ask of S besides temperature, top-k, top-p and seed.
+
+It is fixed while the request runs and travels once, with its admission. Steps in which no live
+request has any are the plain ones.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+NO_LOG_PROBS, RAW_LOG_PROBS, PROCESSED_LOG_PROBS = 0, 1, 2
+"""Log-probabilities of sampled tokens: none; of the model's logits; of what was sampled from,
+temperature and filters included."""
+
+MAX_TOP_LOG_PROBS = 20
+"""Most likely tokens that are reported for a position."""
+MAX_LOGIT_BIASES = 1024
+MAX_BAD_WORDS = 256
+"""Bad words of several tokens that a request may have."""
+MAX_BAD_WORD_TOKENS = 16
+
+LOG_PROB_WORDS = 1 + 2 * MAX_TOP_LOG_PROBS
+"""int32 words of a position in a record: the token's log-probability, the most likely tokens, and
+their log-probabilities; floats as their bits."""
+
+
+class Extras(NamedTuple):
+    """Of one request. The defaults ask for nothing.
+
+    Args:
+        log_probs: NO_LOG_PROBS, RAW_LOG_PROBS or PROCESSED_LOG_PROBS.
+        min_p: drop tokens less likely than this share of the most likely one; 0 is off.
+        repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or
+            output; 1 is off.
+        presence_penalty, frequency_penalty: subtracted for tokens of the output, once or for each
+            time; 0 is off.
+        min_total: prompt and generated tokens before which none of ``stop_ids`` may come.
+        bias: (token id, what is added to its logit).
+        allowed: the only token ids that may come; None for all.
+        banned: token ids that may never come.
+        bad_words: token sequences, of at least two tokens each, whose last token may not come after
+            the others.
+        guided: an allowed-token mask comes with every step.
+    """
+
+    log_probs: int = NO_LOG_PROBS
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    min_total: int = 0
+    stop_ids: tuple[int, ...] = ()
+    bias: tuple[tuple[int, float], ...] = ()
+    allowed: tuple[int, ...] | None = None
+    banned: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    guided: bool = False
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Some penalty is on."""
+        penalties = (self.presence_penalty, self.frequency_penalty)
+        return self.repetition_penalty != 1.0 or penalties != (0.0, 0.0)
+
+
+NO_EXTRAS = Extras()
+
+
+class SlotExtras(NamedTuple):
+    """Extras on their way into a slot, with the request's tokens so far, of which the first
+    ``prompt_length`` are its prompt."""
+
+    extras: Extras
+    prompt_length: int
+    tokens: tuple[int, ...]
