@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import math
 import random
 import time
@@ -89,6 +90,8 @@ class Load(HostWork):
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 0.0
+    sampling: str = ""
+    sampling_rows: int | None = None
 
     @property
     def longest(self) -> int:
@@ -103,14 +106,19 @@ class Load(HostWork):
     def requests(self, vocab_size: int, batch_size: int) -> list[Request]:
         """Random token ids, the same for all depths and rounds."""
         source = random.Random(self.seed)
-        params = SamplingParams(
+        plain = SamplingParams(
             temperature=self.temperature, top_k=self.top_k, top_p=self.top_p,
             num_tokens_to_generate=self.new_tokens, termination_id=NO_TERMINATION,
         )  # fmt: skip
-        return [
-            Request([source.randrange(vocab_size) for _ in range(self.prompt_tokens)], params)
+        further = SamplingParams.deserialize(
+            {**plain.serialize(), **json.loads(self.sampling or "{}")}
+        )
+        prompts = [
+            [source.randrange(vocab_size) for _ in range(self.prompt_tokens)]
             for _ in range(batch_size)
         ]
+        rows = batch_size if self.sampling_rows is None else self.sampling_rows
+        return [Request(p, further if row < rows else plain) for row, p in enumerate(prompts)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -123,6 +123,9 @@ def _heading(report: dict[str, Any]) -> str:
     for name in ("temperature", "top_k", "top_p"):
         if load.get(name):
             said += f", {name.replace('_', '-')} {load[name]:g}"
+    if load.get("sampling"):
+        rows = "all" if load["sampling_rows"] is None else load["sampling_rows"]
+        said += f", {load['sampling']} in {rows} rows"
     if load["host_work_us"]:
         said += f", {load['host_work_us']:g} us of host work in each commit"
     if load["stall_us"]:

@@ -19,6 +19,7 @@ from megatron_async.engine.commands import (
 )
 from megatron_async.engine.driver import Driver, prompts_with_params
 from megatron_async.engine.engine_thread import StreamTable
+from megatron_async.engine.guidance import Guidance
 from megatron_async.engine.loop import DecodeLoop
 from megatron_async.engine.metrics import EngineCounters
 from megatron_async.engine.output_processor import OutputProcessor, TokenOutput
@@ -107,6 +108,7 @@ class DynamicInferenceEngine:
                 max_assignments=limits.max_assignments,
                 depth=config.effective_depth,
                 poison=config.debug,
+                extras=config.enable_sampling_extras,
                 capture_mixed=config.capture_mixed_steps,
                 progress=progress,
             )
@@ -118,12 +120,14 @@ class DynamicInferenceEngine:
         self.outputs = OutputProcessor(
             controller.tokenizer, track_pauses=config.track_paused_request_events
         )
+        self.guidance = Guidance(self.runner)
         self.streams = StreamTable()
         self.lock = StepLock((self.outputs.fail, self.streams.fail))
         self.loop = DecodeLoop(
             self.runner,
             self.scheduler,
             self.outputs,
+            self.guidance,
             validator,
             self.lock.recover,
             depth=config.effective_depth,

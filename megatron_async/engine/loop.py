@@ -22,6 +22,7 @@ from megatron_async.engine.commands import (
     UpdateSamplingParams,
     UpdateWeights,
 )
+from megatron_async.engine.guidance import Guidance
 from megatron_async.engine.metrics import EngineCounters, NotOverlapped, Observers
 from megatron_async.engine.output_processor import OutputProcessor
 from megatron_async.engine.recording import Recorder
@@ -32,6 +33,7 @@ from megatron_async.runner.model_runner import ModelRunner
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.scheduler.request_state import Sequence
 from megatron_async.scheduler.scheduler import Scheduler
+from megatron_async.step.extras import Extras
 from megatron_async.step.plan import Plan, Ticket
 from megatron_async.step.records import StepResult
 
@@ -60,6 +62,7 @@ class DecodeLoop:
         runner: ModelRunner,
         scheduler: Scheduler,
         outputs: OutputProcessor,
+        guidance: Guidance,
         validator: RequestValidator,
         on_interrupt: Callable[[BaseException], None],
         *,
@@ -76,6 +79,7 @@ class DecodeLoop:
         self._runner = runner
         self._scheduler = scheduler
         self._outputs = outputs
+        self._guidance = guidance
         self._validator = validator
         self._on_interrupt = on_interrupt
         self._logging_interval = logging_interval
@@ -103,31 +107,44 @@ class DecodeLoop:
             return
         if self._logging_interval:
             self._log_step()
+        if self._scheduler.table.guided:
+            self._catch_up()
         plan = self._plan()
         self._found_no_plan = plan is None
         self._publish_events()
         if plan is not None:
-            sampled = self._runner.samples_from if self._updated else None
+            pending = self._runner.pending
+            if pending is not None and pending.plan.extended:
+                self._guidance.prepare(pending)
             self._in_flight.append(self._launch(plan))
-            self._launched(plan, sampled)
+            self._launched(plan, pending)
         # With nothing to launch the oldest step is taken: its commit is what makes room.
         allowed = self.depth if plan is not None else max(len(self._in_flight) - 1, 0)
         while len(self._in_flight) > allowed:
             self._commit_oldest(None)
 
-    def _launched(self, plan: Plan, sampled: int | None) -> None:
+    def _launched(self, plan: Plan, sampled: Ticket | None) -> None:
         """``sampled`` is the ticket whose logits this launch samples, if not its own: changed
         sampling parameters hold from there on."""
         self.counters.launched(plan, len(self._scheduler.table.waiting.items))
         self._outputs.launched(plan)
         if self._updated:
-            first = plan.number if sampled is None else sampled
+            first = plan.number if sampled is None else sampled.number
             for key, params in self._updated:
                 if self._outputs.is_live(key):
                     self._outputs.resampled(key, params, first)
             self._updated.clear()
         for on_launch in self._observers.on_launch:
             on_launch(plan)
+
+    def _catch_up(self) -> None:
+        """A guided request runs: the S that the next launch brings needs all tokens before its own,
+        so no more than the step stays in flight whose logits it samples. Its forward goes on."""
+        while len(self._in_flight) > 1:
+            self._commit_oldest(None)
+        pending = self._runner.pending
+        if pending is not None and self._guidance.has_processors(pending.plan):
+            self.drain(NotOverlapped.LOGITS_PROCESSOR)
 
     def drain(self, reason: NotOverlapped) -> None:
         """Commit all that is in flight: a barrier. The chain goes on with the next step."""
@@ -141,6 +158,8 @@ class DecodeLoop:
         What interrupts the wait, such as Ctrl-C, leaves the step in flight, and nothing is lost.
         """
         ticket = self._in_flight[0]
+        if ticket.plan.extended and self._runner.pending is ticket:
+            self._guidance.prepare(ticket)
         try:
             result = self._runner.take(ticket)
         except BaseException as error:
@@ -162,7 +181,7 @@ class DecodeLoop:
         return isinstance(error, RuntimeError) and not isinstance(error, refused)
 
     def _commit(self, ticket: Ticket, result: StepResult, barrier: NotOverlapped | None) -> None:
-        commit = self._scheduler.commit(ticket.plan, result)
+        commit = self._scheduler.commit(ticket.plan, result, self._outputs.ends)
         depth = len(self._in_flight)
         reason = None if depth else self._not_overlapped(barrier).value
         discarded = commit.tokens.count(())
@@ -186,6 +205,7 @@ class DecodeLoop:
         self._outputs.record_events(events)
         retired, blocks = self._scheduler.table.take_retired()
         self._outputs.close(retired)
+        self._guidance.close(retired)
         if self._debug and blocks:
             self._runner.poison_blocks(blocks)
 
@@ -234,10 +254,7 @@ class DecodeLoop:
         scheduler, outputs = self._scheduler, self._outputs
         match command:
             case AddRequest(key=key) if outputs.knows(key):
-                sequence = Sequence(
-                    key, command.tokens, command.max_new, command.stop_ids, command.values
-                )
-                scheduler.add(sequence, command.priority)
+                scheduler.add(self._sequence(command), command.priority)
             case AbortRequest(key=key):
                 if scheduler.abort(key):
                     outputs.abort(key)
@@ -251,6 +268,19 @@ class DecodeLoop:
                 request_id, params = outputs.change_sampling(key, changes)
                 if scheduler.update_values(key, self._validator.values(request_id, params)):
                     self._updated.append((key, params))
+
+    def _sequence(self, command: AddRequest) -> Sequence:
+        return Sequence(
+            command.key,
+            command.tokens,
+            command.max_new,
+            command.stop_ids,
+            command.values,
+            extras=None if command.extras is None else Extras(*command.extras),
+            prompt_log_probs=command.prompt_log_probs,
+            watched=self._outputs.ends.watches(command.key),
+            fork_of=command.fork_of,
+        )
 
     def suspend(self) -> None:
         """Commit what is in flight and launch nothing until :meth:`resume`."""

@@ -25,6 +25,7 @@ class NotOverlapped(str, Enum):
     NO_CAPACITY = "drained: no row could be launched and no waiting request fitted"
     PAUSED = "drained: the requests that are left are paused"
     LOGGED = "barrier: a logged step"
+    LOGITS_PROCESSOR = "barrier: a Python logits processor"
     SUSPENDED = "barrier: the engine was suspended"
     WEIGHTS = "barrier: new weights"
     RESET = "barrier: the engine was reset"
@@ -47,6 +48,7 @@ class EngineCounters:
     steps_with_prefill: int = 0
     steps_with_waiting: int = 0
     steps_with_control: int = 0
+    steps_with_extras: int = 0
     not_overlapped: Counter[str] = field(default_factory=Counter)
     rows_launched: int = 0
     tokens_committed: int = 0
@@ -70,6 +72,7 @@ class EngineCounters:
         self.steps_with_prefill += bool(plan.prefills)
         self.steps_with_waiting += waiting > 0
         self.steps_with_control += bool(plan.control)
+        self.steps_with_extras += plan.extended
         self.rows_launched += len(plan.rows.slots)
         self.prefill_chunks += len(plan.prefills)
         self.blocks_granted += len(plan.assignments)

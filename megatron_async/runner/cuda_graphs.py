@@ -1,5 +1,6 @@
-"""Graphs of a step: for each row bucket S alone, H2D -> F, all three in one, and these behind C;
-for each token bucket H2D -> F of a step with prefill chunks."""
+"""Graphs of a step: for each row bucket S alone, H2D -> F, all three in one, and these behind C,
+those with an S in them in a plain and in an extended variant; for each token bucket H2D -> F of a
+step with prefill chunks."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from megatron_async.device.protocol import Device, Graph
+from megatron_async.runner.prompt_log_probs import PromptTargets
 from megatron_async.runner.step_program import StepProgram
 from megatron_async.step.packet import StepShape
 
@@ -70,6 +72,7 @@ class StepGraphs:
     Args:
         buckets: padded row counts, see :func:`row_buckets`.
         token_buckets: padded token counts of steps with prefill chunks.
+        extended: the variants of S.
         capture_mixed: capture those steps too, up to MAX_CAPTURED_TOKENS tokens. The others
             launch the same kernels one by one.
     """
@@ -81,6 +84,7 @@ class StepGraphs:
         buckets: list[int],
         token_buckets: list[int],
         *,
+        extended: tuple[bool, ...],
         capture_mixed: bool,
     ) -> None:
         self.buckets = buckets
@@ -90,10 +94,11 @@ class StepGraphs:
             self._captured_tokens = [t for t in token_buckets if t <= MAX_CAPTURED_TOKENS]
         self._device = device
         self._program = program
-        self._sample: dict[int, Graph] = {}
+        self._extended = extended
+        self._sample: dict[tuple[int, bool], Graph] = {}
         self._forward: dict[int, Graph] = {}
-        self._step: dict[int, Graph] = {}
-        self._controlled_step: dict[int, Graph] = {}
+        self._step: dict[tuple[int, bool], Graph] = {}
+        self._controlled_step: dict[tuple[int, bool], Graph] = {}
         self._control: Graph | None = None
         self._mixed: dict[int, Graph] = {}
 
@@ -116,9 +121,10 @@ class StepGraphs:
 
     @property
     def graph_count(self) -> int:
-        """Graphs that :meth:`capture` makes: four for each row bucket, one for each token bucket of
-        steps with prefill chunks, and C."""
-        return 4 * len(self.buckets) + len(self._captured_tokens) + 1
+        """Graphs that :meth:`capture` makes: for each row bucket H2D -> F and three of each variant
+        of S, one for each token bucket of steps with prefill chunks, and C."""
+        of_bucket = 1 + 3 * len(self._extended)
+        return of_bucket * len(self.buckets) + len(self._captured_tokens) + 1
 
     def capture(self) -> Iterator[int]:
         """Capture bucket after bucket, the largest first (it sizes the shared memory pool);
@@ -129,11 +135,13 @@ class StepGraphs:
             yield tokens
         for rows in reversed(self.buckets):
             capture = self._device.capture
-            self._sample[rows] = capture(partial(self._program.sample, rows), "S")
             self._forward[rows] = capture(partial(self._forward_work, rows), "H2D F")
-            self._step[rows] = capture(partial(self._step_work, rows), "S H2D F")
-            controlled = partial(self._controlled_work, rows)
-            self._controlled_step[rows] = capture(controlled, "C S H2D F")
+            for extended in self._extended:
+                of, s = (rows, extended), "S+" if extended else "S"
+                self._sample[of] = capture(partial(self._program.sample, *of), s)
+                self._step[of] = capture(partial(self._step_work, *of), f"{s} H2D F")
+                controlled = partial(self._controlled_work, *of)
+                self._controlled_step[of] = capture(controlled, f"C {s} H2D F")
             yield rows
         self._control = self._device.capture(self._program.load_control, "C")
 
@@ -142,26 +150,27 @@ class StepGraphs:
         assert self._control is not None
         return self._control
 
-    def sample(self, rows: int) -> Graph:
+    def sample(self, rows: int, *, extended: bool) -> Graph:
         """S of the pending logits of a forward with this row bucket."""
-        return self._sample[rows]
+        return self._sample[rows, extended]
 
     def forward(self, rows: int) -> Graph:
         """H2D -> F of a decode step."""
         return self._forward[rows]
 
-    def step(self, rows: int, *, controlled: bool) -> Graph:
+    def step(self, rows: int, *, extended: bool, controlled: bool) -> Graph:
         """S -> H2D -> F: the full decode iteration, when the bucket is that of the step before;
         with control C -> S -> H2D -> F."""
-        return (self._controlled_step if controlled else self._step)[rows]
+        return (self._controlled_step if controlled else self._step)[rows, extended]
 
-    def launch_mixed(self, shape: StepShape) -> None:
-        """H2D -> F of a step with prefill chunks, from its graph if it has one."""
-        graph = self._mixed.get(shape.tokens)
+    def launch_mixed(self, shape: StepShape, targets: PromptTargets | None) -> None:
+        """H2D -> F of a step with prefill chunks, from its graph if it has one. There is none for
+        steps with log-probabilities of prompts."""
+        graph = self._mixed.get(shape.tokens) if targets is None else None
         if graph is not None:
             graph.replay()
         else:
-            self._device.enqueue(partial(self._mixed_work, shape), MIXED)
+            self._device.enqueue(partial(self._mixed_work, shape, targets), MIXED)
 
     def release(self) -> None:
         """Drop all graphs: on the CPU what they replay refers back to this object."""
@@ -171,19 +180,18 @@ class StepGraphs:
             graphs.clear()
         self._control = None
 
-    def _mixed_work(self, shape: StepShape) -> None:
+    def _mixed_work(self, shape: StepShape, targets: PromptTargets | None = None) -> None:
         self._program.load_mixed(shape)
-        self._program.forward_mixed(shape)
+        self._program.forward_mixed(shape, targets)
 
     def _forward_work(self, rows: int) -> None:
         self._program.load_decode(rows)
         self._program.forward_decode(rows)
 
-    def _step_work(self, rows: int) -> None:
-        self._program.sample(rows)
+    def _step_work(self, rows: int, extended: bool) -> None:
+        self._program.sample(rows, extended)
         self._forward_work(rows)
 
-    def _controlled_work(self, rows: int) -> None:
+    def _controlled_work(self, rows: int, extended: bool) -> None:
         self._program.load_control()
-        self._program.sample(rows)
-        self._forward_work(rows)
+        self._step_work(rows, extended)

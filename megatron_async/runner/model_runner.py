@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+from megatron_async.device.memory import GIB, must_fit
 from megatron_async.device.protocol import Device
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.cuda_graphs import StepGraphs, row_buckets, token_buckets
-from megatron_async.runner.step_program import StepProgram
+from megatron_async.runner.extras_tables import ExtrasTables
+from megatron_async.runner.masks import Mask, MaskRing
+from megatron_async.runner.prompt_log_probs import PromptLogProbs, PromptTargets
+from megatron_async.runner.sampling_stage import SamplingExtras
+from megatron_async.runner.step_program import RowProcessor, StepProgram
+from megatron_async.step.extras import LOG_PROB_WORDS
 from megatron_async.step.packet import PacketLayout, StepShape, write_control, write_packet
 from megatron_async.step.plan import Plan, Ticket
-from megatron_async.step.records import RECORD_HEAD, StepResult
+from megatron_async.step.records import RECORD_HEAD, StepResult, record_width
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[Iterable[int], int], Iterable[int]]
 """Wraps an iterable of known length to show a progress bar."""
@@ -30,11 +39,14 @@ class ModelRunner:
         max_tokens, max_assignments: of one step.
         depth: steps in flight beyond the one that is being taken.
         poison: fill consumed buffers with garbage.
+        extras: keep room for requests with extras, and capture the steps that they need.
         capture_mixed: capture steps with prefill chunks too.
         progress: shows the capture of graphs.
 
     Attributes:
         wait_ns: time that the host was blocked on the device.
+        pending: the ticket whose S has not been launched: the next launch brings it, or its
+            :meth:`take`.
         last_graph_rows: row bucket of the last launch; None if it was no decode step.
     """
 
@@ -48,6 +60,7 @@ class ModelRunner:
         max_assignments: int,
         depth: int,
         poison: bool,
+        extras: bool,
         capture_mixed: bool,
         progress: Progress | None,
     ) -> None:
@@ -69,7 +82,16 @@ class ModelRunner:
         entries = depth + 2
         self._packets = device.packet_ring(entries, self._layout.width)
         self._controls = device.packet_ring(entries, self._layout.control_size)
-        self._results = device.result_ring(entries, (RECORD_HEAD + self._window) * max_rows)
+        self._record_widths = [record_width(self._window, extended=each) for each in (False, True)]
+        width = self._record_widths[extras] * max_rows
+        self._results = device.result_ring(entries, width)
+        on = device.torch_device
+        self._extended_slots: set[int] = set()
+        self._extras: SamplingExtras | None = None
+        if extras:
+            masks = MaskRing(entries, max_rows, model.vocab_size, on)
+            self._extras = SamplingExtras(self._extras_tables(model.vocab_size), masks)
+        self._prompt_log_probs = PromptLogProbs(entries, tokens[-1], on)
         self._program = StepProgram(
             device,
             context,
@@ -78,13 +100,20 @@ class ModelRunner:
             self._packets,
             self._controls,
             self._results,
+            self._prompt_log_probs,
+            self._extras,
             logits_dtype=getattr(model, "logits_dtype", context.params_dtype),
             poison=poison,
         )
         self._graphs = StepGraphs(
-            device, self._program, buckets, tokens, capture_mixed=capture_mixed
+            device,
+            self._program,
+            buckets,
+            tokens,
+            extended=(False, True) if extras else (False,),
+            capture_mixed=capture_mixed,
         )
-        self._pending: Ticket | None = None
+        self.pending: Ticket | None = None
         self._control_count = 0
         self._on_span: OnSpan | None = None
         prepare = getattr(model, "prepare", None)
@@ -95,7 +124,7 @@ class ModelRunner:
             captured = progress(captured, self._graphs.capture_count)
         for _ in captured:
             pass
-        device.enqueue(context.reset, "reset")
+        device.enqueue(self._reset, "reset")
         device.synchronize()
 
     @property
@@ -103,10 +132,28 @@ class ModelRunner:
         """Graphs that were captured."""
         return self._graphs.graph_count
 
-    @property
-    def samples_from(self) -> int | None:
-        """The ticket whose logits the S of the next launch samples; None if they are its own."""
-        return None if self._pending is None else self._pending.number
+    def _extras_tables(self, vocab_size: int) -> ExtrasTables:
+        context = self._context
+        with must_fit(
+            self.device.torch_device,
+            ExtrasTables.memory_of(context.slot_count, vocab_size),
+            f"the token counts of {context.slot_count} slots for penalties",
+            "max_requests or depth, or turn off enable_sampling_extras",
+        ):
+            tables = ExtrasTables(
+                context.slot_count, vocab_size, context.max_sequence_length, context.device
+            )
+        logger.info(
+            "penalties, filters and log-probabilities: %.3f GiB for %d slots",
+            tables.memory_bytes / GIB,
+            context.slot_count,
+        )
+        return tables
+
+    def _reset(self) -> None:
+        self._context.reset()
+        if self._extras is not None:
+            self._extras.tables.reset()
 
     def launch(self, plan: Plan) -> Ticket:
         """Queue C if there is control, S of the pending logits, H2D and F of ``plan``; returns at
@@ -125,13 +172,16 @@ class ModelRunner:
         self.device.mark_ticket(plan.number)
         if plan.control:
             self._write_control(plan)
+        if plan.admissions and self._extras is not None:
+            self._admit_extras(self._extras.tables, plan)
         if self._on_span is not None:
             self._on_span("pack", plan.number, started, time.perf_counter_ns())
         self.last_graph_rows = rows if is_decode else None
-        pending = self._pending
-        self._pending = ticket = Ticket(plan.number, plan, shape.rows)
+        pending = self.pending
+        self.pending = ticket = Ticket(plan.number, plan, shape.rows)
         if is_decode and pending is not None and pending.row_bucket == rows:
-            graphs.step(rows, controlled=bool(plan.control)).replay()
+            extended = pending.plan.extended
+            graphs.step(rows, extended=extended, controlled=bool(plan.control)).replay()
             return ticket
         if plan.control:
             graphs.control().replay()
@@ -140,29 +190,59 @@ class ModelRunner:
         if is_decode:
             graphs.forward(rows).replay()
         else:
-            graphs.launch_mixed(shape)
+            graphs.launch_mixed(shape, PromptTargets.of(plan, self._window))
         return ticket
 
     def take(self, ticket: Ticket) -> StepResult:
         """Wait for the tokens of ``ticket``: the oldest in flight, each once. Its S rides at the
         head of the next launch; where there was none, as always at depth 0, it is launched now."""
-        if self._pending is ticket:
+        if self.pending is ticket:
             self._sample(ticket)
-            self._pending = None
-        rows, fields = ticket.row_bucket, RECORD_HEAD + self._window
+            self.pending = None
+        window, extended = self._window, ticket.plan.extended
+        rows, fields = ticket.row_bucket, self._record_widths[extended]
         started = time.perf_counter_ns()
         values = self._results.wait(ticket.number, fields * rows)
         ended = time.perf_counter_ns()
         self.wait_ns += ended - started
         if self._on_span is not None:
             self._on_span("wait", ticket.number, started, ended)
-        columns = values.reshape(fields, rows)[:, : len(ticket.plan.rows.slots)].tolist()
-        return StepResult(columns[0], columns[1], list(zip(*columns[2:], strict=True)))
+        records = values.reshape(fields, rows)[:, : len(ticket.plan.rows.slots)]
+        log_probs = prompt_log_probs = None
+        if extended:
+            head = RECORD_HEAD + window
+            log_probs = records[head:].T.reshape(-1, window, LOG_PROB_WORDS)
+            records = records[:head]
+        if ticket.plan.prefills:
+            targets = PromptTargets.of(ticket.plan, window)
+            if targets is not None:
+                prompt_log_probs = self._prompt_log_probs.take(targets)
+        columns = records.tolist()
+        tokens = list(zip(*columns[RECORD_HEAD:], strict=True))
+        return StepResult(columns[0], columns[1], tokens, log_probs, prompt_log_probs)
+
+    def claim_masks(self, ticket: Ticket) -> tuple[Mask, Mask]:
+        """Where to write the allowed-token masks of the pending ticket, ``[rows, words]``, and a 1
+        for each row that has one."""
+        assert self._extras is not None
+        return self._extras.masks.claim(ticket.number)
+
+    def process_logits(self, ticket: Ticket, processors: Mapping[int, RowProcessor]) -> None:
+        """Give logits of the pending ticket to Python functions and launch its S; a barrier.
+
+        Args:
+            processors: by row, a function of its logits ``[vocabulary]`` that returns others. It
+                raises nothing.
+        """
+        self.device.synchronize()
+        work = partial(self._program.sample_processed, ticket.row_bucket, processors)
+        self.device.enqueue(work, "S+ processed")
+        self.pending = None
 
     def put_back(self, ticket: Ticket) -> bool:
         """A signal came in the midst of :meth:`take`: the tokens are there to be taken again. Not
         (False) if it came before the wait: nobody knows whether S was launched."""
-        if self._pending is ticket:
+        if self.pending is ticket:
             return False
         self._results.put_back(ticket.number)
         return True
@@ -181,8 +261,22 @@ class ModelRunner:
         if self._graphs is not None:
             self._graphs.release()
         self._context.release()
-        for name in ("_graphs", "_program", "_packets", "_controls", "_results"):
+        for name in (
+            "_graphs", "_program", "_packets", "_controls", "_results", "_extras",
+            "_prompt_log_probs",
+        ):  # fmt: skip
             setattr(self, name, None)
+
+    def _admit_extras(self, tables: ExtrasTables, plan: Plan) -> None:
+        """Queue what requests with extras bring into their slots, ahead of the launch: nothing in
+        flight names these slots, since the last ticket that did has retired."""
+        for slot, _, extras in plan.admissions:
+            if extras is not None:
+                self._extended_slots.add(slot)
+                self.device.enqueue(partial(tables.admit, slot, extras), "extras")
+            elif slot in self._extended_slots:
+                self._extended_slots.remove(slot)
+                self.device.enqueue(partial(tables.clear, slot), "extras")
 
     def _write_control(self, plan: Plan) -> None:
         packet = self._controls.claim(self._control_count)
@@ -191,6 +285,6 @@ class ModelRunner:
 
     def _sample(self, pending: Ticket) -> None:
         started = time.perf_counter_ns()
-        self._graphs.sample(pending.row_bucket).replay()
+        self._graphs.sample(pending.row_bucket, extended=pending.plan.extended).replay()
         if self._on_span is not None:
             self._on_span("sample", pending.number, started, time.perf_counter_ns())

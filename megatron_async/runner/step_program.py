@@ -6,52 +6,34 @@ Nothing here reads a device value on the host.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron_async.device.cuda import CudaPacketRing, CudaResultRing
 from megatron_async.device.protocol import Device, PacketRing, ResultRing
-from megatron_async.runner.attention_metadata import metadata_of_mixed
+from megatron_async.runner.attention_metadata import AttentionMetadata, metadata_of_mixed
 from megatron_async.runner.context import DynamicInferenceContext
-from megatron_async.runner.sampler import sample_tokens
+from megatron_async.runner.prompt_log_probs import PromptLogProbs, PromptTargets
+from megatron_async.runner.sampling_stage import Model, SamplingExtras, SamplingStage
 from megatron_async.step import packet
 from megatron_async.step.packet import PacketLayout, StepShape
-from megatron_async.step.records import ENDED, FAILED, RUNNING
 from megatron_async.step.slot_fields import Source
 
 if TYPE_CHECKING:
     from megatron_async.kernels.sampling.step_state import StepKernels
 
 
-class Model(Protocol):
-    """What S and F need of a model. One that drafts has ``num_speculative_tokens`` and ``draft``
-    besides: see :class:`DraftingModel`."""
-
-    vocab_size: int
-
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        context: DynamicInferenceContext,
-    ) -> torch.Tensor:
-        """Token ids and positions [T] int64 -> logits [R, vocab] of the rows that
-        ``context.last_token_index`` names."""
-
-
-class DraftingModel(Model, Protocol):
-    """A model that guesses the tokens after the one that was sampled last."""
-
-    num_speculative_tokens: int
-
-    def draft(self, context: DynamicInferenceContext, slots: torch.Tensor) -> torch.Tensor:
-        """Drafts [R, num_speculative_tokens] int64 of what follows the last token of ``slots`` [R];
-        runs on the device's stream behind S."""
+RowProcessor = Callable[[torch.Tensor], torch.Tensor]
+"""Logits of a row ``[vocabulary]`` to others."""
 
 
 class StepProgram:
     """C, S, H2D and F over static buffers.
+
+    The extended S processes logits by each slot's extras before it samples, and adds
+    log-probabilities to the records.
 
     ``row_records`` is the row map of the last forward until the next H2D overwrites it (WAR: S of
     the pending logits comes before it in stream order). ``pending_logits`` belong to that row map:
@@ -70,6 +52,8 @@ class StepProgram:
         packets: PacketRing,
         controls: PacketRing,
         results: ResultRing,
+        prompt_log_probs: PromptLogProbs,
+        extras: SamplingExtras | None,
         *,
         logits_dtype: torch.dtype,
         poison: bool,
@@ -82,7 +66,7 @@ class StepProgram:
         self._window = layout.window
         self._packets = packets
         self._controls = controls
-        self._results = results
+        self._prompt_log_probs = prompt_log_probs
         self._poison = poison
         on = device.torch_device
         self._control = torch.zeros(layout.control_size, dtype=torch.int32, device=on)
@@ -93,14 +77,18 @@ class StepProgram:
         self._pending_logits = torch.zeros(
             layout.max_rows * self._window, model.vocab_size, dtype=logits_dtype, device=on
         )
+        self._stage = SamplingStage(
+            self._row_records, context, model, self._window, results, extras
+        )
         self._kernels: StepKernels | None = None
         if isinstance(packets, CudaPacketRing) and isinstance(results, CudaResultRing):
             from megatron_async.kernels.sampling.step_state import StepKernels
 
             if self._window == 1:
                 self._kernels = StepKernels(
-                    self._row_records, context.slots, context.block_size_tokens, packets, results
-                )
+                    self._row_records, context.slots, context.block_size_tokens, packets, results,
+                    extras,
+                )  # fmt: skip
 
     # --- C ------------------------------------------------------------------------------------
 
@@ -118,58 +106,32 @@ class StepProgram:
 
     # --- S ------------------------------------------------------------------------------------
 
-    def sample(self, rows: int) -> None:
+    def sample(self, rows: int, extended: bool = False) -> None:
         """Sample the pending logits of the last forward's ``rows`` rows and hand the records
         out."""
         logits = self._pending_logits[: rows * self._window]
-        if self._kernels is not None:
-            self._kernels.sample(logits)
-        else:
-            self._sample(logits, rows)
+        self._run_sample(logits, rows, extended, None)
         if self._poison:
             logits.fill_(float("nan") if logits.is_floating_point() else -1)
 
-    def _sample(self, logits: torch.Tensor, rows: int) -> None:
-        state, window, offsets = self._state, self._window, self._offsets
-        records = self._row_records[:rows]
-        slots = records[:, packet.ROW_SLOT].long()
-        samples = records[:, packet.ROW_SAMPLES]
-        positions = state.kv_length[slots][:, None] + offsets
-        each = slots.repeat_interleave(window)
-        tokens = sample_tokens(
-            logits,
-            state.inverse_temperature[each],
-            state.top_k[each],
-            state.top_p[each],
-            state.seed[each],
-            positions.flatten(),
-            vocab_size=self._model.vocab_size,
-        ).view(rows, window)
-        live = (samples != 0) & ~state.finished[slots]
-        # A draft is accepted while it is what was sampled in its place.
-        right = (tokens[:, :-1] == state.drafts[slots]) & (offsets[1:] < samples[:, None])
-        accepted = right.long().cumprod(1).sum(1)
-        is_nan = tokens < 0
-        is_stop = (tokens[:, :, None] == state.stop_ids[slots][:, None, :]).any(dim=2) & ~is_nan
-        is_last = is_stop | is_nan | (positions + 1 >= state.max_total[slots][:, None])
-        # The first position that ends the request, or ``window``.
-        end = torch.where(is_last, offsets, window).amin(1)
-        ended = end <= accepted
-        final = torch.minimum(end, accepted)
-        failed = ended & is_nan.gather(1, final[:, None])[:, 0]
-        counts = torch.where(live, final + (~failed).long(), 0)
-        last = tokens.gather(1, final[:, None])[:, 0].clamp(min=0)
-        status = torch.where(failed, FAILED, torch.where(ended, ENDED, RUNNING))
-        status = torch.where(live, status, ENDED)
-        # Rows that are not live write to the null slot, which stays finished.
-        target = torch.where(live, slots, self._context.null_slot)
-        state.last_token[target] = last
-        state.finished[target] = ended | ~live
-        if window > 1:
-            state.kv_length[target] += torch.where(live, final, 0)
-            state.drafts[target] = self._model.draft(self._context, slots)  # type: ignore[attr-defined]
-        record = torch.cat([torch.stack([counts, status]), tokens.T])
-        self._results.publish(record.to(torch.int32).flatten())
+    def sample_processed(self, rows: int, processors: Mapping[int, RowProcessor]) -> None:
+        """The extended :meth:`sample` of logits some of whose rows go through Python functions.
+        Log-probabilities of the model stay the model's."""
+        logits = self._pending_logits[: rows * self._window]
+        processed = logits.clone()
+        for row, process in processors.items():
+            processed[row] = process(processed[row].clone())
+        self._run_sample(logits, rows, True, processed)
+
+    def _run_sample(
+        self, logits: torch.Tensor, rows: int, extended: bool, processed: torch.Tensor | None
+    ) -> None:
+        if self._kernels is None:
+            self._stage.sample(logits, rows, extended, processed)
+        elif extended:
+            self._kernels.sample_extended(logits, processed)
+        else:
+            self._kernels.sample(logits)
 
     # --- H2D ----------------------------------------------------------------------------------
 
@@ -232,8 +194,9 @@ class StepProgram:
         self._forward(rows, ids, positions)
         state.kv_length[slots] = lengths + (~state.finished[slots]).long()
 
-    def forward_mixed(self, shape: StepShape) -> None:
-        """Decode rows first, then prefill chunks, then padding."""
+    def forward_mixed(self, shape: StepShape, targets: PromptTargets | None = None) -> None:
+        """Decode rows first, then prefill chunks, then padding. ``targets``: log-probabilities of
+        prompt tokens are wanted too."""
         context, layout, state = self._context, self._layout, self._state
         records = self._row_records[: shape.rows]
         chunks = self._packet[layout.chunks : layout.assignments].view(-1, packet.CHUNK_WIDTH)
@@ -255,23 +218,44 @@ class StepProgram:
             is_window = records[:, packet.ROW_SAMPLES] > 1
             further = torch.where(is_window[:, None], self._offsets, 0)
             last_token_index = (last_token_index[:, None] + further).flatten()
-        context.begin(
-            metadata_of_mixed(
-                state,
-                context.block_size_tokens,
-                token_slots,
-                positions,
-                decodes=decodes,
-                chunks=chunks[: shape.rows],
-                last_token_index=last_token_index,
-                null_slot=context.null_slot,
-                read_lengths=not self._device.captures,
-            )
+        metadata = metadata_of_mixed(
+            state,
+            context.block_size_tokens,
+            token_slots,
+            positions,
+            decodes=decodes,
+            chunks=chunks[: shape.rows],
+            last_token_index=last_token_index,
+            null_slot=context.null_slot,
+            read_lengths=not self._device.captures,
         )
-        self._forward(shape.rows, ids, positions)
+        if targets is None:
+            context.begin(metadata)
+            self._forward(shape.rows, ids, positions)
+        else:
+            self._forward_with_targets(shape.rows, ids, positions, metadata, targets)
         slots = records[:, packet.ROW_SLOT].long()
         lengths = records[:, packet.ROW_QUERY_LENGTH].long()
         state.kv_length[slots] += torch.where(state.finished[slots], 0, lengths)
+
+    def _forward_with_targets(
+        self,
+        rows: int,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        targets: PromptTargets,
+    ) -> None:
+        """A forward that gives logits of the ``targets`` besides those of its rows."""
+        assert metadata.last_token_index is not None
+        index = torch.tensor(targets.tokens, pin_memory=ids.is_cuda)
+        index = index.to(ids.device, non_blocking=True)
+        index = torch.cat([metadata.last_token_index, index])
+        self._context.begin(metadata._replace(last_token_index=index))
+        logits = self._model.forward(ids, positions, self._context)
+        pending = rows * self._window
+        self._pending_logits[:pending].copy_(logits[:pending])
+        self._prompt_log_probs.publish(targets, logits[pending:, : self._model.vocab_size])
 
     def _within(
         self, token_slots: torch.Tensor, positions: torch.Tensor

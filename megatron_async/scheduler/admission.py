@@ -7,8 +7,9 @@ from collections import deque
 from megatron_async.scheduler.events import Change, Event
 from megatron_async.scheduler.limits import Limits
 from megatron_async.scheduler.preemption import Preemption
-from megatron_async.scheduler.request_state import Sequence
+from megatron_async.scheduler.request_state import Sequence, State
 from megatron_async.scheduler.request_table import RequestTable, row_map
+from megatron_async.step.extras import SlotExtras
 from megatron_async.step.plan import Admission, BlockAssignment, PrefillChunk, RowMap
 
 
@@ -42,7 +43,7 @@ class PromptPlanner:
             if under_way:
                 sequence = under_way.popleft()
             else:
-                admitted = self._admit_next(budget, assignments, admissions)
+                admitted = self._admit_next(number, budget, assignments, admissions)
                 if admitted is None:
                     break
                 sequence = admitted
@@ -52,9 +53,11 @@ class PromptPlanner:
                 break
             end = start + length
             last = end == sequence.prefill_end
-            prefills.append(
-                PrefillChunk(row, sequence.slot, start, tuple(sequence.tokens[start:end]), last)
-            )
+            targets: tuple[int, ...] = ()
+            if end > sequence.prompt_log_probs:
+                targets = tuple(sequence.tokens[start + 1 : min(end + 1, sequence.prompt_length)])
+            tokens = tuple(sequence.tokens[start:end])
+            prefills.append(PrefillChunk(row, sequence.slot, start, tokens, last, targets))
             sequence.prefilled = sequence.kv_bound = end
             sequence.last_ticket = number
             launched.append(sequence)
@@ -74,7 +77,11 @@ class PromptPlanner:
         )
 
     def _admit_next(
-        self, budget: int, assignments: list[BlockAssignment], admissions: list[Admission]
+        self,
+        number: int,
+        budget: int,
+        assignments: list[BlockAssignment],
+        admissions: list[Admission],
     ) -> Sequence | None:
         """Admit the head of the queue if everything it needs is there."""
         limits, table = self._limits, self._table
@@ -83,13 +90,17 @@ class PromptPlanner:
         running = len(table.decoding) + len(table.prefilling)
         if sequence is None or table.stalled or running >= limits.max_requests:
             return None
+        if sequence.fork_of is not None and self._is_being_prefilled(sequence.fork_of, number):
+            return None
         # Looking a long prompt up in the prefix cache costs time: not again while nothing changes.
         attempt = (sequence.key, allocator.free_count, table.slots.free_count, running)
         if running and attempt == self._failed_attempt:
             return None
         self._failed_attempt = attempt
-        # The last token is always computed: its logits are what is sampled next.
-        shared, node = table.prefixes.match(sequence.tokens, len(sequence.tokens) - 1)
+        # The last token is always computed: its logits are what is sampled next. So are those whose
+        # logits give wanted log-probabilities.
+        limit = min(len(sequence.tokens) - 1, sequence.prompt_log_probs)
+        shared, node = table.prefixes.match(sequence.tokens, limit)
         total = -(-len(sequence.tokens) // limits.block_size)
         need = total - len(shared) + sum(not allocator.references(b) for b in shared)
         # Leave each running request the blocks of its next row.
@@ -113,9 +124,21 @@ class PromptPlanner:
             assignments.append(table.assign_block(sequence))
         replayed = len(sequence.tokens) - cached if sequence.evictions else 0
         table.record(Event(sequence.key, Change.ADMIT, cached, replayed))
-        stop_ids = tuple(sorted(sequence.stop_ids))
-        admissions.append(Admission(slot, (cached, sequence.max_total, stop_ids, *sequence.values)))
+        values = (cached, sequence.max_total, sequence.device_stop_ids, *sequence.values)
+        extras = None
+        if sequence.extras is not None:
+            extras = SlotExtras(sequence.extras, sequence.prompt_length, tuple(sequence.tokens))
+        admissions.append(Admission(slot, values, extras))
         return sequence
+
+    def _is_being_prefilled(self, key: int, number: int) -> bool:
+        """The prompt of a request is under way, or its last chunk is in step ``number``, whose
+        blocks are not known to the prefix cache yet."""
+        sequence = self._table.sequences.get(key)
+        if sequence is None:
+            return False
+        just_launched = sequence.last_ticket == number and sequence.launched == 1
+        return sequence.state is State.PREFILLING or just_launched
 
     def _enter(self, sequence: Sequence, shared: list[int], node: int) -> None:
         """Take a slot and the shared blocks."""
@@ -128,4 +151,7 @@ class PromptPlanner:
         sequence.node, sequence.registered = node, len(shared)
         sequence.prefilled = sequence.kv_bound = len(shared) * self._limits.block_size
         sequence.prefill_end = len(sequence.tokens)
+        if sequence.extras is not None:
+            table.extended += 1
+            table.guided += sequence.extras.guided
         table.enter_prefilling(sequence)

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from megatron_async.request import FinishReason
+from megatron_async.step.records import LogProbs
 
 
 class Commit(NamedTuple):
@@ -14,13 +15,17 @@ class Commit(NamedTuple):
 
     ``tokens[i]`` were sampled for request ``keys[i]``. ``reasons`` has the requests that end with
     their last token, ``discarded`` those that had ended before the row was sampled: its tokens are
-    dropped. By rows, not an object for each: a row costs the host its time at every token.
+    dropped. ``log_probs`` [rows, window, LOG_PROB_WORDS] is None but after an extended S;
+    ``prompt_log_probs`` has, by request, the index of a prompt token and the words of it and those
+    behind it. By rows, not an object for each: a row costs the host its time at every token.
     """
 
     keys: Sequence[int]
     tokens: Sequence[tuple[int, ...]]
     reasons: dict[int, FinishReason]
     discarded: set[int]
+    log_probs: LogProbs | None = None
+    prompt_log_probs: dict[int, tuple[int, LogProbs]] | None = None
 
 
 class Change(str, Enum):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import Enum, auto
 
 from megatron_async.request import FinishReason
+from megatron_async.sampling_params import MAX_STOP_TOKEN_IDS
+from megatron_async.step.extras import Extras
 from megatron_async.step.slot_fields import Values
 
 
@@ -26,6 +28,9 @@ class State(Enum):
     FINISHED = auto()
 
 
+NO_PROMPT_LOG_PROBS = 1 << 62
+"""As if those of more tokens than any prompt has had been taken."""
+
 EVICTABLE = frozenset({State.PREFILLING, State.DECODING, State.STALLED, State.HELD})
 HOLDING = EVICTABLE | {State.ENDING}
 
@@ -39,14 +44,21 @@ class Sequence:
     lower bound of the tokens that are committed or in flight, for each row in flight brings at
     least one; without drafts both bounds are exact.
 
+    The device knows the ``device_stop_ids``; other ends that the host alone finds are those of
+    ``stop_ids`` and what it asks the request's watchers for, if it is ``watched``.
+
     ``priority_key`` orders requests: the lower one is admitted first and evicted last. It never
     changes, so the lowest of all makes progress whatever happens to the others.
     """
 
     __slots__ = (
         "blocks",
+        "device_stop_ids",
+        "ended_by_host",
         "epoch",
         "evictions",
+        "extras",
+        "fork_of",
         "held",
         "key",
         "kv_bound",
@@ -59,6 +71,7 @@ class Sequence:
         "prefilled",
         "priority_key",
         "prompt_length",
+        "prompt_log_probs",
         "reason",
         "registered",
         "slot",
@@ -66,6 +79,7 @@ class Sequence:
         "stop_ids",
         "tokens",
         "values",
+        "watched",
     )
 
     def __init__(
@@ -75,6 +89,11 @@ class Sequence:
         max_new: int,
         stop_ids: tuple[int, ...],
         values: Values,
+        *,
+        extras: Extras | None = None,
+        prompt_log_probs: bool = False,
+        watched: bool = False,
+        fork_of: int | None = None,
     ) -> None:
         self.key = key
         self.priority_key = (0, key)
@@ -85,8 +104,16 @@ class Sequence:
         self.max_new = max_new
         self.max_total = len(prompt) + max_new
         self.stop_ids = frozenset(stop_ids)
+        self.device_stop_ids = tuple(sorted(self.stop_ids))[:MAX_STOP_TOKEN_IDS]
         self.values = values
         """Of the REQUEST slot fields."""
+        self.extras = extras
+        self.prompt_log_probs = 0 if prompt_log_probs else NO_PROMPT_LOG_PROBS
+        """Prompt tokens before which all log-probabilities that are wanted have been taken."""
+        self.watched = watched
+        self.fork_of = fork_of
+        """Key of a request whose prefill of the same prompt this one waits for."""
+        self.ended_by_host = False
         self.slot = -1
         self.epoch = -1
         self.prefilled = 0

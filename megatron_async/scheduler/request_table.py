@@ -37,6 +37,8 @@ class RequestTable:
 
     Attributes:
         control: what the next launch brings to S, by slot.
+        extended: sequences with extras that hold a slot.
+        guided: those of them whose S needs all tokens before.
         has_news: :meth:`take_events` or :meth:`take_retired` have something to give.
         row_map: the rows of all decoding sequences, in their order, while they are the same; None
             when they have changed.
@@ -56,6 +58,8 @@ class RequestTable:
         self.retiring: RetireQueue[Holding] = RetireQueue()
         self.control: dict[int, SlotUpdate] = {}
         self.unfinished = 0
+        self.extended = 0
+        self.guided = 0
         self.has_news = False
         self.retired_ticket = -1
         self._block_size = limits.block_size
@@ -88,9 +92,17 @@ class RequestTable:
             self._give_up(sequence)
         sequence.state = State.FINISHED
 
-    def finish_by_host(self, sequence: Sequence, reason: FinishReason) -> None:
-        """:meth:`finish` for a reason that the device cannot see: control brings it."""
-        if sequence.slot >= 0 and sequence.last_ticket > self.retired_ticket:
+    def finish_by_host(
+        self, sequence: Sequence, reason: FinishReason, committed: int | None = None
+    ) -> None:
+        """:meth:`finish` for a reason that the device cannot see: control brings it.
+
+        Args:
+            committed: the ticket that is being taken; None for the last retired.
+        """
+        committed = self.retired_ticket if committed is None else committed
+        sequence.ended_by_host = True
+        if sequence.slot >= 0 and sequence.last_ticket > committed:
             self.control[sequence.slot] = SlotUpdate(sequence.slot, True, None)
         self.finish(sequence, reason)
         self.retire(self.retired_ticket)
@@ -124,6 +136,9 @@ class RequestTable:
             self._freed_blocks += self.allocator.release(reversed(blocks))
             self.slots.end_epoch(slot)
             self.slots.release(slot)
+            if sequence.extras is not None:
+                self.extended -= 1
+                self.guided -= sequence.extras.guided
             if sequence.state is State.EVICTING:
                 sequence.forget_launches()
                 self.waiting.add(sequence)

@@ -6,6 +6,8 @@ group decide alike and a run can be replayed.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from megatron_async.cache.block_allocator import BlockAllocator
 from megatron_async.errors import IntegrityError
 from megatron_async.request import DEVICE_ENDS, FinishReason
@@ -13,11 +15,24 @@ from megatron_async.scheduler.admission import PromptPlanner
 from megatron_async.scheduler.events import Change, Commit, Event
 from megatron_async.scheduler.limits import Limits
 from megatron_async.scheduler.preemption import Preemption
-from megatron_async.scheduler.request_state import EVICTABLE, Sequence, State
+from megatron_async.scheduler.request_state import (
+    EVICTABLE,
+    NO_PROMPT_LOG_PROBS,
+    Sequence,
+    State,
+)
 from megatron_async.scheduler.request_table import RequestTable, row_map
 from megatron_async.step.plan import Admission, BlockAssignment, Plan, PrefillChunk, RowMap
-from megatron_async.step.records import ENDED, FAILED, StepResult
+from megatron_async.step.records import ENDED, FAILED, LogProbs, StepResult
 from megatron_async.step.slot_fields import Values
+
+
+class HostEnds(Protocol):
+    """Ends of requests that the device cannot see, such as stop words."""
+
+    def keep(self, key: int, tokens: tuple[int, ...]) -> int | None:
+        """How many of the new tokens of a watched request count, if it ends with the last of them;
+        None if it goes on."""
 
 
 class Scheduler:
@@ -163,7 +178,7 @@ class Scheduler:
         table.control.clear()
         return Plan(
             number, rows, decode_rows, tuple(assignments), tuple(prefills), tuple(admissions),
-            control,
+            control, table.extended > 0,
         )  # fmt: skip
 
     def _plan_decode(self, number: int, assignments: list[BlockAssignment]) -> RowMap:
@@ -202,8 +217,12 @@ class Scheduler:
 
     # --- commit -------------------------------------------------------------------------------
 
-    def commit(self, plan: Plan, result: StepResult) -> Commit:
-        """Take the tokens of a launched plan, end requests, and retire the plan's ticket."""
+    def commit(self, plan: Plan, result: StepResult, ends: HostEnds | None = None) -> Commit:
+        """Take the tokens of a launched plan, end requests, and retire the plan's ticket.
+
+        Args:
+            ends: asked for each watched request; there are none without it.
+        """
         table, debug = self.table, self._debug
         reasons: dict[int, FinishReason] = {}
         discarded: set[int] = set()
@@ -211,7 +230,11 @@ class Scheduler:
         epochs, sequences = table.slots.epochs, table.sequences
         is_caching, block_size = table.prefixes.enabled, self.limits.block_size
         keys, slots, row_epochs = plan.rows.keys, plan.rows.slots, plan.rows.epochs
-        rows = zip(keys, slots, row_epochs, *result, strict=True)
+        prompt_log_probs = None
+        if result.prompt_log_probs is not None:
+            prompt_log_probs = self._take_prompt_log_probs(plan, result.prompt_log_probs)
+        counts, statuses, windows = result.counts, result.statuses, result.tokens
+        rows = zip(keys, slots, row_epochs, counts, statuses, windows, strict=True)
         for key, slot, epoch, count, status, window in (
             plan.sampled(rows) if plan.prefills else rows
         ):
@@ -225,15 +248,22 @@ class Scheduler:
             tokens = sequence.tokens
             if count != 1 or len(window) != 1:
                 window = self._cut(sequence, window[:count])
+            ends_here = False
+            if sequence.watched and window and ends is not None:
+                keep = ends.keep(key, window)
+                if keep is not None:
+                    ends_here = True
+                    window = window[:keep]
             tokens += window
             reason = None
-            if status == FAILED:
+            if status == FAILED and not ends_here:
                 reason = FinishReason.ERROR
-            elif tokens[-1] in sequence.stop_ids:
+            elif ends_here or tokens[-1] in sequence.stop_ids:
                 reason = FinishReason.STOP
             elif len(tokens) == sequence.max_total:
                 reason = FinishReason.LENGTH
-            if debug:
+            by_host = reason is FinishReason.STOP and tokens[-1] not in sequence.device_stop_ids
+            if debug and not by_host:
                 self._check_device_agrees(key, reason, window, count, status)
             # The forward that wrote all tokens but the newest is over.
             if is_caching and len(tokens) > (sequence.registered + 1) * block_size:
@@ -241,11 +271,37 @@ class Scheduler:
             kept.append(window)
             if reason is not None:
                 reasons[key] = reason
-                table.finish(sequence, reason)
+                if by_host:
+                    table.finish_by_host(sequence, reason, plan.number)
+                else:
+                    table.finish(sequence, reason)
         table.retire(plan.number)
+        log_probs = result.log_probs
         if plan.prefills:
             keys = tuple(plan.sampled(keys))
-        return Commit(keys, kept, reasons, discarded)
+            if log_probs is not None:
+                log_probs = log_probs[list(plan.sampled(range(len(slots))))]
+        return Commit(keys, kept, reasons, discarded, log_probs, prompt_log_probs)
+
+    def _take_prompt_log_probs(
+        self, plan: Plan, words: LogProbs
+    ) -> dict[int, tuple[int, LogProbs]]:
+        """By request the first prompt token that its chunk brought log-probabilities of, and these;
+        of those that have not ended."""
+        taken, at = {}, 0
+        for chunk in plan.prefills:
+            rows = words[at : at + len(chunk.targets)]
+            at += len(chunk.targets)
+            key = plan.rows.keys[chunk.row]
+            if not len(rows) or plan.rows.epochs[chunk.row] != self.table.slots.epochs[chunk.slot]:
+                continue
+            sequence = self.table.sequences[key]
+            done = chunk.start + len(rows)
+            if done >= sequence.prompt_length - 1:
+                done = NO_PROMPT_LOG_PROBS
+            sequence.prompt_log_probs = max(sequence.prompt_log_probs, done)
+            taken[key] = (chunk.start + 1, rows)
+        return taken
 
     def _cut(self, sequence: Sequence, window: tuple[int, ...]) -> tuple[int, ...]:
         """The tokens of a row up to the end of the request; brings the launch-side bounds, which
@@ -267,8 +323,9 @@ class Scheduler:
 
     def _check_host_ended(self, key: int) -> None:
         """A dead row that the device took for live: right only if the host alone knew the end."""
-        reason = self.table.sequences[key].reason
-        if reason in DEVICE_ENDS:
+        sequence = self.table.sequences[key]
+        reason = sequence.reason
+        if reason in DEVICE_ENDS and not sequence.ended_by_host:
             raise IntegrityError(
                 f"request {key} ended by {reason}, and the device sampled it again"
             )

@@ -180,6 +180,6 @@ def _write_sections(
     admissions = packet[layout.admissions :][: rows * width].reshape(-1, width)
     admissions[len(plan.admissions) :] = 0
     admissions[len(plan.admissions) :, ADMIT_SLOT] = null_slot
-    for record, (slot, values) in zip(admissions, plan.admissions, strict=False):
-        record[ADMIT_SLOT] = slot
-        record[ADMIT_HEAD:] = words_of(fields, values)
+    for record, admission in zip(admissions, plan.admissions, strict=False):
+        record[ADMIT_SLOT] = admission.slot
+        record[ADMIT_HEAD:] = words_of(fields, admission.values)

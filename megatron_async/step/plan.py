@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import chain, compress, repeat
 from typing import NamedTuple, TypeVar
 
+from megatron_async.step.extras import SlotExtras
 from megatron_async.step.slot_fields import Values
 
 T = TypeVar("T")
@@ -24,6 +25,8 @@ class PrefillChunk(NamedTuple):
     """Tokens ``start .. start + len(tokens)`` of a prompt, run as row ``row`` of this forward.
 
     ``samples`` is true for the chunk that ends the prompt: only its logits are sampled.
+    ``targets`` are the prompt tokens that follow the chunk's first ones, where their
+    log-probabilities are wanted.
     """
 
     row: int
@@ -31,14 +34,16 @@ class PrefillChunk(NamedTuple):
     start: int
     tokens: tuple[int, ...]
     samples: bool
+    targets: tuple[int, ...] = ()
 
 
 class Admission(NamedTuple):
     """Device-resident state that a request brings into its slot: the values of the ADMISSION and
-    REQUEST fields of ``slot_fields``, in the table's order."""
+    REQUEST fields of ``slot_fields``, in the table's order, and its extras."""
 
     slot: int
     values: Values
+    extras: SlotExtras | None = None
 
 
 class SlotUpdate(NamedTuple):
@@ -69,7 +74,8 @@ class RowMap:
 class Plan(NamedTuple):
     """The host's decision for one step. Pure data: rows ``0 .. decode_rows`` decode, the rows after
     them prefill one chunk each, in the order of ``prefills``. ``control`` reaches the S at the head
-    of this launch."""
+    of this launch. ``extended``: a request with extras holds a slot, so the S of this step's logits
+    is the extended one."""
 
     number: int
     rows: RowMap
@@ -78,6 +84,7 @@ class Plan(NamedTuple):
     prefills: tuple[PrefillChunk, ...] = ()
     admissions: tuple[Admission, ...] = ()
     control: tuple[SlotUpdate, ...] = ()
+    extended: bool = False
 
     @property
     def is_decode_only(self) -> bool:

@@ -31,6 +31,7 @@ def hash_engine(
     model: Any = None,
     device: Device | None = None,
     device_name: str = "cpu",
+    tokenizer: Any = None,
     **values: Any,
 ) -> DynamicInferenceEngine:
     """An engine over the hash model, with debug checks on."""
@@ -39,7 +40,7 @@ def hash_engine(
     model = model or HashModel(device_name)
     context = build_context(model, config, resolve_device(device_name))
     return DynamicInferenceEngine(
-        TextGenerationController(model), context, config=config, device=device
+        TextGenerationController(model, tokenizer), context, config=config, device=device
     )
 
 
@@ -69,8 +70,8 @@ def drive(engine: DynamicInferenceEngine) -> list[int]:
     return ended
 
 
-def sampling_params(ask: Ask) -> SamplingParams:
-    """The API's parameters of an oracle request."""
+def sampling_params(ask: Ask, **extra: Any) -> SamplingParams:
+    """The API's parameters of an oracle request; ``extra`` are further ones."""
     return SamplingParams(
         temperature=ask.temperature,
         top_k=ask.top_k,
@@ -79,7 +80,37 @@ def sampling_params(ask: Ask) -> SamplingParams:
         num_tokens_to_generate=ask.max_new,
         termination_id=-1,
         stop_token_ids=ask.stop_ids,
+        min_p=ask.min_p,
+        repetition_penalty=ask.repetition_penalty,
+        presence_penalty=ask.presence_penalty,
+        frequency_penalty=ask.frequency_penalty,
+        logit_bias=dict(ask.logit_bias) or None,
+        allowed_token_ids=ask.allowed,
+        bad_words=ask.bad_words or None,
+        min_tokens=ask.min_tokens,
+        **extra,
     )
+
+
+def extras_of(rng: random.Random, max_new: int) -> dict[str, Any]:
+    """Some of the penalties and filters, as an :class:`Ask` has them."""
+    words = tuple(
+        tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.choice((1, 1, 2, 2, 3))))
+        for _ in range(rng.randint(1, 30))
+    )
+    ids = rng.sample(range(VOCAB_SIZE), 40)
+    choices: dict[str, Any] = {
+        "min_p": rng.choice((0.05, 0.3)),
+        "repetition_penalty": rng.choice((0.8, 1.5)),
+        "presence_penalty": rng.choice((-1.0, 1.5)),
+        "frequency_penalty": rng.choice((-0.5, 0.7)),
+        "logit_bias": tuple((token, rng.choice((-4.0, 2.5))) for token in ids[:9]),
+        "allowed": tuple(sorted(ids)),
+        "bad_words": words,
+        "min_tokens": rng.randint(0, max_new // 2),
+    }
+    names = rng.sample(sorted(choices), rng.randint(1, 4))
+    return {name: choices[name] for name in names}
 
 
 def random_ask(rng: random.Random, max_prompt: int = 40, max_new: int = 30) -> Ask:

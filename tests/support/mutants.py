@@ -24,7 +24,7 @@ from megatron_async.engine.metrics import NotOverlapped
 from megatron_async.errors import IntegrityError
 from megatron_async.request import FinishReason
 from megatron_async.runner import model_runner as runner
-from megatron_async.runner import step_program as program
+from megatron_async.runner import sampling_stage as stage
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.cuda_graphs import StepGraphs
 from megatron_async.runner.model_runner import ModelRunner
@@ -486,7 +486,7 @@ def drafts_accepted_without_comparing(original: Any) -> Any:
 
     def sample(self: StepProgram, logits: torch.Tensor, rows: int) -> None:
         slots = self._row_records[:rows, ROW_SLOT].long()
-        sample_tokens = program.sample_tokens
+        sample_tokens = stage.sample_tokens
 
         def agreeing(*args: Any, **options: Any) -> torch.Tensor:
             tokens = sample_tokens(*args, **options)

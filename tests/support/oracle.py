@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from megatron_async.sampling.sample import sample_tokens_reference
@@ -22,6 +25,43 @@ class Ask:
     top_k: int = 0
     top_p: float = 0.0
     seed: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed: tuple[int, ...] | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+
+
+def process_row(row: list[float], ask: Ask, tokens: list[int]) -> list[float]:
+    """The logits that are sampled after ``tokens``, prompt included: float32, operation by
+    operation."""
+    x = np.array(row, dtype=np.float32)
+    generated = tokens[len(ask.prompt) :]
+    dropped: set[int] = set()
+    if ask.allowed is not None:
+        dropped |= set(range(len(row))) - set(ask.allowed)
+    for *before, last in ask.bad_words:
+        if tokens[len(tokens) - len(before) :] == before:
+            dropped.add(last)
+    if len(generated) < ask.min_tokens:
+        dropped |= set(ask.stop_ids)
+    x[sorted(dropped)] = -np.inf
+    for token, bias in ask.logit_bias:
+        x[token] += np.float32(bias)
+    for token in set(tokens):
+        penalty = np.float32(ask.repetition_penalty)
+        x[token] = x[token] / penalty if x[token] > 0 else x[token] * penalty
+    for token, count in Counter(generated).items():
+        x[token] -= np.float32(ask.frequency_penalty) * np.float32(count)
+        x[token] -= np.float32(ask.presence_penalty)
+    if ask.min_p and ask.temperature:
+        by = np.float32(1.0 / ask.temperature)
+        least = x.max() * by + np.float32(math.log(ask.min_p))
+        x[x * by < least] = -np.inf
+    return [float(value) for value in x]
 
 
 def decode_alone(
@@ -36,6 +76,9 @@ def decode_alone(
     while True:
         row = logits_of(tokens) if logits_of else hash_logits(hash_history(tokens))
         by = next((a for start, a in reversed(changes) if start <= len(generated)), ask)
+        row = process_row(row, by, tokens)
+        if max(row) == -math.inf:
+            return generated, "error"
         if by.temperature == 0 or by.top_k == 1:
             token = max(range(len(row)), key=lambda v: (row[v], -v))
         else:

@@ -78,9 +78,9 @@ def test_pending_logits_survived_a_reset(depth: int) -> None:
         for _ in range(6):
             engine.step_modern()
         assert engine.in_flight_count == depth
-        assert (engine.runner.samples_from is not None) == (depth > 0)
+        assert (engine.runner.pending is not None) == (depth > 0)
         engine.reset()
-        assert engine.runner.samples_from is None and not engine.in_flight_count
+        assert engine.runner.pending is None and not engine.in_flight_count
         decode(engine, [Ask(prompt=(9, 9), max_new=15)])
 
 
@@ -90,7 +90,7 @@ def test_pending_logits_were_sampled_with_the_next_row_map() -> None:
     launch = ModelRunner.launch
 
     def watching(self: ModelRunner, plan: Plan) -> Ticket:
-        pending = self._pending
+        pending = self.pending
         if pending is not None and plan.is_decode_only:
             changed.append(pending.plan.rows.slots != plan.rows.slots)
         return launch(self, plan)

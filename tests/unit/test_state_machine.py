@@ -9,6 +9,7 @@ longer profile.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections import Counter
 from dataclasses import dataclass
@@ -29,8 +30,9 @@ from megatron_async.engine.metrics import EngineCounters
 from megatron_async.request import DynamicInferenceRequest, Status
 from megatron_async.sampling_params import MAX_STOP_TOKEN_IDS
 from tests.support.drafting_model import DraftingHashModel
-from tests.support.engines import hash_engine, sampling_params
+from tests.support.engines import extras_of, hash_engine, sampling_params
 from tests.support.hash_model import VOCAB_SIZE
+from tests.support.log_probs import check_log_probs
 from tests.support.oracle import Ask, decode_with_salts
 from tests.support.token_tickets import TokenTickets
 
@@ -112,14 +114,32 @@ STOPS = tuple(
     tuple(random.Random(number).sample(range(VOCAB_SIZE), MAX_STOP_TOKEN_IDS))
     for number in range(20)
 )
+# One of three requests has extras; a few of the sets, as above.
+EXTRAS = tuple(extras_of(random.Random(number), MOST_NEW) for number in range(24))
+
+
+def with_extras(ask: Ask, extras: dict[str, Any]) -> Ask:
+    return dataclasses.replace(ask, **extras)
+
+
 asks = st.builds(
-    Ask,
-    prompt=prompts,
-    max_new=st.sampled_from((1, 2, 9, MOST_NEW, MOST_NEW, MOST_NEW, MOST_NEW)),
-    stop_ids=st.sampled_from((*STOPS, *((),) * 4)),
-    temperature=st.sampled_from((0.0, 1.0)),
-    top_k=st.sampled_from((0, 5)),
-    seed=st.integers(0, 5),
+    with_extras,
+    st.builds(
+        Ask,
+        prompt=prompts,
+        max_new=st.sampled_from((1, 2, 9, MOST_NEW, MOST_NEW, MOST_NEW, MOST_NEW)),
+        stop_ids=st.sampled_from((*STOPS, *((),) * 4)),
+        temperature=st.sampled_from((0.0, 1.0)),
+        top_k=st.sampled_from((0, 5)),
+        seed=st.integers(0, 5),
+    ),
+    st.sampled_from((*EXTRAS, *({},) * 48)),
+)
+LOG_PROBS = (
+    *({},) * 8,
+    {"return_log_probs": True},
+    {"return_log_probs": True, "skip_prompt_log_probs": True},
+    {"top_n_logprobs": 3},
 )
 
 
@@ -196,10 +216,14 @@ class EngineMachine(RuleBasedStateMachine):
 
     def add(self, data: st.DataObject) -> None:
         priority = data.draw(st.integers(-1, 1))
+        log_probs = data.draw(st.sampled_from(LOG_PROBS))
         for ask in data.draw(st.lists(asks, min_size=1, max_size=5)):
             request_id = len(self.futures)
             self.futures[request_id] = self.engine.add_request(
-                request_id, list(ask.prompt), sampling_params(ask), priority=priority
+                request_id,
+                list(ask.prompt),
+                sampling_params(ask, **log_probs),
+                priority=priority,
             )
             self.records[request_id] = self.engine.get_request(request_id)
             self.tickets.watch(self.records[request_id])
@@ -307,6 +331,7 @@ class EngineMachine(RuleBasedStateMachine):
                 "tokens_committed",
                 "tokens_accepted",
                 "steps_with_control",
+                "steps_with_extras",
             ):
                 self.totals[name] += getattr(counters, name)
         assert sum(counters.tokens_committed for counters in self.counted) == sum(
@@ -344,6 +369,9 @@ class EngineMachine(RuleBasedStateMachine):
             if len(request.steps) > 1 and not request.counters.evictions:
                 inside = self.tickets.last_count(request) < self.window
                 self.totals["ends_inside_windows"] += inside
+        check_log_probs(request, salts)
+        self.totals["log_probs"] += len(request.generated_log_probs or ())
+        self.totals["prompt_log_probs"] += len(request.prompt_log_probs or ())
         counts = request.counters
         assert counts.committed == len(request.generated_tokens)
         assert counts.launched + counts.accepted == counts.committed + counts.discarded
@@ -369,7 +397,11 @@ def test_any_order_of_events_equals_the_oracle(part: Part, request: pytest.Fixtu
     assert 0 < totals["barriers"] <= steps / 5, totals
     assert totals["evictions"] >= steps / 10, totals
     assert totals["prefix_hits"] >= steps / 10, totals
-    for name in ("stalls", "pauses", "tokens_replayed", "aborted", "reset", "updates_that_show"):
+    assert steps / 10 <= totals["steps_with_extras"] < totals["steps_committed"], totals
+    for name in (
+        "stalls", "pauses", "tokens_replayed", "aborted", "reset", "updates_that_show", "log_probs",
+        "prompt_log_probs",
+    ):  # fmt: skip
         assert totals[name] > 0, (name, totals)
     if part.drafts:
         assert totals["tokens_accepted"] >= steps / 10, totals

@@ -1,0 +1,45 @@
+"""Allowed-token masks of guided rows, on their way to S in memory that the device reads itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Mask = npt.NDArray[np.int32]
+"""A bit for each token id: bit ``id % 32`` of word ``id // 32``; 1 is allowed."""
+
+
+def mask_words(vocab_size: int) -> int:
+    """int32 words of a mask."""
+    return -(-vocab_size // 32)
+
+
+class MaskRing:
+    """An entry for each ticket, for its S. S(n) has run before its record is taken, and that
+    is before ticket ``n + entries`` is launched: no entry is overwritten before it is read.
+
+    Attributes:
+        masks: int32 ``[entries, rows, words]``, pinned.
+        masked: int32 ``[entries, rows]``, pinned: 1 where the row's mask counts.
+    """
+
+    def __init__(self, entries: int, rows: int, vocab_size: int, device: torch.device) -> None:
+        pinned = device.type == "cuda"
+        words = mask_words(vocab_size)
+        self.masks = torch.zeros(entries, rows, words, dtype=torch.int32, pin_memory=pinned)
+        self.masked = torch.zeros(entries, rows, dtype=torch.int32, pin_memory=pinned)
+        self._masks: Mask = self.masks.numpy()
+        self._masked: Mask = self.masked.numpy()
+
+    def entry(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Device: ``masks`` and ``masked`` of ticket ``number``."""
+        entry = number % len(self.masks)
+        return self.masks[entry], self.masked[entry]
+
+    def claim(self, number: int) -> tuple[Mask, Mask]:
+        """Host: ``masks`` and ``masked`` of ticket ``number``, none of which counts yet, to fill
+        before its S is launched."""
+        entry = number % len(self._masks)
+        self._masked[entry] = 0
+        return self._masks[entry], self._masked[entry]

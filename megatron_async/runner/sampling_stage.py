@@ -1,0 +1,185 @@
+"""S: samples pending logits, finds the ends that the device can see, and hands out records.
+
+On CUDA without drafts the kernels of ``kernels/sampling`` do the same; this is their reference.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+
+from megatron_async.device.protocol import ResultRing
+from megatron_async.runner.context import DynamicInferenceContext
+from megatron_async.runner.extras_tables import ExtrasTables
+from megatron_async.runner.masks import MaskRing
+from megatron_async.runner.sampler import sample_tokens
+from megatron_async.sampling.log_probs import log_prob_words
+from megatron_async.sampling.process_logits import advance, process_logits
+from megatron_async.step import packet
+from megatron_async.step.records import ENDED, FAILED, RUNNING
+
+
+class Model(Protocol):
+    """What S and F need of a model. One that drafts has ``num_speculative_tokens`` and ``draft``
+    besides: see :class:`DraftingModel`."""
+
+    vocab_size: int
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        context: DynamicInferenceContext,
+    ) -> torch.Tensor:
+        """Token ids and positions [T] int64 -> logits [R, vocab] of the rows that
+        ``context.last_token_index`` names."""
+
+
+class DraftingModel(Model, Protocol):
+    """A model that guesses the tokens after the one that was sampled last."""
+
+    num_speculative_tokens: int
+
+    def draft(self, context: DynamicInferenceContext, slots: torch.Tensor) -> torch.Tensor:
+        """Drafts [R, num_speculative_tokens] int64 of what follows the last token of ``slots`` [R];
+        runs on the device's stream behind S."""
+
+
+class SamplingExtras(NamedTuple):
+    """What the extended S reads besides the state of all slots."""
+
+    tables: ExtrasTables
+    masks: MaskRing
+
+
+class SamplingStage:
+    """S in torch, plain and extended, for rows that bring up to ``window`` tokens.
+
+    Args:
+        row_records: int32 ``[max_rows, ROW_WIDTH]``, the row map of the pending logits.
+        extras: None where there is no extended S.
+    """
+
+    def __init__(
+        self,
+        row_records: torch.Tensor,
+        context: DynamicInferenceContext,
+        model: Model,
+        window: int,
+        results: ResultRing,
+        extras: SamplingExtras | None,
+    ) -> None:
+        self._row_records = row_records
+        self._context = context
+        self._state = context.slots
+        self._model = model
+        self._window = window
+        self._results = results
+        self._extras = extras
+        self._offsets = torch.arange(window, device=row_records.device)
+        self._sampled = 0
+        """How often S has run: where it is not captured, the number of its ticket."""
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        rows: int,
+        extended: bool,
+        processed: torch.Tensor | None = None,
+    ) -> None:
+        """Sample ``logits`` ``[rows * window, vocabulary]``, those of row r's window from
+        ``r * window`` on; with ``processed`` these in their place."""
+        state, window, offsets = self._state, self._window, self._offsets
+        records = self._row_records[:rows]
+        slots = records[:, packet.ROW_SLOT].long()
+        samples = records[:, packet.ROW_SAMPLES]
+        positions = state.kv_length[slots][:, None] + offsets
+        each = slots.repeat_interleave(window)
+        sampled = logits if processed is None else processed
+        if extended:
+            sampled = self._process(sampled, rows, each, positions.flatten())
+        tokens = sample_tokens(
+            sampled,
+            state.inverse_temperature[each],
+            state.top_k[each],
+            state.top_p[each],
+            state.seed[each],
+            positions.flatten(),
+            vocab_size=self._model.vocab_size,
+        ).view(rows, window)
+        live = (samples != 0) & ~state.finished[slots]
+        # A draft is accepted while it is what was sampled in its place.
+        right = (tokens[:, :-1] == state.drafts[slots]) & (offsets[1:] < samples[:, None])
+        accepted = right.long().cumprod(1).sum(1)
+        is_nan = tokens < 0
+        is_stop = (tokens[:, :, None] == state.stop_ids[slots][:, None, :]).any(dim=2) & ~is_nan
+        is_last = is_stop | is_nan | (positions + 1 >= state.max_total[slots][:, None])
+        # The first position that ends the request, or ``window``.
+        end = torch.where(is_last, offsets, window).amin(1)
+        ended = end <= accepted
+        final = torch.minimum(end, accepted)
+        failed = ended & is_nan.gather(1, final[:, None])[:, 0]
+        counts = torch.where(live, final + (~failed).long(), 0)
+        last = tokens.gather(1, final[:, None])[:, 0].clamp(min=0)
+        status = torch.where(failed, FAILED, torch.where(ended, ENDED, RUNNING))
+        status = torch.where(live, status, ENDED)
+        # Rows that are not live write to the null slot, which stays finished.
+        target = torch.where(live, slots, self._context.null_slot)
+        state.last_token[target] = last
+        state.finished[target] = ended | ~live
+        record = torch.cat([torch.stack([counts, status]), tokens.T]).to(torch.int32)
+        if extended and self._extras is not None:
+            log_probs = self._log_probs(self._extras.tables, logits, sampled, each, tokens)
+            record = torch.cat([record, log_probs])
+            advance(self._extras.tables, target, tokens, counts, positions[:, 0])
+        if window > 1:
+            state.kv_length[target] += torch.where(live, final, 0)
+            state.drafts[target] = self._model.draft(self._context, slots)  # type: ignore[attr-defined]
+        self._results.publish(record.flatten())
+        self._sampled += 1
+
+    def _process(
+        self, logits: torch.Tensor, rows: int, each: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Float32 logits as the slots' extras want them; the slots are ``each`` of the windows'
+        positions ``[rows * window]``."""
+        assert self._extras is not None
+        tables, (masks, masked) = self._extras.tables, self._extras.masks.entry(self._sampled)
+        window, state = self._window, self._state
+        ahead = None
+        if window > 1:
+            # Position j of a window comes behind the drafts before it, if it counts at all.
+            j = self._offsets.repeat(rows)[:, None]
+            ahead = torch.where(self._offsets[: window - 1] < j, state.drafts[each], -1)
+        return process_logits(
+            logits[:, : self._model.vocab_size],
+            tables,
+            each,
+            positions,
+            state.inverse_temperature[each],
+            masks[:rows].repeat_interleave(window, 0),
+            masked[:rows].repeat_interleave(window).bool(),
+            ahead,
+        )
+
+    def _log_probs(
+        self,
+        tables: ExtrasTables,
+        logits: torch.Tensor,
+        processed: torch.Tensor,
+        each: torch.Tensor,
+        tokens: torch.Tensor,
+    ) -> torch.Tensor:
+        """int32 ``[window * LOG_PROB_WORDS, rows]`` of the sampled ``tokens`` [rows, window]."""
+        state = self._state
+        words = log_prob_words(
+            logits[:, : self._model.vocab_size],
+            processed,
+            tables.log_probs[each],
+            state.inverse_temperature[each],
+            state.top_k[each],
+            state.top_p[each],
+            tokens.flatten(),
+        )
+        return words.view(-1, *tokens.shape).permute(2, 0, 1).flatten(0, 1)

@@ -1,0 +1,67 @@
+"""Log-probabilities of the hash model's requests against a float64 softmax."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+
+import pytest
+
+from megatron_async.request import DynamicInferenceRequest
+from tests.support.hash_model import hash_history, hash_logits
+
+
+@functools.lru_cache(maxsize=4096)
+def _log_softmax(tokens: tuple[int, ...], salt: int) -> list[float]:
+    row = hash_logits(hash_history(list(tokens), salt))
+    top = max(row)
+    total = math.log(sum(math.exp(value - top) for value in row))
+    return [value - top - total for value in row]
+
+
+def check_log_probs(
+    request: DynamicInferenceRequest, salts: Sequence[tuple[int, int]] = ()
+) -> None:
+    """Those that were asked for are there, one for each token, within 1e-5, and no others.
+
+    Args:
+        salts: (first generated token, salt of the model) in order; 0 before. Those of a prompt may
+            be of any of them, since it may have been computed again.
+    """
+    params, prompt = request.sampling_params, request.prompt_tokens
+    tokens = prompt + request.generated_tokens
+    wanted = params.return_log_probs or params.top_n_logprobs > 0
+    of_prompt = wanted and not params.skip_prompt_log_probs
+    assert (request.generated_log_probs is not None) == wanted
+    assert (request.prompt_log_probs is not None) == of_prompt
+    assert (request.generated_top_n_logprobs is not None) == (params.top_n_logprobs > 0)
+    if not wanted:
+        return
+    values, tops = request.generated_log_probs, request.generated_top_n_logprobs
+    assert values is not None and len(values) == len(request.generated_tokens)
+    assert tops is None or len(tops) == len(values)
+    if params.log_probs_mode == "raw":
+        for index, value in enumerate(values):
+            salt = next((s for start, s in reversed(salts) if start <= index), 0)
+            at = len(prompt) + index
+            _check(tokens, at, salt, value, None if tops is None else tops[index])
+    if of_prompt and len({salt for _, salt in salts} | {0}) == 1:
+        values, tops = request.prompt_log_probs, request.prompt_top_n_logprobs
+        assert values is not None
+        if request.generated_tokens:
+            assert len(values) == len(prompt) - 1
+        for index, value in enumerate(values):
+            _check(tokens, 1 + index, 0, value, None if tops is None else tops[index])
+
+
+def _check(
+    tokens: list[int], at: int, salt: int, value: float, top: dict[int, float] | None
+) -> None:
+    row = _log_softmax(tuple(tokens[:at]), salt)
+    assert value == pytest.approx(row[tokens[at]], abs=1e-5)
+    if top is not None:
+        # Equal logits give equal values: the lower id comes first.
+        best = sorted(range(len(row)), key=lambda v: (-row[v], v))[: len(top)]
+        assert list(top) == best
+        assert list(top.values()) == pytest.approx([row[v] for v in best], abs=1e-5)
