@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_async.request import FinishReason
 
@@ -15,12 +15,20 @@ class Commit(NamedTuple):
     ``tokens[i]`` were sampled for request ``keys[i]``. ``reasons`` has the requests that end with
     their last token, ``discarded`` those that had ended before the row was sampled: its tokens are
     dropped. By rows, not an object for each: a row costs the host its time at every token.
+
+    ``log_probs`` is None unless somebody asked; then it has, for each row, None or the words of its
+    window: a numpy array, int32 or float32, [at least len(tokens[i]), LOG_PROB_WORDS], read before
+    the next commit. ``prompt_log_probs`` is None unless this step brought some: by request, the
+    position of a prompt token, counted from 0, and words [positions, LOG_PROB_WORDS] of it and of
+    those that follow. The first prompt token has none.
     """
 
     keys: Sequence[int]
     tokens: Sequence[tuple[int, ...]]
     reasons: dict[int, FinishReason]
     discarded: set[int]
+    log_probs: Sequence[Any | None] | None = None
+    prompt_log_probs: Mapping[int, tuple[int, Any]] | None = None
 
 
 class Change(str, Enum):
