@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
+from megatron_async.errors import IntegrityError, RequestError
 from megatron_async.sampling_params import SamplingParams
 
 
@@ -149,9 +150,15 @@ class DynamicInferenceRequest:
     ``generated_tokens`` grows only by commits, in order. ``latency`` is in seconds,
     ``tpot`` lists the seconds between successive tokens of this request; those of one commit come
     at once. ``steps`` has for each token the report of the step that brought it, ``sampling_spans``
-    from which step on changed sampling parameters hold. ``stop_reason`` is the token id or the stop
-    word that ended the request, ``seed`` what its randomness came from. ``choices`` has all
-    sequences of a request with ``n`` or ``best_of``, itself first.
+    from which step on changed sampling parameters hold. ``stop_reason`` is the stop word that ended
+    the request, or the token id, unless it is the model's own end token; ``seed`` is what its
+    randomness came from. ``choices`` has all sequences of a request with ``n`` or ``best_of``,
+    itself first.
+
+    Log-probabilities are None unless asked for. ``generated_log_probs`` has one for each generated
+    token, ``prompt_log_probs`` one for each prompt token but the first. The ``top_n`` lists have
+    for the same tokens those of the most likely ones, by token id, the most likely first; the
+    token itself may not be among them.
     """
 
     request_id: int
@@ -162,8 +169,8 @@ class DynamicInferenceRequest:
     generated_text: str | None = None
     generated_log_probs: list[float] | None = None
     prompt_log_probs: list[float] | None = None
-    generated_top_n_logprobs: list[dict[str, float]] | None = None
-    prompt_top_n_logprobs: list[dict[str, float]] | None = None
+    generated_top_n_logprobs: list[dict[int, float]] | None = None
+    prompt_top_n_logprobs: list[dict[int, float]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     seed: int | None = None
@@ -191,9 +198,59 @@ class DynamicInferenceRequest:
         """Append a lifecycle event."""
         self.events.append(DynamicInferenceEvent(type, payload=payload))
 
+    def rollout(self) -> Rollout:
+        """What reinforcement learning needs of the request, in one record.
+
+        Raises:
+            RequestError: it has not ended, or its log-probabilities were not asked for.
+        """
+        if self.finish_reason is None:
+            raise RequestError(f"request {self.request_id} has not ended; wait for its future")
+        if self.generated_log_probs is None:
+            raise RequestError(
+                f"request {self.request_id} has no log-probabilities; add it with "
+                "return_log_probs=True"
+            )
+        return Rollout(
+            prompt_tokens=tuple(self.prompt_tokens),
+            generated_tokens=tuple(self.generated_tokens),
+            log_probs=tuple(self.generated_log_probs),
+            log_probs_mode=self.sampling_params.log_probs_mode,
+            weight_spans=tuple(self.weight_spans),
+            finish_reason=self.finish_reason,
+            seed=self.seed,
+        )
+
     def merge(self, tokenizer: Any = None) -> DynamicInferenceRequest:
         """This request: megatron-core's records are merged from parts, ours have only one."""
         return self
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """A finished request for reinforcement learning. ``log_probs[i]`` is that of
+    ``generated_tokens[i]``, which was sampled with the weights of the last of ``weight_spans`` that
+    starts at or before i.
+
+    Raises:
+        IntegrityError: a token has no log-probability, or no weight version.
+    """
+
+    prompt_tokens: tuple[int, ...]
+    generated_tokens: tuple[int, ...]
+    log_probs: tuple[float, ...]
+    log_probs_mode: str
+    weight_spans: tuple[WeightSpan, ...]
+    finish_reason: FinishReason
+    seed: int | None
+
+    def __post_init__(self) -> None:
+        count = len(self.generated_tokens)
+        starts = [span.start for span in self.weight_spans]
+        if len(self.log_probs) != count:
+            raise IntegrityError(f"{count} tokens have {len(self.log_probs)} log-probabilities")
+        if count and (starts[:1] != [0] or starts != sorted(starts) or starts[-1] >= count):
+            raise IntegrityError(f"{count} tokens have weight spans that start at {starts}")
 
 
 class RequestFuture(concurrent.futures.Future[DynamicInferenceRequest]):

@@ -8,10 +8,13 @@ import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import InvalidStateError
 from typing import Any, NamedTuple
 
+from megatron_async.engine.host_ends import HostEnds
+from megatron_async.engine.log_probs import add_generated, add_of_prompt, start_log_probs
+from megatron_async.engine.stop_words import StoppingText, StopWords, WholeTextStream
 from megatron_async.errors import EngineStoppedError, ModelOutputError
 from megatron_async.request import (
     DynamicInferenceEventType,
@@ -21,6 +24,7 @@ from megatron_async.request import (
     SamplingSpan,
     Status,
     StepReport,
+    TokenLogProbs,
     WeightSpan,
 )
 from megatron_async.sampling_params import SamplingParams
@@ -56,17 +60,21 @@ class TokenOutput(NamedTuple):
     """One committed token, or the end of a request, or both.
 
     ``text`` is what became readable with this token (None without a tokenizer); a stop token adds
-    no text. ``token_id`` is None when the request ended without a token.
+    no text, and what may still become part of a stop word is held back. ``token_id`` is None when
+    the request ended without a token, ``log_probs`` unless the request asked for them.
     """
 
     request_id: int
     token_id: int | None
     text: str | None
     finish_reason: FinishReason | None
+    log_probs: TokenLogProbs | None = None
 
 
 # From all fields in half the time: every row of every step needs one.
-_new_output: Callable[[tuple[int, int | None, str | None, FinishReason | None]], TokenOutput]
+_new_output: Callable[
+    [tuple[int, int | None, str | None, FinishReason | None, TokenLogProbs | None]], TokenOutput
+]
 _new_output = functools.partial(tuple.__new__, TokenOutput)
 
 
@@ -88,15 +96,24 @@ class Entry:
         "pieces",
         "request",
         "started",
+        "stop_ids",
+        "stopping",
         "stream",
         "version",
     )
 
-    def __init__(self, request: DynamicInferenceRequest, tokenizer: Any) -> None:
+    def __init__(
+        self, request: DynamicInferenceRequest, tokenizer: Any, stop_ids: frozenset[int]
+    ) -> None:
         self.request = request
         self.future = RequestFuture()
+        self.stop_ids = stop_ids
         make_stream = getattr(tokenizer, "stream", None)
         self.stream = make_stream() if make_stream is not None else None
+        self.stopping: StoppingText | None = None
+        """The stream of a request with stop words; None for all others."""
+        if request.sampling_params.stop_words and tokenizer is not None:
+            self.stream = self.stopping = self._stopping_text(tokenizer)
         self.pieces: list[str] = []
         self.detokenizable = tokenizer is not None
         """The tokenizer has made text of all its tokens so far."""
@@ -104,11 +121,25 @@ class Entry:
         """Of the weights that its newest token is from."""
         self.started = self.last_time = time.perf_counter()
 
+    def _stopping_text(self, tokenizer: Any) -> StoppingText:
+        params = self.request.sampling_params
+        return StoppingText(
+            WholeTextStream(tokenizer.detokenize) if self.stream is None else self.stream,
+            StopWords(params.stop_words or (), include=params.include_stop_str_in_output),
+            stop_ids=self.stop_ids,
+            min_tokens=params.min_tokens,
+        )
+
 
 class OutputProcessor:
     """The records of all requests that still have a row in flight or to come, by scheduler key.
 
+    Args:
+        eos_token_ids: the model's own end tokens; None takes the tokenizer's ``eod``.
+
     Attributes:
+        ends: what ends requests before their tokens are committed: stop words, and what others
+            watch for.
         weight_version: of the tokens committed from now on.
         outputs, finished, reports: what was committed, which requests ended and how the steps were
             committed since :meth:`take`.
@@ -117,7 +148,17 @@ class OutputProcessor:
         keys: scheduler keys of the requests that have not ended, by request id.
     """
 
-    def __init__(self, tokenizer: Any, *, track_pauses: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        track_pauses: bool,
+        eos_token_ids: tuple[int, ...] | None = None,
+    ) -> None:
+        if eos_token_ids is None:
+            eod = getattr(tokenizer, "eod", None)
+            eos_token_ids = () if eod is None else (int(eod),)
+        self.ends = HostEnds()
         self.weight_version = 0
         self.outputs: list[TokenOutput] = []
         self.finished: list[DynamicInferenceRequest] = []
@@ -125,22 +166,28 @@ class OutputProcessor:
         self.on_finish: Callable[[DynamicInferenceRequest], None] | None = None
         self._tokenizer = tokenizer
         self._track_pauses = track_pauses
+        self._eos_token_ids = frozenset(eos_token_ids)
         self._entries: dict[int, Entry] = {}
         self.keys: dict[int, int] = {}
         self.ended: deque[tuple[RequestFuture, DynamicInferenceRequest | Exception]] = deque()
 
     def open(self, key: int, request: DynamicInferenceRequest) -> RequestFuture | None:
         """Start the record of a request; None if its id is in use. From any thread."""
-        entry = self._entries[key] = Entry(request, self._tokenizer)
+        stop_ids = self._stop_ids(request.sampling_params)
+        entry = self._entries[key] = Entry(request, self._tokenizer, stop_ids)
         if self.keys.setdefault(request.request_id, key) != key:
             del self._entries[key]
             return None
+        if entry.stopping is not None:
+            self.ends.watch(key, entry.stopping)
+        start_log_probs(request)
         request.add_event(DynamicInferenceEventType.ADD)
         return entry.future
 
     def drop(self, key: int, request_id: int) -> None:
         """Take back :meth:`open`, however far it came."""
         self._entries.pop(key, None)
+        self.ends.forget(key)
         if self.keys.get(request_id) == key:
             del self.keys[request_id]
 
@@ -205,15 +252,20 @@ class OutputProcessor:
         now = time.perf_counter()
         self.reports.append(report)
         entries, version, outputs = self._entries, self.weight_version, self.outputs
-        keys, rows, reasons, discarded = commit
-        for key, tokens in zip(keys, rows, strict=True):
+        keys, rows, reasons, discarded, log_probs, prompt_log_probs = commit
+        if prompt_log_probs is not None:
+            self._add_of_prompts(prompt_log_probs)
+        if log_probs is None:
+            log_probs = (None,) * len(keys)
+        for key, tokens, words in zip(keys, rows, log_probs, strict=True):
             entry = entries[key]
             request = entry.request
             if key in discarded:
                 request.counters.discarded += 1
                 continue
+            each = () if words is None else add_generated(request, words[: len(tokens)])
             if len(tokens) != 1:
-                self._start_window(entry, tokens, report)
+                self._start_window(entry, tokens, report, each)
                 if not tokens:
                     self._end_without_token(entry, reasons[key])
                     continue
@@ -228,12 +280,15 @@ class OutputProcessor:
             request.tpot.append(now - entry.last_time)
             entry.last_time = now
             reason = reasons.get(key)
-            text = None
-            if entry.stream is not None:
-                text = "" if reason is FinishReason.STOP else self._push(entry, token)
             if reason is not None:
-                text = self._finish(entry, reason, text, now)
-            outputs.append(_new_output((request.request_id, token, text, reason)))
+                text = self._end_with_token(key, entry, token, reason, now)
+                reason = request.finish_reason
+            elif entry.stream is not None:
+                text = self._push(entry, token)
+            else:
+                text = None
+            own = each[-1] if each else None
+            outputs.append(_new_output((request.request_id, token, text, reason, own)))
 
     def abort(self, key: int) -> None:
         """End a request without a token."""
@@ -245,7 +300,26 @@ class OutputProcessor:
         self.outputs, self.finished, self.reports = [], [], []
         return taken
 
-    def _start_window(self, entry: Entry, tokens: tuple[int, ...], report: StepReport) -> None:
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        """Token ids that end a request."""
+        if params.termination_id is not None:
+            ends = frozenset({params.termination_id})
+        else:
+            ends = frozenset() if params.ignore_eos else self._eos_token_ids
+        return ends.union(params.stop_token_ids or ())
+
+    def _add_of_prompts(self, prompt_log_probs: Mapping[int, tuple[int, Any]]) -> None:
+        for key, (first, words) in prompt_log_probs.items():
+            if self.is_live(key):
+                add_of_prompt(self._entries[key].request, first, words)
+
+    def _start_window(
+        self,
+        entry: Entry,
+        tokens: tuple[int, ...],
+        report: StepReport,
+        log_probs: Sequence[TokenLogProbs],
+    ) -> None:
         """All but the last of several tokens of one row, which come at once; or no token."""
         request = entry.request
         if not tokens:
@@ -253,12 +327,13 @@ class OutputProcessor:
             return
         request.counters.accepted += len(tokens) - 1
         request.counters.committed += len(tokens) - 1
-        for token in tokens[:-1]:
+        for index, token in enumerate(tokens[:-1]):
             request.generated_tokens.append(token)
             request.steps.append(report)
             request.tpot.append(0.0)
             text = self._push(entry, token)
-            self.outputs.append(TokenOutput(request.request_id, token, text, None))
+            own = log_probs[index] if log_probs else None
+            self.outputs.append(TokenOutput(request.request_id, token, text, None, own))
 
     def _push(self, entry: Entry, token: int) -> str | None:
         """Text that a token completes; None without a tokenizer, or when it fails."""
@@ -273,18 +348,33 @@ class OutputProcessor:
             entry.pieces.append(text)
         return text
 
+    def _end_with_token(
+        self, key: int, entry: Entry, token: int, reason: FinishReason, now: float
+    ) -> str | None:
+        """End a request with its last token; returns the text of the token's output."""
+        stop_token = None
+        # What a watcher ends ends with a token like any other.
+        if reason is FinishReason.STOP and (not self.ends.watches(key) or token in entry.stop_ids):
+            stop_token = token
+        text = None
+        if entry.stream is not None:
+            text = self._push(entry, token) if stop_token is None else ""
+        return self._finish(entry, reason, text, now, stop_token)
+
     def _end_without_token(self, entry: Entry, reason: FinishReason) -> None:
-        text = self._finish(entry, reason, None, time.perf_counter())
+        text = self._finish(entry, reason, None, time.perf_counter(), None)
         self.outputs.append(TokenOutput(entry.request.request_id, None, text, reason))
 
     def _finish(
-        self, entry: Entry, reason: FinishReason, text: str | None, now: float
+        self,
+        entry: Entry,
+        reason: FinishReason,
+        text: str | None,
+        now: float,
+        stop_token: int | None,
     ) -> str | None:
         """End a request; returns ``text`` of its last output with what was held back until now."""
         request = entry.request
-        request.finish_reason = reason
-        request.status = STATUS_OF[reason]
-        request.latency = now - entry.started
         try:
             if entry.stream is not None:
                 rest = entry.stream.flush()
@@ -293,10 +383,18 @@ class OutputProcessor:
             elif entry.detokenizable:
                 tokens = request.generated_tokens
                 request.generated_text = self._tokenizer.detokenize(
-                    tokens[:-1] if reason is FinishReason.STOP else tokens
+                    tokens if stop_token is None else tokens[:-1]
                 )
         except Exception as error:
             self._go_on_without_text(entry, error)
+        word = None if entry.stopping is None else entry.stopping.matched
+        if word is not None and reason is FinishReason.LENGTH:
+            reason = FinishReason.STOP  # the word was held back, incomplete, until here
+        if reason is FinishReason.STOP:
+            request.stop_reason = self._stop_reason(request, stop_token) if word is None else word
+        request.finish_reason = reason
+        request.status = STATUS_OF[reason]
+        request.latency = now - entry.started
         if reason is FinishReason.ERROR:
             failure = ModelOutputError(
                 f"the model gave NaN for the token after {len(request.generated_tokens)} generated "
@@ -311,6 +409,12 @@ class OutputProcessor:
         if self.on_finish is not None:
             self.on_finish(request)
         return text
+
+    def _stop_reason(self, request: DynamicInferenceRequest, token: int | None) -> int | None:
+        """As in vLLM the model's own end token is none."""
+        params = request.sampling_params
+        has_own = not params.ignore_eos and params.termination_id != -1
+        return None if has_own and token in self._eos_token_ids else token
 
     def _go_on_without_text(self, entry: Entry, error: Exception) -> None:
         """A tokenizer's error is the request's alone."""
@@ -348,3 +452,4 @@ class OutputProcessor:
         """Drop the records of requests whose last ticket has retired."""
         for key in keys:
             del self._entries[key]
+            self.ends.forget(key)

@@ -28,6 +28,7 @@ from megatron_async.runner import sampling_stage as stage
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.cuda_graphs import StepGraphs
 from megatron_async.runner.model_runner import ModelRunner
+from megatron_async.runner.sampling_stage import SamplingStage
 from megatron_async.runner.step_program import StepProgram
 from megatron_async.scheduler.admission import PromptPlanner
 from megatron_async.scheduler.events import Commit
@@ -330,7 +331,7 @@ def length_not_advanced_at_a_block_boundary(original: Any) -> Any:
     return forward_decode
 
 
-@mutant(program, "sample_tokens", "IntegrityError", "WrongTokensError")
+@mutant(stage, "sample_tokens", "IntegrityError", "WrongTokensError")
 def noise_at_the_position_the_host_knows(original: Any) -> Any:
     """The host's count of tokens lags behind the device's."""
 
@@ -480,11 +481,13 @@ def bounds_not_corrected_at_commit(original: Any) -> Any:
     return cut
 
 
-@mutant(StepProgram, "_sample", "IntegrityError", "WrongTokensError", window=WINDOW)
+@mutant(SamplingStage, "sample", "IntegrityError", "WrongTokensError", window=WINDOW)
 def drafts_accepted_without_comparing(original: Any) -> Any:
     """What is sampled behind a wrong draft counts."""
 
-    def sample(self: StepProgram, logits: torch.Tensor, rows: int) -> None:
+    def sample(
+        self: SamplingStage, logits: torch.Tensor, rows: int, *extended: Any
+    ) -> None:
         slots = self._row_records[:rows, ROW_SLOT].long()
         sample_tokens = stage.sample_tokens
 
@@ -493,8 +496,8 @@ def drafts_accepted_without_comparing(original: Any) -> Any:
             self._state.drafts[slots] = tokens.view(rows, WINDOW)[:, :-1]
             return tokens
 
-        with patch.object(program, "sample_tokens", agreeing):
-            original(self, logits, rows)
+        with patch.object(stage, "sample_tokens", agreeing):
+            original(self, logits, rows, *extended)
 
     return sample
 

@@ -1,0 +1,86 @@
+"""Log-probabilities, from the words of a record to the records of requests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from megatron_async.errors import IntegrityError
+from megatron_async.request import DynamicInferenceRequest, TokenLogProbs
+from megatron_async.step.extras import MAX_TOP_LOG_PROBS
+
+
+def read_log_probs(words: Any, n: int) -> list[TokenLogProbs]:
+    """The log-probabilities of positions, with the ``n`` most likely tokens of each.
+
+    Args:
+        words: int32 or float32 [positions, LOG_PROB_WORDS], as in ``step/extras.py``. Where the
+            vocabulary has fewer tokens than a position has places, the ids that are left are -1.
+    """
+    ids, log_probs = words.view(np.int32), words.view(np.float32)
+    first = 1 + MAX_TOP_LOG_PROBS
+    rows = zip(
+        log_probs[:, 0].tolist(),
+        ids[:, 1 : 1 + n].tolist(),
+        log_probs[:, first : first + n].tolist(),
+        strict=True,
+    )
+    return [
+        TokenLogProbs(own, {id: of for id, of in zip(top, of_top, strict=True) if id >= 0})
+        for own, top, of_top in rows
+    ]
+
+
+def start_log_probs(request: DynamicInferenceRequest) -> None:
+    """Give the request empty lists for what it asks; the others stay None."""
+    params = request.sampling_params
+    top = params.top_n_logprobs > 0
+    if not (params.return_log_probs or top):
+        return
+    request.generated_log_probs = []
+    request.generated_top_n_logprobs = [] if top else None
+    if not params.skip_prompt_log_probs:
+        request.prompt_log_probs = []
+        request.prompt_top_n_logprobs = [] if top else None
+
+
+def add_generated(request: DynamicInferenceRequest, words: Any) -> list[TokenLogProbs]:
+    """Append the log-probabilities of generated tokens, ``words`` [tokens, LOG_PROB_WORDS]; returns
+    them. Nothing when the request has not asked."""
+    if request.generated_log_probs is None:
+        return []
+    each = read_log_probs(words, request.sampling_params.top_n_logprobs)
+    _extend(request.generated_log_probs, request.generated_top_n_logprobs, each)
+    return each
+
+
+def add_of_prompt(request: DynamicInferenceRequest, first: int, words: Any) -> None:
+    """Append the log-probabilities of prompt tokens, of which the first has position ``first``.
+
+    What has come before stays: a prompt computed again after an eviction adds nothing twice.
+
+    Raises:
+        IntegrityError: positions before ``first`` have not come.
+    """
+    known = request.prompt_log_probs
+    if known is None:
+        return
+    due = 1 + len(known)  # the first prompt token has none
+    if first > due:
+        raise IntegrityError(
+            f"request {request.request_id}: prompt log-probabilities of position {first} have come "
+            f"before those of {due}"
+        )
+    new = words[due - first : len(request.prompt_tokens) - first]
+    if len(new):
+        each = read_log_probs(new, request.sampling_params.top_n_logprobs)
+        _extend(known, request.prompt_top_n_logprobs, each)
+
+
+def _extend(
+    own: list[float], top: list[dict[int, float]] | None, each: list[TokenLogProbs]
+) -> None:
+    own += [item.log_prob for item in each]
+    if top is not None:
+        top += [item.top for item in each]
