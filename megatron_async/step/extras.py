@@ -73,3 +73,34 @@ class SlotExtras(NamedTuple):
     extras: Extras
     prompt_length: int
     tokens: tuple[int, ...]
+
+
+FEATURE_PENALTIES, FEATURE_MIN_P, FEATURE_MIN_TOKENS, FEATURE_BIAS = 1, 2, 4, 8
+FEATURE_ALLOWED, FEATURE_BAD_WORDS, FEATURE_GUIDED, FEATURE_LOG_PROBS = 16, 32, 64, 128
+"""Bits of what a slot asks for; ALLOWED covers banned ids too."""
+
+FEATURES_OF_LOGITS = (
+    FEATURE_PENALTIES
+    | FEATURE_MIN_P
+    | FEATURE_MIN_TOKENS
+    | FEATURE_BIAS
+    | FEATURE_ALLOWED
+    | FEATURE_BAD_WORDS
+    | FEATURE_GUIDED
+)
+"""Those that change logits."""
+
+
+def features_of(extras: Extras) -> int:
+    """The FEATURE bits of what is asked; 0 for nothing."""
+    asked = {
+        FEATURE_PENALTIES: extras.counts_tokens,
+        FEATURE_MIN_P: extras.min_p > 0.0,
+        FEATURE_MIN_TOKENS: extras.min_total > 0 and bool(extras.stop_ids),
+        FEATURE_BIAS: bool(extras.bias),
+        FEATURE_ALLOWED: extras.allowed is not None or bool(extras.banned),
+        FEATURE_BAD_WORDS: bool(extras.bad_words),
+        FEATURE_GUIDED: extras.guided,
+        FEATURE_LOG_PROBS: extras.log_probs != NO_LOG_PROBS,
+    }
+    return sum(bit for bit, is_asked in asked.items() if is_asked)
