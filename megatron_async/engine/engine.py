@@ -116,10 +116,12 @@ class DynamicInferenceEngine:
             if device is None:
                 self.device.close()
             raise
-        self.scheduler = Scheduler(limits, debug=config.debug)
         self.outputs = OutputProcessor(
-            controller.tokenizer, track_pauses=config.track_paused_request_events
+            controller.tokenizer,
+            track_pauses=config.track_paused_request_events,
+            eos_token_ids=eos_token_ids,
         )
+        self.scheduler = Scheduler(limits, self.outputs.ends, debug=config.debug)
         self.guidance = Guidance(self.runner)
         self.streams = StreamTable()
         self.lock = StepLock((self.outputs.fail, self.streams.fail))

@@ -181,7 +181,7 @@ class DecodeLoop:
         return isinstance(error, RuntimeError) and not isinstance(error, refused)
 
     def _commit(self, ticket: Ticket, result: StepResult, barrier: NotOverlapped | None) -> None:
-        commit = self._scheduler.commit(ticket.plan, result, self._outputs.ends)
+        commit = self._scheduler.commit(ticket.plan, result)
         depth = len(self._in_flight)
         reason = None if depth else self._not_overlapped(barrier).value
         discarded = commit.tokens.count(())

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import InvalidStateError
+from itertools import repeat
 from typing import Any, NamedTuple
 
 from megatron_async.engine.host_ends import HostEnds
@@ -255,9 +256,8 @@ class OutputProcessor:
         keys, rows, reasons, discarded, log_probs, prompt_log_probs = commit
         if prompt_log_probs is not None:
             self._add_of_prompts(prompt_log_probs)
-        if log_probs is None:
-            log_probs = (None,) * len(keys)
-        for key, tokens, words in zip(keys, rows, log_probs, strict=True):
+        every = repeat(None, len(keys)) if log_probs is None else log_probs
+        for key, tokens, words in zip(keys, rows, every, strict=True):
             entry = entries[key]
             request = entry.request
             if key in discarded:

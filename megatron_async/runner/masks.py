@@ -6,13 +6,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from megatron_async.sampling.process_logits import mask_words
+
 Mask = npt.NDArray[np.int32]
 """A bit for each token id: bit ``id % 32`` of word ``id // 32``; 1 is allowed."""
-
-
-def mask_words(vocab_size: int) -> int:
-    """int32 words of a mask."""
-    return -(-vocab_size // 32)
 
 
 class MaskRing:

@@ -133,10 +133,11 @@ class ModelRunner:
         return self._graphs.graph_count
 
     def _extras_tables(self, vocab_size: int) -> ExtrasTables:
+        # Token counts are by far the most of them.
         context = self._context
         with must_fit(
             self.device.torch_device,
-            ExtrasTables.memory_of(context.slot_count, vocab_size),
+            4 * (context.slot_count + 1) * vocab_size,
             f"the token counts of {context.slot_count} slots for penalties",
             "max_requests or depth, or turn off enable_sampling_extras",
         ):

@@ -14,9 +14,10 @@ from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.extras_tables import ExtrasTables
 from megatron_async.runner.masks import MaskRing
 from megatron_async.runner.sampler import sample_tokens
-from megatron_async.sampling.log_probs import log_prob_words
+from megatron_async.sampling.log_probs import pack, processed_log_probs, token_log_probs
 from megatron_async.sampling.process_logits import advance, process_logits
 from megatron_async.step import packet
+from megatron_async.step.extras import LOG_PROB_WORDS, PROCESSED_LOG_PROBS, RAW_LOG_PROBS
 from megatron_async.step.records import ENDED, FAILED, RUNNING
 
 
@@ -172,14 +173,29 @@ class SamplingStage:
         tokens: torch.Tensor,
     ) -> torch.Tensor:
         """int32 ``[window * LOG_PROB_WORDS, rows]`` of the sampled ``tokens`` [rows, window]."""
-        state = self._state
-        words = log_prob_words(
-            logits[:, : self._model.vocab_size],
-            processed,
-            tables.log_probs[each],
-            state.inverse_temperature[each],
-            state.top_k[each],
-            state.top_p[each],
-            tokens.flatten(),
-        )
+        state, flat = self._state, tokens.flatten()
+        wants = tables.log_probs[each]
+        words = torch.zeros(LOG_PROB_WORDS, len(flat), dtype=torch.int32, device=flat.device)
+        rows = self._rows_that(wants == RAW_LOG_PROBS)
+        if len(rows):
+            found = token_log_probs(logits[rows, : self._model.vocab_size], flat[rows])
+            words[:, rows] = torch.where((wants == RAW_LOG_PROBS)[rows], pack(*found), 0)
+        rows = self._rows_that(wants == PROCESSED_LOG_PROBS)
+        if len(rows):
+            slots = each[rows]
+            found = processed_log_probs(
+                processed[rows],
+                state.inverse_temperature[slots],
+                state.top_k[slots],
+                state.top_p[slots],
+                flat[rows],
+            )
+            wanted = (wants == PROCESSED_LOG_PROBS)[rows]
+            words[:, rows] = torch.where(wanted, pack(*found), words[:, rows])
         return words.view(-1, *tokens.shape).permute(2, 0, 1).flatten(0, 1)
+
+    def _rows_that(self, chosen: torch.Tensor) -> torch.Tensor:
+        """The rows of a bool ``[N]``; all of them where the device may not be read."""
+        if chosen.is_cuda:
+            return torch.arange(len(chosen), device=chosen.device)
+        return chosen.nonzero()[:, 0]

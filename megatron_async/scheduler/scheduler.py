@@ -41,14 +41,20 @@ class Scheduler:
     A block for a generated token is taken when the step that writes it is planned. When there is
     none, the request leaves the row map (it stalls) until one comes free; when too few will, the
     highest keys are evicted and computed again later.
+
+    Args:
+        ends: asked about the tokens of watched requests; None if there are none.
     """
 
-    def __init__(self, limits: Limits, *, debug: bool = False) -> None:
+    def __init__(
+        self, limits: Limits, ends: HostEnds | None = None, *, debug: bool = False
+    ) -> None:
         self.limits = limits
         self.table = RequestTable(limits)
         self.next_ticket = 0
         self._preemption = Preemption(self.table, limits)
         self._prompts = PromptPlanner(self.table, self._preemption, limits)
+        self._ends = ends
         self._debug = debug
 
     # --- what commands do, between two plans --------------------------------------------------
@@ -217,12 +223,8 @@ class Scheduler:
 
     # --- commit -------------------------------------------------------------------------------
 
-    def commit(self, plan: Plan, result: StepResult, ends: HostEnds | None = None) -> Commit:
-        """Take the tokens of a launched plan, end requests, and retire the plan's ticket.
-
-        Args:
-            ends: asked for each watched request; there are none without it.
-        """
+    def commit(self, plan: Plan, result: StepResult) -> Commit:
+        """Take the tokens of a launched plan, end requests, and retire the plan's ticket."""
         table, debug = self.table, self._debug
         reasons: dict[int, FinishReason] = {}
         discarded: set[int] = set()
@@ -249,8 +251,8 @@ class Scheduler:
             if count != 1 or len(window) != 1:
                 window = self._cut(sequence, window[:count])
             ends_here = False
-            if sequence.watched and window and ends is not None:
-                keep = ends.keep(key, window)
+            if sequence.watched and window and self._ends is not None:
+                keep = self._ends.keep(key, window)
                 if keep is not None:
                     ends_here = True
                     window = window[:keep]

@@ -262,7 +262,7 @@ def rows_swapped(original: Any) -> Any:
         result: StepResult = original(self, ticket)
         if ticket.plan.decode_rows < 2:
             return result
-        return StepResult(*([column[1], column[0], *column[2:]] for column in result))
+        return StepResult(*([column[1], column[0], *column[2:]] for column in result[:3]))
 
     return take
 
@@ -313,9 +313,9 @@ def row_map_of_the_step_before(original: Any) -> Any:
 
 @mutant(StepGraphs, "_step_work", "IntegrityError", "WrongTokensError", least_depth=1)
 def packet_taken_before_the_pending_logits_are_sampled(original: Any) -> Any:
-    def step_work(self: StepGraphs, rows: int) -> None:
+    def step_work(self: StepGraphs, rows: int, extended: bool) -> None:
         self._program.load_decode(rows)
-        self._program.sample(rows)
+        self._program.sample(rows, extended)
         self._program.forward_decode(rows)
 
     return step_work
@@ -345,10 +345,10 @@ def noise_at_the_position_the_host_knows(original: Any) -> Any:
 
 @mutant(StepProgram, "sample", "IntegrityError", "DeadRowLivedError", least_depth=1)
 def end_marked_a_step_late(original: Any) -> Any:
-    def sample(self: StepProgram, rows: int) -> None:
+    def sample(self: StepProgram, rows: int, extended: bool = False) -> None:
         slots = self._row_records[:rows, ROW_SLOT].long()
         before = self._context.finished[slots]
-        original(self, rows)
+        original(self, rows, extended)
         self._context.finished[slots] = before
 
     return sample
@@ -372,8 +372,8 @@ def forward_ignores_the_end(original: Any) -> Any:
 def control_applied_a_launch_late(original: Any) -> Any:
     """After the S of its own launch."""
 
-    def controlled_work(self: StepGraphs, rows: int) -> None:
-        self._program.sample(rows)
+    def controlled_work(self: StepGraphs, rows: int, extended: bool) -> None:
+        self._program.sample(rows, extended)
         self._program.load_control()
         self._program.load_decode(rows)
         self._program.forward_decode(rows)
@@ -485,9 +485,7 @@ def bounds_not_corrected_at_commit(original: Any) -> Any:
 def drafts_accepted_without_comparing(original: Any) -> Any:
     """What is sampled behind a wrong draft counts."""
 
-    def sample(
-        self: SamplingStage, logits: torch.Tensor, rows: int, *extended: Any
-    ) -> None:
+    def sample(self: SamplingStage, logits: torch.Tensor, rows: int, *extended: Any) -> None:
         slots = self._row_records[:rows, ROW_SLOT].long()
         sample_tokens = stage.sample_tokens
 
@@ -502,13 +500,13 @@ def drafts_accepted_without_comparing(original: Any) -> Any:
     return sample
 
 
-@mutant(StepProgram, "_sample", "IntegrityError", "DeadRowLivedError", window=WINDOW)
+@mutant(SamplingStage, "sample", "IntegrityError", "DeadRowLivedError", window=WINDOW)
 def length_end_inside_a_window_ignored(original: Any) -> Any:
     """The device ends a request where a window begins behind its length."""
 
-    def sample(self: StepProgram, logits: torch.Tensor, rows: int) -> None:
+    def sample(self: SamplingStage, *args: Any) -> None:
         self._state.max_total += WINDOW - 1
-        original(self, logits, rows)
+        original(self, *args)
         self._state.max_total -= WINDOW - 1
 
     return sample
