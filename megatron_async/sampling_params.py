@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_async import parameter_checks as checks
 from megatron_async.config import as_integer
 from megatron_async.errors import RequestError
+from megatron_async.step.extras import MAX_LOGIT_BIASES, MAX_TOP_LOG_PROBS
 
 MAX_STOP_TOKEN_IDS = 8
-"""Stop-token ids a request may have: the width of the stop set kept on the device."""
-MAX_TOKEN_ID = 2**31 - 1
-"""Token ids are int32 on the device."""
+"""Width of the stop set kept on the device; further ids are the host's to find."""
+MAX_SEQUENCES = 16384
+"""Sequences that one request may ask for, as in vLLM."""
+MAX_LOGIT_BIAS = 100.0
+"""Larger biases are cut to this, as in vLLM."""
 
 
 @dataclass(kw_only=True)
@@ -38,23 +41,26 @@ class SamplingParams:
         min_p: keep tokens at least this share as likely as the most likely one; 0 is off.
         repetition_penalty, presence_penalty, frequency_penalty: vLLM's: the first of tokens in
             prompt or output, the others of tokens in the output.
-        logit_bias: added to the logits of these token ids; None for none.
+        logit_bias: added to the logits of these token ids, bounded by -100 and 100; None for none.
         allowed_token_ids: the only tokens that may be generated; None for all.
         bad_words: texts, or lists of token ids, that may not be generated; None for none.
         min_tokens: tokens to generate before an end token or a stop word may end the request.
-        ignore_eos: the model's own end tokens do not end the request.
-        stop_words: texts that end the request; the text is cut before the first of them.
+        ignore_eos: the model's own end tokens do not end the request; ``stop_token_ids`` and a
+            ``termination_id`` of another token still do.
+        stop_words: texts, or one text, that end the request; the text is cut before the first of
+            them.
         include_stop_str_in_output: cut it behind the stop word instead.
         return_log_probs: log-probabilities of the generated tokens, and of the prompt's unless
             ``skip_prompt_log_probs``.
-        top_n_logprobs: besides, those of the most likely tokens, at most 20.
+        top_n_logprobs: log-probabilities of this many most likely tokens too, at most 20.
         log_probs_mode: ``"raw"``, the model's, or ``"processed"``, of what was sampled from.
         n: sequences to generate; they share one prefill and have seeds of their own.
-        best_of: sequences to generate of which the ``n`` likeliest are kept; None means ``n``.
+        best_of: sequences to generate, of which the ``n`` with the highest mean log-probability of
+            their tokens are kept; None means ``n``.
         structured_outputs: what the text must conform to: a ``StructuredOutputs``; None for
             anything.
         logits_processors: functions of (token ids so far, logits [vocabulary]) that return logits;
-            each of their steps is a barrier.
+            each of their steps is a barrier. A recorded run that used them cannot be replayed.
     """
 
     temperature: float = 1.0
@@ -68,8 +74,8 @@ class SamplingParams:
     termination_id: int | None = None
     top_n_logprobs: int = 0
     add_BOS: bool = False
-    stop_words: list[str] | None = None
-    stop_token_ids: tuple[int, ...] | None = ()
+    stop_words: Sequence[str] | str | None = None
+    stop_token_ids: Sequence[int] | None = ()
     seed: int | None = None
     min_p: float = 0.0
     repetition_penalty: float = 1.0
@@ -89,25 +95,22 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         default = type(self).__dataclass_fields__["num_tokens_to_generate"].default
-        if self.num_tokens_total is not None and self.num_tokens_to_generate == default:
+        given = as_integer(self.num_tokens_to_generate)
+        if self.num_tokens_total is not None and given == default:
             self.num_tokens_to_generate = None
 
     def checked(self) -> SamplingParams:
-        """A copy whose integers are Python's own; raises as :meth:`validate`."""
+        """An own copy in Python's own types: tuples in place of lists, and the default in place of
+        None where vLLM takes that; raises as :meth:`validate`."""
         own = copy.copy(self)
         for item in dataclasses.fields(own):
-            value = as_integer(getattr(own, item.name))
-            if value is not None:
-                setattr(own, item.name, value)
-        own.validate()
-        own.temperature, own.top_p = float(own.temperature), float(own.top_p)
-        own.stop_token_ids = tuple(map(int, own.stop_token_ids or ()))
+            value = getattr(own, item.name)
+            if (check := _CHECKS.get(item.name)) is not None:
+                setattr(own, item.name, check(item.name, value))
+            elif (number := as_integer(value)) is not None:  # of a subclass
+                setattr(own, item.name, number)
+        _check_together(own)
         return own
-
-    @property
-    def greedy(self) -> bool:
-        """True when no randomness is involved."""
-        return self.temperature == 0 or self.top_k == 1
 
     def validate(self) -> None:
         """Check every value by itself and against the others.
@@ -115,83 +118,117 @@ class SamplingParams:
         Raises:
             RequestError: names the value and what to change.
         """
+        self.checked()
 
-        def integer(name: str, low: int, *, optional: bool = False) -> None:
-            value = getattr(self, name)
-            if optional and value is None:
-                return
-            number = as_integer(value)
-            if number is None or number < low:
-                raise RequestError(f"{name}={value!r} must be an integer of at least {low}")
+    @property
+    def greedy(self) -> bool:
+        """True when no randomness is involved."""
+        return self.temperature == 0 or self.top_k == 1
 
-        def number(name: str, low: float, high: float) -> None:
-            value: Any = getattr(self, name)
-            is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-            if not is_number:
-                raise RequestError(f"{name}={value!r} must be a number")
-            if not low <= value <= high:  # nor is NaN between them
-                raise RequestError(f"{name}={value!r} must lie between {low:g} and {high:g}")
+    @property
+    def wants_log_probs(self) -> bool:
+        """Log-probabilities of the generated tokens are asked for."""
+        return self.return_log_probs or self.top_n_logprobs > 0
 
-        number("temperature", 0.0, 1e6)
-        number("top_p", 0.0, 1.0)
-        integer("top_k", 0)
-        integer("num_tokens_to_generate", 1, optional=True)
-        integer("num_tokens_total", 1, optional=True)
-        integer("termination_id", -1, optional=True)
-        integer("top_n_logprobs", 0)
-        if 0 < self.temperature < 1e-5:
-            raise RequestError(
-                f"temperature={self.temperature!r} is too small to divide by; "
-                "use 0 for greedy decoding"
-            )
-        if self.num_tokens_to_generate is not None and self.num_tokens_total is not None:
-            raise RequestError(
-                f"num_tokens_to_generate={self.num_tokens_to_generate} and "
-                f"num_tokens_total={self.num_tokens_total} contradict each other; set one of them"
-            )
-        if self.seed is not None:
-            if as_integer(self.seed) is None:
-                raise RequestError(f"seed={self.seed!r} must be an integer")
-            if not -(2**63) <= self.seed < 2**63:
-                raise RequestError(f"seed={self.seed} must fit into 64 bits")
-        if not isinstance(self.stop_token_ids, (list, tuple, set, frozenset, type(None))):
-            raise RequestError(
-                f"stop_token_ids={self.stop_token_ids!r} must be a list of token ids, or ()"
-            )
-        for token in self.stop_token_ids or ():
-            number_of = as_integer(token)
-            if number_of is None or not 0 <= number_of <= MAX_TOKEN_ID:
-                raise RequestError(
-                    f"stop_token_ids has {token!r}; every id must be an integer from 0 to "
-                    f"{MAX_TOKEN_ID}"
-                )
-        if self.termination_id is not None and self.termination_id > MAX_TOKEN_ID:
-            raise RequestError(
-                f"termination_id={self.termination_id} must be at most {MAX_TOKEN_ID}"
-            )
-        for name in ("return_log_probs", "return_segments", "top_n_logprobs", "stop_words"):
-            if getattr(self, name):
-                raise RequestError(
-                    f"{name}={getattr(self, name)!r} is not supported by this version; leave it out"
-                )
+    @property
+    def wants_prompt_log_probs(self) -> bool:
+        """Log-probabilities of the prompt's tokens are asked for."""
+        return self.wants_log_probs and not self.skip_prompt_log_probs
+
+    @property
+    def num_top_log_probs(self) -> int:
+        """Most likely tokens to report at each position."""
+        return self.top_n_logprobs
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences to generate."""
+        return self.n if self.best_of is None else self.best_of
 
     def add_attributes(self, attribute_value_pair: dict[str, Any]) -> None:
         """Set several attributes at once; an unknown name is an error."""
         names = {f.name for f in dataclasses.fields(self)}
         for name, value in attribute_value_pair.items():
             if name not in names:
-                raise RequestError(f"unknown sampling parameter {name}={value!r}")
+                raise RequestError(f"unknown sampling parameter {name}={checks.shown(value)}")
             setattr(self, name, value)
         if "num_tokens_to_generate" not in attribute_value_pair:
             self.__post_init__()
 
     def serialize(self) -> dict[str, Any]:
-        """All fields as a plain dictionary."""
-        return dataclasses.asdict(self)
+        """All fields in plain JSON types. Functions are given by name, for people to read: what
+        :meth:`deserialize` makes of them is not valid."""
+        return {f.name: checks.plain(getattr(self, f.name)) for f in dataclasses.fields(self)}
 
     @classmethod
     def deserialize(cls, data: dict[str, Any]) -> SamplingParams:
-        """The inverse of :meth:`serialize`."""
+        """The inverse of :meth:`serialize` for checked parameters, after a way through JSON text
+        too."""
         params = cls()
-        params.add_attributes(data)
+        params.add_attributes({name: checks.frozen(value) for name, value in data.items()})
+        if isinstance(params.logit_bias, Mapping):
+            biases = params.logit_bias.items()
+            params.logit_bias = {checks.token_of_key(key): bias for key, bias in biases}
         return params
+
+
+def _check_together(params: SamplingParams) -> None:
+    """Raises RequestError when checked values contradict each other."""
+    if 0 < params.temperature < 1e-5:
+        raise RequestError(
+            f"temperature={params.temperature!r} is too small to divide by; "
+            "use 0 for greedy decoding"
+        )
+    if params.num_tokens_to_generate is not None and params.num_tokens_total is not None:
+        raise RequestError(
+            f"num_tokens_to_generate={params.num_tokens_to_generate} and "
+            f"num_tokens_total={params.num_tokens_total} contradict each other; set one of them"
+        )
+    for name in ("num_tokens_to_generate", "num_tokens_total"):
+        most = getattr(params, name)
+        if most is not None and params.min_tokens > most:
+            raise RequestError(
+                f"min_tokens={params.min_tokens} exceeds {name}={most}; lower one or raise the "
+                "other"
+            )
+    if params.num_sequences < params.n:
+        raise RequestError(
+            f"best_of={params.best_of} must be at least n={params.n}, which are kept of them"
+        )
+    if params.return_segments:
+        raise RequestError("return_segments=True is not supported by this version; leave it out")
+
+
+_CHECKS: dict[str, checks.Check] = {
+    "temperature": checks.number(0.0, 1e6, none=1.0),
+    "top_k": checks.integer(0),
+    "top_p": checks.number(0.0, 1.0, none=0.0),
+    "return_log_probs": checks.flag,
+    "skip_prompt_log_probs": checks.flag,
+    "return_segments": checks.flag,
+    "num_tokens_to_generate": checks.optional(checks.integer(1)),
+    "num_tokens_total": checks.optional(checks.integer(1)),
+    "termination_id": checks.optional(checks.integer(-1, checks.MAX_TOKEN_ID)),
+    "top_n_logprobs": checks.integer(0, MAX_TOP_LOG_PROBS, none=0),
+    "add_BOS": checks.flag,
+    "stop_words": checks.texts,
+    "stop_token_ids": checks.token_ids,
+    "seed": checks.seed,
+    "min_p": checks.number(0.0, 1.0, none=0.0),
+    "repetition_penalty": checks.number(1e-6, 1e6, none=1.0),
+    "presence_penalty": checks.number(-2.0, 2.0, none=0.0),
+    "frequency_penalty": checks.number(-2.0, 2.0, none=0.0),
+    "logit_bias": checks.logit_bias(MAX_LOGIT_BIAS, MAX_LOGIT_BIASES),
+    "allowed_token_ids": checks.allowed_token_ids,
+    "bad_words": checks.words,
+    "min_tokens": checks.integer(0, none=0),
+    "ignore_eos": checks.flag,
+    "include_stop_str_in_output": checks.flag,
+    "log_probs_mode": checks.one_of("raw", "processed"),
+    "n": checks.integer(1, MAX_SEQUENCES, none=1),
+    "best_of": checks.optional(checks.integer(1, MAX_SEQUENCES)),
+    "structured_outputs": checks.structure,
+    "logits_processors": checks.callables,
+}
+"""How each parameter is checked. The ranges are vLLM's, except that its repetition penalty has no
+upper bound; here it is float32, as the logits are that it is applied to."""

@@ -13,7 +13,7 @@ import torch
 from megatron_async.config import as_integer
 from megatron_async.engine.commands import AbortRequest, AddRequest, Command, CommandQueue
 from megatron_async.engine.output_processor import OutputProcessor
-from megatron_async.engine.request_validation import RequestValidator
+from megatron_async.engine.request_validation import RequestValidator, seed_of
 from megatron_async.engine.step_lock import StepLock
 from megatron_async.errors import RequestError
 from megatron_async.request import DynamicInferenceRequest, RequestFuture
@@ -70,6 +70,7 @@ class RequestQueue:
                 prompt=command.prompt,
                 prompt_tokens=list(command.tokens),
                 sampling_params=params,
+                seed=seed_of(command.values),
             )
             future = self._outputs.open(key, request)
             if future is not None:
@@ -97,6 +98,7 @@ class RequestQueue:
                 prompt=command.prompt,
                 prompt_tokens=list(command.tokens),
                 sampling_params=SamplingParams.deserialize(command.params).checked(),
+                seed=seed_of(command.values),
             )
             if self._outputs.open(command.key, request) is None:
                 raise RequestError(f"request_id={command.request_id} is in use")

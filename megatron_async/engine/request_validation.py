@@ -10,13 +10,24 @@ import torch
 from megatron_async.config import as_integer
 from megatron_async.engine.commands import AddRequest, UpdateSamplingParams
 from megatron_async.errors import RequestError
-from megatron_async.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
+from megatron_async.parameter_checks import check_vocabulary, shown
+from megatron_async.sampling_params import SamplingParams
 from megatron_async.scheduler.limits import Limits
-from megatron_async.step.slot_fields import Values, request_values
+from megatron_async.step.extras import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    NO_EXTRAS,
+    NO_LOG_PROBS,
+    PROCESSED_LOG_PROBS,
+    RAW_LOG_PROBS,
+    Extras,
+)
+from megatron_async.step.slot_fields import Source, Values, fields_from, request_values
 
 CHANGEABLE = ("temperature", "top_k", "top_p", "seed")
 """Parameters of a running request that may change."""
 MAX_PRIORITY = 10**6
+LOG_PROBS_OF = {"raw": RAW_LOG_PROBS, "processed": PROCESSED_LOG_PROBS}
 MASK64 = 2**64 - 1
 
 
@@ -36,6 +47,12 @@ def derive_seed(engine_seed: int, request_id: int) -> int:
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK64
     z ^= z >> 31
     return z - 2**64 if z >= 2**63 else z
+
+
+def seed_of(values: Values) -> int:
+    """The seed among the values of the REQUEST slot fields."""
+    names = (field.name for field in fields_from(Source.REQUEST))
+    return int(dict(zip(names, values, strict=True))["seed"])  # type: ignore[arg-type]
 
 
 class RequestValidator:
@@ -83,16 +100,21 @@ class RequestValidator:
         text, tokens = self._tokens(prompt, params)
         max_new = self._max_new(len(tokens), params)
         self._check_fits(len(tokens) + max_new)
+        self._check_texts(params)
+        stop_ids = self._stop_ids(params)
+        extras = self._extras(params, stop_ids, len(tokens))
         command = AddRequest(
             key,
             request_id,
             text,
             tuple(tokens),
             max_new,
-            self._stop_ids(params),
+            stop_ids,
             self.values(request_id, params),
             number,
             params.serialize(),
+            None if extras == NO_EXTRAS else tuple(extras),
+            params.wants_prompt_log_probs,
         )
         return command, params
 
@@ -110,6 +132,11 @@ class RequestValidator:
                     f"{name} of a running request cannot be changed; {', '.join(CHANGEABLE)} can"
                 )
         checked = dataclasses.replace(params, **changes).checked()
+        if params.min_p and params.greedy and not checked.greedy:
+            raise RequestError(
+                f"the request was greedy when it started, so that min_p={params.min_p} was left "
+                "out; it cannot be sampled now: start another"
+            )
         return UpdateSamplingParams(key, {name: getattr(checked, name) for name in changes})
 
     def values(self, request_id: int, params: SamplingParams) -> Values:
@@ -168,7 +195,12 @@ class RequestValidator:
                     f"a prompt of {prompt_length} tokens; use at least {prompt_length + 1}"
                 )
         if max_new is None:
-            return limit - prompt_length
+            max_new = limit - prompt_length
+        if params.min_tokens > max_new:
+            raise RequestError(
+                f"min_tokens={params.min_tokens} exceeds the {max_new} tokens that the request may "
+                f"generate after a prompt of {prompt_length}; lower it"
+            )
         if prompt_length + max_new > limit:
             raise RequestError(
                 f"a prompt of {prompt_length} tokens and {max_new} to generate exceed the maximum "
@@ -177,21 +209,127 @@ class RequestValidator:
         return max_new
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        if params.termination_id is None:
-            ids: tuple[int, ...]
-            if self._eos_token_ids is not None:
-                ids = self._eos_token_ids
-            else:
-                eod = getattr(self._tokenizer.tokenizer, "eod", None)
-                ids = () if eod is None else (int(eod),)
-        else:
+        own = self._eos_token_ids
+        if own is None:
+            eod = getattr(self._tokenizer.tokenizer, "eod", None)
+            own = () if eod is None else (int(eod),)
+        ids: tuple[int, ...] = own
+        if params.termination_id is not None:
             ids = () if params.termination_id < 0 else (params.termination_id,)
-        unique = tuple(dict.fromkeys((*ids, *(params.stop_token_ids or ()))))
-        if len(unique) > MAX_STOP_TOKEN_IDS:
+            check_vocabulary("termination_id", ids, self._vocab_size)
+        if params.ignore_eos:
+            ids = tuple(token for token in ids if token not in own)
+        further = tuple(params.stop_token_ids or ())
+        check_vocabulary("stop_token_ids", further, self._vocab_size)
+        return tuple(dict.fromkeys((*ids, *further)))
+
+    def _check_texts(self, params: SamplingParams) -> None:
+        """Texts that are looked for need a tokenizer."""
+        if self._tokenizer.tokenizer is not None:
+            return
+        for name, instead in (("stop_words", "stop_token_ids"), ("bad_words", "bad_words")):
+            if any(isinstance(text, str) for text in getattr(params, name) or ()):
+                raise RequestError(
+                    f"{name} has texts, and the model has no tokenizer; give token ids in {instead}"
+                )
+
+    # --- extras -------------------------------------------------------------------------------
+
+    def _extras(
+        self, params: SamplingParams, stop_ids: tuple[int, ...], prompt_length: int
+    ) -> Extras:
+        """What S is asked beyond the REQUEST slot fields. Values that change nothing are left at
+        the defaults."""
+        stops = tuple(sorted(token for token in stop_ids if token < self._vocab_size))
+        has_least = params.min_tokens > 0 and bool(stops)
+        biases = params.logit_bias or {}
+        check_vocabulary("logit_bias", biases, self._vocab_size)
+        allowed = self._allowed(params)
+        banned, bad_words = self._bad_words(params)
+        extras = Extras(
+            log_probs=LOG_PROBS_OF[params.log_probs_mode]
+            if params.wants_log_probs
+            else NO_LOG_PROBS,
+            min_p=0.0 if params.greedy else params.min_p,
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            min_total=prompt_length + params.min_tokens if has_least else 0,
+            stop_ids=stops if has_least else (),
+            bias=tuple(sorted((token, bias) for token, bias in biases.items() if bias)),
+            allowed=allowed,
+            banned=banned,
+            bad_words=bad_words,
+            guided=self._grammar(params),
+        )
+        self._check_candidates(extras)
+        return extras
+
+    def _grammar(self, params: SamplingParams) -> bool:
+        """Whether masks guide the request."""
+        if params.structured_outputs is not None:
             raise RequestError(
-                f"{len(unique)} stop-token ids were given; the most is {MAX_STOP_TOKEN_IDS}"
+                f"structured_outputs={shown(params.structured_outputs)} is not supported by this "
+                "version; leave it out"
             )
-        return unique
+        return False
+
+    def _allowed(self, params: SamplingParams) -> tuple[int, ...] | None:
+        if params.allowed_token_ids is None:
+            return None
+        check_vocabulary("allowed_token_ids", params.allowed_token_ids, self._vocab_size)
+        ids = tuple(sorted(params.allowed_token_ids))
+        return None if len(ids) == self._vocab_size else ids
+
+    def _bad_words(
+        self, params: SamplingParams
+    ) -> tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]:
+        """Tokens that are bad words by themselves, and token sequences of the others."""
+        banned: set[int] = set()
+        longer: dict[tuple[int, ...], None] = {}
+        for word in params.bad_words or ():
+            for tokens in self._tokenized(word) if isinstance(word, str) else (tuple(word),):
+                check_vocabulary("bad_words", tokens, self._vocab_size)
+                if len(tokens) > MAX_BAD_WORD_TOKENS:
+                    raise RequestError(
+                        f"bad_words has {shown(word)}, which is {len(tokens)} tokens; the most is "
+                        f"{MAX_BAD_WORD_TOKENS}"
+                    )
+                if len(tokens) == 1:
+                    banned.add(tokens[0])
+                else:
+                    longer[tokens] = None
+        if len(longer) > MAX_BAD_WORDS:
+            raise RequestError(
+                f"bad_words has {len(longer)} token sequences; the most is {MAX_BAD_WORDS}"
+            )
+        return tuple(sorted(banned)), tuple(longer)
+
+    def _tokenized(self, word: str) -> list[tuple[int, ...]]:
+        """Token sequences of a bad word, as in vLLM: at the start of a text, and behind a space
+        where a tokenizer makes another first token of that and the length stays."""
+        word = word.lstrip()
+        try:
+            first, inside = (
+                tuple(self._tokenizer.tokenize_prompt(text)) for text in (word, f" {word}")
+            )
+        except RequestError as error:
+            raise RequestError(f"bad_words has {shown(word)}: {error}") from None
+        if not first:
+            raise RequestError(f"bad_words has {shown(word)}, of which the tokenizer makes nothing")
+        differs = len(inside) == len(first) and inside[0] != first[0]
+        return [first, inside] if differs else [first]
+
+    def _check_candidates(self, extras: Extras) -> None:
+        """Raises RequestError when no token at all may be the first one."""
+        never = {*extras.banned, *extras.stop_ids}
+        allowed = range(self._vocab_size) if extras.allowed is None else extras.allowed
+        if len(never) >= len(allowed) and never.issuperset(allowed):
+            raise RequestError(
+                f"no token is left to generate: allowed_token_ids allows {len(allowed)}, bad_words "
+                f"bans {len(extras.banned)}, and min_tokens holds back {len(extras.stop_ids)} that "
+                "would end the request; allow more"
+            )
 
     def _check_fits(self, max_total: int) -> None:
         size = self._limits.block_size

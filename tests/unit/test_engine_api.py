@@ -39,9 +39,10 @@ BAD_REQUESTS = [
     ([1], {"num_tokens_to_generate": 0}, "0"),
     ([1], {"num_tokens_to_generate": 5, "num_tokens_total": 9}, "contradict"),
     ([1, 2, 3], {"num_tokens_to_generate": None, "num_tokens_total": 3}, "at least 4"),
-    ([1], {"stop_token_ids": tuple(range(9))}, "9"),
     ([1], {"stop_token_ids": (-4,)}, "-4"),
     ([1], {"stop_token_ids": (2**31,)}, str(2**31)),
+    ([1], {"stop_token_ids": (VOCAB_SIZE,)}, f"stop_token_ids has token id {VOCAB_SIZE}"),
+    ([1], {"structured_outputs": {"regex": "a"}}, "structured_outputs"),
     ([1], {"stop_token_ids": 5}, "stop_token_ids=5"),
     ([1], {"termination_id": 2**40}, str(2**40)),
     ([1], {"temperature": 10**400}, "1e+06"),
@@ -50,7 +51,6 @@ BAD_REQUESTS = [
     ([1], {"seed": 2**63}, str(2**63)),
     ([1], {"termination_id": -2}, "-2"),
     ([1], {"stop_words": ["x"]}, "stop_words"),
-    ([1], {"return_log_probs": True}, "return_log_probs"),
 ]
 
 
