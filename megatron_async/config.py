@@ -82,9 +82,9 @@ class EngineConfig:
             was built in memory are its builder's business and are not looked at.
         random_seed: seed of the requests that bring none.
         num_cuda_graphs: most row buckets captured; None captures all.
-        enable_sampling_extras: keep room on the device for penalties, filters, log-probabilities and
-            structured output, and capture the steps of requests that ask for them; the log says
-            how much at the start. Without it such requests are refused.
+        enable_sampling_extras: keep room on the device for penalties, filters, log-probabilities
+            and structured output, and capture the steps of requests that ask for them; the log
+            says how much at the start. Without it such requests are refused.
         capture_mixed_steps: capture steps with prefill chunks too, one graph for each token
             bucket; without it their kernels are launched one by one, with the same results.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:N"``; None takes a GPU where there is one.

@@ -17,9 +17,10 @@ class Commit(NamedTuple):
     their last token, ``discarded`` those that had ended before the row was sampled: its tokens are
     dropped. By rows, not an object for each: a row costs the host its time at every token.
 
-    ``log_probs`` [rows, window, LOG_PROB_WORDS] is None but after an extended S. ``prompt_log_probs`` is None unless this step brought some: by request, the
-    position of a prompt token, counted from 0, and words [positions, LOG_PROB_WORDS] of it and of
-    those that follow. The first prompt token has none.
+    ``log_probs`` [rows, window, LOG_PROB_WORDS] is None but after an extended S.
+    ``prompt_log_probs`` is None unless this step brought some: by request, the position of a prompt
+    token, counted from 0, and words [positions, LOG_PROB_WORDS] of it and of those that follow. The
+    first prompt token has none.
     """
 
     keys: Sequence[int]
