@@ -119,7 +119,8 @@ EXTRAS = tuple(extras_of(random.Random(number), MOST_NEW) for number in range(24
 
 
 def with_extras(ask: Ask, extras: dict[str, Any]) -> Ask:
-    return dataclasses.replace(ask, **extras)
+    made = dataclasses.replace(ask, **extras)
+    return dataclasses.replace(made, min_tokens=min(made.min_tokens, made.max_new))
 
 
 asks = st.builds(
