@@ -100,11 +100,9 @@ class RowBuffers(NamedTuple):
     block: int
 
     @classmethod
-    def make(
-        cls, rows: int, vocab_size: int, device: torch.device, block: int = BLOCK
-    ) -> RowBuffers:
+    def make(cls, rows: int, vocab_size: int, device: torch.device) -> RowBuffers:
         """Room for so many rows."""
-        tiles = triton.cdiv(vocab_size, block)
+        tiles = triton.cdiv(vocab_size, BLOCK)
 
         def room(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -118,7 +116,7 @@ class RowBuffers(NamedTuple):
             room(rows, dtype=torch.int64),
             room(rows, tiles, dtype=torch.int64),
             room(rows, tiles, extras.MAX_TOP_LOG_PROBS, dtype=torch.int64),
-            block,
+            BLOCK,
         )
 
     @property
