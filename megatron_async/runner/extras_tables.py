@@ -205,6 +205,7 @@ def _sections(extras: Extras, vocab_size: int, words: int) -> dict[int, Ints]:
         section = np.full(2 * MAX_LOGIT_BIASES, -1, dtype=np.int32)
         section[: len(bias)] = [token for token, _ in bias]
         values = section[MAX_LOGIT_BIASES:].view(np.float32)
+        values[:] = 0.0
         values[: len(bias)] = [value for _, value in bias]
         sections[FEATURE_BIAS] = section
     if features & FEATURE_BAD_WORDS:

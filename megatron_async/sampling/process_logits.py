@@ -147,12 +147,11 @@ def advance(
 
 
 def _processed(x: Tensor, features: Tensor, rows: _Rows) -> Tensor:
-    failed = x.isnan()
+    holds = ~x.isnan()
     for feature, step in _STEPS:
         asks = (features & feature) != 0
         if x.is_cuda or asks.any():
-            x = torch.where(asks[:, None], step(x, rows), x)
-    x = x.masked_fill(failed, torch.nan)
+            x = torch.where(asks[:, None] & holds, step(x, rows), x)
     empty = (x == -torch.inf).all(1) & ((features & FEATURES_OF_LOGITS) != 0)
     x[:, 0].masked_fill_(empty, torch.nan)
     return x

@@ -17,6 +17,7 @@ from tests.support.patience import PATIENCE_SECONDS
 HERE = Path(__file__)
 FILES = {
     "test_batch_invariant_products.py": 1,
+    "test_extras_kernels.py": 1,
     "test_fused_kernels.py": 3,
     "test_paged_attention_kernel.py": 1,
     "test_paged_prefill.py": 1,

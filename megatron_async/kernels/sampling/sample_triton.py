@@ -69,14 +69,14 @@ NEG_INF = tl.constexpr(float("-inf"))
 
 
 @triton.jit
-def _key(x):
+def order_key(x):
     """Order-preserving int32 of a float32 that is not NaN; both zeros give 0."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x == 0.0, 0, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
-def _is_nan(x):
+def is_nan(x):
     return (x.to(tl.int32, bitcast=True) & 0x7FFFFFFF) > 0x7F800000
 
 
@@ -84,25 +84,25 @@ def _is_nan(x):
 def _load(row_ptr, ids, vocab_size):
     """Logits as float32; NaN and ids outside the vocabulary are ``-inf``."""
     x = tl.load(row_ptr + ids, mask=ids < vocab_size, other=NEG_INF).to(tl.float32)
-    return tl.where(_is_nan(x), NEG_INF, x)
+    return tl.where(is_nan(x), NEG_INF, x)
 
 
 @triton.jit
 def _load_keys(row_ptr, ids, vocab_size):
     """Logits and their keys; ids outside the vocabulary get ``NO_KEY``."""
     x = _load(row_ptr, ids, vocab_size)
-    return x, tl.where(ids < vocab_size, _key(x), NO_KEY)
+    return x, tl.where(ids < vocab_size, order_key(x), NO_KEY)
 
 
 @triton.jit
-def _scale(x, factor):
+def scale(x, factor):
     scaled = x * factor
     scaled = tl.where(scaled > SCALED_LIMIT, SCALED_LIMIT, scaled)
     return tl.where(scaled < -SCALED_LIMIT, -SCALED_LIMIT, scaled)
 
 
 @triton.jit
-def _log(x):
+def exact_log(x):
     bits = x.to(tl.int32, bitcast=True)
     exponent = (bits - SQRT_HALF_BITS) >> 23
     f = (bits - (exponent << 23)).to(tl.float32, bitcast=True) - 1.0
@@ -121,7 +121,7 @@ def _log(x):
 
 
 @triton.jit
-def _exp2_mass(x):
+def exp2_mass(x):
     x = tl.where(x < EXP2_MIN, EXP2_MIN, x)
     whole = x.to(tl.int32)
     r = x - whole.to(tl.float32)
@@ -146,8 +146,8 @@ def _gumbel(seed, position, start, BLOCK: tl.constexpr):
     v = (bits.to(tl.int64) * 2 + 1).to(tl.float32) * UNIFORM_UNIT
     v = tl.where(v > UNIFORM_MAX, UNIFORM_MAX, v)
     w = -v + 1.0
-    exponential = -(_log(w) + (-v - (w - 1.0)))
-    return -_log(exponential)
+    exponential = -(exact_log(w) + (-v - (w - 1.0)))
+    return -exact_log(exponential)
 
 
 @triton.jit
@@ -169,7 +169,7 @@ def _counts_and_masses(
         n2 += (keys >= t2).to(tl.int32)
         n3 += (keys >= t3).to(tl.int32)
         if BY_MASS:
-            mass = _exp2_mass((_scale(x, factor) - scaled_max) * LOG2_E)
+            mass = exp2_mass((scale(x, factor) - scaled_max) * LOG2_E)
             m1 += tl.where(keys >= t1, mass, 0)
             m2 += tl.where(keys >= t2, mass, 0)
             m3 += tl.where(keys >= t3, mass, 0)
@@ -213,7 +213,7 @@ def _search(
 
 
 @triton.jit
-def _threshold(
+def filter_threshold(
     row_ptr, vocab_size, factor, top_k, top_p, KEY_SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):
     """The smallest shifted key that top-k and then top-p keep, int64."""
@@ -225,9 +225,9 @@ def _threshold(
         largest = tl.maximum(largest, x)
         smallest = tl.where(ids < vocab_size, tl.minimum(smallest, x), smallest)
     row_max = tl.max(largest, 0)
-    scaled_max = _scale(row_max, factor)
-    low = (_key(tl.min(smallest, 0)) >> KEY_SHIFT).to(tl.int64)
-    high = (_key(row_max) >> KEY_SHIFT).to(tl.int64) + 1
+    scaled_max = scale(row_max, factor)
+    low = (order_key(tl.min(smallest, 0)) >> KEY_SHIFT).to(tl.int64)
+    high = (order_key(row_max) >> KEY_SHIFT).to(tl.int64) + 1
     n_low = vocab_size.to(tl.int64)
     n_high = n_low * 0
     if (top_k > 0) & (top_k < vocab_size):
@@ -285,14 +285,16 @@ def _sample_kernel(
             begin = 0
             end = tl.where(split == 0, vocab_size, 0)
             if split == 0:
-                threshold = _threshold(row_ptr, vocab_size, factor, top_k, top_p, KEY_SHIFT, BLOCK)
+                threshold = filter_threshold(
+                    row_ptr, vocab_size, factor, top_k, top_p, KEY_SHIFT, BLOCK
+                )
         for start in range(begin, end, BLOCK):
             ids = start + tl.arange(0, BLOCK)
             x = tl.load(row_ptr + ids, mask=ids < end, other=NEG_INF).to(tl.float32)
-            keys = tl.where(ids < end, _key(x), NO_KEY)
-            score = _scale(x, factor) + _gumbel(seed, position, start, BLOCK)
+            keys = tl.where(ids < end, order_key(x), NO_KEY)
+            score = scale(x, factor) + _gumbel(seed, position, start, BLOCK)
             kept = ((keys >> KEY_SHIFT).to(tl.int64) >= threshold) & (x > NEG_INF)
-            score_key = tl.where(_is_nan(x), NAN_KEY, _key(tl.where(kept, score, NEG_INF)))
+            score_key = tl.where(is_nan(x), NAN_KEY, order_key(tl.where(kept, score, NEG_INF)))
             better = (score_key > best_key) & (ids < end)
             best_key = tl.where(better, score_key, best_key)
             best_id = tl.where(better, ids, best_id)
@@ -300,7 +302,7 @@ def _sample_kernel(
         for start in range(begin, end, BLOCK):
             ids = start + tl.arange(0, BLOCK)
             x = tl.load(row_ptr + ids, mask=ids < end, other=NEG_INF).to(tl.float32)
-            keys = tl.where(ids < end, tl.where(_is_nan(x), NAN_KEY, _key(x)), NO_KEY)
+            keys = tl.where(ids < end, tl.where(is_nan(x), NAN_KEY, order_key(x)), NO_KEY)
             better = keys > best_key
             best_key = tl.where(better, keys, best_key)
             best_id = tl.where(better, ids, best_id)

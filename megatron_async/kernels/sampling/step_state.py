@@ -1,5 +1,8 @@
 """Triton kernels of a decode step around the model: S in two, H2D and the head of F in one.
 
+An extended S, of rows that ask for more than the sampler does, has the kernels of
+``process_logits`` and ``log_probs`` besides.
+
 The reference is the torch code of ``runner.step_program.StepProgram``, which the CPU runs.
 ``finish`` and ``begin`` are one program each: a step's rows are few, and a barrier then orders what
 one row writes before what another reads (a block assignment may be for another row's slot).
@@ -18,16 +21,23 @@ import triton.language as tl
 from megatron_async.cache.block_allocator import NULL_BLOCK as NULL_BLOCK_
 from megatron_async.kernels.pdl import pdl_enter, uses_pdl
 from megatron_async.kernels.rings import release
+from megatron_async.kernels.sampling.log_probs import log_probs_and_advance
+from megatron_async.kernels.sampling.process_logits import Masks, RowBuffers, process_logits_gpu
 from megatron_async.kernels.sampling.sample_triton import best_token, sample_splits
+from megatron_async.sampling.process_logits import Tables
 from megatron_async.sampling.sample import candidates
 from megatron_async.step import packet
+from megatron_async.step.extras import LOG_PROB_WORDS
 from megatron_async.step.records import ENDED as ENDED_
 from megatron_async.step.records import FAILED as FAILED_
+from megatron_async.step.records import RECORD_HEAD
 from megatron_async.step.records import RUNNING as RUNNING_
 
 MAX_ROWS_AT_ONCE = 256
 MAX_WORDS_AT_ONCE = 4096
 NUM_WARPS = 4
+_RECORD_WORDS = RECORD_HEAD + 1
+"""Of a row in a record of one token."""
 
 NULL_BLOCK = tl.constexpr(NULL_BLOCK_)
 WIDTH = tl.constexpr(packet.ROW_WIDTH)
@@ -228,6 +238,11 @@ class StepKernels:
 
     ``records`` [max_rows, ROW_WIDTH] int32 is the row map of the last forward until
     :meth:`begin` overwrites it.
+
+    Args:
+        extras: what slots ask of an extended S; None if there is none. The results' entries then
+            have room for the words of log-probabilities.
+        masks: the ring of what guides allow; None if no row is guided.
     """
 
     def __init__(
@@ -237,6 +252,8 @@ class StepKernels:
         block_size: int,
         packets: Ring,
         results: SequencedRing,
+        extras: Tables | None = None,
+        masks: Masks | None = None,
     ) -> None:
         self._records = records
         self._state = state
@@ -246,6 +263,18 @@ class StepKernels:
         self._pdl = uses_pdl(records.device)
         shape = (len(DecodeBatch._fields), records.shape[0])
         self._batch = torch.zeros(shape, dtype=torch.int64, device=records.device)
+        self._extras = extras
+        self._masks = masks
+        self._buffers: RowBuffers | None = None
+        if extras is not None:
+            rows, vocab_size = len(records), extras.counts.shape[1]
+            words = (_RECORD_WORDS + LOG_PROB_WORDS) * rows
+            if results.ring.shape[1] < words:
+                raise ValueError(
+                    f"extended records of {rows} rows have {words} words; an entry of the results "
+                    f"has {results.ring.shape[1]}"
+                )
+            self._buffers = RowBuffers.make(rows, vocab_size, records.device)
 
     def sample(self, logits: torch.Tensor) -> None:
         """S of the pending logits [R, vocabulary]."""
@@ -262,6 +291,49 @@ class StepKernels:
             pdl=self._pdl,
         )
         finish(packed, records, state, self._results, pdl=self._pdl)
+
+    def sample_extended(self, logits: torch.Tensor) -> None:
+        """The same for rows that may have extras: their logits are processed first, and behind the
+        record come the words of log-probabilities, [LOG_PROB_WORDS, R] int32.
+
+        Raises:
+            ValueError: it was made without ``extras``.
+        """
+        if self._extras is None or self._buffers is None:
+            raise ValueError("there are no tables of extras")
+        logits = candidates(logits)
+        records = self._records[: logits.shape[0]]
+        state, results, pdl = self._state, self._results, self._pdl
+        index = records[:, packet.ROW_SLOT]
+        processed = process_logits_gpu(
+            logits, self._extras, index, state, self._buffers, self._masks, results.counter, pdl=pdl
+        )
+        packed = sample_splits(
+            processed,
+            state.inverse_temperature,
+            state.top_k,
+            state.top_p,
+            state.seed,
+            state.kv_length,
+            index,
+            pdl=pdl,
+        )
+        # What it writes is handed out with the record, and it reads the slots' state before the
+        # record's kernel changes it.
+        log_probs_and_advance(
+            packed,
+            logits,
+            self._extras,
+            records,
+            state,
+            state.finished.view(torch.uint8),
+            self._buffers,
+            results.ring,
+            results.counter,
+            _RECORD_WORDS * len(records),
+            pdl=pdl,
+        )
+        finish(packed, records, state, results, pdl=pdl)
 
     def begin(self, rows: int) -> None:
         """H2D and the head of F of a step that decodes one token in each of ``rows`` rows."""

@@ -1,0 +1,239 @@
+"""Triton kernels of log-probabilities, bit for bit equal to ``sampling.log_probs``.
+
+They run behind those of ``process_logits``, which leave the maxima, and behind the sampler: a
+kernel over tiles of rows adds up masses and lists the most likely ids, then one program a row joins
+the tiles, writes the row's words of the record, and notes the sampled token in the tables.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_async.kernels.pdl import pdl_enter
+from megatron_async.kernels.sampling.process_logits import (
+    LENGTH,
+    NEG_INF_KEY,
+    NO_LOG_PROBS,
+    NUM_WARPS,
+    PENALTIES,
+    PROCESSED_LOG_PROBS,
+    RAW_LOG_PROBS,
+    TOP,
+    RowBuffers,
+    SamplingState,
+    bounded,
+    from_key,
+)
+from megatron_async.kernels.sampling.sample_triton import (
+    ID_MASK,
+    LOG2_E,
+    NAN_KEY,
+    NEG_INF,
+    best_token,
+    exact_log,
+    exp2_mass,
+    order_key,
+    scale,
+)
+from megatron_async.sampling import exact_math
+from megatron_async.sampling.process_logits import Tables
+from megatron_async.step import packet
+
+MASS_UNIT = tl.constexpr(2.0**-exact_math.MASS_BITS)
+EMPTY = tl.constexpr(-(2**63))  # below every candidate
+NAN_BITS = tl.constexpr(0x7FC00000)
+PLACES = tl.constexpr(triton.next_power_of_2(TOP.value))
+WIDTH = tl.constexpr(packet.ROW_WIDTH)
+SLOT = tl.constexpr(packet.ROW_SLOT)
+SAMPLES = tl.constexpr(packet.ROW_SAMPLES)
+MERGE_WARPS = 4
+
+
+@triton.jit
+def _factor(mode, inverse_temperature):
+    """What logits are multiplied with."""
+    applies = (mode == PROCESSED_LOG_PROBS) & (inverse_temperature > 0.0)
+    return tl.where(applies, bounded(inverse_temperature), 1.0)
+
+
+@triton.jit
+def _is_valid(largest):
+    """Of the key of a row's maximum: neither NaN nor minus infinity."""
+    return (largest != NAN_KEY) & (largest > NEG_INF_KEY)
+
+
+@triton.jit
+def _log_prob(x, factor, scaled_max, log_total):
+    value = scale(x, factor) + 0.0
+    difference = value - scaled_max
+    subtracted = difference - value
+    error = (value - (difference - subtracted)) - (scaled_max + subtracted)
+    return difference - (log_total - error)
+
+
+@triton.jit(do_not_specialize=["vocab_size"])
+def _tiles_kernel(
+    logits, logits_stride, processed, processed_stride, index, index_stride, log_probs_ptr,
+    inverse_temperature_ptr, largest_ptr, least_listed_ptr, threshold_ptr, masses, candidates,
+    vocab_size, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pdl_enter(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    slot = tl.load(index + row * index_stride).to(tl.int64)
+    mode = tl.load(log_probs_ptr + slot)
+    if mode != NO_LOG_PROBS:
+        largest = tl.load(largest_ptr + row)
+        if _is_valid(largest):
+            factor = _factor(mode, tl.load(inverse_temperature_ptr + slot))
+            ids = tile * BLOCK + tl.arange(0, BLOCK)
+            inside = ids < vocab_size
+            if mode == RAW_LOG_PROBS:
+                source = logits + row * logits_stride + ids
+                x = tl.load(source, mask=inside, other=NEG_INF).to(tl.float32)
+            else:
+                x = tl.load(processed + row * processed_stride + ids, mask=inside, other=NEG_INF)
+            keys = order_key(x)
+            kept = (x > NEG_INF) & (keys.to(tl.int64) >= tl.load(threshold_ptr + row))
+            scaled_max = scale(from_key(largest), factor)
+            mass = exp2_mass((scale(x, factor) - scaled_max) * LOG2_E)
+            at = row * tl.num_programs(1) + tile
+            tl.store(masses + at, tl.sum(tl.where(kept, mass, 0), 0))
+            listed = kept & (keys >= tl.load(least_listed_ptr + row))
+            packed = (keys.to(tl.int64) << 32) | (ids ^ ID_MASK).to(tl.int64)
+            packed = tl.where(listed, packed, EMPTY)
+            # Few ids are listed, but where one tile has all of a row's most likely ones.
+            best = tl.max(packed, 0)
+            number = tl.full([], 0, tl.int32)
+            while (number < TOP) & (best > EMPTY):
+                tl.store(candidates + at * TOP + number, best)
+                packed = tl.where(packed == best, EMPTY, packed)
+                best = tl.max(packed, 0)
+                number += 1
+            place = tl.arange(0, PLACES)
+            rest = (place >= number) & (place < TOP)
+            tl.store(candidates + at * TOP + place, tl.full([PLACES], EMPTY, tl.int64), mask=rest)
+
+
+@triton.jit
+def _merge_kernel(
+    best, logits, logits_stride, processed, processed_stride, records, log_probs_ptr,
+    inverse_temperature_ptr, largest_ptr, threshold_ptr, masses, candidates,
+    out, counter, entries, entry_stride, offset,
+    features_ptr, counts, recent, position_ptr, finished, vocab_size, rows, splits, tiles,
+    TILES: tl.constexpr, CANDIDATES: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pdl_enter(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    record = records + row * WIDTH
+    slot = tl.load(record + SLOT).to(tl.int64)
+    only = row + tl.arange(0, 1)
+    token = tl.max(best_token(best, only, only >= 0, splits, SPLITS), 0)
+    mode = tl.load(log_probs_ptr + slot)
+    place = tl.arange(0, PLACES)
+    token_bits = tl.full([], 0, tl.int32)
+    top_ids = tl.zeros([PLACES], tl.int32)
+    top_bits = tl.zeros([PLACES], tl.int32)
+    if mode != NO_LOG_PROBS:
+        token_bits = tl.full([], NAN_BITS, tl.int32)
+        top_ids = tl.full([PLACES], -1, tl.int32)
+        top_bits = tl.full([PLACES], NAN_BITS, tl.int32)
+        largest = tl.load(largest_ptr + row)
+        if _is_valid(largest):
+            factor = _factor(mode, tl.load(inverse_temperature_ptr + slot))
+            scaled_max = scale(from_key(largest), factor)
+            tile = tl.arange(0, TILES)
+            mass = tl.load(masses + row * tiles + tile, mask=tile < tiles, other=0)
+            log_total = exact_log(tl.sum(mass, 0).to(tl.float32) * MASS_UNIT)
+            number = tl.arange(0, CANDIDATES)
+            listed = tl.load(
+                candidates + row * tiles * TOP + number, mask=number < tiles * TOP, other=EMPTY
+            )
+            top = tl.full([PLACES], EMPTY, tl.int64)
+            for rank in range(TOP):
+                most = tl.max(listed, 0)
+                top = tl.where(place == rank, most, top)
+                listed = tl.where(listed == most, EMPTY, listed)
+            x = from_key((top >> 32).to(tl.int32))
+            is_id = top > EMPTY
+            log_prob = tl.where(is_id, _log_prob(x, factor, scaled_max, log_total), NEG_INF)
+            top_bits = log_prob.to(tl.int32, bitcast=True)
+            top_ids = tl.where(is_id, ((top & ID_MASK) ^ ID_MASK).to(tl.int32), -1)
+            if token >= 0:
+                if mode == RAW_LOG_PROBS:
+                    own = tl.load(logits + row * logits_stride + token).to(tl.float32)
+                else:
+                    own = tl.load(processed + row * processed_stride + token)
+                kept = (own > NEG_INF) & (
+                    order_key(own).to(tl.int64) >= tl.load(threshold_ptr + row)
+                )
+                own = tl.where(kept, _log_prob(own, factor, scaled_max, log_total), NEG_INF)
+                token_bits = own.to(tl.int32, bitcast=True)
+    words = out + tl.load(counter) % entries * entry_stride + offset + row
+    tl.store(words, token_bits)
+    tl.store(words + (1 + place) * rows, top_ids, mask=place < TOP)
+    tl.store(words + (1 + TOP + place) * rows, top_bits, mask=place < TOP)
+
+    # Live rows have slots of their own; the null slot, which others share, stays finished.
+    features = tl.load(features_ptr + slot)
+    is_live = (tl.load(record + SAMPLES) != 0) & (tl.load(finished + slot) == 0)
+    notes = is_live & (token >= 0) & (features != 0)
+    count = counts + slot * vocab_size + tl.maximum(token, 0)
+    before = tl.load(count)
+    position = tl.load(position_ptr + slot)
+    # WAR: the number is held by several threads; all of them have read it.
+    tl.debug_barrier()
+    tl.store(count, before + 1, mask=notes & ((features & PENALTIES) != 0))
+    tl.store(recent + slot * LENGTH + (position & (LENGTH - 1)), token.to(tl.int32), mask=notes)
+
+
+def log_probs_and_advance(
+    best: Tensor,
+    logits: Tensor,
+    tables: Tables,
+    records: Tensor,
+    state: SamplingState,
+    finished: Tensor,
+    buffers: RowBuffers,
+    out: Tensor,
+    counter: Tensor,
+    offset: int,
+    *,
+    pdl: bool = False,
+) -> None:
+    """Write what ``sampling.log_probs.pack`` gives for the rows to ``out[counter % entries,
+    offset:]``, zeros for those that did not ask, and note the tokens of live rows in the tables
+    (``sampling.process_logits.advance``).
+
+    Args:
+        best: int64 [R, splits] of ``sample_splits``, which sampled ``buffers.processed``.
+        logits: [R, V], of the model.
+        records: int32 [R, ROW_WIDTH].
+        finished: uint8 by slot, before this step's tokens.
+        buffers: as ``process_logits_gpu`` left them.
+        out: int32 [entries, words], pinned or on the device; ``counter`` int64 [1] on the device.
+    """
+    rows, vocab_size = logits.shape
+    splits, tiles = best.shape[1], buffers.maxima.shape[1]
+    processed = buffers.processed
+    index = records[:, packet.ROW_SLOT]
+    inputs = (logits, logits.stride(0), processed, processed.stride(0))
+    _tiles_kernel[(rows, tiles)](
+        *inputs, index, index.stride(0), tables.log_probs, state.inverse_temperature,
+        buffers.largest, buffers.least_listed, buffers.threshold, buffers.masses,
+        buffers.candidates, vocab_size, BLOCK=buffers.block, PDL=pdl,
+        num_warps=NUM_WARPS, enable_fp_fusion=False, launch_pdl=pdl,
+    )  # fmt: skip
+    _merge_kernel[(rows,)](
+        best, *inputs, records, tables.log_probs, state.inverse_temperature, buffers.largest,
+        buffers.threshold, buffers.masses, buffers.candidates, out, counter, *out.shape, offset,
+        tables.features, tables.counts, tables.recent, state.kv_length, finished, vocab_size, rows,
+        splits, tiles, TILES=triton.next_power_of_2(tiles),
+        CANDIDATES=triton.next_power_of_2(tiles * TOP.value),
+        SPLITS=triton.next_power_of_2(splits), PDL=pdl,
+        num_warps=MERGE_WARPS, enable_fp_fusion=False, launch_pdl=pdl,
+    )  # fmt: skip
