@@ -92,8 +92,6 @@ class StoppingText:
         """What is held back, up to a stop word that is found only now that the end is known."""
         if self._error is not None:
             raise self._error
-        if self.matched is not None:
-            return ""
         return self._words.push(self._stream.flush(), searched=self._counts()) + self._words.flush()
 
     def _counts(self) -> bool:
