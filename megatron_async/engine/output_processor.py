@@ -8,14 +8,13 @@ import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import InvalidStateError
-from itertools import repeat
 from typing import Any, NamedTuple
 
 from megatron_async.engine.host_ends import HostEnds
 from megatron_async.engine.log_probs import add_generated, add_of_prompt, start_log_probs
-from megatron_async.engine.stop_words import StoppingText, StopWords, WholeTextStream
+from megatron_async.engine.request_text import RequestText
 from megatron_async.errors import EngineStoppedError, ModelOutputError
 from megatron_async.request import (
     DynamicInferenceEventType,
@@ -90,18 +89,7 @@ class Taken(NamedTuple):
 class Entry:
     """A live request: its record, its future and its text so far."""
 
-    __slots__ = (
-        "detokenizable",
-        "future",
-        "last_time",
-        "pieces",
-        "request",
-        "started",
-        "stop_ids",
-        "stopping",
-        "stream",
-        "version",
-    )
+    __slots__ = ("future", "last_time", "request", "started", "stop_ids", "text", "version")
 
     def __init__(
         self, request: DynamicInferenceRequest, tokenizer: Any, stop_ids: frozenset[int]
@@ -109,27 +97,10 @@ class Entry:
         self.request = request
         self.future = RequestFuture()
         self.stop_ids = stop_ids
-        make_stream = getattr(tokenizer, "stream", None)
-        self.stream = make_stream() if make_stream is not None else None
-        self.stopping: StoppingText | None = None
-        """The stream of a request with stop words; None for all others."""
-        if request.sampling_params.stop_words and tokenizer is not None:
-            self.stream = self.stopping = self._stopping_text(tokenizer)
-        self.pieces: list[str] = []
-        self.detokenizable = tokenizer is not None
-        """The tokenizer has made text of all its tokens so far."""
+        self.text = RequestText(request, tokenizer, stop_ids)
         self.version: int | None = None
         """Of the weights that its newest token is from."""
         self.started = self.last_time = time.perf_counter()
-
-    def _stopping_text(self, tokenizer: Any) -> StoppingText:
-        params = self.request.sampling_params
-        return StoppingText(
-            WholeTextStream(tokenizer.detokenize) if self.stream is None else self.stream,
-            StopWords(params.stop_words or (), include=params.include_stop_str_in_output),
-            stop_ids=self.stop_ids,
-            min_tokens=params.min_tokens,
-        )
 
 
 class OutputProcessor:
@@ -179,8 +150,8 @@ class OutputProcessor:
         if self.keys.setdefault(request.request_id, key) != key:
             del self._entries[key]
             return None
-        if entry.stopping is not None:
-            self.ends.watch(key, entry.stopping)
+        if entry.text.stopping is not None:
+            self.ends.watch(key, entry.text.stopping)
         start_log_probs(request)
         request.add_event(DynamicInferenceEventType.ADD)
         return entry.future
@@ -256,8 +227,8 @@ class OutputProcessor:
         keys, rows, reasons, discarded, log_probs, prompt_log_probs = commit
         if prompt_log_probs is not None:
             self._add_of_prompts(prompt_log_probs)
-        every = repeat(None, len(keys)) if log_probs is None else log_probs
-        for key, tokens, words in zip(keys, rows, every, strict=True):
+        of_rows: Iterable[Any] = (None,) * len(keys) if log_probs is None else log_probs
+        for key, tokens, words in zip(keys, rows, of_rows, strict=True):
             entry = entries[key]
             request = entry.request
             if key in discarded:
@@ -279,14 +250,12 @@ class OutputProcessor:
             request.counters.committed += 1
             request.tpot.append(now - entry.last_time)
             entry.last_time = now
-            reason = reasons.get(key)
+            reason, text = reasons.get(key), None
             if reason is not None:
                 text = self._end_with_token(key, entry, token, reason, now)
                 reason = request.finish_reason
-            elif entry.stream is not None:
-                text = self._push(entry, token)
-            else:
-                text = None
+            elif entry.text.stream is not None:
+                text = self._push(entry.text, token)
             own = each[-1] if each else None
             outputs.append(_new_output((request.request_id, token, text, reason, own)))
 
@@ -331,22 +300,23 @@ class OutputProcessor:
             request.generated_tokens.append(token)
             request.steps.append(report)
             request.tpot.append(0.0)
-            text = self._push(entry, token)
+            text = self._push(entry.text, token)
             own = log_probs[index] if log_probs else None
             self.outputs.append(TokenOutput(request.request_id, token, text, None, own))
 
-    def _push(self, entry: Entry, token: int) -> str | None:
-        """Text that a token completes; None without a tokenizer, or when it fails."""
-        if entry.stream is None:
+    @staticmethod
+    def _push(text: RequestText, token: int) -> str | None:
+        """Text that a token completes; None without a stream, or when it fails."""
+        if text.stream is None:
             return None
         try:
-            text: str = entry.stream.push(token)
+            piece = text.stream.push(token)
         except Exception as error:
-            self._go_on_without_text(entry, error)
+            text.go_on_without(error)
             return None
-        if text:
-            entry.pieces.append(text)
-        return text
+        if piece:
+            text.pieces.append(piece)
+        return piece
 
     def _end_with_token(
         self, key: int, entry: Entry, token: int, reason: FinishReason, now: float
@@ -357,8 +327,8 @@ class OutputProcessor:
         if reason is FinishReason.STOP and (not self.ends.watches(key) or token in entry.stop_ids):
             stop_token = token
         text = None
-        if entry.stream is not None:
-            text = self._push(entry, token) if stop_token is None else ""
+        if entry.text.stream is not None:
+            text = self._push(entry.text, token) if stop_token is None else ""
         return self._finish(entry, reason, text, now, stop_token)
 
     def _end_without_token(self, entry: Entry, reason: FinishReason) -> None:
@@ -375,19 +345,11 @@ class OutputProcessor:
     ) -> str | None:
         """End a request; returns ``text`` of its last output with what was held back until now."""
         request = entry.request
-        try:
-            if entry.stream is not None:
-                rest = entry.stream.flush()
-                request.generated_text = "".join(entry.pieces) + rest
-                text = (text or "") + rest
-            elif entry.detokenizable:
-                tokens = request.generated_tokens
-                request.generated_text = self._tokenizer.detokenize(
-                    tokens if stop_token is None else tokens[:-1]
-                )
-        except Exception as error:
-            self._go_on_without_text(entry, error)
-        word = None if entry.stopping is None else entry.stopping.matched
+        tokens = request.generated_tokens
+        rest = entry.text.finish(tokens if stop_token is None else tokens[:-1])
+        if rest is not None:
+            text = (text or "") + rest
+        word = entry.text.stop_word
         if word is not None and reason is FinishReason.LENGTH:
             reason = FinishReason.STOP  # the word was held back, incomplete, until here
         if reason is FinishReason.STOP:
@@ -415,17 +377,6 @@ class OutputProcessor:
         params = request.sampling_params
         has_own = not params.ignore_eos and params.termination_id != -1
         return None if has_own and token in self._eos_token_ids else token
-
-    def _go_on_without_text(self, entry: Entry, error: Exception) -> None:
-        """A tokenizer's error is the request's alone."""
-        entry.detokenizable, entry.stream = False, None
-        entry.request.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)
-        logger.warning(
-            "request %d goes on without text, since its tokenizer failed (%s: %s)",
-            entry.request.request_id,
-            type(error).__name__,
-            error,
-        )
 
     def fail(self, error: EngineStoppedError) -> None:
         """No request will end any more."""

@@ -10,7 +10,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from megatron_async.engine.host_ends import HostEnds
-from megatron_async.engine.stop_words import StoppingText, StopWords, WholeTextStream
+from megatron_async.engine.request_text import StoppingText, WholeTextStream
+from megatron_async.engine.stop_words import StopWords
 
 
 def plain_end(text: str, words: list[str], ignored: int = 0) -> tuple[str, int] | None:
