@@ -44,11 +44,13 @@ class Matcher:
         later: llguidance.LLMatcher,
         first: llguidance.LLMatcher | None,
         masks: Masks,
+        *,
+        ended: bool = False,
     ) -> None:
         self._later = later
         self._first = first
         self._masks = masks
-        self._ended = False
+        self._ended = ended
         self._allowed: npt.NDArray[np.int32] | None = None
 
     def accept(self, token_id: int) -> bool:
@@ -117,9 +119,7 @@ class Matcher:
     def copy(self) -> Matcher:
         """Another one at the same place, for tokens that may be taken back."""
         first = None if self._first is None else self._first.deep_copy()
-        copied = Matcher(self._later.deep_copy(), first, self._masks)
-        copied._ended, copied._allowed = self._ended, self._allowed
-        return copied
+        return Matcher(self._later.deep_copy(), first, self._masks, ended=self._ended)
 
     @property
     def _source(self) -> llguidance.LLMatcher:
