@@ -65,8 +65,9 @@ class GrammarCompiler:
         self._first_bytes = first if first != later else None
         self._later = _library_tokenizer(later)
         self._first = None if self._first_bytes is None else _library_tokenizer(first)
-        text_ids = np.flatnonzero([bool(a or b) for a, b in zip(first, later, strict=True)])
-        self._text = _packed(text_ids, vocab_size)
+        pairs = list(zip(first, later, strict=True))
+        self._text = _packed(np.flatnonzero([bool(a or b) for a, b in pairs]), vocab_size)
+        self._blank = _packed(np.flatnonzero([bool(b and not a) for a, b in pairs]), vocab_size)
         self._lock = threading.Lock()
         self._cache: OrderedDict[StructuredOutputs, CompiledGrammar] = OrderedDict()
 
@@ -120,6 +121,7 @@ class GrammarCompiler:
             stops=stops,
             stop_ids=ids,
             first_bytes=self._first_bytes,
+            blank=self._blank & ~stops,
             byte_ids=range(self.vocab_size, self.vocab_size + 256),
         )
 

@@ -22,6 +22,7 @@ class Masks(NamedTuple):
         stop_ids: the same.
         first_bytes: what each token makes of an empty text; None where it is what the token adds
             to any text.
+        blank: int32 [W], tokens that make nothing of an empty text but add to others.
         byte_ids: the library's ids of the 256 bytes.
     """
 
@@ -29,6 +30,7 @@ class Masks(NamedTuple):
     stops: npt.NDArray[np.int32]
     stop_ids: frozenset[int]
     first_bytes: Sequence[bytes] | None
+    blank: npt.NDArray[np.int32]
     byte_ids: range
 
 
@@ -60,14 +62,14 @@ class Matcher:
         if token_id in self._masks.stop_ids:
             self._ended = self.is_complete
             return self._ended
-        if not self._is_text(token_id):
+        if not _bit(self._masks.text, token_id):
             return False
         if self._first is None:
             accepted = self._later.try_consume_tokens([token_id]) == 1
-        elif accepted := self._first.validate_tokens([token_id]) == 1:
+        elif accepted := _bit(self._text_mask(), token_id):
             assert self._masks.first_bytes is not None
-            data = [self._masks.byte_ids[byte] for byte in self._masks.first_bytes[token_id]]
-            accepted = self._later.try_consume_tokens(data) == len(data)
+            data = self._masks.first_bytes[token_id]
+            self._later.consume_tokens([self._masks.byte_ids[byte] for byte in data])
             self._first = None
         if accepted:
             self._allowed = None
@@ -111,7 +113,9 @@ class Matcher:
         """
         if self.has_next or self.is_complete:
             return None
-        message = str(self._source.get_error()).removesuffix("<non-verbose/>").strip()
+        message = (
+            str((self._first or self._later).get_error()).removesuffix("<non-verbose/>").strip()
+        )
         if message in ("", *_NOTHING_CAN_COME):
             return "no token of the vocabulary can come next"
         return message
@@ -121,19 +125,19 @@ class Matcher:
         first = None if self._first is None else self._first.deep_copy()
         return Matcher(self._later.deep_copy(), first, self._masks, ended=self._ended)
 
-    @property
-    def _source(self) -> llguidance.LLMatcher:
-        return self._later if self._first is None else self._first
-
     def _text_mask(self) -> npt.NDArray[np.int32]:
         if self._allowed is None:
-            words = np.frombuffer(self._source.compute_bitmask(), np.int32)
-            # The library's mask after an error allows its end token.
-            text = 0 if self._source.is_error() else self._masks.text
-            self._allowed = words[: len(self._masks.text)] & text
+            self._allowed = self._mask_of(self._later)
+            if self._first is not None:
+                blank = self._masks.blank if self._allowed.any() else 0
+                self._allowed = self._mask_of(self._first) | blank
         return self._allowed
 
-    def _is_text(self, token_id: int) -> bool:
-        words = self._masks.text
-        in_range = 0 <= token_id < 32 * len(words)
-        return in_range and bool(words[token_id // 32] >> token_id % 32 & 1)
+    def _mask_of(self, matcher: llguidance.LLMatcher) -> npt.NDArray[np.int32]:
+        words = np.frombuffer(matcher.compute_bitmask(), np.int32)[: len(self._masks.text)]
+        # The library's mask after an error allows its end token.
+        return np.zeros_like(words) if matcher.is_error() else words & self._masks.text
+
+
+def _bit(words: npt.NDArray[np.int32], token_id: int) -> bool:
+    return 0 <= token_id < 32 * len(words) and bool(words[token_id // 32] >> token_id % 32 & 1)

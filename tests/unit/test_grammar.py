@@ -247,7 +247,7 @@ def reachable(
 
 
 def spellings(tokenizer: Tokenizer, text: str) -> list[tuple[int, ...]]:
-    """Every sequence of tokens, each of which gives something, whose bytes are a text's."""
+    """Every sequence of tokens whose bytes are a text's. The first may give none."""
     found: list[tuple[int, ...]] = []
 
     def extend(ids: tuple[int, ...], rest: bytes) -> None:
@@ -256,7 +256,7 @@ def spellings(tokenizer: Tokenizer, text: str) -> list[tuple[int, ...]]:
             return
         for token_id in range(tokenizer.vocab_size):
             data = tokenizer.token_bytes(token_id, first=not ids)
-            if data and rest.startswith(data):
+            if tokenizer.token_bytes(token_id) and rest.startswith(data):
                 extend((*ids, token_id), rest[len(data) :])
 
     extend((), text.encode())
