@@ -36,6 +36,7 @@ setup(
     install_requires=[
         "torch>=2.9,<3",
         "megatron-core==0.16.1",
+        "llguidance>=1.9,<2",
         "numpy",
         "packaging",
         "psutil",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import functools
 import json
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -151,6 +152,7 @@ class Tokenizer:
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"tokenizer: {error}") from error
         self._byte_level = bool(decoder_types) and decoder_types[0] == "ByteLevel"
+        self._byte_fallback = "ByteFallback" in decoder_types
         self.special_ids = frozenset(
             token_id
             for token_id, token in tokenizer.get_added_tokens_decoder().items()
@@ -219,6 +221,32 @@ class Tokenizer:
         if not self._byte_level:
             return _WindowStream(self._tokenizer, skipped)
         return _ByteLevelStream(self._visible_bytes if skip_special_tokens else self._bytes)
+
+    def token_bytes(self, token_id: int, *, first: bool = False) -> bytes:
+        """What ``token_id`` adds to a text, or makes of an empty one (``first``), since a decoder
+        may drop the space that a text begins with. Empty for special tokens and unknown ids.
+        """
+        if self._byte_level:
+            return self._visible_bytes[token_id]
+        token = self._tokenizer.id_to_token(token_id)
+        if token is None or token_id in self.special_ids:
+            return b""
+        byte = re.fullmatch("<0x([0-9A-F]{2})>", token) if self._byte_fallback else None
+        if byte is not None and int(byte[1], 16) >= 0x80:
+            return bytes([int(byte[1], 16)])
+        before = [] if first else self._ordinary_token
+        start = len(self._tokenizer.decode(before, skip_special_tokens=False))
+        text: str = self._tokenizer.decode([*before, token_id], skip_special_tokens=False)[start:]
+        return b"" if "\ufffd" in text and "\ufffd" not in token else text.encode()
+
+    @functools.cached_property
+    def _ordinary_token(self) -> list[int]:
+        """A token of visible text, as what comes before another one; [] if there is none."""
+        for token_id in range(self.vocab_size):
+            text = self._tokenizer.decode([token_id], skip_special_tokens=True)
+            if text.isascii() and text.isalnum():
+                return [token_id]
+        return []
 
     @property
     def vocab_size(self) -> int:

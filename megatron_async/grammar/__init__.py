@@ -1,0 +1,1 @@
+"""Structured outputs: text that conforms to a JSON schema, a regular expression or a grammar."""

@@ -1,0 +1,226 @@
+"""Grammars over a tokenizer's vocabulary. The library below, llguidance, is seen in this package
+alone."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import llguidance
+import numpy as np
+import numpy.typing as npt
+import tokenizers
+
+from megatron_async.errors import RequestError
+from megatron_async.grammar import ebnf
+from megatron_async.grammar.matcher import Masks, Matcher
+from megatron_async.grammar.spec import StructuredOutputs
+from megatron_async.tokenizer import Tokenizer
+
+CACHED_GRAMMARS = 64
+MAX_MESSAGE = 500
+"""Characters of the library's error messages, which quote what they are about."""
+
+_OPTIONS = '%llguidance {"no_forcing": true}\n'
+"""A mask allows every token that the grammar does, not just one spelling of a forced text."""
+
+_HINTS = {
+    "json": "change the schema; docs/structured-output.md lists what it may use",
+    "json_object": "change whitespace_pattern",
+    "regex": "change the expression; docs/structured-output.md says what it may use",
+    "choice": "give fewer or shorter texts",
+    "grammar": "change the grammar",
+}
+
+
+class GrammarCompiler:
+    """Compiles for one tokenizer and one model.
+
+    Any thread may call it: it takes from a millisecond to a second, most of it without the GIL, and
+    none of it belongs into the thread that steps the engine.
+
+    Args:
+        tokenizer: a :class:`~megatron_async.tokenizer.Tokenizer`, or another object around a
+            ``tokenizers.Tokenizer``, as megatron's and transformers' fast ones are.
+        vocab_size: of the model: width of the masks in bits. Ids that the tokenizer does not have
+            are never allowed, nor are special tokens.
+        stop_ids: tokens that end the text, where it is complete and nowhere else.
+
+    Raises:
+        RequestError: the tokenizer does not tell what its tokens stand for.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, stop_ids: Iterable[int] = ()) -> None:
+        tokenizer = _our_tokenizer(tokenizer)
+        ids = range(min(tokenizer.vocab_size, vocab_size))
+        padding = [b""] * (vocab_size - len(ids))
+        later = [tokenizer.token_bytes(token_id) for token_id in ids] + padding
+        first = [tokenizer.token_bytes(token_id, first=True) for token_id in ids] + padding
+        self.vocab_size = vocab_size
+        self._stop_ids = tuple(stop_ids)
+        self._first_bytes = first if first != later else None
+        self._later = _library_tokenizer(later)
+        self._first = None if self._first_bytes is None else _library_tokenizer(first)
+        pairs = list(zip(first, later, strict=True))
+        self._text = _packed(np.flatnonzero([bool(a or b) for a, b in pairs]), vocab_size)
+        self._blank = _packed(np.flatnonzero([bool(b and not a) for a, b in pairs]), vocab_size)
+        self._lock = threading.Lock()
+        self._cache: OrderedDict[StructuredOutputs, CompiledGrammar] = OrderedDict()
+
+    def compile(self, spec: StructuredOutputs) -> CompiledGrammar:
+        """The grammar of ``spec``; the last :data:`CACHED_GRAMMARS` are kept.
+
+        Raises:
+            RequestError: it cannot be compiled: names the field, what is wrong and what to change.
+        """
+        with self._lock:
+            found = self._cache.get(spec)
+            if found is not None:
+                self._cache.move_to_end(spec)
+                return found
+        compiled = self._compile(spec)
+        with self._lock:
+            compiled = self._cache.setdefault(spec, compiled)
+            while len(self._cache) > CACHED_GRAMMARS:
+                self._cache.popitem(last=False)
+        return compiled
+
+    def _compile(self, spec: StructuredOutputs) -> CompiledGrammar:
+        try:
+            lark = _OPTIONS + _lark(spec)
+            later = self._start(self._later, lark)
+            first = None if self._first is None else self._start(self._first, lark)
+        except (ValueError, RecursionError) as error:
+            raise _error(spec, str(error)) from error
+        compiled = CompiledGrammar(self, later, first)
+        # The first mask is made here, in the caller's thread: what is too expensive ends here too.
+        dead_end = compiled.matcher().error
+        if dead_end is not None:
+            raise _error(spec, f"it allows no text: {dead_end}")
+        return compiled
+
+    def _start(self, tokenizer: llguidance.LLTokenizer, lark: str) -> llguidance.LLMatcher:
+        limits = llguidance.LLParserLimits(verbose_errors=False)
+        grammar = llguidance.LLMatcher.grammar_from_lark(lark)
+        matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+        if matcher.is_error():
+            raise ValueError(matcher.get_error())
+        return matcher
+
+    def masks(self, stop_ids: Iterable[int] | None) -> Masks:
+        """Which ids are text, and which end it (None: those of the engine)."""
+        given = self._stop_ids if stop_ids is None else stop_ids
+        ids = frozenset(token_id for token_id in given if 0 <= token_id < self.vocab_size)
+        stops = _packed(np.fromiter(ids, np.int64), self.vocab_size)
+        return Masks(
+            text=self._text & ~stops,
+            stops=stops,
+            stop_ids=ids,
+            first_bytes=self._first_bytes,
+            blank=self._blank & ~stops,
+            byte_ids=range(self.vocab_size, self.vocab_size + 256),
+        )
+
+
+class CompiledGrammar:
+    """Made by :meth:`GrammarCompiler.compile`; shared by requests, and never changed."""
+
+    def __init__(
+        self,
+        compiler: GrammarCompiler,
+        later: llguidance.LLMatcher,
+        first: llguidance.LLMatcher | None,
+    ) -> None:
+        self._compiler = compiler
+        self._later = later
+        self._first = first
+
+    def matcher(self, stop_ids: Iterable[int] | None = None) -> Matcher:
+        """At the start of a text. Each sequence needs one of its own.
+
+        Args:
+            stop_ids: the tokens that end this request's text; None for the engine's.
+        """
+        first = None if self._first is None else self._first.deep_copy()
+        return Matcher(self._later.deep_copy(), first, self._compiler.masks(stop_ids))
+
+
+class _Vocabulary:
+    """What the library asks of a tokenizer. Ids past the vocabulary: the 256 bytes, and an end that
+    is no token of the model."""
+
+    bos_token_id = None
+
+    def __init__(self, token_bytes: Sequence[bytes]) -> None:
+        self.tokens = [*token_bytes, *(bytes([byte]) for byte in range(256)), b""]
+        self.eos_token_id = len(self.tokens) - 1
+        self.special_token_ids = [self.eos_token_id]
+
+    def __call__(self, text: bytes) -> list[int]:
+        return [len(self.tokens) - 257 + byte for byte in text]
+
+
+def _library_tokenizer(token_bytes: Sequence[bytes]) -> llguidance.LLTokenizer:
+    return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Vocabulary(token_bytes)))
+
+
+def _our_tokenizer(tokenizer: Any) -> Tokenizer:
+    found = tokenizer
+    for _ in range(4):
+        if isinstance(found, Tokenizer):
+            return found
+        if isinstance(found, tokenizers.Tokenizer):
+            return Tokenizer(found)
+        names = ("backend_tokenizer", "_tokenizer", "tokenizer")
+        found = next((inner for name in names if (inner := getattr(found, name, None))), None)
+    raise RequestError(
+        f"structured_outputs needs to know what each token stands for, and "
+        f"{type(tokenizer).__name__} does not tell; use a tokenizer with a tokenizer.json"
+    )
+
+
+def _packed(ids: npt.NDArray[np.int64], vocab_size: int) -> npt.NDArray[np.int32]:
+    """Bit id % 32 of word id // 32 set for each of ``ids``."""
+    bits = np.zeros(-(-vocab_size // 32) * 32, np.bool_)
+    bits[ids] = True
+    return np.packbits(bits, bitorder="little").view("<i4").astype(np.int32, copy=False)
+
+
+def _lark(spec: StructuredOutputs) -> str:
+    """The rules of a spec in llguidance's language."""
+    if spec.grammar is not None:
+        return ebnf.to_lark(spec.grammar)
+    if spec.regex is not None or spec.choice is not None:
+        regex = spec.regex
+        if regex is None:
+            regex = "|".join(map(ebnf.escaped, dict.fromkeys(spec.choice or ())))
+        grammar = json.loads(llguidance.LLMatcher.grammar_from_regex(regex))
+        return str(grammar["grammars"][0]["lark_grammar"])
+    schema = {"type": "object"} if spec.json is None else _parsed_schema(str(spec.json))
+    options: dict[str, Any] = {"whitespace_flexible": not spec.disable_any_whitespace}
+    if spec.whitespace_pattern is not None:
+        options["whitespace_pattern"] = spec.whitespace_pattern
+    return f"start: %json {json.dumps(schema | {'x-guidance': options}, allow_nan=False)}"
+
+
+def _parsed_schema(text: str) -> dict[str, Any]:
+    schema = json.loads(text)
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
+        raise ValueError("a schema is a JSON object, or true")
+    return schema
+
+
+def _error(spec: StructuredOutputs, message: str) -> RequestError:
+    # The library goes on to quote our translation, with lines and columns of it.
+    message = re.split(r"\n\s*\d+ \| ", message)[0]
+    message = re.sub(r"^(?:at )?\d+\(\d+\): ", "", message)
+    message = re.sub(r"^failed to compile JSON schema: ", "", message).strip()
+    if len(message) > MAX_MESSAGE:
+        message = f"{message[:MAX_MESSAGE]} ..."
+    return RequestError(f"structured_outputs.{spec.kind}: {message}; {_HINTS[spec.kind]}")

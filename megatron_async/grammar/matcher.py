@@ -1,0 +1,143 @@
+"""Where a text stands in its grammar, and which tokens may come next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import llguidance
+import numpy as np
+import numpy.typing as npt
+
+_NOTHING_CAN_COME = ("NoExtension", "NoExtensionBias")
+"""The library's names."""
+
+
+class Masks(NamedTuple):
+    """Of a request; W is the vocabulary's size / 32, rounded up.
+
+    Args:
+        text: int32 [W], tokens that stand for text and do not end it.
+        stops: int32 [W], tokens that end it.
+        stop_ids: the same.
+        first_bytes: what each token makes of an empty text; None where it is what the token adds
+            to any text.
+        blank: int32 [W], tokens that make nothing of an empty text but add to others.
+        byte_ids: the library's ids of the 256 bytes.
+    """
+
+    text: npt.NDArray[np.int32]
+    stops: npt.NDArray[np.int32]
+    stop_ids: frozenset[int]
+    first_bytes: Sequence[bytes] | None
+    blank: npt.NDArray[np.int32]
+    byte_ids: range
+
+
+class Matcher:
+    """Follows one text token by token. One thread at a time uses it; the library's work releases
+    the GIL.
+
+    Invariant: tokens of a mask are exactly those that :meth:`accept` takes.
+    """
+
+    def __init__(
+        self,
+        later: llguidance.LLMatcher,
+        first: llguidance.LLMatcher | None,
+        masks: Masks,
+        *,
+        ended: bool = False,
+    ) -> None:
+        self._later = later
+        self._first = first
+        self._masks = masks
+        self._ended = ended
+        self._allowed: npt.NDArray[np.int32] | None = None
+
+    def accept(self, token_id: int) -> bool:
+        """Go on by a token; False if it is not allowed, and then nothing has changed."""
+        if self._ended:
+            return False
+        if token_id in self._masks.stop_ids:
+            self._ended = self.is_complete
+            return self._ended
+        if not _bit(self._masks.text, token_id):
+            return False
+        if self._first is None:
+            accepted = self._later.try_consume_tokens([token_id]) == 1
+        elif accepted := _bit(self._text_mask(), token_id):
+            assert self._masks.first_bytes is not None
+            data = self._masks.first_bytes[token_id]
+            self._later.consume_tokens([self._masks.byte_ids[byte] for byte in data])
+            self._first = None
+        if accepted:
+            self._allowed = None
+        return accepted
+
+    def fill_mask(self, row: npt.NDArray[np.int32]) -> None:
+        """Write the tokens that may come next; none after the end or an :attr:`error`.
+
+        Args:
+            row: int32 [W]; bit id % 32 of word id // 32 is set if the token may come.
+        """
+        if row.shape != self._masks.text.shape or row.dtype != np.int32:
+            raise ValueError(f"row: {row.dtype} {row.shape}, not int32 {self._masks.text.shape}")
+        if self._ended:
+            row.fill(0)
+            return
+        row[:] = self._text_mask()
+        if self.is_complete:
+            row |= self._masks.stops
+
+    @property
+    def is_complete(self) -> bool:
+        """The text conforms as it is: an end token may come."""
+        return bool(self._later.is_accepting())
+
+    @property
+    def has_next(self) -> bool:
+        """Some token of text may come."""
+        return not self._ended and bool(self._text_mask().any())
+
+    @property
+    def must_end(self) -> bool:
+        """The text is complete, and nothing but an end may come."""
+        return self._ended or (self.is_complete and not self.has_next)
+
+    @property
+    def error(self) -> str | None:
+        """Why no token may come though the text is not complete; None if one may, or it is.
+
+        A grammar can be too expensive to follow, or lead where the vocabulary has no token.
+        """
+        if self.has_next or self.is_complete:
+            return None
+        message = (
+            str((self._first or self._later).get_error()).removesuffix("<non-verbose/>").strip()
+        )
+        if message in ("", *_NOTHING_CAN_COME):
+            return "no token of the vocabulary can come next"
+        return message
+
+    def copy(self) -> Matcher:
+        """Another one at the same place, for tokens that may be taken back."""
+        first = None if self._first is None else self._first.deep_copy()
+        return Matcher(self._later.deep_copy(), first, self._masks, ended=self._ended)
+
+    def _text_mask(self) -> npt.NDArray[np.int32]:
+        if self._allowed is None:
+            self._allowed = self._mask_of(self._later)
+            if self._first is not None:
+                blank = self._masks.blank if self._allowed.any() else 0
+                self._allowed = self._mask_of(self._first) | blank
+        return self._allowed
+
+    def _mask_of(self, matcher: llguidance.LLMatcher) -> npt.NDArray[np.int32]:
+        words = np.frombuffer(matcher.compute_bitmask(), np.int32)[: len(self._masks.text)]
+        # The library's mask after an error allows its end token.
+        return np.zeros_like(words) if matcher.is_error() else words & self._masks.text
+
+
+def _bit(words: npt.NDArray[np.int32], token_id: int) -> bool:
+    return 0 <= token_id < 32 * len(words) and bool(words[token_id // 32] >> token_id % 32 & 1)
