@@ -145,6 +145,12 @@ class SamplingParams:
         """Sequences to generate."""
         return self.n if self.best_of is None else self.best_of
 
+    def for_ranking(self) -> SamplingParams:
+        """With log-probabilities of the generated tokens, if sequences are chosen by them."""
+        if self.num_sequences == self.n or self.wants_log_probs:
+            return self
+        return dataclasses.replace(self, return_log_probs=True, skip_prompt_log_probs=True)
+
     def add_attributes(self, attribute_value_pair: dict[str, Any]) -> None:
         """Set several attributes at once; an unknown name is an error."""
         names = {f.name for f in dataclasses.fields(self)}

@@ -168,9 +168,10 @@ class CommandQueue:
         # Not an event: a handler that interrupts its ``set`` would wait for ever in another.
         self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
 
-    def submit(self, command: Command) -> None:
-        """Queue a command. Atomic: a signal's handler may call it in the midst of another call."""
-        self.waiting.append(command)
+    def submit(self, *commands: Command) -> None:
+        """Queue commands, one behind the other. Atomic: a signal's handler may call it in the midst
+        of another call."""
+        self.waiting.extend(commands)
         self.wake()
 
     def take(self) -> Command | None:

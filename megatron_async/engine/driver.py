@@ -99,21 +99,21 @@ class Driver:
     ) -> list[DynamicInferenceRequest]:
         """See the engine's."""
         self.check_outside()
-        added: list[tuple[int, RequestFuture]] = []
+        added: list[RequestFuture] = []
         try:
             for prompt, params in each:
-                added.append(self._requests.add(None, prompt, params))
-            for _, future in added:
+                added.append(self._requests.add(None, prompt, params)[1])
+            for future in added:
                 self._wait_for(future)
         except BaseException:
-            for key, _ in added:
-                self._requests.abort(key)
+            for future in added:
+                future.cancel()
             raise
         while self._thread is None and self._loop.in_flight_count and not self._has_unfinished():
             self._step()
         if self._thread is None:
             self._outputs.take()
-        return [future.result() for _, future in added]
+        return [future.result() for future in added]
 
     def _has_unfinished(self) -> bool:
         return self._scheduler.has_unfinished or bool(self._loop.commands.waiting)

@@ -14,6 +14,7 @@ from megatron_async.config import as_integer
 from megatron_async.engine.commands import AbortRequest, AddRequest, Command, CommandQueue
 from megatron_async.engine.output_processor import OutputProcessor
 from megatron_async.engine.request_validation import RequestValidator, seed_of
+from megatron_async.engine.siblings import Siblings, sibling_of
 from megatron_async.engine.step_lock import StepLock
 from megatron_async.errors import RequestError
 from megatron_async.request import DynamicInferenceRequest, RequestFuture
@@ -24,7 +25,11 @@ Prompt = str | list[int] | torch.Tensor
 
 class RequestQueue:
     """Makes commands of what users ask about requests. Nothing here takes a lock, so a signal's
-    handler may call it in the midst of anything."""
+    handler may call it in the midst of anything.
+
+    The first of several sequences has the request's id. The others have negative ids, which no
+    user may choose; what is asked about the request is asked about all of its sequences.
+    """
 
     def __init__(
         self,
@@ -39,6 +44,9 @@ class RequestQueue:
         self._lock = lock
         self._keys = itertools.count()
         self._request_ids = itertools.count()
+        self._sibling_ids = itertools.count(-1, -1)
+        self._siblings: dict[int, Siblings] = {}
+        """By request id, until all have ended."""
 
     def add(
         self,
@@ -59,47 +67,80 @@ class RequestQueue:
             EngineStoppedError: the engine has stopped.
         """
         while True:
-            number = next(self._request_ids) if request_id is None else checked_id(request_id)
-            if request_id is not None and self._outputs.key_of(number) is not None:
+            number = next(self._request_ids) if request_id is None else _new_id(request_id)
+            if self._outputs.key_of(number) is not None or number in self._siblings:
+                if request_id is None:
+                    continue
                 raise RequestError(f"request_id={number} is in use; choose another")
             key = next(self._keys)
             command, params = self._validator.add(key, number, prompt, sampling_params, priority)
+            if opened is not None and params.num_sequences > 1:
+                raise RequestError(
+                    f"n={params.n}, best_of={params.best_of}: a stream has one sequence; start one "
+                    "with a seed of its own for each, or use add_request"
+                )
             self._lock.check()
-            request = DynamicInferenceRequest(
-                request_id=number,
-                prompt=command.prompt,
-                prompt_tokens=list(command.tokens),
-                sampling_params=params,
-                seed=seed_of(command.values),
-            )
+            request = _record(command, params.for_ranking())
             future = self._outputs.open(key, request)
             if future is not None:
                 break
+        commands = [command]
         try:
+            if params.num_sequences > 1:
+                future = self._add_siblings(commands, request, future, params)
             if opened is not None:
                 opened(key, number)
-            self._commands.submit(command)
+            self._commands.submit(*commands)
         except BaseException:  # of a signal
-            self._outputs.drop(key, number)
+            for each in commands:
+                self._outputs.drop(each.key, each.request_id)
+            self._siblings.pop(number, None)
             raise
         # Whoever keeps a future does not keep the engine.
-        abort = functools.partial(_abort_if_cancelled, weakref.ref(self._commands), key)
+        keys = tuple(each.key for each in commands)
+        abort = functools.partial(_abort_if_cancelled, weakref.ref(self._commands), keys)
         future.add_done_callback(abort)
         if self._lock.stopped is not None:  # meanwhile
             self._outputs.fail(self._lock.stopped)
             self._outputs.resolve_futures()
         return key, future
 
+    def _add_siblings(
+        self,
+        commands: list[AddRequest],
+        first: DynamicInferenceRequest,
+        future: RequestFuture,
+        params: SamplingParams,
+    ) -> RequestFuture:
+        """Open the further sequences of a request and append their commands to that of the first
+        one; returns the future of all."""
+        requests, futures = [first], [future]
+        seed = seed_of(commands[0].values)
+        while len(requests) < params.num_sequences:
+            key, number = next(self._keys), next(self._sibling_ids)
+            command, own = sibling_of(
+                commands[0], self._validator, len(requests), key, number, seed
+            )
+            commands.append(command)
+            request = _record(command, own)
+            opened = self._outputs.open(key, request)
+            if opened is None:  # of a replayed run
+                commands.pop()
+                continue
+            requests.append(request)
+            futures.append(opened)
+        keys = tuple(command.key for command in commands)
+        siblings = Siblings(params, requests, futures, keys)
+        self._siblings[first.request_id] = siblings
+        forget = functools.partial(_forget, self._siblings, first.request_id)
+        siblings.future.add_done_callback(forget)
+        return siblings.future
+
     def replay(self, command: Command) -> None:
         """Queue a recorded command."""
         if isinstance(command, AddRequest):
-            request = DynamicInferenceRequest(
-                request_id=command.request_id,
-                prompt=command.prompt,
-                prompt_tokens=list(command.tokens),
-                sampling_params=SamplingParams.deserialize(command.params).checked(),
-                seed=seed_of(command.values),
-            )
+            params = SamplingParams.deserialize(command.params).checked()
+            request = _record(command, params)
             if self._outputs.open(command.key, request) is None:
                 raise RequestError(f"request_id={command.request_id} is in use")
         self._commands.submit(command)
@@ -110,13 +151,23 @@ class RequestQueue:
             self._commands.submit(AbortRequest(key))
 
     def change(self, request_id: int, command: Callable[[int], Command]) -> bool:
-        """Queue the command that ``command`` makes of the request's key; False when the request is
-        not known or has ended, as all have in a stopped engine."""
-        key = self._outputs.key_of(checked_id(request_id))
-        if key is None or self._lock.stopped is not None:
+        """Queue the command that ``command`` makes of the request's key, for each of its sequences;
+        False when the request is not known or has ended, as all have in a stopped engine."""
+        return self._change(checked_id(request_id), lambda index, key: command(key))
+
+    def _change(self, request_id: int, command: Callable[[int, int], Command]) -> bool:
+        """As :meth:`change`; ``command`` gets the sequence's index too."""
+        if self._lock.stopped is not None:
             return False
-        self._commands.submit(command(key))
-        return True
+        siblings = self._siblings.get(request_id)
+        keys = (self._outputs.key_of(request_id),) if siblings is None else siblings.keys
+        commands = [
+            command(index, key)
+            for index, key in enumerate(keys)
+            if key is not None and self._outputs.is_live(key)
+        ]
+        self._commands.submit(*commands)
+        return bool(commands)
 
     def update_sampling_params(self, request_id: int, changes: dict[str, Any]) -> bool:
         """Queue new sampling parameters; returns as :meth:`change`.
@@ -125,23 +176,52 @@ class RequestQueue:
             RequestError: one of them cannot be changed, or has a wrong value.
         """
         number = checked_id(request_id)
-        request = self._outputs.request(number)
+        siblings = self._siblings.get(number)
+        request = self._outputs.request(number) if siblings is None else siblings.first
         params = SamplingParams() if request is None else request.sampling_params
-        self._validator.update(0, params, changes)
-        return self.change(number, lambda key: self._validator.update(key, params, changes))
+        checked = self._validator.update(0, params, changes).changes
+
+        def command(index: int, key: int) -> Command:
+            if index == 0 or siblings is None:
+                return self._validator.update(key, params, changes)
+            seed = self._validator.seed(number, checked.get("seed"))
+            return self._validator.update(key, params, siblings.changes_of(index, changes, seed))
+
+        return self._change(number, command)
 
 
 def checked_id(request_id: object) -> int:
     """A request's id as an integer; raises :class:`RequestError`."""
     number = as_integer(request_id)
-    if number is None or number < 0:
-        raise RequestError(f"request_id={request_id!r} must be an integer of at least 0")
+    if number is None:
+        raise RequestError(f"request_id={request_id!r} must be an integer")
     return number
 
 
+def _new_id(request_id: object) -> int:
+    number = checked_id(request_id)
+    if number < 0:
+        raise RequestError(f"request_id={number} must be an integer of at least 0")
+    return number
+
+
+def _record(command: AddRequest, params: SamplingParams) -> DynamicInferenceRequest:
+    return DynamicInferenceRequest(
+        request_id=command.request_id,
+        prompt=command.prompt,
+        prompt_tokens=list(command.tokens),
+        sampling_params=params,
+        seed=seed_of(command.values),
+    )
+
+
+def _forget(siblings: dict[int, Siblings], request_id: int, future: RequestFuture) -> None:
+    siblings.pop(request_id, None)
+
+
 def _abort_if_cancelled(
-    commands: weakref.ref[CommandQueue], key: int, future: RequestFuture
+    commands: weakref.ref[CommandQueue], keys: tuple[int, ...], future: RequestFuture
 ) -> None:
     queue = commands()
     if queue is not None and future.cancelled():
-        queue.submit(AbortRequest(key))
+        queue.submit(*map(AbortRequest, keys))

@@ -83,7 +83,8 @@ class RequestValidator:
         params: SamplingParams | None,
         priority: object,
     ) -> tuple[AddRequest, SamplingParams]:
-        """The command that queues a request, and its parameters, checked.
+        """The command that queues a request, or the first of its sequences, and its parameters,
+        checked.
 
         Raises:
             RequestError: names the value that cannot be served and what to change.
@@ -102,7 +103,8 @@ class RequestValidator:
         self._check_fits(len(tokens) + max_new)
         self._check_texts(params)
         stop_ids = self._stop_ids(params)
-        extras = self._extras(params, stop_ids, len(tokens))
+        sampled = params.for_ranking()
+        extras = self._extras(sampled, stop_ids, len(tokens))
         command = AddRequest(
             key,
             request_id,
@@ -112,9 +114,9 @@ class RequestValidator:
             stop_ids,
             self.values(request_id, params),
             number,
-            params.serialize(),
+            sampled.serialize(),
             None if extras == NO_EXTRAS else tuple(extras),
-            params.wants_prompt_log_probs,
+            sampled.wants_prompt_log_probs,
         )
         return command, params
 
@@ -141,9 +143,11 @@ class RequestValidator:
 
     def values(self, request_id: int, params: SamplingParams) -> Values:
         """The values of the REQUEST slot fields."""
-        if params.seed is None:
-            params = dataclasses.replace(params, seed=derive_seed(self._random_seed, request_id))
-        return request_values(params)
+        return request_values(dataclasses.replace(params, seed=self.seed(request_id, params.seed)))
+
+    def seed(self, request_id: int, given: int | None) -> int:
+        """A request's seed, derived from the engine's unless it is given."""
+        return derive_seed(self._random_seed, request_id) if given is None else given
 
     def _tokens(
         self, prompt: str | list[int] | torch.Tensor, params: SamplingParams
