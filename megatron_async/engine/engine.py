@@ -19,7 +19,7 @@ from megatron_async.engine.commands import (
 )
 from megatron_async.engine.driver import Driver, prompts_with_params
 from megatron_async.engine.engine_thread import StreamTable
-from megatron_async.engine.guidance import Guidance
+from megatron_async.engine.guidance import Grammars, Guidance
 from megatron_async.engine.loop import DecodeLoop
 from megatron_async.engine.metrics import EngineCounters
 from megatron_async.engine.output_processor import OutputProcessor, TokenOutput
@@ -88,13 +88,17 @@ class DynamicInferenceEngine:
         self.model_name = model_name
         self.eos_token_ids = eos_token_ids
         limits = limits_of(context, config, enable_chunked_prefill=enable_chunked_prefill)
+        vocab_size = controller.inference_wrapped_model.vocab_size
+        grammars = Grammars(controller.tokenizer, vocab_size)
         validator = RequestValidator(
             controller,
             limits,
-            vocab_size=controller.inference_wrapped_model.vocab_size,
+            vocab_size=vocab_size,
             max_sequence_length=context.max_sequence_length,
             random_seed=config.random_seed if random_seed is None else random_seed,
             eos_token_ids=eos_token_ids,
+            grammars=grammars,
+            extras_enabled=config.enable_sampling_extras,
         )
         self._run_file = (
             None if config.record is None else RunFile(config.record, config, model_name)
@@ -122,7 +126,7 @@ class DynamicInferenceEngine:
             eos_token_ids=eos_token_ids,
         )
         self.scheduler = Scheduler(limits, self.outputs.ends, debug=config.debug)
-        self.guidance = Guidance(self.runner)
+        self.guidance = Guidance(self.runner, grammars)
         self.streams = StreamTable()
         self.lock = StepLock((self.outputs.fail, self.streams.fail))
         self.loop = DecodeLoop(
@@ -136,7 +140,9 @@ class DynamicInferenceEngine:
             logging_interval=config.inference_logging_step_interval,
             debug=config.debug,
         )
-        self.requests = RequestQueue(self.loop.commands, self.outputs, validator, self.lock)
+        self.requests = RequestQueue(
+            self.loop.commands, self.outputs, self.guidance, validator, self.lock
+        )
         self._driver = Driver(
             self.loop,
             self.lock,

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_async.errors import RequestError
 from megatron_async.request import DynamicInferenceEventType, DynamicInferenceRequest
-from megatron_async.runner.masks import Mask
 from megatron_async.runner.model_runner import ModelRunner
 from megatron_async.runner.step_program import RowProcessor
 from megatron_async.step.plan import Plan, Ticket
+
+if TYPE_CHECKING:
+    from megatron_async.grammar.compiler import CompiledGrammar, GrammarCompiler
+    from megatron_async.grammar.matcher import Matcher
 
 logger = logging.getLogger(__name__)
 
@@ -21,48 +26,62 @@ LogitsProcessor = Callable[[list[int], torch.Tensor], torch.Tensor]
 """From a request's token ids so far and its logits ``[vocabulary]`` to other logits."""
 
 
-class Matcher(Protocol):
-    """Where a request stands in its grammar."""
+class Grammars:
+    """Compiles what structured outputs conform to, in the threads of those who ask.
 
-    def accept(self, token_id: int) -> bool:
-        """Go on by a token; False if it is not allowed."""
+    Args:
+        tokenizer: the model's, or None.
+        vocab_size: of the model.
+    """
 
-    def fill_mask(self, row: Mask) -> None:
-        """Write which tokens may come next."""
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._compiler: GrammarCompiler | None = None
+        self._lock = threading.Lock()
 
-    @property
-    def must_end(self) -> bool:
-        """Nothing but an end may come."""
+    def compile(self, structured_outputs: Any) -> CompiledGrammar:
+        """The grammar of a ``StructuredOutputs``, or of a dict of its fields.
+
+        Raises:
+            RequestError: it cannot be compiled; says what to change.
+        """
+        from megatron_async.grammar.compiler import GrammarCompiler
+        from megatron_async.grammar.spec import StructuredOutputs
+
+        spec = StructuredOutputs.from_any(structured_outputs)
+        if self._tokenizer is None:
+            raise RequestError(
+                "structured_outputs needs a tokenizer, and the model has none; leave it out"
+            )
+        with self._lock:
+            if self._compiler is None:
+                self._compiler = GrammarCompiler(self._tokenizer, self._vocab_size)
+        return self._compiler.compile(spec)
 
 
 class Guidance:
     """Grammars and logits processors of live requests, by scheduler key."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, grammars: Grammars) -> None:
         self._runner = runner
+        self._grammars = grammars
         self._matchers: dict[int, Matcher] = {}
         self._processors: dict[int, tuple[DynamicInferenceRequest, Sequence[LogitsProcessor]]] = {}
 
     def open(
-        self, key: int, request: DynamicInferenceRequest, matcher: Matcher | None
+        self, key: int, request: DynamicInferenceRequest, stop_ids: tuple[int, ...]
     ) -> GrammarEnd | None:
-        """Guide a request by a grammar, by the logits processors of its sampling parameters, or by
-        both. Returns what follows the grammar along its tokens. From any thread."""
-        processors = request.sampling_params.logits_processors
-        if processors:
-            self._processors[key] = request, processors
-        if matcher is None:
+        """Guide a request as its sampling parameters say, if they do. Returns what follows its
+        grammar along its tokens. From any thread."""
+        params = request.sampling_params
+        if params.logits_processors:
+            self._processors[key] = request, params.logits_processors
+        if params.structured_outputs is None:
             return None
+        matcher = self._grammars.compile(params.structured_outputs).matcher(stop_ids)
         self._matchers[key] = matcher
-        return GrammarEnd(self, key)
-
-    def take(self, key: int, token: int) -> bool:
-        """Take a committed token; True if it is the last that the grammar allows."""
-        matcher = self._matchers[key]
-        if matcher.accept(token) and not matcher.must_end:
-            return False
-        del self._matchers[key]
-        return True
+        return GrammarEnd(matcher, ends_by_itself=not stop_ids)
 
     def close(self, keys: Iterable[int]) -> None:
         """The last tickets of these requests have retired."""
@@ -93,15 +112,21 @@ class Guidance:
 
 
 class GrammarEnd:
-    """Follows the committed tokens of a request, and ends it where its grammar does."""
+    """Follows the tokens of a request that is guided by a grammar.
 
-    def __init__(self, guidance: Guidance, key: int) -> None:
-        self._guidance = guidance
-        self._key = key
+    Args:
+        ends_by_itself: no token ends the request, so it ends with the last that the grammar allows.
+    """
 
-    def take(self, token: int) -> bool:
-        """Take a committed token; True if it is the last."""
-        return self._guidance.take(self._key, token)
+    def __init__(self, matcher: Matcher, *, ends_by_itself: bool) -> None:
+        self._matcher = matcher
+        self._ends_by_itself = ends_by_itself
+
+    def take(self, token: int, /) -> bool:
+        """Take a token before it is committed; True if it is the last."""
+        if not self._matcher.accept(token):
+            return True  # a logits processor allowed what the grammar does not
+        return self._ends_by_itself and self._matcher.must_end
 
 
 def _process(

@@ -105,17 +105,13 @@ class DecodeLoop:
         if self.suspended:
             self._publish_events()
             return
-        if self._logging_interval:
-            self._log_step()
-        if self._scheduler.table.guided:
-            self._catch_up()
+        if self._logging_interval or self._scheduler.table.guided:
+            self._before_plan()
         plan = self._plan()
         self._found_no_plan = plan is None
         self._publish_events()
         if plan is not None:
             pending = self._runner.pending
-            if pending is not None and pending.plan.extended:
-                self._guidance.prepare(pending)
             self._in_flight.append(self._launch(plan))
             self._launched(plan, pending)
         # With nothing to launch the oldest step is taken: its commit is what makes room.
@@ -137,14 +133,25 @@ class DecodeLoop:
         for on_launch in self._observers.on_launch:
             on_launch(plan)
 
-    def _catch_up(self) -> None:
-        """A guided request runs: the S that the next launch brings needs all tokens before its own,
-        so no more than the step stays in flight whose logits it samples. Its forward goes on."""
+    def _before_plan(self) -> None:
+        """What is not needed in every step: the log, and what guides requests.
+
+        The S that the next launch brings needs all tokens before those of a guided request, so no
+        more than the step stays in flight whose logits it samples. Its forward goes on.
+        """
+        if self._logging_interval:
+            self._log_step()
+        if not self._scheduler.table.guided:
+            return
         while len(self._in_flight) > 1:
             self._commit_oldest(None)
         pending = self._runner.pending
-        if pending is not None and self._guidance.has_processors(pending.plan):
+        if pending is None:
+            return
+        if self._guidance.has_processors(pending.plan):
             self.drain(NotOverlapped.LOGITS_PROCESSOR)
+        else:
+            self._guidance.prepare(pending)
 
     def drain(self, reason: NotOverlapped) -> None:
         """Commit all that is in flight: a barrier. The chain goes on with the next step."""

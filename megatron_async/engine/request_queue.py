@@ -12,6 +12,7 @@ import torch
 
 from megatron_async.config import as_integer
 from megatron_async.engine.commands import AbortRequest, AddRequest, Command, CommandQueue
+from megatron_async.engine.guidance import Guidance
 from megatron_async.engine.output_processor import OutputProcessor
 from megatron_async.engine.request_validation import RequestValidator, seed_of
 from megatron_async.engine.siblings import Siblings, sibling_of
@@ -35,9 +36,11 @@ class RequestQueue:
         self,
         commands: CommandQueue,
         outputs: OutputProcessor,
+        guidance: Guidance,
         validator: RequestValidator,
         lock: StepLock,
     ) -> None:
+        self._guidance = guidance
         self._commands = commands
         self._outputs = outputs
         self._validator = validator
@@ -81,7 +84,7 @@ class RequestQueue:
                 )
             self._lock.check()
             request = _record(command, params.for_ranking())
-            future = self._outputs.open(key, request)
+            future = self._open(command, request)
             if future is not None:
                 break
         commands = [command]
@@ -94,6 +97,7 @@ class RequestQueue:
         except BaseException:  # of a signal
             for each in commands:
                 self._outputs.drop(each.key, each.request_id)
+            self._guidance.close(each.key for each in commands)
             self._siblings.pop(number, None)
             raise
         # Whoever keeps a future does not keep the engine.
@@ -104,6 +108,15 @@ class RequestQueue:
             self._outputs.fail(self._lock.stopped)
             self._outputs.resolve_futures()
         return key, future
+
+    def _open(self, command: AddRequest, request: DynamicInferenceRequest) -> RequestFuture | None:
+        """Start the record of a request, and what guides it; None if its id is in use."""
+        future = self._outputs.open(command.key, request)
+        if future is not None and command.extras is not None:
+            watcher = self._guidance.open(command.key, request, command.stop_ids)
+            if watcher is not None:
+                self._outputs.ends.watch(command.key, watcher)
+        return future
 
     def _add_siblings(
         self,
@@ -123,7 +136,8 @@ class RequestQueue:
             )
             commands.append(command)
             request = _record(command, own)
-            opened = self._outputs.open(key, request)
+            request.sampling_params.logits_processors = params.logits_processors
+            opened = self._open(command, request)
             if opened is None:  # of a replayed run
                 commands.pop()
                 continue
@@ -141,7 +155,7 @@ class RequestQueue:
         if isinstance(command, AddRequest):
             params = SamplingParams.deserialize(command.params).checked()
             request = _record(command, params)
-            if self._outputs.open(command.key, request) is None:
+            if self._open(command, request) is None:
                 raise RequestError(f"request_id={command.request_id} is in use")
         self._commands.submit(command)
 

@@ -9,6 +9,7 @@ import torch
 
 from megatron_async.config import as_integer
 from megatron_async.engine.commands import AddRequest, UpdateSamplingParams
+from megatron_async.engine.guidance import Grammars
 from megatron_async.errors import RequestError
 from megatron_async.parameter_checks import check_vocabulary, shown
 from megatron_async.sampling_params import SamplingParams
@@ -67,7 +68,11 @@ class RequestValidator:
         max_sequence_length: int,
         random_seed: int,
         eos_token_ids: tuple[int, ...] | None,
+        grammars: Grammars,
+        extras_enabled: bool,
     ) -> None:
+        self._grammars = grammars
+        self._extras_enabled = extras_enabled
         self._tokenizer = tokenizer
         self._limits = limits
         self._vocab_size = vocab_size
@@ -264,19 +269,31 @@ class RequestValidator:
             allowed=allowed,
             banned=banned,
             bad_words=bad_words,
-            guided=self._grammar(params),
+            guided=self._is_guided(params),
         )
+        self._check_extras(extras)
         self._check_candidates(extras)
         return extras
 
-    def _grammar(self, params: SamplingParams) -> bool:
-        """Whether masks guide the request."""
+    def _is_guided(self, params: SamplingParams) -> bool:
+        """S needs all tokens before: for a grammar's masks, or for Python functions."""
         if params.structured_outputs is not None:
+            self._grammars.compile(params.structured_outputs)
+        return params.structured_outputs is not None or bool(params.logits_processors)
+
+    def _check_extras(self, extras: Extras) -> None:
+        if not self._extras_enabled and extras != NO_EXTRAS:
+            asked = [name for name, value in extras._asdict().items() if value]
             raise RequestError(
-                f"structured_outputs={shown(params.structured_outputs)} is not supported by this "
-                "version; leave it out"
+                f"{', '.join(asked)} cannot be served with enable_sampling_extras=False in the "
+                "engine's configuration; turn it on, or ask for none of penalties, filters, "
+                "log-probabilities, structured outputs and logits processors"
             )
-        return False
+        if extras.guided and self._limits.window > 1:
+            raise RequestError(
+                "structured_outputs and logits_processors do not go together with drafts; leave "
+                "them out, or serve the model with num_speculative_tokens=0"
+            )
 
     def _allowed(self, params: SamplingParams) -> tuple[int, ...] | None:
         if params.allowed_token_ids is None:

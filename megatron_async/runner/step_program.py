@@ -87,7 +87,7 @@ class StepProgram:
             if self._window == 1:
                 self._kernels = StepKernels(
                     self._row_records, context.slots, context.block_size_tokens, packets, results,
-                    extras,
+                    *(extras or (None, None)),
                 )  # fmt: skip
 
     # --- C ------------------------------------------------------------------------------------

@@ -7,12 +7,13 @@ nowhere else. Without drafts the window is 1.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from megatron_async.step.extras import LOG_PROB_WORDS
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 RECORD_COUNT, RECORD_STATUS, RECORD_TOKENS = 0, 1, 2
 """Rows of the record; the tokens follow."""
@@ -23,7 +24,7 @@ RUNNING, ENDED, FAILED = 0, 1, 2
 FAILED: its logits hold NaN, and the tokens before are all there are."""
 
 
-LogProbs = npt.NDArray[np.int32]
+LogProbs: TypeAlias = "npt.NDArray[np.int32]"
 """Log-probabilities of positions, ``[..., LOG_PROB_WORDS]``, as the device packs them."""
 
 

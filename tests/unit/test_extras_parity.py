@@ -110,13 +110,15 @@ def weights(engine: DynamicInferenceEngine, step: int) -> None:
         engine.update_weights({"salt": 0})  # the same ones: everything is computed again
 
 
-def run(event: str, depth: int) -> tuple[dict[str, DynamicInferenceRequest], Any]:
+def run(
+    event: str, depth: int, device: str = "cpu"
+) -> tuple[dict[str, DynamicInferenceRequest], Any]:
     """All requests of :func:`asks` through an engine, with ``event``; the counters too."""
     values: dict[str, Any] = {
         "max_requests": 6, "block_size_tokens": 4, "block_count": 120, "prefill_chunk_tokens": 8,
-        "jitter_seed": depth,
+        "jitter_seed": depth if device == "cpu" else None, "device_name": device,
     }  # fmt: skip
-    model: HashModel = HashModel()
+    model: HashModel = HashModel(device)
     if event == "pressure":
         values["block_count"] = 24
     if event == "drafts":
@@ -206,6 +208,19 @@ def test_extras_at_every_depth_in_every_event(depth: int, event: str) -> None:
     assert witness.get(event, 1) > 0
     if depth and event == "none":
         # Nothing of this is a barrier, and nothing breaks the chain but its end.
+        assert counters.barriers == 0
+        assert counters.steps_overlapped == counters.steps_committed - 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("event", [event for event in EVENTS if event != "drafts"])
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_extras_on_a_gpu_are_the_references_bits(depth: int, event: str) -> None:
+    requests, counters = run(event, depth, "cuda")
+    check(requests)
+    for name, request in requests.items():
+        assert log_probs_of(request) == serial_log_probs()[name], name
+    if depth and event == "none":
         assert counters.barriers == 0
         assert counters.steps_overlapped == counters.steps_committed - 1
 

@@ -154,6 +154,8 @@ def reference_steps(case: Case) -> list[dict[str, torch.Tensor]]:
         SimpleNamespace(read=lambda into, width: into[:width].copy_(incoming.pop(0)[:width])),  # type: ignore[arg-type]
         SimpleNamespace(),  # type: ignore[arg-type]
         SimpleNamespace(publish=published.append),  # type: ignore[arg-type]
+        SimpleNamespace(),  # type: ignore[arg-type]
+        None,
         logits_dtype=torch.float32,
         poison=False,
     )

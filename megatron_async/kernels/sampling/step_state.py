@@ -292,9 +292,13 @@ class StepKernels:
         )
         finish(packed, records, state, self._results, pdl=self._pdl)
 
-    def sample_extended(self, logits: torch.Tensor) -> None:
+    def sample_extended(self, logits: torch.Tensor, sampled: torch.Tensor | None = None) -> None:
         """The same for rows that may have extras: their logits are processed first, and behind the
         record come the words of log-probabilities, [LOG_PROB_WORDS, R] int32.
+
+        Args:
+            sampled: what is processed and sampled in place of ``logits``, whose log-probabilities
+                are the model's.
 
         Raises:
             ValueError: it was made without ``extras``.
@@ -306,8 +310,9 @@ class StepKernels:
         state, results, pdl = self._state, self._results, self._pdl
         index = records[:, packet.ROW_SLOT]
         processed = process_logits_gpu(
-            logits, self._extras, index, state, self._buffers, self._masks, results.counter, pdl=pdl
-        )
+            logits if sampled is None else candidates(sampled), self._extras, index, state,
+            self._buffers, self._masks, results.counter, pdl=pdl,
+        )  # fmt: skip
         packed = sample_splits(
             processed,
             state.inverse_temperature,

@@ -1,0 +1,269 @@
+"""Grammars, stop words and logits processors inside the chain, at every depth and in every event.
+
+The hash model with a tokenizer of its ids: its text is noise unless something guides it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.engine.metrics import NotOverlapped
+from megatron_async.errors import RequestError
+from megatron_async.request import DynamicInferenceRequest, FinishReason
+from megatron_async.sampling_params import SamplingParams
+from tests.support.drafting_model import DraftingHashModel
+from tests.support.engines import DEPTHS, hash_engine
+from tests.support.hash_model import VOCAB_SIZE, HashModel
+from tests.support.hash_tokenizer import hash_tokenizer
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"ab": {"type": "integer", "maximum": 99}, "c": {"enum": [True, None]}},
+    "required": ["ab", "c"],
+    "additionalProperties": False,
+}
+END = hash_tokenizer().eod
+LENGTH = 60
+
+
+def params(**values: Any) -> SamplingParams:
+    values = {"temperature": 1.2, "num_tokens_to_generate": LENGTH, "seed": 5, **values}
+    return SamplingParams(**values)
+
+
+GUIDED: dict[str, SamplingParams] = {
+    "schema": params(structured_outputs={"json": SCHEMA, "disable_any_whitespace": True}),
+    "greedy schema": params(
+        temperature=0.0, structured_outputs={"json": SCHEMA, "disable_any_whitespace": True}
+    ),
+    "regex": params(structured_outputs={"regex": "[a-f]{3,9}[0-9]+é?x"}, return_log_probs=True),
+    "choice": params(structured_outputs={"choice": ["abcabc", "null", "true false"]}),
+    "no end token": params(structured_outputs={"regex": "(ab|cd){7}"}, ignore_eos=True),
+    "stop word": params(stop_words=["b", "12"], ignore_eos=True),
+    "plain": params(ignore_eos=True),
+    "penalties": params(structured_outputs={"regex": "[a-z ]{20}"}, presence_penalty=1.0),
+}
+EVENTS = ("none", "pauses", "evictions", "updates", "arrivals")
+
+
+def engine(depth: int, device: str = "cpu", **values: Any) -> DynamicInferenceEngine:
+    values = {"max_requests": 5, "block_size_tokens": 4, "block_count": 100, **values}
+    jitter = depth if device == "cpu" else None
+    return hash_engine(
+        depth, tokenizer=hash_tokenizer(), jitter_seed=jitter, device_name=device, **values
+    )
+
+
+def run(
+    depth: int, event: str, device: str = "cpu"
+) -> tuple[dict[str, DynamicInferenceRequest], Any]:
+    with engine(depth, device) as made:
+        futures: dict[str, Any] = {}
+        waiting = list(GUIDED.items())
+        step = 0
+        while waiting or made.has_unfinished_requests():
+            while waiting and (event != "arrivals" or step % 3 == 0):
+                name, asked = waiting.pop(0)
+                futures[name] = made.add_request(len(futures), [7, len(futures), 9], asked)
+                if event == "arrivals":
+                    break
+            for request_id in range(len(GUIDED)):
+                if event == "pauses" and (step + request_id) % 9 == 4:
+                    made.pause_request(request_id)
+                if event == "pauses" and (step + request_id) % 9 == 7:
+                    made.resume_request(request_id)
+            if event == "evictions" and step % 3 == 2:
+                made.evict_request(step // 3 % len(GUIDED))
+            if event == "updates" and step == 5:
+                made.update_sampling_params(0, top_k=50)  # of so few: no other tokens
+            made.step_modern()
+            step += 1
+            assert step < 3000
+        return {name: future.result(0) for name, future in futures.items()}, made.counters
+
+
+@functools.cache
+def serial() -> dict[str, tuple[list[int], str | None, FinishReason | None]]:
+    return {name: what_came(request) for name, request in run(0, "none")[0].items()}
+
+
+def what_came(
+    request: DynamicInferenceRequest,
+) -> tuple[list[int], str | None, FinishReason | None]:
+    return request.generated_tokens, request.generated_text, request.finish_reason
+
+
+@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))
+@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_guided_requests_are_those_of_serial_decoding(depth: int, event: str, device: str) -> None:
+    requests, counters = run(depth, event, device)
+    for name, request in requests.items():
+        assert what_came(request) == serial()[name], name
+        counts = request.counters
+        assert counts.launched == counts.committed + counts.discarded, name
+    texts = {name: request.generated_text or "" for name, request in requests.items()}
+    for name in ("schema", "greedy schema"):
+        found = json.loads(texts[name])
+        assert set(found) == {"ab", "c"} and found["ab"] <= 99 and found["c"] in (True, None)
+    assert re.fullmatch("[a-f]{3,9}[0-9]+é?x", texts["regex"])
+    assert texts["choice"] in ("abcabc", "null", "true false")
+    assert re.fullmatch("(ab|cd){7}", texts["no end token"])
+    assert requests["no end token"].generated_tokens[-1] != END
+    assert requests["schema"].generated_tokens[-1] == END
+    assert "b" not in texts["stop word"] and "12" not in texts["stop word"]
+    assert requests["stop word"].finish_reason is FinishReason.STOP
+    assert requests["stop word"].stop_reason in ("b", "12")
+    assert requests["plain"].finish_reason is FinishReason.LENGTH
+    if depth and event == "none":
+        # Guided steps overlap, at depth 1 at most; the last are plain.
+        assert counters.barriers == 0
+        assert counters.steps_overlapped == counters.steps_committed - 1
+        depths = {report.effective_depth for report in requests["schema"].steps}
+        assert depths == {1}
+        if depth > 1:
+            assert max(r.effective_depth for r in requests["plain"].steps) == depth
+    if event == "evictions":
+        assert counters.evictions > 0
+
+
+def test_witness_nothing_conforms_by_itself() -> None:
+    with engine(0) as made:
+        bare = params(ignore_eos=True)
+        (request,) = made.generate([[7, 0, 9]], bare)
+    with pytest.raises(ValueError):
+        json.loads(request.generated_text or "")
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_what_was_sampled_behind_a_stop_word_is_discarded(depth: int) -> None:
+    with engine(depth) as made:
+        (request,) = made.generate([[7, 5, 9]], GUIDED["stop word"])
+        counters = made.counters
+    assert request.counters.discarded == min(depth, 1) * request.counters.discarded
+    assert request.counters.launched == request.counters.committed + request.counters.discarded
+    assert counters.tokens_discarded == request.counters.discarded
+    assert (request.counters.discarded > 0) == (depth > 0)
+
+
+# --- logits processors ------------------------------------------------------------------------
+
+
+def only_even(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+    logits = logits.clone()
+    logits[1::2] = -torch.inf
+    return logits
+
+
+def not_the_last(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+    logits[tokens[-1]] = -torch.inf
+    return logits
+
+
+@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_logits_processors_are_barriers_with_their_reason(depth: int, device: str) -> None:
+    asked = params(
+        logits_processors=[only_even, not_the_last], num_tokens_to_generate=12, ignore_eos=True,
+        return_log_probs=True,
+    )  # fmt: skip
+    plain = params(num_tokens_to_generate=30, ignore_eos=True)
+    with engine(depth, device) as made:
+        first = made.add_request(0, [7, 1, 9], asked)
+        second = made.add_request(1, [7, 2, 9], plain)
+        while made.has_unfinished_requests():
+            made.step_modern()
+        counters = made.counters
+    request, other = first.result(0), second.result(0)
+    tokens = request.generated_tokens
+    assert len(tokens) == 12 and all(token % 2 == 0 for token in tokens)
+    assert all(a != b for a, b in zip([9, *tokens], tokens, strict=False))
+    with engine(0) as made:
+        (again,) = made.generate([[7, 1, 9]], asked)
+        (alone,) = made.generate([[7, 2, 9]], plain)
+        (bare,) = made.generate([[7, 1, 9]], params(num_tokens_to_generate=12, ignore_eos=True))
+    assert again.generated_tokens == tokens != bare.generated_tokens
+    assert again.generated_log_probs == request.generated_log_probs
+    assert other.generated_tokens == alone.generated_tokens
+    if depth:
+        # One for each of its steps, and none for the rest.
+        assert counters.not_overlapped[NotOverlapped.LOGITS_PROCESSOR] == 12
+        assert counters.barriers == 12
+        assert counters.steps_overlapped >= 16
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_logits_processor_that_fails_ends_its_request_alone(depth: int) -> None:
+    def fails(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+        if len(tokens) == 6:
+            raise ZeroDivisionError("of its own making")
+        return logits[:-1] if len(tokens) == 60 else logits
+
+    with engine(depth) as made:
+        bad, good = made.generate(
+            [[1, 2, 3], [1, 2, 4]],
+            [
+                params(logits_processors=[fails], ignore_eos=True),
+                params(ignore_eos=True),
+            ],
+        )
+    assert bad.finish_reason is FinishReason.ERROR and len(bad.generated_tokens) == 3
+    assert any(isinstance(event.payload, ZeroDivisionError) for event in bad.events)
+    assert good.finish_reason is FinishReason.LENGTH and len(good.generated_tokens) == LENGTH
+
+
+# --- at the door ------------------------------------------------------------------------------
+
+
+def test_grammars_are_refused_at_the_door_and_nothing_is_lost() -> None:
+    with engine(1) as made:
+        future = made.add_request(0, [1, 2], params(ignore_eos=True))
+        for bad, named in (
+            ({"regex": "(("}, "regex"),
+            ({"json": "{"}, "json"),
+            ({"grammar": "rot ::= "}, "grammar"),
+            ({}, "structured_outputs"),
+            ({"regex": "a", "choice": ["b"]}, "structured_outputs"),
+        ):
+            with pytest.raises(RequestError, match=named):
+                made.add_request(1, [1, 2], params(structured_outputs=bad))
+        while not future.done():
+            made.step_modern()
+        assert len(future.result().generated_tokens) == LENGTH
+
+
+def test_without_a_tokenizer_grammars_are_refused() -> None:
+    with (
+        hash_engine(1, max_requests=2, block_count=8) as made,
+        pytest.raises(RequestError, match="tokenizer"),
+    ):
+        made.add_request(0, [1], params(structured_outputs={"regex": "a"}))
+
+
+def test_grammars_with_drafts_are_refused() -> None:
+    with (
+        engine(1, model=DraftingHashModel(2, 0.1)) as made,
+        pytest.raises(RequestError, match="drafts"),
+    ):
+        made.add_request(0, [1], params(structured_outputs={"regex": "a+"}))
+
+
+def test_extras_turned_off_are_refused_and_plain_requests_run() -> None:
+    with engine(1, model=HashModel(), enable_sampling_extras=False) as made:
+        for asked in (
+            {"presence_penalty": 1.0},
+            {"return_log_probs": True},
+            {"structured_outputs": {"regex": "a"}},
+        ):
+            with pytest.raises(RequestError, match="enable_sampling_extras"):
+                made.add_request(0, [1], params(**asked))
+        (request,) = made.generate([[1, 2, 3]], params(ignore_eos=True, stop_words=["zzzz"]))
+    assert request.finish_reason is FinishReason.LENGTH
+    assert all(0 <= token < VOCAB_SIZE for token in request.generated_tokens)
