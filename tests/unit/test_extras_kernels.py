@@ -42,7 +42,7 @@ MODES = (NO_LOG_PROBS, RAW_LOG_PROBS, PROCESSED_LOG_PROBS)
 RECORD = RECORD_HEAD + 1
 ENTRIES, MASK_ENTRIES = 3, 2
 BEGUN = 4
-STEPS = 3
+STEPS = 2
 SMALL_BLOCK = 64
 """Tiles of the interpreter's small vocabularies."""
 
@@ -75,7 +75,7 @@ class Case:
         self.records[:, packet.ROW_SAMPLES] = (torch.rand(rows, generator=generator) < 0.9).int()
         self.logits = []
         for step in range(STEPS):
-            logits = torch.randn(rows, vocab_size, generator=generator) * (1, 3, 20)[step % 3]
+            logits = torch.randn(rows, vocab_size, generator=generator) * (3, 20)[step % 2]
             # A large logit for some, so that one tile has most of a row's likely ids.
             logits[::2, : vocab_size // 8] += 15
             marked = [(step + i) % rows for i in range(3)]
@@ -202,7 +202,7 @@ def assert_steps_equal(case: Case, device: torch.device, pdl: bool = False) -> C
     return seen
 
 
-SMALL = [(1, 61), (8, 1), (7, 26 * SMALL_BLOCK + 3), (12, 300)]
+SMALL = [(1, 61), (3, 1), (7, 22 * SMALL_BLOCK + 3), (9, 130)]
 LARGE = [(1, 151_936), (12, 128_256), (64, 32_000), (9, 1), (200, 261)]
 
 
@@ -215,7 +215,7 @@ def test_steps_equal_the_torch_code(
     monkeypatch.setattr(kernels, "BLOCK", SMALL_BLOCK)
     monkeypatch.setattr(kernels, "ROW_BLOCK", 512)
     seen = assert_steps_equal(Case(rows, vocab_size, rows, torch.float32), torch.device("cpu"))
-    if vocab_size > 1 and rows > 1:
+    if rows > 3:
         assert all(seen.values()), seen
 
 
