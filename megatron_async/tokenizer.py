@@ -99,15 +99,18 @@ class _TokenBytes(dict[int, bytes]):
 class _WindowStream(DetokenizeStream):
     """For decoders that see a token's left neighbour, or the start of the text, and no more.
 
-    Invariant: ``_context`` is the last group of tokens that gave text, so text of
-    ``_context + _held`` beyond that of ``_context`` is what ``_held`` adds to the whole. A run of
-    byte tokens is held to its end, since a later byte can turn the whole run into U+FFFD.
+    Invariant: ``_context`` are the newest tokens, enough of them to have text, ``_before``, of
+    their own, or all there are. So what is stripped from the beginning of a text has been stripped
+    within them, and text of ``_context + _held`` beyond ``_before`` is what ``_held`` adds to the
+    whole. A run of byte tokens is held to its end, since a later byte can turn the whole run into
+    U+FFFD.
     """
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
         self._context: list[int] = []
+        self._before = ""
         self._held: list[int] = []
 
     def push(self, token_id: int) -> str:
@@ -123,10 +126,20 @@ class _WindowStream(DetokenizeStream):
         if not self._held:
             return ""
         window = self._context + self._held
-        before = self._tokenizer.decode(self._context, skip_special_tokens=False)
-        text = self._tokenizer.decode(window, skip_special_tokens=False)[len(before) :]
-        self._context = self._held if text else window
-        self._held = []
+        whole = self._decode(window)
+        text = whole[len(self._before) :]
+        # One token less than the window is enough for a run of what may be stripped.
+        for context in (self._held, window[1:]):
+            before = self._decode(context)
+            if before:
+                break
+        else:
+            context, before = window, whole
+        self._context, self._before, self._held = context, before, []
+        return text
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
         return text
 
 

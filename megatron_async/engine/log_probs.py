@@ -18,14 +18,13 @@ def read_log_probs(words: Any, n: int) -> list[TokenLogProbs]:
         words: int32 or float32 [positions, LOG_PROB_WORDS], as in ``step/extras.py``. Where the
             vocabulary has fewer tokens than a position has places, the ids that are left are -1.
     """
-    ids, log_probs = words.view(np.int32), words.view(np.float32)
+    log_probs = words.view(np.float32)
+    each = log_probs[:, 0].tolist()
+    if not n:
+        return [TokenLogProbs(own, {}) for own in each]
     first = 1 + MAX_TOP_LOG_PROBS
-    rows = zip(
-        log_probs[:, 0].tolist(),
-        ids[:, 1 : 1 + n].tolist(),
-        log_probs[:, first : first + n].tolist(),
-        strict=True,
-    )
+    ids = words.view(np.int32)[:, 1 : 1 + n].tolist()
+    rows = zip(each, ids, log_probs[:, first : first + n].tolist(), strict=True)
     return [
         TokenLogProbs(own, {id: of for id, of in zip(top, of_top, strict=True) if id >= 0})
         for own, top, of_top in rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import tokenizers
@@ -141,6 +142,62 @@ def ids_of(draw: st.DrawFn, kind: str) -> list[int]:
 def test_pushed_text_is_the_whole_for_any_ids(kind: str, data: st.DataObject, skip: bool) -> None:
     tokenizer, ids = tokenizer_of(kind), data.draw(ids_of(kind))
     assert "".join(pushed(tokenizer, ids, skip=skip)) == tokenizer.detokenize(ids, skip)
+
+
+@functools.cache
+def stripping(count: int) -> Tokenizer:
+    """Takes up to ``count`` spaces from the beginning of a text. Ids: a space, two, "a", the bytes
+    of a space and of two letters, and pieces that look like bytes and are none."""
+    pieces = [
+        META,
+        META * 2,
+        "a",
+        "<0x20>",
+        "<0xC3>",
+        "<0xA9>",
+        "<0x",
+        "<0x20>>",
+        "<0x2>",
+        "<0y20>",
+    ]
+    made = tokenizers.Tokenizer(
+        models.BPE(vocab={piece: n for n, piece in enumerate(pieces)}, merges=[])
+    )
+    made.decoder = decoders.Sequence(
+        [
+            decoders.Replace(META, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", count, 0),
+        ]
+    )
+    return Tokenizer(made)
+
+
+@given(ids=st.lists(st.one_of(st.integers(0, 3), st.integers(0, 10)), max_size=12))
+@settings(max_examples=300, deadline=None)
+def test_only_the_beginning_of_a_text_is_stripped(ids: list[int]) -> None:
+    for count in (0, 1, 2, 3):
+        tokenizer = stripping(count)
+        assert "".join(pushed(tokenizer, ids)) == tokenizer.detokenize(ids)
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_a_run_of_spaces_costs_no_more_the_longer_it_is(count: int) -> None:
+    """What a stream keeps is what it decodes again with the next token."""
+    stream: Any = stripping(count).stream()
+    kept = []
+    for _ in range(300):
+        stream.push(0)
+        kept.append(len(stream._context))
+    assert max(kept) == count + 1
+
+
+def test_what_only_looks_like_a_byte_is_not_held_back() -> None:
+    tokenizer = stripping(1)
+    for piece in ("<0x", "<0x20>>", "<0x2>", "<0y20>"):
+        token_id = tokenizer._tokenizer.token_to_id(piece)
+        assert tokenizer.stream().push(token_id) == piece
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -253,6 +253,31 @@ def test_a_stop_token_is_no_text_to_a_watched_request_either(tokenizer: Any) -> 
     assert (run.request.generated_text, run.request.stop_reason) == ("ab", None)
 
 
+@pytest.mark.parametrize(
+    ("params", "token", "shown"),
+    [
+        ({}, EOD, ""),
+        ({"ignore_eos": True}, EOD, chr(EOD)),
+        ({"termination_id": -1}, EOD, chr(EOD)),
+        ({"termination_id": ord("t")}, EOD, chr(EOD)),
+        ({"termination_id": ord("t")}, ord("t"), ""),
+        ({"stop_token_ids": (ord("t"),)}, ord("t"), ""),
+        ({"stop_token_ids": (ord("t"),)}, EOD, ""),
+        ({"ignore_eos": True, "stop_token_ids": (EOD,)}, EOD, ""),
+    ],
+)
+@pytest.mark.parametrize("words", [None, ["END"]])
+def test_only_stop_tokens_of_the_request_have_no_text(
+    words: Any, params: dict[str, Any], token: int, shown: str
+) -> None:
+    """To a request that something else ends, too: a grammar ends with any token."""
+    run = Run(StreamedLetters(), stop_words=words, **params)
+    run.outputs.ends.watch(KEY, EndsWith(token))
+    run.commit((ord("a"), token))
+    assert run.request.generated_text == "a" + shown
+    assert run.request.finish_reason is FinishReason.STOP
+
+
 def test_watchers_go_with_their_request() -> None:
     run = Run(StreamedLetters(), stop_words=["a"])
     assert run.outputs.ends.watches(KEY)
@@ -526,8 +551,8 @@ def test_a_rollout_that_does_not_add_up_is_an_error() -> None:
     run = Run(None, return_log_probs=True)
     run.commit((7, 8), FinishReason.LENGTH, log_probs=[words_of(FIRST, SECOND)])
     spans, log_probs = run.request.weight_spans, run.request.generated_log_probs
-    for wrong in ([], [WeightSpan(1, 0)], [WeightSpan(0, 0), WeightSpan(2, 1)]):
-        run.request.weight_spans = wrong
+    for starts in ((), (1,), (0, 2), (0, 1, 0)):
+        run.request.weight_spans = [WeightSpan(start, 0) for start in starts]
         with pytest.raises(IntegrityError, match="weight spans"):
             run.request.rollout()
     run.request.weight_spans, run.request.generated_log_probs = spans, log_probs[:1]
