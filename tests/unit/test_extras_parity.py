@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.request import DynamicInferenceRequest
@@ -213,6 +214,7 @@ def test_extras_at_every_depth_in_every_event(depth: int, event: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("event", [event for event in EVENTS if event != "drafts"])
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_extras_on_a_gpu_are_the_references_bits(depth: int, event: str) -> None:

@@ -50,6 +50,11 @@ GUIDED: dict[str, SamplingParams] = {
     "plain": params(ignore_eos=True),
     "penalties": params(structured_outputs={"regex": "[a-z ]{20}"}, presence_penalty=1.0),
 }
+ON_GPU = (
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+)
+DEVICES = ("cpu", pytest.param("cuda", marks=ON_GPU))
 EVENTS = ("none", "pauses", "evictions", "updates", "arrivals")
 
 
@@ -100,7 +105,7 @@ def what_came(
     return request.generated_tokens, request.generated_text, request.finish_reason
 
 
-@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_guided_requests_are_those_of_serial_decoding(depth: int, event: str, device: str) -> None:
@@ -167,7 +172,7 @@ def not_the_last(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_logits_processors_are_barriers_with_their_reason(depth: int, device: str) -> None:
     asked = params(

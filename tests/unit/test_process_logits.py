@@ -59,7 +59,9 @@ def random_slot(rng: random.Random, vocab_size: int, log_probs: int = 0) -> Slot
     penalties = asks()
     words = []
     for length in range(2, rng.randint(2, MAX_BAD_WORD_TOKENS + 1)):
-        before = tokens[len(tokens) - length + 1 :] if len(tokens) >= length - 1 else ids(length - 1)
+        before = (
+            tokens[len(tokens) - length + 1 :] if len(tokens) >= length - 1 else ids(length - 1)
+        )
         words.append((*before, rng.randrange(vocab_size)))
         words.append((*(rng.randrange(12) for _ in before), rng.randrange(vocab_size)))
     extras = Extras(
