@@ -35,14 +35,17 @@ from megatron_async.step.extras import (
     SlotExtras,
     features_of,
 )
-from tests.support.interpreter import compiled
 
 VOCAB = 61
 CPU = torch.device("cpu")
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="compares with transformers"
 )
-on_gpu = pytest.mark.parametrize("device", [pytest.param(torch.device("cuda"), marks=compiled)])
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+on_gpu = pytest.mark.parametrize("device", [pytest.param(torch.device("cuda"), marks=gpu)])
 
 Floats = npt.NDArray[np.float32]
 
