@@ -197,8 +197,9 @@ def _sections(extras: Extras, vocab_size: int, words: int) -> dict[int, Ints]:
     if features & FEATURE_MIN_TOKENS:
         sections[FEATURE_MIN_TOKENS] = _mask(extras.stop_ids, vocab_size, words)
     if features & FEATURE_ALLOWED:
-        allowed = range(vocab_size) if extras.allowed is None else extras.allowed
-        mask = _mask(allowed, vocab_size, words) & ~_mask(extras.banned, vocab_size, words)
+        mask = ~_mask(extras.banned, vocab_size, words)
+        if extras.allowed is not None:
+            mask &= _mask(extras.allowed, vocab_size, words)
         sections[FEATURE_ALLOWED] = mask
     if features & FEATURE_BIAS:
         bias = [each for each in extras.bias if 0 <= each[0] < vocab_size]

@@ -285,8 +285,18 @@ def test_an_entry_without_room_for_log_probabilities_is_refused() -> None:
 
 
 @interpreted
+def test_the_memory_of_an_extended_step_is_known() -> None:
+    case = Case(2, 61, 0, torch.float32)
+    rig = Rig(case, torch.device("cpu"), False, extended=True)
+    # Four rows of one tile: logits up to a multiple of 32, and what rows and tiles leave.
+    of_row = 64 * 4 + (2 * 4 + 8) + (2 * 4 + 8 + 20 * 8)
+    assert rig.kernels.extended_bytes == 4 * of_row
+
+
+@interpreted
 def test_an_extended_step_needs_tables() -> None:
     case = Case(2, 61, 0, torch.float32)
     rig = Rig(case, torch.device("cpu"), False, extended=False)
+    assert rig.kernels.extended_bytes == 0
     with pytest.raises(ValueError, match="no tables of extras"):
         rig.kernels.sample_extended(case.logits[0])

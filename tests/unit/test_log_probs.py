@@ -21,7 +21,7 @@ from megatron_async.sampling.log_probs import (
 )
 from megatron_async.sampling.sample import sample_tokens_reference
 from megatron_async.step.extras import LOG_PROB_WORDS, MAX_TOP_LOG_PROBS
-from tests.support.interpreter import compiled
+from tests.unit.test_process_logits import on_gpu
 
 TOLERANCE = 1e-5
 
@@ -73,8 +73,8 @@ def test_within_1e5_of_float64_over_a_large_vocabulary(spread: float) -> None:
         assert_close(token_log_probs(logits, tokens), logits, tokens)
 
 
-@pytest.mark.parametrize("device", [pytest.param("cuda", marks=compiled)])
-def test_cuda_gives_the_cpus_bits(device: str) -> None:
+@on_gpu
+def test_cuda_gives_the_cpus_bits(device: torch.device) -> None:
     generator = torch.Generator().manual_seed(0)
     for vocab_size in (1, 61, 128_256):
         logits = (torch.randn(5, vocab_size, generator=generator) * 5).bfloat16()

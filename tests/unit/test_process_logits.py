@@ -25,6 +25,7 @@ from megatron_async.sampling.process_logits import (
     mask_words,
     process_logits,
 )
+from megatron_async.step import extras as step_extras
 from megatron_async.step.extras import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -34,14 +35,17 @@ from megatron_async.step.extras import (
     SlotExtras,
     features_of,
 )
-from tests.support.interpreter import compiled
 
 VOCAB = 61
 CPU = torch.device("cpu")
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="compares with transformers"
 )
-on_gpu = pytest.mark.parametrize("device", [pytest.param(torch.device("cuda"), marks=compiled)])
+gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+on_gpu = pytest.mark.parametrize("device", [pytest.param(torch.device("cuda"), marks=gpu)])
 
 Floats = npt.NDArray[np.float32]
 
@@ -225,6 +229,26 @@ def test_cuda_equals_the_cpu(device: torch.device) -> None:
         logits = with_failures(case.logits)
         got = case.processed(case.tables(device), logits.to(device), device)
         np.testing.assert_array_equal(got.cpu(), case.processed(case.tables(), logits))
+
+
+ASKED = {
+    step_extras.FEATURE_PENALTIES: Extras(frequency_penalty=-0.1),
+    step_extras.FEATURE_MIN_P: Extras(min_p=0.1),
+    step_extras.FEATURE_MIN_TOKENS: Extras(min_total=3, stop_ids=(1,)),
+    step_extras.FEATURE_BIAS: Extras(bias=((1, 1.0),)),
+    step_extras.FEATURE_ALLOWED: Extras(banned=(1,)),
+    step_extras.FEATURE_BAD_WORDS: Extras(bad_words=((1, 2),)),
+    step_extras.FEATURE_GUIDED: Extras(guided=True),
+    step_extras.FEATURE_LOG_PROBS: Extras(log_probs=RAW_LOG_PROBS),
+}
+
+
+def test_each_thing_that_can_be_asked_has_a_bit() -> None:
+    assert [features_of(extras) for extras in ASKED.values()] == list(ASKED)
+    assert sorted(ASKED) == [1 << bit for bit in range(8)]
+    for nothing in (Extras(), Extras(min_total=3), Extras(stop_ids=(1,))):
+        assert features_of(nothing) == 0
+    assert features_of(Extras(allowed=())) == step_extras.FEATURE_ALLOWED
 
 
 # --- rules ------------------------------------------------------------------------------------

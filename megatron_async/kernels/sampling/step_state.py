@@ -347,6 +347,11 @@ class StepKernels:
             pdl=self._pdl,
         )  # fmt: skip
 
+    @property
+    def extended_bytes(self) -> int:
+        """Device memory of an extended S besides the tables: room for processed logits, mostly."""
+        return 0 if self._buffers is None else self._buffers.memory_bytes
+
     def batch(self, rows: int) -> DecodeBatch:
         """What the last :meth:`begin` of so many rows filled; the next one overwrites it."""
         return DecodeBatch(*self._batch[:, :rows])
