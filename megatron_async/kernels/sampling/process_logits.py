@@ -54,7 +54,6 @@ NO_LOG_PROBS = tl.constexpr(extras.NO_LOG_PROBS)
 RAW_LOG_PROBS = tl.constexpr(extras.RAW_LOG_PROBS)
 PROCESSED_LOG_PROBS = tl.constexpr(extras.PROCESSED_LOG_PROBS)
 NEG_INF_KEY = tl.constexpr(-0x7F800001)  # order_key of it
-NAN = tl.constexpr(float("nan"))
 
 
 class Masks(Protocol):
@@ -240,7 +239,7 @@ def _process_kernel(
                 x, words, tl.load(repetition_ptr + slot), tl.load(presence_ptr + slot),
                 tl.load(frequency_ptr + slot),
             )  # fmt: skip
-        x = tl.where(failed, NAN, x)
+        x = tl.where(failed, float("nan"), x)
         keys = tl.where(inside, tl.where(failed, NAN_KEY, order_key(x)), NO_KEY)
         largest = tl.max(keys, 0)
     tl.store(out + ids, x, mask=inside)
@@ -276,7 +275,7 @@ def _row_kernel(
     sampled = inverse_temperature > 0.0
     if (features & OF_LOGITS) != 0:
         if largest == NEG_INF_KEY:
-            tl.store(out, NAN)
+            tl.store(out, float("nan"))
             largest = tl.maximum(largest, NAN_KEY)
         if ((features & MIN_P) != 0) & sampled & (largest != NAN_KEY):
             factor = bounded(inverse_temperature)
