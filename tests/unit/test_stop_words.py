@@ -60,7 +60,7 @@ def pieces_of(draw: st.DrawFn) -> list[str]:
 @example(pieces=["aab"], words=["b", "ab"], include=False, ignored=0)
 @example(pieces=["ab", "a"], words=["ab"], include=False, ignored=1)
 @example(pieces=["ab", "b"], words=["ab", "abb"], include=True, ignored=1)
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=400, deadline=None)
 def test_every_piece_shows_what_a_plain_search_would(
     pieces: list[str], words: list[str], include: bool, ignored: int
 ) -> None:
