@@ -241,7 +241,7 @@ def _process_kernel(
                 tl.load(frequency_ptr + slot),
             )  # fmt: skip
         x = tl.where(failed, NAN, x)
-        keys = tl.where(inside, tl.where(failed, NAN_KEY, order_key(x)), NO_KEY)
+        keys = tl.where(inside, tl.where(is_nan(x), NAN_KEY, order_key(x)), NO_KEY)
         largest = tl.max(keys, 0)
     tl.store(out + ids, x, mask=inside)
     tl.store(maxima + at, largest)
@@ -324,8 +324,13 @@ def process_logits_gpu(
         index: int32 [R], may be strided, the slot of each row.
         masks: of the rows' guides; they are in the entry ``counter % entries``.
         counter: int64 [1] on the device.
+
+    Raises:
+        ValueError: the tables are of another vocabulary.
     """
     rows, vocab_size = logits.shape
+    if tables.counts.shape[1] != vocab_size:
+        raise ValueError(f"tables of {tables.counts.shape[1]} token ids, logits of {vocab_size}")
     processed = buffers.processed[:rows]
     tiles, count = buffers.maxima.shape[1], mask_words(vocab_size)
     ring: tuple[Tensor | int, ...] = (index, index, index, 1, 1)
