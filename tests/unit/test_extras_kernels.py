@@ -49,7 +49,7 @@ SMALL_BLOCK = 64
 
 class Case:
     """Random slots that ask for something and rows of them, some without a slot, with logits of a
-    few steps; rows 0 to 2 of a step have a NaN or minus infinities."""
+    few steps, some of them with NaN, infinities and zeros of both signs."""
 
     def __init__(self, rows: int, vocab_size: int, seed: int, dtype: torch.dtype) -> None:
         asking = self.asking = Asking(rows, vocab_size, seed, MODES)
@@ -78,9 +78,11 @@ class Case:
             logits = torch.randn(rows, vocab_size, generator=generator) * (3, 20)[step % 2]
             # A large logit for some, so that one tile has most of a row's likely ids.
             logits[::2, : vocab_size // 8] += 15
-            marked = [(step + i) % rows for i in range(3)]
-            if rows > 3:
-                with_failures(logits, marked)
+            marked = [(step + i) % rows for i in range(4)]
+            if rows > 4:
+                with_failures(logits, marked[:3])
+                logits[marked[3], step] = torch.inf
+                logits[marked[3], 3::4] = -0.0
             self.logits.append(logits.to(dtype))
         self.masks = [asking.masks.roll(step, 0) for step in range(STEPS)]
         self.masked = [asking.masked.roll(step, 0) for step in range(STEPS)]
@@ -300,3 +302,11 @@ def test_an_extended_step_needs_tables() -> None:
     assert rig.kernels.extended_bytes == 0
     with pytest.raises(ValueError, match="no tables of extras"):
         rig.kernels.sample_extended(case.logits[0])
+
+
+@interpreted
+def test_logits_of_another_vocabulary_are_refused() -> None:
+    case = Case(2, 61, 0, torch.float32)
+    rig = Rig(case, torch.device("cpu"), False, extended=True)
+    with pytest.raises(ValueError, match="tables of 61 token ids, logits of 60"):
+        rig.kernels.sample_extended(case.logits[0][:, :60])

@@ -381,7 +381,11 @@ def test_end_tokens_may_come_when_there_are_enough() -> None:
 
 
 def snapshot(tables: ExtrasTables) -> dict[str, Tensor]:
-    return {k: v.cpu().clone() for k, v in vars(tables).items() if isinstance(v, Tensor)}
+    return {
+        name: value.cpu().clone()
+        for name, value in vars(tables).items()
+        if isinstance(value, Tensor) and not name.startswith("_")
+    }
 
 
 def assert_tables_equal(got: ExtrasTables, wanted: ExtrasTables) -> None:

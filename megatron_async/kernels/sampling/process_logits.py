@@ -169,11 +169,12 @@ def _penalized(x, words, repetition, presence, frequency):
 # A vocabulary of one must stay a number in the kernels.
 @triton.jit(do_not_specialize=["vocab_size"])
 def _process_kernel(
-    logits, logits_stride, processed, processed_stride, raw_maxima, maxima,
+    logits, logits_stride, raw, raw_stride, processed, processed_stride, raw_maxima, maxima,
     index, index_stride, position_ptr, features_ptr, min_total_ptr, repetition_ptr, presence_ptr,
     frequency_ptr, counts, recent, bias_ids, bias_values, bad_words, allowed, stops,
     masks, masked, counter, mask_entries, mask_rows,
-    vocab_size, mask_size, HAS_MASKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    vocab_size, mask_size, HAS_MASKS: tl.constexpr,
+    HAS_RAW: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of a row: all but min-p and the rule for rows without a candidate."""
     pdl_enter(PDL)
@@ -190,7 +191,11 @@ def _process_kernel(
     keys = tl.where(inside, tl.where(failed, NAN_KEY, order_key(x)), NO_KEY)
     largest = tl.max(keys, 0)
     at = row * tl.num_programs(1) + tile
-    tl.store(raw_maxima + at, largest)
+    of_raw = largest
+    if HAS_RAW:
+        y = tl.load(raw + row * raw_stride + ids, mask=inside, other=NEG_INF).to(tl.float32)
+        of_raw = tl.max(tl.where(inside, tl.where(is_nan(y), NAN_KEY, order_key(y)), NO_KEY), 0)
+    tl.store(raw_maxima + at, of_raw)
     if (features & OF_LOGITS) != 0:
         position = tl.load(position_ptr + slot)
         if (features & ALLOWED) != 0:
@@ -240,7 +245,7 @@ def _process_kernel(
                 tl.load(frequency_ptr + slot),
             )  # fmt: skip
         x = tl.where(failed, float("nan"), x)
-        keys = tl.where(inside, tl.where(failed, NAN_KEY, order_key(x)), NO_KEY)
+        keys = tl.where(inside, tl.where(is_nan(x), NAN_KEY, order_key(x)), NO_KEY)
         largest = tl.max(keys, 0)
     tl.store(out + ids, x, mask=inside)
     tl.store(maxima + at, largest)
@@ -315,6 +320,7 @@ def process_logits_gpu(
     masks: Masks | None = None,
     counter: Tensor | None = None,
     *,
+    raw: Tensor | None = None,
     pdl: bool = False,
 ) -> Tensor:
     """``sampling.process_logits`` of ``logits`` [R, V], float32 [R, V] in the buffers.
@@ -323,21 +329,28 @@ def process_logits_gpu(
         index: int32 [R], may be strided, the slot of each row.
         masks: of the rows' guides; they are in the entry ``counter % entries``.
         counter: int64 [1] on the device.
+        raw: [R, V], whose raw log-probabilities are asked, where ``logits`` are others.
+
+    Raises:
+        ValueError: the tables are of another vocabulary.
     """
     rows, vocab_size = logits.shape
+    if tables.counts.shape[1] != vocab_size:
+        raise ValueError(f"tables of {tables.counts.shape[1]} token ids, logits of {vocab_size}")
     processed = buffers.processed[:rows]
     tiles, count = buffers.maxima.shape[1], mask_words(vocab_size)
     ring: tuple[Tensor | int, ...] = (index, index, index, 1, 1)
     has_masks = masks is not None and counter is not None
     if masks is not None and counter is not None:
         ring = (masks.masks, masks.masked, counter, *masks.masked.shape)
+    of_raw = logits if raw is None else raw
     _process_kernel[(rows, tiles)](
-        logits, logits.stride(0), processed, processed.stride(0), buffers.raw_maxima,
+        logits, logits.stride(0), of_raw, of_raw.stride(0), processed, processed.stride(0), buffers.raw_maxima,
         buffers.maxima, index, index.stride(0), state.kv_length, tables.features, tables.min_total,
         tables.repetition, tables.presence, tables.frequency, tables.counts, tables.recent,
         tables.bias_ids, tables.bias_values, tables.bad_words, tables.allowed, tables.stops,
         *ring, vocab_size, count,
-        HAS_MASKS=has_masks, BLOCK=buffers.block, PDL=pdl,
+        HAS_MASKS=has_masks, HAS_RAW=raw is not None, BLOCK=buffers.block, PDL=pdl,
         num_warps=NUM_WARPS, enable_fp_fusion=False, launch_pdl=pdl,
     )  # fmt: skip
     _row_kernel[(rows,)](

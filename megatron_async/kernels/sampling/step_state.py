@@ -311,7 +311,8 @@ class StepKernels:
         index = records[:, packet.ROW_SLOT]
         processed = process_logits_gpu(
             logits if sampled is None else candidates(sampled), self._extras, index, state,
-            self._buffers, self._masks, results.counter, pdl=pdl,
+            self._buffers, self._masks, results.counter,
+            raw=None if sampled is None else logits, pdl=pdl,
         )  # fmt: skip
         packed = sample_splits(
             processed,
