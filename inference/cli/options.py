@@ -9,6 +9,7 @@ import logging
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_async.config import DEFAULT_ASYNC_DEPTH, MAX_DEPTH, EngineConfig
@@ -66,24 +67,33 @@ def several(convert: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     return lambda text: list(dict.fromkeys(convert(part) for part in text.split(",")))
 
 
+def id_and_bias(text: str) -> tuple[str, float]:
+    """Converts an argument ID=X."""
+    token, bias = text.split("=")
+    return token, float(bias)
+
+
+def contents(name: str) -> str:
+    """Converts the name of a file to what is in it; a JSON object stands for itself."""
+    try:
+        return name if name.lstrip().startswith("{") else Path(name).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{name!r} cannot be read: {error}") from None
+
+
 DTYPES = ("float32", "bfloat16", "float16")
 
-FLAGS = {
-    "inference_async_scheduling": "--inference-async-scheduling",
-    "max_requests": "--max-requests",
+_SAME = "inference_async_scheduling max_requests block_count prefill_chunk_tokens batch_invariant "
+_SAME += "enable_prefix_caching allow_non_finite_weights inference_logging_step_interval"
+FLAGS = {name: f"--{name.replace('_', '-')}" for name in _SAME.split()} | {
     "max_tokens": "--inference-dynamic-batching-max-tokens",
     "max_sequence_length": "--inference-max-seq-length",
     "block_size_tokens": "--inference-dynamic-batching-block-size",
     "buffer_size_gb": "--inference-dynamic-batching-buffer-size-gb",
-    "block_count": "--block-count",
-    "prefill_chunk_tokens": "--prefill-chunk-tokens",
-    "enable_prefix_caching": "--enable-prefix-caching",
-    "batch_invariant": "--batch-invariant",
-    "allow_non_finite_weights": "--allow-non-finite-weights",
-    "inference_logging_step_interval": "--inference-logging-step-interval",
     "num_cuda_graphs": "--inference-dynamic-batching-num-cuda-graphs",
     "capture_mixed_steps": "--decode-only-cuda-graphs",
     "num_tokens_to_generate": "--max-new-tokens",
+    "stop_words": "--stop",
 }
 """What the fields that an error may name are called on the command line."""
 
@@ -108,6 +118,58 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     add("--device", metavar="NAME", help=where)
     which = "default: the checkpoint's on a GPU, float32 on a CPU"
     add("--dtype", choices=DTYPES, help=which)
+
+
+STRUCTURES = ("json_schema", "json_object", "regex", "choice", "grammar")
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """How tokens are sampled, and when a text ends. Most values are SamplingParams' to check."""
+    group = parser.add_argument_group("sampling; most is off by default")
+    add, one_of = group.add_argument, group.add_mutually_exclusive_group().add_argument
+    on: dict[str, Any] = {"action": "store_true"}
+    real: dict[str, Any] = {"type": float, "metavar": "X"}
+    count: dict[str, Any] = {"type": int, "metavar": "N"}
+    texts: dict[str, Any] = {"action": "extend", "nargs": "+", "metavar": "TEXT"}
+    ids: dict[str, Any] = {**texts, "type": int, "metavar": "ID"}
+    said = "most tokens to generate (default: 128, or fewer where the model allows no more)"
+    add("--max-new-tokens", type=integer(1), metavar="N", help=said)
+    said = "0 is greedy (default: 0, but 1 where another option asks for sampling)"
+    add("--temperature", type=number(0), metavar="T", help=said)
+    add("--top-k", type=integer(0), default=0, metavar="K", help="sample from the K most likely")
+    said = "sample from the most likely tokens that have probability P together"
+    add("--top-p", type=number(0, 1), default=0.0, metavar="P", help=said)
+    add("--min-p", **real, help="sample from tokens at least X times as likely as the likeliest")
+    said = "of the randomness; each prompt derives its own from it and its place (default: 0)"
+    add("--seed", type=SEED, default=0, metavar="S", help=said)
+    add("--repetition-penalty", **real, help="of tokens of prompt and text; 1 is off (default: 1)")
+    add("--presence-penalty", **real, help="of tokens of the text")
+    add("--frequency-penalty", **real, help="of tokens of the text, each time that they came")
+    add("--logit-bias", **{**ids, "type": id_and_bias, "metavar": "ID=X"}, help="such as 42=-1.5")
+    add("--allowed-token-ids", **ids, help="the only tokens that may come")
+    add("--bad-words", **texts, help="texts that may not come")
+    add("--min-tokens", **count, help="tokens before the text may end")
+    add("--ignore-eos", **on, help="go on after the model's own end tokens")
+    add("--stop-token-ids", **ids, help="tokens that end the text")
+    add("--stop", **texts, help="texts before which it ends")
+    add("--include-stop-str-in-output", **on, help="behind which it ends")
+    add("--return-log-probs", **on, help="of the tokens of text and prompt, shown by --json")
+    add("--skip-prompt-log-probs", **on, help="not of the prompt's")
+    add("--top-n-logprobs", **count, help="of the N most likely tokens too, at most 20")
+    said = "of the model's logits, or of what was sampled from (default: raw)"
+    add("--log-probs-mode", choices=("raw", "processed"), help=said)
+    add("--n", **count, help="texts of each prompt (default: 1)")
+    add("--best-of", **count, help="generate N texts and keep the --n likeliest")
+    one_of("--json-schema", type=contents, metavar="FILE|TEXT", help="the text is such JSON")
+    one_of("--json-object", **on, help="it is a JSON object")
+    one_of("--regex", metavar="TEXT", help="it matches this regular expression")
+    one_of("--choice", **texts, help="it is one of these")
+    one_of("--grammar", type=contents, metavar="FILE", help="it is of this EBNF grammar")
+
+
+add_sampling_options(_parser := argparse.ArgumentParser())
+SAMPLING = tuple(vars(_parser.parse_args([])))
+"""What a line of a .jsonl file may set for itself, named as the options are."""
 
 
 def add_benchmark_model_options(parser: argparse.ArgumentParser) -> None:
