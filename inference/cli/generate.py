@@ -131,11 +131,10 @@ def _sampling_params(
     given = {k: value for k, value in values.items() if value is not None and value is not False}
     structure = {k.removesuffix("_schema"): given.pop(k) for k in STRUCTURES if k in given}
     sampled = any(map(given.get, ("top_k", "top_p", "min_p", "n", "best_of")))
-    given = {"temperature": 1.0 if sampled else 0.0, **given, "stop_words": given.pop("stop", None)}
-    most = given.pop("max_new_tokens")
-    return SamplingParams(
-        num_tokens_to_generate=most, structured_outputs=structure or None, **given
-    )
+    given.setdefault("temperature", 1.0 if sampled else 0.0)
+    given["num_tokens_to_generate"] = given.pop("max_new_tokens")
+    given["stop_words"] = given.pop("stop", None)
+    return SamplingParams(**given, structured_outputs=structure or None)
 
 
 def _report(engine: DynamicInferenceEngine, served: int, seconds: float) -> None:
