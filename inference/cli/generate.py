@@ -10,19 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_async.errors import RequestError
 from megatron_async.sampling_params import SamplingParams
 
-from .options import (
-    PROGRAM,
-    SAMPLING,
-    STRUCTURES,
-    add_engine_options,
-    add_model_options,
-    add_sampling_options,
-    add_scheduling_options,
-    engine_config,
-    load_engine,
-    name_options,
-    resolve_scheduling,
-)
+from . import options
 from .prompts import Job, read_jobs
 
 if TYPE_CHECKING:
@@ -66,24 +54,24 @@ def add_command(commands: Any) -> None:
     add("--json", action="store_true", help=said)
     said = "write the run to FILE; `megatron-async replay FILE` repeats it"
     add("--record", metavar="FILE", help=said)
-    add_model_options(parser)
-    add_sampling_options(parser)
-    add_scheduling_options(parser, default="off")
-    add_engine_options(parser)
+    options.add_model_options(parser)
+    options.add_sampling_options(parser)
+    options.add_scheduling_options(parser, default="off")
+    options.add_engine_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command. Returns 2 if a prompt could not be served."""
-    depth = resolve_scheduling(args.inference_async_scheduling, args.depth, default=False)
-    config = engine_config(args, depth, random_seed=args.seed)
+    depth = options.resolve_scheduling(args.inference_async_scheduling, args.depth, default=False)
+    config = options.engine_config(args, depth, random_seed=args.seed)
     args.logit_bias = dict(args.logit_bias or ())
     jobs = read_jobs(args.prompt, args.prompt_file)
 
     from .writers import make_writer, write_all
 
-    with load_engine(args.model, config) as engine:
-        each = [(vars(args) | job.sampling)[name] for job in jobs for name in ("n", "best_of")]
-        several = not {None, 1}.issuperset(each)
+    with options.load_engine(args.model, config) as engine:
+        each = [vars(args) | job.sampling for job in jobs]
+        several = any(of[name] not in (None, 1) for of in each for name in ("n", "best_of"))
         writer = make_writer(jobs, as_json=args.json, several=several, settle_steps=engine.depth)
         started = time.perf_counter()
         futures = _submit(engine, args, jobs, writer)
@@ -110,8 +98,8 @@ def _submit(
         except RequestError as error:
             if len(jobs) == 1 and not args.json:
                 raise RequestError(f"{job.source}: {error}") from error
-            message = f"{job.source}: {name_options(str(error))}"
-            print(f"{PROGRAM}: error: {message}", file=sys.stderr)
+            message = f"{job.source}: {options.name_options(str(error))}"
+            print(f"{options.PROGRAM}: error: {message}", file=sys.stderr)
             writer.refuse(index, message)
     return futures
 
@@ -119,9 +107,8 @@ def _submit(
 def _sampling_params(
     engine: DynamicInferenceEngine, args: argparse.Namespace, job: Job
 ) -> SamplingParams:
-    own = STRUCTURES if any(name in job.sampling for name in STRUCTURES) else ()
-    common = {name: getattr(args, name) for name in SAMPLING if name not in ("seed", *own)}
-    values = common | job.sampling
+    own = options.STRUCTURES if any(name in job.sampling for name in options.STRUCTURES) else ()
+    values = {n: vars(args)[n] for n in options.SAMPLING if n not in ("seed", *own)} | job.sampling
     if values["max_new_tokens"] is None:
         # What the model has room for; a prompt that is too long is the engine's to refuse.
         prompt = job.prompt
@@ -129,8 +116,9 @@ def _sampling_params(
         room = engine.max_sequence_length - len(tokens)
         values["max_new_tokens"] = max(1, min(DEFAULT_MAX_NEW_TOKENS, room))
     given = {k: value for k, value in values.items() if value is not None and value is not False}
-    structure = {k.removesuffix("_schema"): given.pop(k) for k in STRUCTURES if k in given}
-    sampled = any(map(given.get, ("top_k", "top_p", "min_p", "n", "best_of")))
+    structure = {k.removesuffix("_schema"): given.pop(k) for k in options.STRUCTURES if k in given}
+    several = [given.get(name, 1) for name in ("n", "best_of")] != [1, 1]
+    sampled = several or any(map(given.get, ("top_k", "top_p", "min_p")))
     given.setdefault("temperature", 1.0 if sampled else 0.0)
     given["num_tokens_to_generate"] = given.pop("max_new_tokens")
     given["stop_words"] = given.pop("stop", None)

@@ -183,9 +183,8 @@ class TextWriter(OrderedWriter):
         shown, choices = "", result.choices or [result]
         for number, choice in enumerate(choices, 1):
             which = f", {number} of {len(choices)}" if len(choices) > 1 else ""
-            text = shown_text(choice)
-            ending = "" if text.endswith("\n") else "\n"
-            shown += f"=== {index + 1}/{len(self._jobs)}{which}: {head!r}\n{text}{ending}"
+            text = shown_text(choice).removesuffix("\n")
+            shown += f"=== {index + 1}/{len(self._jobs)}{which}: {head!r}\n{text}\n"
         return shown
 
 
@@ -206,8 +205,6 @@ class JsonWriter(OrderedWriter):
 
 
 def _of_text(request: DynamicInferenceRequest) -> dict[str, Any]:
-    names = ("finish_reason", "stop_reason", "seed")
-    values = vars(request)
-    shown = {"text": request.generated_text, "token_ids": request.generated_tokens}
-    shown |= {name: values[name] for name in names}
-    return shown | {name: of for name, of in values.items() if "_log" in name and of is not None}
+    text = {"text": request.generated_text, "token_ids": request.generated_tokens}
+    text |= {name: getattr(request, name) for name in ("finish_reason", "stop_reason", "seed")}
+    return text | {k: v for k, v in vars(request).items() if "_log" in k and v is not None}

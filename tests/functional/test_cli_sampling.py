@@ -175,6 +175,8 @@ def test_several_texts_of_a_prompt_are_its_choices(capsys: Capture) -> None:
 
 def test_one_text_is_streamed_whatever_is_asked_of_it(capsys: Capture) -> None:
     arguments = ("--prompt", "def f(x):", "--n", "1", "--ignore-eos", "--seed", "2")
+    greedy = call(capsys, "--prompt", "def f(x):")[1]
+    assert greedy == call(capsys, *arguments)[1]  # one text is no reason to sample
     (record,) = map(json.loads, call(capsys, *arguments, "--json")[1].splitlines())
     assert "choices" not in record and "generated_log_probs" not in record
     assert record["stop_reason"] is None and isinstance(record["seed"], int)
