@@ -114,6 +114,15 @@ def test_siblings_share_a_prefill_and_ask_for_no_prompt_log_probs_of_their_own()
             assert (sibling.params["n"], sibling.params["skip_prompt_log_probs"]) == (1, True)
 
 
+def test_siblings_have_the_functions_of_the_first() -> None:
+    processors = [lambda tokens, logits: logits]
+    with engine_at(1) as engine:
+        engine.add_request(7, list(PROMPT), asked(n=2, logits_processors=processors))
+        choices = engine.get_request(7).choices
+        for choice in choices:
+            assert choice.sampling_params.logits_processors == tuple(processors)
+
+
 def test_ids_of_siblings_are_in_nobodys_way() -> None:
     with engine_at(1) as engine:
         futures = [engine.add_request(i, list(PROMPT), asked(n=3)) for i in range(3)]
