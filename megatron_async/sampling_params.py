@@ -54,7 +54,8 @@ class SamplingParams:
             ``skip_prompt_log_probs``.
         top_n_logprobs: log-probabilities of this many most likely tokens too, at most 20.
         log_probs_mode: ``"raw"``, the model's, or ``"processed"``, of what was sampled from.
-        n: sequences to generate; they share one prefill and have seeds of their own.
+        n: sequences to generate; they share one prefill and have seeds of their own. The request's
+            record has them in ``choices``; the first is that of a request for one.
         best_of: sequences to generate, of which the ``n`` with the highest mean log-probability of
             their tokens are kept; None means ``n``.
         structured_outputs: what the text must conform to: a ``StructuredOutputs``; None for

@@ -9,16 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_async.errors import ConfigError
 from megatron_async.sampling_params import SamplingParams
 
-from .options import (
-    SEED,
-    add_engine_options,
-    add_model_options,
-    add_scheduling_options,
-    engine_config,
-    integer,
-    load_engine,
-    resolve_scheduling,
-)
+from . import options
 
 if TYPE_CHECKING:
     from ..verify.decode import Decoded
@@ -43,19 +34,18 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser("demo", help=said, description=_DESCRIPTION)
     parser.set_defaults(run=run)
     add = parser.add_argument_group("sampling").add_argument
-    most = "tokens to generate at most for each prompt (default: 320)"
-    add("--max-new-tokens", type=integer(1), default=320, metavar="N", help=most)
-    add("--seed", type=SEED, default=0, metavar="S", help="of the sampled prompts (default: 0)")
-    add_model_options(parser)
-    add_scheduling_options(parser, default="on")
-    add_engine_options(parser)
+    add("--max-new-tokens", type=options.integer(1), default=320, metavar="N", help="default: 320")
+    add("--seed", type=options.SEED, default=0, metavar="S", help="of the samples (default: 0)")
+    options.add_model_options(parser)
+    options.add_scheduling_options(parser, default="on")
+    options.add_engine_options(parser)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command. Returns 1 if the tokens differ."""
-    depth = resolve_scheduling(args.inference_async_scheduling, args.depth, default=True)
-    config = engine_config(args, depth, random_seed=args.seed)
-    serial_config = engine_config(args, 0, random_seed=args.seed)
+    depth = options.resolve_scheduling(args.inference_async_scheduling, args.depth, default=True)
+    config = options.engine_config(args, depth, random_seed=args.seed)
+    serial_config = options.engine_config(args, 0, random_seed=args.seed)
 
     from ..verify.decode import Work, decode
     from .writers import InTurnWriter
@@ -69,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     ]
     warm_up = [works[0].changed(num_tokens_to_generate=4)]
     print(f"Loading model {args.model}.", flush=True)
-    with load_engine(args.model, config) as engine:
+    with options.load_engine(args.model, config) as engine:
         if engine.controller.tokenizer is None:
             none = f"--model {args.model} has no tokenizer, and the prompts of demo are text"
             raise ConfigError(f"{none}; use verify, which makes token ids of its own")

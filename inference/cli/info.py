@@ -24,9 +24,7 @@ class Part(NamedTuple):
 
 
 OPTIONAL = {
-    "triton": Part(
-        "triton", "the kernels of a GPU", "needed on a GPU; a CPU uses the PyTorch reference"
-    ),
+    "triton": Part("triton", "the kernels of a GPU", "needed on a GPU; a CPU uses plain PyTorch"),
     "cuda-bindings": Part(
         "cuda.bindings",
         "compiles the fused decode forward of a Hopper GPU and later",

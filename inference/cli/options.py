@@ -9,6 +9,7 @@ import logging
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_async.config import DEFAULT_ASYNC_DEPTH, MAX_DEPTH, EngineConfig
@@ -66,24 +67,33 @@ def several(convert: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     return lambda text: list(dict.fromkeys(convert(part) for part in text.split(",")))
 
 
+def id_and_bias(text: str) -> tuple[str, float]:
+    """Converts an argument ID=X."""
+    token, bias = text.split("=")
+    return token, float(bias)
+
+
+def contents(name: str) -> str:
+    """Converts the name of a file to what is in it; a JSON object stands for itself."""
+    try:
+        return name if name.lstrip().startswith("{") else Path(name).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise argparse.ArgumentTypeError(f"{name!r} cannot be read: {error}") from None
+
+
 DTYPES = ("float32", "bfloat16", "float16")
 
-FLAGS = {
-    "inference_async_scheduling": "--inference-async-scheduling",
-    "max_requests": "--max-requests",
+_SAME = "inference_async_scheduling max_requests block_count prefill_chunk_tokens batch_invariant "
+_SAME += "enable_prefix_caching allow_non_finite_weights inference_logging_step_interval"
+FLAGS = {name: f"--{name.replace('_', '-')}" for name in _SAME.split()} | {
     "max_tokens": "--inference-dynamic-batching-max-tokens",
     "max_sequence_length": "--inference-max-seq-length",
     "block_size_tokens": "--inference-dynamic-batching-block-size",
     "buffer_size_gb": "--inference-dynamic-batching-buffer-size-gb",
-    "block_count": "--block-count",
-    "prefill_chunk_tokens": "--prefill-chunk-tokens",
-    "enable_prefix_caching": "--enable-prefix-caching",
-    "batch_invariant": "--batch-invariant",
-    "allow_non_finite_weights": "--allow-non-finite-weights",
-    "inference_logging_step_interval": "--inference-logging-step-interval",
     "num_cuda_graphs": "--inference-dynamic-batching-num-cuda-graphs",
     "capture_mixed_steps": "--decode-only-cuda-graphs",
     "num_tokens_to_generate": "--max-new-tokens",
+    "stop_words": "--stop",
 }
 """What the fields that an error may name are called on the command line."""
 
@@ -104,10 +114,57 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     said = "'tiny' is the embedded model, a byte-level GPT that writes Python-like code; or a "
     said += "Hugging Face, native or megatron dist_checkpointing directory (default: tiny)"
     add("--model", default="tiny", metavar="tiny|PATH", help=said)
-    where = "cpu, cuda or cuda:N (default: a GPU where there is one)"
-    add("--device", metavar="NAME", help=where)
-    which = "default: the checkpoint's on a GPU, float32 on a CPU"
-    add("--dtype", choices=DTYPES, help=which)
+    add("--device", metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
+    add("--dtype", choices=DTYPES, help="default: the checkpoint's on a GPU, float32 on a CPU")
+
+
+STRUCTURES = ("json_schema", "json_object", "regex", "choice", "grammar")
+
+
+def add_sampling_options(parser: argparse.ArgumentParser) -> None:
+    """How tokens are sampled, and when a text ends. Most values are SamplingParams' to check."""
+    group = parser.add_argument_group("sampling; most is off by default")
+    add, one_of = group.add_argument, group.add_mutually_exclusive_group().add_argument
+    on: dict[str, Any] = {"action": "store_true"}
+    real: dict[str, Any] = {"type": float, "metavar": "X"}
+    count: dict[str, Any] = {"type": int, "metavar": "N"}
+    texts: dict[str, Any] = {"action": "extend", "nargs": "+", "metavar": "TEXT"}
+    ids: dict[str, Any] = {**texts, "type": int, "metavar": "ID"}
+    said = "most tokens to generate (default: 128, or fewer where the model allows no more)"
+    add("--max-new-tokens", type=integer(1), metavar="N", help=said)
+    add("--temperature", type=number(0), metavar="T", help="default: 0, or 1 with --top-k and such")
+    add("--top-k", type=integer(0), default=0, metavar="K", help="sample from the K most likely")
+    add("--top-p", type=number(0, 1), default=0.0, metavar="P", help="from P of the probability")
+    add("--min-p", **real, help="sample from tokens at least X times as likely as the likeliest")
+    said = "of the randomness; each prompt derives its own from it and its place (default: 0)"
+    add("--seed", type=SEED, default=0, metavar="S", help=said)
+    add("--repetition-penalty", **real, help="of tokens of prompt and text; 1 is off (default: 1)")
+    add("--presence-penalty", **real, help="of tokens of the text")
+    add("--frequency-penalty", **real, help="of tokens of the text, each time that they came")
+    add("--logit-bias", **{**ids, "type": id_and_bias, "metavar": "ID=X"}, help="such as 42=-1.5")
+    add("--allowed-token-ids", **ids, help="the only tokens that may come")
+    add("--bad-words", **texts, help="texts that may not come")
+    add("--min-tokens", **count, help="tokens before the text may end")
+    add("--ignore-eos", **on, help="go on after the model's own end tokens")
+    add("--stop-token-ids", **ids, help="tokens that end the text")
+    add("--stop", **texts, help="texts before which it ends")
+    add("--include-stop-str-in-output", **on, help="behind which it ends")
+    add("--return-log-probs", **on, help="of the tokens of text and prompt, shown by --json")
+    add("--skip-prompt-log-probs", **on, help="not of the prompt's")
+    add("--top-n-logprobs", **count, help="of the N most likely tokens too, at most 20")
+    add("--log-probs-mode", choices=("raw", "processed"), help="the model's (default), or sampled")
+    add("--n", **count, help="texts of each prompt (default: 1)")
+    add("--best-of", **count, help="generate N texts and keep the --n likeliest")
+    one_of("--json-schema", type=contents, metavar="FILE|TEXT", help="the text is such JSON")
+    one_of("--json-object", **on, help="it is a JSON object")
+    one_of("--regex", metavar="TEXT", help="it matches this regular expression")
+    one_of("--choice", **texts, help="it is one of these")
+    one_of("--grammar", type=contents, metavar="FILE", help="it is of this EBNF grammar")
+
+
+add_sampling_options(_parser := argparse.ArgumentParser())
+SAMPLING = tuple(vars(_parser.parse_args([])))
+"""What a line of a .jsonl file may set for itself, named as the options are."""
 
 
 def add_benchmark_model_options(parser: argparse.ArgumentParser) -> None:
@@ -138,46 +195,38 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: int) -> None
     fields = EngineConfig(**defaults)  # type: ignore[arg-type]
     group = parser.add_argument_group("engine")
     add = group.add_argument
-    cache = group.add_mutually_exclusive_group()
-    counts = {"type": integer(1), "metavar": "N"}
+    cache = group.add_mutually_exclusive_group().add_argument
+    counts: dict[str, Any] = {"type": integer(1), "metavar": "N"}
 
-    def count(name: str, *flags: str, said: str) -> None:
+    def count(name: str, said: str, *more: str) -> None:
         default = getattr(fields, name)
         said += "" if default is None else f" (default: {default})"
-        add(*flags, dest=name, default=default, help=said, **counts)  # type: ignore[arg-type]
+        add(*more, FLAGS[name], dest=name, default=default, help=said, **counts)
 
-    flags = ("--inference-dynamic-batching-max-requests", "--max-requests")
-    count("max_requests", *flags, said="requests that run at the same time; others wait")
-    said = "most tokens of one forward (default: room for four prefill chunks)"
-    count("max_tokens", FLAGS["max_tokens"], said=said)
-    said = "most tokens of a request, prompt and generation (default: the model's)"
-    count("max_sequence_length", FLAGS["max_sequence_length"], said=said)
+    count("max_requests", "that run at the same time", "--inference-dynamic-batching-max-requests")
+    count("max_tokens", "most tokens of one forward (default: room for four prefill chunks)")
+    count("max_sequence_length", "most tokens of prompt and text (default: the model's)")
     said = "size of the KV cache (default: room for all requests at full length, at most 1 GiB on "
     said += "a CPU and 16 GiB on a GPU)"
-    size = {"dest": "buffer_size_gb", "type": number(0, above=True), "metavar": "GIB"}
-    cache.add_argument(FLAGS["buffer_size_gb"], help=said, **size)  # type: ignore[arg-type]
-    said = "size of the KV cache in blocks, instead of GiB"
-    cache.add_argument("--block-count", help=said, **counts)  # type: ignore[arg-type]
-    count("block_size_tokens", FLAGS["block_size_tokens"], said="tokens of a KV-cache block")
-    said = "longer prompts are prefilled in chunks of N"
-    count("prefill_chunk_tokens", "--prefill-chunk-tokens", said=said)
-    on_or_off = argparse.BooleanOptionalAction
-    caching = fields.enable_prefix_caching
+    size: dict[str, Any] = {"dest": "buffer_size_gb", "type": number(0, above=True)}
+    cache(FLAGS["buffer_size_gb"], metavar="GIB", help=said, **size)
+    cache("--block-count", help="size of the KV cache in blocks, instead of GiB", **counts)
+    count("block_size_tokens", "tokens of a KV-cache block")
+    count("prefill_chunk_tokens", "longer prompts are prefilled in chunks of N")
     said = "requests with a common prefix share its KV blocks (default: on)"
-    add("--enable-prefix-caching", action=on_or_off, default=caching, help=said)
+    switch = {"action": argparse.BooleanOptionalAction, "default": fields.enable_prefix_caching}
+    add("--enable-prefix-caching", help=said, **switch)  # type: ignore[arg-type]
     said = "results of a request do not depend on the others, to the last bit; slower"
     add("--batch-invariant", action="store_true", help=said)
-    said = "serve a model whose weights have NaN or infinite elements"
-    add("--allow-non-finite-weights", action="store_true", help=said)
+    add(
+        "--allow-non-finite-weights", action="store_true", help="such as NaN; they are refused else"
+    )
     said = "log the counters on stderr every N steps; 0 is never (default: 0)"
     add("--inference-logging-step-interval", type=integer(0), default=0, metavar="N", help=said)
-    said = "most batch sizes captured as CUDA graphs (default: all)"
-    count("num_cuda_graphs", FLAGS["num_cuda_graphs"], said=said)
+    count("num_cuda_graphs", "most batch sizes captured as CUDA graphs (default: all)")
     said = "capture no steps with prefill chunks: a faster start, slower prompts"
-    flag = FLAGS["capture_mixed_steps"]
-    add(flag, dest="capture_mixed_steps", action="store_false", help=said)
-    said = "check invariants at every step and fill freed memory with garbage; slow"
-    add("--debug", action="store_true", help=said)
+    add(FLAGS["capture_mixed_steps"], dest="capture_mixed_steps", action="store_false", help=said)
+    add("--debug", action="store_true", help="check every step and spoil freed memory; slow")
 
 
 def resolve_scheduling(asynchronous: bool | None, depth: int | None, *, default: bool) -> int:
@@ -192,9 +241,7 @@ def resolve_scheduling(asynchronous: bool | None, depth: int | None, *, default:
             given = f"--depth {depth}" + ("" if depth else ", which is serial,")
             raise ConfigError(f"{option} and {given} contradict each other; leave one of them out")
         return depth
-    if asynchronous is None:
-        asynchronous = default
-    return DEFAULT_ASYNC_DEPTH if asynchronous else 0
+    return DEFAULT_ASYNC_DEPTH if (default if asynchronous is None else asynchronous) else 0
 
 
 def engine_config(args: argparse.Namespace, depth: int, *, random_seed: int = 0) -> EngineConfig:

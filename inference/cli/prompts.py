@@ -10,9 +10,7 @@ from typing import Any, TextIO
 
 from megatron_async.errors import ConfigError
 
-SAMPLING_FIELDS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
-"""What a line of a .jsonl file may set for itself, named as the options are; and ``priority``. A
-null sets nothing."""
+from .options import SAMPLING
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +18,7 @@ class Job:
     """One prompt: text or token ids, where it was given, and what it sets for itself.
 
     Of two that wait, the one of lower ``priority`` goes first. ``error`` says what is wrong with
-    the line; such a job is reported and not run.
+    the line; such a job is reported and not run. A null sets nothing.
     """
 
     source: str
@@ -89,9 +87,9 @@ def _parse_json(source: str, line: str) -> Job:
     priority = values.pop("priority", 0)
     if isinstance(priority, bool) or not isinstance(priority, int):
         return Job(source, prompt, error=f'"priority" is {priority!r}; give an integer')
-    unknown = sorted(set(values) - set(SAMPLING_FIELDS))
+    unknown = sorted(set(values) - set(SAMPLING))
     if unknown:
-        known = ", ".join(("prompt", *SAMPLING_FIELDS, "priority"))
+        known = ", ".join(("prompt", *SAMPLING, "priority"))
         return Job(source, prompt, error=f"unknown field {unknown[0]!r}; known are {known}")
     sampling = {name: value for name, value in values.items() if value is not None}
     return Job(source, prompt, sampling, priority)

@@ -8,7 +8,7 @@ import sys
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
 
-from megatron_async.request import DynamicInferenceRequest, step_summary
+from megatron_async.request import DynamicInferenceRequest, RequestFuture, step_summary
 
 from ..steps import drive
 from .progress import progress_bar
@@ -20,21 +20,24 @@ if TYPE_CHECKING:
 HEADER_WIDTH = 72
 
 
-def make_writer(jobs: list[Job], *, as_json: bool, settle_steps: int) -> Writer:
-    """The writer that fits the number of prompts and ``--json``."""
+def make_writer(jobs: list[Job], *, as_json: bool, several: bool, settle_steps: int) -> Writer:
+    """The writer that fits the number of prompts, of texts of each, and ``--json``."""
     if as_json:
         return JsonWriter(jobs, settle_steps)
-    return StreamWriter() if len(jobs) == 1 else TextWriter(jobs, settle_steps)
+    return TextWriter(jobs, settle_steps) if several or len(jobs) > 1 else StreamWriter()
 
 
-def write_all(engine: DynamicInferenceEngine, writer: Writer) -> None:
+def write_all(engine: DynamicInferenceEngine, writer: Writer, futures: list[RequestFuture]) -> None:
     """Decode all that ``engine`` has, and hand what it commits to ``writer``."""
+    ended: list[Any] = []
+    for future in futures:
+        future.add_done_callback(ended.append)
     for step in drive(engine):
         for output in step["tokens"]:
-            if output.text:
+            if output.text and output.request_id >= 0:  # no further text of a prompt
                 writer.text(output.request_id, output.text)
-        for request in step["finished_request_records"]:
-            writer.finish(request)
+        while ended:
+            writer.finish(ended.pop(0).result())
         writer.end_step()
     writer.close()
 
@@ -177,22 +180,31 @@ class TextWriter(OrderedWriter):
         prompt = self._jobs[index].prompt
         head = prompt if isinstance(prompt, str) else f"{len(prompt)} token ids"
         head = head if len(head) <= HEADER_WIDTH else head[: HEADER_WIDTH - 3] + "..."
-        text = shown_text(result)
-        ending = "" if text.endswith("\n") else "\n"
-        return f"=== {index + 1}/{len(self._jobs)}: {head!r}\n{text}{ending}"
+        shown, choices = "", result.choices or [result]
+        for number, choice in enumerate(choices, 1):
+            which = f", {number} of {len(choices)}" if len(choices) > 1 else ""
+            text = shown_text(choice).removesuffix("\n")
+            shown += f"=== {index + 1}/{len(self._jobs)}{which}: {head!r}\n{text}\n"
+        return shown
 
 
 class JsonWriter(OrderedWriter):
     """One JSON object a line."""
 
     def shown(self, index: int, result: DynamicInferenceRequest | str) -> str:
-        names = ("text", "token_ids", "finish_reason", "counters", "steps")
+        names = ("text", "token_ids", "finish_reason", "stop_reason", "seed", "counters", "steps")
         values: dict[str, Any] = {"prompt": self._jobs[index].prompt, **dict.fromkeys(names)}
         if isinstance(result, str):
             values["error"] = result
         else:
             counters, steps = dataclasses.asdict(result.counters), step_summary(result.steps)
-            text, token_ids = result.generated_text, result.generated_tokens
-            found = (text, token_ids, result.finish_reason, counters, steps)
-            values |= zip(names, found, strict=True)
+            values |= _of_text(result) | {"counters": counters, "steps": steps}
+            if result.choices:
+                values["choices"] = [_of_text(choice) for choice in result.choices]
         return json.dumps(values) + "\n"
+
+
+def _of_text(request: DynamicInferenceRequest) -> dict[str, Any]:
+    text = {"text": request.generated_text, "token_ids": request.generated_tokens}
+    text |= {name: getattr(request, name) for name in ("finish_reason", "stop_reason", "seed")}
+    return text | {k: v for k, v in vars(request).items() if "_log" in k and v is not None}

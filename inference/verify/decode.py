@@ -133,6 +133,6 @@ def decode(
     engine.reset()
     started = time.perf_counter()
     futures = [engine.add_request(n, work.prompt, work.params) for n, work in enumerate(works)]
-    write_all(engine, BarWriter(len(works)) if writer is None else writer)
+    write_all(engine, BarWriter(len(works)) if writer is None else writer, futures)
     seconds = time.perf_counter() - started
     return Decoded(engine.depth, [future.result() for future in futures], engine.counters, seconds)

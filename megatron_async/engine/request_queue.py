@@ -132,7 +132,13 @@ class RequestQueue:
         while len(requests) < params.num_sequences:
             key, number = next(self._keys), next(self._sibling_ids)
             command, own = sibling_of(
-                commands[0], self._validator, len(requests), key, number, seed
+                commands[0],
+                first.sampling_params,
+                self._validator,
+                len(requests),
+                key,
+                number,
+                seed,
             )
             commands.append(command)
             request = _record(command, own)

@@ -211,9 +211,13 @@ class RequestValidator:
                 f"generate after a prompt of {prompt_length}; lower it"
             )
         if prompt_length + max_new > limit:
+            name = (
+                "num_tokens_to_generate" if params.num_tokens_total is None else "num_tokens_total"
+            )
             raise RequestError(
-                f"a prompt of {prompt_length} tokens and {max_new} to generate exceed the maximum "
-                f"sequence length of {limit}; generate at most {limit - prompt_length}"
+                f"{name}={getattr(params, name)}: a prompt of {prompt_length} tokens and {max_new} "
+                f"to generate exceed the maximum sequence length of {limit}; generate at most "
+                f"{limit - prompt_length}"
             )
         return max_new
 

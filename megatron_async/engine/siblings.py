@@ -24,6 +24,7 @@ def sibling_seed(seed: int, index: int) -> int:
 
 def sibling_of(
     command: AddRequest,
+    params: SamplingParams,
     validator: RequestValidator,
     index: int,
     key: int,
@@ -31,14 +32,14 @@ def sibling_of(
     seed: int,
 ) -> tuple[AddRequest, SamplingParams]:
     """The command that queues sequence ``index`` of a request, and its parameters. ``command``
-    queues the first one, with ``seed``."""
+    queues the first one, with ``params`` and ``seed``."""
     params = dataclasses.replace(
-        SamplingParams.deserialize(command.params),
+        params,
         n=1,
         best_of=None,
         seed=sibling_seed(seed, index),
         skip_prompt_log_probs=True,  # the first one brings them
-    ).checked()
+    )
     sibling = dataclasses.replace(
         command,
         key=key,

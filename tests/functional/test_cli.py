@@ -97,7 +97,8 @@ def test_generate_gives_one_object_for_each_prompt_in_order(model: str, capsys: 
     records = generate_json(capsys, "--model", model, "--prompt", *prompts, *SAMPLED)
     assert [record["prompt"] for record in records] == prompts
     for record in records:
-        assert list(record) == ["prompt", "text", "token_ids", "finish_reason", "counters", "steps"]
+        names = ["prompt", "text", "token_ids", "finish_reason", "stop_reason", "seed"]
+        assert list(record) == [*names, "counters", "steps"]
         assert record["finish_reason"] in ("stop", "length")
         assert record["counters"]["committed"] == len(record["token_ids"]) <= 30
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -251,12 +252,18 @@ JUNK = st.recursive(
 )
 PLAUSIBLE = st.one_of(
     st.integers(-2, 40),
+    st.integers(40, 400),
     st.floats(-3, 3),
     st.lists(st.integers(0, 2**31), max_size=4),
     st.lists(st.text(max_size=4) | st.lists(st.integers(0, 9), max_size=3), max_size=3),
     st.dictionaries(st.integers(0, 9) | st.integers(0, 9).map(str), st.floats(), max_size=3),
     st.dictionaries(st.text(max_size=4), st.text(max_size=4), max_size=3),
 )
+
+
+def is_named(name: str, error: RequestError) -> bool:
+    """The error says which parameter it is about, and not only by a word that happens to be one."""
+    return re.search(rf"(?<!\w){name}(=| has | allows | bans | holds )", str(error)) is not None
 
 
 def own_types(value: Any) -> bool:
@@ -273,7 +280,7 @@ def test_any_value_is_accepted_for_good_or_refused_by_its_name(values: dict[str,
     try:
         own = params.checked()
     except RequestError as error:
-        assert any(name in str(error) for name in values)
+        assert any(is_named(name, error) for name in values)
         assert "\n" not in str(error)
         return
     assert own.checked() == own
@@ -289,7 +296,7 @@ def test_the_door_refuses_what_it_cannot_serve_by_name(name: str, value: Any) ->
     try:
         command, own = validator(Letters()).add(0, 0, [1, 2], params, 0)
     except RequestError as error:
-        assert name in str(error)
+        assert is_named(name, error)
         return
     assert isinstance(own, SamplingParams)
     assert json.loads(json.dumps(commands.to_json(command)))["command"] == "AddRequest"

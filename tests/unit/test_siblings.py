@@ -114,6 +114,15 @@ def test_siblings_share_a_prefill_and_ask_for_no_prompt_log_probs_of_their_own()
             assert (sibling.params["n"], sibling.params["skip_prompt_log_probs"]) == (1, True)
 
 
+def test_siblings_have_the_functions_of_the_first() -> None:
+    processors = [lambda tokens, logits: logits]
+    with engine_at(1) as engine:
+        engine.add_request(7, list(PROMPT), asked(n=2, logits_processors=processors))
+        choices = engine.get_request(7).choices
+        for choice in choices:
+            assert choice.sampling_params.logits_processors == tuple(processors)
+
+
 def test_ids_of_siblings_are_in_nobodys_way() -> None:
     with engine_at(1) as engine:
         futures = [engine.add_request(i, list(PROMPT), asked(n=3)) for i in range(3)]
@@ -205,6 +214,45 @@ def test_an_error_of_one_sequence_does_not_lose_the_others(
     request = future.result(timeout=0)
     assert [choice.finish_reason for choice in request.choices] == ["length", "error", "length"]
     assert tokens_of(request)[::2] == [alone(0), alone(2)]
+
+
+def test_new_seeds_of_all_follow_from_the_one_that_is_given_or_derived() -> None:
+    with engine_at(1) as engine:
+        engine.add_request(7, list(PROMPT), asked(40, n=3))
+        choices = engine.get_request(7).choices
+        for seed, base in ((-5, -5), (None, derive_seed(0, 7))):
+            assert engine.update_sampling_params(7, seed=seed)
+            engine.step_modern()
+            own = [choice.sampling_params.seed for choice in choices]
+            assert own == [seed, sibling_seed(base, 1), sibling_seed(base, 2)]
+        with pytest.raises(RequestError, match="top_p=7"):
+            engine.update_sampling_params(7, top_p=7)
+        assert engine.get_request(choices[2].request_id) is choices[2]
+
+
+@pytest.mark.parametrize("opened", (2, 3))
+def test_an_interrupted_call_leaves_nothing_behind(
+    opened: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal's handler may raise in the midst of it."""
+    with engine_at(1) as engine:
+        calls, real = [0], engine.outputs.open
+
+        def interrupted(key: int, request: DynamicInferenceRequest) -> Any:
+            calls[0] += 1
+            future = real(key, request)
+            if calls[0] == opened:
+                raise KeyboardInterrupt
+            return future
+
+        monkeypatch.setattr(engine.outputs, "open", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.add_request(7, list(PROMPT), asked(n=3))
+        monkeypatch.undo()
+        assert engine.outputs.keys == {}
+        future = engine.add_request(7, list(PROMPT), asked(n=3))
+        drive(engine)
+        assert tokens_of(future.result(timeout=0)) == [alone(index) for index in range(3)]
 
 
 def test_a_closed_engine_fails_the_request_once() -> None:
