@@ -345,10 +345,11 @@ def process_logits_gpu(
         ring = (masks.masks, masks.masked, counter, *masks.masked.shape)
     of_raw = logits if raw is None else raw
     _process_kernel[(rows, tiles)](
-        logits, logits.stride(0), of_raw, of_raw.stride(0), processed, processed.stride(0), buffers.raw_maxima,
-        buffers.maxima, index, index.stride(0), state.kv_length, tables.features, tables.min_total,
-        tables.repetition, tables.presence, tables.frequency, tables.counts, tables.recent,
-        tables.bias_ids, tables.bias_values, tables.bad_words, tables.allowed, tables.stops,
+        logits, logits.stride(0), of_raw, of_raw.stride(0), processed, processed.stride(0),
+        buffers.raw_maxima, buffers.maxima, index, index.stride(0), state.kv_length,
+        tables.features, tables.min_total, tables.repetition, tables.presence, tables.frequency,
+        tables.counts, tables.recent, tables.bias_ids, tables.bias_values, tables.bad_words,
+        tables.allowed, tables.stops,
         *ring, vocab_size, count,
         HAS_MASKS=has_masks, HAS_RAW=raw is not None, BLOCK=buffers.block, PDL=pdl,
         num_warps=NUM_WARPS, enable_fp_fusion=False, launch_pdl=pdl,
