@@ -41,14 +41,10 @@ the others are reported. What the columns mean: docs/benchmarking.md.
 """
 
 
-def _sampling(text: str) -> dict[str, Any]:
-    try:
-        given = json.loads(text or "{}")
-    except ValueError:
-        given = None
-    if not isinstance(given, dict):
-        raise ConfigError(f"--sampling {text!r} must be a JSON object of sampling parameters")
-    return given
+def _json_object(text: str) -> str:
+    if isinstance(json.loads(text), dict):
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} must be a JSON object")
 
 
 def _range(text: str) -> tuple[int, int]:
@@ -82,7 +78,7 @@ def add_command(commands: Any) -> None:
     add("--temperature", type=number(0), metavar="T", help="default: 0, greedy")
     add("--top-k", type=integer(0), metavar="K", help="of --temperature; 0 is off (default: 0)")
     add("--top-p", type=number(0, 1), metavar="P", help="of --temperature; 0 is off (default: 0)")
-    add("--sampling", metavar="JSON", help="further sampling parameters, by name")
+    add("--sampling", type=_json_object, metavar="JSON", help="further sampling parameters")
     add("--sampling-rows", type=integer(1), metavar="N", help="of so many rows (default: all)")
     add("--all-buckets", action="store_true", help="capture every row bucket, not just the batch")
 
@@ -136,11 +132,9 @@ def resolve(args: argparse.Namespace) -> None:
         from megatron_async.sampling_params import SamplingParams
 
         sampling = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
-        SamplingParams.deserialize({**sampling, **_sampling(args.sampling)}).validate()
+        SamplingParams.deserialize(sampling | json.loads(args.sampling or "{}")).validate()
     if (args.temperature or args.sampling) and args.baseline:
-        raise ConfigError(
-            "--baseline decodes greedily; leave --temperature, --sampling or --baseline out"
-        )
+        raise ConfigError("--baseline decodes greedily; leave sampling or --baseline out")
     if args.all_buckets and args.workload != "decode":
         raise ConfigError("--all-buckets belongs to --workload decode; ragged captures all anyway")
     if bool(args.stall_us) != (args.stall_every is not None):

@@ -58,7 +58,8 @@ def start_engine(model: BenchmarkModel, config: EngineConfig, work: HostWork) ->
         _synchronize(model.device)
         capture_seconds = time.perf_counter() - before
 
-    controller = TextGenerationController(model.wrapper)
+    vocab_size = model.wrapper.vocab_size
+    controller = TextGenerationController(model.wrapper, work.tokenizer(vocab_size))
     engine = DynamicInferenceEngine(
         controller, context, config=config, model_name=model.name, progress=time_capture
     )

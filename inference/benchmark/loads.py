@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_async.models.made_up_tokenizer import made_up_tokenizer
 from megatron_async.request import StepReport
 from megatron_async.sampling_params import SamplingParams
+from megatron_async.tokenizer import Tokenizer
 
 STOPPING = 3
 """One request in so many of a ragged load ends at a token id."""
@@ -58,6 +60,12 @@ class HostWork:
         """Spend this work on ``engine`` from now on; nothing is added where there is none."""
         if self.host_work_us or self.stall_us:
             engine.observe(_SlowHost(self))
+
+    def tokenizer(self, vocab_size: int) -> Tokenizer | None:
+        """One of random words, where something needs it."""
+        return (
+            made_up_tokenizer(vocab_size) if "structured" in getattr(self, "sampling", "") else None
+        )
 
 
 class _SlowHost:
