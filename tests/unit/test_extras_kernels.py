@@ -204,7 +204,7 @@ def assert_steps_equal(case: Case, device: torch.device, pdl: bool = False) -> C
     return seen
 
 
-SMALL = [(1, 61), (3, 1), (7, 22 * SMALL_BLOCK + 3), (9, 130)]
+SMALL = [(1, 61), (3, 1), (7, 22 * SMALL_BLOCK + 3), (28, 64)]
 LARGE = [(1, 151_936), (12, 128_256), (64, 32_000), (9, 1), (200, 261)]
 
 
