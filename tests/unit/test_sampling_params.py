@@ -263,7 +263,7 @@ PLAUSIBLE = st.one_of(
 
 def is_named(name: str, error: RequestError) -> bool:
     """The error says which parameter it is about, and not only by a word that happens to be one."""
-    return re.search(rf"(?<!\w){name}(=| has | allows | bans | holds )", str(error)) is not None
+    return re.search(rf"(?<!\w){name}(=|\.| has | allows | bans | holds )", str(error)) is not None
 
 
 def own_types(value: Any) -> bool:
