@@ -388,9 +388,9 @@ def control_behind_the_next_lone_sample(original: Any) -> Any:
     def control(self: StepGraphs) -> Any:
         late, sample = original(self), self.sample
 
-        def sample_before(rows: int) -> Any:
+        def sample_before(rows: int, **variant: Any) -> Any:
             vars(self).pop("sample", None)
-            return _InTurn(sample(rows), late)
+            return _InTurn(sample(rows, **variant), late)
 
         self.sample = sample_before  # type: ignore[method-assign]
         return _InTurn()
