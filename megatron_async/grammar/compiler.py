@@ -7,7 +7,8 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import llguidance
@@ -22,6 +23,8 @@ from megatron_async.grammar.spec import StructuredOutputs
 from megatron_async.tokenizer import Tokenizer
 
 CACHED_GRAMMARS = 64
+STACK_BYTES = 512 << 20
+"""Enough for references as deep as ``MAX_SPEC_CHARACTERS`` has room for."""
 MAX_MESSAGE = 500
 """Characters of the library's error messages, which quote what they are about."""
 
@@ -82,7 +85,7 @@ class GrammarCompiler:
             if found is not None:
                 self._cache.move_to_end(spec)
                 return found
-        compiled = self._compile(spec)
+        compiled = _with_deep_stack(lambda: self._compile(spec))
         with self._lock:
             compiled = self._cache.setdefault(spec, compiled)
             while len(self._cache) > CACHED_GRAMMARS:
@@ -147,6 +150,34 @@ class CompiledGrammar:
         """
         first = None if self._first is None else self._first.deep_copy()
         return Matcher(self._later.deep_copy(), first, self._compiler.masks(stop_ids))
+
+
+_stack_size_lock = threading.Lock()
+
+
+def _with_deep_stack(work: Callable[[], CompiledGrammar]) -> CompiledGrammar:
+    """What ``work`` returns or raises, in a thread with a stack of :data:`STACK_BYTES`.
+
+    The library recurses into schemas and rules that refer to each other, and a stack that overflows
+    ends the process. Pages of the stack that are not reached take no memory.
+    """
+    result: Future[CompiledGrammar] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+
+    thread = threading.Thread(target=run, name="grammar-compiler")
+    with _stack_size_lock:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    thread.join()
+    return result.result()
 
 
 class _Vocabulary:
@@ -218,9 +249,10 @@ def _parsed_schema(text: str) -> dict[str, Any]:
 
 def _error(spec: StructuredOutputs, message: str) -> RequestError:
     # The library goes on to quote our translation, with lines and columns of it.
-    message = re.split(r"\n\s*\d+ \| ", message)[0]
+    message = re.split(r"\n\s*\d+ \| |<backtrace>", message)[0]
     message = re.sub(r"^(?:at )?\d+\(\d+\): ", "", message)
     message = re.sub(r"^failed to compile JSON schema: ", "", message).strip()
+    message = re.sub(r"^panic: assertion failed: ", "larger than the library can take: ", message)
     if len(message) > MAX_MESSAGE:
         message = f"{message[:MAX_MESSAGE]} ..."
     return RequestError(f"structured_outputs.{spec.kind}: {message}; {_HINTS[spec.kind]}")

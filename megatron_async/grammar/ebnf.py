@@ -13,6 +13,7 @@ from typing import NamedTuple, NoReturn
 
 MAX_DEPTH = 64
 """Parentheses inside each other."""
+MAX_RULES = 1_000
 MAX_REPEAT = 10_000
 
 _SPACE = re.compile(r"(?:\s|#[^\n]*)*")
@@ -65,10 +66,11 @@ def to_lark(text: str) -> str:
     rules = _Parser(text).rules()
     if "root" not in rules:
         raise ValueError("there is no rule root; add root ::= ..., which the whole text matches")
-    reached = _reachable(rules, "root")
+    below = _below(rules)
+    reached = [name for name in rules if name == "root" or name in below["root"]]
     _check_productive({name: rules[name] for name in reached})
-    recursive = {name for name in reached if name in _below(rules, name)}
-    parsed = {name for name in reached if name in recursive or recursive & _below(rules, name)}
+    recursive = {name for name in reached if name in below[name]}
+    parsed = {name for name in reached if recursive & (below[name] | {name})}
     names = {name: f"{'r' if name in parsed else 'T'}{n}" for n, name in enumerate(reached)}
     lines = [f"start: {names['root']}"]
     writer = _Writer(names, parsed)
@@ -98,6 +100,8 @@ class _Parser:
                 self._fail("expected a rule, name ::= ...")
             if name[0] in rules:
                 self._fail(f"rule {name[0]} is there twice")
+            if len(rules) == MAX_RULES:
+                self._fail(f"more than {MAX_RULES:,} rules; use fewer")
             self._at += len("::=")
             self._skip_space()
             rules[name[0]] = self._choice()
@@ -311,21 +315,23 @@ def _references(node: Node) -> Iterator[Reference]:
             yield from _references(item)
 
 
-def _below(rules: dict[str, Node], name: str) -> set[str]:
-    """Rules that a rule refers to, however indirectly."""
-    found: set[str] = set()
-    waiting = [name]
-    while waiting:
-        for reference in _references(rules[waiting.pop()]):
-            if reference.name not in found:
-                found.add(reference.name)
-                waiting.append(reference.name)
-    return found
-
-
-def _reachable(rules: dict[str, Node], root: str) -> list[str]:
-    below = _below(rules, root) | {root}
-    return [name for name in rules if name in below]
+def _below(rules: dict[str, Node]) -> dict[str, set[str]]:
+    """Rules that each rule refers to, however indirectly."""
+    names = list(rules)
+    number = {name: n for n, name in enumerate(names)}
+    direct = [{number[found.name] for found in _references(node)} for node in rules.values()]
+    below = [sum(1 << n for n in numbers) for numbers in direct]  # bit n: rule n
+    before: list[int] = []
+    while below != before:
+        before = list(below)
+        # Rules mostly refer to later ones, so going backwards one round is nearly enough.
+        for n in reversed(range(len(names))):
+            for other in direct[n]:
+                below[n] |= below[other]
+    return {
+        name: {other for other in names if bits >> number[other] & 1}
+        for name, bits in zip(names, below, strict=True)
+    }
 
 
 def _check_productive(rules: dict[str, Node]) -> None:
@@ -345,8 +351,12 @@ def _check_productive(rules: dict[str, Node]) -> None:
             case Repeat(item, low, _):
                 return low == 0 or ends(item)
 
-    while more := {name for name in rules if name not in good and ends(rules[name])}:
-        good |= more
+    known = -1
+    while known < len(good):
+        known = len(good)
+        for name in reversed(rules):
+            if name not in good and ends(rules[name]):
+                good.add(name)
     for name in rules:
         if name not in good:
             raise ValueError(f"rule {name} needs itself and can never end; give it another way")

@@ -35,8 +35,8 @@ class Masks(NamedTuple):
 
 
 class Matcher:
-    """Follows one text token by token. One thread at a time uses it; the library's work releases
-    the GIL.
+    """Follows one text token by token. One thread at a time uses it; masks are made without the
+    GIL.
 
     Invariant: tokens of a mask are exactly those that :meth:`accept` takes.
     """
@@ -71,7 +71,7 @@ class Matcher:
             data = self._masks.first_bytes[token_id]
             self._later.consume_tokens([self._masks.byte_ids[byte] for byte in data])
             self._first = None
-        if accepted:
+        if accepted or self._later.is_error():
             self._allowed = None
         return accepted
 
@@ -113,9 +113,8 @@ class Matcher:
         """
         if self.has_next or self.is_complete:
             return None
-        message = (
-            str((self._first or self._later).get_error()).removesuffix("<non-verbose/>").strip()
-        )
+        source = self._later if self._first is None else self._first
+        message = str(source.get_error()).removesuffix("<non-verbose/>").strip()
         if message in ("", *_NOTHING_CAN_COME):
             return "no token of the vocabulary can come next"
         return message

@@ -505,6 +505,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"grammar": 'root ::= "a"{x}'}, r"\.grammar: line 1: expected \{m\}"),
     ({"grammar": 'root ::= "a" | x\nx ::= "b" x'}, r"\.grammar: rule x needs itself"),
     ({"grammar": "root ::= " + "(" * 10_000}, r"\.grammar: .*parentheses"),
+    ({"grammar": "".join(f'r{n} ::= "a"\n' for n in range(1001))}, r"\.grammar: line 1001: more"),
     ({"grammar": DOUBLING}, r"\.grammar: .*too big"),
 ]
 
@@ -531,6 +532,15 @@ def test_expressions_that_blow_up_are_bounded(fields: dict[str, Any]) -> None:
     for _ in range(30):
         assert ord("a") in allowed(matcher, COMPILERS["byte_level"].vocab_size)
         assert matcher.accept(ord("a"))
+
+
+def test_deep_references_do_not_overflow_the_stack() -> None:
+    refs = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(10_000)}
+    schema = {"$ref": "#/$defs/d0", "$defs": refs | {"d10000": {"enum": ["a"]}}}
+    rules = "".join(f'r{n} ::= "a" r{n + 1}\n' for n in range(990)) + 'r990 ::= "b" | root'
+    for fields in ({"json": schema}, {"grammar": f"root ::= r0\n{rules}"}):
+        matcher = COMPILERS["byte_level"].compile(StructuredOutputs(**fields)).matcher()
+        assert matcher.has_next and matcher.error is None
 
 
 @pytest.mark.parametrize("case", CONFORMING)
