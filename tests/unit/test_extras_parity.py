@@ -25,6 +25,7 @@ from tests.support.oracle import Ask, decode_alone
 
 IDS = random.Random(3).sample(range(VOCAB_SIZE), VOCAB_SIZE)
 FEATURES: dict[str, dict[str, Any]] = {
+    "plain": {},
     "min_p": {"min_p": 0.4},
     "repetition": {"repetition_penalty": 1.7},
     "presence": {"presence_penalty": 1.9},
@@ -78,7 +79,8 @@ def asks() -> dict[str, Ask]:
                     reason != "stop" or len(tokens) < 3 or tokens[-1] in sorted(ask.stop_ids)[:8]
                 ):
                     continue
-                if len(tokens) > 2 and tokens != decode_alone(plain(ask))[0]:
+                shows = name == "plain" or tokens != decode_alone(plain(ask))[0]
+                if len(tokens) > 2 and shows:
                     found[f"{name} at {temperature}"] = ask
                     break
             else:
@@ -134,14 +136,16 @@ def run(
         def add(index: int, name: str, ask: Ask) -> None:
             params = sampling_params(
                 ask,
-                return_log_probs=index % 3 != 0,
-                top_n_logprobs=3 * (index % 3 == 1),
+                return_log_probs=index % 3 != 0 and not name.startswith("plain"),
+                top_n_logprobs=3 * (index % 3 == 1 and not name.startswith("plain")),
                 skip_prompt_log_probs=index % 2 == 0,
                 log_probs_mode="processed" if index % 5 == 4 else "raw",
             )
             futures[name] = engine.add_request(index, list(ask.prompt), params)
 
+        # Plain ones last: slots of the others are theirs then.
         listed = list(enumerate(asks().items()))
+        listed = [*listed[2:], *listed[:2]]
         if event == "prefixes":
             for index, (_, ask) in listed[::2]:
                 engine.add_request(900 + index, list(ask.prompt), sampling_params(plain(ask)))
