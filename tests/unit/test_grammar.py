@@ -288,6 +288,16 @@ def test_all_texts_and_no_others_are_reachable_in_every_spelling(name: str, case
     assert sorted(found) == sorted(ids for text in texts for ids in spellings(tokenizer, text))
 
 
+@pytest.mark.parametrize(("stretch", "comes"), [("[a-z]+", False), ("[a-wyz]+", True)])
+def test_stretches_of_recursive_rules_are_greedy(stretch: str, comes: bool) -> None:
+    """As docs/structured-output.md says, with its way out."""
+    grammar = f'root ::= {stretch} r\nr ::= "x" r "y" | "-"'
+    compiled = COMPILERS["byte_level"].compile(StructuredOutputs(grammar=grammar))
+    for text, accepted in ((b"ax-y", comes), (b"a-", True), (b"a-y", False)):
+        matcher = compiled.matcher()
+        assert (all(map(matcher.accept, text)) and matcher.must_end) == accepted
+
+
 def test_words_that_a_decoder_joins_with_spaces() -> None:
     matcher = COMPILERS["words"].compile(StructuredOutputs(regex="a( b)* c")).matcher()
     assert allowed(matcher, 50) == {1}
