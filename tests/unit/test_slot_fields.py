@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron_async.errors import RequestError
-from megatron_async.runner import step_program
+from megatron_async.runner import sampling_stage
 from megatron_async.runner.sampler import sample_tokens
 from megatron_async.runner.slot_state import SlotState
 from megatron_async.sampling_params import MAX_STOP_TOKEN_IDS, SamplingParams
@@ -138,7 +138,7 @@ def test_a_slot_field_may_be_read_by_the_sampler_too(
         logits[:, 0] += lift
         return sample_tokens(logits, *parameters, vocab_size=vocab_size)
 
-    monkeypatch.setattr(step_program, "sample_tokens", lifting)
+    monkeypatch.setattr(sampling_stage, "sample_tokens", lifting)
     with engine_at(1) as engine:
         (one, other) = engine.generate([[1], [2]], [lifted(9, 2.5), lifted(9, -1.5)])
     assert one.generated_tokens == decode_lifted(1, 9, 2.5)
