@@ -139,11 +139,6 @@ class RequestValidator:
                     f"{name} of a running request cannot be changed; {', '.join(CHANGEABLE)} can"
                 )
         checked = dataclasses.replace(params, **changes).checked()
-        if params.min_p and params.greedy and not checked.greedy:
-            raise RequestError(
-                f"the request was greedy when it started, so that min_p={params.min_p} was left "
-                "out; it cannot be sampled now: start another"
-            )
         return UpdateSamplingParams(key, {name: getattr(checked, name) for name in changes})
 
     def values(self, request_id: int, params: SamplingParams) -> Values:
@@ -263,7 +258,7 @@ class RequestValidator:
             log_probs=LOG_PROBS_OF[params.log_probs_mode]
             if params.wants_log_probs
             else NO_LOG_PROBS,
-            min_p=0.0 if params.greedy else params.min_p,
+            min_p=params.min_p,  # of a greedy request too: it may be sampled later
             repetition_penalty=params.repetition_penalty,
             presence_penalty=params.presence_penalty,
             frequency_penalty=params.frequency_penalty,

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_async.engine import commands
+from megatron_async.engine.guidance import Grammars
 from megatron_async.engine.request_validation import RequestValidator
 from megatron_async.errors import RequestError
 from megatron_async.sampling_params import MAX_SEQUENCES, SamplingParams
@@ -72,7 +73,8 @@ def validator(tokenizer: Any = None, **values: Any) -> RequestValidator:
         max_assignments=64,
     )
     controller = SimpleNamespace(tokenizer=tokenizer, tokenize_prompt=tokenize_prompt)
-    values = {"random_seed": 0, "eos_token_ids": None, **values}
+    own = {"grammars": Grammars(tokenizer, VOCABULARY), "extras_enabled": True}
+    values = {"random_seed": 0, "eos_token_ids": None, **own, **values}
     return RequestValidator(
         controller, limits, vocab_size=VOCABULARY, max_sequence_length=64, **values
     )
@@ -313,8 +315,6 @@ ASKS_NOTHING: list[dict[str, Any]] = [
     {},
     {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "seed": 3},
     {"repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": -0.0, "min_p": 0},
-    {"temperature": 0.0, "min_p": 0.5},
-    {"top_k": 1, "min_p": 0.5},
     {"min_tokens": 5, "termination_id": -1},
     {"logit_bias": {3: 0.0}},
     {"logit_bias": {}},
@@ -402,7 +402,7 @@ OUT_OF_REACH: list[tuple[dict[str, Any], str]] = [
     ({"min_tokens": 1, "stop_token_ids": [5], "allowed_token_ids": [5]}, "min_tokens holds back 1"),
     ({"bad_words": [[n] for n in range(VOCABULARY)]}, "bad_words bans 300"),
     ({"min_tokens": 63, "num_tokens_to_generate": None}, "min_tokens=63 exceeds the 61 tokens"),
-    ({"structured_outputs": {"regex": "a"}}, "structured_outputs={'regex': 'a'}"),
+    ({"structured_outputs": {"regex": "a"}}, "structured_outputs needs a tokenizer"),
     ({"stop_words": ["x"]}, "stop_words has texts, and the model has no tokenizer"),
     ({"bad_words": [[1], "x"]}, "bad_words has texts, and the model has no tokenizer"),
 ]
@@ -424,10 +424,8 @@ def test_a_bad_word_that_makes_no_token_is_refused() -> None:
         extras_of(Silent(), bad_words=["x"])
 
 
-def test_a_greedy_request_whose_min_p_was_left_out_stays_greedy() -> None:
-    door, greedy = validator(), SamplingParams(temperature=0.0, min_p=0.5).checked()
-    with pytest.raises(RequestError, match=r"min_p=0\.5"):
-        door.update(0, greedy, {"temperature": 1.0})
-    assert door.update(0, greedy, {"seed": 4}).changes == {"seed": 4}
-    sampled = SamplingParams(min_p=0.5).checked()
-    assert door.update(0, sampled, {"temperature": 0.0}).changes == {"temperature": 0.0}
+def test_a_greedy_request_keeps_its_min_p_for_when_it_is_sampled() -> None:
+    door, greedy = validator(), SamplingParams(temperature=0.0, min_p=0.5, num_tokens_to_generate=9)
+    command, params = door.add(0, 0, [1], greedy, 0)
+    assert command.extras is not None and Extras(*command.extras).min_p == 0.5
+    assert door.update(0, params, {"temperature": 1.0}).changes == {"temperature": 1.0}
