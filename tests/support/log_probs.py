@@ -21,13 +21,16 @@ def _log_softmax(tokens: tuple[int, ...], salt: int) -> list[float]:
 
 
 def check_log_probs(
-    request: DynamicInferenceRequest, salts: Sequence[tuple[int, int]] = ()
+    request: DynamicInferenceRequest,
+    salts: Sequence[tuple[int, int]] = (),
+    *,
+    of_prompts: bool = True,
 ) -> None:
     """Those that were asked for are there, one for each token, within 1e-5, and no others.
 
     Args:
-        salts: (first generated token, salt of the model) in order; 0 before. Those of a prompt may
-            be of any of them, since it may have been computed again.
+        salts: (first generated token, salt of the model) in order; 0 before.
+        of_prompts: the prompt was computed with salt 0, and never with another.
     """
     params, prompt = request.sampling_params, request.prompt_tokens
     tokens = prompt + request.generated_tokens
@@ -46,7 +49,7 @@ def check_log_probs(
             salt = next((s for start, s in reversed(salts) if start <= index), 0)
             at = len(prompt) + index
             _check(tokens, at, salt, value, None if tops is None else tops[index])
-    if of_prompt and len({salt for _, salt in salts} | {0}) == 1:
+    if of_prompt and of_prompts:
         values, tops = request.prompt_log_probs, request.prompt_top_n_logprobs
         assert values is not None
         if request.generated_tokens:

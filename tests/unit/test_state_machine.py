@@ -370,7 +370,7 @@ class EngineMachine(RuleBasedStateMachine):
             if len(request.steps) > 1 and not request.counters.evictions:
                 inside = self.tickets.last_count(request) < self.window
                 self.totals["ends_inside_windows"] += inside
-        check_log_probs(request, salts)
+        check_log_probs(request, salts, of_prompts=not any(self.salts.values()))
         self.totals["log_probs"] += len(request.generated_log_probs or ())
         self.totals["prompt_log_probs"] += len(request.prompt_log_probs or ())
         counts = request.counters
