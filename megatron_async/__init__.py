@@ -14,8 +14,17 @@ from megatron_async.version import __version__
 if TYPE_CHECKING:
     from megatron_async.config import EngineConfig
     from megatron_async.engine.engine import DynamicInferenceEngine
+    from megatron_async.engine.output_processor import TokenOutput
+    from megatron_async.grammar.spec import StructuredOutputs
     from megatron_async.models.wrapper import GPTInferenceWrapper
-    from megatron_async.request import DynamicInferenceRequest
+    from megatron_async.request import (
+        DynamicInferenceRequest,
+        FinishReason,
+        RequestFuture,
+        Rollout,
+        StepReport,
+        TokenLogProbs,
+    )
     from megatron_async.runner.context import DynamicInferenceContext
     from megatron_async.runner.controller import TextGenerationController
     from megatron_async.sampling_params import SamplingParams
@@ -30,9 +39,16 @@ _HOMES = {
     "DynamicInferenceEngine": "megatron_async.engine.engine",
     "DynamicInferenceRequest": "megatron_async.request",
     "EngineConfig": "megatron_async.config",
+    "FinishReason": "megatron_async.request",
     "GPTInferenceWrapper": "megatron_async.models.wrapper",
+    "RequestFuture": "megatron_async.request",
+    "Rollout": "megatron_async.request",
     "SamplingParams": "megatron_async.sampling_params",
+    "StepReport": "megatron_async.request",
+    "StructuredOutputs": "megatron_async.grammar.spec",
     "TextGenerationController": "megatron_async.runner.controller",
+    "TokenLogProbs": "megatron_async.request",
+    "TokenOutput": "megatron_async.engine.output_processor",
 }
 
 __all__ = [
@@ -40,9 +56,16 @@ __all__ = [
     "DynamicInferenceEngine",
     "DynamicInferenceRequest",
     "EngineConfig",
+    "FinishReason",
     "GPTInferenceWrapper",
+    "RequestFuture",
+    "Rollout",
     "SamplingParams",
+    "StepReport",
+    "StructuredOutputs",
     "TextGenerationController",
+    "TokenLogProbs",
+    "TokenOutput",
     "__version__",
 ]
 

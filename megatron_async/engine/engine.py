@@ -52,7 +52,7 @@ class DynamicInferenceEngine:
         controller: model and tokenizer. A controller serves one engine.
         context: cache and per-slot state; its sizes win over those of ``config``.
         enable_cuda_graph: decode steps are always captured on a GPU; False is refused.
-        random_seed: of the requests that bring no seed of their own; None takes ``config``'s.
+        random_seed: from which requests that bring no seed derive theirs; None takes ``config``'s.
         enable_chunked_prefill: without it a prompt is prefilled in one forward.
         config: scheduling and debugging.
         eos_token_ids: tokens that end a request which names no ``termination_id``; None takes the
@@ -216,13 +216,19 @@ class DynamicInferenceEngine:
     ) -> RequestFuture:
         """Queue a request; it is taken up at the next step.
 
+        Structured outputs are compiled here, in the caller's thread. With ``n`` or ``best_of`` the
+        request is several sequences: what is asked about its id is asked about all of them.
+
         Args:
+            prompt: text, or token ids.
+            sampling_params: copied, so later changes of it do nothing; None for the defaults.
             priority: lower goes first; equal ones are served first come, first served. What
                 overtakes a request is bounded: one step of priority is worth 1,000 tickets.
 
         Returns:
             A future of the finished request: step until it is done, or wait for it while somebody
-            else steps.
+            else steps. With ``n`` or ``best_of`` it is done when all sequences have ended, and the
+            result's ``choices`` has those that are kept, the best of ``best_of`` first.
 
         Raises:
             RequestError: the request cannot be served; other requests are not affected.
@@ -260,7 +266,8 @@ class DynamicInferenceEngine:
         ``sampling_spans`` say from which step on it holds.
 
         Args:
-            changes: ``temperature``, ``top_k``, ``top_p``, ``seed``.
+            changes: ``temperature``, ``top_k``, ``top_p``, ``seed``; everything else is fixed while
+                the request runs. A new seed gives each further sequence one derived from it.
 
         Returns:
             False when the request is not known or has ended.
@@ -295,7 +302,10 @@ class DynamicInferenceEngine:
             ``active_request_ids``; ``finished_request_records``, the requests that ended;
             ``tokens``, a list of :class:`TokenOutput` in order of commit; ``steps``, a
             :class:`StepReport` of each step that was committed; ``step_time`` in seconds;
-            ``cuda_graph_request_count``, the row bucket replayed, or None.
+            ``cuda_graph_request_count``, the row bucket replayed, or None. Each sequence of ``n``
+            or ``best_of`` comes by itself, all but the first under negative ids; which of
+            ``best_of`` are kept is in the future's result. Text that may still become part of a
+            stop word comes with a later token.
 
         Raises:
             EngineStoppedError: the engine is closed, or was stopped by an error in an earlier
@@ -318,6 +328,9 @@ class DynamicInferenceEngine:
     ) -> list[DynamicInferenceRequest]:
         """Decode all prompts and return their requests in the same order. What other requests
         generate meanwhile is in their records and futures.
+
+        A request has its text, up to a stop word, log-probabilities as far as it asked for them,
+        the ``seed`` that its randomness came from, and with ``n`` or ``best_of`` its ``choices``.
 
         Args:
             prompts: several; a single text is taken as one prompt.
@@ -353,10 +366,13 @@ class DynamicInferenceEngine:
 
         The engine's own thread runs the steps: :meth:`start`'s, else one that lives as long as
         there are streams. Leaving the iteration early aborts the request. What other requests
-        generate meanwhile is in their streams, records and futures.
+        generate meanwhile is in their streams, records and futures. Text that may still become part
+        of a stop word is held back, and each token has its log-probabilities if they were asked
+        for; those of the prompt are in the request's record alone.
 
         Raises:
-            RequestError: the request cannot be served.
+            RequestError: the request cannot be served, or has several sequences (``n``,
+                ``best_of``).
         """
         return self._driver.stream(prompt, sampling_params, request_id)
 
@@ -450,7 +466,7 @@ class DynamicInferenceEngine:
 
     def record(self, recorder: Recorder) -> None:
         """Give all commands and ended requests to ``recorder`` from now on; before the first
-        step."""
+        step. A run whose requests have Python logits processors cannot be replayed."""
         self.loop.recorder = recorder
         self.outputs.on_finish = recorder.finished
         self.observe(recorder)
