@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_async.engine import commands
+from megatron_async.engine.guidance import Grammars
 from megatron_async.engine.request_validation import RequestValidator
 from megatron_async.errors import RequestError
 from megatron_async.sampling_params import MAX_SEQUENCES, SamplingParams
@@ -72,7 +73,8 @@ def validator(tokenizer: Any = None, **values: Any) -> RequestValidator:
         max_assignments=64,
     )
     controller = SimpleNamespace(tokenizer=tokenizer, tokenize_prompt=tokenize_prompt)
-    values = {"random_seed": 0, "eos_token_ids": None, **values}
+    values = {"random_seed": 0, "eos_token_ids": None, "extras_enabled": True, **values}
+    values.setdefault("grammars", Grammars(tokenizer, VOCABULARY))
     return RequestValidator(
         controller, limits, vocab_size=VOCABULARY, max_sequence_length=64, **values
     )
@@ -402,7 +404,10 @@ OUT_OF_REACH: list[tuple[dict[str, Any], str]] = [
     ({"min_tokens": 1, "stop_token_ids": [5], "allowed_token_ids": [5]}, "min_tokens holds back 1"),
     ({"bad_words": [[n] for n in range(VOCABULARY)]}, "bad_words bans 300"),
     ({"min_tokens": 63, "num_tokens_to_generate": None}, "min_tokens=63 exceeds the 61 tokens"),
-    ({"structured_outputs": {"regex": "a"}}, "structured_outputs={'regex': 'a'}"),
+    (
+        {"structured_outputs": {"regex": "a"}},
+        "structured_outputs needs a tokenizer, and the model has none",
+    ),
     ({"stop_words": ["x"]}, "stop_words has texts, and the model has no tokenizer"),
     ({"bad_words": [[1], "x"]}, "bad_words has texts, and the model has no tokenizer"),
 ]
