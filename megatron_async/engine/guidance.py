@@ -136,7 +136,7 @@ def _process(
     tokens = [*request.prompt_tokens, *request.generated_tokens]
     try:
         for process in processors:
-            processed = process(tokens, logits)
+            processed = process(list(tokens), logits)
             if not isinstance(processed, torch.Tensor) or processed.shape != logits.shape:
                 raise TypeError(
                     f"a logits processor returned {processed!r:.60} where logits of shape "

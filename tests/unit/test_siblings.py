@@ -238,9 +238,9 @@ def test_an_interrupted_call_leaves_nothing_behind(
     with engine_at(1) as engine:
         calls, real = [0], engine.outputs.open
 
-        def interrupted(key: int, request: DynamicInferenceRequest) -> Any:
+        def interrupted(*arguments: Any) -> Any:
             calls[0] += 1
-            future = real(key, request)
+            future = real(*arguments)
             if calls[0] == opened:
                 raise KeyboardInterrupt
             return future
