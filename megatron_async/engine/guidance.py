@@ -132,7 +132,8 @@ class GrammarEnd:
 def _process(
     request: DynamicInferenceRequest, processors: Sequence[LogitsProcessor], logits: torch.Tensor
 ) -> torch.Tensor:
-    """A processor's error ends its request alone: NaN is what the device ends it for."""
+    """A processor's error ends its request alone: NaN is what the device ends it for. An interrupt
+    in it is the stepping thread's, and stops the engine as in the midst of any step."""
     tokens = [*request.prompt_tokens, *request.generated_tokens]
     try:
         for process in processors:

@@ -225,6 +225,7 @@ def test_new_seeds_of_all_follow_from_the_one_that_is_given_or_derived() -> None
             engine.step_modern()
             own = [choice.sampling_params.seed for choice in choices]
             assert own == [seed, sibling_seed(base, 1), sibling_seed(base, 2)]
+            assert [choice.seed for choice in choices] == [base, *own[1:]]
         with pytest.raises(RequestError, match="top_p=7"):
             engine.update_sampling_params(7, top_p=7)
         assert engine.get_request(choices[2].request_id) is choices[2]
