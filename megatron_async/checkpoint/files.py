@@ -15,7 +15,6 @@ from megatron_async.checkpoint.targets import Target
 from megatron_async.config import MAX_COUNT
 from megatron_async.errors import CheckpointError
 from megatron_async.models.config import ModelConfig
-from megatron_async.sampling_params import MAX_STOP_TOKEN_IDS
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -71,7 +70,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def parse_token_ids(path: Path, name: str, value: Any) -> tuple[int, ...]:
-    """Token ids given as null, one int or a list of ints; no more than a request may stop at."""
+    """Token ids given as null, one int or a list of ints; each once."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     for token_id in ids:
         if type(token_id) is not int or not 0 <= token_id <= MAX_COUNT:
@@ -79,13 +78,7 @@ def parse_token_ids(path: Path, name: str, value: Any) -> tuple[int, ...]:
                 f"{path}: {name}={value!r} must be a token id or a list of token ids, "
                 f"each of at most {MAX_COUNT}"
             )
-    unique = tuple(dict.fromkeys(ids))
-    if len(unique) > MAX_STOP_TOKEN_IDS:
-        raise CheckpointError(
-            f"{path}: {name} has {len(unique)} token ids; the most is {MAX_STOP_TOKEN_IDS}: "
-            "keep those that the model ends its texts with"
-        )
-    return unique
+    return tuple(dict.fromkeys(ids))
 
 
 def weight_files(directory: Path) -> tuple[list[Path], frozenset[str]]:

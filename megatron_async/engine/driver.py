@@ -174,6 +174,7 @@ class Driver:
             opened.append(TokenStream(number))
             self._streams.add(key, opened[0])
 
+        await self._requests.compile_grammar(sampling_params)
         key, _ = self._requests.add(request_id, prompt, sampling_params, opened=open_stream)
         try:
             with self._thread_lock:

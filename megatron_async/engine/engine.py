@@ -123,7 +123,7 @@ class DynamicInferenceEngine:
         self.outputs = OutputProcessor(
             controller.tokenizer,
             track_pauses=config.track_paused_request_events,
-            eos_token_ids=eos_token_ids,
+            eos_token_ids=validator.eos_token_ids,
         )
         self.scheduler = Scheduler(limits, self.outputs.ends, debug=config.debug)
         self.guidance = Guidance(self.runner, grammars)

@@ -132,11 +132,12 @@ class GrammarEnd:
 def _process(
     request: DynamicInferenceRequest, processors: Sequence[LogitsProcessor], logits: torch.Tensor
 ) -> torch.Tensor:
-    """A processor's error ends its request alone: NaN is what the device ends it for."""
+    """A processor's error ends its request alone: NaN is what the device ends it for. An interrupt
+    in it is the stepping thread's, and stops the engine as in the midst of any step."""
     tokens = [*request.prompt_tokens, *request.generated_tokens]
     try:
         for process in processors:
-            processed = process(tokens, logits)
+            processed = process(list(tokens), logits)
             if not isinstance(processed, torch.Tensor) or processed.shape != logits.shape:
                 raise TypeError(
                     f"a logits processor returned {processed!r:.60} where logits of shape "

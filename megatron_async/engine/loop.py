@@ -272,7 +272,7 @@ class DecodeLoop:
             case EvictRequest(key=key):
                 scheduler.evict(key)
             case UpdateSamplingParams(key=key, changes=changes) if outputs.is_live(key):
-                request_id, params = outputs.change_sampling(key, changes)
+                request_id, params = outputs.change_sampling(key, changes, self._validator.seed)
                 if scheduler.update_values(key, self._validator.values(request_id, params)):
                     self._updated.append((key, params))
 

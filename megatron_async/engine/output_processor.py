@@ -107,7 +107,7 @@ class OutputProcessor:
     """The records of all requests that still have a row in flight or to come, by scheduler key.
 
     Args:
-        eos_token_ids: the model's own end tokens; None takes the tokenizer's ``eod``.
+        eos_token_ids: the model's own end tokens.
 
     Attributes:
         ends: what ends requests before their tokens are committed: stop words, and what others
@@ -125,11 +125,8 @@ class OutputProcessor:
         tokenizer: Any,
         *,
         track_pauses: bool,
-        eos_token_ids: tuple[int, ...] | None = None,
+        eos_token_ids: Iterable[int] = (),
     ) -> None:
-        if eos_token_ids is None:
-            eod = getattr(tokenizer, "eod", None)
-            eos_token_ids = () if eod is None else (int(eod),)
         self.ends = HostEnds()
         self.weight_version = 0
         self.outputs: list[TokenOutput] = []
@@ -143,10 +140,12 @@ class OutputProcessor:
         self.keys: dict[int, int] = {}
         self.ended: deque[tuple[RequestFuture, DynamicInferenceRequest | Exception]] = deque()
 
-    def open(self, key: int, request: DynamicInferenceRequest) -> RequestFuture | None:
-        """Start the record of a request; None if its id is in use. From any thread."""
-        stop_ids = self._stop_ids(request.sampling_params)
-        entry = self._entries[key] = Entry(request, self._tokenizer, stop_ids)
+    def open(
+        self, key: int, request: DynamicInferenceRequest, stop_ids: Iterable[int]
+    ) -> RequestFuture | None:
+        """Start the record of a request, which ``stop_ids`` end; None if its id is in use. From
+        any thread."""
+        entry = self._entries[key] = Entry(request, self._tokenizer, frozenset(stop_ids))
         if self.keys.setdefault(request.request_id, key) != key:
             del self._entries[key]
             return None
@@ -208,11 +207,16 @@ class OutputProcessor:
             if request.finish_reason is None:
                 request.status = STATUS_AFTER[change]
 
-    def change_sampling(self, key: int, changes: dict[str, Any]) -> tuple[int, SamplingParams]:
-        """A request's id, and its sampling parameters with ``changes``."""
+    def change_sampling(
+        self, key: int, changes: dict[str, Any], seed_of: Callable[[int, int | None], int]
+    ) -> tuple[int, SamplingParams]:
+        """A request's id, and its sampling parameters with ``changes``. ``seed_of`` its id and the
+        seed among them, or None, is the seed that it has from here on."""
         request = self._entries[key].request
-        request.sampling_params = dataclasses.replace(request.sampling_params, **changes)
-        return request.request_id, request.sampling_params
+        params = dataclasses.replace(request.sampling_params, **changes)
+        request.sampling_params = params
+        request.seed = seed_of(request.request_id, params.seed)
+        return request.request_id, params
 
     def resampled(self, key: int, params: SamplingParams, ticket: int) -> None:
         """Steps from ``ticket`` on sample the request with ``params``."""
@@ -268,14 +272,6 @@ class OutputProcessor:
         taken = Taken(self.outputs, self.finished, self.reports)
         self.outputs, self.finished, self.reports = [], [], []
         return taken
-
-    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        """Token ids that end a request."""
-        if params.termination_id is not None:
-            ends = frozenset({params.termination_id})
-        else:
-            ends = frozenset() if params.ignore_eos else self._eos_token_ids
-        return ends.union(params.stop_token_ids or ())
 
     def _add_of_prompts(self, prompt_log_probs: Mapping[int, tuple[int, Any]]) -> None:
         for key, (first, words) in prompt_log_probs.items():

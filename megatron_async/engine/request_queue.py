@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import itertools
 import weakref
@@ -50,6 +51,15 @@ class RequestQueue:
         self._sibling_ids = itertools.count(-1, -1)
         self._siblings: dict[int, Siblings] = {}
         """By request id, until all have ended."""
+
+    async def compile_grammar(self, sampling_params: SamplingParams | None) -> None:
+        """Compile in another thread what :meth:`add` then finds compiled: the event loop goes on.
+
+        Raises:
+            RequestError: it cannot be compiled.
+        """
+        if getattr(sampling_params, "structured_outputs", None) is not None:
+            await asyncio.to_thread(self._validator.compile_grammar, sampling_params)
 
     def add(
         self,
@@ -111,7 +121,7 @@ class RequestQueue:
 
     def _open(self, command: AddRequest, request: DynamicInferenceRequest) -> RequestFuture | None:
         """Start the record of a request, and what guides it; None if its id is in use."""
-        future = self._outputs.open(command.key, request)
+        future = self._outputs.open(command.key, request, command.stop_ids)
         if future is not None and command.extras is not None:
             watcher = self._guidance.open(command.key, request, command.stop_ids)
             if watcher is not None:

@@ -57,7 +57,14 @@ def seed_of(values: Values) -> int:
 
 
 class RequestValidator:
-    """Checks requests against the model, the cache and themselves."""
+    """Checks requests against the model, the cache and themselves.
+
+    Args:
+        eos_token_ids: the model's own end tokens; None takes the tokenizer's ``eod``.
+
+    Attributes:
+        eos_token_ids: the model's own end tokens.
+    """
 
     def __init__(
         self,
@@ -78,7 +85,10 @@ class RequestValidator:
         self._vocab_size = vocab_size
         self._max_sequence_length = max_sequence_length
         self._random_seed = random_seed
-        self._eos_token_ids = eos_token_ids
+        if eos_token_ids is None:
+            eod = getattr(tokenizer.tokenizer, "eod", None)
+            eos_token_ids = () if eod is None else (int(eod),)
+        self.eos_token_ids = eos_token_ids
 
     def add(
         self,
@@ -124,6 +134,16 @@ class RequestValidator:
             sampled.wants_prompt_log_probs,
         )
         return command, params
+
+    def compile_grammar(self, params: SamplingParams | None) -> None:
+        """Compile what :meth:`add` needs of these parameters, which takes up to a second: for
+        threads that must not stand still in it.
+
+        Raises:
+            RequestError: it cannot be compiled.
+        """
+        if isinstance(params, SamplingParams) and params.structured_outputs is not None:
+            self._grammars.compile(params.structured_outputs)
 
     def update(
         self, key: int, params: SamplingParams, changes: dict[str, Any]
@@ -217,11 +237,7 @@ class RequestValidator:
         return max_new
 
     def _stop_ids(self, params: SamplingParams) -> tuple[int, ...]:
-        own = self._eos_token_ids
-        if own is None:
-            eod = getattr(self._tokenizer.tokenizer, "eod", None)
-            own = () if eod is None else (int(eod),)
-        ids: tuple[int, ...] = own
+        own = ids = self.eos_token_ids
         if params.termination_id is not None:
             ids = () if params.termination_id < 0 else (params.termination_id,)
             check_vocabulary("termination_id", ids, self._vocab_size)

@@ -29,6 +29,11 @@ class MaskRing:
         self._masks: Mask = self.masks.numpy()
         self._masked: Mask = self.masked.numpy()
 
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of pinned memory."""
+        return self.masks.nbytes + self.masked.nbytes
+
     def entry(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Device: ``masks`` and ``masked`` of ticket ``number``."""
         entry = number % len(self.masks)

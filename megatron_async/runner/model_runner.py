@@ -105,6 +105,8 @@ class ModelRunner:
             logits_dtype=getattr(model, "logits_dtype", context.params_dtype),
             poison=poison,
         )
+        if self._extras is not None:
+            self._log_extras(self._extras)
         self._graphs = StepGraphs(
             device,
             self._program,
@@ -141,15 +143,18 @@ class ModelRunner:
             f"the token counts of {context.slot_count} slots for penalties",
             "max_requests or depth, or turn off enable_sampling_extras",
         ):
-            tables = ExtrasTables(
+            return ExtrasTables(
                 context.slot_count, vocab_size, context.max_sequence_length, context.device
             )
+
+    def _log_extras(self, extras: SamplingExtras) -> None:
         logger.info(
-            "penalties, filters and log-probabilities: %.3f GiB for %d slots",
-            tables.memory_bytes / GIB,
-            context.slot_count,
+            "penalties, filters and log-probabilities: %.3f GiB for %d slots, %.3f GiB of the host "
+            "for masks",
+            (extras.tables.memory_bytes + self._program.extended_bytes) / GIB,
+            self._context.slot_count,
+            extras.masks.memory_bytes / GIB,
         )
-        return tables
 
     def _reset(self) -> None:
         self._context.reset()

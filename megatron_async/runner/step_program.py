@@ -90,6 +90,11 @@ class StepProgram:
                     *(extras or (None, None)),
                 )  # fmt: skip
 
+    @property
+    def extended_bytes(self) -> int:
+        """Device memory of the extended S besides the extras tables."""
+        return 0 if self._kernels is None else self._kernels.extended_bytes
+
     # --- C ------------------------------------------------------------------------------------
 
     def load_control(self) -> None:

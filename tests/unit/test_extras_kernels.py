@@ -81,7 +81,7 @@ class Case:
             marked = [(step + i) % rows for i in range(4)]
             if rows > 4:
                 with_failures(logits, marked[:3])
-                logits[marked[3], step] = torch.inf
+                logits[marked[3], step % vocab_size] = torch.inf
                 logits[marked[3], 3::4] = -0.0
             self.logits.append(logits.to(dtype))
         self.masks = [asking.masks.roll(step, 0) for step in range(STEPS)]

@@ -5,9 +5,13 @@ The hash model with a tokenizer of its ids: its text is noise unless something g
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import functools
 import json
 import re
+import threading
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
@@ -15,7 +19,9 @@ import torch
 
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.metrics import NotOverlapped
-from megatron_async.errors import RequestError
+from megatron_async.engine.output_processor import TokenOutput
+from megatron_async.errors import EngineStoppedError, RequestError
+from megatron_async.grammar.compiler import GrammarCompiler
 from megatron_async.request import DynamicInferenceRequest, FinishReason
 from megatron_async.sampling_params import SamplingParams
 from tests.support.drafting_model import DraftingHashModel
@@ -224,6 +230,58 @@ def test_a_logits_processor_that_fails_ends_its_request_alone(depth: int) -> Non
     assert good.finish_reason is FinishReason.LENGTH and len(good.generated_tokens) == LENGTH
 
 
+@pytest.mark.parametrize("interrupt", (KeyboardInterrupt, SystemExit))
+@pytest.mark.parametrize("own_thread", (False, True))
+@pytest.mark.parametrize("depth", (0, 1))
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_interrupt_in_a_logits_processor_stops_the_engine_and_all_who_wait_know(
+    depth: int, own_thread: bool, interrupt: type[BaseException]
+) -> None:
+    def interrupted(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+        if len(tokens) == 5:
+            raise interrupt("of a processor")
+        return logits
+
+    with engine(depth) as made:
+        plain = made.add_request(0, [1, 2, 4], params(ignore_eos=True))
+        bad = made.add_request(1, [1, 2, 3], params(logits_processors=[interrupted]))
+        if own_thread:
+            made.start()
+        else:
+            with pytest.raises(interrupt, match="of a processor"):
+                while made.has_unfinished_requests():
+                    made.step_modern()
+        for future in (plain, bad):
+            with pytest.raises(EngineStoppedError, match=f"{interrupt.__name__}: of a processor"):
+                future.result(timeout=60)
+        with pytest.raises(EngineStoppedError, match=interrupt.__name__):
+            made.add_request(2, [1])
+
+
+@pytest.mark.parametrize("depth", (0, 1))
+def test_what_logits_processors_do_to_their_arguments_stays_with_them(depth: int) -> None:
+    seen: list[list[int]] = []
+
+    def spoils(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+        tokens[:] = [0]
+        result = logits.clone()
+        logits.fill_(float("nan"))
+        return result
+
+    def looks(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+        seen.append(tokens)
+        return logits
+
+    with engine(depth) as made:
+        asked = params(num_tokens_to_generate=9, ignore_eos=True, return_log_probs=True)
+        functions = dataclasses.replace(asked, logits_processors=[spoils, looks])
+        request, expected = made.generate([[7, 1, 9]] * 2, [functions, asked])
+    assert request.prompt_tokens == [7, 1, 9]
+    assert request.generated_tokens == expected.generated_tokens
+    assert request.generated_log_probs == expected.generated_log_probs
+    assert seen == [[7, 1, 9, *request.generated_tokens[:count]] for count in range(9)]
+
+
 # --- at the door ------------------------------------------------------------------------------
 
 
@@ -272,3 +330,67 @@ def test_extras_turned_off_are_refused_and_plain_requests_run() -> None:
         (request,) = made.generate([[1, 2, 3]], params(ignore_eos=True, stop_words=["zzzz"]))
     assert request.finish_reason is FinishReason.LENGTH
     assert all(0 <= token < VOCAB_SIZE for token in request.generated_tokens)
+
+
+# --- streams ----------------------------------------------------------------------------------
+
+
+class SlowCompile:
+    """Compiling waits until it is released; ``waited`` has False where nobody did in time."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun, self.released = threading.Event(), threading.Event()
+        self.waited: list[bool] = []
+        real = GrammarCompiler._compile
+
+        def compile(compiler: GrammarCompiler, spec: Any) -> Any:
+            self.begun.set()
+            self.waited.append(self.released.wait(timeout=5))
+            return real(compiler, spec)
+
+        monkeypatch.setattr(GrammarCompiler, "_compile", compile)
+
+    async def begin(self, stream: AsyncGenerator[TokenOutput, None]) -> asyncio.Task[TokenOutput]:
+        """The first token of ``stream``, whose grammar is being compiled."""
+        first = asyncio.ensure_future(anext(stream))
+        while not self.begun.is_set():
+            await asyncio.sleep(0)
+        return first
+
+
+def test_the_event_loop_goes_on_while_a_grammar_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow = SlowCompile(monkeypatch)
+
+    async def main(made: DynamicInferenceEngine) -> str:
+        stream = made.stream([7, 1, 9], params(structured_outputs={"regex": "[a-f]{5}"}))
+        first = await slow.begin(stream)
+        others = [output.text or "" async for output in made.stream([7], params(ignore_eos=True))]
+        assert len(others) == LENGTH and not first.done()
+        slow.released.set()
+        return ((await first).text or "") + "".join([o.text or "" async for o in stream])
+
+    with engine(1) as made:
+        assert re.fullmatch("[a-f]{5}", asyncio.run(main(made)))
+    assert slow.waited == [True]  # and it is compiled once
+
+
+def test_a_stream_that_is_given_up_while_its_grammar_is_compiled_leaves_nothing_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow = SlowCompile(monkeypatch)
+
+    async def main(made: DynamicInferenceEngine) -> None:
+        stream = made.stream([7, 1, 9], params(structured_outputs={"regex": "[a-f]{5}"}))
+        first = await slow.begin(stream)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        slow.released.set()
+        with pytest.raises(RequestError, match="regex"):
+            await anext(made.stream([7], params(structured_outputs={"regex": "(("})))
+
+    with engine(1) as made:
+        asyncio.run(main(made))
+        assert not len(made.streams) and not made.has_unfinished_requests()

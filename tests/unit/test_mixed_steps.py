@@ -21,6 +21,7 @@ from megatron_async.engine.build import build_context, load_parts
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.runner.controller import TextGenerationController
 from megatron_async.runner.cuda_graphs import MIXED, StepGraphs, token_buckets
+from megatron_async.runner.prompt_log_probs import PromptTargets
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.step.packet import PacketLayout, StepShape, write_control, write_packet
 from megatron_async.step.plan import (
@@ -253,10 +254,10 @@ class TestOnGpu:
         launched = []
         launch = StepGraphs.launch_mixed
 
-        def watched(self: StepGraphs, shape: StepShape) -> None:
+        def watched(self: StepGraphs, shape: StepShape, targets: PromptTargets | None) -> None:
             torch.cuda.set_sync_debug_mode("error")
             try:
-                launch(self, shape)
+                launch(self, shape, targets)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             launched.append(shape)

@@ -73,11 +73,12 @@ class Run:
     """One request, whose rows the test brings as scheduler and loop would."""
 
     def __init__(self, tokenizer: Any, **params: Any) -> None:
-        self.outputs = OutputProcessor(tokenizer, track_pauses=False)
+        self.outputs = OutputProcessor(tokenizer, track_pauses=False, eos_token_ids=(EOD,))
         self.request = DynamicInferenceRequest(
             request_id=ID, prompt_tokens=[1, 2, 3], sampling_params=SamplingParams(**params)
         )
-        self.future = self.outputs.open(KEY, self.request)
+        self.stop_ids = (EOD, *params.get("stop_token_ids", ()))
+        self.future = self.outputs.open(KEY, self.request, self.stop_ids)
         self.tickets = itertools.count()
         self.shown: list[TokenOutput] = []
 
@@ -290,7 +291,7 @@ def test_watchers_go_with_their_request() -> None:
     twin = DynamicInferenceRequest(
         request_id=ID, sampling_params=SamplingParams(stop_words=["a"], return_log_probs=True)
     )
-    assert run.outputs.open(KEY + 1, twin) is None
+    assert run.outputs.open(KEY + 1, twin, ()) is None
     assert not run.outputs.ends.watches(KEY + 1)
 
 
@@ -363,12 +364,12 @@ def test_the_models_own_end_token_is_no_stop_reason(
     assert run.request.generated_text == "A"
 
 
-def test_end_tokens_of_the_model_win_over_the_tokenizers() -> None:
+def test_only_the_models_own_end_tokens_are_no_stop_reason() -> None:
     run = Run(StreamedLetters())
     run.outputs = OutputProcessor(StreamedLetters(), track_pauses=False, eos_token_ids=(7, 8))
     for key, token in enumerate((7, 8, EOD)):
         request = DynamicInferenceRequest(request_id=key)
-        run.outputs.open(key, request)
+        run.outputs.open(key, request, (7, 8))
         commit = Commit((key,), ((token,),), {key: FinishReason.STOP}, set())
         run.outputs.commit(commit, StepReport(key, 1, True, None, 1, 0))
         assert request.stop_reason == (EOD if token == EOD else None)
@@ -436,7 +437,7 @@ def test_log_probs_are_for_those_who_asked() -> None:
     for key, ask in enumerate(asks):
         params = SamplingParams(**ask)
         requests.append(DynamicInferenceRequest(request_id=key, sampling_params=params))
-        outputs.open(key, requests[-1])
+        outputs.open(key, requests[-1], ())
     # All rows at once, as one array: those who have not asked have words, too.
     words = np.stack([words_of(FIRST), words_of(FIRST), words_of(SECOND)])
     commit = Commit((0, 1, 2), ((1,), (2,), (3,)), {}, set(), words, None)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_async.engine import commands
+from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.recording import Recorder, RunFile, read_run
 from megatron_async.engine.replay import replay
 from megatron_async.errors import ConfigError, RequestError
+from megatron_async.request import DynamicInferenceRequest
+from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import DEPTHS, hash_engine, random_ask, sampling_params
+from tests.support.hash_tokenizer import hash_tokenizer
 
 SIZES: dict[str, Any] = {
     "max_requests": 3,
@@ -84,6 +90,125 @@ def test_a_run_gives_the_same_tokens_at_any_depth(
     assert result.exact == (recorded == replayed) and result.differences == ()
     got = {e.request_id: e.tokens for e in result.endings if e.request_id in tokens}
     assert got == tokens
+
+
+# --- requests that ask for more ---------------------------------------------------------------
+
+
+def more(count: int = 22, **values: Any) -> SamplingParams:
+    values = {"temperature": 1.2, "seed": 5, "ignore_eos": True, **values}
+    return SamplingParams(num_tokens_to_generate=count, **values)
+
+
+MORE: tuple[SamplingParams, ...] = (
+    more(structured_outputs={"regex": "[a-f]{3,9}[0-9]+é?x"}),
+    more(stop_words=["k1", "0", "tr"], min_tokens=3),
+    more(return_log_probs=True, top_n_logprobs=3, presence_penalty=0.7, bad_words=[[1, 2], [3]]),
+    more(n=3, structured_outputs={"choice": ["abcabcabcabc", "null", "true"]}, ignore_eos=False),
+    more(logit_bias={7: 2.5}, min_p=0.05, stop_token_ids=range(0, 24, 2), min_tokens=4),
+    more(9, n=2, best_of=4, stop_words=["a", "e"], frequency_penalty=0.4),
+    more(40, structured_outputs={"json_object": True}, log_probs_mode="processed", top_k=30,
+         return_log_probs=True, skip_prompt_log_probs=True),
+    more(),
+)  # fmt: skip
+ABORTED = 6
+MORE_SIZES = {**SIZES, "block_count": 32}
+
+
+def with_requests(engine: DynamicInferenceEngine) -> dict[int, DynamicInferenceRequest]:
+    """All requests that ``engine`` gets from now on, each sequence by its id."""
+    requests: dict[int, DynamicInferenceRequest] = {}
+    opens = engine.outputs.open
+
+    def watched(key: int, request: DynamicInferenceRequest, *more: Any) -> Any:
+        requests[request.request_id] = request
+        return opens(key, request, *more)
+
+    engine.outputs.open = watched  # type: ignore[method-assign]
+    return requests
+
+
+def what_came(requests: dict[int, DynamicInferenceRequest]) -> dict[int, Any]:
+    return {
+        number: (
+            request.generated_tokens,
+            request.generated_text,
+            request.finish_reason,
+            request.stop_reason,
+            request.generated_log_probs,
+            request.generated_top_n_logprobs,
+            request.seed,
+        )
+        for number, request in requests.items()
+        if number != ABORTED
+    }
+
+
+@functools.cache
+def record_more(path: Path, depth: int) -> dict[int, Any]:
+    """A run of requests that ask for more, paused, evicted and once aborted; what each got."""
+    rng = random.Random(depth)
+    with hash_engine(depth, tokenizer=hash_tokenizer(), record=str(path), **MORE_SIZES) as engine:
+        requests = with_requests(engine)
+        waiting = list(enumerate(MORE))
+        step = 0
+        while waiting or engine.has_unfinished_requests():
+            if waiting and step % 4 == 0:
+                number, asked = waiting.pop(0)
+                engine.add_request(number, [7, 1, 9, number, 2, 7][: 3 + number % 4], asked)
+            live = [n for n, request in requests.items() if request.finish_reason is None]
+            draw, victim = rng.random(), rng.choice(live or [0])
+            if draw < 0.1:
+                engine.pause_request(victim)
+            elif draw < 0.35:
+                engine.evict_request(victim)
+            elif draw < 0.7:
+                for number in requests:
+                    engine.resume_request(number)
+            if len(waiting) == 0 and step % 7 == 0:
+                engine.abort_request(ABORTED)
+            engine.step_modern()
+            step += 1
+        engine.suspend()
+        assert engine.counters.evictions and engine.counters.pauses
+        assert engine.counters.steps_with_extras
+    return what_came(requests)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    directory = tmp_path_factory.mktemp("runs")
+    return {depth: directory / f"{depth}.jsonl" for depth in DEPTHS}
+
+
+@pytest.mark.parametrize("recorded", DEPTHS)
+@pytest.mark.parametrize("replayed", DEPTHS)
+def test_requests_that_ask_for_more_are_repeated_at_any_depth(
+    recorded: int, replayed: int, runs: dict[int, Path]
+) -> None:
+    expected = record_more(runs[recorded], recorded)
+    with hash_engine(replayed, tokenizer=hash_tokenizer(), **MORE_SIZES) as engine:
+        requests = with_requests(engine)
+        result = replay(read_run(runs[recorded]), engine)
+    assert result.exact == (recorded == replayed) and result.differences == ()
+    assert len(expected) == len(MORE) - 1 + 2 + 3  # with all sequences
+    assert what_came(requests) == expected
+    # The witnesses: what was asked for has ended requests, and in more than one way.
+    reasons = {came[3] for came in expected.values()}
+    assert any(isinstance(reason, str) for reason in reasons)
+    assert any(isinstance(reason, int) for reason in reasons)
+    assert re.fullmatch("[a-f]{3,9}[0-9]+é?x", str(expected[0][1]))
+
+
+def test_a_run_with_functions_says_that_it_cannot_be_repeated(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    with hash_engine(1, record=str(path), **SIZES) as engine:
+        engine.generate([[1]], more(3, logits_processors=[lambda tokens, logits: logits]))
+    with (
+        hash_engine(1, **SIZES) as engine,
+        pytest.raises(RequestError, match="logits_processors"),
+    ):
+        replay(read_run(path), engine)
 
 
 @pytest.mark.parametrize("changed", ("tokens", "plans", "ticket"))

@@ -225,6 +225,7 @@ def test_new_seeds_of_all_follow_from_the_one_that_is_given_or_derived() -> None
             engine.step_modern()
             own = [choice.sampling_params.seed for choice in choices]
             assert own == [seed, sibling_seed(base, 1), sibling_seed(base, 2)]
+            assert [choice.seed for choice in choices] == [base, *own[1:]]
         with pytest.raises(RequestError, match="top_p=7"):
             engine.update_sampling_params(7, top_p=7)
         assert engine.get_request(choices[2].request_id) is choices[2]
@@ -238,9 +239,9 @@ def test_an_interrupted_call_leaves_nothing_behind(
     with engine_at(1) as engine:
         calls, real = [0], engine.outputs.open
 
-        def interrupted(key: int, request: DynamicInferenceRequest) -> Any:
+        def interrupted(*arguments: Any) -> Any:
             calls[0] += 1
-            future = real(key, request)
+            future = real(*arguments)
             if calls[0] == opened:
                 raise KeyboardInterrupt
             return future
