@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_async.engine.build import build_context
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import ConfigError, RequestError
 from megatron_async.request import FinishReason, Status
 from megatron_async.runner.context import _warn_of_slow_attention
+from megatron_async.runner.controller import TextGenerationController
 from megatron_async.sampling_params import SamplingParams
-from tests.support.engines import DEPTHS, random_ask, sampling_params, small_engine
+from tests.support.engines import DEPTHS, config_at, random_ask, sampling_params, small_engine
 from tests.support.hash_model import MAX_LENGTH, VOCAB_SIZE, HashModel
 from tests.support.oracle import Ask, decode_alone
 
@@ -68,6 +70,24 @@ def test_bad_request_names_the_value_and_harms_nobody(
         while engine.has_unfinished_requests():
             engine.step_modern()
     assert future.result().generated_tokens == decode_alone(ASK)[0]
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_any_number_of_own_end_tokens_end_a_request(depth: int) -> None:
+    """The device knows the first eight; the host finds the others."""
+    own = tuple(range(3, VOCAB_SIZE, 4))
+    asks = [Ask((number, 7), 40, stop_ids=own) for number in range(12)]
+    expected = [decode_alone(ask) for ask in asks]
+    late = [tokens for tokens, reason in expected if reason == "stop" and tokens[-1] > own[7]]
+    assert len(own) > 8 and late
+    config = config_at(depth, max_requests=3, block_size_tokens=4, block_count=60, debug=True)
+    controller = TextGenerationController(HashModel())
+    context = build_context(HashModel(), config, torch.device("cpu"))
+    with DynamicInferenceEngine(controller, context, config=config, eos_token_ids=own) as engine:
+        params = SamplingParams(temperature=0.0, num_tokens_to_generate=40)
+        requests = engine.generate([list(ask.prompt) for ask in asks], params)
+    assert [(r.generated_tokens, r.finish_reason) for r in requests] == expected
+    assert {request.stop_reason for request in requests} == {None}
 
 
 def test_request_ids_must_be_free() -> None:

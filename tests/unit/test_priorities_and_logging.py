@@ -6,7 +6,11 @@ import logging
 
 import pytest
 
+from megatron_async.device.memory import GIB
 from megatron_async.request import DynamicInferenceEventType, Status
+from megatron_async.runner.extras_tables import ExtrasTables
+from megatron_async.runner.masks import MaskRing
+from megatron_async.runner.step_program import StepProgram
 from tests.support.engines import DEPTHS, hash_engine, sampling_params
 from tests.support.oracle import Ask, decode_alone
 
@@ -45,6 +49,27 @@ def test_starvation_is_bounded() -> None:
     # One arrives every four tickets.
     assert 240 < before <= 1000 // 4 + 1
     assert len(order) == 401
+
+
+@pytest.mark.parametrize("enabled", (True, False))
+def test_one_line_at_the_start_says_what_extras_take(
+    enabled: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for owner, name, size in (
+        (ExtrasTables, "memory_bytes", 5), (StepProgram, "extended_bytes", 2),
+        (MaskRing, "memory_bytes", 3),
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, name, size * GIB)
+    with (
+        caplog.at_level(logging.INFO, logger="megatron_async.runner.model_runner"),
+        hash_engine(1, max_requests=2, block_count=8, enable_sampling_extras=enabled) as engine,
+    ):
+        slots = engine.context.slot_count
+    line = (
+        f"penalties, filters and log-probabilities: 7.000 GiB for {slots} slots, 3.000 GiB of the "
+        "host for masks"
+    )
+    assert [r.getMessage() for r in caplog.records] == [line] * enabled
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
