@@ -32,7 +32,8 @@ class FinishReason(str, Enum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
-    """The model gave NaN; the request's events say so."""
+    """No token could be sampled: the model gave NaN, or the request's parameters left nothing. Its
+    events say more."""
 
 
 DEVICE_ENDS = frozenset({FinishReason.STOP, FinishReason.LENGTH, FinishReason.ERROR})

@@ -53,7 +53,8 @@ class SamplingParams:
         return_log_probs: log-probabilities of the generated tokens, and of the prompt's unless
             ``skip_prompt_log_probs``.
         top_n_logprobs: log-probabilities of this many most likely tokens too, at most 20.
-        log_probs_mode: ``"raw"``, the model's, or ``"processed"``, of what was sampled from.
+        log_probs_mode: ``"raw"``, the model's, or ``"processed"``, of what was sampled from; those
+            of prompts are the model's.
         n: sequences to generate; they share one prefill and have seeds of their own. The request's
             record has them in ``choices``; the first is that of a request for one.
         best_of: sequences to generate, of which the ``n`` with the highest mean log-probability of

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_async.errors import RequestError
+from megatron_async.errors import ModelOutputError, RequestError
 from megatron_async.request import DynamicInferenceEventType, DynamicInferenceRequest
+from megatron_async.runner.masks import Mask
 from megatron_async.runner.model_runner import ModelRunner
 from megatron_async.runner.step_program import RowProcessor
 from megatron_async.step.plan import Plan, Ticket
@@ -37,8 +37,7 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._compiler: GrammarCompiler | None = None
-        self._lock = threading.Lock()
+        self._compiler: list[GrammarCompiler] = []
 
     def compile(self, structured_outputs: Any) -> CompiledGrammar:
         """The grammar of a ``StructuredOutputs``, or of a dict of its fields.
@@ -54,10 +53,11 @@ class Grammars:
             raise RequestError(
                 "structured_outputs needs a tokenizer, and the model has none; leave it out"
             )
-        with self._lock:
-            if self._compiler is None:
-                self._compiler = GrammarCompiler(self._tokenizer, self._vocab_size)
-        return self._compiler.compile(spec)
+        if not self._compiler:
+            # Without a lock, which a signal's handler would wait for: two may be made, and the
+            # first is used.
+            self._compiler.append(GrammarCompiler(self._tokenizer, self._vocab_size))
+        return self._compiler[0].compile(spec)
 
 
 class Guidance:
@@ -66,7 +66,7 @@ class Guidance:
     def __init__(self, runner: ModelRunner, grammars: Grammars) -> None:
         self._runner = runner
         self._grammars = grammars
-        self._matchers: dict[int, Matcher] = {}
+        self._matchers: dict[int, tuple[DynamicInferenceRequest, Matcher]] = {}
         self._processors: dict[int, tuple[DynamicInferenceRequest, Sequence[LogitsProcessor]]] = {}
 
     def open(
@@ -80,7 +80,7 @@ class Guidance:
         if params.structured_outputs is None:
             return None
         matcher = self._grammars.compile(params.structured_outputs).matcher(stop_ids)
-        self._matchers[key] = matcher
+        self._matchers[key] = request, matcher
         return GrammarEnd(matcher, ends_by_itself=not stop_ids)
 
     def close(self, keys: Iterable[int]) -> None:
@@ -101,9 +101,9 @@ class Guidance:
         masks, masked = self._runner.claim_masks(ticket)
         processors: dict[int, RowProcessor] = {}
         for row, key in ticket.plan.sampled(list(enumerate(ticket.plan.rows.keys))):
-            matcher = self._matchers.get(key)
-            if matcher is not None:
-                matcher.fill_mask(masks[row])
+            guided = self._matchers.get(key)
+            if guided is not None:
+                _fill_mask(*guided, masks[row])
                 masked[row] = 1
             if key in self._processors:
                 processors[row] = partial(_process, *self._processors[key])
@@ -125,8 +125,16 @@ class GrammarEnd:
     def take(self, token: int, /) -> bool:
         """Take a token before it is committed; True if it is the last."""
         if not self._matcher.accept(token):
-            return True  # a logits processor allowed what the grammar does not
+            return True  # no mask allows such a token
         return self._ends_by_itself and self._matcher.must_end
+
+
+def _fill_mask(request: DynamicInferenceRequest, matcher: Matcher, row: Mask) -> None:
+    """A grammar that cannot go on allows nothing, and the device ends its request for that."""
+    matcher.fill_mask(row)
+    if request.finish_reason is None and (error := matcher.error) is not None:
+        reason = ModelOutputError(f"structured_outputs allows no further token: {error}")
+        request.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, reason)
 
 
 def _process(

@@ -35,11 +35,11 @@ def start_log_probs(request: DynamicInferenceRequest) -> None:
     """Give the request empty lists for what it asks; the others stay None."""
     params = request.sampling_params
     top = params.top_n_logprobs > 0
-    if not (params.return_log_probs or top):
+    if not params.wants_log_probs:
         return
     request.generated_log_probs = []
     request.generated_top_n_logprobs = [] if top else None
-    if not params.skip_prompt_log_probs:
+    if params.wants_prompt_log_probs:
         request.prompt_log_probs = []
         request.prompt_top_n_logprobs = [] if top else None
 

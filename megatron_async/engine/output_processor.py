@@ -56,6 +56,17 @@ STATUS_AFTER = {
 }
 
 
+LIMITING = (
+    "structured_outputs",
+    "logits_processors",
+    "allowed_token_ids",
+    "bad_words",
+    "min_tokens",
+    "logit_bias",
+)
+"""Sampling parameters that can leave no token."""
+
+
 class TokenOutput(NamedTuple):
     """One committed token, or the end of a request, or both.
 
@@ -354,10 +365,7 @@ class OutputProcessor:
         request.status = STATUS_OF[reason]
         request.latency = now - entry.started
         if reason is FinishReason.ERROR:
-            failure = ModelOutputError(
-                f"the model gave NaN for the token after {len(request.generated_tokens)} generated "
-                "ones; look for overflow in its weights or activations"
-            )
+            failure = ModelOutputError(_why_no_token(request))
             request.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, failure)
             logger.warning("request %d has ended: %s", request.request_id, failure)
         request.add_event(EVENT_OF[reason])
@@ -400,3 +408,12 @@ class OutputProcessor:
         for key in keys:
             del self._entries[key]
             self.ends.forget(key)
+
+
+def _why_no_token(request: DynamicInferenceRequest) -> str:
+    """The device tells that a row has no token to sample, not why."""
+    at = f"the token after {len(request.generated_tokens)} generated ones"
+    limits = [name for name in LIMITING if getattr(request.sampling_params, name)]
+    if not limits:
+        return f"the model gave NaN for {at}; look for overflow in its weights or activations"
+    return f"{', '.join(limits)} left nothing that {at} may be, or the model gave NaN for it"

@@ -29,6 +29,16 @@ CHANGEABLE = ("temperature", "top_k", "top_p", "seed")
 """Parameters of a running request that may change."""
 MAX_PRIORITY = 10**6
 LOG_PROBS_OF = {"raw": RAW_LOG_PROBS, "processed": PROCESSED_LOG_PROBS}
+ASKED_BY = {
+    "log_probs": "return_log_probs or top_n_logprobs",
+    "min_total": "min_tokens",
+    "stop_ids": "min_tokens",
+    "bias": "logit_bias",
+    "allowed": "allowed_token_ids",
+    "banned": "bad_words",
+    "guided": "structured_outputs or logits_processors",
+}
+"""Sampling parameters behind the fields of ``Extras`` that have other names."""
 MASK64 = 2**64 - 1
 
 
@@ -298,7 +308,9 @@ class RequestValidator:
 
     def _check_extras(self, extras: Extras) -> None:
         if not self._extras_enabled and extras != NO_EXTRAS:
-            asked = [name for name, value in extras._asdict().items() if value]
+            pairs = zip(extras._asdict().items(), NO_EXTRAS, strict=True)
+            changed = (name for (name, value), default in pairs if value != default)
+            asked = dict.fromkeys(ASKED_BY.get(name, name) for name in changed)
             raise RequestError(
                 f"{', '.join(asked)} cannot be served with enable_sampling_extras=False in the "
                 "engine's configuration; turn it on, or ask for none of penalties, filters, "

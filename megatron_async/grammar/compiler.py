@@ -71,7 +71,7 @@ class GrammarCompiler:
         pairs = list(zip(first, later, strict=True))
         self._text = _packed(np.flatnonzero([bool(a or b) for a, b in pairs]), vocab_size)
         self._blank = _packed(np.flatnonzero([bool(b and not a) for a, b in pairs]), vocab_size)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._cache: OrderedDict[StructuredOutputs, CompiledGrammar] = OrderedDict()
 
     def compile(self, spec: StructuredOutputs) -> CompiledGrammar:
@@ -152,7 +152,7 @@ class CompiledGrammar:
         return Matcher(self._later.deep_copy(), first, self._compiler.masks(stop_ids))
 
 
-_stack_size_lock = threading.Lock()
+_stack_size_lock = threading.RLock()  # a signal's handler may compile too
 
 
 def _with_deep_stack(work: Callable[[], CompiledGrammar]) -> CompiledGrammar:

@@ -26,6 +26,8 @@ class PromptTargets(NamedTuple):
     @classmethod
     def of(cls, plan: Plan, window: int) -> PromptTargets | None:
         """Those that a plan asks for; None if it asks for none."""
+        if not any(chunk.targets for chunk in plan.prefills):
+            return None
         tokens: list[int] = []
         ids: list[int] = []
         at = plan.decode_rows * window
@@ -33,7 +35,7 @@ class PromptTargets(NamedTuple):
             tokens += range(at, at + len(chunk.targets))
             ids += chunk.targets
             at += len(chunk.tokens)
-        return cls(plan.number, tuple(tokens), tuple(ids)) if ids else None
+        return cls(plan.number, tuple(tokens), tuple(ids))
 
 
 class PromptLogProbs:

@@ -130,7 +130,8 @@ class SamplingStage:
         state.last_token[target] = last
         state.finished[target] = ended | ~live
         record = torch.cat([torch.stack([counts, status]), tokens.T]).to(torch.int32)
-        if extended and self._extras is not None:
+        if extended:
+            assert self._extras is not None
             log_probs = self._log_probs(self._extras.tables, logits, sampled, each, tokens)
             record = torch.cat([record, log_probs])
             advance(self._extras.tables, target, tokens, counts, positions[:, 0])
@@ -146,21 +147,24 @@ class SamplingStage:
         """Float32 logits as the slots' extras want them; the slots are ``each`` of the windows'
         positions ``[rows * window]``."""
         assert self._extras is not None
-        tables, (masks, masked) = self._extras.tables, self._extras.masks.entry(self._sampled)
         window, state = self._window, self._state
-        ahead = None
-        if window > 1:
+        masks = masked = ahead = None
+        if window == 1:
+            # With drafts no request is guided.
+            masks, masked = self._extras.masks.entry(self._sampled)
+            masks, masked = masks[: len(each)], masked[: len(each)].bool()
+        else:
             # Position j of a window comes behind the drafts before it, if it counts at all.
             j = self._offsets.repeat(rows)[:, None]
             ahead = torch.where(self._offsets[: window - 1] < j, state.drafts[each], -1)
         return process_logits(
             logits[:, : self._model.vocab_size],
-            tables,
+            self._extras.tables,
             each,
             positions,
             state.inverse_temperature[each],
-            masks[:rows].repeat_interleave(window, 0),
-            masked[:rows].repeat_interleave(window).bool(),
+            masks,
+            masked,
             ahead,
         )
 

@@ -204,9 +204,9 @@ def _process_kernel(
         if HAS_MASKS:
             is_guided = (features & GUIDED) != 0
             if is_guided:
-                # Over the bus. The host rewrites an entry between launches alone, and no cache keeps
-                # a kernel's reads of its memory for the next one. Volatile reads would be made
-                # thread by thread: a mask of 128,256 ids took 0.26 ms.
+                # Over the bus. The host rewrites an entry between launches alone, and no cache
+                # keeps a kernel's reads of its memory for the next one. Volatile reads would be
+                # made thread by thread: a mask of 128,256 ids took 0.26 ms.
                 at_row = tl.load(counter) % mask_entries * mask_rows + row
                 if tl.load(masked + at_row) != 0:
                     mask = _bits(masks + at_row * mask_size, start, mask_size, BLOCK)
