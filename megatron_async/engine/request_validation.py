@@ -87,7 +87,9 @@ class RequestValidator:
         eos_token_ids: tuple[int, ...] | None,
         grammars: Grammars,
         extras_enabled: bool,
+        guides: bool,
     ) -> None:
+        self._guides = guides
         self._grammars = grammars
         self._extras_enabled = extras_enabled
         self._tokenizer = tokenizer
@@ -316,10 +318,10 @@ class RequestValidator:
                 "engine's configuration; turn it on, or ask for none of penalties, filters, "
                 "log-probabilities, structured outputs and logits processors"
             )
-        if extras.guided and self._limits.window > 1:
+        if extras.guided and not self._guides:
             raise RequestError(
-                "structured_outputs and logits_processors do not go together with drafts; leave "
-                "them out, or serve the model with num_speculative_tokens=0"
+                "structured_outputs and logits_processors do not go together with drafts on a GPU; "
+                "leave them out, or serve the model with num_speculative_tokens=0"
             )
 
     def _allowed(self, params: SamplingParams) -> tuple[int, ...] | None:

@@ -1,6 +1,7 @@
 """S: samples pending logits, finds the ends that the device can see, and hands out records.
 
 On CUDA without drafts the kernels of ``kernels/sampling`` do the same; this is their reference.
+With drafts on CUDA it runs there itself, and knows no masks: no request is guided then.
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ from megatron_async.runner.sampler import sample_tokens
 from megatron_async.sampling.log_probs import pack, processed_log_probs, token_log_probs
 from megatron_async.sampling.process_logits import advance, process_logits
 from megatron_async.step import packet
-from megatron_async.step.extras import LOG_PROB_WORDS, PROCESSED_LOG_PROBS, RAW_LOG_PROBS
+from megatron_async.step.extras import (
+    FEATURE_GUIDED,
+    LOG_PROB_WORDS,
+    PROCESSED_LOG_PROBS,
+    RAW_LOG_PROBS,
+)
 from megatron_async.step.records import ENDED, FAILED, RUNNING
 
 
@@ -113,6 +119,8 @@ class SamplingStage:
         # A draft is accepted while it is what was sampled in its place.
         right = (tokens[:, :-1] == state.drafts[slots]) & (offsets[1:] < samples[:, None])
         accepted = right.long().cumprod(1).sum(1)
+        if extended and window > 1:
+            accepted = self._accepted_of_guided(accepted, slots)
         is_nan = tokens < 0
         is_stop = (tokens[:, :, None] == state.stop_ids[slots][:, None, :]).any(dim=2) & ~is_nan
         is_last = is_stop | is_nan | (positions + 1 >= state.max_total[slots][:, None])
@@ -149,11 +157,11 @@ class SamplingStage:
         assert self._extras is not None
         window, state = self._window, self._state
         masks = masked = ahead = None
-        if window == 1:
-            # With drafts no request is guided.
+        if not logits.is_cuda:
             masks, masked = self._extras.masks.entry(self._sampled)
-            masks, masked = masks[: len(each)], masked[: len(each)].bool()
-        else:
+            masks = masks[:rows].repeat_interleave(window, 0)
+            masked = masked[:rows].repeat_interleave(window).bool()
+        if window > 1:
             # Position j of a window comes behind the drafts before it, if it counts at all.
             j = self._offsets.repeat(rows)[:, None]
             ahead = torch.where(self._offsets[: window - 1] < j, state.drafts[each], -1)
@@ -167,6 +175,12 @@ class SamplingStage:
             masked,
             ahead,
         )
+
+    def _accepted_of_guided(self, accepted: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """A guided row has a mask for the first position of its window alone: no draft counts."""
+        assert self._extras is not None
+        guided = (self._extras.tables.features[slots] & FEATURE_GUIDED) != 0
+        return accepted.masked_fill(guided, 0)
 
     def _log_probs(
         self,

@@ -125,7 +125,8 @@ class StepProgram:
         logits = self._pending_logits[: rows * self._window]
         processed = logits.clone()
         for row, process in processors.items():
-            processed[row] = process(processed[row].clone())
+            at = row * self._window
+            processed[at] = process(processed[at].clone())
         self._run_sample(logits, rows, True, processed)
 
     def _run_sample(

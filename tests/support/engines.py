@@ -88,8 +88,17 @@ def sampling_params(ask: Ask, **extra: Any) -> SamplingParams:
         allowed_token_ids=ask.allowed,
         bad_words=ask.bad_words or None,
         min_tokens=ask.min_tokens,
+        stop_words=list(ask.stop_words) or None,
+        structured_outputs=None if ask.regex is None else {"regex": ask.regex},
+        logits_processors=[ban_the_next] if ask.bans_the_next else None,
         **extra,
     )
+
+
+def ban_the_next(tokens: list[int], logits: Any) -> Any:
+    """A logits processor: never the id behind the last one."""
+    logits[(tokens[-1] + 1) % VOCAB_SIZE] = -float("inf")
+    return logits
 
 
 def extras_of(rng: random.Random, max_new: int) -> dict[str, Any]:
@@ -108,6 +117,7 @@ def extras_of(rng: random.Random, max_new: int) -> dict[str, Any]:
         "allowed": tuple(sorted(ids)),
         "bad_words": words,
         "min_tokens": rng.randint(0, max_new // 2),
+        "stop_words": tuple(rng.sample(("a", "b1", "é", "}", "12", '":', "e"), 4)),
     }
     names = rng.sample(sorted(choices), rng.randint(1, 4))
     return {name: choices[name] for name in names}

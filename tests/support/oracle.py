@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import codecs
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import regex
 import torch
 
 from megatron_async.sampling.sample import sample_tokens_reference
-from tests.support.hash_model import hash_history, hash_logits
+from tests.support.hash_model import VOCAB_SIZE, hash_history, hash_logits
+from tests.support.hash_tokenizer import hash_tokenizer
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,35 @@ class Ask:
     allowed: tuple[int, ...] | None = None
     bad_words: tuple[tuple[int, ...], ...] = ()
     min_tokens: int = 0
+    stop_words: tuple[str, ...] = ()
+    regex: str | None = None
+    bans_the_next: bool = False
+    """A logits processor: never the id behind the last one."""
+
+
+def text_of(tokens: list[int]) -> str:
+    """Text of the tokens, but for characters that are not complete."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    special = hash_tokenizer().special_ids
+    return "".join(
+        decoder.decode(hash_tokenizer().token_bytes(token))
+        for token in tokens
+        if token not in special
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def regex_allows(pattern: str, text: str, stop_ids: tuple[int, ...]) -> frozenset[int]:
+    """Ids that may come after ``text``: text that can still match, and ends of one that does."""
+    ends = regex.fullmatch(pattern, text) is not None
+    allowed = set(stop_ids) if ends else set()
+    for token in range(VOCAB_SIZE):
+        piece = hash_tokenizer().token_bytes(token)
+        if token in stop_ids or token in hash_tokenizer().special_ids or not piece.isascii():
+            continue
+        if regex.fullmatch(pattern, text + piece.decode(), partial=True):
+            allowed.add(token)
+    return frozenset(allowed)
 
 
 def process_row(row: list[float], ask: Ask, tokens: list[int]) -> list[float]:
@@ -40,7 +73,10 @@ def process_row(row: list[float], ask: Ask, tokens: list[int]) -> list[float]:
     operation."""
     x = np.array(row, dtype=np.float32)
     generated = tokens[len(ask.prompt) :]
-    dropped: set[int] = set()
+    dropped: set[int] = {(tokens[-1] + 1) % VOCAB_SIZE} if ask.bans_the_next else set()
+    if ask.regex is not None:
+        may = regex_allows(ask.regex, text_of(generated), ask.stop_ids)
+        dropped |= set(range(VOCAB_SIZE)) - may
     if ask.allowed is not None:
         dropped |= set(range(len(row))) - set(ask.allowed)
     for *before, last in ask.bad_words:
@@ -94,10 +130,22 @@ def decode_alone(
             )
         tokens.append(token)
         generated.append(token)
-        if token in ask.stop_ids:
+        if token in ask.stop_ids or _ends_by_text(ask, generated):
             return generated, "stop"
         if len(generated) == ask.max_new:
             return generated, "length"
+
+
+def _ends_by_text(ask: Ask, generated: list[int]) -> bool:
+    if ask.regex is not None and not ask.stop_ids:
+        text = text_of(generated)
+        if regex.fullmatch(ask.regex, text) and not regex_allows(ask.regex, text, ()):
+            return True
+    if len(generated) <= ask.min_tokens or not ask.stop_words:
+        return False
+    before, text = text_of(generated[:-1]), text_of(generated)
+    ends = (text[: len(before) + new + 1] for new in range(len(text) - len(before)))
+    return any(end.endswith(ask.stop_words) for end in ends)
 
 
 def decode_with_salts(

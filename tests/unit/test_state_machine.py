@@ -32,6 +32,7 @@ from megatron_async.sampling_params import MAX_STOP_TOKEN_IDS
 from tests.support.drafting_model import DraftingHashModel
 from tests.support.engines import extras_of, hash_engine, sampling_params
 from tests.support.hash_model import VOCAB_SIZE
+from tests.support.hash_tokenizer import hash_tokenizer
 from tests.support.log_probs import check_log_probs
 from tests.support.oracle import Ask, decode_with_salts
 from tests.support.token_tickets import TokenTickets
@@ -116,6 +117,13 @@ STOPS = tuple(
 )
 # One of three requests has extras; a few of the sets, as above.
 EXTRAS = tuple(extras_of(random.Random(number), MOST_NEW) for number in range(24))
+GUIDED: tuple[dict[str, Any], ...] = (
+    {"regex": "[a-d]{3,7}[0-9]*"},
+    {"regex": "(ab|c|d1)+x", "stop_ids": ()},
+    {"regex": "[0-9]{2}(true|null)", "stop_ids": (60,), "presence_penalty": 1.0},
+    {"bans_the_next": True, "max_new": 2},
+)
+"""Seldom: they keep chains short."""
 
 
 def with_extras(ask: Ask, extras: dict[str, Any]) -> Ask:
@@ -134,7 +142,7 @@ asks = st.builds(
         top_k=st.sampled_from((0, 5)),
         seed=st.integers(0, 5),
     ),
-    st.sampled_from((*EXTRAS, *({},) * 48)),
+    st.sampled_from((*EXTRAS, *GUIDED, *({},) * 52)),
 )
 LOG_PROBS = (
     *({},) * 8,
@@ -182,7 +190,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.block_count = values["block_count"]
         self.window = values.pop("window")
         model = DraftingHashModel(self.window - 1, values.pop("error_rate"))
-        self.engine = hash_engine(self.part.depth, model=model, **values)
+        self.engine = hash_engine(
+            self.part.depth, model=model, tokenizer=hash_tokenizer(), **values
+        )
         self.tickets = TokenTickets()
         self.engine.observe(self.tickets)
         self.asks: dict[int, Ask] = {}
@@ -359,6 +369,9 @@ class EngineMachine(RuleBasedStateMachine):
             length = len(request.generated_tokens)
             self.totals["updates"] += len(changed)
             self.totals["updates_that_show"] += expected[:length] != without[:length]
+        self.totals["guided"] += ask.regex is not None and len(expected) > 2
+        self.totals["processed"] += ask.bans_the_next
+        self.totals["stop_words"] += isinstance(request.stop_reason, str)
         if request.finish_reason == "abort":
             assert request_id in self.aborted
             assert request.status is Status.FAILED
@@ -401,7 +414,7 @@ def test_any_order_of_events_equals_the_oracle(part: Part, request: pytest.Fixtu
     assert steps / 10 <= totals["steps_with_extras"] < totals["steps_committed"], totals
     for name in (
         "stalls", "pauses", "tokens_replayed", "aborted", "reset", "updates_that_show", "log_probs",
-        "prompt_log_probs",
+        "prompt_log_probs", "guided", "processed", "stop_words",
     ):  # fmt: skip
         assert totals[name] > 0, (name, totals)
     if part.drafts:
