@@ -106,6 +106,7 @@ def test_dtype_is_float32_on_cpu_unless_asked(tmp_path: Path) -> None:
         ({"eos_token_id": 5}, {"eos_token_id": 3}, (5,)),
         ({}, {"eos_token_id": [3, 4]}, (3, 4)),
         (None, {"eos_token_id": 3}, (3,)),
+        (None, {"eos_token_id": [*range(20)]}, (*range(20),)),
         (None, {"eos_token_id": None}, ()),
     ],
 )
@@ -364,10 +365,6 @@ def test_corrupt_index_is_named(tmp_path: Path, content: str, message: str) -> N
         (json.dumps(config_of("Llama", dtype="int8")), "dtype='int8' is not one of float32"),
         (json.dumps(config_of("Llama", eos_token_id="x")), "eos_token_id='x' must be a token id"),
         (json.dumps(config_of("Llama", eos_token_id=2**31)), "json: eos_token_id=2147483648 must"),
-        (
-            json.dumps(config_of("Llama", eos_token_id=[*range(9)])),
-            r"config\.json: eos_token_id has 9 token ids; the most is 8: keep",
-        ),
     ],
 )
 def test_corrupt_config_is_named(tmp_path: Path, config: str, message: str) -> None:

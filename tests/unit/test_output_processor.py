@@ -72,13 +72,16 @@ def ids(text: str) -> tuple[int, ...]:
 class Run:
     """One request, whose rows the test brings as scheduler and loop would."""
 
-    def __init__(self, tokenizer: Any, **params: Any) -> None:
+    def __init__(
+        self, tokenizer: Any, stop_ids: tuple[int, ...] | None = None, **params: Any
+    ) -> None:
         self.outputs = OutputProcessor(tokenizer, track_pauses=False, eos_token_ids=(EOD,))
         self.request = DynamicInferenceRequest(
             request_id=ID, prompt_tokens=[1, 2, 3], sampling_params=SamplingParams(**params)
         )
-        self.stop_ids = (EOD, *params.get("stop_token_ids", ()))
-        self.future = self.outputs.open(KEY, self.request, self.stop_ids)
+        if stop_ids is None:
+            stop_ids = (EOD, *params.get("stop_token_ids", ()))
+        self.future = self.outputs.open(KEY, self.request, stop_ids)
         self.tickets = itertools.count()
         self.shown: list[TokenOutput] = []
 
@@ -255,24 +258,24 @@ def test_a_stop_token_is_no_text_to_a_watched_request_either(tokenizer: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("params", "token", "shown"),
+    ("params", "stop_ids", "token", "shown"),
     [
-        ({}, EOD, ""),
-        ({"ignore_eos": True}, EOD, chr(EOD)),
-        ({"termination_id": -1}, EOD, chr(EOD)),
-        ({"termination_id": ord("t")}, EOD, chr(EOD)),
-        ({"termination_id": ord("t")}, ord("t"), ""),
-        ({"stop_token_ids": (ord("t"),)}, ord("t"), ""),
-        ({"stop_token_ids": (ord("t"),)}, EOD, ""),
-        ({"ignore_eos": True, "stop_token_ids": (EOD,)}, EOD, ""),
+        ({}, (EOD,), EOD, ""),
+        ({"ignore_eos": True}, (), EOD, chr(EOD)),
+        ({"termination_id": -1}, (), EOD, chr(EOD)),
+        ({"termination_id": ord("t")}, ids("t"), EOD, chr(EOD)),
+        ({"termination_id": ord("t")}, ids("t"), ord("t"), ""),
+        ({"stop_token_ids": ids("t")}, (EOD, *ids("t")), ord("t"), ""),
+        ({"stop_token_ids": ids("t")}, (EOD, *ids("t")), EOD, ""),
+        ({"ignore_eos": True, "stop_token_ids": (EOD,)}, (EOD,), EOD, ""),
     ],
 )
 @pytest.mark.parametrize("words", [None, ["END"]])
 def test_only_stop_tokens_of_the_request_have_no_text(
-    words: Any, params: dict[str, Any], token: int, shown: str
+    words: Any, params: dict[str, Any], stop_ids: tuple[int, ...], token: int, shown: str
 ) -> None:
     """To a request that something else ends, too: a grammar ends with any token."""
-    run = Run(StreamedLetters(), stop_words=words, **params)
+    run = Run(StreamedLetters(), stop_ids, stop_words=words, **params)
     run.outputs.ends.watch(KEY, EndsWith(token))
     run.commit((ord("a"), token))
     assert run.request.generated_text == "a" + shown
