@@ -12,10 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_async.models.made_up_tokenizer import made_up_tokenizer
 from megatron_async.request import StepReport
 from megatron_async.sampling_params import SamplingParams
-from megatron_async.tokenizer import Tokenizer
 
 STOPPING = 3
 """One request in so many of a ragged load ends at a token id."""
@@ -61,11 +59,13 @@ class HostWork:
         if self.host_work_us or self.stall_us:
             engine.observe(_SlowHost(self))
 
-    def tokenizer(self, vocab_size: int) -> Tokenizer | None:
-        """One of random words, where something needs it."""
-        return (
-            made_up_tokenizer(vocab_size) if "structured" in getattr(self, "sampling", "") else None
-        )
+    def tokenizer(self, vocab_size: int) -> Any:
+        """One of random words where something needs it, else None."""
+        if "structured" not in getattr(self, "sampling", ""):
+            return None
+        from megatron_async.models.made_up_tokenizer import made_up_tokenizer
+
+        return made_up_tokenizer(vocab_size)
 
 
 class _SlowHost:
