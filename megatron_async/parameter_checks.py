@@ -23,6 +23,10 @@ MAX_SHOWN = 200
 _LISTS = (list, tuple, Set, range)
 
 
+MAX_TEXTS = 1024
+"""Stop words of a request: they are looked for in all of its text."""
+
+
 def shown(value: object) -> str:
     """A value on one line, however large it is."""
     try:
@@ -129,7 +133,10 @@ def _token_id(name: str, token: Any) -> int:
 
 def texts(name: str, value: Any) -> tuple[str, ...] | None:
     """Texts, each once; a single one may stand for itself, and None is none."""
-    return _unique(_listed(name, value, _text, "a text or a list of texts"))
+    found = _unique(_listed(name, value, _text, "a text or a list of texts"))
+    if found is not None and len(found) > MAX_TEXTS:
+        raise RequestError(f"{name} has {len(found)} texts; the most is {MAX_TEXTS:,}")
+    return found
 
 
 def _text(name: str, value: Any) -> str:

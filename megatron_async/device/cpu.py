@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TypeAlias
 
 import numpy as np
@@ -65,6 +66,9 @@ class CpuDevice:
     def enqueue(self, work: Callable[[], None], name: str) -> None:
         self.raise_failure()
         self._work.put((work, name, self._ticket))
+
+    def inline(self) -> AbstractContextManager[None]:
+        return torch.inference_mode()
 
     def capture(self, work: Callable[[], None], name: str) -> Graph:
         return _RecordedCall(self, work, name)

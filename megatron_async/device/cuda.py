@@ -55,6 +55,11 @@ class CudaDevice:
             else:
                 self.timeline.record(work, name, self.ticket)
 
+    @contextmanager
+    def inline(self) -> Iterator[None]:
+        with torch.inference_mode(), torch.cuda.stream(self.stream):
+            yield
+
     def capture(self, work: Callable[[], None], name: str) -> Graph:
         with torch.inference_mode(), torch.cuda.stream(self.stream):
             for _ in range(WARM_UP_RUNS):

@@ -7,6 +7,7 @@ stream), so that the same engine, races included, runs without a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -73,6 +74,9 @@ class Device(Protocol):
 
     def enqueue(self, work: Callable[[], None], name: str) -> None:
         """Run ``work`` on the stream after all that was enqueued before; returns at once."""
+
+    def inline(self) -> AbstractContextManager[None]:
+        """The caller's own tensor operations are the stream's inside, while nothing is queued."""
 
     def capture(self, work: Callable[[], None], name: str) -> Graph:
         """Record ``work`` as a graph. ``work`` may run several times while it is captured."""

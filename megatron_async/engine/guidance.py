@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -131,8 +132,13 @@ class GrammarEnd:
 
 def _fill_mask(request: DynamicInferenceRequest, matcher: Matcher, row: Mask) -> None:
     """A grammar that cannot go on allows nothing, and the device ends its request for that."""
-    matcher.fill_mask(row)
-    if request.finish_reason is None and (error := matcher.error) is not None:
+    try:
+        matcher.fill_mask(row)
+        error = matcher.error
+    except Exception as raised:
+        row.fill(0)
+        error = f"{type(raised).__name__}: {raised}"
+    if request.finish_reason is None and error is not None:
         reason = ModelOutputError(f"structured_outputs allows no further token: {error}")
         request.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, reason)
 
@@ -140,9 +146,10 @@ def _fill_mask(request: DynamicInferenceRequest, matcher: Matcher, row: Mask) ->
 def _process(
     request: DynamicInferenceRequest, processors: Sequence[LogitsProcessor], logits: torch.Tensor
 ) -> torch.Tensor:
-    """A processor's error ends its request alone: NaN is what the device ends it for. An interrupt
-    in it is the stepping thread's, and stops the engine as in the midst of any step."""
+    """What a processor raises ends its request alone: NaN is what the device ends it for. Ctrl-C is
+    the stepping thread's."""
     tokens = [*request.prompt_tokens, *request.generated_tokens]
+    result = torch.empty_like(logits)
     try:
         for process in processors:
             processed = process(list(tokens), logits)
@@ -151,8 +158,12 @@ def _process(
                     f"a logits processor returned {processed!r:.60} where logits of shape "
                     f"{tuple(logits.shape)} are due"
                 )
-            logits = processed.to(logits)
-    except Exception as error:
+            logits = processed
+        return result.copy_(logits)
+    except BaseException as error:
+        is_main = threading.current_thread() is threading.main_thread()
+        if isinstance(error, KeyboardInterrupt) and is_main:
+            raise
         request.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)
         logger.warning(
             "request %d ends, since a logits processor of it failed (%s: %s)",
@@ -160,5 +171,4 @@ def _process(
             type(error).__name__,
             error,
         )
-        return torch.full_like(logits, float("nan"))
-    return logits
+        return result.fill_(float("nan"))

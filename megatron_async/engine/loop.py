@@ -151,7 +151,18 @@ class DecodeLoop:
         if self._guidance.has_processors(pending.plan):
             self.drain(NotOverlapped.LOGITS_PROCESSOR)
         else:
+            self._guide(pending)
+
+    def _guide(self, pending: Ticket) -> None:
+        """What S of the pending ticket needs of those who guide its rows. What interrupts it before
+        S is launched has changed nothing: masks are written, and functions called, again."""
+        try:
             self._guidance.prepare(pending)
+        except BaseException as error:
+            launched = self._runner.pending is not pending or self._runner.launching
+            if not launched and not self._is_of_device(error):
+                self._on_interrupt(error)
+            raise
 
     def drain(self, reason: NotOverlapped) -> None:
         """Commit all that is in flight: a barrier. The chain goes on with the next step."""
@@ -166,7 +177,7 @@ class DecodeLoop:
         """
         ticket = self._in_flight[0]
         if ticket.plan.extended and self._runner.pending is ticket:
-            self._guidance.prepare(ticket)
+            self._guide(ticket)
         try:
             result = self._runner.take(ticket)
         except BaseException as error:

@@ -28,6 +28,9 @@ STACK_BYTES = 512 << 20
 MAX_MESSAGE = 500
 """Characters of the library's error messages, which quote what they are about."""
 
+LARGEST_BOUND = 2**53
+_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 """A mask allows every token that the grammar does, not just one spelling of a forced text."""
 
@@ -244,7 +247,23 @@ def _parsed_schema(text: str) -> dict[str, Any]:
         return {}
     if not isinstance(schema, dict):
         raise ValueError("a schema is a JSON object, or true")
+    _check_bounds(schema)
     return schema
+
+
+def _check_bounds(schema: Any) -> None:
+    """The library holds bounds as float64, and takes the nearest for one that is not."""
+    found = [schema]
+    while found:
+        node = found.pop()
+        if isinstance(node, list):
+            found += node
+        elif isinstance(node, dict):
+            found += node.values()
+            for name in _BOUNDS & node.keys():
+                bound = node[name]
+                if isinstance(bound, (int, float)) and abs(bound) > LARGEST_BOUND:
+                    raise ValueError(f"{name} {bound} is beyond {LARGEST_BOUND}, which is the most")
 
 
 def _error(spec: StructuredOutputs, message: str) -> RequestError:

@@ -47,6 +47,7 @@ class ModelRunner:
         wait_ns: time that the host was blocked on the device.
         pending: the ticket whose S has not been launched: the next launch brings it, or its
             :meth:`take`.
+        launching: the S of the pending ticket is being launched by itself, behind Python functions.
         last_graph_rows: row bucket of the last launch; None if it was no decode step.
     """
 
@@ -66,6 +67,7 @@ class ModelRunner:
     ) -> None:
         self.device = device
         self.wait_ns = 0
+        self.launching = False
         self.last_graph_rows: int | None = None
         self._context = context
         self._window = 1 + context.num_speculative_tokens
@@ -241,9 +243,14 @@ class ModelRunner:
                 raises nothing.
         """
         self.device.synchronize()
-        work = partial(self._program.sample_processed, ticket.row_bucket, processors)
+        # In the caller's thread: it holds the step lock, and gets what interrupts a function.
+        with self.device.inline():
+            processed = self._program.process(ticket.row_bucket, processors)
+        work = partial(self._program.sample_processed, ticket.row_bucket, processed)
+        self.launching = True
         self.device.enqueue(work, "S+ processed")
         self.pending = None
+        self.launching = False
 
     def put_back(self, ticket: Ticket) -> bool:
         """A signal came in the midst of :meth:`take`: the tokens are there to be taken again. Not

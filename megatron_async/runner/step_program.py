@@ -119,15 +119,18 @@ class StepProgram:
         if self._poison:
             logits.fill_(float("nan") if logits.is_floating_point() else -1)
 
-    def sample_processed(self, rows: int, processors: Mapping[int, RowProcessor]) -> None:
-        """The extended :meth:`sample` of logits some of whose rows go through Python functions.
-        Log-probabilities of the model stay the model's."""
-        logits = self._pending_logits[: rows * self._window]
-        processed = logits.clone()
+    def process(self, rows: int, processors: Mapping[int, RowProcessor]) -> torch.Tensor:
+        """The pending logits ``[rows * window, vocabulary]``, some rows as functions want them."""
+        processed = self._pending_logits[: rows * self._window].clone()
         for row, process in processors.items():
             at = row * self._window
             processed[at] = process(processed[at].clone())
-        self._run_sample(logits, rows, True, processed)
+        return processed
+
+    def sample_processed(self, rows: int, processed: torch.Tensor) -> None:
+        """The extended :meth:`sample` of what :meth:`process` returned. Log-probabilities of the
+        model stay the model's."""
+        self._run_sample(self._pending_logits[: rows * self._window], rows, True, processed)
 
     def _run_sample(
         self, logits: torch.Tensor, rows: int, extended: bool, processed: torch.Tensor | None

@@ -570,3 +570,10 @@ def test_a_schema_is_held_as_it_was_given() -> None:
     schema["type"] = "string"
     assert isinstance(spec.json, str)
     assert list(json.loads(spec.json)["properties"]) == ["b", "a"] and '"object"' in spec.json
+
+
+@pytest.mark.parametrize("name", ("minimum", "maximum", "exclusiveMinimum", "multipleOf"))
+def test_bounds_that_the_library_would_round_are_refused(name: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer", name: 2**53 + 1}}}
+    with pytest.raises(RequestError, match=f"structured_outputs.json: {name} {2**53 + 1}"):
+        COMPILERS["byte_level"].compile(StructuredOutputs(json=schema))

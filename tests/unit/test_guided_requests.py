@@ -20,7 +20,7 @@ import torch
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.metrics import NotOverlapped
 from megatron_async.engine.output_processor import TokenOutput
-from megatron_async.errors import EngineStoppedError, RequestError
+from megatron_async.errors import ReentrantCallError, RequestError
 from megatron_async.grammar.compiler import GrammarCompiler
 from megatron_async.request import DynamicInferenceRequest, FinishReason
 from megatron_async.sampling_params import SamplingParams
@@ -237,32 +237,71 @@ def test_a_logits_processor_that_fails_ends_its_request_alone(depth: int) -> Non
     assert good.finish_reason is FinishReason.LENGTH and len(good.generated_tokens) == LENGTH
 
 
-@pytest.mark.parametrize("interrupt", (KeyboardInterrupt, SystemExit))
+@pytest.mark.parametrize("raised", (SystemExit, asyncio.CancelledError, KeyboardInterrupt))
 @pytest.mark.parametrize("own_thread", (False, True))
 @pytest.mark.parametrize("depth", (0, 1))
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_an_interrupt_in_a_logits_processor_stops_the_engine_and_all_who_wait_know(
-    depth: int, own_thread: bool, interrupt: type[BaseException]
+def test_whatever_a_logits_processor_raises_no_other_request_suffers(
+    depth: int, own_thread: bool, raised: type[BaseException]
 ) -> None:
-    def interrupted(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
-        if len(tokens) == 5:
-            raise interrupt("of a processor")
+    """Ctrl-C in the thread that steps is that thread's, and nothing is lost by it."""
+    left = [1]
+
+    def raises_once(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+        if len(tokens) == 5 and left:
+            left.pop()
+            raise raised("of a processor")
+        return logits
+
+    is_interrupt = raised is KeyboardInterrupt and not own_thread
+    with engine(depth) as made:
+        plain = made.add_request(0, [1, 2, 4], params(ignore_eos=True))
+        bad = made.add_request(1, [1, 2, 3], params(logits_processors=[raises_once]))
+        interrupts = 0
+        if own_thread:
+            made.start()
+        while not own_thread and made.has_unfinished_requests():
+            try:
+                made.step_modern()
+            except KeyboardInterrupt:
+                interrupts += 1
+        requests = plain.result(timeout=60), bad.result(timeout=60)
+        (alone,) = made.generate([[1, 2, 4]], params(ignore_eos=True))
+    assert interrupts == is_interrupt
+    assert requests[0].generated_tokens == alone.generated_tokens
+    if is_interrupt:
+        assert requests[1].succeeded()
+    else:
+        assert requests[1].finish_reason is FinishReason.ERROR
+        assert len(requests[1].generated_tokens) == 2
+
+
+@pytest.mark.parametrize("depth", (0, 1))
+def test_a_logits_processor_that_steps_the_engine_ends_its_request_alone(depth: int) -> None:
+    def steps(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+        (made.step_modern, made.suspend, made.reset)[len(tokens) % 3]()
         return logits
 
     with engine(depth) as made:
-        plain = made.add_request(0, [1, 2, 4], params(ignore_eos=True))
-        bad = made.add_request(1, [1, 2, 3], params(logits_processors=[interrupted]))
-        if own_thread:
-            made.start()
-        else:
-            with pytest.raises(interrupt, match="of a processor"):
-                while made.has_unfinished_requests():
-                    made.step_modern()
-        for future in (plain, bad):
-            with pytest.raises(EngineStoppedError, match=f"{interrupt.__name__}: of a processor"):
-                future.result(timeout=60)
-        with pytest.raises(EngineStoppedError, match=interrupt.__name__):
-            made.add_request(2, [1])
+        asked = [params(logits_processors=[steps]), params(ignore_eos=True)]
+        for prompt in ([1, 2], [1, 2, 3], [1, 2, 3, 4]):
+            bad, good = made.generate([prompt, [9, 9]], asked)
+            assert bad.finish_reason is FinishReason.ERROR and not bad.generated_tokens
+            assert any(isinstance(event.payload, ReentrantCallError) for event in bad.events)
+            assert len(good.generated_tokens) == LENGTH
+
+
+@pytest.mark.parametrize("odd", (torch.Tensor.to_sparse, lambda logits: logits.to("meta")))
+def test_odd_tensors_of_a_logits_processor_end_its_request_alone(odd: Any) -> None:
+    with engine(1) as made:
+        bad, good = made.generate(
+            [[1, 2], [1, 3]],
+            [
+                params(logits_processors=[lambda tokens, logits: odd(logits)]),
+                params(ignore_eos=True),
+            ],
+        )
+    assert bad.finish_reason is FinishReason.ERROR
+    assert len(good.generated_tokens) == LENGTH
 
 
 @pytest.mark.parametrize("depth", (0, 1))
