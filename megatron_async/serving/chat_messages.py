@@ -94,7 +94,7 @@ def _part(name: str, part: Any) -> dict[str, Any]:
     if not isinstance(part, dict):
         raise RequestError(f"{name}={shown(part)} must be an object such as {{'type': 'text'}}")
     kind = part.get("type")
-    if kind not in TEXT_PARTS:
+    if not isinstance(kind, str) or kind not in TEXT_PARTS:
         raise RequestError(f"{name}.type={shown(kind)} is not supported; this model takes text")
     text = part.get(TEXT_PARTS[kind])
     if not isinstance(text, str):
