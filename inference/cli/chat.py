@@ -44,44 +44,38 @@ def run(args: argparse.Namespace) -> int:
     depth = options.resolve_scheduling(args.inference_async_scheduling, args.depth, default=True)
     config = options.engine_config(args, depth, random_seed=args.seed)
     templates = ChatTemplates.from_directory(args.model, chat_template=args.chat_template)
-    messages = _opening(args.system)
+    templates.source()  # an error at once if there is none
+    system = messages = list[dict[str, str]]()
     with options.load_engine(args.model, config) as engine:
         if (tokenizer := engine.controller.tokenizer) is None:
             raise ConfigError(f"--model {args.model} has no tokenizer, and chats are text")
-        for turn, line in enumerate(_lines()):
+        for turn, line in enumerate(filter(None, _lines(args.system))):
             command, _, text = line.partition(" ")
-            if command in ("/reset", "/system"):
-                args.system = text if command == "/system" else args.system
-                messages = _opening(args.system)
+            if command == "/system":
+                system = [{"role": "system", "content": text}] if text else []
+            if command in ("/system", "/reset"):
+                messages = system
                 continue
             asked = [*messages, {"role": "user", "content": line}]
             try:
-                tokens = templates.encode_chat(tokenizer, asked)
-                answer = _answer(engine, turn, tokens, args)
+                reply = _reply(engine, turn, templates.encode_chat(tokenizer, asked), args)
+                messages = [*asked, {"role": "assistant", "content": reply}]
             except RequestError as error:
-                print(f"{options.PROGRAM}: error: {error}", file=sys.stderr)
-            else:
-                messages = [*asked, {"role": "assistant", "content": answer}]
+                print(f"{options.PROGRAM}: error: {error}; /reset begins anew", file=sys.stderr)
     return 0
 
 
-def _opening(system: str) -> list[dict[str, str]]:
-    return [{"role": "system", "content": system}] if system else []
-
-
-def _lines() -> Iterator[str]:
+def _lines(system: str) -> Iterator[str]:
+    yield f"/system {system}"
     with contextlib.suppress(EOFError):
         while True:
-            if line := input("> " if sys.stdin.isatty() else ""):
-                yield line
+            yield input("> " if sys.stdin.isatty() else "")
 
 
-def _answer(engine: Any, turn: int, tokens: list[int], args: argparse.Namespace) -> str:
+def _reply(engine: Any, turn: int, tokens: list[int], args: argparse.Namespace) -> str:
     """Stream an answer and return its text, or what came of it before Ctrl-C."""
-    if (room := engine.max_sequence_length - len(tokens)) < 1:
-        raise RequestError(f"{len(tokens)} tokens leave no room for an answer; /reset begins anew")
-    count, texts = min(args.max_new_tokens, room), []
-    sampling = {"temperature": args.temperature, "top_p": args.top_p}
+    count = max(1, min(args.max_new_tokens, engine.max_sequence_length - len(tokens)))
+    texts, sampling = [], {"temperature": args.temperature, "top_p": args.top_p}
     engine.add_request(turn, tokens, SamplingParams(num_tokens_to_generate=count, **sampling))
     # Not by an exception: in the midst of a step that would stop the engine.
     before = signal.signal(signal.SIGINT, lambda *_: engine.abort_request(turn))
