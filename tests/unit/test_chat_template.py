@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from megatron_async.checkpoint.load import model_directory
@@ -436,6 +437,14 @@ def test_template_of_the_embedded_model_is_as_transformers_renders_it(tiny: Toke
     )
     assert ours.render_chat(chat, TOOLS) == text
     assert "<tool_call>" in text and text.endswith("last<|endoftext|>")
+
+
+def test_token_ids_are_those_of_transformers(tiny: Tokenizer) -> None:
+    """A special token that a user writes becomes its id too."""
+    theirs = PreTrainedTokenizerFast.from_pretrained(model_directory("tiny"))
+    for chat in (CHATS["turns"], [system("é"), user("a<|endoftext|>b")]):
+        ids = theirs.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+        assert ChatTemplates.from_directory("tiny").encode_chat(tiny, chat) == ids
 
 
 def test_text_that_is_no_unicode_is_refused(tiny: Tokenizer) -> None:
