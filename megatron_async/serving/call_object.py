@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection
+from typing import Any
 
 from megatron_async.serving.json_scanner import WHITESPACE, JsonScanner, State
 
@@ -99,17 +100,18 @@ class CallObject:
         if streamed:
             self._arguments_over = True
         elif self._key == "name":
-            name = json.loads("".join(self._value), strict=False)
+            name = _value_of("".join(self._value))
             if self.name is not None or not isinstance(name, str) or not name:
                 return False
             if self._bare and self._names is not None and name not in self._names:
                 return False
             self.name = name
         elif self._key in self.ARGUMENTS:
-            text = json.loads("".join(self._value), strict=False)
-            if not (text is None or (isinstance(text, str) and _is_object(text))):
+            raw = "".join(self._value)
+            text = "{}" if raw == "null" else _value_of(raw)
+            if not isinstance(text, str) or not isinstance(_value_of(text), dict):
                 return False
-            self._arguments.append("{}" if text is None else text)
+            self._arguments.append(text)
             self._arguments_begun = self._arguments_over = True
         return True
 
@@ -124,8 +126,9 @@ class CallObject:
         return self.done
 
 
-def _is_object(text: str) -> bool:
+def _value_of(text: str) -> Any:
+    """None if it is no JSON, or a number too large for Python."""
     try:
-        return isinstance(json.loads(text), dict)
+        return json.loads(text, strict=False)
     except (ValueError, RecursionError):
-        return False
+        return None

@@ -25,6 +25,8 @@ from megatron_async.errors import CheckpointError, RequestError
 MAX_SECONDS = 5.0
 MAX_CHARACTERS = 1 << 24
 MAX_EXPONENT = 64
+MAX_MESSAGE = 500
+"""Characters of a template's own error message, which may quote what it is about."""
 
 
 @dataclass(slots=True)
@@ -73,7 +75,7 @@ class SandboxedTemplate:
             self.wants_text = not self.wants_parts or "string" in tests
             checked = _InsertChecks(environment).visit(tree)
             code = environment.compile(checked, name)
-        except (jinja2.TemplateError, RecursionError, MemoryError) as error:
+        except (jinja2.TemplateError, SyntaxError, RecursionError, MemoryError) as error:
             line = f" line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             raise CheckpointError(f"chat template {name!r}{line}: {one_line(error)}") from error
         self._template = environment.template_class.from_code(
@@ -95,7 +97,8 @@ class SandboxedTemplate:
         # A template is a program: whatever it raises, the request cannot be served.
         except Exception as error:
             where = "messages" if run.message is None else f"messages[{run.message}]"
-            raise RequestError(f"{where}: chat template: {one_line(error)}") from error
+            said = one_line(error)[:MAX_MESSAGE]
+            raise RequestError(f"{where}: chat template: {said}") from error
         finally:
             _run.reset(token)
         return "".join(pieces)

@@ -325,6 +325,18 @@ def test_template_stays_in_its_sandbox(source: str) -> None:
     assert chat == [user("a")]
 
 
+def test_error_of_a_template_does_not_quote_whole_messages() -> None:
+    quotes = "{{ raise_exception('refused: ' ~ messages[0].content) }}"
+    said = error_of(quotes, [user("x" * 10_000)])
+    assert "refused: xxx" in said and len(said) < 600
+
+
+def test_template_that_python_cannot_compile_is_refused_at_once() -> None:
+    nested = "{% for a in messages %}" * 30 + "{% endfor %}" * 30
+    with pytest.raises(CheckpointError, match="'default'"):
+        ChatTemplates({"default": nested})
+
+
 def test_templates_with_errors_of_syntax_are_refused_at_once() -> None:
     with pytest.raises(CheckpointError, match="'default' line 2"):
         ChatTemplates({"default": "a\n{% if %}"})

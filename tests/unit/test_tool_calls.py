@@ -192,6 +192,12 @@ def test_bare_json_is_a_call_of_a_known_tool_alone() -> None:
     assert parse(HERMES, [hermes(*F)], names=["g"]) == ("", [F])
 
 
+@pytest.mark.parametrize("key", ["name", "arguments"])
+def test_numbers_too_large_for_python_are_content(key: str) -> None:
+    text = f'<tool_call>{{"name": "f", "{key}": {"1" * 5000}}}'
+    assert parse(HERMES, [text]) == (text, [])
+
+
 def test_ids_are_new() -> None:
     ids = {new_call_id() for _ in range(100)}
     assert len(ids) == 100
