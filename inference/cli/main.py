@@ -17,10 +17,10 @@ from megatron_async.version import __version__
 from ..benchmark import command as bench
 from ..trace import command as trace
 from ..verify import command as verify
-from . import demo, generate, info, replay, tune
+from . import chat, demo, generate, info, replay, tune
 from .options import PROGRAM, OneLineErrorParser, name_options
 
-COMMANDS = (generate, verify, replay, demo, info, bench, trace, tune)
+COMMANDS = (generate, chat, verify, replay, demo, info, bench, trace, tune)
 """Each module has ``add_command``, which adds a parser and sets ``run`` in it."""
 
 EXIT_BAD_INPUT = 2

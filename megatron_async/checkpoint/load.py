@@ -39,7 +39,7 @@ class Pretrained:
     name: str
 
 
-def _resolve(path: str | Path) -> Path:
+def model_directory(path: str | Path) -> Path:
     if path != EMBEDDED:
         directory = Path(path)
         if not directory.is_dir():
@@ -96,7 +96,7 @@ def describe_pretrained(path: str | Path) -> Description:
     Raises:
         CheckpointError: as :func:`load_pretrained`.
     """
-    return _describe(_resolve(path)).model
+    return _describe(model_directory(path)).model
 
 
 def load_pretrained(
@@ -124,7 +124,7 @@ def load_pretrained(
             that is not supported, or has a parameter with elements that are not finite in
             ``dtype``; the message names it.
     """
-    directory = _resolve(path)
+    directory = model_directory(path)
     description, own, distributed = _describe(directory)
     if not distributed:
         weight_files(directory)

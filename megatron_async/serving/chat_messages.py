@@ -1,0 +1,127 @@
+"""Messages of a chat, checked, and put into the form that chat templates want."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megatron_async.errors import RequestError
+from megatron_async.parameter_checks import shown
+
+MAX_DEPTH = 64
+"""Of lists and objects in each other, in messages and all else that a template gets."""
+TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""Types of content parts that are text, and where they have it."""
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+def plain(name: str, value: Any, depth: int = 0) -> Any:
+    """An own copy of ``value`` in JSON's types; raises :class:`RequestError` with ``name``."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if depth == MAX_DEPTH:
+        raise RequestError(f"{name}: more than {MAX_DEPTH} lists or objects in each other")
+    if isinstance(value, Mapping):
+        return {str(key): plain(name, each, depth + 1) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(name, each, depth + 1) for each in value]
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    raise RequestError(f"{name}: {type(value).__name__} is no type of JSON")
+
+
+def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Own copies without their None values; arguments of tool calls are objects.
+
+    Raises:
+        RequestError: names the message and field.
+    """
+    if isinstance(messages, str) or not isinstance(messages, Sequence):
+        raise RequestError(f"messages={shown(messages)} must be a list of messages")
+    if not messages:
+        raise RequestError("messages must have at least one message")
+    return [_checked(f"messages[{n}]", message) for n, message in enumerate(messages)]
+
+
+def fitted_messages(
+    messages: list[dict[str, Any]], *, wants_parts: bool, wants_text: bool, knows_developer: bool
+) -> list[dict[str, Any]]:
+    """The same messages with content in the form that a template takes.
+
+    Args:
+        wants_parts: lists of parts stay; else their texts are joined by newlines.
+        wants_text: texts stay; else each becomes a part.
+        knows_developer: else developers' messages are the system's.
+    """
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list) and not wants_parts:
+            message["content"] = "\n".join(part["text"] for part in content)
+        elif isinstance(content, str) and not wants_text:
+            message["content"] = [{"type": "text", "text": content}]
+        if message["role"] == "developer" and not knows_developer:
+            message["role"] = "system"
+    return messages
+
+
+def _checked(name: str, message: Any) -> dict[str, Any]:
+    if not isinstance(message, Mapping):
+        raise RequestError(f"{name}={shown(message)} must be an object")
+    made = {key: value for key, value in plain(name, message).items() if value is not None}
+    role = made.get("role")
+    if not isinstance(role, str) or not role:
+        raise RequestError(f"{name}.role={shown(role)} must be a text such as 'user'")
+    content = made.get("content")
+    if isinstance(content, list):
+        made["content"] = [_part(f"{name}.content[{n}]", part) for n, part in enumerate(content)]
+    elif content is not None and not isinstance(content, str):
+        raise RequestError(f"{name}.content={shown(content)} must be a text or a list of parts")
+    calls = made.get("tool_calls")
+    if calls is not None:
+        if not isinstance(calls, list):
+            raise RequestError(f"{name}.tool_calls={shown(calls)} must be a list")
+        for n, call in enumerate(calls):
+            _check_call(f"{name}.tool_calls[{n}]", call)
+    return _with_reasoning(made)
+
+
+def _part(name: str, part: Any) -> dict[str, Any]:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    if not isinstance(part, dict):
+        raise RequestError(f"{name}={shown(part)} must be an object such as {{'type': 'text'}}")
+    kind = part.get("type")
+    if not isinstance(kind, str) or kind not in TEXT_PARTS:
+        raise RequestError(f"{name}.type={shown(kind)} is not supported; this model takes text")
+    text = part.get(TEXT_PARTS[kind])
+    if not isinstance(text, str):
+        raise RequestError(f"{name}.{TEXT_PARTS[kind]}={shown(text)} must be a text")
+    return {"type": "text", "text": text}
+
+
+def _check_call(name: str, call: Any) -> None:
+    """Parses the arguments in place."""
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise RequestError(f"{name}.function must be an object with a name")
+    arguments = function.get("arguments")
+    if isinstance(arguments, str) or arguments is None:
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+    if not isinstance(arguments, dict):
+        said = shown(function["arguments"])
+        raise RequestError(f"{name}.function.arguments={said} must be a JSON object")
+    function["arguments"] = plain(f"{name}.function.arguments", arguments)
+
+
+def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Reasoning under the name that templates read, and under an older one of some."""
+    given = [message[name] for name in _REASONING if name in message]
+    if not given:
+        return message
+    return {"thinking": given[0], **message, "reasoning_content": given[0]}
