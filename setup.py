@@ -17,6 +17,8 @@ def version() -> str:
     return found[1]
 
 
+SERVER = ["fastapi", "msgspec", "prometheus-client", "pyzmq", "uvicorn"]
+
 setup(
     name="megatron-async",
     version=version(),
@@ -36,6 +38,7 @@ setup(
     install_requires=[
         "torch>=2.9,<3",
         "megatron-core==0.16.1",
+        "jinja2>=3.1.6",
         "llguidance>=1.9,<2",
         "numpy",
         "packaging",
@@ -47,10 +50,14 @@ setup(
     extras_require={
         "cuda": ["cuda-bindings", "triton"],
         "plot": ["matplotlib"],
+        "server": SERVER,
         "test": [
+            *SERVER,
+            "httpx",
             "hypothesis",
             "matplotlib",
             "mypy",
+            "openai",
             "pytest",
             "pytest-timeout",
             "pytest-xdist",
