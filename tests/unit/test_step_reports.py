@@ -160,6 +160,7 @@ def test_every_reason_has_its_test() -> None:
         NotOverlapped.NO_CAPACITY,
         NotOverlapped.LOGGED,
         NotOverlapped.RESET,
+        NotOverlapped.LOGITS_PROCESSOR,  # tests/unit/test_guided_requests.py
         *BARRIERS,
     }
     assert tested == set(NotOverlapped)
