@@ -331,6 +331,9 @@ class Link:
         self._is_open = True
         self._loop.add_reader(self._outputs.FD, self._readable)
         self._loop.add_reader(self._monitor.FD, self._changed)
+        # A descriptor tells of nothing new before a first look has found nothing.
+        self._loop.call_soon(self._readable)
+        self._loop.call_soon(self._changed)
 
     def send(self, frame: bytes) -> bool:
         """False when nobody takes it."""

@@ -118,14 +118,17 @@ class EngineProcess:
             os.write(self._wake, b".")
 
     def _failed(self, error: BaseException) -> None:
-        logger.error("the engine has stopped: %s", error)
-        self.stop(EXIT_FAILED)
+        if self._exit is None:
+            logger.error("the engine has stopped: %s", error)
+            self.stop(EXIT_FAILED)
 
     def _close(self) -> None:
         self._controls.close()
         self._commands.close()
+        self._engine.close()  # front ends learn of it
         self._outputs.close()
-        self._engine.close()
+        os.close(self._wakes)
+        os.close(self._wake)
         self._context.term()
 
     # --- messages -----------------------------------------------------------------------------
