@@ -127,7 +127,8 @@ class EngineClient:
             raise RequestError(f"request_id={request.request_id} is in use; choose another")
         self._check_ready()
         mailbox = self._mailboxes[request.request_id] = Mailbox()
-        left = max(1, int(request.params.get("n") or 1))
+        count = request.params.get("n")
+        left = count if isinstance(count, int) else 1  # the engine refuses what is none
         try:
             self._send(request)
             while left:
@@ -177,7 +178,8 @@ class EngineClient:
             with contextlib.suppress(EngineDeadError):
                 self._send(Hello())
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._is_ready.wait(), GREETING_SECONDS)
+                async with asyncio.timeout(GREETING_SECONDS):
+                    await self._is_ready.wait()
 
     def _send(self, message: ToEngine) -> None:
         if self._link is None or not self._link.send(self._encoder.encode(message)):

@@ -138,7 +138,8 @@ class Supervisor:
         timeout: float | None = None  # a model may take long to load
         while True:
             try:
-                message = await asyncio.wait_for(process.receive(), timeout)
+                async with asyncio.timeout(timeout):
+                    message = await process.receive()
             except TimeoutError:
                 await process.kill()
                 return f"the engine process gave no sign of life for {timeout:g} seconds"
