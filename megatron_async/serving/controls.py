@@ -116,9 +116,7 @@ class Controls:
             engine.scheduler.check_idle()
         return {"idle": True}
 
-    def profile(
-        self, path: str, steps: int = 100, timeout: float | None = 60.0
-    ) -> dict[str, Any]:
+    def profile(self, path: str, steps: int = 100, timeout: float | None = 60.0) -> dict[str, Any]:
         """Write what host and device do in the next steps, as a trace for Perfetto.
 
         Args:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.output_processor import Taken
-from megatron_async.errors import EngineStoppedError, RequestError
+from megatron_async.errors import EngineStoppedError, QueueFullError, RequestError
 from megatron_async.request import DynamicInferenceRequest, FinishReason, RequestFuture
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.serving.messages import Generate, Output, Outputs, Refused
@@ -80,10 +80,6 @@ class Route(NamedTuple):
     index: int
 
 
-class QueueFull(Exception):
-    """As many sequences wait as may."""
-
-
 class LiveRequests:
     """Gives requests to the engine, and what its steps bring to the front ends. The sink of the
     engine's outputs.
@@ -126,7 +122,7 @@ class LiveRequests:
         """Start a request, or refuse it: an error is its front end's alone."""
         try:
             self._add(front_end, asked)
-        except QueueFull as full:
+        except QueueFullError as full:
             self._refuse(front_end, asked.request_id, "full", str(full))
         except RequestError as error:
             self._refuse(front_end, asked.request_id, "invalid", str(error))
@@ -167,7 +163,7 @@ class LiveRequests:
 
     def _add(self, front_end: FrontEnd, asked: Generate) -> None:
         if self.refusal is not None:
-            raise QueueFull(self.refusal)
+            raise QueueFullError(self.refusal)
         request_id = asked.request_id
         if request_id in front_end.requests:
             raise RequestError(f"request_id={request_id} is in use; choose another")
@@ -194,7 +190,7 @@ class LiveRequests:
         sequences = record.choices or [record]
         most = self._max_sequences
         if most is not None and len(self._routes) + len(sequences) > most:
-            raise QueueFull(f"{len(self._routes)} sequences run or wait, and {most} may")
+            raise QueueFullError(f"{len(self._routes)} sequences run or wait, and {most} may")
         params = record.sampling_params
         live.record = record
         live.left = len(sequences)

@@ -38,7 +38,11 @@ class Endpoint(msgspec.Struct, frozen=True):
             if len(path) <= MAX_IPC_PATH - len("/commands"):
                 return cls(f"ipc://{path}/commands", f"ipc://{path}/outputs", secret, path)
             Path(path).rmdir()
-        with zmq.Context() as context, context.socket(zmq.REP) as one, context.socket(zmq.REP) as two:
+        with (
+            zmq.Context() as context,
+            context.socket(zmq.REP) as one,
+            context.socket(zmq.REP) as two,
+        ):
             ports = [socket.bind_to_random_port("tcp://127.0.0.1") for socket in (one, two)]
         commands, outputs = (f"tcp://127.0.0.1:{port}" for port in ports)
         return cls(commands, outputs, secret)

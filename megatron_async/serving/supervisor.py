@@ -186,7 +186,12 @@ class EngineHandle:
         path = os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH"))))
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "megatron_async.serving.engine_process", str(theirs.fileno())],
+                [
+                    sys.executable,
+                    "-m",
+                    "megatron_async.serving.engine_process",
+                    str(theirs.fileno()),
+                ],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, "PYTHONPATH": path},
@@ -215,6 +220,12 @@ class EngineHandle:
                 while await self.receive() is not None:
                     pass
         await self.kill()
+
+    def abandon(self) -> int:
+        """Hang up, as a supervisor that dies does, and wait; returns the exit status."""
+        self._loop.call_soon_threadsafe(self._loop.remove_reader, self._connection.fileno())
+        self._connection.close()
+        return self._process.wait()
 
     async def kill(self) -> int:
         """Make sure that it is gone; returns its exit status."""
