@@ -158,7 +158,8 @@ class EngineClient:
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
             self._send(msgspec.structs.replace(control, number=number))
-            return await answer
+            result: dict[str, Any] = await answer
+            return result
         finally:
             del self._answers[number]
 

@@ -11,8 +11,10 @@ import contextlib
 import gc
 import hmac
 import logging
+import math
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -71,8 +73,8 @@ class EngineProcess:
         self._endpoint = launch.endpoint
         self._parent = parent
         self._context = zmq.Context()
-        self._wakes, self._wake = os.pipe()
-        os.set_blocking(self._wake, False)
+        self._wakes, self._wake = socket.socketpair()
+        self._wake.setblocking(False)
         self._exit: int | None = None
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._front_ends: dict[bytes, FrontEnd] = {}
@@ -106,7 +108,7 @@ class EngineProcess:
                 self._tick()
             deadline = self._requests.expire(now)
             until = next_tick if deadline is None else min(next_tick, deadline)
-            if poller.poll(max(0.0, until - time.monotonic()) * 1000):
+            if poller.poll(math.ceil(max(0.0, until - time.monotonic()) * 1000)):
                 self._receive()
         self._close()
         return self._exit
@@ -114,8 +116,8 @@ class EngineProcess:
     def stop(self, status: int = 0) -> None:
         """End the loop, from any thread."""
         self._exit = status
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._wake, b".")
+        with contextlib.suppress(OSError):  # it has ended, or will look around in any case
+            self._wake.send(b".")
 
     def _failed(self, error: BaseException) -> None:
         if self._exit is None:
@@ -127,8 +129,8 @@ class EngineProcess:
         self._commands.close()
         self._engine.close()  # front ends learn of it
         self._outputs.close()
-        os.close(self._wakes)
-        os.close(self._wake)
+        self._wakes.close()
+        self._wake.close()
         self._context.term()
 
     # --- messages -----------------------------------------------------------------------------
@@ -210,7 +212,7 @@ class EngineProcess:
         scheduler = self._engine.scheduler
         waiting = scheduler.waiting_count
         live = len(self._requests)
-        gauges = {
+        gauges: dict[str, int | float] = {
             "requests_running": max(0, live - waiting),
             "requests_waiting": waiting,
             "requests_stalled": scheduler.stalled_count,

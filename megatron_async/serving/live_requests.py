@@ -77,7 +77,8 @@ class Route(NamedTuple):
     """Where the tokens of one of the engine's sequences belong."""
 
     live: LiveRequest
-    index: int
+    place: int
+    """Among the request's sequences."""
 
 
 class LiveRequests:
@@ -227,7 +228,7 @@ class LiveRequests:
             tokens = [] if token is None else [token]
             if not live.has_text:
                 text = None
-            own = None if log_probs is None else [log_probs]
+            own: LogProbs | None = None if log_probs is None else [log_probs]
             if live.sent_prompt or index:
                 of_prompt = None
             else:

@@ -214,6 +214,8 @@ class EngineHandle:
 
     async def end(self) -> None:
         """Ask it to end, and kill it if it does not."""
+        if self._connection.closed:
+            return
         self._send(Stop())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_SECONDS):
@@ -229,6 +231,8 @@ class EngineHandle:
 
     async def kill(self) -> int:
         """Make sure that it is gone; returns its exit status."""
+        if self._connection.closed:
+            return self._process.wait()
         self._loop.remove_reader(self._connection.fileno())
         self._process.kill()
         status = await asyncio.to_thread(self._process.wait)
