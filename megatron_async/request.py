@@ -149,6 +149,7 @@ class DynamicInferenceRequest:
     """One request: what was asked, what has been committed so far, and how it ended.
 
     ``generated_tokens`` grows only by commits, in order. ``latency`` is in seconds,
+    and so is ``queue_time``, from arrival to the first admission;
     ``tpot`` lists the seconds between successive tokens of this request; those of one commit come
     at once. ``steps`` has for each token the report of the step that brought it, ``sampling_spans``
     from which step on changed sampling parameters hold. ``stop_reason`` is the stop word that ended
@@ -181,6 +182,7 @@ class DynamicInferenceRequest:
     steps: list[StepReport] = field(default_factory=list)
     status: Status = Status.WAITING_IN_QUEUE
     arrival_time: float = field(default_factory=time.time)
+    queue_time: float | None = None
     latency: float | None = None
     tpot: list[float] = field(default_factory=list)
     events: list[DynamicInferenceEvent] = field(default_factory=list)

@@ -49,6 +49,7 @@ class SamplingParams:
             ``termination_id`` of another token still do.
         stop_words: texts, or one text, that end the request; the text is cut before the first of
             them.
+        detokenize: make text of the tokens; without it only requests with ``stop_words`` have text.
         include_stop_str_in_output: cut it behind the stop word instead.
         return_log_probs: log-probabilities of the generated tokens, and of the prompt's unless
             ``skip_prompt_log_probs``.
@@ -89,6 +90,7 @@ class SamplingParams:
     min_tokens: int = 0
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
+    detokenize: bool = True
     log_probs_mode: str = "raw"
     n: int = 1
     best_of: int | None = None
@@ -232,6 +234,7 @@ _CHECKS: dict[str, checks.Check] = {
     "min_tokens": checks.integer(0, none=0),
     "ignore_eos": checks.flag,
     "include_stop_str_in_output": checks.flag,
+    "detokenize": checks.flag,
     "log_probs_mode": checks.one_of("raw", "processed"),
     "n": checks.integer(1, MAX_SEQUENCES, none=1),
     "best_of": checks.optional(checks.integer(1, MAX_SEQUENCES)),

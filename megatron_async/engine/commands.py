@@ -96,6 +96,11 @@ class UpdateWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class ResetPrefixCache:
+    """Forget all cached prefixes."""
+
+
+@dataclass(frozen=True, slots=True)
 class Reset:
     """Abort every request and commit what is in flight."""
 
@@ -110,6 +115,7 @@ Command = (
     | Suspend
     | Resume
     | UpdateWeights
+    | ResetPrefixCache
     | Reset
 )
 
@@ -125,6 +131,7 @@ _KINDS: dict[str, type[Any]] = {
         Suspend,
         Resume,
         UpdateWeights,
+        ResetPrefixCache,
         Reset,
     )
 }

@@ -12,6 +12,7 @@ from typing import Any
 from megatron_async.engine.engine_thread import EngineThread, StreamTable, TokenStream
 from megatron_async.engine.loop import DecodeLoop
 from megatron_async.engine.output_processor import OutputProcessor, TokenOutput
+from megatron_async.engine.output_sink import SinkQueue
 from megatron_async.engine.request_queue import Prompt, RequestQueue
 from megatron_async.engine.step_lock import StepLock
 from megatron_async.errors import EngineThreadError, ReentrantCallError, RequestError
@@ -37,6 +38,7 @@ class Driver:
         outputs: OutputProcessor,
         requests: RequestQueue,
         streams: StreamTable,
+        sinks: SinkQueue,
     ) -> None:
         self._loop = loop
         self._lock = lock
@@ -45,6 +47,7 @@ class Driver:
         self._outputs = outputs
         self._requests = requests
         self._streams = streams
+        self._sinks = sinks
         self._thread: EngineThread | None = None
         self._thread_lock = threading.RLock()
         self._stops_with_streams = False
@@ -70,7 +73,7 @@ class Driver:
         }
 
     def _step(self, *, deliver: bool = False) -> None:
-        """One step. ``deliver``: its outputs go to the streams."""
+        """One step. ``deliver``: its outputs go to the streams and the sink."""
         try:
             with self._lock.mutex, self._lock.entry(), self._lock:
                 started = time.perf_counter_ns()
@@ -85,6 +88,7 @@ class Driver:
         finally:
             if self._outputs.ended:
                 self._outputs.resolve_futures()
+        self._sinks.flush()
 
     def _finished(self) -> None:
         """Requests have ended in this step."""
@@ -92,7 +96,9 @@ class Driver:
             self._scheduler.check_idle()
 
     def _deliver(self) -> None:
-        self._streams.deliver(self._outputs.take().outputs)
+        taken = self._outputs.take()
+        self._streams.deliver(taken.outputs)
+        self._sinks.put(taken)
 
     def generate(
         self, each: list[tuple[Prompt, SamplingParams | None]]
@@ -170,8 +176,14 @@ class Driver:
         """See the engine's."""
         opened: list[TokenStream] = []
 
-        def open_stream(key: int, number: int) -> None:
-            opened.append(TokenStream(number))
+        def open_stream(key: int, request: DynamicInferenceRequest) -> None:
+            params = request.sampling_params
+            if params.num_sequences > 1:
+                raise RequestError(
+                    f"n={params.n}, best_of={params.best_of}: a stream has one sequence; start one "
+                    "with a seed of its own for each, or use add_request"
+                )
+            opened.append(TokenStream(request.request_id))
             self._streams.add(key, opened[0])
 
         await self._requests.compile_grammar(sampling_params)
@@ -213,6 +225,7 @@ class Driver:
                     self._deliver()
         finally:
             self._outputs.resolve_futures()
+            self._sinks.flush()
             self._loop.commands.wake()
 
     def check_outside(self) -> None:

@@ -23,6 +23,7 @@ from megatron_async.engine.guidance import Grammars, Guidance
 from megatron_async.engine.loop import DecodeLoop
 from megatron_async.engine.metrics import EngineCounters
 from megatron_async.engine.output_processor import OutputProcessor, TokenOutput
+from megatron_async.engine.output_sink import OutputSink, SinkQueue
 from megatron_async.engine.recording import Recorder, RunFile
 from megatron_async.engine.request_queue import Prompt, RequestQueue, checked_id
 from megatron_async.engine.request_validation import RequestValidator
@@ -129,7 +130,8 @@ class DynamicInferenceEngine:
         self.scheduler = Scheduler(limits, self.outputs.ends, debug=config.debug)
         self.guidance = Guidance(self.runner, grammars)
         self.streams = StreamTable()
-        self.lock = StepLock((self.outputs.fail, self.streams.fail))
+        self._sinks = SinkQueue()
+        self.lock = StepLock((self.outputs.fail, self.streams.fail, self._sinks.fail))
         self.loop = DecodeLoop(
             self.runner,
             self.scheduler,
@@ -152,6 +154,7 @@ class DynamicInferenceEngine:
             self.outputs,
             self.requests,
             self.streams,
+            self._sinks,
         )
         if self._run_file is not None:
             self.record(Recorder(self._run_file.write))
@@ -214,6 +217,7 @@ class DynamicInferenceEngine:
         sampling_params: SamplingParams | None = None,
         *,
         priority: int = 0,
+        opened: Callable[[DynamicInferenceRequest], None] | None = None,
     ) -> RequestFuture:
         """Queue a request; it is taken up at the next step.
 
@@ -225,6 +229,8 @@ class DynamicInferenceEngine:
             sampling_params: copied, so later changes of it do nothing; None for the defaults.
             priority: lower goes first; equal ones are served first come, first served. What
                 overtakes a request is bounded: one step of priority is worth 1,000 tickets.
+            opened: called with the request's record, or that of its first sequence with all in
+                ``choices``, before any step can see it; what it raises takes the request back.
 
         Returns:
             A future of the finished request: step until it is done, or wait for it while somebody
@@ -235,7 +241,13 @@ class DynamicInferenceEngine:
             RequestError: the request cannot be served; other requests are not affected.
             EngineStoppedError: the engine is closed, or was stopped by an error.
         """
-        return self.requests.add(checked_id(request_id), prompt, sampling_params, priority)[1]
+        number, on_open = checked_id(request_id), None
+        if opened is not None:
+
+            def on_open(key: int, request: DynamicInferenceRequest) -> None:
+                opened(request)
+
+        return self.requests.add(number, prompt, sampling_params, priority, on_open)[1]
 
     def abort_request(self, request_id: int) -> bool:
         """End a request at the next step; its tokens in flight are discarded.
@@ -377,6 +389,11 @@ class DynamicInferenceEngine:
         """
         return self._driver.stream(prompt, sampling_params, request_id)
 
+    def deliver_to(self, sink: OutputSink) -> None:
+        """Hand ``sink`` all that the steps of the engine's own thread bring, whoever asked for it,
+        in one call for each step; before :meth:`start`. Streams get theirs all the same."""
+        self._sinks.sink = sink
+
     # --- whole engine -------------------------------------------------------------------------
 
     @property
@@ -391,6 +408,10 @@ class DynamicInferenceEngine:
     def resume(self) -> None:
         """Go on after :meth:`suspend`."""
         self._driver.exclusively(self.loop.resume)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes. Running requests keep the blocks that they have."""
+        self._driver.exclusively(self.loop.reset_prefix_cache)
 
     def reset(self) -> None:
         """Abort every request, take what is in flight, and start the counters anew."""

@@ -16,6 +16,7 @@ from megatron_async.engine.commands import (
     EvictRequest,
     PauseRequest,
     Reset,
+    ResetPrefixCache,
     Resume,
     ResumeRequest,
     Suspend,
@@ -313,6 +314,13 @@ class DecodeLoop:
         self._note(Resume())
         self.suspended = False
         self._found_no_plan = False
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; what is in flight goes on."""
+        self.apply_commands()
+        self._note(ResetPrefixCache())
+        self._scheduler.table.forget_prefixes()
+        self._publish_events()
 
     def reset(self) -> None:
         """Abort every request, commit what is in flight, and start the counters anew."""

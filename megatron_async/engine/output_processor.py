@@ -211,6 +211,8 @@ class OutputProcessor:
             counters.replayed += replayed
             counters.stalls += change is Change.STALL
             counters.evictions += change is Change.EVICT
+            if change is Change.ADMIT and request.queue_time is None:
+                request.queue_time = time.perf_counter() - self._entries[key].started
             if change is Change.EVICT:
                 request.add_event(DynamicInferenceEventType.EVICT)
             elif self._track_pauses and change in (Change.PAUSE, Change.STALL):

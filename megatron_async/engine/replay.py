@@ -10,6 +10,7 @@ from megatron_async.engine.commands import (
     AddRequest,
     Command,
     Reset,
+    ResetPrefixCache,
     Resume,
     Suspend,
     UpdateWeights,
@@ -86,6 +87,7 @@ def _apply(engine: DynamicInferenceEngine, command: Command) -> None:
         Suspend: engine.suspend,
         Resume: engine.resume,
         Reset: engine.reset,
+        ResetPrefixCache: engine.reset_prefix_cache,
     }
     if isinstance(command, UpdateWeights):
         if command.source is None:

@@ -67,10 +67,10 @@ class RequestQueue:
         prompt: Prompt,
         sampling_params: SamplingParams | None,
         priority: object = 0,
-        opened: Callable[[int, int], None] | None = None,
+        opened: Callable[[int, DynamicInferenceRequest], None] | None = None,
     ) -> tuple[int, RequestFuture]:
-        """Queue a request; without an id a free one is taken. ``opened`` gets its key and its id
-        before any step can see it.
+        """Queue a request; without an id a free one is taken. ``opened`` gets its key and its
+        record before any step can see it; what it raises takes the request back.
 
         Returns:
             The scheduler's key, and the future of the finished request.
@@ -87,11 +87,6 @@ class RequestQueue:
                 raise RequestError(f"request_id={number} is in use; choose another")
             key = next(self._keys)
             command, params = self._validator.add(key, number, prompt, sampling_params, priority)
-            if opened is not None and params.num_sequences > 1:
-                raise RequestError(
-                    f"n={params.n}, best_of={params.best_of}: a stream has one sequence; start one "
-                    "with a seed of its own for each, or use add_request"
-                )
             self._lock.check()
             request = _record(command, params.for_ranking())
             future = self._open(command, request)
@@ -102,7 +97,7 @@ class RequestQueue:
             if params.num_sequences > 1:
                 future = self._add_siblings(commands, request, future, params)
             if opened is not None:
-                opened(key, number)
+                opened(key, request)
             self._commands.submit(*commands)
         except BaseException:  # of a signal
             for each in commands:

@@ -147,12 +147,14 @@ class RequestText:
     ) -> None:
         self._request = request
         self.pieces: list[str] = []
+        params = request.sampling_params
+        if not (params.detokenize or params.stop_words):
+            tokenizer = None
         self._detokenize: Callable[[list[int]], str] | None
         self._detokenize = None if tokenizer is None else tokenizer.detokenize
         make_stream = getattr(tokenizer, "stream", None)
         self.stream: TextStream | None = make_stream() if make_stream is not None else None
         self.stopping: StoppingText | None = None
-        params = request.sampling_params
         if params.stop_words and self._detokenize is not None:
             self.stream = self.stopping = StoppingText(
                 WholeTextStream(self._detokenize) if self.stream is None else self.stream,

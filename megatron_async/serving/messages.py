@@ -1,10 +1,105 @@
-"""What front ends and the engine process tell each other, as msgpack."""
+"""What front ends, the engine process and its supervisor tell each other, as msgpack."""
 
 from __future__ import annotations
 
+import secrets
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import msgspec
+import zmq
+
+MAX_IPC_PATH = 100
+"""Bytes of a socket's path that every system takes."""
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """Where the engine process is to be found.
+
+    Args:
+        commands: a ROUTER's address, for what front ends send.
+        outputs: a ROUTER's address, for what they get.
+        secret: the identity of every front end begins with it.
+        directory: of the sockets; None without.
+    """
+
+    commands: str
+    outputs: str
+    secret: bytes
+    directory: str | None = None
+
+    @classmethod
+    def private(cls) -> Endpoint:
+        """Sockets in a new directory of the user's own, or on the loopback where there are none."""
+        secret = secrets.token_bytes(16)
+        if zmq.has("ipc"):
+            path = tempfile.mkdtemp(prefix="megatron-async-")  # of mode 0700
+            if len(path) <= MAX_IPC_PATH - len("/commands"):
+                return cls(f"ipc://{path}/commands", f"ipc://{path}/outputs", secret, path)
+            Path(path).rmdir()
+        with (
+            zmq.Context() as context,
+            context.socket(zmq.REP) as one,
+            context.socket(zmq.REP) as two,
+        ):
+            ports = [socket.bind_to_random_port("tcp://127.0.0.1") for socket in (one, two)]
+        commands, outputs = (f"tcp://127.0.0.1:{port}" for port in ports)
+        return cls(commands, outputs, secret)
+
+
+# --- from the supervisor to its process, and back ---------------------------------------------
+
+
+class Launch(msgspec.Struct, frozen=True, tag=True):
+    """What the engine process serves, and where.
+
+    Args:
+        model: a model directory, or ``"tiny"``.
+        config: the fields of an ``EngineConfig``.
+        max_queue: sequences that may wait beyond those that ``max_requests`` lets run; None for
+            any number.
+    """
+
+    model: str
+    config: dict[str, Any]
+    endpoint: Endpoint
+    max_queue: int | None = None
+    log_level: str = "WARNING"
+
+
+class Stop(msgspec.Struct, frozen=True, tag=True):
+    """End in good order."""
+
+
+class Started(msgspec.Struct, frozen=True, tag=True):
+    """The engine process serves."""
+
+
+class Beat(msgspec.Struct, frozen=True, tag=True):
+    """It is alive."""
+
+
+class NotStarted(msgspec.Struct, frozen=True, tag=True):
+    """It cannot serve what it was asked to: a class of ``megatron_async.errors``, and why."""
+
+    error: str
+    message: str
+
+
+ToSupervisor = Started | Beat | NotStarted
+FromSupervisor = Launch | Stop
+
+
+# --- from front ends to the engine process ----------------------------------------------------
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """A front end is there; answered by :class:`EngineInfo`."""
+
+
+class Bye(msgspec.Struct, frozen=True, tag=True):
+    """It is not any more; its requests are aborted."""
 
 
 class Generate(msgspec.Struct, frozen=True, tag=True):
@@ -25,19 +120,22 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class Control(msgspec.Struct, frozen=True, tag=True):
-    """``name`` of the whole engine: info, suspend, resume, weights, reset_prefix_cache, profile,
-    pause, drain; answered by an :class:`Answer` with the same ``number``."""
+    """``name`` of the whole engine, one of :data:`megatron_async.serving.controls.CONTROLS`;
+    answered by an :class:`Answer` with the same ``number``."""
 
     number: int
     name: str
     arguments: dict[str, Any] = {}
 
 
-ToEngine = Generate | Abort | Control
+ToEngine = Hello | Bye | Generate | Abort | Control
 
 
-class Output(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
-    """What one step brought one sequence of a request.
+# --- from the engine process to front ends ----------------------------------------------------
+
+
+class Output(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """What one step brought one sequence of a request, or several steps that have gathered.
 
     Args:
         index: of the sequence, 0 to n - 1.
@@ -47,7 +145,8 @@ class Output(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
         prompt_log_probs: with the first output, for each prompt token but the first.
         finish_reason: stop, length, abort, timeout or error; None while it goes on.
         stop_reason: the stop word, or the id of the stop token of the request's own.
-        usage: with the last output: prompt, cached and generated tokens, and seconds in the queue.
+        usage: with the last output: ``prompt_tokens``, ``cached_tokens``, ``generated_tokens``,
+            and ``queue_time`` in seconds.
     """
 
     request_id: int
@@ -58,11 +157,11 @@ class Output(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     prompt_log_probs: list[tuple[float, dict[int, float]]] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
-    usage: dict[str, float] | None = None
+    usage: dict[str, int | float] | None = None
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
-    """A request cannot be served: ``kind`` is invalid, full or dead."""
+class Refused(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A request cannot be served: ``kind`` is invalid, full, dead or internal."""
 
     request_id: int
     kind: str
@@ -70,7 +169,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):
-    """All that a step brought one front end."""
+    """All that a step brought one front end, in order."""
 
     outputs: list[Output | Refused]
 
@@ -84,11 +183,16 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, tag=True):
-    """The engine's counters and what it holds now, in plain types."""
+    """The engine's counters and what it holds now, in plain types; ``time`` in seconds since the
+    epoch."""
 
     time: float
     counters: dict[str, Any]
-    gauges: dict[str, float]
+    gauges: dict[str, int | float]
+
+
+class Dropped(msgspec.Struct, frozen=True, tag=True):
+    """The front end has not read what it was sent; its requests were aborted."""
 
 
 class EngineInfo(msgspec.Struct, frozen=True, tag=True):
@@ -105,4 +209,4 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True):
     version: str
 
 
-FromEngine = Outputs | Answer | Snapshot | EngineInfo
+FromEngine = Outputs | Answer | Snapshot | Dropped | EngineInfo

@@ -1,0 +1,49 @@
+"""What the steps of an engine's own thread bring, on its way to one who takes it all."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from typing import Protocol
+
+from megatron_async.engine.output_processor import Taken
+from megatron_async.errors import EngineStoppedError
+
+
+class OutputSink(Protocol):
+    """Takes what steps bring. Its methods do not raise, nor step the engine."""
+
+    def deliver(self, taken: Taken) -> None:
+        """What was committed since the last call. After a step and outside of the step lock, in
+        one thread at a time: the engine's own, or one that suspends the engine."""
+
+    def fail(self, error: EngineStoppedError) -> None:
+        """Nothing will come any more. Inside the step lock."""
+
+
+class SinkQueue:
+    """Keeps the order of steps between the step lock, under which outputs are taken, and the sink,
+    which gets them outside of it."""
+
+    def __init__(self) -> None:
+        self.sink: OutputSink | None = None
+        self._taken: deque[Taken] = deque()
+        self._lock = threading.RLock()  # a signal's handler may suspend the engine meanwhile
+
+    def put(self, taken: Taken) -> None:
+        """Inside the step lock: a step has brought this."""
+        if self.sink is not None and (taken.outputs or taken.finished):
+            self._taken.append(taken)
+
+    def flush(self) -> None:
+        """Outside of the step lock: hand out all that was put."""
+        if not self._taken or self.sink is None:
+            return
+        with self._lock:
+            while self._taken:
+                self.sink.deliver(self._taken.popleft())
+
+    def fail(self, error: EngineStoppedError) -> None:
+        """No request will bring anything any more."""
+        if self.sink is not None:
+            self.sink.fail(error)

@@ -1,0 +1,398 @@
+"""The engine process, for the coroutines of a front end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import msgspec
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from megatron_async.errors import (
+    EngineDeadError,
+    MegatronAsyncError,
+    QueueFullError,
+    RequestError,
+)
+from megatron_async.serving.messages import (
+    Abort,
+    Answer,
+    Bye,
+    Control,
+    Dropped,
+    Endpoint,
+    EngineInfo,
+    FromEngine,
+    Generate,
+    Hello,
+    Output,
+    Outputs,
+    Refused,
+    Snapshot,
+    ToEngine,
+)
+
+logger = logging.getLogger(__name__)
+
+GREETING_SECONDS = 0.05
+"""Between two tries to reach the engine process."""
+MESSAGES_AT_ONCE = 64
+"""Taken from the socket before the event loop goes on with other things."""
+HIGH_WATER_MARK = 4096
+GOODBYE_MILLISECONDS = 200
+
+
+class EngineClient:
+    """Sends requests of one front end to the engine process and hands out what comes back.
+
+    All methods belong to one event loop. The connection is made anew when the process has died:
+    requests in progress then raise :class:`EngineDeadError`, and so do new ones until it is back.
+
+    Attributes:
+        state: "starting" until the engine has answered once, "ready", or "dead" after a break.
+        snapshot: the last that the engine has sent; None before the first.
+    """
+
+    def __init__(self, endpoint: Endpoint) -> None:
+        self.state = "starting"
+        self.snapshot: Snapshot | None = None
+        self._endpoint = endpoint
+        self._info: EngineInfo | None = None
+        self._link: Link | None = None
+        self._mailboxes: dict[int, Mailbox] = {}
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._numbers = itertools.count()
+        self._request_ids = itertools.count()
+        self._is_ready = asyncio.Event()
+        self._is_down = asyncio.Event()
+        self._is_down.set()
+        self._greeter: asyncio.Task[None] | None = None
+        self._encoder = msgspec.msgpack.Encoder()
+
+    async def connect(self) -> None:
+        """Begin to look for the engine process; :meth:`ready` waits for it."""
+        self._greeter = asyncio.create_task(self._greet(), name="engine client")
+
+    async def aclose(self) -> None:
+        """Abort what is in progress and leave."""
+        if self._greeter is not None:
+            self._greeter.cancel()
+            await asyncio.wait([self._greeter])
+        if self._link is not None:
+            with contextlib.suppress(EngineDeadError):
+                self._send(Bye())
+        self._break("the client is closed", linger=GOODBYE_MILLISECONDS)
+
+    async def ready(self) -> EngineInfo:
+        """Wait until the engine serves; what it serves."""
+        while self._info is None or self.state != "ready":
+            await self._is_ready.wait()
+        return self._info
+
+    async def info(self) -> EngineInfo:
+        """What the engine serves; of the last process, if there is none now.
+
+        Raises:
+            EngineDeadError: there has not been one yet.
+        """
+        if self._info is None:
+            raise EngineDeadError("the engine has not started yet")
+        return self._info
+
+    # --- requests -----------------------------------------------------------------------------
+
+    def next_request_id(self) -> int:
+        """A number for a request that no other has."""
+        return next(self._request_ids)
+
+    async def generate(self, request: Generate) -> AsyncGenerator[Output, None]:
+        """Decode a prompt and yield what comes, in order for each sequence; each of them has a last
+        output with a ``finish_reason``. Leaving the iteration early aborts the request: use
+        ``contextlib.aclosing``.
+
+        What has gathered for a sequence while nobody waited comes as one output.
+
+        Raises:
+            RequestError: the request cannot be served.
+            QueueFullError: as many wait as may.
+            EngineDeadError: there is no engine process now, or it died on the way.
+        """
+        if request.request_id in self._mailboxes:
+            raise RequestError(f"request_id={request.request_id} is in use; choose another")
+        self._check_ready()
+        mailbox = self._mailboxes[request.request_id] = Mailbox()
+        count = request.params.get("n")
+        left = count if isinstance(count, int) else 1  # the engine refuses what is none
+        try:
+            self._send(request)
+            while left:
+                for output in await mailbox.take():
+                    left -= output.finish_reason is not None
+                    yield output
+        finally:
+            del self._mailboxes[request.request_id]
+            if left and mailbox.failure is None and self.state == "ready":
+                self._send(Abort(request.request_id))
+
+    async def abort(self, request_id: int) -> None:
+        """End a request: its iteration ends with the finish reason "abort". Nothing happens when it
+        has ended."""
+        if self.state == "ready" and request_id in self._mailboxes:
+            self._send(Abort(request_id))
+
+    async def command(self, control: Control) -> dict[str, Any]:
+        """Ask something of the whole engine; ``control.number`` is the client's to choose.
+
+        Raises:
+            RequestError: it cannot be done; says why.
+            EngineDeadError: there is no engine process now, or it died on the way.
+        """
+        self._check_ready()
+        number = next(self._numbers)
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._send(msgspec.structs.replace(control, number=number))
+            result: dict[str, Any] = await answer
+            return result
+        finally:
+            del self._answers[number]
+
+    def _check_ready(self) -> None:
+        if self.state != "ready":
+            word = "has not started yet" if self.state == "starting" else "is being restarted"
+            raise EngineDeadError(f"the engine {word}; try again later")
+
+    # --- connection ---------------------------------------------------------------------------
+
+    async def _greet(self) -> None:
+        """Look for an engine process whenever there is none."""
+        while True:
+            await self._is_down.wait()
+            if self._link is None:
+                self._link = Link(self._endpoint, self._receive, self._broken)
+            with contextlib.suppress(EngineDeadError):
+                self._send(Hello())
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GREETING_SECONDS):
+                    await self._is_ready.wait()
+
+    def _send(self, message: ToEngine) -> None:
+        if self._link is None or not self._link.send(self._encoder.encode(message)):
+            raise EngineDeadError("the engine does not answer; try again later")
+
+    def _broken(self) -> None:
+        """The process at the other end is gone."""
+        if self.state == "ready":
+            self._break("the engine has died; try again later")
+
+    def _break(self, reason: str, *, linger: int = 0) -> None:
+        """Nothing more will come over this connection."""
+        if self._link is not None:
+            self._link.close(linger)
+            self._link = None
+        if self.state == "ready":
+            self.state = "dead"
+        self._is_ready.clear()
+        self._is_down.set()
+        error = EngineDeadError(reason)
+        for mailbox in self._mailboxes.values():
+            mailbox.fail(error)
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(EngineDeadError(reason))
+
+    # --- what comes ---------------------------------------------------------------------------
+
+    def _receive(self, message: FromEngine) -> None:
+        match message:
+            case Outputs(outputs=outputs):
+                mailboxes = self._mailboxes
+                for output in outputs:
+                    mailbox = mailboxes.get(output.request_id)
+                    if mailbox is None:
+                        continue
+                    if isinstance(output, Refused):
+                        mailbox.fail(_error_of(output))
+                    else:
+                        mailbox.put(output)
+            case Snapshot():
+                self.snapshot = message
+            case Answer(number=number, result=result, error=error):
+                answer = self._answers.get(number)
+                if answer is None or answer.done():
+                    return
+                if error is None:
+                    answer.set_result(result)
+                else:
+                    answer.set_exception(RequestError(error))
+            case EngineInfo():
+                self._info = message
+                self.state = "ready"
+                self._is_down.clear()
+                self._is_ready.set()
+            case Dropped():
+                logger.error("this front end has not read what the engine sent, and was dropped")
+                self._break("the engine has dropped this front end; try again later")
+
+
+class Mailbox:
+    """The outputs of one request on their way to one coroutine."""
+
+    __slots__ = ("_outputs", "_waiter", "failure")
+
+    def __init__(self) -> None:
+        self.failure: MegatronAsyncError | None = None
+        self._outputs: list[Output] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, output: Output) -> None:
+        """One more output."""
+        self._outputs.append(output)
+        self._wake()
+
+    def fail(self, error: MegatronAsyncError) -> None:
+        """No more will come."""
+        if self.failure is None:
+            self.failure = error
+            self._wake()
+
+    async def take(self) -> list[Output]:
+        """All that has come, as soon as there is something: one output for each sequence; raises
+        why there will be none."""
+        if not self._outputs:
+            if self.failure is not None:
+                raise self.failure
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+            if not self._outputs:
+                assert self.failure is not None
+                raise self.failure
+        outputs, self._outputs = self._outputs, []
+        return outputs if len(outputs) == 1 else gather(outputs)
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+
+def gather(outputs: list[Output]) -> list[Output]:
+    """One output for each sequence, of several in order."""
+    by_index: dict[int, list[Output]] = {}
+    for output in outputs:
+        by_index.setdefault(output.index, []).append(output)
+    return [each[0] if len(each) == 1 else _joined(each) for each in by_index.values()]
+
+
+def _joined(outputs: list[Output]) -> Output:
+    first, last = outputs[0], outputs[-1]
+    texts = [output.text for output in outputs if output.text is not None]
+    log_probs = [output.log_probs for output in outputs if output.log_probs is not None]
+    return Output(
+        first.request_id,
+        first.index,
+        list(itertools.chain.from_iterable(output.token_ids for output in outputs)),
+        "".join(texts) if texts else None,
+        list(itertools.chain.from_iterable(log_probs)) if log_probs else None,
+        first.prompt_log_probs,
+        last.finish_reason,
+        last.stop_reason,
+        last.usage,
+    )
+
+
+class Link:
+    """The sockets of one connection, under an identity of their own.
+
+    zeromq's descriptors tell of changes only, so all that is there is read before the next wait.
+
+    Args:
+        receive: gets what comes.
+        broken: called when the engine process is gone.
+    """
+
+    def __init__(self, endpoint: Endpoint, receive: Any, broken: Any) -> None:
+        identity = endpoint.secret + os.urandom(8)
+        self._receive = receive
+        self._broken = broken
+        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromEngine)
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.Context()
+        self._outputs = self._open(identity)
+        self._outputs.connect(endpoint.outputs)
+        self._commands = self._open(identity)
+        self._monitor = self._commands.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._commands.connect(endpoint.commands)
+        self._is_open = True
+        self._loop.add_reader(self._outputs.FD, self._readable)
+        self._loop.add_reader(self._monitor.FD, self._changed)
+        # A descriptor tells of nothing new before a first look has found nothing.
+        self._loop.call_soon(self._readable)
+        self._loop.call_soon(self._changed)
+
+    def send(self, frame: bytes) -> bool:
+        """False when nobody takes it."""
+        try:
+            self._commands.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
+
+    def close(self, linger: int) -> None:
+        """Nothing more comes; what was sent has ``linger`` milliseconds to leave."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._loop.remove_reader(self._outputs.FD)
+        self._loop.remove_reader(self._monitor.FD)
+        self._commands.disable_monitor()
+        for each in (self._monitor, self._outputs, self._commands):
+            each.close(linger)
+        self._context.term()
+
+    def _open(self, identity: bytes) -> zmq.Socket[bytes]:
+        opened = self._context.socket(zmq.DEALER)
+        opened.setsockopt(zmq.ROUTING_ID, identity)
+        opened.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+        opened.setsockopt(zmq.SNDHWM, 0)
+        opened.setsockopt(zmq.IMMEDIATE, 1)  # nothing is kept for a process that is not there
+        opened.setsockopt(zmq.RECONNECT_IVL, 20)
+        opened.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+        return opened
+
+    def _readable(self) -> None:
+        for _ in range(MESSAGES_AT_ONCE):
+            if not self._is_open:
+                return
+            try:
+                frame = self._outputs.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._receive(self._decoder.decode(frame))
+        self._loop.call_soon(self._readable)
+
+    def _changed(self) -> None:
+        while self._is_open:
+            try:
+                recv_monitor_message(self._monitor, zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._broken()
+
+
+def _error_of(refused: Refused) -> MegatronAsyncError:
+    if refused.kind == "full":
+        return QueueFullError(refused.message)
+    if refused.kind == "invalid":
+        return RequestError(refused.message)
+    if refused.kind == "dead":
+        return EngineDeadError(refused.message)
+    return MegatronAsyncError(refused.message)

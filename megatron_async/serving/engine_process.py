@@ -1,0 +1,283 @@
+"""The engine in a process of its own: ``python -m megatron_async.serving.engine_process FD``.
+
+``FD`` is a connection to the supervisor that started it. Front ends send to one socket, which the
+main thread reads, and get what they are sent through another, mostly from the engine's thread.
+Nothing here waits for a front end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import hmac
+import logging
+import math
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+
+import msgspec
+import zmq
+
+from megatron_async.config import EngineConfig
+from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.errors import MegatronAsyncError
+from megatron_async.serving.controls import Controls
+from megatron_async.serving.live_requests import FrontEnd, LiveRequests
+from megatron_async.serving.messages import (
+    Abort,
+    Answer,
+    Beat,
+    Bye,
+    Control,
+    Dropped,
+    EngineInfo,
+    FromSupervisor,
+    Generate,
+    Hello,
+    Launch,
+    NotStarted,
+    Snapshot,
+    Started,
+    Stop,
+    ToEngine,
+    ToSupervisor,
+)
+from megatron_async.serving.output_socket import OutputSocket
+from megatron_async.version import __version__
+
+logger = logging.getLogger(__name__)
+
+TICK_SECONDS = 0.5
+"""Between two snapshots for the front ends, and two signs of life for the supervisor."""
+DROPPED_SECONDS = 60.0
+"""For how long a front end that does not read any more is remembered."""
+MESSAGES_AT_ONCE = 256
+"""Taken from the socket before deadlines are looked at again."""
+
+EXIT_FAILED = 1
+EXIT_NOT_STARTED = 2
+EXIT_ORPHAN = 3
+
+
+class EngineProcess:
+    """Serves one engine to front ends."""
+
+    def __init__(self, engine: DynamicInferenceEngine, launch: Launch, parent: Parent) -> None:
+        self._engine = engine
+        self._endpoint = launch.endpoint
+        self._parent = parent
+        self._context = zmq.Context()
+        self._wakes, self._wake = socket.socketpair()
+        self._wake.setblocking(False)
+        self._exit: int | None = None
+        self._decoder = msgspec.msgpack.Decoder(ToEngine)
+        self._front_ends: dict[bytes, FrontEnd] = {}
+        self._dropped: dict[bytes, float] = {}
+        """Front ends that will be told so when they read again, if that is before a time."""
+        self._outputs = OutputSocket(self._context, launch.endpoint.outputs)
+        most = None
+        if launch.max_queue is not None:
+            most = engine.context.max_requests + launch.max_queue
+        self._requests = LiveRequests(engine, self._outputs, most, self._failed)
+        self._controls = Controls(engine, self._requests)
+        self._commands = self._context.socket(zmq.ROUTER)
+        self._commands.setsockopt(zmq.LINGER, 0)
+        self._commands.setsockopt(zmq.RCVHWM, 0)
+        self._commands.bind(launch.endpoint.commands)
+
+    def run(self) -> int:
+        """Serve until the supervisor or an error ends it; returns the exit status."""
+        self._engine.deliver_to(self._requests)
+        self._engine.start()
+        self._parent.watch(self.stop)
+        self._parent.send(Started())
+        poller = zmq.Poller()
+        poller.register(self._commands, zmq.POLLIN)
+        poller.register(self._wakes, zmq.POLLIN)
+        next_tick = time.monotonic()
+        while self._exit is None:
+            now = time.monotonic()
+            if now >= next_tick:
+                next_tick = now + TICK_SECONDS
+                self._tick()
+            deadline = self._requests.expire(now)
+            until = next_tick if deadline is None else min(next_tick, deadline)
+            if poller.poll(math.ceil(max(0.0, until - time.monotonic()) * 1000)):
+                self._receive()
+        self._close()
+        return self._exit
+
+    def stop(self, status: int = 0) -> None:
+        """End the loop, from any thread."""
+        self._exit = status
+        with contextlib.suppress(OSError):  # it has ended, or will look around in any case
+            self._wake.send(b".")
+
+    def _failed(self, error: BaseException) -> None:
+        if self._exit is None:
+            logger.error("the engine has stopped: %s", error)
+            self.stop(EXIT_FAILED)
+
+    def _close(self) -> None:
+        self._controls.close()
+        self._commands.close()
+        self._engine.close()  # front ends learn of it
+        self._outputs.close()
+        self._wakes.close()
+        self._wake.close()
+        self._context.term()
+
+    # --- messages -----------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        for _ in range(MESSAGES_AT_ONCE):
+            try:
+                identity, *frames = self._commands.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            secret = self._endpoint.secret
+            if len(frames) != 1 or not hmac.compare_digest(identity[: len(secret)], secret):
+                continue
+            try:
+                message = self._decoder.decode(frames[0])
+            except msgspec.MsgspecError as error:
+                logger.warning("a message was not understood: %s", error)
+                continue
+            self._take(identity, message)
+
+    def _take(self, identity: bytes, message: ToEngine) -> None:
+        front_end = self._front_ends.get(identity)
+        if front_end is None:
+            if not isinstance(message, Hello):
+                return  # of one that was dropped
+            front_end = self._front_ends[identity] = FrontEnd(identity)
+        match message:
+            case Generate():
+                self._requests.add(front_end, message)
+            case Abort():
+                self._requests.abort(front_end, message.request_id)
+            case Hello():
+                self._outputs.send(identity, self._info())
+            case Bye():
+                self._drop(front_end)
+            case Control(name="info"):
+                info = msgspec.structs.asdict(self._info())
+                self._outputs.send(identity, Answer(message.number, info))
+            case Control():
+                self._controls.submit(message, lambda answer: self._outputs.send(identity, answer))
+
+    def _drop(self, front_end: FrontEnd) -> None:
+        """Forget a front end; its requests are aborted."""
+        front_end.is_gone = True
+        self._requests.abort_all(front_end)
+        self._front_ends.pop(front_end.identity, None)
+
+    def _tick(self) -> None:
+        self._parent.send(Beat())
+        snapshot = self._snapshot()
+        for front_end in list(self._front_ends.values()):
+            if not front_end.is_gone:
+                front_end.is_gone = not self._outputs.send(front_end.identity, snapshot)
+            if front_end.is_gone:
+                self._drop(front_end)
+                self._dropped[front_end.identity] = time.monotonic() + DROPPED_SECONDS
+        for identity, end in list(self._dropped.items()):
+            if self._outputs.send(identity, Dropped()) or time.monotonic() > end:
+                del self._dropped[identity]
+
+    # --- what it says -------------------------------------------------------------------------
+
+    def _info(self) -> EngineInfo:
+        engine = self._engine
+        wrapper = engine.controller.inference_wrapped_model
+        return EngineInfo(
+            model_name=engine.model_name,
+            vocab_size=wrapper.vocab_size,
+            max_sequence_length=engine.max_sequence_length,
+            eos_token_ids=list(engine.eos_token_ids or ()),
+            dtype=str(wrapper.kv_cache_spec.dtype).removeprefix("torch."),
+            depth=engine.depth,
+            max_requests=engine.context.max_requests,
+            block_count=engine.scheduler.limits.block_count,
+            version=__version__,
+        )
+
+    def _snapshot(self) -> Snapshot:
+        scheduler = self._engine.scheduler
+        waiting = scheduler.waiting_count
+        live = len(self._requests)
+        gauges: dict[str, int | float] = {
+            "requests_running": max(0, live - waiting),
+            "requests_waiting": waiting,
+            "requests_stalled": scheduler.stalled_count,
+            "blocks_free": scheduler.allocator.free_count,
+            "blocks_total": scheduler.limits.block_count,
+            "steps_in_flight": self._engine.in_flight_count,
+            "suspended": int(self._engine.suspended),
+            "weight_version": self._engine.weight_version,
+            "front_ends": len(self._front_ends),
+        }
+        return Snapshot(time.time(), self._engine.counters.to_dict(), gauges)
+
+
+class Parent:
+    """The supervisor, as its process sees it."""
+
+    def __init__(self, descriptor: int) -> None:
+        os.set_inheritable(descriptor, False)  # compilers that a kernel needs must not keep it open
+        self._connection = Connection(descriptor)
+        self._decoder = msgspec.msgpack.Decoder(FromSupervisor)
+
+    def receive(self) -> FromSupervisor:
+        """The next message; raises EOFError when there is no supervisor any more."""
+        message: FromSupervisor = self._decoder.decode(self._connection.recv_bytes())
+        return message
+
+    def send(self, message: ToSupervisor) -> None:
+        """Nothing happens where nobody listens: the watching thread ends the process."""
+        with contextlib.suppress(OSError):
+            self._connection.send_bytes(msgspec.msgpack.encode(message))
+
+    def watch(self, stop: Callable[[], None]) -> None:
+        """Call ``stop`` when the supervisor says so, and end the process when it is gone."""
+        threading.Thread(target=self._watch, args=(stop,), name="parent", daemon=True).start()
+
+    def _watch(self, stop: Callable[[], None]) -> None:
+        try:
+            while not isinstance(self.receive(), Stop):
+                pass
+        except (EOFError, OSError):
+            os._exit(EXIT_ORPHAN)
+        stop()
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Load the model and serve it; returns the exit status."""
+    # A terminal's and a service manager's signals reach all processes of the server. Its front end
+    # lets requests end first, and then ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    parent = Parent(int(arguments[0]))
+    launch = parent.receive()
+    assert isinstance(launch, Launch)
+    form = "%(asctime)s %(levelname)s engine %(name)s: %(message)s"
+    logging.basicConfig(level=launch.log_level, format=form)
+    try:
+        config = EngineConfig(**launch.config)
+        engine = DynamicInferenceEngine.from_pretrained(launch.model, config)
+    except MegatronAsyncError as error:
+        parent.send(NotStarted(type(error).__name__, str(error)))
+        return EXIT_NOT_STARTED
+    gc.collect()
+    gc.freeze()  # the model's objects are not looked at again
+    return EngineProcess(engine, launch, parent).run()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,222 @@
+"""What Prometheus is told: the engine's counters, and what one front end has measured.
+
+Names follow vLLM's where it has the same value, with ``megatron_async_`` before them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from megatron_async.serving.messages import Snapshot
+
+PREFIX = "megatron_async"
+
+COUNTERS = {
+    "steps_launched": ("steps_launched", "Steps launched"),
+    "steps_committed": ("steps_committed", "Steps whose tokens the host has taken"),
+    "steps_overlapped": ("steps_overlapped", "Steps taken while a later one was in flight"),
+    "steps_with_prefill": ("steps_with_prefill", "Steps with prefill chunks"),
+    "tokens_committed": ("generation_tokens", "Tokens generated"),
+    "tokens_accepted": ("accepted_draft_tokens", "Draft tokens that were accepted"),
+    "tokens_discarded": ("discarded_tokens", "Tokens sampled for requests that had ended"),
+    "tokens_cached": ("prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache"),
+    "tokens_replayed": ("replayed_tokens", "Tokens computed again after evictions"),
+    "stalls": ("stalls", "Times that a request waited for a KV block"),
+    "evictions": ("evictions", "Requests whose blocks were given to others"),
+    "prefill_chunks": ("prefill_chunks", "Prefill chunks launched"),
+    "barriers": ("barriers", "Steps that all in flight was taken for"),
+}
+"""Of ``EngineCounters``: what each is called here, and what it is."""
+
+SECONDS = {
+    "step_ns": ("step_seconds", "Seconds in steps"),
+    "wait_ns": ("device_wait_seconds", "Seconds of them blocked on the device"),
+}
+
+GAUGES = {
+    "requests_running": ("num_requests_running", "Sequences that have been admitted"),
+    "requests_waiting": ("num_requests_waiting", "Sequences that wait for a row or for blocks"),
+    "requests_stalled": ("num_requests_stalled", "Admitted sequences that wait for a block"),
+    "blocks_free": ("kv_blocks_free", "Free KV-cache blocks, those of cached prefixes included"),
+    "blocks_total": ("kv_blocks_total", "KV-cache blocks"),
+    "steps_in_flight": ("steps_in_flight", "Steps whose tokens the host has not taken"),
+    "suspended": ("suspended", "1 while nothing is launched"),
+    "weight_version": ("weight_version", "Weight updates since the start"),
+}
+
+FIRST_TOKEN_SECONDS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.08,
+    0.16,
+    0.32,
+    0.64,
+    1.28,
+    2.56,
+    5,
+    10,
+    30,
+)
+TOKEN_SECONDS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1)
+REQUEST_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
+TOKEN_COUNTS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
+
+
+class ServerMetrics:
+    """The metrics of one front end, in a registry of its own.
+
+    Args:
+        model_name: a label of all of them.
+        snapshot: the engine's last snapshot; None before the first.
+        is_ready: the engine serves.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        snapshot: Callable[[], Snapshot | None],
+        is_ready: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.registry = CollectorRegistry()
+        self._label = {"model_name": model_name}
+        self.registry.register(_EngineCollector(model_name, snapshot, is_ready))
+
+        def histogram(name: str, said: str, buckets: tuple[float, ...]) -> Histogram:
+            full = f"{PREFIX}_{name}"
+            made = Histogram(full, said, ["model_name"], buckets=buckets, registry=self.registry)
+            return made.labels(**self._label)
+
+        self._first_token = histogram(
+            "time_to_first_token_seconds", "From arrival to the first token", FIRST_TOKEN_SECONDS
+        )
+        self._token = histogram(
+            "inter_token_latency_seconds", "Between two tokens of a sequence", TOKEN_SECONDS
+        )
+        self._queue = histogram(
+            "request_queue_time_seconds", "From arrival to admission", FIRST_TOKEN_SECONDS
+        )
+        self._latency = histogram(
+            "e2e_request_latency_seconds", "From arrival to the last token", REQUEST_SECONDS
+        )
+        self._prompt = histogram("request_prompt_tokens", "Tokens of a prompt", TOKEN_COUNTS)
+        self._generated = histogram(
+            "request_generation_tokens", "Tokens generated of a sequence", TOKEN_COUNTS
+        )
+        self._finished = Counter(
+            f"{PREFIX}_request_success",
+            "Sequences that have ended, by reason",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        self._refused = Counter(
+            f"{PREFIX}_requests_refused",
+            "Requests that were not served, by HTTP status",
+            ["model_name", "status"],
+            registry=self.registry,
+        )
+        self._open = Gauge(
+            f"{PREFIX}_http_requests_open",
+            "Requests of clients in progress at this front end",
+            ["model_name"],
+            registry=self.registry,
+        ).labels(**self._label)
+
+    def text(self) -> bytes:
+        """Everything, in Prometheus' text format."""
+        return generate_latest(self.registry)
+
+    def opened(self) -> None:
+        """A client's request has begun."""
+        self._open.inc()
+
+    def closed(self) -> None:
+        """It is over, in whatever way."""
+        self._open.dec()
+
+    def refused(self, status: int) -> None:
+        """A client's request got an error."""
+        self._refused.labels(status=str(status), **self._label).inc()
+
+    def first_token(self, seconds: float) -> None:
+        """The first token of a request came ``seconds`` after the request."""
+        self._first_token.observe(seconds)
+
+    def tokens(self, count: int, seconds: float) -> None:
+        """``count`` further tokens of a sequence came ``seconds`` after those before."""
+        for _ in range(count):
+            self._token.observe(seconds / count)
+
+    def finished(self, reason: str, usage: dict[str, int | float] | None, seconds: float) -> None:
+        """A sequence has ended, ``seconds`` after its request came.
+
+        Args:
+            usage: of its last :class:`~megatron_async.serving.messages.Output`.
+        """
+        self._finished.labels(finished_reason=reason, **self._label).inc()
+        self._latency.observe(seconds)
+        if usage is not None:
+            self._queue.observe(usage["queue_time"])
+            self._prompt.observe(usage["prompt_tokens"])
+            self._generated.observe(usage["generated_tokens"])
+
+
+class _EngineCollector:
+    """Reads the engine's last snapshot when somebody asks. Its counters begin anew with each
+    process, as Prometheus expects of a restart."""
+
+    def __init__(
+        self,
+        model_name: str,
+        snapshot: Callable[[], Snapshot | None],
+        is_ready: Callable[[], bool],
+    ) -> None:
+        self._model_name = model_name
+        self._snapshot = snapshot
+        self._is_ready = is_ready
+
+    def describe(self) -> list[Metric]:
+        """Nothing, so that registering asks for no snapshot."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """All values of the snapshot."""
+        yield self._gauge("engine_ready", "1 while the engine serves", int(self._is_ready()))
+        snapshot = self._snapshot()
+        if snapshot is None:
+            return
+        counters, gauges = snapshot.counters, snapshot.gauges
+        for name, (shown, said) in COUNTERS.items():
+            yield self._counter(shown, said, counters.get(name, 0))
+        for name, (shown, said) in SECONDS.items():
+            yield self._counter(shown, said, counters.get(name, 0) * 1e-9)
+        reasons = CounterMetricFamily(
+            f"{PREFIX}_steps_not_overlapped",
+            "Steps during which no later one was in flight, by reason",
+            labels=["model_name", "reason"],
+        )
+        by_reason: dict[str, Any] = counters.get("not_overlapped", {})
+        for reason, count in by_reason.items():
+            reasons.add_metric([self._model_name, reason], count)
+        yield reasons
+        for name, (shown, said) in GAUGES.items():
+            yield self._gauge(shown, said, gauges.get(name, 0))
+        total = gauges.get("blocks_total", 0)
+        used = 1 - gauges.get("blocks_free", 0) / total if total else 0.0
+        yield self._gauge("kv_cache_usage_perc", "Share of KV-cache blocks in use", used)
+
+    def _counter(self, name: str, said: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"{PREFIX}_{name}", said, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+    def _gauge(self, name: str, said: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"{PREFIX}_{name}", said, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family

@@ -1,0 +1,123 @@
+"""Engines behind a socket for tests: in a thread of this process, or in a process of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import shutil
+import threading
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from typing import Any, TypeVar
+
+from megatron_async.config import EngineConfig
+from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.errors import RequestError
+from megatron_async.serving.engine_client import EngineClient, gather
+from megatron_async.serving.engine_process import EngineProcess
+from megatron_async.serving.messages import Control, Endpoint, Generate, Launch, Output
+from megatron_async.serving.supervisor import Supervisor
+from tests.support.patience import PATIENCE_SECONDS
+
+Result = TypeVar("Result")
+
+
+class NoParent:
+    """A supervisor that asks for nothing."""
+
+    def send(self, message: Any) -> None:
+        """Nobody listens."""
+
+    def watch(self, stop: Any) -> None:
+        """Nothing ever ends the process."""
+
+
+@contextlib.contextmanager
+def engine_in_thread(
+    engine: DynamicInferenceEngine, *, max_queue: int | None = None
+) -> Iterator[Endpoint]:
+    """The endpoint of ``engine``, served by a thread of this process."""
+    endpoint = Endpoint.private()
+    process = EngineProcess(engine, Launch("", {}, endpoint, max_queue), NoParent())  # type: ignore
+    thread = threading.Thread(target=process.run, name="engine process")
+    thread.start()
+    try:
+        yield endpoint
+    finally:
+        process.stop()
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive()
+        if endpoint.directory is not None:
+            shutil.rmtree(endpoint.directory)
+
+
+@contextlib.asynccontextmanager
+async def client_of(endpoint: Endpoint) -> AsyncIterator[EngineClient]:
+    """A client that the engine has answered."""
+    client = EngineClient(endpoint)
+    await client.connect()
+    try:
+        async with patience():
+            await client.ready()
+        yield client
+    finally:
+        await client.aclose()
+
+
+@contextlib.asynccontextmanager
+async def engine_process(
+    *, max_queue: int | None = None, config: dict[str, Any] | None = None, **options: Any
+) -> AsyncIterator[tuple[Supervisor, EngineClient]]:
+    """The embedded model in a process of its own, and a client of it."""
+    fields = {"device": "cpu", **(config or {})}
+    endpoint = Endpoint.private()
+    launch = Launch("tiny", dataclasses.asdict(EngineConfig(**fields)), endpoint, max_queue)
+    supervisor = Supervisor(launch, **options)
+    try:
+        async with patience():
+            await supervisor.start()
+        async with client_of(endpoint) as client:
+            yield supervisor, client
+    finally:
+        await supervisor.stop()
+
+
+def patience() -> asyncio.Timeout:
+    """Ends what is stuck."""
+    return asyncio.timeout(PATIENCE_SECONDS)
+
+
+def run(test: Coroutine[Any, Any, Result]) -> Result:
+    """Run a test's coroutine."""
+
+    async def patiently() -> Result:
+        async with patience():
+            return await test
+
+    return asyncio.run(patiently())
+
+
+async def outputs_of(
+    client: EngineClient, prompt: list[int], params: dict[str, Any], **fields: Any
+) -> list[Output]:
+    """All that a request brings, one output for each sequence in order."""
+    request = Generate(client.next_request_id(), prompt, params, **fields)
+    gathered = gather([output async for output in client.generate(request)])
+    return sorted(gathered, key=lambda output: output.index)
+
+
+async def control(client: EngineClient, name: str, **arguments: Any) -> dict[str, Any]:
+    """Ask something of the whole engine."""
+    return await client.command(Control(0, name, arguments))
+
+
+async def until_idle(client: EngineClient) -> None:
+    """Wait until the engine has nothing to do, and check that all has come back to it."""
+    async with patience():
+        while True:
+            try:
+                await control(client, "check_idle")
+                return
+            except RequestError as error:
+                assert "not idle" in str(error)
+                await asyncio.sleep(0.01)

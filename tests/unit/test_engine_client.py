@@ -1,0 +1,520 @@
+"""Requests through the engine process's sockets, against the same requests without them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import stat
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from megatron_async.config import EngineConfig
+from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.errors import EngineDeadError, QueueFullError, RequestError
+from megatron_async.sampling_params import SamplingParams
+from megatron_async.serving import output_socket
+from megatron_async.serving.engine_client import EngineClient, gather
+from megatron_async.serving.messages import (
+    Control,
+    Dropped,
+    Endpoint,
+    FromEngine,
+    Generate,
+    Hello,
+    Output,
+)
+from tests.support.engines import hash_engine
+from tests.support.served_engine import (
+    client_of,
+    control,
+    engine_in_thread,
+    engine_process,
+    outputs_of,
+    patience,
+    run,
+    until_idle,
+)
+
+LONG = {"num_tokens_to_generate": 200, "termination_id": -1, "temperature": 0.0}
+
+
+def small_engine(depth: int = 1, **values: Any) -> DynamicInferenceEngine:
+    """A hash engine whose requests may have 256 tokens, four at the same time."""
+    values = {"max_requests": 4, "block_size_tokens": 4, "block_count": 300, **values}
+    return hash_engine(depth, **values)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Iterator[DynamicInferenceEngine]:
+    with DynamicInferenceEngine.from_pretrained("tiny", EngineConfig(device="cpu")) as engine:
+        yield engine
+
+
+def served(engine: DynamicInferenceEngine, **options: Any) -> Any:
+    """A client of an engine in a thread."""
+
+    @contextlib.asynccontextmanager
+    async def opened() -> AsyncIterator[EngineClient]:
+        with engine_in_thread(engine, **options) as endpoint:
+            async with client_of(endpoint) as client:
+                yield client
+
+    return opened()
+
+
+# --- parity -----------------------------------------------------------------------------------
+
+
+def mixed_requests() -> list[tuple[list[int], dict[str, Any]]]:
+    """64 prompts, half of them sampled, some with penalties, stop words or an early end."""
+    requests = []
+    for i in range(64):
+        params: dict[str, Any] = {"num_tokens_to_generate": 8 + i % 24, "seed": 1000 + i}
+        params["temperature"] = 1.0 if i % 2 else 0.0
+        if i % 5 == 0:
+            params |= {"repetition_penalty": 1.3, "top_k": 20}
+        if i % 7 == 0:
+            params |= {"stop_words": ["e", "\n"]}
+        prompt = list(f"def function_{i}(x):\n    return x".encode()[: 3 + i % 26])
+        requests.append((prompt, params))
+    return requests
+
+
+@pytest.mark.parametrize("depth", (0, 1))
+def test_64_requests_at_once_get_what_generate_gives(
+    depth: int, tiny: DynamicInferenceEngine
+) -> None:
+    requests = mixed_requests()
+    given = [SamplingParams.deserialize(params) for _, params in requests]
+    expected = tiny.generate([prompt for prompt, _ in requests], given)
+
+    async def test() -> None:
+        config = {"inference_async_scheduling": depth > 0, "max_requests": 32}
+        async with engine_process(config=config) as (_, client):
+            got = await asyncio.gather(*(outputs_of(client, *request) for request in requests))
+            for (output,), record in zip(got, expected, strict=True):
+                assert output.token_ids == record.generated_tokens
+                assert output.finish_reason == record.finish_reason.value
+                assert output.stop_reason == record.stop_reason
+                has_words = record.sampling_params.stop_words is not None
+                assert output.text == (record.generated_text if has_words else None)
+                assert output.usage is not None and output.usage["queue_time"] >= 0
+                assert output.usage["prompt_tokens"] == len(record.prompt_tokens)
+                assert output.usage["generated_tokens"] == len(record.generated_tokens)
+            assert (await client.info()).depth == depth
+            await until_idle(client)
+
+    run(test())
+
+
+def test_sequences_of_a_request_come_under_their_index(tiny: DynamicInferenceEngine) -> None:
+    params = {"n": 3, "seed": 5, "num_tokens_to_generate": 12, "top_n_logprobs": 2}
+    best = {**params, "best_of": 5, "stop_words": ["zzz"]}
+
+    async def test() -> None:
+        with DynamicInferenceEngine.from_pretrained("tiny", tiny.config) as engine:
+            async with served(engine) as client:
+                for asked in (params, best):
+                    (record,) = tiny.generate([[65, 66, 67]], SamplingParams.deserialize(asked))
+                    outputs = await outputs_of(client, [65, 66, 67], asked)
+                    assert [output.index for output in outputs] == [0, 1, 2]
+                    for output, choice in zip(outputs, record.choices, strict=True):
+                        assert output.token_ids == choice.generated_tokens
+                        assert output.log_probs is not None
+                        assert [own for own, _ in output.log_probs] == choice.generated_log_probs
+                        tops = [top for _, top in output.log_probs]
+                        assert tops == choice.generated_top_n_logprobs
+                        has_words = "stop_words" in asked
+                        assert output.text == (choice.generated_text if has_words else None)
+                    first = outputs[0].prompt_log_probs
+                    assert first is not None and outputs[1].prompt_log_probs is None
+                    assert [own for own, _ in first] == record.prompt_log_probs
+                    assert [top for _, top in first] == record.prompt_top_n_logprobs
+                await until_idle(client)
+
+    run(test())
+
+
+def test_outputs_that_have_gathered_come_as_one() -> None:
+    def output(index: int, token: int, **more: Any) -> Output:
+        return Output(7, index, [token], **more)
+
+    first = output(0, 1, text="a", log_probs=[(-1.0, {})], prompt_log_probs=[(-3.0, {})])
+    last = output(0, 2, text="b", log_probs=[(-2.0, {})], finish_reason="stop", stop_reason=2)
+    other = output(1, 9)
+    joined, alone = gather([first, other, last])
+    assert alone is other
+    assert joined == Output(
+        7, 0, [1, 2], "ab", [(-1.0, {}), (-2.0, {})], [(-3.0, {})], "stop", 2, None
+    )
+
+
+def test_a_reader_that_is_late_gets_all_tokens_in_one_output() -> None:
+    async def test() -> None:
+        async with served(small_engine()) as client:
+            request = Generate(client.next_request_id(), [1], LONG)
+            async with contextlib.aclosing(client.generate(request)) as outputs:
+                first = await anext(outputs)
+                await until_idle(client)
+                rest = [output async for output in outputs]
+            assert len(rest) == 1 and len(first.token_ids) + len(rest[0].token_ids) == 200
+
+    run(test())
+
+
+# --- ends -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong, said", (
+    ({"params": {"temperature": -1}}, "temperature"),
+    ({"params": {"colour": 1}}, "colour"),
+    ({"prompt": []}, "prompt is empty"),
+    ({"prompt": [10**6]}, "token id 1000000"),
+    ({"prompt": [1] * 5000}, "256"),
+    ({"timeout": 0.0}, "timeout"),
+    ({"priority": 10**9}, "priority"),
+    ({"params": {"n": "many"}}, "n="),
+))  # fmt: skip
+def test_a_wrong_request_is_refused_by_name_and_hurts_nobody(
+    wrong: dict[str, Any], said: str
+) -> None:
+    async def test() -> None:
+        async with served(small_engine()) as client:
+            other = asyncio.create_task(outputs_of(client, [2], LONG))
+            asked = {"prompt": [1], "params": {}, **wrong}
+            with pytest.raises(RequestError, match=said):
+                await outputs_of(client, **asked)
+            ((output,),) = (await other,)
+            assert output.finish_reason == "length"
+            await until_idle(client)
+
+    run(test())
+
+
+def test_leaving_the_iteration_aborts_the_request() -> None:
+    async def test() -> None:
+        async with served(small_engine()) as client:
+            await control(client, "suspend")
+            request = Generate(client.next_request_id(), [1], {**LONG, "n": 3})
+            waits = asyncio.create_task(anext(client.generate(request)))
+            async with patience():
+                while client.snapshot is None or not client.snapshot.gauges["requests_waiting"]:
+                    await asyncio.sleep(0.01)
+            waits.cancel()
+            await asyncio.wait([waits])
+            await until_idle(client)  # suspended as it is
+            await control(client, "resume")
+            async with contextlib.aclosing(client.generate(request)) as outputs:
+                await anext(outputs)
+            await until_idle(client)
+
+    run(test())
+
+
+def test_an_aborted_request_ends_with_what_it_has() -> None:
+    async def test() -> None:
+        async with served(small_engine()) as client:
+            request = Generate(client.next_request_id(), [1], {**LONG, "n": 2})
+            outputs = []
+            async for output in client.generate(request):
+                if not outputs:
+                    await client.abort(request.request_id)
+                outputs.append(output)
+            assert {o.finish_reason for o in gather(outputs)} <= {"abort", "length"}
+            await client.abort(request.request_id)  # it has ended
+            await until_idle(client)
+
+    run(test())
+
+
+def test_a_timeout_ends_a_request_with_what_it_has() -> None:
+    async def test() -> None:
+        async with served(small_engine()) as client:
+            await control(client, "suspend")
+            late = asyncio.create_task(outputs_of(client, [1], LONG, timeout=0.01))
+            ranked = {**LONG, "best_of": 3, "temperature": 1.0}
+            best = asyncio.create_task(outputs_of(client, [1], ranked, timeout=0.02))
+            for (output,) in (await late, await best):
+                assert (output.finish_reason, output.token_ids) == ("timeout", [])
+            await control(client, "resume")
+            (output,) = await outputs_of(client, [1], LONG, timeout=1e6)
+            assert output.finish_reason == "length"
+            await until_idle(client)
+
+    run(test())
+
+
+def test_more_sequences_than_may_wait_are_refused() -> None:
+    async def test() -> None:
+        async with served(small_engine(), max_queue=3) as client:
+            await control(client, "suspend")
+            tasks = [asyncio.create_task(outputs_of(client, [1], LONG)) for _ in range(7)]
+            await asyncio.sleep(0)
+            with pytest.raises(QueueFullError, match="7 may"):
+                await outputs_of(client, [1], LONG)
+            await control(client, "resume")
+            await asyncio.gather(*tasks)
+            with pytest.raises(QueueFullError):
+                await outputs_of(client, [1], {**LONG, "n": 8})
+            assert len(await outputs_of(client, [1], {**LONG, "n": 7})) == 7
+            await until_idle(client)
+
+    run(test())
+
+
+# --- front ends -------------------------------------------------------------------------------
+
+
+class RawFrontEnd:
+    """A front end that reads when it is told to."""
+
+    def __init__(self, endpoint: Endpoint, identity: bytes | None = None) -> None:
+        self._context = zmq.Context()
+        self.outputs, self.commands = (self._context.socket(zmq.DEALER) for _ in range(2))
+        for socket in (self.outputs, self.commands):
+            socket.setsockopt(zmq.ROUTING_ID, identity or endpoint.secret + b"raw")
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.setsockopt(zmq.RCVHWM, 1)
+            socket.setsockopt(zmq.RCVTIMEO, 60_000)
+        self.outputs.connect(endpoint.outputs)
+        self.commands.connect(endpoint.commands)
+
+    def send(self, message: Any) -> None:
+        self.commands.send(msgspec.msgpack.encode(message))
+
+    def receive(self) -> FromEngine:
+        return msgspec.msgpack.decode(self.outputs.recv(), type=FromEngine)
+
+    def greet(self) -> None:
+        """Until the engine answers."""
+        self.outputs.setsockopt(zmq.RCVTIMEO, 50)
+        while True:
+            self.send(Hello())
+            with contextlib.suppress(zmq.Again):
+                self.receive()
+                break
+        self.outputs.setsockopt(zmq.RCVTIMEO, 60_000)
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+def test_a_front_end_that_does_not_read_is_dropped_and_slows_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(output_socket, "HIGH_WATER_MARK", 40)
+    engine = small_engine()
+
+    async def test() -> None:
+        with engine_in_thread(engine) as endpoint:
+            frozen = RawFrontEnd(endpoint)
+            await asyncio.to_thread(frozen.greet)
+            large = {**LONG, "num_tokens_to_generate": 1, "top_n_logprobs": 20}
+            async with client_of(endpoint) as client:
+                for number in range(100):
+                    frozen.send(Generate(number, [1 + number % 60] * 250, large))
+                for number in range(100, 104):
+                    frozen.send(Generate(number, [1], LONG))
+                (output,) = await outputs_of(client, [2], LONG)
+                assert len(output.token_ids) == 200
+                async with patience():
+                    while client.snapshot is None or client.snapshot.gauges["front_ends"] > 1:
+                        await asyncio.sleep(0.01)
+                await until_idle(client)
+            async with patience():
+                while not isinstance(await asyncio.to_thread(frozen.receive), Dropped):
+                    pass
+            frozen.close()
+
+    run(test())
+
+
+def test_requests_of_a_front_end_that_is_gone_are_aborted() -> None:
+    async def test() -> None:
+        with engine_in_thread(small_engine()) as endpoint:
+            async with client_of(endpoint) as client:
+                await control(client, "suspend")
+                gone = RawFrontEnd(endpoint)
+                await asyncio.to_thread(gone.greet)
+                gone.send(Generate(0, [1], {**LONG, "n": 4}))
+                async with patience():
+                    while client.snapshot is None or not client.snapshot.gauges["requests_waiting"]:
+                        await asyncio.sleep(0.01)
+                gone.close()
+                await until_idle(client)
+
+    run(test())
+
+
+def test_a_front_end_without_the_secret_is_not_heard() -> None:
+    async def test() -> None:
+        with engine_in_thread(small_engine()) as endpoint:
+            assert endpoint.directory is not None
+            assert stat.S_IMODE(Path(endpoint.directory).stat().st_mode) == 0o700
+            stranger = RawFrontEnd(endpoint, b"stranger")
+            stranger.send(Hello())
+            async with client_of(endpoint) as client:
+                await outputs_of(client, [1], LONG)
+            assert stranger.outputs.poll(100) == 0
+            stranger.close()
+
+    run(test())
+
+
+def test_nonsense_on_the_socket_is_ignored() -> None:
+    async def test() -> None:
+        with engine_in_thread(small_engine()) as endpoint:
+            other = RawFrontEnd(endpoint)
+            await asyncio.to_thread(other.greet)
+            for frame in (b"", b"\xc1", msgspec.msgpack.encode({"type": "Generate"})):
+                other.commands.send(frame)
+            other.commands.send_multipart([b"a", b"b"])
+            async with client_of(endpoint) as client:
+                (output,) = await outputs_of(client, [1], LONG)
+                assert output.finish_reason == "length"
+            other.close()
+
+    run(test())
+
+
+def test_without_an_engine_requests_fail_at_once() -> None:
+    async def test() -> None:
+        client = EngineClient(Endpoint.private())
+        await client.connect()
+        assert client.state == "starting"
+        with pytest.raises(EngineDeadError, match="not started"):
+            await outputs_of(client, [1], {})
+        with pytest.raises(EngineDeadError):
+            await control(client, "suspend")
+        with pytest.raises(EngineDeadError):
+            await client.info()
+        await client.aclose()
+
+    run(test())
+
+
+# --- controls ---------------------------------------------------------------------------------
+
+
+def test_a_drained_engine_takes_nothing_until_it_is_resumed() -> None:
+    async def test() -> None:
+        async with served(small_engine()) as client:
+            runs = asyncio.create_task(outputs_of(client, [1], LONG))
+            await asyncio.sleep(0)
+            assert await control(client, "drain") == {"in_time": True}
+            ((output,),) = (await runs,)
+            assert output.finish_reason == "length"
+            with pytest.raises(QueueFullError, match="drained"):
+                await outputs_of(client, [1], LONG)
+            await control(client, "resume")
+            await outputs_of(client, [1], LONG)
+
+    run(test())
+
+
+def test_what_takes_longer_than_a_drain_may_ends_with_what_it_has() -> None:
+    async def test() -> None:
+        async with served(small_engine()) as client:
+            await control(client, "suspend")
+            runs = asyncio.create_task(outputs_of(client, [1], LONG))
+            await asyncio.sleep(0)
+            assert await control(client, "drain", timeout=0.01) == {"in_time": False}
+            ((output,),) = (await runs,)
+            assert output.finish_reason == "timeout"
+            await until_idle(client)
+
+    run(test())
+
+
+@pytest.mark.parametrize("mode, reason", (("keep", "length"), ("wait", "length"), ("abort", None)))
+def test_a_paused_engine_launches_nothing(mode: str, reason: str | None) -> None:
+    async def test() -> None:
+        async with served(small_engine()) as client:
+            runs = asyncio.create_task(outputs_of(client, [1], LONG))
+            await asyncio.sleep(0)
+            await control(client, "pause", mode=mode)
+            waits = asyncio.create_task(outputs_of(client, [2], LONG))
+            await asyncio.sleep(0)
+            await control(client, "reset_prefix_cache")
+            assert not waits.done() and runs.done() == (mode != "keep")
+            await control(client, "resume")
+            ((output,), (other,)) = (await runs, await waits)
+            assert output.finish_reason in ({reason} if reason else {"abort", "length"})
+            assert other.finish_reason == "length"
+            with pytest.raises(RequestError, match="keep, wait or abort"):
+                await control(client, "pause", mode="loudly")
+            with pytest.raises(RequestError, match="check_idle"):
+                await control(client, "dance")
+
+    run(test())
+
+
+def test_a_forgotten_prefix_is_computed_again(tiny: DynamicInferenceEngine) -> None:
+    async def test() -> None:
+        async with served(tiny.with_config(tiny.config)) as client:
+            prompt, params = [65] * 200, {"num_tokens_to_generate": 2}
+            cached = []
+            for forget in (False, False, True):
+                if forget:
+                    await control(client, "reset_prefix_cache")
+                (output,) = await outputs_of(client, prompt, params)
+                assert output.usage is not None
+                cached.append(output.usage["cached_tokens"])
+            assert cached[0] == cached[2] == 0 < cached[1]
+
+    run(test())
+
+
+def test_new_weights_come_from_a_path(tiny: DynamicInferenceEngine) -> None:
+    import megatron_async
+
+    assets = Path(megatron_async.__file__).parent / "assets" / "tiny"
+
+    async def test() -> None:
+        with DynamicInferenceEngine.from_pretrained("tiny", tiny.config) as engine:
+            async with served(engine) as client:
+                runs = asyncio.create_task(outputs_of(client, [65], {"seed": 3}))
+                assert await control(client, "weights", path=str(assets)) == {"weight_version": 1}
+                ((output,),) = (await runs,)
+                (record,) = tiny.generate([[65]], SamplingParams(seed=3))
+                assert output.token_ids == record.generated_tokens
+                with pytest.raises(RequestError, match="nowhere"):
+                    await control(client, "weights", path="/nowhere")
+
+    run(test())
+
+
+def test_a_profile_shows_steps_for_perfetto(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with served(small_engine()) as client:
+            path = tmp_path / "trace.json"
+            profile = asyncio.create_task(control(client, "profile", path=str(path), steps=20))
+            while not profile.done():
+                await outputs_of(client, [1], LONG)
+            result = await profile
+            assert result["steps"] >= 20
+            names = {e.get("cat") for e in json.loads(path.read_text())["traceEvents"]}
+            assert {"launch", "commit", "plan"} <= names
+            with pytest.raises(RequestError, match="steps"):
+                await control(client, "profile", path=str(path), steps=0)
+            (output,) = await outputs_of(client, [1], LONG)
+            assert output.finish_reason == "length"
+
+    run(test())
+
+
+def test_info_is_the_same_by_both_ways() -> None:
+    async def test() -> None:
+        async with served(small_engine(2)) as client:
+            info = await client.info()
+            assert info.depth == 2 and info.max_requests == 4 and info.block_count == 300
+            answer = await client.command(Control(0, "info"))
+            assert answer == msgspec.structs.asdict(info)
+
+    run(test())

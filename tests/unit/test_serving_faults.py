@@ -1,0 +1,160 @@
+"""The engine process killed, frozen, orphaned and worn: its requests learn of it at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+from typing import Any
+
+import psutil
+import pytest
+
+from megatron_async.config import EngineConfig
+from megatron_async.errors import CheckpointError, ConfigError, EngineDeadError
+from megatron_async.serving.engine_client import EngineClient
+from megatron_async.serving.engine_process import EXIT_ORPHAN
+from megatron_async.serving.messages import Endpoint, Generate, Launch, Started
+from megatron_async.serving.supervisor import EngineHandle, Supervisor
+from tests.support.engines import hash_engine
+from tests.support.hash_model import HashModel
+from tests.support.served_engine import (
+    client_of,
+    engine_in_thread,
+    engine_process,
+    outputs_of,
+    run,
+    until_idle,
+)
+
+
+async def fails(client: EngineClient, prompt: list[int], count: int = 1500) -> None:
+    """A request that would go on when the engine dies."""
+    params = {"num_tokens_to_generate": count, "termination_id": -1}
+    with pytest.raises(EngineDeadError):
+        await outputs_of(client, prompt, params)
+
+
+@pytest.mark.parametrize("number", (signal.SIGKILL, signal.SIGSTOP), ids=("killed", "frozen"))
+def test_requests_of_a_dead_process_fail_and_the_next_one_serves(number: signal.Signals) -> None:
+    async def test() -> None:
+        options = {"heartbeat_timeout": 2.0, "max_restarts": 50, "backoff": 0.01}
+        async with engine_process(**options) as (supervisor, client):
+            pid, starts = supervisor.pid, supervisor.starts
+            assert pid is not None and starts == 1
+            tasks = [asyncio.create_task(fails(client, [65 + i])) for i in range(16)]
+            while client.snapshot is None or not client.snapshot.gauges["requests_running"]:
+                await asyncio.sleep(0.01)
+            os.kill(pid, number)
+            await asyncio.gather(*tasks)
+            assert client.state != "ready" or supervisor.pid != pid
+            while supervisor.starts == starts or supervisor.state != "ready":
+                await asyncio.sleep(0.01)
+            await client.ready()
+            assert not psutil.pid_exists(pid)
+            (output,) = await outputs_of(client, [65], {"num_tokens_to_generate": 5, "seed": 1})
+            assert output.finish_reason == "length"
+            await until_idle(client)
+
+    run(test())
+
+
+def test_a_process_that_keeps_dying_is_given_up() -> None:
+    async def test() -> None:
+        async with engine_process(max_restarts=0) as (supervisor, client):
+            assert supervisor.pid is not None
+            os.kill(supervisor.pid, signal.SIGKILL)
+            while not supervisor.gave_up:
+                await asyncio.sleep(0.01)
+            assert supervisor.state == "dead" and supervisor.starts == 1
+            while client.state == "ready":
+                await asyncio.sleep(0.01)
+            with pytest.raises(EngineDeadError):
+                await outputs_of(client, [65], {})
+
+    run(test())
+
+
+@pytest.mark.parametrize("model, config, error", (
+    ("/nowhere", {}, CheckpointError), ("tiny", {"max_sequence_length": 10**6}, ConfigError),
+))  # fmt: skip
+def test_what_cannot_start_says_why(
+    model: str, config: dict[str, Any], error: type[Exception]
+) -> None:
+    async def test() -> None:
+        fields = dataclasses.asdict(EngineConfig(device="cpu", **config))
+        endpoint = Endpoint.private()
+        supervisor = Supervisor(Launch(model, fields, endpoint))
+        with pytest.raises(error):
+            await supervisor.start()
+        assert supervisor.state == "dead" and supervisor.gave_up and supervisor.starts == 1
+        await supervisor.stop()
+        assert endpoint.directory is not None and not os.path.exists(endpoint.directory)
+
+    run(test())
+
+
+def test_a_process_without_a_supervisor_ends_and_ignores_a_terminals_signals() -> None:
+    async def test() -> None:
+        endpoint = Endpoint.private()
+        fields = dataclasses.asdict(EngineConfig(device="cpu"))
+        handle = EngineHandle(Launch("tiny", fields, endpoint))
+        message = await handle.receive()
+        assert isinstance(message, Started)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(handle.pid, number)
+        async with client_of(endpoint) as client:
+            await outputs_of(client, [65], {"num_tokens_to_generate": 3})
+        status = await asyncio.to_thread(handle.abandon)
+        assert status == EXIT_ORPHAN
+
+    run(test())
+
+
+def test_an_error_in_a_step_reaches_all_requests() -> None:
+    class Fails(HashModel):
+        def forward(self, *arguments: Any) -> Any:
+            raise ValueError("boom")
+
+    async def test() -> None:
+        engine = hash_engine(1, model=Fails(), max_requests=4, block_count=100)
+        with engine_in_thread(engine) as endpoint:
+            async with client_of(endpoint) as client:
+                for task in [asyncio.create_task(fails(client, [i], 200)) for i in range(1, 5)]:
+                    await task
+
+    run(test())
+
+
+@pytest.mark.slow
+def test_memory_stays_flat_over_2000_requests() -> None:
+    async def test() -> None:
+        config = {"inference_async_scheduling": True, "max_requests": 64}
+        async with engine_process(config=config) as (supervisor, client):
+            processes = [psutil.Process(), psutil.Process(supervisor.pid)]
+
+            async def some(count: int) -> list[int]:
+                """Decode ``count`` requests, one in ten left early; resident bytes after them."""
+                limit = asyncio.Semaphore(64)
+
+                async def one(number: int) -> None:
+                    params = {"num_tokens_to_generate": 4, "seed": number}
+                    request = Generate(client.next_request_id(), [65 + number % 50], params)
+                    async with limit, contextlib.aclosing(client.generate(request)) as outputs:
+                        async for _ in outputs:
+                            if number % 10 == 0:
+                                break
+
+                await asyncio.gather(*(one(number) for number in range(count)))
+                await until_idle(client)
+                return [process.memory_info().rss for process in processes]
+
+            await some(500)
+            before = await some(500)
+            after = await some(2000)
+            grown = [now - then for then, now in zip(before, after, strict=True)]
+            assert max(grown) < 8 * 2**20, grown
+
+    run(test())
