@@ -21,6 +21,14 @@ class EngineStoppedError(MegatronAsyncError, RuntimeError):
     """The engine is closed, or an error in a step has ended it: build a new one."""
 
 
+class EngineDeadError(MegatronAsyncError, RuntimeError):
+    """The engine's process has died, is frozen or has not started yet; it may come back."""
+
+
+class QueueFullError(MegatronAsyncError, RuntimeError):
+    """As many requests wait as may; try again later."""
+
+
 class ModelOutputError(MegatronAsyncError, RuntimeError):
     """The model gave NaN for a request, which has ended; the others go on."""
 
