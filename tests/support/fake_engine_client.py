@@ -39,6 +39,8 @@ class FakeEngineClient:
         self.held.set()
         self.running: dict[int, list[int]] = {}
         self._engine_ids = 0
+        self._queues: set[asyncio.Queue[Output | Exception]] = set()
+        self._loop = asyncio.get_running_loop()
 
     async def connect(self) -> None:
         """Nothing is to be found."""
@@ -72,6 +74,7 @@ class FakeEngineClient:
         arrived: asyncio.Queue[Output | Exception] = asyncio.Queue()
         tasks = []
         self.running[request.request_id] = []
+        self._queues.add(arrived)
         for index in range(asked.num_sequences):
             params = asked.checked()
             params.n, params.best_of = 1, None
@@ -88,6 +91,7 @@ class FakeEngineClient:
                 yield output
         finally:
             del self.running[request.request_id]
+            self._queues.discard(arrived)
             if left:
                 self.aborted.append(request.request_id)
             for task in tasks:
@@ -108,6 +112,14 @@ class FakeEngineClient:
         if control.arguments.get("path") == "missing":
             raise RequestError("path='missing': no such directory")
         return {"done": control.name}
+
+    def kill(self) -> None:
+        """Die, from any thread: all requests end with an error."""
+        self.state = "dead"
+        for queue in list(self._queues):
+            self._loop.call_soon_threadsafe(
+                queue.put_nowait, EngineDeadError("the engine has died; try again later")
+            )
 
     def _check_ready(self) -> None:
         if self.state != "ready":
@@ -149,11 +161,12 @@ class FakeEngineClient:
         if request.timeout is not None:
             timer = asyncio.get_running_loop().call_later(request.timeout, expire)
         self.running[request.request_id].append(engine_id)
-        # Before the first step that could end it: a record is known only until then.
-        begun = asyncio.ensure_future(anext(outputs))
-        await asyncio.sleep(0)
-        with contextlib.suppress(RequestError):
-            record = self.engine.get_request(engine_id)
+        # No step may end it meanwhile: a record is known only until then.
+        with self.engine.lock.gate, self.engine.lock.mutex:
+            begun = asyncio.ensure_future(anext(outputs))
+            await asyncio.sleep(0)
+            with contextlib.suppress(RequestError):
+                record = self.engine.get_request(engine_id)
         is_first = True
         while True:
             output = await begun if is_first else await anext(outputs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import uvicorn
@@ -79,6 +79,10 @@ class Served:
             return action()
 
         return asyncio.run_coroutine_threadsafe(run(), self._loop).result(PATIENCE_SECONDS)
+
+    def spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run ``work`` in the server's event loop."""
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE_SECONDS)
 
 
 @contextlib.contextmanager
