@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 
@@ -13,7 +14,9 @@ from megatron_async.serving.chat import Chat
 from megatron_async.serving.errors import ApiError
 from megatron_async.serving.generation import Generator, Job
 from megatron_async.serving.log_prob_shapes import TokenNames
-from megatron_async.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from megatron_async.tokenizer import Tokenizer
 
 MIB = 1 << 20
 

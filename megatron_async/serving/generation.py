@@ -7,13 +7,15 @@ import contextlib
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from megatron_async.errors import EngineDeadError, RequestError
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.serving.errors import ApiError, renamed
 from megatron_async.serving.messages import Control, EngineInfo, Generate, Output, Snapshot
-from megatron_async.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from megatron_async.tokenizer import Tokenizer  # which imports torch
 
 LONG_TEXT = 20_000
 """Characters from which on a text is tokenized in a thread, so that nobody waits for it."""

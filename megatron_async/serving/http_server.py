@@ -170,7 +170,7 @@ def run(work: Awaitable[None]) -> None:
     async def main() -> None:
         await work
 
-    factory = uvicorn.Config("", loop="auto").get_loop_factory()
+    factory = uvicorn.Config("", loop="auto", log_config=None).get_loop_factory()
     with asyncio.Runner(loop_factory=factory) as runner:
         runner.run(main())
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_async.serving.generation import LogProbs
-from megatron_async.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from megatron_async.tokenizer import Tokenizer
 
 LEAST = -9999.0
 """Shown in place of minus infinity, which JSON does not have; OpenAI's API does the same."""

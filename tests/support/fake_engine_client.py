@@ -25,7 +25,6 @@ class FakeEngineClient:
         most: requests that may run or wait; None for any number.
         aborted: ids of requests that were left before their end.
         commands: what :meth:`command` was asked.
-        held: generates nothing until it is set.
     """
 
     def __init__(self, engine: DynamicInferenceEngine) -> None:
@@ -35,8 +34,6 @@ class FakeEngineClient:
         self.most: int | None = None
         self.aborted: list[int] = []
         self.commands: list[tuple[str, dict[str, Any]]] = []
-        self.held = asyncio.Event()
-        self.held.set()
         self.running: dict[int, list[int]] = {}
         self._engine_ids = 0
         self._queues: set[asyncio.Queue[Output | Exception]] = set()
@@ -68,7 +65,6 @@ class FakeEngineClient:
         self._check_ready()
         if self.most is not None and len(self.running) >= self.most:
             raise QueueFullError(f"{len(self.running)} sequences run or wait, and {self.most} may")
-        await self.held.wait()
         asked = SamplingParams.deserialize(request.params).checked()
         seed = 1 if asked.seed is None else asked.seed
         arrived: asyncio.Queue[Output | Exception] = asyncio.Queue()

@@ -85,6 +85,20 @@ class Served:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE_SECONDS)
 
 
+def make_front(
+    client: FakeEngineClient, config: ServerConfig, tokenizer: Tokenizer, templates: Any = None
+) -> Frontend:
+    """The parts of a front end."""
+    return Frontend(
+        config=config,
+        generator=Generator(client, tokenizer, request_timeout=config.request_timeout),
+        tokenizer=tokenizer,
+        chat=Chat(templates or PlainTemplates()),
+        token_names=TokenNames(tokenizer),
+        metrics=lambda: (b"# no metrics\n", "text/plain; version=0.0.4; charset=utf-8"),
+    )
+
+
 @contextlib.contextmanager
 def served(
     engine: DynamicInferenceEngine,
@@ -104,14 +118,7 @@ def served(
 
     async def main() -> None:
         client = FakeEngineClient(engine)
-        front = Frontend(
-            config=ServerConfig(**config),
-            generator=Generator(client, tokenizer, request_timeout=config.get("request_timeout")),
-            tokenizer=tokenizer,
-            chat=Chat(templates or PlainTemplates()),
-            token_names=TokenNames(tokenizer),
-            metrics=lambda: (b"# no metrics\n", "text/plain; version=0.0.4; charset=utf-8"),
-        )
+        front = make_front(client, ServerConfig(**config), tokenizer, templates)
         made.append(Served(url, front, client, asyncio.get_running_loop()))
         options = uvicorn.Config(make_app(front), log_config=None, access_log=False)
         servers.append(uvicorn.Server(options))
