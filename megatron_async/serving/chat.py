@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_async.errors import RequestError
-from megatron_async.parameter_checks import shown
-from megatron_async.serving.errors import ApiError, renamed
+from megatron_async.serving.errors import renamed
 
 Tool = Mapping[str, Any]
 
@@ -180,34 +179,20 @@ class Chat:
         Raises:
             ApiError: names the field.
         """
-        for number, tool in enumerate(tools or ()):
-            _check_tool(f"tools[{number}]", tool)
-        if choice is None:
-            choice = "auto" if tools else "none"
-        if isinstance(choice, str) and choice not in ("none", "auto", "required"):
-            said = f"tool_choice={shown(choice)} must be none, auto, required, or name a function"
-            raise ApiError(400, said, param="tool_choice")
-        if choice == "none":
+        if not tools and choice in (None, "none"):
             return ToolUse()
-        if not tools:
-            raise ApiError(400, "tool_choice needs tools", param="tool_choice")
-        if choice == "auto":
-            return ToolUse(tuple(tools))
-        from megatron_async.serving.tool_calls import structured_outputs_for
+        from megatron_async.serving.tool_calls import (
+            checked_tool_choice,
+            checked_tools,
+            structured_outputs_for,
+        )
 
         try:
-            structure = structured_outputs_for(tools, choice, parallel=parallel)
+            checked = checked_tools(tools)
+            chosen = checked_tool_choice(checked, choice)
+            structure = structured_outputs_for(checked, choice, parallel=parallel)
         except RequestError as error:
             raise renamed(error, {}) from None
-        return ToolUse(tuple(tools), required=True, structure=structure)
-
-
-def _check_tool(name: str, tool: Any) -> None:
-    kind = tool.get("type") if isinstance(tool, Mapping) else None
-    if kind != "function":
-        said = f"{name}.type={shown(kind)} is not supported; send functions"
-        raise ApiError(400, said, param=f"{name}.type")
-    function = tool.get("function")
-    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        said = f"{name}.function must be an object with a name"
-        raise ApiError(400, said, param=f"{name}.function")
+        if chosen.mode == "none":
+            return ToolUse()
+        return ToolUse(tuple(checked), required=chosen.forced, structure=structure)

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from megatron_async.errors import ConfigError
 from megatron_async.serving.chat import Chat
 from megatron_async.serving.errors import ApiError
-from megatron_async.serving.generation import Generator, Job
+from megatron_async.serving.generation import Generator, Job, usage_of
 from megatron_async.serving.log_prob_shapes import TokenNames
 
 if TYPE_CHECKING:
@@ -87,6 +87,15 @@ class Frontend:
 
 
 def log_jobs(request: Request, jobs: Sequence[Job]) -> None:
-    """Say in the request's log line what it asks, in numbers."""
-    request.state.log["prompts"] = len(jobs)
-    request.state.log["prompt_tokens"] = sum(len(job.prompt) for job in jobs)
+    """Say in the request's log line what it was, in numbers that are known at its end."""
+
+    def numbers() -> dict[str, int]:
+        usage = usage_of(jobs)
+        return {
+            "prompts": len(jobs),
+            "prompt_tokens": usage.prompt,
+            "cached_tokens": usage.cached,
+            "completion_tokens": usage.generated,
+        }
+
+    request.state.log_more.append(numbers)

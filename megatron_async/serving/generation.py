@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from megatron_async.errors import EngineDeadError, RequestError
+from megatron_async.errors import EngineDeadError, QueueFullError, RequestError
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.serving.errors import ApiError, renamed
 from megatron_async.serving.messages import Control, EngineInfo, Generate, Output, Snapshot
@@ -136,8 +137,30 @@ def usage_of(jobs: Sequence[Job]) -> Usage:
     return Usage(prompt, sum(job.generated for job in jobs), sum(job.cached for job in jobs))
 
 
+class Ended(NamedTuple):
+    """How a prompt's way through the engine has ended, for metrics.
+
+    Attributes:
+        reason: the finish reason; "abort" when the client went away, "refused" when the engine did
+            not take it, "error" for all else.
+        seconds: from its arrival to its last output.
+        first_token: to its first token; None without one.
+        per_token: between its later ones, on average and of one choice; None with a single one.
+    """
+
+    reason: str
+    usage: Usage
+    seconds: float
+    first_token: float | None
+    per_token: float | None
+
+
 class Generator:
     """Sends prompts to the engine and makes text of what comes back.
+
+    Args:
+        request_timeout: seconds after which a request ends with what it has.
+        on_end: called with how each prompt has ended.
 
     Attributes:
         running: ids of the requests that have not ended.
@@ -150,12 +173,14 @@ class Generator:
         tokenizer: Tokenizer,
         *,
         request_timeout: float | None = None,
+        on_end: Callable[[Ended], None] | None = None,
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
         self.running: set[int] = set()
         self.draining = False
         self._request_timeout = request_timeout
+        self._on_end = on_end
         self._numbers = itertools.count(1)
         self._commands = itertools.count(1)
 
@@ -249,10 +274,14 @@ class Generator:
         asked = {k: v for k, v in params.serialize().items() if v != _DEFAULTS[k]}
         message = Generate(job.request_id, job.prompt, asked, job.priority, job.timeout)
         self.running.add(job.request_id)
+        started, first, reason = time.perf_counter(), None, "abort"
         try:
             async with contextlib.aclosing(self.client.generate(message)) as outputs:
                 async for output in outputs:
                     job.generated += len(output.token_ids)
+                    if first is None and output.token_ids:
+                        first = time.perf_counter()
+                    reason = output.finish_reason or reason
                     if output.prompt_log_probs is not None:
                         job.prompt_log_probs = output.prompt_log_probs
                     if output.usage is not None:
@@ -261,9 +290,18 @@ class Generator:
                         raise ApiError(500, "the model gave NaN for this request", code="nan")
                     yield Piece(texts[output.index].push(output), output)
         except RequestError as error:
+            reason = "refused"
             raise renamed(error, job.names) from None
+        except QueueFullError:
+            reason = "refused"
+            raise
+        except Exception:
+            reason = "error"
+            raise
         finally:
             self.running.discard(job.request_id)
+            if self._on_end is not None:
+                self._on_end(_ended(job, reason, started, first))
 
     async def whole(self, job: Job) -> list[Choice]:
         """All choices of a prompt; raises as :meth:`stream`."""
@@ -330,6 +368,17 @@ class Generator:
         """End all requests with the text that they have."""
         for request_id in tuple(self.running):
             await self.client.abort(request_id)
+
+
+def _ended(job: Job, reason: str, started: float, first: float | None) -> Ended:
+    now, later = time.perf_counter(), job.generated - job.params.n
+    return Ended(
+        reason,
+        usage_of([job]),
+        now - started,
+        None if first is None else first - started,
+        None if first is None or later < 1 else (now - first) * job.params.n / later,
+    )
 
 
 async def _cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:

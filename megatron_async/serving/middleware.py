@@ -8,7 +8,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -53,8 +53,8 @@ class RequestLog:
     """The outermost layer: gives each request its id, from ``x-request-id`` if the client sent a
     plain one, and logs how it ended. Neither prompts nor texts are logged.
 
-    Handlers add to the line through ``request.state.log``. An error that nobody expected becomes
-    a 500 here, and its traceback goes to the log.
+    Handlers add to the line by functions in ``request.state.log_more``, called at the end. An error
+    that nobody expected becomes a 500 here, and its traceback goes to the log.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -73,7 +73,8 @@ class RequestLog:
             "path": scope["path"],
         }
         state = scope.setdefault("state", {})
-        state["request_id"], state["log"] = request_id, fields
+        more: list[Callable[[], dict[str, Any]]] = []
+        state["request_id"], state["log_more"] = request_id, more
         status: int | None = None
 
         async def send_with_id(message: Message) -> None:
@@ -93,6 +94,8 @@ class RequestLog:
                 raise
             await error_response(error)(scope, receive, send_with_id)
         finally:
+            for numbers in more:
+                fields |= numbers()
             fields["status"] = status
             fields["seconds"] = round(time.perf_counter() - started, 6)
             logger.info("request", extra={"fields": fields})

@@ -105,7 +105,7 @@ def test_responses(client: openai.OpenAI) -> None:
     assert text == whole.output_text
 
 
-def test_tool_calls(client: openai.OpenAI) -> None:
+def test_tool_calls(server: Served, client: openai.OpenAI) -> None:
     pytest.importorskip("megatron_async.serving.tool_calls")
     schema = {
         "type": "object",
@@ -116,6 +116,8 @@ def test_tool_calls(client: openai.OpenAI) -> None:
     tool = {"type": "function", "function": {"name": "weather", "parameters": schema}}
     asked: Any = {"model": "tiny", "messages": HELLO, "tools": [tool], "tool_choice": "required"}
     asked |= {"max_completion_tokens": 200, "seed": 1, "parallel_tool_calls": False}
+    spaces = server.front.tokenizer.tokenize(" \n\r\t")  # of which JSON may have any number
+    asked["logit_bias"] = {str(token): -100 for token in spaces}
     (choice,) = client.chat.completions.create(**asked).choices
     assert choice.finish_reason == "tool_calls" and not choice.message.content
     assert choice.message.tool_calls

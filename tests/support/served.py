@@ -15,7 +15,7 @@ from megatron_async.errors import RequestError
 from megatron_async.serving.app import make_app
 from megatron_async.serving.chat import Chat
 from megatron_async.serving.frontend import Frontend, ServerConfig
-from megatron_async.serving.generation import Generator
+from megatron_async.serving.generation import Ended, Generator
 from megatron_async.serving.http_server import open_socket, url_of
 from megatron_async.serving.log_prob_shapes import TokenNames
 from megatron_async.tokenizer import Tokenizer
@@ -55,12 +55,16 @@ class Served:
         url: where.
         client: what it takes for the engine process.
         front: its parts.
+        ended: how prompts have ended.
     """
 
-    def __init__(self, url: str, front: Frontend, client: FakeEngineClient, loop: Any) -> None:
+    def __init__(
+        self, url: str, front: Frontend, client: FakeEngineClient, ended: list[Ended], loop: Any
+    ) -> None:
         self.url = url
         self.front = front
         self.client = client
+        self.ended = ended
         self._loop = loop
 
     def until(self, holds: Callable[[], bool]) -> None:
@@ -86,12 +90,18 @@ class Served:
 
 
 def make_front(
-    client: FakeEngineClient, config: ServerConfig, tokenizer: Tokenizer, templates: Any = None
+    client: FakeEngineClient,
+    config: ServerConfig,
+    tokenizer: Tokenizer,
+    templates: Any,
+    ended: list[Ended],
 ) -> Frontend:
     """The parts of a front end."""
     return Frontend(
         config=config,
-        generator=Generator(client, tokenizer, request_timeout=config.request_timeout),
+        generator=Generator(
+            client, tokenizer, request_timeout=config.request_timeout, on_end=ended.append
+        ),
         tokenizer=tokenizer,
         chat=Chat(templates or PlainTemplates()),
         token_names=TokenNames(tokenizer),
@@ -112,14 +122,15 @@ def served(
     config.setdefault("model_names", ("tiny", "small"))
     started: threading.Event = threading.Event()
     made: list[Served] = []
+    ended: list[Ended] = []
     servers: list[uvicorn.Server] = []
     listening = open_socket("127.0.0.1", 0)
     url = url_of(listening)
 
     async def main() -> None:
         client = FakeEngineClient(engine)
-        front = make_front(client, ServerConfig(**config), tokenizer, templates)
-        made.append(Served(url, front, client, asyncio.get_running_loop()))
+        front = make_front(client, ServerConfig(**config), tokenizer, templates, ended)
+        made.append(Served(url, front, client, ended, asyncio.get_running_loop()))
         options = uvicorn.Config(make_app(front), log_config=None, access_log=False)
         servers.append(uvicorn.Server(options))
         asyncio.get_running_loop().call_soon(started.set)

@@ -579,11 +579,27 @@ CHAT_WRONG = [
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
      "response_format"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ({"tools": [{"type": "web"}]}, "tools[0].type"),
-    ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function"),
-    ({"tool_choice": "auto"}, "tool_choice"),
-    ({"tool_choice": "maybe"}, "tool_choice"),
 ]  # fmt: skip
+
+
+TOOL = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"tools": 3}, "tools"),
+        ({"tools": [{"type": "web"}]}, "tools[0].type"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        ({"tools": [TOOL], "tool_choice": "maybe"}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
+    ],
+)
+def test_wrong_tools_are_refused_by_field(client: httpx.Client, body: Any, param: str) -> None:
+    pytest.importorskip("megatron_async.serving.tool_calls")
+    asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 4, **body}
+    assert error_of(client.post("/v1/chat/completions", json=asked), 400)["param"] == param
 
 
 @pytest.mark.parametrize(("body", "param"), CHAT_WRONG)
@@ -679,8 +695,22 @@ def test_logs_are_json_without_prompts(
     said = next(line for line in map(json.loads, lines) if line.get("request_id") == "logged")
     assert (said["path"], said["status"]) == ("/v1/completions", 200)
     assert said["prompt_tokens"] == 6 and said["seconds"] >= 0
+    assert 0 < said["completion_tokens"] <= 16
     for secret in ("abcabc", "zyxzyx", text["text"]):
         assert not any(secret in line for line in lines)
+
+
+def test_how_each_prompt_ended_is_told(server: Served, client: httpx.Client) -> None:
+    server.ended.clear()
+    completion(client, max_tokens=1, ignore_eos=True)
+    completion(client, max_tokens=5, ignore_eos=True, n=2)
+    client.post("/v1/completions", json={"prompt": "a", "stop_token_ids": [999]})
+    one, two, refused = server.ended
+    assert (one.reason, one.usage.generated, one.per_token) == ("length", 1, None)
+    assert one.first_token is not None and 0 <= one.first_token <= one.seconds
+    assert (two.reason, two.usage.generated) == ("length", 10)
+    assert two.per_token is not None and two.per_token >= 0
+    assert (refused.reason, refused.first_token) == ("refused", None)
 
 
 def test_an_unexpected_error_is_a_500_that_says_nothing(
@@ -832,6 +862,7 @@ def test_a_client_that_goes_away_aborts_its_request(stream: bool) -> None:
                 with pytest.raises(httpx.ReadTimeout):
                     client.post("/v1/completions", json=body, timeout=0.2)
         server.until(lambda: len(server.client.aborted) == 1)
+        assert [ended.reason for ended in server.ended] == ["abort"]
         assert server.call(lambda: (server.client.running, server.front.generator.running)) == (
             {},
             set(),
