@@ -66,6 +66,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_async.serving.http_server import run as run_loop
     from megatron_async.serving.log_prob_shapes import TokenNames
     from megatron_async.serving.messages import Endpoint, Launch
+    from megatron_async.serving.metrics import ServerMetrics
     from megatron_async.serving.middleware import log_as_json
     from megatron_async.serving.supervisor import Supervisor
     from megatron_async.tokenizer import Tokenizer
@@ -88,13 +89,16 @@ def run(args: argparse.Namespace) -> int:
     endpoint = Endpoint.private()
     launch = Launch(args.model, dataclasses.asdict(engine_config), endpoint, args.max_queue)
     client = EngineClient(endpoint)
+    metrics = ServerMetrics(
+        config.model_names[0], lambda: client.snapshot, lambda: client.state == "ready"
+    )
     front = Frontend(
         config=config,
-        generator=Generator(client, tokenizer, request_timeout=config.request_timeout),
+        generator=Generator(client, tokenizer, metrics, request_timeout=config.request_timeout),
         tokenizer=tokenizer,
         chat=chat,
         token_names=TokenNames(tokenizer),
-        metrics=lambda: (b"", "text/plain"),
+        metrics=metrics,
     )
     listening = open_socket(args.host, args.port)
     supervisor = Supervisor(launch, max_restarts=args.max_restarts)

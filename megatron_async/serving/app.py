@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from megatron_async.serving import engine_api
 from megatron_async.serving.chat_completions import create_chat_completion
@@ -26,6 +27,8 @@ PRIVILEGED_PATHS = frozenset(
     {"/pause", "/resume", "/suspend", "/weights", "/reset_prefix_cache", "/profile"}
 )
 """Change the whole engine, so that nobody may without a key."""
+GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/api"})
+"""Are counted in the metrics."""
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
@@ -64,7 +67,7 @@ def make_app(front: Frontend, *, lifespan: Lifespan | None = None) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["x-request-id"],
         )
-    app.add_middleware(RequestLog)
+    app.add_middleware(RequestLog, metrics=front.metrics, counted_paths=GENERATING_PATHS)
     return app
 
 
@@ -107,8 +110,7 @@ def _add_server(app: FastAPI, front: Frontend) -> None:
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
-        body, content_type = front.metrics()
-        return Response(body, headers={"Content-Type": content_type})
+        return Response(front.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     @app.post("/tokenize")
     async def tokenize(body: engine_api.TokenizeRequest) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -12,16 +12,13 @@ from starlette.requests import Request
 from megatron_async.errors import ConfigError
 from megatron_async.serving.chat import Chat
 from megatron_async.serving.errors import ApiError
-from megatron_async.serving.generation import Generator, Job, usage_of
+from megatron_async.serving.generation import Generator, Job, Metrics, usage_of
 from megatron_async.serving.log_prob_shapes import TokenNames
 
 if TYPE_CHECKING:
     from megatron_async.tokenizer import Tokenizer
 
 MIB = 1 << 20
-
-Metrics = Callable[[], tuple[bytes, str]]
-"""The exposition of all metrics, and its content type."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

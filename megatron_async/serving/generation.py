@@ -6,11 +6,11 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from megatron_async.errors import EngineDeadError, QueueFullError, RequestError
+from megatron_async.errors import EngineDeadError, RequestError
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.serving.errors import ApiError, renamed
 from megatron_async.serving.messages import Control, EngineInfo, Generate, Output, Snapshot
@@ -43,6 +43,31 @@ class Client(Protocol):
 
     async def command(self, message: Control) -> dict[str, Any]:
         """Of the whole engine."""
+
+
+class Metrics(Protocol):
+    """What is needed of ``ServerMetrics``."""
+
+    def text(self) -> bytes:
+        """Everything, in Prometheus' text format."""
+
+    def opened(self) -> None:
+        """A client's request has begun."""
+
+    def closed(self) -> None:
+        """It is over, in whatever way."""
+
+    def refused(self, status: int) -> None:
+        """It got an error."""
+
+    def first_token(self, seconds: float) -> None:
+        """The first token of a prompt came ``seconds`` after the request."""
+
+    def tokens(self, count: int, seconds: float) -> None:
+        """``count`` further tokens of a choice came ``seconds`` after those before."""
+
+    def finished(self, reason: str, usage: dict[str, float] | None, seconds: float) -> None:
+        """A choice has ended, ``seconds`` after its request came."""
 
 
 class Piece(NamedTuple):
@@ -87,7 +112,8 @@ class Job:
     """One prompt on its way through the engine.
 
     ``prompt_log_probs`` are there once the first piece is; ``generated`` counts tokens of all
-    choices, ``cached`` those of the prompt that were found in the prefix cache.
+    choices, ``cached`` those of the prompt that were found in the prefix cache. ``begun`` are the
+    choices that have a token.
     """
 
     prompt: list[int]
@@ -101,6 +127,7 @@ class Job:
     prompt_log_probs: LogProbs | None = None
     generated: int = 0
     cached: int = 0
+    begun: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -137,30 +164,12 @@ def usage_of(jobs: Sequence[Job]) -> Usage:
     return Usage(prompt, sum(job.generated for job in jobs), sum(job.cached for job in jobs))
 
 
-class Ended(NamedTuple):
-    """How a prompt's way through the engine has ended, for metrics.
-
-    Attributes:
-        reason: the finish reason; "abort" when the client went away, "refused" when the engine did
-            not take it, "error" for all else.
-        seconds: from its arrival to its last output.
-        first_token: to its first token; None without one.
-        per_token: between its later ones, on average and of one choice; None with a single one.
-    """
-
-    reason: str
-    usage: Usage
-    seconds: float
-    first_token: float | None
-    per_token: float | None
-
-
 class Generator:
     """Sends prompts to the engine and makes text of what comes back.
 
     Args:
         request_timeout: seconds after which a request ends with what it has.
-        on_end: called with how each prompt has ended.
+        metrics: get how long things take.
 
     Attributes:
         running: ids of the requests that have not ended.
@@ -171,16 +180,16 @@ class Generator:
         self,
         client: Client,
         tokenizer: Tokenizer,
+        metrics: Metrics,
         *,
         request_timeout: float | None = None,
-        on_end: Callable[[Ended], None] | None = None,
     ) -> None:
         self.client = client
         self.tokenizer = tokenizer
         self.running: set[int] = set()
         self.draining = False
         self._request_timeout = request_timeout
-        self._on_end = on_end
+        self._metrics = metrics
         self._numbers = itertools.count(1)
         self._commands = itertools.count(1)
 
@@ -274,34 +283,39 @@ class Generator:
         asked = {k: v for k, v in params.serialize().items() if v != _DEFAULTS[k]}
         message = Generate(job.request_id, job.prompt, asked, job.priority, job.timeout)
         self.running.add(job.request_id)
-        started, first, reason = time.perf_counter(), None, "abort"
+        started = time.perf_counter()
+        last = [0.0] * params.n
         try:
             async with contextlib.aclosing(self.client.generate(message)) as outputs:
                 async for output in outputs:
-                    job.generated += len(output.token_ids)
-                    if first is None and output.token_ids:
-                        first = time.perf_counter()
-                    reason = output.finish_reason or reason
+                    index, now = output.index, time.perf_counter()
+                    self._measure(job, output, now - started, now - last[index])
+                    last[index] = now
                     if output.prompt_log_probs is not None:
                         job.prompt_log_probs = output.prompt_log_probs
-                    if output.usage is not None:
-                        job.cached = int(output.usage.get("cached_tokens", 0))
                     if output.finish_reason == "error":
                         raise ApiError(500, "the model gave NaN for this request", code="nan")
-                    yield Piece(texts[output.index].push(output), output)
+                    yield Piece(texts[index].push(output), output)
         except RequestError as error:
-            reason = "refused"
             raise renamed(error, job.names) from None
-        except QueueFullError:
-            reason = "refused"
-            raise
-        except Exception:
-            reason = "error"
-            raise
         finally:
             self.running.discard(job.request_id)
-            if self._on_end is not None:
-                self._on_end(_ended(job, reason, started, first))
+
+    def _measure(self, job: Job, output: Output, total: float, since_last: float) -> None:
+        """Count what has come, ``total`` seconds after the request and ``since_last`` seconds after
+        the choice's last output."""
+        count = len(output.token_ids)
+        if count and output.index in job.begun:
+            self._metrics.tokens(count, since_last)
+        elif count:
+            if not job.begun:
+                self._metrics.first_token(total)
+            job.begun.add(output.index)
+        job.generated += count
+        if output.finish_reason is not None:
+            if output.usage is not None:
+                job.cached = int(output.usage.get("cached_tokens", 0))
+            self._metrics.finished(output.finish_reason, output.usage, total)
 
     async def whole(self, job: Job) -> list[Choice]:
         """All choices of a prompt; raises as :meth:`stream`."""
@@ -368,17 +382,6 @@ class Generator:
         """End all requests with the text that they have."""
         for request_id in tuple(self.running):
             await self.client.abort(request_id)
-
-
-def _ended(job: Job, reason: str, started: float, first: float | None) -> Ended:
-    now, later = time.perf_counter(), job.generated - job.params.n
-    return Ended(
-        reason,
-        usage_of([job]),
-        now - started,
-        None if first is None else first - started,
-        None if first is None or later < 1 else (now - first) * job.params.n / later,
-    )
 
 
 async def _cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:

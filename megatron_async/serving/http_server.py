@@ -40,6 +40,9 @@ class Connection(Protocol):
     async def connect(self) -> None:
         """Begin to look for the engine process."""
 
+    async def ready(self) -> object:
+        """Wait until the engine process has answered."""
+
     async def aclose(self) -> None:
         """Abort what is in progress and leave."""
 
@@ -146,6 +149,7 @@ async def serve(
     async def start() -> None:
         try:
             await engine.start()
+            await connection.ready()
         except BaseException:
             server.should_exit = True
             raise

@@ -8,7 +8,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -16,6 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_async.serving.errors import ApiError, ClientGoneError, error_response
+from megatron_async.serving.generation import Metrics
 
 logger = logging.getLogger("megatron_async.serving")
 
@@ -55,10 +56,15 @@ class RequestLog:
 
     Handlers add to the line by functions in ``request.state.log_more``, called at the end. An error
     that nobody expected becomes a 500 here, and its traceback goes to the log.
+
+    Args:
+        metrics: count requests of ``counted_paths``.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, counted_paths: Collection[str]) -> None:
         self._app = app
+        self._metrics = metrics
+        self._counted_paths = counted_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -84,6 +90,9 @@ class RequestLog:
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
+        is_counted = scope["path"] in self._counted_paths
+        if is_counted:
+            self._metrics.opened()
         try:
             await self._app(scope, receive, send_with_id)
         except ClientGoneError:
@@ -94,6 +103,10 @@ class RequestLog:
                 raise
             await error_response(error)(scope, receive, send_with_id)
         finally:
+            if is_counted:
+                self._metrics.closed()
+                if status is not None and status >= 400:
+                    self._metrics.refused(status)
             for numbers in more:
                 fields |= numbers()
             fields["status"] = status

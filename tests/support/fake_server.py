@@ -41,6 +41,9 @@ class ScriptedEngine:
     async def connect(self) -> None:
         """It is there."""
 
+    async def ready(self) -> None:
+        """Nothing is to be waited for."""
+
     async def aclose(self) -> None:
         """Nothing is left."""
         assert not self._aborts
@@ -76,6 +79,13 @@ class ScriptedEngine:
         return {}
 
 
+class NoMetrics:
+    """Metrics that keep nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
 class Letters:
     """A tokenizer of ASCII."""
 
@@ -90,13 +100,14 @@ async def main() -> None:
     """Serve until a signal comes."""
     engine, letters = ScriptedEngine(is_stuck=sys.argv[2:] == ["stuck"]), Letters()
     tokenizer: Any = letters
+    metrics: Any = NoMetrics()
     front = Frontend(
         config=ServerConfig(model_names=("tiny",), shutdown_timeout=float(sys.argv[1])),
-        generator=Generator(engine, tokenizer),
+        generator=Generator(engine, tokenizer, metrics),
         tokenizer=tokenizer,
         chat=Chat(tokenizer),
         token_names=TokenNames(tokenizer),
-        metrics=lambda: (b"", "text/plain"),
+        metrics=metrics,
     )
     listening = open_socket("127.0.0.1", 0)
     await serve(

@@ -15,7 +15,7 @@ from megatron_async.errors import RequestError
 from megatron_async.serving.app import make_app
 from megatron_async.serving.chat import Chat
 from megatron_async.serving.frontend import Frontend, ServerConfig
-from megatron_async.serving.generation import Ended, Generator
+from megatron_async.serving.generation import Generator
 from megatron_async.serving.http_server import open_socket, url_of
 from megatron_async.serving.log_prob_shapes import TokenNames
 from megatron_async.tokenizer import Tokenizer
@@ -48,6 +48,34 @@ class PlainTemplates:
         return self._source
 
 
+class NotedMetrics:
+    """Metrics that keep what they are told, in order."""
+
+    def __init__(self) -> None:
+        self.noted: list[tuple[str, Any]] = []
+
+    def text(self) -> bytes:
+        return b"# TYPE noted gauge\n"
+
+    def opened(self) -> None:
+        self.noted.append(("opened", None))
+
+    def closed(self) -> None:
+        self.noted.append(("closed", None))
+
+    def refused(self, status: int) -> None:
+        self.noted.append(("refused", status))
+
+    def first_token(self, seconds: float) -> None:
+        self.noted.append(("first_token", seconds))
+
+    def tokens(self, count: int, seconds: float) -> None:
+        self.noted.append(("tokens", (count, seconds)))
+
+    def finished(self, reason: str, usage: dict[str, float] | None, seconds: float) -> None:
+        self.noted.append(("finished", (reason, usage, seconds)))
+
+
 class Served:
     """A running server.
 
@@ -55,16 +83,16 @@ class Served:
         url: where.
         client: what it takes for the engine process.
         front: its parts.
-        ended: how prompts have ended.
+        metrics: what they were told.
     """
 
     def __init__(
-        self, url: str, front: Frontend, client: FakeEngineClient, ended: list[Ended], loop: Any
+        self, url: str, front: Frontend, client: FakeEngineClient, metrics: NotedMetrics, loop: Any
     ) -> None:
         self.url = url
         self.front = front
         self.client = client
-        self.ended = ended
+        self.metrics = metrics
         self._loop = loop
 
     def until(self, holds: Callable[[], bool]) -> None:
@@ -94,18 +122,16 @@ def make_front(
     config: ServerConfig,
     tokenizer: Tokenizer,
     templates: Any,
-    ended: list[Ended],
+    metrics: NotedMetrics,
 ) -> Frontend:
     """The parts of a front end."""
     return Frontend(
         config=config,
-        generator=Generator(
-            client, tokenizer, request_timeout=config.request_timeout, on_end=ended.append
-        ),
+        generator=Generator(client, tokenizer, metrics, request_timeout=config.request_timeout),
         tokenizer=tokenizer,
         chat=Chat(templates or PlainTemplates()),
         token_names=TokenNames(tokenizer),
-        metrics=lambda: (b"# no metrics\n", "text/plain; version=0.0.4; charset=utf-8"),
+        metrics=metrics,
     )
 
 
@@ -122,15 +148,15 @@ def served(
     config.setdefault("model_names", ("tiny", "small"))
     started: threading.Event = threading.Event()
     made: list[Served] = []
-    ended: list[Ended] = []
+    metrics = NotedMetrics()
     servers: list[uvicorn.Server] = []
     listening = open_socket("127.0.0.1", 0)
     url = url_of(listening)
 
     async def main() -> None:
         client = FakeEngineClient(engine)
-        front = make_front(client, ServerConfig(**config), tokenizer, templates, ended)
-        made.append(Served(url, front, client, ended, asyncio.get_running_loop()))
+        front = make_front(client, ServerConfig(**config), tokenizer, templates, metrics)
+        made.append(Served(url, front, client, metrics, asyncio.get_running_loop()))
         options = uvicorn.Config(make_app(front), log_config=None, access_log=False)
         servers.append(uvicorn.Server(options))
         asyncio.get_running_loop().call_soon(started.set)

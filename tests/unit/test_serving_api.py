@@ -684,13 +684,17 @@ def test_request_ids_are_echoed(client: httpx.Client) -> None:
 
 
 def test_logs_are_json_without_prompts(
-    client: httpx.Client, caplog: pytest.LogCaptureFixture
+    server: Served, client: httpx.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
+    def logged() -> list[dict[str, Any]]:
+        return [vars(record).get("fields", {}) for record in caplog.records]
+
     with caplog.at_level(logging.INFO, "megatron_async.serving"):
         headers = {"x-request-id": "logged"}
         body = {"prompt": "abcabc", "seed": 1}
         text = client.post("/v1/completions", json=body, headers=headers).json()["choices"][0]
         client.post("/v1/completions", json={"prompt": "zyxzyx", "n": 0})
+        server.until(lambda: sum("status" in fields for fields in logged()) == 2)
     lines = [JsonFormatter().format(record) for record in caplog.records]
     said = next(line for line in map(json.loads, lines) if line.get("request_id") == "logged")
     assert (said["path"], said["status"]) == ("/v1/completions", 200)
@@ -700,17 +704,24 @@ def test_logs_are_json_without_prompts(
         assert not any(secret in line for line in lines)
 
 
-def test_how_each_prompt_ended_is_told(server: Served, client: httpx.Client) -> None:
-    server.ended.clear()
-    completion(client, max_tokens=1, ignore_eos=True)
-    completion(client, max_tokens=5, ignore_eos=True, n=2)
-    client.post("/v1/completions", json={"prompt": "a", "stop_token_ids": [999]})
-    one, two, refused = server.ended
-    assert (one.reason, one.usage.generated, one.per_token) == ("length", 1, None)
-    assert one.first_token is not None and 0 <= one.first_token <= one.seconds
-    assert (two.reason, two.usage.generated) == ("length", 10)
-    assert two.per_token is not None and two.per_token >= 0
-    assert (refused.reason, refused.first_token) == ("refused", None)
+def test_metrics_are_told_what_happens(server: Served, client: httpx.Client) -> None:
+    noted = server.metrics.noted
+    noted.clear()
+    (choice,) = completion(client, max_tokens=4, ignore_eos=True)["choices"]
+    server.until(lambda: noted[-1][0] == "closed")
+    assert [name for name, _ in noted] == [
+        *("opened", "first_token", "tokens", "tokens", "tokens", "finished", "closed")
+    ]
+    count, seconds = noted[2][1]
+    reason, usage, total = noted[-2][1]
+    assert (count, reason, usage["generated_tokens"]) == (1, choice["finish_reason"], 4)
+    assert 0 <= seconds <= total and 0 <= noted[1][1] <= total
+    noted.clear()
+    for body in ({"prompt": "a", "stop_token_ids": [999]}, {"prompt": 1}):
+        client.post("/v1/completions", json=body)
+    client.get("/nowhere")
+    server.until(lambda: len(noted) >= 6)
+    assert noted == [("opened", None), ("closed", None), ("refused", 400)] * 2
 
 
 def test_an_unexpected_error_is_a_500_that_says_nothing(
@@ -725,7 +736,7 @@ def test_an_unexpected_error_is_a_500_that_says_nothing(
     error = error_of(answer, 500)
     assert "secret" not in error["message"] and error["type"] == "server_error"
     assert answer.headers["x-request-id"]
-    assert any(record.exc_info for record in caplog.records)
+    assert any(record.exc_info for record in caplog.records)  # before the answer is sent
 
 
 def test_only_known_keys_get_in() -> None:
@@ -862,7 +873,6 @@ def test_a_client_that_goes_away_aborts_its_request(stream: bool) -> None:
                 with pytest.raises(httpx.ReadTimeout):
                     client.post("/v1/completions", json=body, timeout=0.2)
         server.until(lambda: len(server.client.aborted) == 1)
-        assert [ended.reason for ended in server.ended] == ["abort"]
         assert server.call(lambda: (server.client.running, server.front.generator.running)) == (
             {},
             set(),
