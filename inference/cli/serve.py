@@ -85,7 +85,6 @@ def run(args: argparse.Namespace) -> int:
     chat = Chat.from_directory(
         args.model, chat_template=args.chat_template, tool_format=args.tool_call_format
     )
-    log_as_json()
     endpoint = Endpoint.private()
     launch = Launch(args.model, dataclasses.asdict(engine_config), endpoint, args.max_queue)
     client = EngineClient(endpoint)
@@ -106,5 +105,6 @@ def run(args: argparse.Namespace) -> int:
     def say_ready() -> None:
         print(f"{options.PROGRAM}: {args.model} at {url_of(listening)}", file=sys.stderr)
 
+    log_as_json()
     run_loop(serve(front, client, supervisor, listening, on_ready=say_ready))
     return 0

@@ -19,6 +19,7 @@ import pytest
 from pydantic import BaseModel
 
 from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.inference.cli.main import main
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.tokenizer import Tokenizer
 from tests.support.engines import config_at, hash_engine
@@ -296,3 +297,58 @@ def test_what_does_not_end_in_time_ends_with_its_text() -> None:
         assert done == "data: [DONE]"
         assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
         assert server.wait(PATIENCE_SECONDS) == 0
+
+
+def test_serve_serves_the_embedded_model() -> None:
+    pytest.importorskip("megatron_async.serving.supervisor")
+    pytest.importorskip("megatron_async.serving.chat_template")
+    script = ROOT / "inference" / "text_generation_server.py"
+    options = ["--inference-async-scheduling", "--port", "0", "--served-model-name", "m"]
+    command = [sys.executable, str(script), *options, "--api-key", "key"]
+    pipes: Any = {"stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as running:
+        try:
+            assert running.stderr is not None
+            url = running.stderr.readline().split()[-1]
+            login: Any = {"api_key": "key", "max_retries": 0, "timeout": PATIENCE_SECONDS}
+            with openai.OpenAI(base_url=f"{url}/v1", **login) as client:
+                asked: Any = {"model": "m", "messages": HELLO, "seed": 1, "max_tokens": 8}
+                whole = client.chat.completions.create(**asked)
+                stream = client.chat.completions.create(**asked, stream=True)
+                text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+                assert text == whole.choices[0].message.content
+                best = client.completions.create(model="m", prompt="a", best_of=3, n=2, seed=1)
+                assert len(best.choices) == 2
+            headers = {"authorization": "Bearer key"}
+            assert httpx.post(f"{url}/pause", headers=headers).json() == {"suspended": True}
+            assert httpx.post(f"{url}/resume", headers=headers).json() == {"suspended": False}
+            assert "megatron_async_request_success" in httpx.get(f"{url}/metrics").text
+            running.send_signal(signal.SIGTERM)
+            assert running.wait(PATIENCE_SECONDS) == 0
+        finally:
+            running.kill()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--port", "65536"], "between 0 and 65535"),
+        (["--model", "nowhere"], "nowhere"),
+        (["--api-key", ""], "api_key"),
+        (["--host", "256.0.0.1"], "256.0.0.1"),
+        (["--request-timeout", "0"], "above 0"),
+        (["--depth", "0", "--inference-async-scheduling"], "contradict"),
+    ],
+)
+def test_wrong_arguments_are_one_line(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("megatron_async.serving.supervisor")
+    pytest.importorskip("megatron_async.serving.chat_template")
+    try:
+        status = main(["serve", "--port", "0", *arguments])
+    except SystemExit as exit:
+        assert isinstance(exit.code, int)
+        status = exit.code
+    error = capsys.readouterr().err
+    assert status == 2 and said in error and error.count("\n") == 1
