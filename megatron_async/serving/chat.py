@@ -20,7 +20,10 @@ class Templates(Protocol):
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Tool] | None = None,
-        **options: Any,
+        *,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt's text; raises RequestError, which names the message and field."""
 
@@ -146,19 +149,27 @@ class Chat:
         tools: ToolUse,
         *,
         names: Mapping[str, str] | None = None,
-        **options: Any,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt's text, begin token included if the template writes one.
 
         Args:
             names: what the API calls ``messages`` and the rest.
-            options: of ``render_chat``.
+            add_generation_prompt, continue_final_message, chat_template_kwargs: see ChatTemplates.
 
         Raises:
             ApiError: names the message and field.
         """
         try:
-            return self._templates.render_chat(messages, tools.tools or None, **options)
+            return self._templates.render_chat(
+                messages,
+                tools.tools or None,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                chat_template_kwargs=chat_template_kwargs,
+            )
         except RequestError as error:
             raise renamed(error, names or {}) from None
 
