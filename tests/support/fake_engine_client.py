@@ -66,12 +66,16 @@ class FakeEngineClient:
         if self.most is not None and len(self.running) >= self.most:
             raise QueueFullError(f"{len(self.running)} sequences run or wait, and {self.most} may")
         asked = SamplingParams.deserialize(request.params).checked()
+        if asked.num_sequences > asked.n:
+            for output in await self._ranked(request, asked):
+                yield output
+            return
         seed = 1 if asked.seed is None else asked.seed
         arrived: asyncio.Queue[Output | Exception] = asyncio.Queue()
         tasks = []
         self.running[request.request_id] = []
         self._queues.add(arrived)
-        for index in range(asked.num_sequences):
+        for index in range(asked.n):
             params = asked.checked()
             params.n, params.best_of = 1, None
             params.seed = sibling_seed(seed, index)
@@ -120,6 +124,22 @@ class FakeEngineClient:
     def _check_ready(self) -> None:
         if self.state != "ready":
             raise EngineDeadError("the engine is being restarted; try again later")
+
+    async def _ranked(self, request: Generate, params: SamplingParams) -> list[Output]:
+        """The best sequences, which are known only at the end."""
+        engine_id, self._engine_ids = self._engine_ids, self._engine_ids + 1
+        self.engine.start()
+        best = await self.engine.add_request(engine_id, list(request.prompt), params)
+        return [
+            Output(
+                request.request_id,
+                index,
+                list(record.generated_tokens),
+                finish_reason=None if record.finish_reason is None else record.finish_reason.value,
+                usage=_usage(record),
+            )
+            for index, record in enumerate(best.choices)
+        ]
 
     async def _run(
         self,

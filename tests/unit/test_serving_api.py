@@ -374,7 +374,12 @@ def test_prompt_log_probs_of_vllm(client: httpx.Client) -> None:
     assert len(talk["prompt_logprobs"]) == talk["usage"]["prompt_tokens"]
 
 
-def test_best_of_is_ranked_by_the_engine(client: httpx.Client) -> None:
+def test_best_of_keeps_the_likeliest_and_is_no_stream(client: httpx.Client) -> None:
+    body = {"seed": 3, "max_tokens": 6, "ignore_eos": True}
+    three = completion(client, n=3, logprobs=0, **body)["choices"]
+    (best,) = completion(client, best_of=3, **body)["choices"]
+    likeliest = max(three, key=lambda choice: sum(choice["logprobs"]["token_logprobs"]))
+    assert (best["index"], best["text"]) == (0, likeliest["text"])
     error = error_of(
         client.post("/v1/completions", json={"prompt": "a", "best_of": 3, "stream": True}), 400
     )
