@@ -17,10 +17,10 @@ from megatron_async.version import __version__
 from ..benchmark import command as bench
 from ..trace import command as trace
 from ..verify import command as verify
-from . import chat, demo, generate, info, replay, tune
+from . import chat, demo, generate, info, replay, serve, tune
 from .options import PROGRAM, OneLineErrorParser, name_options
 
-COMMANDS = (generate, chat, verify, replay, demo, info, bench, trace, tune)
+COMMANDS = (generate, chat, serve, verify, replay, demo, info, bench, trace, tune)
 """Each module has ``add_command``, which adds a parser and sets ``run`` in it."""
 
 EXIT_BAD_INPUT = 2
@@ -39,6 +39,7 @@ examples:
   megatron-async generate --prompt "def fibonacci(n):" --inference-async-scheduling
   megatron-async generate --model PATH --prompt-file prompts.txt --depth 2 --json > out.jsonl
   megatron-async verify --depths 0,1,2,4
+  megatron-async serve --model PATH --inference-async-scheduling --port 5000
 """
 
 

@@ -1,0 +1,110 @@
+"""``megatron-async serve``: the text-generation server."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+from typing import Any
+
+from . import options
+
+KEY_VARIABLE = "MEGATRON_ASYNC_API_KEY"
+
+_DESCRIPTION = """\
+Serve a model over HTTP, as OpenAI's API: /v1/completions, /v1/chat/completions, /v1/responses,
+/v1/models; Megatron's PUT /api; /health, /metrics, /tokenize. The engine runs in a process of its
+own. SIGTERM and Ctrl-C stop accepting, let requests end, and exit with status 0.
+"""
+
+
+def add_command(commands: Any) -> None:
+    """Add ``serve`` to the command line."""
+    said = "serve a model over HTTP, as OpenAI's API"
+    parser = commands.add_parser("serve", help=said, description=_DESCRIPTION)
+    parser.set_defaults(run=run)
+    add = parser.add_argument_group("server").add_argument
+    several: dict[str, Any] = {"action": "extend", "nargs": "+", "default": []}
+    seconds: dict[str, Any] = {"metavar": "S"}
+    add("--host", default="127.0.0.1", help="address to listen on (default: this machine alone)")
+    said = "0 takes a free one (default: 5000)"
+    add("--port", type=options.integer(0, 65535), default=5000, help=said)
+    said = "what clients call the model (default: --model as given)"
+    add("--served-model-name", **several, metavar="NAME", help=said)
+    said = f"clients must send one of these keys (default: those in {KEY_VARIABLE}, if any, with "
+    said += "spaces between them; without keys everybody may, but not pause or change the engine)"
+    add("--api-key", **several, metavar="KEY", help=said)
+    said = "sequences that may wait beyond those that run; more are answered 429 (default: 1024)"
+    add("--max-queue", type=options.integer(0), default=1024, metavar="N", help=said)
+    said = "end a request after S seconds, with the text that it has (default: never)"
+    add("--request-timeout", type=options.number(0, above=True), **seconds, help=said)
+    said = "what requests are given to end when the server is stopped (default: 30)"
+    add("--shutdown-timeout", type=options.number(0), default=30.0, **seconds, help=said)
+    said = "times within ten minutes that the engine's process is started again (default: 3)"
+    add("--max-restarts", type=options.integer(0), default=3, metavar="N", help=said)
+    said = "web pages that may call the server; * is all (default: none)"
+    add("--allow-origin", **several, metavar="ORIGIN", help=said)
+    said = "largest body of a request (default: 16)"
+    add("--max-body-mib", type=options.integer(1), default=16, metavar="N", help=said)
+    add("--chat-template", metavar="FILE", help="a Jinja template instead of the model's own")
+    said = "how the model writes tool calls (default: as its chat template says)"
+    add("--tool-call-format", choices=("hermes", "llama3"), help=said)
+    options.add_model_options(parser)
+    options.add_scheduling_options(parser, default="off")
+    options.add_engine_options(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal comes."""
+    from megatron_async.checkpoint.load import model_directory
+    from megatron_async.serving.chat import Chat
+    from megatron_async.serving.engine_client import EngineClient
+    from megatron_async.serving.frontend import MIB, Frontend, ServerConfig
+    from megatron_async.serving.generation import Generator
+    from megatron_async.serving.http_server import open_socket, serve, url_of
+    from megatron_async.serving.http_server import run as run_loop
+    from megatron_async.serving.log_prob_shapes import TokenNames
+    from megatron_async.serving.messages import Endpoint, Launch
+    from megatron_async.serving.metrics import ServerMetrics
+    from megatron_async.serving.middleware import log_as_json
+    from megatron_async.serving.supervisor import Supervisor
+    from megatron_async.tokenizer import Tokenizer
+
+    depth = options.resolve_scheduling(args.inference_async_scheduling, args.depth, default=False)
+    engine_config = options.engine_config(args, depth)
+    config = ServerConfig(
+        model_names=tuple(args.served_model_name) or (args.model,),
+        api_keys=tuple(args.api_key or os.environ.get(KEY_VARIABLE, "").split()),
+        allow_origins=tuple(args.allow_origin),
+        request_timeout=args.request_timeout,
+        shutdown_timeout=args.shutdown_timeout,
+        max_body_bytes=args.max_body_mib * MIB,
+    )
+    tokenizer = Tokenizer.from_directory(model_directory(args.model))
+    chat = Chat.from_directory(
+        args.model, chat_template=args.chat_template, tool_format=args.tool_call_format
+    )
+    endpoint = Endpoint.private()
+    launch = Launch(args.model, dataclasses.asdict(engine_config), endpoint, args.max_queue)
+    client = EngineClient(endpoint)
+    metrics = ServerMetrics(
+        config.model_names[0], lambda: client.snapshot, lambda: client.state == "ready"
+    )
+    front = Frontend(
+        config=config,
+        generator=Generator(client, tokenizer, metrics, request_timeout=config.request_timeout),
+        tokenizer=tokenizer,
+        chat=chat,
+        token_names=TokenNames(tokenizer),
+        metrics=metrics,
+    )
+    listening = open_socket(args.host, args.port)
+    supervisor = Supervisor(launch, max_restarts=args.max_restarts)
+
+    def say_ready() -> None:
+        print(f"{options.PROGRAM}: {args.model} at {url_of(listening)}", file=sys.stderr)
+
+    log_as_json()
+    run_loop(serve(front, client, supervisor, listening, on_ready=say_ready))
+    return 0

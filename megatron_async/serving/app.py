@@ -1,0 +1,152 @@
+"""The FastAPI application: which path is answered by what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.middleware.cors import CORSMiddleware
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from megatron_async.serving import engine_api
+from megatron_async.serving.chat_completions import create_chat_completion
+from megatron_async.serving.completions import create_completion
+from megatron_async.serving.errors import install_error_handlers, json_response
+from megatron_async.serving.frontend import Frontend
+from megatron_async.serving.legacy_api import MegatronRequest, megatron_generate
+from megatron_async.serving.middleware import ApiKeys, BodyLimit, RequestLog
+from megatron_async.serving.openai_api import ChatCompletionRequest, CompletionRequest
+from megatron_async.serving.responses_api import ResponsesRequest, create_response
+from megatron_async.version import __version__
+
+OPEN_PATHS = frozenset({"/health", "/v1/health", "/version", "/metrics"})
+"""Need no key: probes and Prometheus have none."""
+PRIVILEGED_PATHS = frozenset(
+    {"/pause", "/resume", "/suspend", "/weights", "/reset_prefix_cache", "/profile"}
+)
+"""Change the whole engine, so that nobody may without a key."""
+GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/api"})
+"""Are counted in the metrics."""
+
+Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
+
+
+def make_app(front: Frontend, *, lifespan: Lifespan | None = None) -> FastAPI:
+    """All endpoints of one front end.
+
+    Args:
+        lifespan: what is to be opened before the first request and closed after the last.
+    """
+    app = FastAPI(
+        title="megatron-async",
+        version=__version__,
+        docs_url=None,  # the pages load scripts from elsewhere
+        redoc_url=None,
+        responses={"4XX": {"description": "An error, in the shape of OpenAI's API"}},
+        lifespan=lifespan,
+    )
+    install_error_handlers(app)
+    _add_openai(app, front)
+    _add_server(app, front)
+    _add_engine(app, front)
+    # The last one that is added is the outermost.
+    app.add_middleware(BodyLimit, most_bytes=front.config.max_body_bytes)
+    app.add_middleware(
+        ApiKeys,
+        keys=front.config.api_keys,
+        open_paths=OPEN_PATHS,
+        privileged_paths=PRIVILEGED_PATHS,
+    )
+    if front.config.allow_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=list(front.config.allow_origins),
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id"],
+        )
+    app.add_middleware(RequestLog, metrics=front.metrics, counted_paths=GENERATING_PATHS)
+    return app
+
+
+def _add_openai(app: FastAPI, front: Frontend) -> None:
+    @app.post("/v1/completions", response_model=None)
+    async def completions(request: Request, body: CompletionRequest) -> Response:
+        return await create_completion(front, request, body)
+
+    @app.post("/v1/chat/completions", response_model=None)
+    async def chat_completions(request: Request, body: ChatCompletionRequest) -> Response:
+        return await create_chat_completion(front, request, body)
+
+    @app.post("/v1/responses", response_model=None)
+    async def responses(request: Request, body: ResponsesRequest) -> Response:
+        return await create_response(front, request, body)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return await engine_api.models(front)
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        return await engine_api.model(front, name)
+
+    @app.put("/api", response_model=None)
+    @app.post("/api", response_model=None, include_in_schema=False)
+    async def megatron(request: Request, body: MegatronRequest) -> Response:
+        return await megatron_generate(front, request, body)
+
+
+def _add_server(app: FastAPI, front: Frontend) -> None:
+    @app.get("/health")
+    @app.get("/v1/health")
+    async def health() -> dict[str, Any]:
+        return engine_api.check_health(front)
+
+    @app.get("/version")
+    async def version() -> dict[str, Any]:
+        return engine_api.version()
+
+    @app.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        return Response(front.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+    @app.post("/tokenize")
+    async def tokenize(body: engine_api.TokenizeRequest) -> dict[str, Any]:
+        return await engine_api.tokenize(front, body)
+
+    @app.post("/detokenize")
+    async def detokenize(body: engine_api.DetokenizeRequest) -> dict[str, Any]:
+        return await engine_api.detokenize(front, body)
+
+
+def _add_engine(app: FastAPI, front: Frontend) -> None:
+    command = front.generator.command
+
+    @app.post("/pause", response_model=None)
+    async def pause(body: engine_api.PauseRequest | None = None) -> Response:
+        asked = body or engine_api.PauseRequest()
+        return json_response(await command("pause", mode=asked.mode, timeout=asked.timeout))
+
+    @app.post("/resume", response_model=None)
+    async def resume() -> Response:
+        return json_response(await command("resume"))
+
+    @app.post("/suspend", response_model=None)
+    async def suspend() -> Response:
+        return json_response(await command("suspend"))
+
+    @app.post("/reset_prefix_cache", response_model=None)
+    async def reset_prefix_cache() -> Response:
+        return json_response(await command("reset_prefix_cache"))
+
+    @app.post("/weights", response_model=None)
+    async def weights(body: engine_api.WeightsRequest) -> Response:
+        recompute = body.recompute_kv_cache
+        done = await command("weights", path=body.path, recompute_kv_cache=recompute)
+        return json_response(done)
+
+    @app.post("/profile", response_model=None)
+    async def profile(body: engine_api.ProfileRequest | None = None) -> Response:
+        return await engine_api.profile(front, body or engine_api.ProfileRequest())

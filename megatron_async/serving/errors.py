@@ -1,0 +1,173 @@
+"""Errors of the HTTP front end, in the shape of OpenAI's API."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from megatron_async.errors import (
+    EngineDeadError,
+    MegatronAsyncError,
+    QueueFullError,
+    RequestError,
+)
+
+RETRY_AFTER_SECONDS = 1
+"""What clients are told to wait when the queue is full or the engine is not ready."""
+
+
+class ApiError(MegatronAsyncError):
+    """An answer other than success; ``param`` names the field of the request's body at fault."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+
+
+class ClientGoneError(MegatronAsyncError):
+    """The client has closed its connection: nobody reads an answer."""
+
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+CODES = {401: "invalid_api_key", 429: "queue_full", 503: "engine_not_ready"}
+
+
+def error_body(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """The JSON of an error, with the type that OpenAI's API has for the status."""
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    if code is None:
+        code = CODES.get(status)
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def describe(error: Exception) -> tuple[int, dict[str, Any]]:
+    """Status and JSON of an error; what is not expected is the server's, without its message."""
+    if isinstance(error, ApiError):
+        return error.status, error_body(error.status, str(error), error.param, error.code)
+    if isinstance(error, RequestError):
+        return 400, error_body(400, str(error), param_of(str(error)))
+    if isinstance(error, QueueFullError):
+        return 429, error_body(429, str(error))
+    if isinstance(error, EngineDeadError):
+        return 503, error_body(503, str(error))
+    return 500, error_body(500, "internal server error")
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    """``value`` as JSON; ``Retry-After`` where a client may come again."""
+    headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if status in (429, 503) else None
+    encoded = msgspec.json.encode(value)
+    return Response(encoded, status, headers, media_type="application/json")
+
+
+def error_response(error: Exception) -> Response:
+    """The whole answer to a request that failed with ``error``."""
+    status, body = describe(error)
+    return json_response(body, status)
+
+
+# --- which field is at fault ----------------------------------------------------------------------
+
+_NAMES = "|".join(
+    (
+        "temperature|top_k|top_p|min_p|seed|n|best_of|priority|prompts?|messages|min_tokens",
+        "max_tokens|max_completion_tokens|max_output_tokens|tokens_to_generate|random_seed",
+        "stop|stop_token_ids|logit_bias|allowed_token_ids|bad_words|ignore_eos",
+        "repetition_penalty|presence_penalty|frequency_penalty|logprobs|top_logprobs",
+        "prompt_logprobs|response_format|structured_outputs|guided_[a-z_]+",
+        "include_stop_str_in_output|chat_template_kwargs|tools|tool_choice|input|text",
+    )
+)
+_AT_START = re.compile(rf"\W*((?:{_NAMES})\b(?:\[\d+\]|\.[a-z_]+)*)")
+_ANYWHERE = re.compile(rf"\b({_NAMES})(?==| has\b)")
+
+
+def param_of(message: str) -> str | None:
+    """The field that a message of the engine is about."""
+    found = _AT_START.match(message) or _ANYWHERE.search(message)
+    if found:
+        return found[1]
+    return "prompt" if "prompt" in message else None
+
+
+def renamed(error: RequestError, names: Mapping[str, str]) -> ApiError:
+    """A 400 that says the API's names (``names[engine's]``) where the engine's message has its
+    own."""
+    message = str(error)
+    if names:
+        longest_first = sorted(names, key=len, reverse=True)
+        known = re.compile(rf"\b({'|'.join(map(re.escape, longest_first))})\b")
+        message = known.sub(lambda found: names[found[1]], message)
+    param = param_of(message)
+    prompt_too_long = param == "prompt" and "maximum sequence length" in message
+    code = "context_length_exceeded" if prompt_too_long else None
+    return ApiError(400, message, param=names.get(param or "", param), code=code)
+
+
+def _path(location: Sequence[int | str]) -> str | None:
+    """``messages[0].role``, without the alternatives of a union that pydantic names too."""
+    path = ""
+    for part in location:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part in ("str", "int", "float", "bool") or not re.fullmatch("[a-z_0-9]+", part):
+            break
+        else:
+            path += f".{part}" if path else part
+    return path or None
+
+
+def _validation_error(error: RequestValidationError) -> ApiError:
+    found = error.errors()[0]
+    location = tuple(found["loc"])
+    if found["type"] == "json_invalid":
+        reason = found.get("ctx", {}).get("error", "")
+        return ApiError(400, f"the body is not valid JSON: {reason}", code="invalid_json")
+    param = _path(location[1:])
+    if param is None:
+        said = "the body must be a JSON object, sent with Content-Type: application/json"
+        return ApiError(400, said)
+    # Of a union there is an error for each of its types.
+    of_param = [each["msg"] for each in error.errors() if _path(each["loc"][1:]) == param]
+    return ApiError(400, f"{param}: {', or '.join(dict.fromkeys(of_param))}", param=param)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """All errors that handlers of ``app`` raise become OpenAI's; unexpected ones are left to the
+    outermost middleware."""
+
+    async def expected(_: Request, error: Exception) -> Response:
+        if isinstance(error, ClientGoneError):
+            raise error
+        return error_response(error)
+
+    async def invalid(_: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        return error_response(_validation_error(error))
+
+    async def http(_: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        response = error_response(ApiError(error.status_code, str(error.detail)))
+        response.headers.update(error.headers or {})
+        return response
+
+    app.add_exception_handler(MegatronAsyncError, expected)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(HTTPException, http)

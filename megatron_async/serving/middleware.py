@@ -1,0 +1,196 @@
+"""What every HTTP request passes: its id and log line, the keys, the limit of its body."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import logging
+import re
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from megatron_async.serving.errors import ApiError, ClientGoneError, error_response
+from megatron_async.serving.generation import Metrics
+
+logger = logging.getLogger("megatron_async.serving")
+
+STATUS_CLIENT_GONE = 499
+"""In the log alone; nginx's."""
+_PLAIN_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class JsonFormatter(logging.Formatter):
+    """A log record as one line of JSON; ``extra={"fields": {...}}`` adds to it."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": round(record.created, 3),
+            "level": record.levelname.lower(),
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def log_as_json() -> None:
+    """Requests, and what goes wrong, as lines of JSON on stderr."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter())
+    for name, level in (("megatron_async", logging.WARNING), ("uvicorn", logging.WARNING)):
+        logging.getLogger(name).addHandler(handler)
+        logging.getLogger(name).setLevel(level)
+    logger.setLevel(logging.INFO)
+
+
+class RequestLog:
+    """The outermost layer: gives each request its id, from ``x-request-id`` if the client sent a
+    plain one, and logs how it ended. Neither prompts nor texts are logged.
+
+    Handlers add to the line by functions in ``request.state.log_more``, called at the end. An error
+    that nobody expected becomes a 500 here, and its traceback goes to the log.
+
+    Args:
+        metrics: count requests of ``counted_paths``.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, counted_paths: Collection[str]) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._counted_paths = counted_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        started = time.perf_counter()
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if _PLAIN_ID.fullmatch(given) else uuid.uuid4().hex
+        fields: dict[str, Any] = {
+            "request_id": request_id,
+            "method": scope["method"],
+            "path": scope["path"],
+        }
+        state = scope.setdefault("state", {})
+        more: list[Callable[[], dict[str, Any]]] = []
+        state["request_id"], state["log_more"] = request_id, more
+        status: int | None = None
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        is_counted = scope["path"] in self._counted_paths
+        if is_counted:
+            self._metrics.opened()
+        try:
+            await self._app(scope, receive, send_with_id)
+        except ClientGoneError:
+            status = STATUS_CLIENT_GONE
+        except Exception as error:
+            logger.exception("unexpected error", extra={"fields": {"request_id": request_id}})
+            if status is not None:
+                raise
+            await error_response(error)(scope, receive, send_with_id)
+        finally:
+            if is_counted:
+                self._metrics.closed()
+                if status is not None and status >= 400:
+                    self._metrics.refused(status)
+            for numbers in more:
+                fields |= numbers()
+            fields["status"] = status
+            fields["seconds"] = round(time.perf_counter() - started, 6)
+            logger.info("request", extra={"fields": fields})
+
+
+class ApiKeys:
+    """Refuses requests without one of the keys, ``Authorization: Bearer KEY``.
+
+    Args:
+        keys: none lets everybody in, but to what only those with a key may do.
+        open_paths: need no key.
+        privileged_paths: change the whole engine, so that without keys nobody may.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Iterable[str],
+        open_paths: frozenset[str],
+        privileged_paths: frozenset[str],
+    ) -> None:
+        self._app = app
+        self._keys = tuple(key.encode() for key in keys)
+        self._open_paths = open_paths
+        self._privileged_paths = privileged_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (error := self._refused(scope)) is not None:
+            response = error_response(error)
+            if error.status == 401:
+                response.headers["WWW-Authenticate"] = "Bearer"
+            await response(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _refused(self, scope: Scope) -> ApiError | None:
+        path = scope["path"]
+        if not self._keys:
+            if path not in self._privileged_paths:
+                return None
+            return ApiError(403, f"{path} needs a key; start the server with --api-key")
+        if path in self._open_paths:
+            return None
+        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        if scheme.lower() == "bearer" and self._is_known(given.strip()):
+            return None
+        return ApiError(401, "give one of the server's keys, as Authorization: Bearer KEY")
+
+    def _is_known(self, given: str) -> bool:
+        # All keys are compared, each in constant time, so that time says nothing of them.
+        return any([hmac.compare_digest(given.encode("latin-1"), key) for key in self._keys])
+
+
+class BodyLimit:
+    """Answers 413 to a larger body, before it has been read: by its declared length, else as soon
+    as more has come."""
+
+    def __init__(self, app: ASGIApp, most_bytes: int) -> None:
+        self._app = app
+        self._most_bytes = most_bytes
+        self._said = f"the body is larger than {most_bytes:,} bytes, the most this server takes"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        # What is left of a body that was refused is never read.
+        headers = {"Connection": "close"}
+        declared = Headers(scope=scope).get("content-length", "")
+        if declared.isdecimal() and int(declared) > self._most_bytes:
+            response = error_response(ApiError(413, self._said))
+            response.headers.update(headers)
+            await response(scope, receive, send)
+            return
+        received = 0
+
+        async def receive_within_limit() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self._most_bytes:
+                raise HTTPException(413, self._said, headers)
+            return message
+
+        await self._app(scope, receive_within_limit, send)

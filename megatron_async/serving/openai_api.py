@@ -1,0 +1,308 @@
+"""The requests of OpenAI's API, with vLLM's further fields, and what they ask of the engine.
+
+Fields that are not here are ignored, as OpenAI's API does; values of a wrong type are errors.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from megatron_async.errors import RequestError
+from megatron_async.grammar.spec import StructuredOutputs
+from megatron_async.parameter_checks import integer
+from megatron_async.sampling_params import SamplingParams
+from megatron_async.serving.errors import ApiError, renamed
+
+MAX_PRIORITY = 10**6
+MAX_TOP_LOG_PROBS = 20
+DEFAULT_COMPLETION_TOKENS = 16
+"""What OpenAI's API generates for a completion that names no length."""
+
+
+class Body(BaseModel):
+    """JSON without conversions between types, in which null stands for a field's default."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
+
+
+Token = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class StreamOptions(Body):
+    """What a stream has beside its texts."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class JsonSchema(Body):
+    """A named schema; it is always followed strictly."""
+
+    name: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(Body):
+    """What the text must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class SamplingFields(Body):
+    """What completions and chat have in common."""
+
+    model: str | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    response_format: ResponseFormat | None = None
+    # vLLM's
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    stop_token_ids: list[Token] | None = None
+    allowed_token_ids: list[Token] | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    priority: int | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_json_object: bool | None = None
+    guided_whitespace_pattern: str | None = None
+    structured_outputs: dict[str, Any] | None = None
+
+    names: ClassVar[dict[str, str]] = {}
+
+    @property
+    def num_choices(self) -> int:
+        """Texts of each prompt."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def wants_usage(self) -> bool:
+        """The stream ends with a chunk of usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def wants_continuous_usage(self) -> bool:
+        """Each chunk of the stream has the usage so far."""
+        return self.wants_usage and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
+
+    @property
+    def log_probs(self) -> int | None:
+        """Most likely tokens to report for each generated one; None for no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def prompt_log_probs(self) -> int | None:
+        """The same for the tokens of the prompt."""
+        return self.prompt_logprobs
+
+    def params(self, max_choices: int) -> SamplingParams:
+        """What the engine is asked, checked.
+
+        Raises:
+            ApiError: names the field.
+        """
+        if not 1 <= self.num_choices <= max_choices:
+            raise ApiError(400, f"n={self.n} must lie between 1 and {max_choices}", param="n")
+        if self.stream_options is not None and not self.stream:
+            said = "stream_options goes with stream=true alone"
+            raise ApiError(400, said, param="stream_options")
+        try:
+            integer(-MAX_PRIORITY, MAX_PRIORITY, none=0)("priority", self.priority)
+            return self._params(self._structure()).checked()
+        except RequestError as error:
+            raise renamed(error, self.engine_names()) from None
+
+    def engine_names(self) -> dict[str, str]:
+        """What this API calls the engine's parameters, for its error messages."""
+        length = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        names = {"num_tokens_to_generate": length, "stop_words": "stop", **self.names}
+        for field, structure in self._structures().items():
+            if field != "structured_outputs":
+                names |= {f"structured_outputs.{kind}": field for kind in structure}
+        return names
+
+    @property
+    def num_new_tokens(self) -> int | None:
+        """Most tokens to generate; None for as many as the model has room for."""
+        given = self.max_completion_tokens
+        return self.max_tokens if given is None else given
+
+    def _params(self, structure: dict[str, Any] | None) -> SamplingParams:
+        asked, of_prompt = self.log_probs, self.prompt_log_probs
+        for name, value in (("logprobs", asked), ("prompt_logprobs", of_prompt)):
+            integer(0, MAX_TOP_LOG_PROBS, none=0)(self.names.get(name, name), value)
+        top_k, top_p = self.top_k, self.top_p
+        if top_p == 0:
+            top_k = 1  # the smallest set of at least no probability has one token; 0 is off to us
+        return SamplingParams(
+            temperature=_or(self.temperature, 1.0),
+            top_k=0 if top_k in (None, -1) else top_k,  # type: ignore[arg-type]
+            top_p=_or(top_p, 1.0),
+            return_log_probs=asked is not None or of_prompt is not None,
+            skip_prompt_log_probs=of_prompt is None,
+            num_tokens_to_generate=self.num_new_tokens,
+            top_n_logprobs=max(asked or 0, of_prompt or 0),
+            stop_words=self.stop or None,
+            stop_token_ids=self.stop_token_ids,
+            seed=self.seed,
+            min_p=_or(self.min_p, 0.0),
+            repetition_penalty=_or(self.repetition_penalty, 1.0),
+            presence_penalty=_or(self.presence_penalty, 0.0),
+            frequency_penalty=_or(self.frequency_penalty, 0.0),
+            logit_bias=self.logit_bias,  # type: ignore[arg-type]
+            allowed_token_ids=self.allowed_token_ids,
+            bad_words=self.bad_words,
+            min_tokens=_or(self.min_tokens, 0),
+            ignore_eos=bool(self.ignore_eos),
+            include_stop_str_in_output=bool(self.include_stop_str_in_output),
+            n=self.num_choices,
+            structured_outputs=structure,
+        )
+
+    def _structure(self) -> dict[str, Any] | None:
+        """The one structured output that is asked for.
+
+        Raises:
+            ApiError: two are asked for.
+            RequestError: it is wrong.
+        """
+        structures = self._structures()
+        if not structures:
+            return None
+        field, *others = structures
+        if others:
+            said = f"{field} and {others[0]} contradict each other; send one of them"
+            raise ApiError(400, said, param=others[0])
+        return StructuredOutputs.from_any(structures[field]).to_dict()
+
+    def _structures(self) -> dict[str, dict[str, Any]]:
+        """Structured outputs by the fields that ask for them."""
+        asked: dict[str, dict[str, Any]] = {}
+        if self.structured_outputs is not None:
+            asked["structured_outputs"] = self.structured_outputs
+        for name in ("json", "regex", "choice", "grammar", "json_object"):
+            value = getattr(self, f"guided_{name}")
+            if value not in (None, False):
+                asked[f"guided_{name}"] = {name: value}
+                if name.startswith("json") and self.guided_whitespace_pattern is not None:
+                    pattern = self.guided_whitespace_pattern
+                    asked[f"guided_{name}"]["whitespace_pattern"] = pattern
+        format = structure_of_format(self.response_format)
+        return asked if format is None else {**asked, "response_format": format}
+
+
+def structure_of_format(format: ResponseFormat | None) -> dict[str, Any] | None:
+    """A ``response_format`` as structured output."""
+    if format is None or format.type == "text":
+        return None
+    if format.type == "json_object":
+        return {"json_object": True}
+    if format.json_schema is None:
+        said = "response_format of type json_schema needs json_schema"
+        raise ApiError(400, said, param="response_format.json_schema")
+    return {"json": format.json_schema.schema_}
+
+
+class CompletionRequest(SamplingFields):
+    """``POST /v1/completions``."""
+
+    prompt: str | list[str] | list[Token] | list[list[Token]]
+    best_of: int | None = None
+    echo: bool | None = None
+    logprobs: int | None = None
+    suffix: str | None = None
+    add_special_tokens: bool | None = None
+
+    @property
+    def log_probs(self) -> int | None:
+        """See the base."""
+        return self.logprobs
+
+    @property
+    def prompt_log_probs(self) -> int | None:
+        """With ``echo`` the prompt's tokens are the text's."""
+        echoed = self.logprobs if self.echo else None
+        known = [count for count in (echoed, self.prompt_logprobs) if count is not None]
+        return max(known, default=None)
+
+    @property
+    def num_new_tokens(self) -> int | None:
+        """OpenAI's default; to echo a prompt alone, one token is generated and not shown."""
+        given = super().num_new_tokens
+        if given == 0 and self.echo:
+            return 1
+        return DEFAULT_COMPLETION_TOKENS if given is None else given
+
+    @property
+    def shows_generated(self) -> bool:
+        """False for ``max_tokens=0``, which echoes the prompt alone."""
+        return super().num_new_tokens != 0
+
+    def params(self, max_choices: int) -> SamplingParams:
+        """See the base."""
+        if self.suffix:
+            raise ApiError(400, "suffix is not supported; leave it out", param="suffix")
+        if self.best_of is not None:
+            if not self.num_choices <= self.best_of <= max_choices:
+                said = f"best_of={self.best_of} must lie between n={self.num_choices} and "
+                raise ApiError(400, said + str(max_choices), param="best_of")
+            if self.stream and self.best_of > self.num_choices:
+                said = f"best_of={self.best_of} cannot be streamed; leave it out"
+                raise ApiError(400, said, param="best_of")
+        params = super().params(max_choices)
+        params.best_of = self.best_of
+        return params
+
+
+class ChatCompletionRequest(SamplingFields):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[dict[str, Any]]
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+
+    names: ClassVar[dict[str, str]] = {"logprobs": "top_logprobs"}
+
+    @property
+    def log_probs(self) -> int | None:
+        """``top_logprobs``, which goes with ``logprobs`` alone."""
+        if not self.logprobs:
+            if self.top_logprobs:
+                raise ApiError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
+            return None
+        return self.top_logprobs or 0
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value

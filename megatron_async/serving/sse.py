@@ -1,0 +1,85 @@
+"""Server-sent events, and work that ends when its client goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from megatron_async.serving.errors import ClientGoneError, describe
+
+DONE = b"data: [DONE]\n\n"
+
+_encode = msgspec.json.Encoder().encode
+
+T = TypeVar("T")
+
+
+def event(data: Any, name: str | None = None) -> bytes:
+    """One event, with ``data`` as JSON on one line."""
+    if name is None:
+        return b"data: %b\n\n" % _encode(data)
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), _encode(data))
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What ``work`` returns; it is cancelled at once when the client closes its connection. The
+    request's body must have been read.
+
+    Raises:
+        ClientGoneError: it has.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGoneError("the client has closed its connection")
+        return task.result()
+    finally:
+        for each in (task, gone):
+            if not each.done():
+                each.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await each
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """An answer of server-sent events.
+
+    The status is decided by the first event: an error before it is an ordinary answer, a later one
+    an event. A client that goes away ends the generator.
+    """
+
+    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(headers=headers, media_type="text/event-stream")
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await until_disconnect(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        async with contextlib.aclosing(self._events) as events:
+            body = await anext(events)
+            start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            await send(start)
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            try:
+                async for body in events:
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
+            except Exception as error:
+                _, said = describe(error)
+                await send({"type": "http.response.body", "body": event(said), "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})

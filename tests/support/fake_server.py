@@ -1,0 +1,123 @@
+"""``python -m tests.support.fake_server TIMEOUT [stuck]``: the HTTP server in a process of its own,
+whose engine is a script and imports no torch. The first line of its output is its URL. ``stuck``
+generates nothing after the first output."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncGenerator
+from types import SimpleNamespace
+from typing import Any
+
+from megatron_async.serving.chat import Chat
+from megatron_async.serving.frontend import Frontend, ServerConfig
+from megatron_async.serving.generation import Generator
+from megatron_async.serving.http_server import open_socket, run, serve, url_of
+from megatron_async.serving.log_prob_shapes import TokenNames
+from megatron_async.serving.messages import Control, EngineInfo, Generate, Output, Snapshot
+from megatron_async.version import __version__
+
+TICK_SECONDS = 0.001
+
+
+class ScriptedEngine:
+    """Client and supervisor of an engine that says "a" at every step."""
+
+    def __init__(self, *, is_stuck: bool) -> None:
+        self.state = "starting"
+        self.snapshot: Snapshot | None = None
+        self._is_stuck = is_stuck
+        self._aborts: dict[int, asyncio.Event] = {}
+
+    async def start(self) -> None:
+        """Serve."""
+        self.state = "ready"
+
+    async def stop(self) -> None:
+        """The server has ended."""
+        self.state = "dead"
+
+    async def connect(self) -> None:
+        """It is there."""
+
+    async def ready(self) -> None:
+        """Nothing is to be waited for."""
+
+    async def aclose(self) -> None:
+        """Nothing is left."""
+        assert not self._aborts
+
+    async def info(self) -> EngineInfo:
+        """Of a model that is none."""
+        return EngineInfo("tiny", 256, 4096, [], "float32", 1, 4, 64, __version__)
+
+    async def generate(self, request: Generate) -> AsyncGenerator[Output, None]:
+        """As many outputs as are asked for, unless the request is aborted."""
+        aborted = self._aborts[request.request_id] = asyncio.Event()
+        most = request.params["num_tokens_to_generate"]
+        try:
+            for number in range(1, most + 1):
+                stuck = self._is_stuck and number > 1
+                if stuck:
+                    await aborted.wait()
+                await asyncio.sleep(TICK_SECONDS)
+                reason = "abort" if aborted.is_set() else "length" if number == most else None
+                ids = [] if reason == "abort" else [97]
+                yield Output(request.request_id, 0, ids, finish_reason=reason)
+                if reason is not None:
+                    return
+        finally:
+            del self._aborts[request.request_id]
+
+    async def abort(self, request_id: int) -> None:
+        """End a request."""
+        self._aborts[request_id].set()
+
+    async def command(self, message: Control) -> dict[str, Any]:
+        """There is nothing to control."""
+        return {}
+
+
+class NoMetrics:
+    """Metrics that keep nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+class Letters:
+    """A tokenizer of ASCII."""
+
+    def tokenize(self, text: str, add_bos: bool = False) -> list[int]:
+        return list(text.encode())
+
+    def stream(self, skip_special_tokens: bool = True) -> Any:
+        return SimpleNamespace(push=chr, flush=str)
+
+
+async def main() -> None:
+    """Serve until a signal comes."""
+    engine, letters = ScriptedEngine(is_stuck=sys.argv[2:] == ["stuck"]), Letters()
+    tokenizer: Any = letters
+    metrics: Any = NoMetrics()
+    front = Frontend(
+        config=ServerConfig(model_names=("tiny",), shutdown_timeout=float(sys.argv[1])),
+        generator=Generator(engine, tokenizer, metrics),
+        tokenizer=tokenizer,
+        chat=Chat(tokenizer),
+        token_names=TokenNames(tokenizer),
+        metrics=metrics,
+    )
+    listening = open_socket("127.0.0.1", 0)
+    await serve(
+        front,
+        engine,
+        engine,
+        listening,
+        on_ready=lambda: print(url_of(listening), flush=True),
+    )
+
+
+if __name__ == "__main__":
+    run(main())
