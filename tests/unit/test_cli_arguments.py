@@ -25,7 +25,7 @@ from megatron_async.inference.cli.table import format_table
 from megatron_async.models.shapes import SHAPES
 from megatron_async.sampling_params import SamplingParams
 
-COMMANDS = ("generate", "chat", "verify", "demo", "info", "bench", "trace", "tune")
+COMMANDS = ("generate", "chat", "serve", "verify", "demo", "info", "bench", "trace", "tune")
 
 
 def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
