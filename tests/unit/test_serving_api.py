@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
+from pydantic import BaseModel
 
 from megatron_async.errors import ConfigError
 from megatron_async.sampling_params import SamplingParams
+from megatron_async.serving.engine_api import DetokenizeRequest, TokenizeRequest
 from megatron_async.serving.errors import ApiError, param_of
 from megatron_async.serving.frontend import ServerConfig
 from megatron_async.serving.generation import ChoiceText
+from megatron_async.serving.legacy_api import MegatronRequest
 from megatron_async.serving.messages import Output
 from megatron_async.serving.middleware import JsonFormatter
 from megatron_async.serving.openai_api import ChatCompletionRequest, CompletionRequest
+from megatron_async.serving.responses_api import ResponsesRequest
 from tests.support.engines import hash_engine
 from tests.support.hash_tokenizer import hash_tokenizer
 from tests.support.patience import PATIENCE_SECONDS
@@ -631,6 +636,47 @@ def test_wrong_responses_are_refused_by_field(client: httpx.Client, body: Any, p
     assert error_of(client.post("/v1/responses", json=body), 400)["param"] == param
 
 
+ODD: tuple[Any, ...] = (
+    *(None, True, 0, 1, -1, 2, 3.5, 10**30, -(2**63), float("nan"), float("inf"), 60, 256),
+    *("", "a", "\ud800", "\0", "auto", "[a-c]", 'root ::= "a"', '{"type": "integer"}'),
+    *([], [1], ["a"], [[1]], [[]], [None], ["a", "b"], [{"role": "user", "content": "a"}]),
+    *({}, {"a": 1}, {"1": 1}, {"type": "json_object"}, {"include_usage": True}, {"regex": "a"}),
+    {"type": "json_schema", "json_schema": {"schema": {"type": "string", "maxLength": 2}}},
+    {"type": "json_schema", "json_schema": {"schema": {"$ref": "#/x"}}},
+    {"format": {"type": "json_schema", "name": "x", "schema": {"type": "boolean"}}},
+)
+SENT: dict[str, tuple[type[BaseModel], dict[str, Any]]] = {
+    "/v1/completions": (CompletionRequest, {"prompt": "a", "max_tokens": 2}),
+    "/v1/chat/completions": (
+        ChatCompletionRequest,
+        {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+    ),
+    "/v1/responses": (ResponsesRequest, {"input": "a", "max_output_tokens": 2}),
+    "/api": (MegatronRequest, {"prompts": ["a"], "tokens_to_generate": 2}),
+    "/tokenize": (TokenizeRequest, {"prompt": "a"}),
+    "/detokenize": (DetokenizeRequest, {"tokens": [1]}),
+}
+
+
+@pytest.mark.parametrize("path", SENT)
+def test_no_value_is_an_internal_error(client: httpx.Client, path: str) -> None:
+    model, body = SENT[path]
+    names = sorted(field.alias or name for name, field in model.model_fields.items())
+    chance, statuses = random.Random(path), set()
+    for _ in range(120):
+        name = chance.choice([name for name in names if name not in ("tools", "tool_choice")])
+        sent = {**body, name: chance.choice(ODD)}
+        headers = {"content-type": "application/json"}
+        answer = client.post(path, content=json.dumps(sent), headers=headers)
+        statuses.add(answer.status_code)
+        assert answer.status_code in (200, 400, 404), (sent, answer.text)
+        if answer.status_code != 200:
+            assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        elif answer.headers["content-type"].startswith("text/event-stream"):
+            assert '"error":{' not in answer.text
+    assert {200, 400} <= statuses
+
+
 def test_too_long_prompts_have_openais_code(client: httpx.Client) -> None:
     error = error_of(client.post("/v1/completions", json={"prompt": "a" * 256}), 400)
     assert error["code"] == "context_length_exceeded"
@@ -691,15 +737,17 @@ def test_request_ids_are_echoed(client: httpx.Client) -> None:
 def test_logs_are_json_without_prompts(
     server: Served, client: httpx.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def logged() -> list[dict[str, Any]]:
-        return [vars(record).get("fields", {}) for record in caplog.records]
+    def logged() -> set[str]:
+        fields = (vars(record).get("fields", {}) for record in caplog.records)
+        return {each["request_id"] for each in fields if "status" in each}
 
     with caplog.at_level(logging.INFO, "megatron_async.serving"):
         headers = {"x-request-id": "logged"}
         body = {"prompt": "abcabc", "seed": 1}
         text = client.post("/v1/completions", json=body, headers=headers).json()["choices"][0]
-        client.post("/v1/completions", json={"prompt": "zyxzyx", "n": 0})
-        server.until(lambda: sum("status" in fields for fields in logged()) == 2)
+        headers = {"x-request-id": "logged-too"}
+        client.post("/v1/completions", json={"prompt": "zyxzyx", "n": 0}, headers=headers)
+        server.until(lambda: {"logged", "logged-too"} <= logged())
     lines = [JsonFormatter().format(record) for record in caplog.records]
     said = next(line for line in map(json.loads, lines) if line.get("request_id") == "logged")
     assert (said["path"], said["status"]) == ("/v1/completions", 200)
