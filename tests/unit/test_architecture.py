@@ -121,8 +121,10 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # What a named tuple has by its language's documentation.
 OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields", "_field_defaults", "_make"}
 
-# Private names of torch's and megatron-core's objects, for which they have no public ones.
+# Names of the standard library's, torch's and megatron-core's that look private, for which they have
+# no others.
 OF_OTHERS = {
+    "_exit",
     "_forward_hooks",
     "_forward_pre_hooks",
     "_proj_and_transformer_layer",
