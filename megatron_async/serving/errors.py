@@ -39,8 +39,8 @@ class ApiError(MegatronAsyncError):
         self.code = code
 
 
-class ClientGoneError(MegatronAsyncError):
-    """The client has closed its connection: nobody reads an answer."""
+class ClientGoneError(Exception):
+    """The client has closed its connection: nobody reads an answer, so no handler makes one."""
 
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -154,8 +154,6 @@ def install_error_handlers(app: FastAPI) -> None:
     outermost middleware."""
 
     async def expected(_: Request, error: Exception) -> Response:
-        if isinstance(error, ClientGoneError):
-            raise error
         return error_response(error)
 
     async def invalid(_: Request, error: Exception) -> Response:

@@ -29,6 +29,7 @@ class FakeEngineClient:
 
     def __init__(self, engine: DynamicInferenceEngine) -> None:
         self.engine = engine
+        engine.start()  # a thread that streams start may end before it has applied their aborts
         self.state = "ready"
         self.snapshot: Snapshot | None = None
         self.most: int | None = None
@@ -128,7 +129,6 @@ class FakeEngineClient:
     async def _ranked(self, request: Generate, params: SamplingParams) -> list[Output]:
         """The best sequences, which are known only at the end."""
         engine_id, self._engine_ids = self._engine_ids, self._engine_ids + 1
-        self.engine.start()
         best = await self.engine.add_request(engine_id, list(request.prompt), params)
         return [
             Output(

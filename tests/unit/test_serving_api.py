@@ -918,7 +918,9 @@ def test_a_timeout_ends_a_request_with_its_text(stream: bool) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_aborts_its_request(stream: bool) -> None:
+def test_a_client_that_goes_away_aborts_its_request(
+    stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     one = engine()
     with served(one) as server:
         body = {"prompt": "abc", "max_tokens": 200, "ignore_eos": True, "stream": stream, "n": 2}
@@ -941,6 +943,7 @@ def test_a_client_that_goes_away_aborts_its_request(stream: bool) -> None:
             assert completion(client)["choices"]
         server.until(lambda: not one.loop.has_work)
     one.scheduler.check_idle()
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == []
 
 
 def test_draining_refuses_new_requests_and_ends_the_others() -> None:
