@@ -308,25 +308,25 @@ class RawFrontEnd:
 def test_a_front_end_that_does_not_read_is_dropped_and_slows_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(output_socket, "HIGH_WATER_MARK", 40)
-    engine = small_engine()
+    monkeypatch.setattr(output_socket, "HIGH_WATER_MARK", 20)
 
     async def test() -> None:
-        with engine_in_thread(engine) as endpoint:
+        with engine_in_thread(small_engine()) as endpoint:
             frozen = RawFrontEnd(endpoint)
             await asyncio.to_thread(frozen.greet)
-            large = {**LONG, "num_tokens_to_generate": 1, "top_n_logprobs": 20}
             async with client_of(endpoint) as client:
-                for number in range(100):
-                    frozen.send(Generate(number, [1 + number % 60] * 250, large))
-                for number in range(100, 104):
+                await control(client, "suspend")
+                for number in range(4):
                     frozen.send(Generate(number, [1], LONG))
+                for _ in range(60):
+                    frozen.send(Control(0, "x" * 10**6))  # the answer says that there is none
+                async with patience():
+                    while client.snapshot is None or client.snapshot.gauges["front_ends"] != 1:
+                        await asyncio.sleep(0.01)
+                await until_idle(client)  # suspended as it is, so they were aborted
+                await control(client, "resume")
                 (output,) = await outputs_of(client, [2], LONG)
                 assert len(output.token_ids) == 200
-                async with patience():
-                    while client.snapshot is None or client.snapshot.gauges["front_ends"] > 1:
-                        await asyncio.sleep(0.01)
-                await until_idle(client)
             async with patience():
                 while not isinstance(await asyncio.to_thread(frozen.receive), Dropped):
                     pass
