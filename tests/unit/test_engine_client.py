@@ -385,7 +385,8 @@ def test_nonsense_on_the_socket_is_ignored() -> None:
 
 def test_without_an_engine_requests_fail_at_once() -> None:
     async def test() -> None:
-        client = EngineClient(Endpoint.private())
+        endpoint = Endpoint.private()
+        client = EngineClient(endpoint)
         await client.connect()
         assert client.state == "starting"
         with pytest.raises(EngineDeadError, match="not started"):
@@ -395,6 +396,8 @@ def test_without_an_engine_requests_fail_at_once() -> None:
         with pytest.raises(EngineDeadError):
             await client.info()
         await client.aclose()
+        assert endpoint.directory is not None
+        Path(endpoint.directory).rmdir()
 
     run(test())
 

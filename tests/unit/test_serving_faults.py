@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import shutil
 import signal
 from typing import Any
 
@@ -109,6 +110,8 @@ def test_a_process_without_a_supervisor_ends_and_ignores_a_terminals_signals() -
             await outputs_of(client, [65], {"num_tokens_to_generate": 3})
         status = await asyncio.to_thread(handle.abandon)
         assert status == EXIT_ORPHAN
+        assert endpoint.directory is not None
+        shutil.rmtree(endpoint.directory)
 
     run(test())
 
