@@ -25,6 +25,7 @@ _LISTS = (list, tuple, Set, range)
 
 MAX_TEXTS = 1024
 """Stop words of a request: they are looked for in all of its text."""
+MAX_TEXT_CHARACTERS = 65_536
 
 
 def shown(value: object) -> str:
@@ -136,6 +137,11 @@ def texts(name: str, value: Any) -> tuple[str, ...] | None:
     found = _unique(_listed(name, value, _text, "a text or a list of texts"))
     if found is not None and len(found) > MAX_TEXTS:
         raise RequestError(f"{name} has {len(found)} texts; the most is {MAX_TEXTS:,}")
+    characters = sum(map(len, found or ()))
+    if characters > MAX_TEXT_CHARACTERS:
+        raise RequestError(
+            f"{name} has {characters:,} characters in all; the most is {MAX_TEXT_CHARACTERS:,}"
+        )
     return found
 
 

@@ -67,6 +67,9 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
         return 429, error_body(429, str(error))
     if isinstance(error, EngineDeadError):
         return 503, error_body(503, str(error))
+    if isinstance(error, UnicodeEncodeError):
+        said = "the body has a lone surrogate, which is no character; send valid Unicode"
+        return 400, error_body(400, said)
     return 500, error_body(500, "internal server error")
 
 

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from megatron_async.tokenizer import Tokenizer  # which imports torch
 
 LONG_TEXT = 20_000
-"""Characters from which on a text is tokenized in a thread, so that nobody waits for it."""
+"""Characters from which on a text is tokenized in a thread."""
+CHARACTERS_A_TOKEN = 16
+"""More than any text has on average: a longer one is refused before it takes everybody's time."""
 
 LogProbs = Sequence[tuple[float, dict[int, float]]]
 
@@ -213,6 +215,13 @@ class Generator:
 
     async def tokenize(self, text: str, *, add_bos: bool = False) -> list[int]:
         """Token ids; raises RequestError."""
+        if len(text) > LONG_TEXT:
+            most = max(LONG_TEXT, CHARACTERS_A_TOKEN * (await self.info()).max_sequence_length)
+            if len(text) > most:
+                raise RequestError(
+                    f"prompt has {len(text):,} characters; the most is {most:,}, "
+                    f"{CHARACTERS_A_TOKEN} for each token that the model takes"
+                )
         if len(text) < LONG_TEXT:
             return self.tokenizer.tokenize(text, add_bos)
         return await asyncio.to_thread(self.tokenizer.tokenize, text, add_bos)

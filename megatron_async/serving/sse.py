@@ -66,14 +66,20 @@ class EventStream(Response):
         super().__init__(headers=headers, media_type="text/event-stream")
         del self.headers["content-length"]
         self._events = events
+        self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await until_disconnect(receive, self._send(send))
+        try:
+            await until_disconnect(receive, self._send(send))
+        except ClientGoneError:
+            if not self._started:  # else there is nobody to tell, and nothing to add
+                raise
 
     async def _send(self, send: Send) -> None:
         async with contextlib.aclosing(self._events) as events:
             body = await anext(events)
             start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            self._started = True
             await send(start)
             await send({"type": "http.response.body", "body": body, "more_body": True})
             try:

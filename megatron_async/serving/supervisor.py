@@ -141,6 +141,8 @@ class Supervisor:
                 async with asyncio.timeout(timeout):
                     message = await process.receive()
             except TimeoutError:
+                if process.has_message():  # it was this process that stood still
+                    continue
                 await process.kill()
                 return f"the engine process gave no sign of life for {timeout:g} seconds"
             if message is None:
@@ -238,6 +240,12 @@ class EngineHandle:
         status = await asyncio.to_thread(self._process.wait)
         self._connection.close()
         return status
+
+    def has_message(self) -> bool:
+        """A message has come, read by the event loop or not."""
+        if not self._received.empty():
+            return True
+        return not self._connection.closed and self._connection.poll()
 
     def _send(self, message: Launch | Stop) -> None:
         with contextlib.suppress(OSError):

@@ -370,7 +370,8 @@ def structured_outputs_for(
     }
     if choice.name is not None or not parallel:
         schema["maxItems"] = 1
-    return StructuredOutputs(json=schema).to_dict()
+    # More blanks than that, and a model may fill its length with them.
+    return StructuredOutputs(json=schema, whitespace_pattern=" ?").to_dict()
 
 
 def _checked_tool(name: str, tool: Any) -> dict[str, Any]:

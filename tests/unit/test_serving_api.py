@@ -978,3 +978,24 @@ def test_draining_refuses_new_requests_and_ends_the_others() -> None:
 def test_wrong_configurations_are_refused(values: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         ServerConfig(**{"model_names": ("tiny",), **values})
+
+
+# --- what must not take everybody's time ----------------------------------------------------------
+
+
+def test_long_texts_are_refused_before_they_are_looked_at(client: httpx.Client) -> None:
+    for path, body in (
+        ("/v1/completions", {"prompt": "x" * 2_000_000}),
+        ("/tokenize", {"prompt": "x" * 2_000_000}),
+        ("/v1/completions", {"prompt": "ab", "stop": "x" * 100_000}),
+    ):
+        answer = client.post(path, json=body)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] in ("prompt", "stop"), answer.text
+
+
+def test_a_lone_surrogate_is_the_clients_mistake(client: httpx.Client) -> None:
+    lone = '"\\ud83d"'
+    for body in (f'"stop": {lone}', f'"bad_words": [{lone}]', f'"prompt": {lone}'):
+        answer = client.post("/v1/completions", content=f'{{"prompt": "ab", {body}}}')
+        assert answer.status_code == 400, answer.text
