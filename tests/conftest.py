@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--state-machine-examples",
         type=int,
-        default=250,
+        default=200,
         help="examples of the engine's state machine, each of up to 110 rule steps",
     )
     parser.addoption(

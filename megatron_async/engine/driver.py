@@ -88,7 +88,8 @@ class Driver:
         finally:
             if self._outputs.ended:
                 self._outputs.resolve_futures()
-        self._sinks.flush()
+        if self._sinks.waiting:
+            self._sinks.flush()
 
     def _finished(self) -> None:
         """Requests have ended in this step."""

@@ -23,25 +23,29 @@ class OutputSink(Protocol):
 
 class SinkQueue:
     """Keeps the order of steps between the step lock, under which outputs are taken, and the sink,
-    which gets them outside of it."""
+    which gets them outside of it.
+
+    Attributes:
+        waiting: what :meth:`flush` is to hand out, for a look without a call.
+    """
 
     def __init__(self) -> None:
         self.sink: OutputSink | None = None
-        self._taken: deque[Taken] = deque()
+        self.waiting: deque[Taken] = deque()
         self._lock = threading.RLock()  # a signal's handler may suspend the engine meanwhile
 
     def put(self, taken: Taken) -> None:
         """Inside the step lock: a step has brought this."""
         if self.sink is not None and (taken.outputs or taken.finished):
-            self._taken.append(taken)
+            self.waiting.append(taken)
 
     def flush(self) -> None:
         """Outside of the step lock: hand out all that was put."""
-        if not self._taken or self.sink is None:
+        if not self.waiting or self.sink is None:
             return
         with self._lock:
-            while self._taken:
-                self.sink.deliver(self._taken.popleft())
+            while self.waiting:
+                self.sink.deliver(self.waiting.popleft())
 
     def fail(self, error: EngineStoppedError) -> None:
         """No request will bring anything any more."""

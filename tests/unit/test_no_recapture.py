@@ -56,6 +56,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "ignore_eos": (True,),
     "include_stop_str_in_output": (True,),
     "log_probs_mode": ("raw", "processed"),
+    "detokenize": (False,),
     "n": (2, 3),
     "best_of": (2, 4),
     "structured_outputs": ({"regex": "[a-f]{3,9}[0-9]+"}, {"choice": ["ab", "null"]}, SCHEMA),
