@@ -140,11 +140,6 @@ class SamplingParams:
         return self.wants_log_probs and not self.skip_prompt_log_probs
 
     @property
-    def num_top_log_probs(self) -> int:
-        """Most likely tokens to report at each position."""
-        return self.top_n_logprobs
-
-    @property
     def num_sequences(self) -> int:
         """Sequences to generate."""
         return self.n if self.best_of is None else self.best_of

@@ -5,6 +5,7 @@ Fields that are not here are ignored, as OpenAI's API does; values of a wrong ty
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -111,9 +112,9 @@ class SamplingFields(Body):
         )
 
     @property
+    @abstractmethod
     def log_probs(self) -> int | None:
         """Most likely tokens to report for each generated one; None for no log-probabilities."""
-        raise NotImplementedError
 
     @property
     def prompt_log_probs(self) -> int | None:
