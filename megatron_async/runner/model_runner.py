@@ -123,6 +123,8 @@ class ModelRunner:
         prepare = getattr(model, "prepare", None)
         if prepare is not None:
             prepare(buckets, context)
+        # What has been allocated is filled on another stream than that of the graphs.
+        device.synchronize()
         captured: Iterable[int] = self._graphs.capture()
         if progress is not None:
             captured = progress(captured, self._graphs.capture_count)
