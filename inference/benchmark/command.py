@@ -174,13 +174,18 @@ def run(args: argparse.Namespace) -> int:
     file = None if args.json in (None, "-") else OutputFile("--json", args.json)
     from tqdm import tqdm
 
+    from .progress import loud_ends
+
     if args.server:
-        from .server_load import as_text as as_table
-        from .server_load import measure as collect
+        try:
+            from .server_load import as_text as as_table
+            from .server_load import measure as collect
+        except ModuleNotFoundError as error:
+            needed = "pip install 'megatron-async[server]'"
+            raise ConfigError(f"--server needs {error.name}: {needed}") from None
     else:
         from .report import as_table
         from .runner import collect
-    from .progress import loud_ends
 
     report: dict[str, Any] = {}
     unwritten = False

@@ -110,10 +110,13 @@ class Connection(asyncio.Protocol):
         self._status = 0
         self._refusal = b""
         self._ended: asyncio.Future[tuple[str, str] | None] | None = None
+        self._is_answered = False
         self.is_open = False
 
-    async def ask(self, request: bytes, answer: Answer) -> None:
-        """Send a request and fill in its answer."""
+    async def ask(self, request: bytes, answer: Answer) -> bool:
+        """Send a request and fill in its answer; False when nothing came, for the server had closed
+        the connection after the last one."""
+        was_used, self._is_answered = self._parser is not None, False
         self._parser = httptools.HttpResponseParser(self)
         self._events = EventParser(answer)
         self._status, self._refusal = 0, b""
@@ -122,6 +125,7 @@ class Connection(asyncio.Protocol):
         error = await self._ended
         answer.ended = time.perf_counter()
         answer.error = error or answer.error
+        return self._is_answered or not was_used
 
     def close(self) -> None:
         """Nothing more is asked."""
@@ -136,6 +140,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio."""
+        self._is_answered = True
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, msgspec.MsgspecError) as error:
@@ -239,7 +244,9 @@ async def send_all(
             try:
                 if connection is None or not connection.is_open:
                     connection = await server.connect()
-                await connection.ask(request, answer)
+                if not await connection.ask(request, answer):
+                    answer.error, connection = None, await server.connect()
+                    await connection.ask(request, answer)
             except OSError as error:
                 answer.ended, answer.error = time.perf_counter(), ("no connection", str(error))
             on_end(answer)
