@@ -17,7 +17,7 @@ def version() -> str:
     return found[1]
 
 
-SERVER = ["fastapi", "msgspec", "prometheus-client", "pyzmq", "uvicorn"]
+SERVER = ["fastapi", "httptools", "msgspec", "prometheus-client", "pyzmq", "uvicorn"]
 
 setup(
     name="megatron-async",

@@ -16,6 +16,7 @@ from megatron_async.errors import ConfigError
 
 from ..cli.options import PROGRAM, SEED, add_benchmark_model_options, integer, number, several
 from ..cli.output_file import OutputFile
+from ..cli.serve import KEY_VARIABLE
 from .loads import Load, RaggedLoad
 
 BASELINE_NAMES = ("transformers", "transformers-cb")
@@ -32,12 +33,16 @@ COMMON_DEFAULTS: dict[str, dict[str, Any]] = {
     "decode": {"depths": [0, 1], "rounds": 3},
     "ragged": {"depths": [0, 1, 2], "rounds": 1},
 }
+SERVER_DEFAULTS: dict[str, Any] = {"endpoint": "completions", "client_processes": 1}
+SERVER_OPTIONS = ("api_key", "served_model_name", "vocabulary", "concurrency", *SERVER_DEFAULTS)
+NOT_OF_SERVER = ("model", "shape", "device", "dtype", "depths", "block_count", "baseline")
 _DESCRIPTION = """\
 Measure how fast requests are decoded from prompts of random token ids. Every depth decodes the
 same load on the same weights; depth 0, serial decoding, is the baseline. The workload "decode"
 measures steps in which all rows decode, greedily unless --temperature is given; "ragged" serves
-requests of many lengths, a third of which stop at a token id. Exit status 1: a measurement failed;
-the others are reported. What the columns mean: docs/benchmarking.md.
+requests of many lengths, a third of which stop at a token id. --server sends the ragged load, each
+request to its full length, to a server of OpenAI's API and measures what clients see. Exit status
+1: a measurement failed; the others are reported. What the columns mean: docs/benchmarking.md.
 """
 
 
@@ -47,7 +52,7 @@ def _json_object(text: str) -> str:
     raise argparse.ArgumentTypeError(f"{text!r} must be a JSON object")
 
 
-def _range(text: str) -> tuple[int, int]:
+def length_range(text: str) -> tuple[int, int]:
     with contextlib.suppress(ValueError):
         low, high = map(int, text.split(","))
         if 1 <= low <= high:
@@ -86,10 +91,22 @@ def add_command(commands: Any) -> None:
     rates = "requests a second, Poisson; inf is all at once (default: inf)"
     add("--requests", type=integer(1), metavar="N", help="default: 512")
     add("--max-requests", type=integer(1, MAX_REQUESTS), metavar="N", help="at once (default: 128)")
-    add("--prompt-range", type=_range, metavar="LOW,HIGH", help="tokens (default: 32,2048)")
-    add("--output-range", type=_range, metavar="LOW,HIGH", help="tokens (default: 16,1024)")
+    add("--prompt-range", type=length_range, metavar="LOW,HIGH", help="tokens (default: 32,2048)")
+    add("--output-range", type=length_range, metavar="LOW,HIGH", help="tokens (default: 16,1024)")
     add("--arrival-rate", type=several(_rate), metavar="R,...", help=rates)
     add("--block-count", type=integer(1), metavar="N", help="KV blocks (default: room for all)")
+
+    add = parser.add_argument_group("a server's clients").add_argument
+    add("--server", metavar="URL", help="send the ragged load there")
+    add("--api-key", metavar="KEY", help=f"default: the first in {KEY_VARIABLE}")
+    add("--served-model-name", metavar="NAME", help="default: the server's first")
+    said = "prompts have token ids below N (default: the server's vocabulary, or 1000)"
+    add("--vocabulary", type=integer(1), metavar="N", help=said)
+    said = "streams at once (default: --max-requests)"
+    add("--concurrency", type=integer(1), metavar="N", help=said)
+    add("--endpoint", choices=("completions", "chat"), help="default: completions")
+    said = "processes that share the streams (default: 1)"
+    add("--client-processes", type=integer(1), metavar="N", help=said)
 
     add = parser.add_argument_group("measurement").add_argument
     depths = "steps in flight; 0 is serial (default: 0,1; ragged: 0,1,2)"
@@ -119,6 +136,16 @@ def resolve(args: argparse.Namespace) -> None:
         ConfigError: an option belongs to the other workload, or two contradict each other.
         RequestError: nothing can be sampled so.
     """
+    others = NOT_OF_SERVER if args.server else SERVER_OPTIONS
+    for name in others:
+        if getattr(args, name) is not None:
+            joint = "does not go together with" if args.server else "belongs to"
+            raise ConfigError(f"{_option(name)} {joint} --server")
+    if args.server:
+        args.workload = "ragged"
+        for name, default in SERVER_DEFAULTS.items():
+            if getattr(args, name) is None:
+                setattr(args, name, default)
     for workload, options in DEFAULTS.items():
         for name in options if workload != args.workload else ():
             if getattr(args, name) is not None:
@@ -148,8 +175,17 @@ def run(args: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from .progress import loud_ends
-    from .report import as_table
-    from .runner import collect
+
+    if args.server:
+        try:
+            from .server_load import as_text as as_table
+            from .server_load import measure as collect
+        except ModuleNotFoundError as error:
+            needed = "pip install 'megatron-async[server]'"
+            raise ConfigError(f"--server needs {error.name}: {needed}") from None
+    else:
+        from .report import as_table
+        from .runner import collect
 
     report: dict[str, Any] = {}
     unwritten = False
@@ -188,13 +224,14 @@ def make_load(args: argparse.Namespace) -> Any:
     Raises:
         ConfigError: it is too short to measure.
     """
-    from .runs import least_new_tokens
-
     kind = RaggedLoad if args.workload == "ragged" else Load
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(kind)}
-    if args.workload == "decode" and args.new_tokens < (least := least_new_tokens(args.depths)):
+    if args.workload == "decode":
+        from .runs import least_new_tokens
+
         few = f"--new-tokens {args.new_tokens} leaves no steady steps at depth {max(args.depths)}"
-        raise ConfigError(f"{few}; use at least {least}")
+        if args.new_tokens < (least := least_new_tokens(args.depths)):
+            raise ConfigError(f"{few}; use at least {least}")
     return kind(**{**given, "stall_every": args.stall_every or 0})
 
 
@@ -202,7 +239,7 @@ def command_line(args: argparse.Namespace) -> str:
     """The command that measures the same again, every option written out."""
     words = [PROGRAM, "bench"]
     for name, value in vars(args).items():
-        if name in ("run", "json") or value is None:
+        if name in ("run", "json", "api_key") or value is None:
             continue
         if not isinstance(value, bool):
             several = value if isinstance(value, (list, tuple)) else [value]

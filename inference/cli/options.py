@@ -112,7 +112,10 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Which model, and where it runs."""
     add = parser.add_argument_group("model").add_argument
     said = "'tiny' is the embedded model, a byte-level GPT that writes Python-like code; or a "
-    said += "Hugging Face, native or megatron dist_checkpointing directory (default: tiny)"
+    said += (
+        "Hugging Face, native or megatron dist_checkpointing directory; random:SHAPE has random "
+    )
+    said += f"weights in the shape of {', '.join(SHAPES)} (default: tiny)"
     add("--model", default="tiny", metavar="tiny|PATH", help=said)
     add("--device", metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
     add("--dtype", choices=DTYPES, help="default: the checkpoint's on a GPU, float32 on a CPU")

@@ -57,7 +57,7 @@ def add_command(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes."""
-    from megatron_async.checkpoint.load import model_directory
+    from megatron_async.checkpoint.load import load_tokenizer
     from megatron_async.serving.chat import Chat
     from megatron_async.serving.engine_client import EngineClient
     from megatron_async.serving.frontend import MIB, Frontend, ServerConfig
@@ -69,7 +69,6 @@ def run(args: argparse.Namespace) -> int:
     from megatron_async.serving.metrics import ServerMetrics
     from megatron_async.serving.middleware import log_as_json
     from megatron_async.serving.supervisor import Supervisor
-    from megatron_async.tokenizer import Tokenizer
 
     depth = options.resolve_scheduling(args.inference_async_scheduling, args.depth, default=False)
     engine_config = options.engine_config(args, depth)
@@ -81,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         shutdown_timeout=args.shutdown_timeout,
         max_body_bytes=args.max_body_mib * MIB,
     )
-    tokenizer = Tokenizer.from_directory(model_directory(args.model))
+    tokenizer = load_tokenizer(args.model)
     chat = Chat.from_directory(
         args.model, chat_template=args.chat_template, tool_format=args.tool_call_format
     )

@@ -14,9 +14,13 @@ from megatron_async.checkpoint.files import SINGLE_FILE, Description, read_json,
 from megatron_async.checkpoint.finite import check_finite
 from megatron_async.errors import CheckpointError
 from megatron_async.models.config import ModelConfig
+from megatron_async.models.made_up_tokenizer import made_up_tokenizer
+from megatron_async.models.shapes import SHAPES
 from megatron_async.tokenizer import TOKENIZER_FILE, Tokenizer
 
 EMBEDDED = "tiny"
+RANDOM = "random:"
+"""Before the name of a shape: random weights, and a tokenizer of random words."""
 
 _SUPPORTED = (
     "supported are Hugging Face directories of Llama, Qwen2 and Qwen3 with safetensors weights, "
@@ -37,6 +41,28 @@ class Pretrained:
     tokenizer: Tokenizer | None
     eos_token_ids: tuple[int, ...]
     name: str
+
+
+def random_shape(path: str | Path) -> ModelConfig | None:
+    """The shape that "random:NAME" names; None for any other path.
+
+    Raises:
+        CheckpointError: there is no such shape.
+    """
+    if not isinstance(path, str) or not path.startswith(RANDOM):
+        return None
+    name = path.removeprefix(RANDOM)
+    if name not in SHAPES:
+        raise CheckpointError(f"{path}: no such shape; there are {', '.join(SHAPES)}")
+    return SHAPES[name]
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """That of a model directory, of "tiny", or of "random:NAME"; raises CheckpointError."""
+    shape = random_shape(path)
+    if shape is not None:
+        return made_up_tokenizer(shape.vocab_size)
+    return Tokenizer.from_directory(model_directory(path))
 
 
 def model_directory(path: str | Path) -> Path:
@@ -113,7 +139,8 @@ def load_pretrained(
     parallel state is initialised, each tensor-parallel rank takes its share.
 
     Args:
-        path: a directory, or "tiny" for the embedded model.
+        path: a directory, "tiny" for the embedded model, or "random:NAME" for random weights in one
+            of :data:`SHAPES`.
         device: where the parameters go.
         dtype: of the parameters. None means float32 on the CPU, elsewhere the checkpoint's own
             (bfloat16 if it does not say).
@@ -124,6 +151,9 @@ def load_pretrained(
             that is not supported, or has a parameter with elements that are not finite in
             ``dtype``; the message names it.
     """
+    shape = random_shape(path)
+    if shape is not None:
+        return _random(str(path), shape, torch.device(device), dtype)
     directory = model_directory(path)
     description, own, distributed = _describe(directory)
     if not distributed:
@@ -160,4 +190,21 @@ def load_pretrained(
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
         name=directory.resolve().name,
+    )
+
+
+def _random(
+    name: str, config: ModelConfig, device: torch.device, dtype: torch.dtype | None
+) -> Pretrained:
+    from megatron_async.models.build import build_random_model
+
+    if dtype is None:
+        dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    tokenizer = load_tokenizer(name)
+    return Pretrained(
+        model=build_random_model(config, device=device, dtype=dtype),
+        config=config,
+        tokenizer=tokenizer,
+        eos_token_ids=tokenizer.eos_ids,
+        name=name,
     )

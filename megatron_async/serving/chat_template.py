@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async.checkpoint.files import one_line, read_json
-from megatron_async.checkpoint.load import model_directory
+from megatron_async.checkpoint.load import model_directory, random_shape
 from megatron_async.errors import CheckpointError, RequestError
 from megatron_async.parameter_checks import shown
 from megatron_async.serving.chat_messages import checked_messages, fitted_messages, plain
@@ -15,6 +15,8 @@ from megatron_async.serving.template_sandbox import SandboxedTemplate
 from megatron_async.tokenizer import TOKENIZER_CONFIG_FILE, Tokenizer
 
 TEMPLATE_FILE = "chat_template.jinja"
+PLAIN_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+"""Of models with random weights."""
 TEMPLATE_FOLDER = "chat_templates"
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 DEFAULT, FOR_TOOLS = "default", "tool_use"
@@ -64,6 +66,9 @@ class ChatTemplates:
         Raises:
             CheckpointError: a file is corrupt, or a template has a syntax error.
         """
+        if random_shape(path) is not None:
+            given = None if chat_template is None else _read(Path(chat_template))
+            return cls({DEFAULT: given or PLAIN_TEMPLATE})
         directory = model_directory(path)
         config_file = directory / TOKENIZER_CONFIG_FILE
         config = read_json(config_file) if config_file.is_file() else {}

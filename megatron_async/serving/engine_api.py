@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -78,10 +79,10 @@ async def models(front: Frontend) -> dict[str, Any]:
 
 async def model(front: Frontend, name: str) -> dict[str, Any]:
     """``GET /v1/models/NAME``; raises ApiError for a model that is not served."""
-    try:
-        length = (await front.generator.client.info()).max_sequence_length
-    except EngineDeadError:  # it has never been there: the rest is known all the same
-        length = None
+    length = vocab_size = None
+    with contextlib.suppress(EngineDeadError):  # it has never been there: the rest is known
+        info = await front.generator.client.info()
+        length, vocab_size = info.max_sequence_length, info.vocab_size
     return {
         "id": front.check_model(name),
         "object": "model",
@@ -90,6 +91,7 @@ async def model(front: Frontend, name: str) -> dict[str, Any]:
         "root": front.config.model_names[0],
         "parent": None,
         "max_model_len": length,
+        "vocab_size": vocab_size,
     }
 
 
