@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 from megatron_async.device.bandwidth import copy_bandwidth
-from megatron_async.device.cuda_timeline import mean_us
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import rope_append
 from megatron_async.kernels.gemm import batch_invariant_triton as gemm
@@ -33,8 +32,7 @@ from megatron_async.models.fused.tuning import ERROR_LIMIT, Rig, Step, in_turns
 from megatron_async.models.shapes import SHAPES
 from megatron_async.runner.context import DynamicInferenceContext
 
-CALLS, REPLAYS = 20, 10
-ROUND_BYTES = 400e6
+MOST_COPIES, ROUND_BYTES = 20, 400e6
 """Copies are made up to this size, several times the L2 cache."""
 BLOCK_SIZE, CAPACITY = 64, 131072
 Heads = tuple[int, int, int]
@@ -48,19 +46,15 @@ GEMM_SHAPES, GEMM_ROWS = ((28672, 4096), (4096, 14336), (6144, 4096)), (1, 32, 1
 
 
 def microseconds(call: Callable[[int], object]) -> float:
-    """Mean device time of ``call(0)`` to ``call(CALLS - 1)``, captured together."""
-    call(0)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for number in range(CALLS):
-            call(number)
-    graph.replay()
-    return mean_us(graph.replay, REPLAYS) / CALLS
+    """Mean device time of ``call(0)``, ``call(1)`` and so on, captured together."""
+    from triton.testing import do_bench_cudagraph
+
+    numbers = itertools.count()
+    return 1e3 * float(do_bench_cudagraph(lambda: call(next(numbers))))
 
 
 def copies(byte_count: float) -> int:
-    return max(1, min(CALLS, -int(-ROUND_BYTES // byte_count)))
+    return max(1, min(MOST_COPIES, -int(-ROUND_BYTES // byte_count)))
 
 
 def lengths_of(rows: int) -> dict[str, list[int]]:

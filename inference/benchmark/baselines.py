@@ -50,9 +50,9 @@ def measure_baselines(
     progress: Progress,
 ) -> None:
     """Append to ``found`` what each baseline makes of each batch, and why it does not."""
-    progress.expect(len(args.baseline))
+    progress.bar.total += len(args.baseline)
     for name in args.baseline:
-        progress.describe(f"baseline {name}")
+        progress.bar.set_description(f"baseline {name}")
         results: list[dict[str, Any]] = []
         skipped: list[str] = []
         found.append({"name": name, "results": results, "skipped": skipped})

@@ -121,8 +121,8 @@ def ragged_config(model: BenchmarkModel, depth: int, load: RaggedLoad) -> Engine
         blocks = load.max_requests * _blocks_of_row(load)
         if model.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(model.device)
-            block_bytes = EngineConfig().block_size_tokens * token_bytes(model)
-            fitting = int(MEMORY_SHARE * free) // block_bytes
+            token_bytes = model.wrapper.kv_cache_spec.token_bytes
+            fitting = int(MEMORY_SHARE * free) // (EngineConfig().block_size_tokens * token_bytes)
             blocks = max(min(blocks, fitting), _blocks_of_row(load))
     return _config(model, depth, load, max_requests=load.max_requests, block_count=blocks)
 
@@ -135,18 +135,13 @@ def make_engine(
     return start_engine(model, config, load)
 
 
-def token_bytes(model: BenchmarkModel) -> int:
-    """Bytes of the keys and values of one token."""
-    spec = model.wrapper.kv_cache_spec
-    return 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
-
-
 def fit_together(model: BenchmarkModel, batch_size: int, count: int, load: Load) -> bool:
     """Whether ``count`` engines of the decode workload fit into a GPU's free memory at once."""
     if model.device.type != "cuda":
         return True
     config = decode_config(model, batch_size, 0, load)
-    cache = (config.block_count or 0) * config.block_size_tokens * token_bytes(model)
+    tokens = (config.block_count or 0) * config.block_size_tokens
+    cache = tokens * model.wrapper.kv_cache_spec.token_bytes
     logits = 3 * 4 * batch_size * model.config.vocab_size
     return count * (cache + logits) < MEMORY_SHARE * torch.cuda.mem_get_info(model.device)[0]
 
@@ -166,8 +161,7 @@ def close_engines(made: list[Started]) -> None:
 def free_memory() -> None:
     """Give what nobody holds back to the device."""
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()
 
 
 def measure_startup(
@@ -180,26 +174,23 @@ def measure_startup(
     the graphs of all row buckets, kernels' compilation included; ``rest``: rings, scheduler;
     ``first token``: of one short request, from ``add_request`` on.
     """
-    starts: list[dict[str, float]] = []
+    names = ("model", "cache", "capture", "rest", "first token")
+    phases: dict[str, list[float]] = {name: [] for name in names}
     for _ in range(2):
         one = start_engine(model, config, HostWork())
-        rest = one.seconds - one.cache_seconds - one.capture_seconds
-        phases = {"cache": one.cache_seconds, "capture": one.capture_seconds, "rest": rest}
-        phases["first token"] = _first_token_seconds(one.engine, model.config.vocab_size)
-        starts.append(phases)
+        phases["cache"].append(one.cache_seconds)
+        phases["capture"].append(one.capture_seconds)
+        phases["rest"].append(one.seconds - one.cache_seconds - one.capture_seconds)
+        phases["first token"].append(_first_token_seconds(one.engine, model.config.vocab_size))
         graphs = one.engine.runner.graph_count
         close_engines([one])
     started = time.perf_counter()
     build_again()
-    builds = [model.build_seconds, time.perf_counter() - started]
+    phases["model"] = [model.build_seconds, time.perf_counter() - started]
     free_memory()
-    phases_of_both = {name: [start[name] for start in starts] for name in starts[0]}
-    return {
-        "phases": {"model": builds, **phases_of_both},
-        "total": [build + sum(s.values()) for build, s in zip(builds, starts, strict=True)],
-        "graphs": graphs,
-        "max_requests": config.max_requests,
-    }
+    total = [sum(of_start) for of_start in zip(*phases.values(), strict=True)]
+    sizes = {"graphs": graphs, "max_requests": config.max_requests}
+    return {"phases": phases, "total": total, **sizes}
 
 
 def _first_token_seconds(engine: Any, vocab_size: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import timeit
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -44,12 +45,8 @@ def host_watch() -> Iterator[list[HostConditions]]:
 
 def reference_us() -> float:
     """Microseconds of :func:`reference_work`, the median of ``REFERENCE_RUNS``."""
-    times = []
-    for _ in range(REFERENCE_RUNS):
-        started = time.perf_counter_ns()
-        reference_work()
-        times.append(time.perf_counter_ns() - started)
-    return statistics.median(times) * 1e-3
+    times = timeit.repeat(reference_work, number=1, repeat=REFERENCE_RUNS)
+    return statistics.median(times) * 1e6
 
 
 def reference_work() -> int:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from megatron_async.device.kernel_profiler import Event, device_work, events_of
+
+from ..steps import drive
+from .loads import Request
 
 STEP_MARKERS = ("read_packet", "publish")
 """Parts of the names of kernels that run once a step; the first that is found marks the steps."""
@@ -60,32 +62,30 @@ def analyse(kernels: Sequence[Kernel], *, skip: int = 0) -> Timeline | None:
     if len(starts) < 2:
         return None
     window = ordered[starts[0] : starts[-1] + 1]
-    steps = list(itertools.pairwise(start - starts[0] for start in starts))
+    begins = np.array([kernel.start for kernel in window])
+    ends = np.array([kernel.end for kernel in window])
     # idle[n] lies between window[n] and window[n + 1]; a gap is one between two launches.
-    busy_until = itertools.accumulate((kernel.end for kernel in window[:-1]), max)
-    pairs = zip(window[1:], busy_until, strict=True)
-    idle = [max(kernel.start - until, 0.0) for kernel, until in pairs]
-    changes = [before.launch != after.launch for before, after in itertools.pairwise(window)]
-    if not any(changes):
+    idle = np.maximum(begins[1:] - np.maximum.accumulate(ends[:-1]), 0.0)
+    changes = np.diff([kernel.launch for kernel in window]) != 0
+    if not changes.any():
         return None
-    gaps = [sum(itertools.compress(idle[a:b], changes[a:b])) for a, b in steps]
-    total = window[-1].start - window[0].start
+    gaps = np.add.reduceat(idle * changes, np.subtract(starts[:-1], starts[0])).tolist()
+    total, steps = window[-1].start - window[0].start, len(gaps)
     return Timeline(
-        steps=len(steps),
-        step_us=total / len(steps),
+        steps=steps,
+        step_us=total / steps,
         gap_us=statistics.median(gaps),
         gap_us_p99=percentile(gaps, 0.99),
         graph_share=1 - sum(gaps) / total,
-        kernel_share=1 - sum(idle) / total,
-        kernels_per_step=(len(window) - 1) / len(steps),
-        launches_per_step=sum(changes) / len(steps),
+        kernel_share=1 - float(idle.sum()) / total,
+        kernels_per_step=len(idle) / steps,
+        launches_per_step=int(changes.sum()) / steps,
     )
 
 
 def percentile(values: Sequence[float], share: float) -> float:
     """The smallest value that at least ``share`` of the values do not exceed."""
-    ordered = sorted(values)
-    return ordered[max(math.ceil(share * len(ordered)) - 1, 0)]
+    return float(np.quantile(values, share, method="inverted_cdf"))
 
 
 def kernels_of(events: Iterable[Event]) -> list[Kernel]:
@@ -97,35 +97,33 @@ def kernels_of(events: Iterable[Event]) -> list[Kernel]:
     return kernels
 
 
-def profile(work: Callable[[], None]) -> list[Kernel]:
-    """Run ``work``, which ends with the device idle, under the profiler; needs CUDA."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as torch_profile
+def profile_run(
+    engine: Any, requests: Sequence[Request], *, after_tokens: int, steps: int
+) -> dict[str, float] | None:
+    """The device's timeline of ``steps`` steps after so many committed tokens, all requests there
+    at once, and the device allocations made in a step; None where no step could be told from the
+    next. Times in it hold the profiler's own cost: compare gaps and shares, not milliseconds. Needs
+    CUDA."""
+    from torch.profiler import ProfilerActivity, profile
 
-    with torch_profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
-        work()
-    return kernels_of(events_of(profiler))
+    def allocations() -> int:
+        stats = torch.cuda.memory_stats(engine.device.torch_device)
+        return int(stats.get("allocation.all.allocated", 0))
 
-
-def profile_next(engine: Any, count: int) -> dict[str, float] | None:
-    """The timeline of the engine's next ``count`` steps, and device allocations a step; None where
-    no step could be told from the next."""
-    device = engine.device.torch_device
-    allocations = 0
-
-    def steps() -> None:
-        nonlocal allocations
-        before = _allocations(device)
-        for _ in range(count):
+    engine.reset()
+    for number, request in enumerate(requests):
+        engine.add_request(number, request.prompt, request.params)
+    for _ in drive(engine):
+        if engine.counters.tokens_committed >= after_tokens:
+            break
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
+        before = allocations()
+        for _ in range(steps):
             engine.step_modern()
-        allocations = _allocations(device) - before
+        made = allocations() - before
         engine.device.synchronize()
-
-    timeline = analyse(profile(steps), skip=WINDOWS_SKIPPED)
+    engine.reset()
+    timeline = analyse(kernels_of(events_of(profiler)), skip=WINDOWS_SKIPPED)
     if timeline is None:
         return None
-    return {**timeline._asdict(), "device_allocations_per_step": allocations / count}
-
-
-def _allocations(device: torch.device) -> int:
-    return int(torch.cuda.memory_stats(device).get("allocation.all.allocated", 0))
+    return {**timeline._asdict(), "device_allocations_per_step": made / steps}

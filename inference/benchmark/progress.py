@@ -10,9 +10,9 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
 from tqdm import tqdm
 
+from megatron_async.device.memory import is_out_of_memory
 from megatron_async.errors import CacheTooLargeError, ConfigError, MegatronAsyncError
 
 from ..cli.options import PROGRAM
@@ -24,27 +24,15 @@ class Progress:
     which is cut off shows how far it came. ``keep`` is called with every new row."""
 
     def __init__(self, keep: Callable[[], None]) -> None:
-        self._bar = progress_bar(total=0)
+        self.bar = progress_bar(total=0)
         self.keep = keep
         self.failures = 0
 
-    def expect(self, measurements: int) -> None:
-        """So many more are to come."""
-        self._bar.total += measurements
-
-    def describe(self, what: str) -> None:
-        """What is being measured now."""
-        self._bar.set_description(what)
-
     def done(self, what: str | None = None) -> None:
         """One measurement has ended; ``what`` is its line."""
-        self._bar.update()
-        if what is not None and self._bar.disable:
+        self.bar.update()
+        if what is not None and self.bar.disable:
             print(f"bench: {what}", file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        """Take the bar away."""
-        self._bar.close()
 
     def failed(self, what: str, error: BaseException, *, lower: str) -> str:
         """Say on stderr that ``what`` failed, and return the reason in one line.
@@ -56,7 +44,7 @@ class Progress:
             raise error
         self.failures += 1
         reason = (str(error).splitlines() or [""])[0] or type(error).__name__
-        if _is_out_of_memory(error):
+        if isinstance(error, CacheTooLargeError) or is_out_of_memory(error):
             reason = f"out of memory; lower {lower}"
         elif not isinstance(error, MegatronAsyncError):
             reason = f"{type(error).__name__}: {reason}"
@@ -67,13 +55,6 @@ class Progress:
         with tqdm.external_write_mode(file=sys.stderr):
             print(f"{PROGRAM}: error: {what}: {reason}", file=sys.stderr, flush=True)
         return reason
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    said = str(error).lower()
-    return isinstance(error, torch.OutOfMemoryError | CacheTooLargeError) or (
-        isinstance(error, RuntimeError) and ("out of memory" in said or "can't allocate" in said)
-    )
 
 
 @contextmanager

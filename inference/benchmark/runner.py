@@ -62,7 +62,7 @@ def collect(
     }
     progress = Progress(lambda: keep(report))
     if args.startup:
-        progress.describe("start")
+        progress.bar.set_description("start")
         try:
             report["startup"] = measure_startup(model, _full_config(model, args, load), load_model)
         except Exception as error:
@@ -75,7 +75,7 @@ def collect(
     else:
         workload = RaggedWorkload(model, args, progress, load=load)
     report["results"] = workload.results
-    progress.expect(workload.measurements)
+    progress.bar.total += workload.measurements
     workload.run()
     # Engines may have found a reason that the model alone does not give.
     report |= coverage(model)
@@ -85,7 +85,7 @@ def collect(
         del model, workload  # their memory is the baseline's now
         free_memory()
         measure_baselines(args, batches, config, device, dtype, report["baselines"], progress)
-    progress.close()
+    progress.bar.close()
     report["complete"] = not progress.failures
     keep(report)
     return report

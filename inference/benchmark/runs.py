@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 from megatron_async.errors import MegatronAsyncError
 from megatron_async.request import DynamicInferenceRequest, FinishReason, RequestFuture, StepReport
 
-from ..steps import drive
 from .launches import marked_launches
 from .loads import Request
-from .profiler import percentile, profile_next
+from .profiler import percentile
 
 
 class NoSteadyStepsError(MegatronAsyncError):
@@ -95,23 +94,6 @@ def run_load(
         seconds = time.perf_counter() - started
     records = [future.result() for future in futures]
     return Run(records, arrived, handed_out, seconds, counters, steps, reports, events())
-
-
-def profile_run(
-    engine: Any, requests: Sequence[Request], *, after_tokens: int, steps: int
-) -> dict[str, float] | None:
-    """The device's timeline of ``steps`` steps after so many committed tokens, all requests there
-    at once, and the device allocations made in a step; None where no step could be told from the
-    next. Times in it hold the profiler's own cost: compare gaps and shares, not milliseconds."""
-    engine.reset()
-    for number, request in enumerate(requests):
-        engine.add_request(number, request.prompt, request.params)
-    for _ in drive(engine):
-        if engine.counters.tokens_committed >= after_tokens:
-            break
-    found = profile_next(engine, steps)
-    engine.reset()
-    return found
 
 
 def steady_steps(run: Run, batch_size: int, depth: int) -> tuple[list[float], list[float]]:

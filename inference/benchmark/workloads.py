@@ -17,9 +17,9 @@ from .engines import Started, close_engines, fit_together, make_engine, ragged_c
 from .host import HostConditions, host_watch
 from .loads import Load, RaggedLoad, Request, arrivals, with_stops
 from .model import BenchmarkModel
-from .profiler import WINDOWS_SKIPPED, percentile
+from .profiler import WINDOWS_SKIPPED, percentile, profile_run
 from .progress import Progress
-from .runs import Run, profile_run, request_figures, run_load, steady_steps, step_figures
+from .runs import Run, request_figures, run_load, steady_steps, step_figures
 
 LONG_LOAD_TOKENS = 2048
 """From so many new tokens on marks are set in the timed rounds: they cost next to nothing in a
@@ -106,7 +106,7 @@ class Workload(ABC):
         for _ in range(self.args.rounds):
             for one in found:
                 here = what.format(one.depth)
-                self.progress.describe(here)
+                self.progress.bar.set_description(here)
                 with host_watch() as seen:
                     run = run_load(one.started.engine, requests, arrived, **marks)
                 one.runs.append(run)
@@ -204,13 +204,13 @@ class DecodeWorkload(Workload):
         rows = [{**failed, "depth": depth} for depth in depths]
         with self.engines(what + ", ".join(map(str, depths)), *rows) as made:
             for depth in depths:
-                self.progress.describe(f"{what}{depth}: start")
+                self.progress.bar.set_description(f"{what}{depth}: start")
                 made.append(self._start(requests, depth))
             found = [Measured(*pair, [], []) for pair in zip(depths, made, strict=True)]
             in_rounds = self._marks_timed_rounds
             self.rounds(what + "{}", found, requests, marks=in_rounds, after_prefill=True)
             for one in found if self._marks_a_round else ():
-                self.progress.describe(f"{what}{one.depth}: events")
+                self.progress.bar.set_description(f"{what}{one.depth}: events")
                 marked = run_load(one.started.engine, requests, marks=True, after_prefill=True)
                 one.runs[-1].events = marked.events
                 self.progress.done()
@@ -253,7 +253,7 @@ class DecodeWorkload(Workload):
         steps = min(DECODE_PROFILED_STEPS + WINDOWS_SKIPPED, new_tokens - 2 * depth - 6)
         before = batch_size * ((new_tokens - steps) // 2)
         what = f"profile of batch {batch_size}, depth {depth}"
-        self.progress.describe(what)
+        self.progress.bar.set_description(what)
         with self.engines(what) as made:
             made.append(self._start(requests, depth))
             engine = made[0].engine

@@ -221,9 +221,8 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: int) -> None
     add("--enable-prefix-caching", help=said, **switch)  # type: ignore[arg-type]
     said = "results of a request do not depend on the others, to the last bit; slower"
     add("--batch-invariant", action="store_true", help=said)
-    add(
-        "--allow-non-finite-weights", action="store_true", help="such as NaN; they are refused else"
-    )
+    said = "such as NaN; they are refused else"
+    add("--allow-non-finite-weights", action="store_true", help=said)
     said = "log the counters on stderr every N steps; 0 is never (default: 0)"
     add("--inference-logging-step-interval", type=integer(0), default=0, metavar="N", help=said)
     count("num_cuda_graphs", "most batch sizes captured as CUDA graphs (default: all)")
@@ -266,8 +265,6 @@ def load_engine(model: str, config: EngineConfig) -> DynamicInferenceEngine:
     from .progress import show_capture
 
     if config.inference_logging_step_interval:
-        logger = logging.getLogger("megatron_async")
-        logger.setLevel(logging.INFO)
-        if not logger.hasHandlers():
-            logger.addHandler(logging.StreamHandler())
+        logging.basicConfig(format="%(message)s")
+        logging.getLogger("megatron_async").setLevel(logging.INFO)
     return DynamicInferenceEngine.from_pretrained(model, config, progress=show_capture)

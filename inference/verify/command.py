@@ -10,15 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_async.config import MAX_DEPTH, EngineConfig
 from megatron_async.errors import ConfigError
 
-from ..cli.options import (
-    SEED,
-    add_engine_options,
-    add_model_options,
-    engine_config,
-    integer,
-    load_engine,
-    several,
-)
+from ..cli import options
 from .scenarios import MAX_LENGTH, MAX_SCENARIO_DEPTH, TABLE, Scenario, Sizes
 
 if TYPE_CHECKING:
@@ -52,7 +44,7 @@ _NEAR_TIES = (
 
 
 def _depths(text: str) -> list[int]:
-    depths: list[int] = several(integer(0, MAX_DEPTH))(text)
+    depths: list[int] = options.several(options.integer(0, MAX_DEPTH))(text)
     if not any(depths):
         none = f"{text!r} has no depth above 0 to compare with serial decoding"
         raise argparse.ArgumentTypeError(f"{none}; use 0,1")
@@ -81,15 +73,16 @@ def add_command(commands: Any) -> None:
     said = "name and describe the scenarios, and end"
     add("--list-scenarios", action="store_true", help=said)
     said = f"requests of {RANDOM} (default: 24)"
-    add("--requests", type=integer(1), default=24, metavar="N", help=said)
+    add("--requests", type=options.integer(1), default=24, metavar="N", help=said)
     said = "of prompts and sampling (default: 0)"
-    add("--seed", type=SEED, default=0, metavar="S", help=said)
+    add("--seed", type=options.SEED, default=0, metavar="S", help=said)
     said = "depths to compare with depth 0, which always runs (default: 0,1,2,4); scenarios other "
     said += f"than {RANDOM} are made for at most {MAX_SCENARIO_DEPTH}"
     add("--depths", type=_depths, default=[0, 1, 2, 4], metavar="D,D", help=said)
     add("--json", action="store_true", help="one JSON object on stdout instead of a table")
-    add_model_options(parser)
-    add_engine_options(parser, max_requests=8, block_size_tokens=16, prefill_chunk_tokens=32)
+    options.add_model_options(parser)
+    tokens = {"block_size_tokens": 16, "prefill_chunk_tokens": 32}
+    options.add_engine_options(parser, max_requests=8, **tokens)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -102,7 +95,7 @@ def run(args: argparse.Namespace) -> int:
         limit = f"scenarios are made for depths of at most {MAX_SCENARIO_DEPTH}"
         way_out = f"lower it or use --scenario {RANDOM}"
         raise ConfigError(f"--depths {max(args.depths)}: {limit}; {way_out}")
-    configs = [engine_config(args, d) for d in dict.fromkeys((0, *args.depths))]
+    configs = [options.engine_config(args, d) for d in dict.fromkeys((0, *args.depths))]
     reports = _verify(args, scripted, configs)
     only_random = args.scenario == [RANDOM]
     ok = all(report.ok for report in reports)
@@ -140,7 +133,7 @@ def _verify(
     first = configs[0]
     if RANDOM not in args.scenario:
         first = reference_config(first, Sizes(blocks=MAX_LENGTH))
-    with load_engine(args.model, first) as serial:
+    with options.load_engine(args.model, first) as serial:
         if RANDOM in args.scenario:
             reports.append(_verify_random(args, serial, configs[1:]))
         runs = len(scripted) * len(configs)

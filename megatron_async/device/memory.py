@@ -23,6 +23,13 @@ def memory_bytes(device: torch.device) -> int | None:
         return None
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether ``error`` is how PyTorch says that a device or the machine has no memory left."""
+    said = str(error).lower()
+    names_it = "out of memory" in said or "can't allocate memory" in said
+    return isinstance(error, RuntimeError) and names_it
+
+
 @contextmanager
 def must_fit(device: torch.device, size: int, what: str, lower: str) -> Iterator[None]:
     """Allocate ``size`` bytes on ``device`` in this scope, once they can be there at all.
@@ -40,7 +47,6 @@ def must_fit(device: torch.device, size: int, what: str, lower: str) -> Iterator
     try:
         yield
     except RuntimeError as error:
-        said = str(error).lower()
-        if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in said:
+        if is_out_of_memory(error):
             raise CacheTooLargeError(f"{reason}less free; lower {lower}") from None
         raise

@@ -27,6 +27,11 @@ class KVCacheSpec:
     head_dim: int
     dtype: torch.dtype
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of the keys and values of one token."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
 
 def kv_cache_spec(model: Any) -> KVCacheSpec:
     """The cache that all attention layers of ``model`` share, those of multi-token prediction too.

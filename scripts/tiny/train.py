@@ -46,34 +46,32 @@ WARM_UP_SHARE, LAST_RATE = 0.02, 0.01
 
 
 class Trainer:
-    """bfloat16 weights, fp32 AdamW in flat buffers (arXiv:1711.05101), all numbers on the device so
-    that a CUDA graph can hold a step.
+    """bfloat16 weights, AdamW (arXiv:1711.05101) on fp32 copies, all numbers on the device so that
+    a CUDA graph can hold a step.
 
     ``tokens`` is the static input: int64 ``[batch_size, sequence_length + 1]``. ``loss`` is the
     last step's mean next-token loss in nats, on the device.
     """
 
-    betas, epsilon, weight_decay, clip = (0.9, 0.95), 1e-8, 0.1, 1.0
-
     def __init__(self, model: GPTModel, batch_size: int, sequence_length: int) -> None:
         self.model = model
         self.params = list(model.parameters())
         self.device = self.params[0].device
-        self.master = torch.cat([p.detach().float().flatten() for p in self.params])
-        self.grad, self.first, self.second = (torch.zeros_like(self.master) for _ in range(3))
-        decays = [torch.full_like(p.flatten(), p.dim() > 1, dtype=torch.float) for p in self.params]
-        self.decay = self.weight_decay * torch.cat(decays)
-        self.master_views, self.grad_views = self._views(self.master), self._views(self.grad)
-        self.lr, self.count, self.loss = torch.zeros(3, device=self.device).unbind()
+        self.master = [p.detach().float() for p in self.params]
+        self.grads = [torch.zeros_like(m) for m in self.master]
+        for master, grad in zip(self.master, self.grads, strict=True):
+            master.grad = grad
+        self.lr, self.loss = torch.zeros(2, device=self.device).unbind()
+        norms = {"params": [m for m in self.master if m.dim() < 2], "weight_decay": 0.0}
+        matrices = {"params": [m for m in self.master if m.dim() > 1], "weight_decay": 0.1}
+        self.optimizer = torch.optim.AdamW(
+            [matrices, norms], self.lr, betas=(0.9, 0.95), eps=1e-8, capturable=True, fused=True
+        )
         shape = (batch_size, sequence_length + 1)
         self.tokens = torch.zeros(shape, dtype=torch.long, device=self.device)
         self.mask = torch.ones(shape[0], shape[1] - 1, device=self.device)
         self.positions = positions_like(self.tokens[:, :-1]).contiguous()
         self.run = self.eager_step
-
-    def _views(self, flat: Tensor) -> list[Tensor]:
-        parts = torch.split(flat, [p.numel() for p in self.params])
-        return [part.view(p.shape) for part, p in zip(parts, self.params, strict=True)]
 
     def eager_step(self) -> None:
         """Forward, backward, update."""
@@ -83,20 +81,11 @@ class Trainer:
         loss = losses.mean()
         loss.backward()
         with torch.no_grad():
-            torch._foreach_copy_(self.grad_views, [p.grad for p in self.params])
-            self._update()
-            torch._foreach_copy_(self.params, self.master_views)
+            torch._foreach_copy_(self.grads, [p.grad for p in self.params])
+            torch.nn.utils.clip_grad_norm_(self.master, 1.0)
+            self.optimizer.step()
+            torch._foreach_copy_(self.params, self.master)
             self.loss.copy_(loss.detach())
-
-    def _update(self) -> None:
-        beta1, beta2 = self.betas
-        self.grad.mul_((self.clip / (self.grad.norm() + 1e-6)).clamp(max=1.0))
-        self.count.add_(1)
-        self.first.lerp_(self.grad, 1 - beta1)
-        self.second.lerp_(self.grad.square(), 1 - beta2)
-        scale = torch.sqrt(self.second / (1 - beta2**self.count)) + self.epsilon
-        update = self.first / (1 - beta1**self.count) / scale
-        self.master.sub_(self.lr * (update + self.decay * self.master))
 
     def capture(self) -> None:
         """Record the step as a CUDA graph. Runs a few steps at learning rate 0 first: ``tokens``
@@ -115,8 +104,8 @@ class Trainer:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             self.eager_step()
         graph.replay()
-        for state in (self.first, self.second, self.count):
-            state.zero_()
+        for state in self.optimizer.state.values():
+            torch._foreach_zero_(list(state.values()))
         self.run = graph.replay
 
     def step(self, tokens: Tensor, lr: float) -> None:
@@ -126,10 +115,10 @@ class Trainer:
         self.run()
 
     @torch.no_grad()
-    def restore(self, master: Tensor) -> None:
-        """Take back weights saved as ``master.clone()``, optimizer state aside."""
-        self.master.copy_(master)
-        torch._foreach_copy_(self.params, self.master_views)
+    def restore(self, master: list[Tensor]) -> None:
+        """Take back weights saved as clones of ``master``, optimizer state aside."""
+        torch._foreach_copy_(self.master, master)
+        torch._foreach_copy_(self.params, self.master)
 
 
 def learning_rate(progress: float, peak: float) -> float:
@@ -182,7 +171,7 @@ def train(
     if args.steps is None and begun >= deadline:
         raise SystemExit("no time left to train: use more --minutes")
     history: list[dict[str, float]] = []
-    best_loss, best = math.inf, trainer.master.clone()
+    best_loss, best = math.inf, [m.clone() for m in trainer.master]
     next_check, step, progress = 1.0 / args.checks, 0, 0.0
     bar = tqdm(total=1000, unit="‰", mininterval=20, dynamic_ncols=False, file=sys.stdout)
     while progress < 1.0:
@@ -206,7 +195,7 @@ def train(
             history.append({"step": step, "train": float(trainer.loss), "validation": value})
             print(f"\n{history[-1]}, in nats a byte", flush=True)
             if value < best_loss:
-                best_loss, best = value, trainer.master.clone()
+                best_loss, best = value, [m.clone() for m in trainer.master]
     bar.close()
     trainer.restore(best)
     seconds, tokens = time.monotonic() - begun, step * trainer.mask.numel()

@@ -27,7 +27,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def test_one_kernel_and_three_attend_alike(
     device: torch.device, rows: int, script: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(script, "CALLS", 2)
+    monkeypatch.setattr(script, "MOST_COPIES", 2)
     monkeypatch.setattr(script, "CAPACITY", 128)
     if device.type == "cpu":
         monkeypatch.setattr(cuda, "unavailable", lambda index: None)
