@@ -88,6 +88,9 @@ def run(args: argparse.Namespace) -> int:
     chat = Chat.from_directory(
         args.model, chat_template=args.chat_template, tool_format=args.tool_call_format
     )
+    listening = open_socket(args.host, args.port)
+    log_as_json()
+    tracer_provider = make_provider(args.otlp_traces_endpoint)
     endpoint = Endpoint.private()
     launch = Launch(args.model, dataclasses.asdict(engine_config), endpoint, args.max_queue)
     client = EngineClient(endpoint)
@@ -102,14 +105,11 @@ def run(args: argparse.Namespace) -> int:
         token_names=TokenNames(tokenizer),
         metrics=metrics,
     )
-    listening = open_socket(args.host, args.port)
     supervisor = Supervisor(launch, max_restarts=args.max_restarts)
 
     def say_ready() -> None:
         print(f"{options.PROGRAM}: {args.model} at {url_of(listening)}", file=sys.stderr)
 
-    log_as_json()
-    tracer_provider = make_provider(args.otlp_traces_endpoint)
     run_loop(
         serve(
             front,

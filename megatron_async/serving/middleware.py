@@ -45,9 +45,9 @@ def log_as_json() -> None:
     """Requests, and what goes wrong, as lines of JSON on stderr."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter())
-    for name, level in (("megatron_async", logging.WARNING), ("uvicorn", logging.WARNING)):
+    for name in ("megatron_async", "uvicorn", "opentelemetry"):
         logging.getLogger(name).addHandler(handler)
-        logging.getLogger(name).setLevel(level)
+        logging.getLogger(name).setLevel(logging.WARNING)
     logger.setLevel(logging.INFO)
 
 
