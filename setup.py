@@ -64,6 +64,7 @@ setup(
             "pytest",
             "pytest-timeout",
             "pytest-xdist",
+            "pyyaml",
             "ruff",
             "setuptools>=77",
             "transformers",
