@@ -51,6 +51,8 @@ setup(
         "cuda": ["cuda-bindings", "triton"],
         "plot": ["matplotlib"],
         "server": SERVER,
+        # The SDK, and the exporter of OTLP by HTTP.
+        "tracing": ["fastapi[opentelemetry]>=0.165"],
         "test": [
             *SERVER,
             "httpx",
@@ -58,9 +60,11 @@ setup(
             "matplotlib",
             "mypy",
             "openai",
+            "opentelemetry-sdk",
             "pytest",
             "pytest-timeout",
             "pytest-xdist",
+            "pyyaml",
             "ruff",
             "setuptools>=77",
             "transformers",

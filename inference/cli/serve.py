@@ -47,6 +47,9 @@ def add_command(commands: Any) -> None:
     add("--allow-origin", **several, metavar="ORIGIN", help=said)
     said = "largest body of a request (default: 16)"
     add("--max-body-mib", type=options.integer(1), default=16, metavar="N", help=said)
+    said = "send a trace of each request to this OTLP collector, as in "
+    said += "http://localhost:4318/v1/traces (default: as the OTEL_* variables say, else none)"
+    add("--otlp-traces-endpoint", metavar="URL", help=said)
     add("--chat-template", metavar="FILE", help="a Jinja template instead of the model's own")
     said = "how the model writes tool calls (default: as its chat template says)"
     add("--tool-call-format", choices=("hermes", "llama3"), help=said)
@@ -69,6 +72,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_async.serving.metrics import ServerMetrics
     from megatron_async.serving.middleware import log_as_json
     from megatron_async.serving.supervisor import Supervisor
+    from megatron_async.serving.tracing import make_provider
 
     depth = options.resolve_scheduling(args.inference_async_scheduling, args.depth, default=False)
     engine_config = options.engine_config(args, depth)
@@ -84,6 +88,9 @@ def run(args: argparse.Namespace) -> int:
     chat = Chat.from_directory(
         args.model, chat_template=args.chat_template, tool_format=args.tool_call_format
     )
+    listening = open_socket(args.host, args.port)
+    log_as_json()
+    tracer_provider = make_provider(args.otlp_traces_endpoint)
     endpoint = Endpoint.private()
     launch = Launch(args.model, dataclasses.asdict(engine_config), endpoint, args.max_queue)
     client = EngineClient(endpoint)
@@ -98,12 +105,19 @@ def run(args: argparse.Namespace) -> int:
         token_names=TokenNames(tokenizer),
         metrics=metrics,
     )
-    listening = open_socket(args.host, args.port)
     supervisor = Supervisor(launch, max_restarts=args.max_restarts)
 
     def say_ready() -> None:
         print(f"{options.PROGRAM}: {args.model} at {url_of(listening)}", file=sys.stderr)
 
-    log_as_json()
-    run_loop(serve(front, client, supervisor, listening, on_ready=say_ready))
+    run_loop(
+        serve(
+            front,
+            client,
+            supervisor,
+            listening,
+            on_ready=say_ready,
+            tracer_provider=tracer_provider,
+        )
+    )
     return 0

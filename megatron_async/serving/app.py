@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
 from prometheus_client import CONTENT_TYPE_LATEST
 
-from megatron_async.serving import engine_api
+from megatron_async.serving import engine_api, tracing
 from megatron_async.serving.chat_completions import create_chat_completion
 from megatron_async.serving.completions import create_completion
 from megatron_async.serving.errors import install_error_handlers, json_response
@@ -20,6 +20,9 @@ from megatron_async.serving.middleware import ApiKeys, BodyLimit, RequestLog
 from megatron_async.serving.openai_api import ChatCompletionRequest, CompletionRequest
 from megatron_async.serving.responses_api import ResponsesRequest, create_response
 from megatron_async.version import __version__
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
 OPEN_PATHS = frozenset({"/health", "/v1/health", "/version", "/metrics"})
 """Need no key: probes and Prometheus have none."""
@@ -33,11 +36,17 @@ GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/re
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 
 
-def make_app(front: Frontend, *, lifespan: Lifespan | None = None) -> FastAPI:
+def make_app(
+    front: Frontend,
+    *,
+    lifespan: Lifespan | None = None,
+    tracer_provider: TracerProvider | None = None,
+) -> FastAPI:
     """All endpoints of one front end.
 
     Args:
         lifespan: what is to be opened before the first request and closed after the last.
+        tracer_provider: makes spans of requests; None takes OpenTelemetry's global one.
     """
     app = FastAPI(
         title="megatron-async",
@@ -46,6 +55,7 @@ def make_app(front: Frontend, *, lifespan: Lifespan | None = None) -> FastAPI:
         redoc_url=None,
         responses={"4XX": {"description": "An error, in the shape of OpenAI's API"}},
         lifespan=lifespan,
+        telemetry=tracing.telemetry(tracer_provider, OPEN_PATHS),
     )
     install_error_handlers(app)
     _add_openai(app, front)

@@ -45,7 +45,7 @@ async def create_chat_completion(
         priority=body.priority,
         skip_special_tokens=body.skip_special_tokens is not False,
     )
-    log_jobs(request, [job])
+    log_jobs(request, [job], model)
     head = {
         "id": f"chatcmpl-{request.state.request_id}",
         "object": "chat.completion.chunk" if body.stream else "chat.completion",

@@ -26,7 +26,7 @@ async def create_completion(front: Frontend, request: Request, body: CompletionR
     model = front.check_model(body.model)
     params = body.params(front.config.max_choices)
     jobs = await _jobs(front, body, params)
-    log_jobs(request, jobs)
+    log_jobs(request, jobs, model)
     head = {
         "id": f"cmpl-{request.state.request_id}",
         "object": "text_completion",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
 
 from megatron_async.errors import ConfigError
+from megatron_async.serving import tracing
 from megatron_async.serving.chat import Chat
 from megatron_async.serving.errors import ApiError
 from megatron_async.serving.generation import Generator, Job, Metrics, usage_of
@@ -83,16 +84,26 @@ class Frontend:
         return names[0] if name is None else name
 
 
-def log_jobs(request: Request, jobs: Sequence[Job]) -> None:
-    """Say in the request's log line what it was, in numbers that are known at its end."""
+def log_jobs(request: Request, jobs: Sequence[Job], model: str) -> None:
+    """Say in the request's log line and its span what it was, in numbers known at its end."""
+    tracing.describe_request(request.scope["path"], model, jobs)
 
-    def numbers() -> dict[str, int]:
+    def numbers() -> dict[str, Any]:
         usage = usage_of(jobs)
-        return {
+        shown: dict[str, Any] = {
+            "model": model,
             "prompts": len(jobs),
             "prompt_tokens": usage.prompt,
             "cached_tokens": usage.cached,
             "completion_tokens": usage.generated,
+            "finish_reasons": [reason for job in jobs for reason in job.reasons()],
         }
+        queued = [job.queue_seconds for job in jobs if job.queue_seconds is not None]
+        first = [job.first_token for job in jobs if job.first_token is not None]
+        if queued:
+            shown["queue_seconds"] = round(max(queued), 6)
+        if first:
+            shown["first_token_seconds"] = round(min(first), 6)
+        return shown
 
     request.state.log_more.append(numbers)

@@ -115,7 +115,8 @@ class Job:
 
     ``prompt_log_probs`` are there once the first piece is; ``generated`` counts tokens of all
     choices, ``cached`` those of the prompt that were found in the prefix cache. ``begun`` are the
-    choices that have a token.
+    choices that have a token. ``queue_seconds`` and ``first_token``, in seconds after the request,
+    are the first choice's to have them.
     """
 
     prompt: list[int]
@@ -130,6 +131,13 @@ class Job:
     generated: int = 0
     cached: int = 0
     begun: set[int] = field(default_factory=set)
+    ends: dict[int, str] = field(default_factory=dict)
+    queue_seconds: float | None = None
+    first_token: float | None = None
+
+    def reasons(self) -> list[str]:
+        """Why each choice that has ended did, in the engine's words."""
+        return [self.ends[index] for index in sorted(self.ends)]
 
 
 @dataclass(slots=True)
@@ -318,12 +326,15 @@ class Generator:
             self._metrics.tokens(count, since_last)
         elif count:
             if not job.begun:
+                job.first_token = total
                 self._metrics.first_token(total)
             job.begun.add(output.index)
         job.generated += count
         if output.finish_reason is not None:
+            job.ends[output.index] = output.finish_reason
             if output.usage is not None:
                 job.cached = int(output.usage.get("cached_tokens", 0))
+                job.queue_seconds = output.usage.get("queue_time")
             self._metrics.finished(output.finish_reason, output.usage, total)
 
     async def whole(self, job: Job) -> list[Choice]:

@@ -8,7 +8,7 @@ import resource
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from types import FrameType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import uvicorn
 from fastapi import FastAPI
@@ -16,6 +16,9 @@ from fastapi import FastAPI
 from megatron_async.errors import ConfigError
 from megatron_async.serving.app import make_app
 from megatron_async.serving.frontend import Frontend
+
+if TYPE_CHECKING:
+    from opentelemetry.sdk.trace import TracerProvider
 
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 65
@@ -105,6 +108,7 @@ async def serve(
     listening: socket.socket,
     *,
     on_ready: Callable[[], None] = lambda: None,
+    tracer_provider: TracerProvider | None = None,
 ) -> None:
     """Serve HTTP until a signal comes, or the engine cannot be started.
 
@@ -113,6 +117,7 @@ async def serve(
 
     Args:
         on_ready: called when the engine serves.
+        tracer_provider: see ``make_app``.
 
     Raises:
         MegatronAsyncError: why the engine cannot be started.
@@ -135,7 +140,7 @@ async def serve(
             await connection.aclose()
 
     config = uvicorn.Config(
-        make_app(front, lifespan=lifespan),
+        make_app(front, lifespan=lifespan, tracer_provider=tracer_provider),
         log_config=None,
         access_log=False,
         server_header=False,

@@ -104,7 +104,7 @@ async def megatron_generate(front: Frontend, request: Request, body: MegatronReq
         except RequestError as error:
             raise renamed(error, _NAMES) from None
         jobs.append(await front.generator.job(ids, params, names=_NAMES, text=prompt))
-    log_jobs(request, jobs)
+    log_jobs(request, jobs, front.config.model_names[0])
     each = await until_disconnect(request.receive, front.generator.all_whole(jobs))
     return json_response(_shown(front, body, jobs, [choices[0] for choices in each]))
 

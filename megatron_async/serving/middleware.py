@@ -15,6 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from megatron_async.serving import tracing
 from megatron_async.serving.errors import ApiError, ClientGoneError, error_response
 from megatron_async.serving.generation import Metrics
 
@@ -44,9 +45,9 @@ def log_as_json() -> None:
     """Requests, and what goes wrong, as lines of JSON on stderr."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter())
-    for name, level in (("megatron_async", logging.WARNING), ("uvicorn", logging.WARNING)):
+    for name in ("megatron_async", "uvicorn", "opentelemetry"):
         logging.getLogger(name).addHandler(handler)
-        logging.getLogger(name).setLevel(level)
+        logging.getLogger(name).setLevel(logging.WARNING)
     logger.setLevel(logging.INFO)
 
 
@@ -73,8 +74,10 @@ class RequestLog:
         started = time.perf_counter()
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _PLAIN_ID.fullmatch(given) else uuid.uuid4().hex
+        span = tracing.current_span()
+        ids = {"request_id": request_id, **tracing.ids_of(span)}
         fields: dict[str, Any] = {
-            "request_id": request_id,
+            **ids,
             "method": scope["method"],
             "path": scope["path"],
         }
@@ -83,11 +86,18 @@ class RequestLog:
         state["request_id"], state["log_more"] = request_id, more
         status: int | None = None
 
+        def describe() -> None:
+            for numbers in more:
+                fields.update(numbers())
+            tracing.describe_end(span, fields)
+
         async def send_with_id(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = request_id
+            elif span is not None and not message.get("more_body"):
+                describe()  # the span ends with this message
             await send(message)
 
         is_counted = scope["path"] in self._counted_paths
@@ -98,7 +108,7 @@ class RequestLog:
         except ClientGoneError:
             status = STATUS_CLIENT_GONE
         except Exception as error:
-            logger.exception("unexpected error", extra={"fields": {"request_id": request_id}})
+            logger.exception("unexpected error", extra={"fields": ids})
             if status is not None:
                 raise
             await error_response(error)(scope, receive, send_with_id)
@@ -107,8 +117,7 @@ class RequestLog:
                 self._metrics.closed()
                 if status is not None and status >= 400:
                     self._metrics.refused(status)
-            for numbers in more:
-                fields |= numbers()
+            describe()
             fields["status"] = status
             fields["seconds"] = round(time.perf_counter() - started, 6)
             logger.info("request", extra={"fields": fields})

@@ -121,7 +121,7 @@ async def create_response(front: Frontend, request: Request, body: ResponsesRequ
         priority=body.priority,
         skip_special_tokens=body.skip_special_tokens is not False,
     )
-    log_jobs(request, [job])
+    log_jobs(request, [job], model)
     answer = _Answer(front, body, job, request.state.request_id, model)
     if body.stream:
         return EventStream(answer.events())

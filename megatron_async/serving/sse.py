@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
@@ -11,7 +12,10 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from megatron_async.errors import MegatronAsyncError
 from megatron_async.serving.errors import ClientGoneError, describe
+
+logger = logging.getLogger("megatron_async.serving")
 
 DONE = b"data: [DONE]\n\n"
 
@@ -70,12 +74,12 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await until_disconnect(receive, self._send(send))
+            await until_disconnect(receive, self._send(scope, send))
         except ClientGoneError:
             if not self._started:  # else there is nobody to tell, and nothing to add
                 raise
 
-    async def _send(self, send: Send) -> None:
+    async def _send(self, scope: Scope, send: Send) -> None:
         async with contextlib.aclosing(self._events) as events:
             body = await anext(events)
             start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
@@ -87,5 +91,17 @@ class EventStream(Response):
                     await send({"type": "http.response.body", "body": body, "more_body": True})
             except Exception as error:
                 _, said = describe(error)
+                _log(scope, error)
                 await send({"type": "http.response.body", "body": event(said), "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _log(scope: Scope, error: Exception) -> None:
+    """Say in the request's log line which error ended its stream; one that nobody expected gets a
+    line of its own, with its traceback."""
+    state = scope["state"]
+    kind = type(error).__name__
+    state["log_more"].append(lambda: {"error": kind})
+    if not isinstance(error, MegatronAsyncError):
+        fields = {"request_id": state["request_id"]}
+        logger.exception("unexpected error in a stream", extra={"fields": fields})

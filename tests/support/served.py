@@ -141,6 +141,7 @@ def served(
     *,
     tokenizer: Tokenizer | None = None,
     templates: Any = None,
+    tracer_provider: Any = None,
     **config: Any,
 ) -> Iterator[Served]:
     """A server over ``engine``; ``config`` is of ServerConfig."""
@@ -157,7 +158,8 @@ def served(
         client = FakeEngineClient(engine)
         front = make_front(client, ServerConfig(**config), tokenizer, templates, metrics)
         made.append(Served(url, front, client, metrics, asyncio.get_running_loop()))
-        options = uvicorn.Config(make_app(front), log_config=None, access_log=False)
+        app = make_app(front, tracer_provider=tracer_provider)
+        options = uvicorn.Config(app, log_config=None, access_log=False)
         servers.append(uvicorn.Server(options))
         asyncio.get_running_loop().call_soon(started.set)
         await servers[0].serve(sockets=[listening])
