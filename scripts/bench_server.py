@@ -101,7 +101,8 @@ def over_http(target: Target, requests: list[Request], args: Any) -> dict[str, A
     streams = args.concurrency or len(requests)
     bodies = [target.encode(request) for request in requests]
     clients = (streams, args.client_processes, lambda answer: None)
-    return figures(run_clients(target.server, bodies, at_once, *clients))
+    found: dict[str, Any] = figures(run_clients(target.server, bodies, at_once, *clients))
+    return found
 
 
 def main() -> None:
