@@ -18,6 +18,7 @@ def version() -> str:
 
 
 SERVER = ["fastapi", "httptools", "msgspec", "prometheus-client", "pyzmq", "uvicorn"]
+SERVER += ["uvloop; sys_platform != 'win32'"]
 
 setup(
     name="megatron-async",

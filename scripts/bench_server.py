@@ -18,6 +18,7 @@ import math
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -28,10 +29,11 @@ from megatron_async.inference.benchmark.command import length_range
 from megatron_async.inference.benchmark.loads import RaggedLoad, Request, arrivals
 from megatron_async.inference.benchmark.runs import request_figures, run_load
 from megatron_async.inference.benchmark.server_load import Target, figures, run_clients
-from megatron_async.inference.cli.options import DTYPES
+from megatron_async.inference.cli.options import DTYPES, FLAGS
 
 START_SECONDS = 300
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 8, 8
+SPEED = "output_tokens_per_second"
 
 
 def parse_options() -> argparse.Namespace:
@@ -41,7 +43,7 @@ def parse_options() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--model", default="tiny", help="tiny, a model directory, or random:SHAPE")
-    add("--shape", help="the same as --model random:SHAPE")
+    add("--shape", help="as --model random:SHAPE")
     add("--device", help="default: a GPU where there is one")
     add("--dtype", choices=DTYPES)
     for name, default in (("requests", 512), ("max-requests", 128), ("depth", 1), ("rounds", 3)):
@@ -63,27 +65,23 @@ def server(args: argparse.Namespace, config: EngineConfig) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    given = {
-        "port": port,
-        "model": args.model,
-        "max-queue": args.requests,
-        "depth": config.depth,
-        "max-requests": config.max_requests,
-        "inference-max-seq-length": config.max_sequence_length,
-        "block-count": config.block_count,
-        "device": config.device,
-        "dtype": config.dtype,
-    }
+    names = ("depth", "max_requests", "max_sequence_length", "block_count", "device", "dtype")
+    given = {"--port": port, "--model": args.model, "--max-queue": args.requests}
+    given |= {FLAGS.get(name, f"--{name}"): getattr(config, name) for name in names}
     command = [sys.executable, "-m", "megatron_async", "serve", "--no-enable-prefix-caching"]
     for name, value in given.items():
-        command += [] if value is None else [f"--{name}", str(value)]
+        command += [] if value is None else [name, str(value)]
     url = f"http://127.0.0.1:{port}"
-    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+    with (
+        tempfile.TemporaryFile("w+") as log,
+        subprocess.Popen(command, stderr=log) as process,
+    ):
         try:
             until = time.monotonic() + START_SECONDS
             while not is_healthy(url):
                 if process.poll() is not None or time.monotonic() > until:
-                    raise SystemExit(f"the server does not start: {' '.join(command)}")
+                    log.seek(0)
+                    raise SystemExit(f"{' '.join(command)} does not start: {log.read()[-2000:]}")
                 time.sleep(0.2)
             yield url
         finally:
@@ -134,11 +132,11 @@ def main() -> None:
         for _ in range(args.rounds):
             python.append(request_figures(run_load(engine, requests)))
             http.append(over_http(target, requests, args))
-            said = [f"{one['output_tokens_per_second']:.1f}" for one in (python[-1], http[-1])]
-            print("tokens/s: Python {}, HTTP {}".format(*said), http[-1]["errors"], flush=True)
+            said = f"tokens/s: Python {python[-1][SPEED]:.1f}, HTTP {http[-1][SPEED]:.1f}"
+            print(said, http[-1]["errors"], flush=True)
     at = (args.rounds - 1) // 2
     ours, theirs = (sorted(runs, key=lambda run: run["seconds"])[at] for runs in (python, http))
-    ratio = theirs["output_tokens_per_second"] / ours["output_tokens_per_second"]
+    ratio = theirs[SPEED] / ours[SPEED]
     print(f"{args.model}, HTTP / Python: {ratio:.1%}. Median rounds of Python and HTTP:")
     for name in filter(ours.get, theirs):
         print(f"  {name:30} {ours[name]:12.3f} {theirs[name]:12.3f}")

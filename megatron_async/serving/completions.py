@@ -18,7 +18,7 @@ from megatron_async.serving.frontend import Frontend, log_jobs
 from megatron_async.serving.generation import Choice, Job, Piece, ahead_of_others, usage_of
 from megatron_async.serving.log_prob_shapes import CompletionLogProbs, joined, prompt_log_probs
 from megatron_async.serving.openai_api import CompletionRequest
-from megatron_async.serving.sse import DONE, EventStream, event, until_disconnect
+from megatron_async.serving.sse import DONE, EventStream, TextEvents, event, until_disconnect
 
 
 async def create_completion(front: Frontend, request: Request, body: CompletionRequest) -> Response:
@@ -127,6 +127,8 @@ class _Completion:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The events of the answer as a stream."""
         body, count = self._body, self._body.num_choices
+        has_usage, is_plain = body.wants_continuous_usage, self._is_plain
+        texts: dict[int, TextEvents] = {}
         shapers: dict[int, CompletionLogProbs] = {}
         seen: set[int] = set()
         async with contextlib.aclosing(self._front.generator.stream_all(self._jobs)) as arriving:
@@ -134,16 +136,36 @@ class _Completion:
                 index = number * count + piece.output.index
                 is_first = index not in seen
                 seen.add(index)
+                if is_plain and piece.text and piece.finish_reason is None:
+                    made = texts.get(index) or texts.setdefault(index, self._text_events(index))
+                    yield made.event(piece.text)
+                    continue
                 if not (piece.text or piece.finish_reason or piece.output.token_ids or is_first):
                     continue
                 shown = self._piece(self._jobs[number], index, piece, is_first, shapers)
                 chunk = {**self._head, "choices": [shown]}
-                if body.wants_continuous_usage:
+                if has_usage:
                     chunk["usage"] = usage_of(self._jobs).to_dict()
                 yield event(chunk)
         if body.wants_usage:
             yield event({**self._head, "choices": [], "usage": usage_of(self._jobs).to_dict()})
         yield DONE
+
+    @property
+    def _is_plain(self) -> bool:
+        """Most pieces bring text and nothing else."""
+        body = self._body
+        return body.shows_generated and not (
+            body.echo
+            or body.wants_continuous_usage
+            or body.return_token_ids
+            or body.logprobs is not None
+            or body.prompt_logprobs is not None
+        )
+
+    def _text_events(self, index: int) -> TextEvents:
+        shown = {"index": index, "text": TextEvents.PLACE, "logprobs": None, "finish_reason": None}
+        return TextEvents({**self._head, "choices": [shown]})
 
     def _piece(
         self,

@@ -410,11 +410,18 @@ async def _cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def ahead_of_others(
+def ahead_of_others(
     pieces: AsyncIterator[tuple[int, Piece]], jobs: Sequence[Job]
 ) -> AsyncIterator[tuple[int, Piece]]:
     """``pieces`` in an order in which each prompt's log-probabilities, which come with its first
     choice, are there before any piece of the prompt."""
+    are_due = any(job.params.wants_prompt_log_probs for job in jobs)
+    return _in_order(pieces, jobs) if are_due else pieces
+
+
+async def _in_order(
+    pieces: AsyncIterator[tuple[int, Piece]], jobs: Sequence[Job]
+) -> AsyncIterator[tuple[int, Piece]]:
     held: dict[int, list[Piece]] = {}
     async for number, piece in pieces:
         job = jobs[number]

@@ -379,6 +379,22 @@ def test_prompt_log_probs_of_vllm(client: httpx.Client) -> None:
     assert len(talk["prompt_logprobs"]) == talk["usage"]["prompt_tokens"]
 
 
+def test_events_that_are_made_from_parts_are_the_same(client: httpx.Client) -> None:
+    body = {"prompt": "abc", "seed": 3, "max_tokens": 12, "ignore_eos": True, "n": 2}
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    parts = events_of(client, "/v1/completions", **body)
+    others = events_of(client, "/v1/completions", **body, stream_options=options)[:-1]
+
+    def choices(events: list[Any], index: int) -> list[Any]:
+        shown = [chunk["choices"][0] for chunk in events]
+        return [choice for choice in shown if choice["index"] == index]
+
+    for index in (0, 1):
+        assert choices(parts, index) == choices(others, index)
+    assert [chunk.keys() for chunk in others] == [{**chunk, "usage": 0}.keys() for chunk in parts]
+    assert len(parts) > 12
+
+
 def test_best_of_keeps_the_likeliest_and_is_no_stream(client: httpx.Client) -> None:
     body = {"seed": 3, "max_tokens": 6, "ignore_eos": True}
     three = completion(client, n=3, logprobs=0, **body)["choices"]
