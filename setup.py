@@ -32,7 +32,13 @@ setup(
     ],
     package_dir={"megatron_async.inference": "inference"},
     package_data={
-        "megatron_async": ["py.typed", "assets/**", "kernels/*/*.cu*", "kernels/*/*.json"],
+        "megatron_async": [
+            "py.typed",
+            "assets/**",
+            "kernels/*/*.cu*",
+            "kernels/*/*.json",
+            "serving/page/*.html",
+        ],
         "megatron_async.inference": ["verify/scenarios.toml"],
     },
     python_requires=">=3.11",

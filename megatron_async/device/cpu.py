@@ -13,6 +13,7 @@ import random
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import TypeAlias
@@ -42,7 +43,7 @@ class CpuDevice:
     ) -> None:
         self.torch_device = torch.device("cpu")
         self.poison = poison
-        self.timeline: list[Span] | None = [] if record else None
+        self.timeline: deque[Span] | None = deque() if record else None
         self.jitters = jitter_seed is not None
         self._jitter = random.Random(jitter_seed)
         self._work: _Queue = queue.SimpleQueue()
@@ -89,13 +90,22 @@ class CpuDevice:
             self.raise_failure()
         self.raise_failure()
 
-    def start_timeline(self) -> None:
-        self.timeline = []
+    def start_timeline(self, most: int | None = None) -> None:
+        self.timeline = deque(maxlen=most)
+
+    def finished_spans(self) -> list[Span]:
+        timeline = self.timeline
+        spans = [] if timeline is None else timeline.copy()
+        return [span for span in spans if span.name != "synchronize"]
 
     def take_timeline(self) -> list[Span]:
         self.synchronize()
-        spans, self.timeline = self.timeline or [], None
-        return [span for span in spans if span.name != "synchronize"]
+        spans = self.finished_spans()
+        self.drop_timeline()
+        return spans
+
+    def drop_timeline(self) -> None:
+        self.timeline = None
 
     def close(self) -> None:
         _end(self._work, self._thread, self._over)
@@ -140,8 +150,9 @@ class CpuDevice:
         except BaseException as error:  # handed to the host at its next call
             self.failure = error
             self.wake()
-        if self.timeline is not None:
-            self.timeline.append(Span(name, ticket, start, time.perf_counter_ns()))
+        timeline = self.timeline  # another thread may drop it meanwhile
+        if timeline is not None:
+            timeline.append(Span(name, ticket, start, time.perf_counter_ns()))
 
 
 def _run(queued: _Queue, device_of: weakref.ref[CpuDevice], over: threading.Event) -> None:

@@ -49,11 +49,12 @@ class CudaDevice:
         self.ticket = -1
 
     def enqueue(self, work: Callable[[], None], name: str) -> None:
+        timeline = self.timeline  # another thread may drop it meanwhile
         with torch.inference_mode(), torch.cuda.stream(self.stream):
-            if self.timeline is None:
+            if timeline is None:
                 work()
             else:
-                self.timeline.record(work, name, self.ticket)
+                timeline.record(work, name, self.ticket)
 
     @contextmanager
     def inline(self) -> Iterator[None]:
@@ -97,15 +98,22 @@ class CudaDevice:
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 
-    def start_timeline(self) -> None:
+    def start_timeline(self, most: int | None = None) -> None:
         from megatron_async.device.cuda_timeline import CudaTimeline
 
-        self.timeline = CudaTimeline(self.stream)
+        self.timeline = CudaTimeline(self.stream, most)
+
+    def finished_spans(self) -> list[Span]:
+        timeline = self.timeline
+        return [] if timeline is None else timeline.finished()
 
     def take_timeline(self) -> list[Span]:
         self.synchronize()
         timeline, self.timeline = self.timeline, None
         return [] if timeline is None else timeline.spans()
+
+    def drop_timeline(self) -> None:
+        self.timeline = None
 
     def close(self) -> None:
         self.stream.synchronize()
@@ -128,11 +136,12 @@ class _CudaGraph:
 
     def replay(self) -> None:
         device = self._device
+        timeline = device.timeline  # another thread may drop it meanwhile
         with self._stream:
-            if device.timeline is None:
+            if timeline is None:
                 self._graph.replay()
             else:
-                device.timeline.record(self._graph.replay, self._name, device.ticket)
+                timeline.record(self._graph.replay, self._name, device.ticket)
 
 
 class _Counted:

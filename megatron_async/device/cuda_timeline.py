@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 import torch
@@ -42,11 +43,12 @@ class CudaTimeline:
 
     Args:
         stream: where all the work goes. It is waited for, here and in :meth:`spans` only.
+        most: launches that are kept, the last ones; None for all.
     """
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    def __init__(self, stream: torch.cuda.Stream, most: int | None = None) -> None:
         self._stream = stream
-        self._marks: list[_Mark] = []
+        self._marks: deque[_Mark] = deque(maxlen=most)
         best: int | None = None
         for _ in range(ALIGNMENTS):
             event = torch.cuda.Event(enable_timing=True)
@@ -72,12 +74,23 @@ class CudaTimeline:
     def spans(self) -> list[Span]:
         """Everything recorded, in stream order, in nanoseconds of ``time.perf_counter_ns``."""
         self._stream.synchronize()
+        return self._spans_of(self._marks)
+
+    def finished(self) -> list[Span]:
+        """As :meth:`spans`, what is over by now; waits for nothing."""
+        marks = [mark for mark in self._marks.copy() if mark.end.query()]
+        spans = self._spans_of(marks)
+        if marks:  # a float of milliseconds is exact enough for some seconds only
+            self._base, self._base_ns = marks[0].begin, spans[0].start_ns
+        return spans
+
+    def _spans_of(self, marks: Collection[_Mark]) -> list[Span]:
         spans = [
             Span(mark.name, mark.ticket, self._host_ns(mark.begin), self._host_ns(mark.end))
-            for mark in self._marks
+            for mark in marks
         ]
         # Nothing runs before it was launched: what looks so is the error of the alignment.
-        pairs = zip(spans, self._marks, strict=True)
+        pairs = zip(spans, marks, strict=True)
         late = max([0, *(mark.called_ns - span.start_ns for span, mark in pairs)])
         return [s._replace(start_ns=s.start_ns + late, end_ns=s.end_ns + late) for s in spans]
 

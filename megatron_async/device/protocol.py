@@ -90,11 +90,19 @@ class Device(Protocol):
     def mark_ticket(self, ticket: int) -> None:
         """Work enqueued from now on belongs to this ticket (for timelines)."""
 
-    def start_timeline(self) -> None:
-        """Record from now on when work runs; on CUDA this waits for the device once."""
+    def start_timeline(self, most: int | None = None) -> None:
+        """Record from now on when work runs, the last ``most`` pieces of it; on CUDA this waits for
+        the device once."""
+
+    def finished_spans(self) -> list[Span]:
+        """What of the recorded work is over, in stream order; waits for nothing. From any
+        thread."""
 
     def take_timeline(self) -> list[Span]:
         """Wait for the device, stop recording, and return what ran, in stream order."""
+
+    def drop_timeline(self) -> None:
+        """Stop recording; waits for nothing."""
 
     def synchronize(self) -> None:
         """Wait until the device has nothing to do; raises what device work raised."""

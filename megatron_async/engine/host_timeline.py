@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import Any, NamedTuple
 
 from megatron_async.device.protocol import Span
 from megatron_async.request import StepReport
 from megatron_async.step.plan import Plan
+
+SLICES_OF_A_STEP = 7
+"""At most: plan, pack, sample, launch, wait, output, commit."""
 
 
 class Launch(NamedTuple):
@@ -29,6 +33,7 @@ class HostTimeline:
 
     Args:
         engine: stands between two steps. Its steps run on one thread.
+        most_steps: that are kept, the last ones; None for all.
 
     Attributes:
         in_flight: tickets whose tokens the host had not taken when the timeline began.
@@ -36,11 +41,12 @@ class HostTimeline:
         detach: takes the timeline away; what it has seen stays.
     """
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Any, most_steps: int | None = None) -> None:
         self.in_flight = engine.in_flight_count
-        self.slices: list[Span] = []
-        self.launches: list[Launch] = []
+        self.slices: deque[Span] = deque(maxlen=most_steps and most_steps * SLICES_OF_A_STEP)
+        self.launches: deque[Launch] = deque(maxlen=most_steps)
         self.reports: dict[int, StepReport] = {}
+        self._most_steps = most_steps
         self.detach = engine.observe(self)
 
     def on_span(self, name: str, ticket: int, start_ns: int, end_ns: int) -> None:
@@ -55,3 +61,5 @@ class HostTimeline:
     def on_commit(self, report: StepReport) -> None:
         """A step was committed."""
         self.reports[report.ticket] = report
+        if self._most_steps is not None and len(self.reports) > self._most_steps:
+            del self.reports[next(iter(self.reports))]

@@ -16,16 +16,21 @@ from megatron_async.serving.completions import create_completion
 from megatron_async.serving.errors import install_error_handlers, json_response
 from megatron_async.serving.frontend import Frontend
 from megatron_async.serving.legacy_api import MegatronRequest, megatron_generate
+from megatron_async.serving.live_feed import LiveFeed
 from megatron_async.serving.middleware import ApiKeys, BodyLimit, RequestLog
 from megatron_async.serving.openai_api import ChatCompletionRequest, CompletionRequest
+from megatron_async.serving.page import page_response
 from megatron_async.serving.responses_api import ResponsesRequest, create_response
+from megatron_async.serving.sse import EventStream
 from megatron_async.version import __version__
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
-OPEN_PATHS = frozenset({"/health", "/v1/health", "/version", "/metrics"})
-"""Need no key: probes and Prometheus have none."""
+OPEN_PATHS = frozenset({"/", "/health", "/v1/health", "/version", "/metrics"})
+"""Need no key: probes and Prometheus have none, and the page asks for one."""
+UNTRACED_PATHS = OPEN_PATHS | {"/live"}
+"""Are asked now and then, or last for as long as somebody looks."""
 PRIVILEGED_PATHS = frozenset(
     {"/pause", "/resume", "/suspend", "/weights", "/reset_prefix_cache", "/profile"}
 )
@@ -55,12 +60,13 @@ def make_app(
         redoc_url=None,
         responses={"4XX": {"description": "An error, in the shape of OpenAI's API"}},
         lifespan=lifespan,
-        telemetry=tracing.telemetry(tracer_provider, OPEN_PATHS),
+        telemetry=tracing.telemetry(tracer_provider, UNTRACED_PATHS),
     )
     install_error_handlers(app)
     _add_openai(app, front)
     _add_server(app, front)
     _add_engine(app, front)
+    _add_page(app, front)
     # The last one that is added is the outermost.
     app.add_middleware(BodyLimit, most_bytes=front.config.max_body_bytes)
     app.add_middleware(
@@ -160,3 +166,15 @@ def _add_engine(app: FastAPI, front: Frontend) -> None:
     @app.post("/profile", response_model=None)
     async def profile(body: engine_api.ProfileRequest | None = None) -> Response:
         return await engine_api.profile(front, body or engine_api.ProfileRequest())
+
+
+def _add_page(app: FastAPI, front: Frontend) -> None:
+    feed = LiveFeed(front)
+
+    @app.get("/", response_model=None, include_in_schema=False)
+    async def page() -> Response:
+        return page_response()
+
+    @app.get("/live", response_model=None)
+    async def live() -> Response:
+        return EventStream(feed.events())

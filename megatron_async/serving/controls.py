@@ -18,6 +18,7 @@ from megatron_async.engine.host_timeline import HostTimeline
 from megatron_async.errors import MegatronAsyncError, RequestError
 from megatron_async.request import StepReport
 from megatron_async.serving.live_requests import TIMEOUT, LiveRequests
+from megatron_async.serving.live_steps import LiveSteps
 from megatron_async.serving.messages import Answer, Control
 
 THREADS = 4
@@ -38,10 +39,16 @@ class Controls:
         self._requests = requests
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="control")
         self._profiling = threading.Lock()
+        self._live = LiveSteps(engine)
 
     def submit(self, control: Control, answer: Callable[[Answer], object]) -> None:
         """Begin a control; ``answer`` is called when it is done."""
         self._pool.submit(self._run, control, answer)
+
+    def tick(self) -> None:
+        """End what nobody asks for any more; called now and then."""
+        if self._live.is_over():
+            self._pool.submit(self._live.stop)  # which waits for a step
 
     def close(self) -> None:
         """Wait for nobody."""
@@ -116,6 +123,10 @@ class Controls:
             engine.scheduler.check_idle()
         return {"idle": True}
 
+    def live(self) -> dict[str, Any]:
+        """The last steps; see :class:`~megatron_async.serving.live_steps.LiveSteps`."""
+        return {"device": _device_name(self._engine), "steps": self._live.read()}
+
     def profile(self, path: str, steps: int = 100, timeout: float | None = 60.0) -> dict[str, Any]:
         """Write what host and device do in the next steps, as a trace for Perfetto.
 
@@ -128,7 +139,8 @@ class Controls:
         if not self._profiling.acquire(blocking=False):
             raise RequestError("another profile is being taken; wait for it")
         try:
-            return self._profile(Path(path), steps, timeout)
+            with self._live.set_aside():
+                return self._profile(Path(path), steps, timeout)
         finally:
             self._profiling.release()
 
@@ -205,6 +217,7 @@ CONTROLS: dict[str, Callable[..., dict[str, Any]]] = {
         Controls.weights,
         Controls.reset_prefix_cache,
         Controls.check_idle,
+        Controls.live,
         Controls.profile,
     )
 }

@@ -180,6 +180,7 @@ class EngineProcess:
 
     def _tick(self) -> None:
         self._parent.send(Beat())
+        self._controls.tick()
         snapshot = self._snapshot()
         for front_end in list(self._front_ends.values()):
             if not front_end.is_gone:

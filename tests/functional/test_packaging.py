@@ -62,7 +62,8 @@ def test_wheel_holds_every_source_and_asset(wheel: Path) -> None:
     }
     kernels = [*package.glob("kernels/*/*.cu*"), *package.glob("kernels/*/*.json")]
     assets = (package / "assets").rglob("*")
-    for path in (*package.rglob("*.py"), *kernels, *assets):
+    pages = package.glob("serving/page/*.html")
+    for path in (*package.rglob("*.py"), *kernels, *assets, *pages):
         if path.is_file():
             expected.add(path.relative_to(ROOT).as_posix())
     names = {n for n in zipfile.ZipFile(wheel).namelist() if n.startswith("megatron_async/")}

@@ -358,11 +358,17 @@ class FakeEvent:
     def synchronize(self) -> None:
         pass
 
+    def query(self) -> bool:
+        return self.at <= CLOCK.ns - FakeEvent.SKEW - FakeStream.behind
+
     def elapsed_time(self, end: FakeEvent) -> float:
         return (end.at - self.at) * 1e-6
 
 
 class FakeStream:
+    behind = 0
+    """Nanoseconds of work that the device has yet to do."""
+
     def __init__(self) -> None:
         self.lead = 0
 
@@ -394,6 +400,30 @@ def test_cuda_spans_come_on_the_hosts_clock_and_never_before_their_launch(
     spans = timeline.spans()
     assert spans[-1].start_ns >= called[-1]
     assert 0 <= spans[0].start_ns - called[0] < 5e5
+
+
+def test_cuda_spans_that_are_over_can_be_had_while_others_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuda_timeline.torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(cuda_timeline, "time", CLOCK)
+    stream: Any = FakeStream()
+    timeline = CudaTimeline(stream, most=4)
+    assert timeline.finished() == []
+    called = []
+    for ticket in range(6):
+        called.append(CLOCK.perf_counter_ns())
+        timeline.record(lambda: CLOCK.sleep(1e-3), "S H2D F", ticket)
+    monkeypatch.setattr(FakeStream, "behind", 500_000)
+    monkeypatch.setattr(FakeStream, "synchronize", None)  # nobody may wait
+    for _ in range(2):  # the second time by the clock of the first
+        spans = timeline.finished()
+        assert [span.ticket for span in spans] == [2, 3, 4]
+        for span in spans:
+            assert 0 <= span.start_ns - called[span.ticket] < 5e3
+            assert 1e6 <= span.end_ns - span.start_ns < 1.01e6
+    monkeypatch.setattr(FakeStream, "behind", 0)
+    assert [span.ticket for span in timeline.finished()] == [2, 3, 4, 5]
 
 
 def test_kernels_come_on_the_hosts_clock() -> None:
