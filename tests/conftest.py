@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import tempfile
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support import gpus  # noqa: F401 - before the next one looks for GPUs
+from tests.support.emulator import FOLDER
 from tests.support.interpreter import INTERPRETED, mend_interpreter
 
 # The same examples in every run of the CI, new ones on everybody's own machine. No verdict depends
@@ -48,6 +51,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="decode a million tokens in the long run, instead of a hundred thousand",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """What one process compiles, the others need not."""
+    if FOLDER not in os.environ:
+        folder = tempfile.TemporaryDirectory()
+        config.add_cleanup(folder.cleanup)
+        os.environ[FOLDER] = folder.name
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests are no garbage: each full collection would look at them again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
