@@ -24,6 +24,17 @@ settings.load_profile("ci" if os.environ.get("CI") else "own")
 if INTERPRETED:
     mend_interpreter()
 
+LONG = (
+    "test_state_machine.py",
+    "test_interpreted_kernels.py",
+    "test_serving_faults.py",
+    "test_server.py",
+    "test_checkpoint_distributed.py",
+    "test_checkpoint_tensor_parallel.py",
+    "test_long_run.py",
+)
+"""Files of single tests that take long: they begin first, so that processes end together."""
+
 
 def _part(text: str) -> tuple[int, int]:
     part, parts = (int(number) for number in text.split("/"))
@@ -36,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--state-machine-examples",
         type=int,
-        default=200,
+        default=250,
         help="examples of the engine's state machine, each of up to 110 rule steps",
     )
     parser.addoption(
@@ -54,11 +65,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What one process compiles, the others need not."""
+    """What one process builds for the emulator, the others need not."""
     if FOLDER not in os.environ:
-        folder = tempfile.TemporaryDirectory()
+        folder, patch = tempfile.TemporaryDirectory(), pytest.MonkeyPatch()
+        patch.setenv(FOLDER, folder.name)
+        config.add_cleanup(patch.undo)
         config.add_cleanup(folder.cleanup)
-        os.environ[FOLDER] = folder.name
 
 
 def pytest_collection_finish() -> None:
@@ -68,5 +80,6 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONG)
     part, parts = config.getoption("--part")
     items[:] = items[part::parts]
