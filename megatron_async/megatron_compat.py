@@ -41,6 +41,22 @@ def _quiet() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def _uncompiled() -> Iterator[None]:
+    """``torch.compile`` is a decorator that does nothing."""
+
+    def decorate(function: Any = None, **options: Any) -> Any:
+        return decorate if function is None else function
+
+    module: Any = torch
+    compiles = torch.compile
+    module.compile = decorate
+    try:
+        yield
+    finally:
+        module.compile = compiles
+
+
 @functools.cache
 def apply() -> None:
     """Install the shims; calling it again does nothing.
@@ -54,11 +70,11 @@ def apply() -> None:
         cuda: Any = torch.cuda
         cuda.current_device = lambda: torch.device("cpu")
         cuda.synchronize = lambda device=None: None
-    with _quiet():
+    # megatron's fuser is torch.compile: each new shape would cost seconds, and its import one. It
+    # decorates at import time, some functions before it can be disabled.
+    with _quiet(), _uncompiled():
         from megatron.core import jit
 
-        # megatron's fuser is torch.compile: each new shape would cost seconds. It decorates at
-        # import time, hence the order: jit first, then whatever uses it.
         if "megatron.core.models.gpt.gpt_model" in sys.modules:
             logger.info("megatron-core was imported before megatron_async: its jit fuser stays on")
         jit.disable_jit_fuser()

@@ -42,6 +42,7 @@ find_python() {
         "also python3-venv), or set PYTHON to it"
 }
 
+# Installs are --no-compile: most files are never imported, and Python compiles those that are.
 pip() { "$VENV/bin/python" -m pip --disable-pip-version-check "$@"; }
 
 install_torch() {
@@ -52,20 +53,20 @@ install_torch() {
         if pip show torch 2>/dev/null | grep '^Version:.*+cpu' >/dev/null; then
             pip uninstall --yes torch >&2
         fi
-        pip install -c "$CONSTRAINTS" "torch==$TORCH_VERSION" >&2
+        pip install --no-compile -c "$CONSTRAINTS" "torch==$TORCH_VERSION" >&2
         return
     fi
     say "no usable NVIDIA GPU: installing the CPU build of torch $TORCH_VERSION"
     log="$VENV/torch-cpu.log"
     # Its dependencies come with the others.
-    if pip install --no-deps "torch==$TORCH_VERSION+cpu" >&2 2>"$log"; then
+    if pip install --no-compile --no-deps "torch==$TORCH_VERSION+cpu" >&2 2>"$log"; then
         return
     fi
     say "pip found no CPU build: $(tail -n 1 "$log")"
     say "falling back to plain torch $TORCH_VERSION, which on Linux may be the CUDA build: gigabytes."
     say "To avoid that, stop here, add PyTorch's CPU wheel index (see pytorch.org) to pip's"
     say "extra-index-url, for example in PIP_EXTRA_INDEX_URL, and run this again."
-    pip install -c "$CONSTRAINTS" "torch==$TORCH_VERSION" >&2
+    pip install --no-compile -c "$CONSTRAINTS" "torch==$TORCH_VERSION" >&2
 }
 
 setup() {
@@ -85,9 +86,9 @@ setup() {
         "$python" -m venv --clear "$VENV"
     fi
     say "installing dependencies pinned in requirements/constraints.txt; the first time takes minutes"
-    pip install --quiet -c "$CONSTRAINTS" setuptools >&2
+    pip install --quiet --no-compile -c "$CONSTRAINTS" setuptools >&2
     install_torch "$kind"
-    pip install --quiet -c "$CONSTRAINTS" --no-build-isolation --editable "$ROOT[test]" >&2
+    pip install --quiet --no-compile -c "$CONSTRAINTS" --no-build-isolation --editable "$ROOT[test]" >&2
     printf '%s\n' "$stamp" >"$STAMP"
     say "done"
 }

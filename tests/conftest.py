@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import tempfile
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.support import gpus  # noqa: F401 - before the next one looks for GPUs
+from tests.support.emulator import FOLDER
 from tests.support.interpreter import INTERPRETED, mend_interpreter
 
 # The same examples in every run of the CI, new ones on everybody's own machine. No verdict depends
@@ -21,6 +24,17 @@ settings.load_profile("ci" if os.environ.get("CI") else "own")
 if INTERPRETED:
     mend_interpreter()
 
+LONG = (
+    "test_state_machine.py",
+    "test_interpreted_kernels.py",
+    "test_serving_faults.py",
+    "test_server.py",
+    "test_checkpoint_distributed.py",
+    "test_checkpoint_tensor_parallel.py",
+    "test_long_run.py",
+)
+"""Files of single tests that take long: they begin first, so that processes end together."""
+
 
 def _part(text: str) -> tuple[int, int]:
     part, parts = (int(number) for number in text.split("/"))
@@ -33,7 +47,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--state-machine-examples",
         type=int,
-        default=200,
+        default=250,
         help="examples of the engine's state machine, each of up to 110 rule steps",
     )
     parser.addoption(
@@ -50,6 +64,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """What one process builds for the emulator, the others need not."""
+    if FOLDER not in os.environ:
+        folder, patch = tempfile.TemporaryDirectory(), pytest.MonkeyPatch()
+        patch.setenv(FOLDER, folder.name)
+        config.add_cleanup(patch.undo)
+        config.add_cleanup(folder.cleanup)
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests are no garbage: each full collection would look at them again."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONG)
     part, parts = config.getoption("--part")
     items[:] = items[part::parts]

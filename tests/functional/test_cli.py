@@ -369,16 +369,6 @@ def test_scenarios_refuse_depths_they_are_not_made_for(capsys: Capture) -> None:
     assert "at most 8" in err
 
 
-def test_steps_are_logged_on_stderr(model: str) -> None:
-    arguments = ("--model", model, "--prompt", "a", "--max-new-tokens", "9", "--depth", "1")
-    done = run_program(
-        *("generate", *arguments, "--device", "cpu", "--inference-logging-step-interval", "4")
-    )
-    assert done.returncode == 0, done.stderr
-    assert "step 4: " in done.stderr
-    assert "step 8: " in done.stderr
-
-
 def test_prefixes_are_shared_unless_turned_off(model: str, capsys: Capture) -> None:
     prompts = ("--prompt", "def f(x):", "def f(x):y")
     arguments = ("--model", model, *prompts, *SAMPLED, "--inference-dynamic-batching-block-size=4")
@@ -409,8 +399,9 @@ def test_demo_without_a_tokenizer_says_what_to_use(
     assert f"--model {tmp_path} has no tokenizer" in err and "use verify" in err
 
 
-def test_info_names_versions_and_devices() -> None:
-    report = json.loads(run_program("info", "--json", check=True).stdout)
+def test_info_names_versions_and_devices(capsys: Capture) -> None:
+    assert main(["info", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
     assert report["versions"]["torch"] == torch.__version__
     assert report["versions"]["megatron-core"] == "0.16.1"
     assert report["devices"][0].startswith("cpu: ")
@@ -462,14 +453,17 @@ def test_closed_pipe_is_quiet(model: str) -> None:
     assert lines == []
 
 
-def test_tiny_writes_python(tmp_path: Path) -> None:
+def test_tiny_writes_python_and_logs_its_steps_on_stderr(tmp_path: Path) -> None:
     """From any directory, as a stranger would start it; 'tiny' is the default model."""
     command = ("generate", "--prompt", "class Stack:\n    def __init__(self):")
-    done = run_program(*command, "--inference-async-scheduling", cwd=tmp_path)
+    options = ("--inference-async-scheduling", "--inference-logging-step-interval", "4")
+    done = run_program(*command, *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "    " in done.stdout
     assert "self" in done.stdout
     assert "steps overlapped" in done.stderr
+    assert "step 4: " in done.stderr
+    assert "step 8: " in done.stderr
 
 
 def test_tiny_verifies_at_every_depth(capsys: Capture) -> None:

@@ -1,5 +1,5 @@
 """Where tests of the CUDA C++ kernels run: on a GPU, or in an emulator that is stricter about order
-than a GPU is (``emulated_intrinsics.hpp``), with fewer and smaller cases."""
+than a GPU is (``emulated_intrinsics.cpp``), with fewer and smaller cases."""
 
 from __future__ import annotations
 

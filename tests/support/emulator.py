@@ -1,10 +1,11 @@
-"""The CUDA kernels of ``kernels/`` on a CPU: see ``emulated_intrinsics.hpp``."""
+"""The CUDA kernels of ``kernels/`` on a CPU: see ``emulated_intrinsics.cpp``."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import hashlib
+import os
 import re
 import shutil
 import subprocess
@@ -24,7 +25,14 @@ from megatron_async.kernels.sampling import sample_cuda as sample
 
 COMPILER = shutil.which("g++")
 _INTRINSICS = Path(__file__).with_name("emulated_intrinsics.hpp")
+_RUNTIME = Path(__file__).with_name("emulated_intrinsics.cpp")
 _STANDARD = """
+#include <cmath>
+#include <cstring>
+#include <utility>
+"""
+_RUNTIME_STANDARD = """
+#include <setjmp.h>
 #include <ucontext.h>
 #include <algorithm>
 #include <cmath>
@@ -37,7 +45,14 @@ _STANDARD = """
 #include <utility>
 #include <vector>
 """
-_OPTIONS = ("-std=c++20", "-O1", "-w", "-fPIC")
+_OPTIONS = ("-std=c++20", "-O1", "-w", "-Wno-psabi", "-fPIC")
+_RUNTIME_OPTIONS = (
+    "-shared",
+    "-O2",
+    "-U_FORTIFY_SOURCE",
+)  # which takes fibers' longjmp for a fault
+FOLDER = "EMULATED_KERNELS"
+"""The environment variable with the folder of what is built, where processes share it."""
 _SHARED = re.compile(r"extern __shared__ __align__\([^)]+\) char shared\[\];")
 _CLUSTER = {"embed": "1", "sample": "C"}
 """CTAs of a cluster, where that is not ``CLUSTER``."""
@@ -153,13 +168,9 @@ def kernel(source: str, defines: Mapping[str, int], device: torch.device) -> Emu
 
 def source_text(source: str) -> str:
     """C++ that means what the kernel's source means, with an entry point ``run``."""
-    types = (cuda.SOURCES / "include" / "types.cuh").read_text()
     rest = (cuda.SOURCES / "include" / "arithmetic.cuh").read_text() + cuda.own_text(source)
     assert rest.count("asm") == 0, "inline assembly belongs into intrinsics.cuh"
-    intrinsics = _INTRINSICS.read_text()
-    head, mark, tail = intrinsics.partition("namespace emulator {")
-    # The kernels' types may use the macros, and what follows uses the types.
-    text = head + types + mark + tail + _SHARED.sub("", rest)
+    text = _intrinsics() + _SHARED.sub("", rest)
     cluster = _CLUSTER.get(source, "CLUSTER")
     return (
         text
@@ -176,6 +187,13 @@ extern "C" const char* run(void** values, const int* grid, int ranges, void** be
     )
 
 
+def _intrinsics() -> str:
+    types = (cuda.SOURCES / "include" / "types.cuh").read_text()
+    head, mark, tail = _INTRINSICS.read_text().partition("namespace emulator {")
+    # The kernels' types may use the macros, and what follows uses the types.
+    return head + types + mark + tail
+
+
 def shared_bytes(source: str, several: Sequence[Mapping[str, int]]) -> list[int]:
     """What a kernel with each of these macros takes of shared memory, without building it."""
     own = cuda.own_text(source)
@@ -189,21 +207,10 @@ def shared_bytes(source: str, several: Sequence[Mapping[str, int]]) -> list[int]
     calls = (line.partition("{")[0].split()[1] for line in text if line.startswith("int f"))
     text.append("int main() {" + "".join(f'std::printf("%d\\n", {call});' for call in calls) + "}")
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "shared.cpp")
-        path.write_text("\n".join(text))
-        _compile("-o", str(path.with_suffix("")), str(path))
-        printed = subprocess.check_output([path.with_suffix("")], text=True)
+        path = Path(folder, "shared")
+        _compile(path, "\n".join(text))
+        printed = subprocess.check_output([path], text=True)
     return [int(line) for line in printed.split()]
-
-
-@functools.cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    # The standard library takes most of a compilation: it is compiled once.
-    folder = tempfile.TemporaryDirectory()
-    path = Path(folder.name, "standard.hpp")
-    path.write_text(_STANDARD)
-    _compile("-x", "c++-header", str(path))
-    return folder
 
 
 def program(source: str, defines: Mapping[str, int]) -> str:
@@ -214,15 +221,45 @@ def program(source: str, defines: Mapping[str, int]) -> str:
 
 
 @functools.cache
+def _own_folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory()
+
+
+def _folder() -> Path:
+    return Path(os.environ.get(FOLDER) or _own_folder().name)
+
+
+@functools.cache
+def _runtime() -> ctypes.CDLL:
+    """What all emulated kernels share, loaded so that they find it."""
+    path = _built(
+        "runtime.so", _RUNTIME_STANDARD + _intrinsics() + _RUNTIME.read_text(), *_RUNTIME_OPTIONS
+    )
+    # What stands in front of all kernels is compiled once; the compiler may refuse what it made.
+    (_folder() / "standard.hpp").write_text(_STANDARD)
+    _built("standard.hpp.gch", _STANDARD, "-x", "c++-header")
+    return ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL)
+
+
+@functools.cache
 def _library(text: str) -> str:
+    _runtime()
     name = hashlib.sha256(text.encode()).hexdigest()[:32]
-    path = Path(_folder().name, f"{name}.cpp")
-    path.write_text(text)
-    library = path.with_suffix(".so")
-    _compile("-shared", "-o", str(library), str(path))
-    return str(library)
+    return str(_built(f"{name}.so", text, "-shared"))
 
 
-def _compile(*arguments: str) -> None:
+def _built(name: str, text: str, *options: str) -> Path:
+    """The file that a program is compiled to, by this process or by one before it."""
+    path = _folder() / name
+    if not path.exists():
+        own = path.with_name(f"{os.getpid()}-{name}")
+        _compile(own, text, *options)
+        own.replace(path)
+    return path
+
+
+def _compile(out: Path, text: str, *options: str) -> None:
     assert COMPILER is not None
-    subprocess.run([COMPILER, *_OPTIONS, *arguments], check=True)
+    source = out.with_suffix(".cpp")
+    source.write_text(text)
+    subprocess.run([COMPILER, *_OPTIONS, *options, "-o", str(out), str(source)], check=True)

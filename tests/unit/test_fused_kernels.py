@@ -5,6 +5,7 @@ On a GPU the kernels are compiled. Without one, ``TRITON_INTERPRET=1`` runs them
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 from megatron_async.kernels.gemm.skinny_gemm import statistics_of
 from megatron_async.kernels.gemm.tile_config import LAYER_NORM, NO_NORM, RMS_NORM
 from megatron_async.models import activation, attention, norm, spec
-from tests.support.interpreter import compiled, on_devices
+from tests.support.interpreter import compiled, interpreted, on_devices
 from tests.unit.test_batch_invariant import MODELS, Rig
 
 try:
@@ -80,16 +81,33 @@ class PackedCase:
 
 
 # Head dimension and rotated pairs: whole heads, a part of them, none.
-@on_devices
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("has_norm", (False, True))
-@pytest.mark.parametrize("group", (1, 3, 4, 16))
+_HEADS = ((64, 32), (96, 48), (128, 64), (96, 24), (64, 0), (256, 128))
+_GROUPS = (1, 3, 4, 16)
+_APPENDS = list(itertools.product(_HEADS, _GROUPS, (False, True), DTYPES))
+_EVERY_TWO = [
+    (heads, group, bool((h + g) % 2), DTYPES[(h + g) % 3])
+    for h, heads in enumerate(_HEADS)
+    for g, group in enumerate(_GROUPS)
+]
+"""Every two values of different parameters, together."""
+
+
+def test_interpreted_cases_hold_every_two_values() -> None:
+    for one, other in itertools.combinations(range(4), 2):
+        assert {(case[one], case[other]) for case in _EVERY_TWO} == {
+            (case[one], case[other]) for case in _APPENDS
+        }
+
+
 @pytest.mark.parametrize(
-    ("head_dim", "pairs"), [(64, 32), (96, 48), (128, 64), (96, 24), (64, 0), (256, 128)]
+    ("device", "heads", "group", "has_norm", "dtype"),
+    [pytest.param("cpu", *case, marks=interpreted) for case in _EVERY_TWO]
+    + [pytest.param("cuda", *case, marks=compiled) for case in _APPENDS],
 )
 def test_rope_append_equals_its_reference(
-    device: str, dtype: torch.dtype, has_norm: bool, group: int, head_dim: int, pairs: int
+    device: str, heads: tuple[int, int], group: int, has_norm: bool, dtype: torch.dtype
 ) -> None:
+    head_dim, pairs = heads
     case = PackedCase(13, group, head_dim, pairs, has_norm, dtype, device)
     query, cache = case.run()
     expected_query, expected_cache = case.run(reference=True)

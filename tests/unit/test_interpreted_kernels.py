@@ -15,28 +15,39 @@ from tests.support.interpreter import HAS_TRITON, INTERPRETED
 from tests.support.patience import PATIENCE_SECONDS
 
 HERE = Path(__file__)
-FILES = {
-    "test_batch_invariant_products.py": 1,
-    "test_extras_kernels.py": 1,
-    "test_fused_kernels.py": 3,
-    "test_paged_attention_kernel.py": 1,
-    "test_paged_prefill.py": 1,
-    "test_sample_kernel.py": 1,
-    "test_step_state.py": 3,
-}
-"""Each with the number of its parts: these are tests of their own, which run side by side."""
+RUNS = (
+    (("test_step_state.py",), 2),
+    (("test_sample_kernel.py",), 1),
+    (("test_fused_kernels.py",), 1),
+    (("test_extras_kernels.py",), 1),
+    (
+        (
+            "test_paged_attention_kernel.py",
+            "test_paged_prefill.py",
+            "test_batch_invariant_products.py",
+        ),
+        1,
+    ),
+)
+"""Files of a process, which starts for some seconds, and the number of its parts: these are tests
+of their own, which run side by side."""
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not built for this platform")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the compiled kernels are tested")
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
 @pytest.mark.parametrize(
-    ("file", "part"), [(file, part) for file, parts in FILES.items() for part in range(parts)]
+    ("files", "part"),
+    [
+        pytest.param(files, f"{part}/{parts}", id=f"{files[0]}-{part}")
+        for files, parts in RUNS
+        for part in range(parts)
+    ],
 )
-def test_kernels_in_tritons_interpreter(file: str, part: int) -> None:
+def test_kernels_in_tritons_interpreter(files: tuple[str, ...], part: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     result = subprocess.run(
-        [*command, f"--part={part}/{FILES[file]}", str(HERE.with_name(file))],
+        [*command, f"--part={part}", *(str(HERE.with_name(file)) for file in files)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=HERE.parents[2],
         capture_output=True,
@@ -54,4 +65,4 @@ def test_no_file_is_forgotten() -> None:
         for path in HERE.parent.glob("test_*.py")
         if path != HERE and "tests.support.interpreter import" in path.read_text()
     }
-    assert users == FILES.keys()
+    assert users == {file for files, _ in RUNS for file in files}

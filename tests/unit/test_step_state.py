@@ -234,7 +234,7 @@ def test_steps_equal_the_torch_code(
 ) -> None:
     monkeypatch.setattr(step_state, "MAX_ROWS_AT_ONCE", at_once)
     monkeypatch.setattr(step_state, "MAX_WORDS_AT_ONCE", 16 * at_once)
-    for seed in range(2):
+    for seed in range(2) if device == "cuda" else [at_once]:
         assert_steps_equal(Case(rows, vocab_size, seed), device)
 
 
@@ -302,7 +302,7 @@ class InterpretedDevice(CpuDevice):
 @pytest.mark.parametrize("depth", (0, 1, 2))
 def test_engine_on_interpreted_kernels_equals_the_oracle(depth: int) -> None:
     rng = random.Random(depth)
-    asks = [random_ask(rng, max_new=12) for _ in range(14)]
+    asks = [random_ask(rng, max_new=12) for _ in range(9)]
     with hash_engine(
         depth,
         device=InterpretedDevice(),

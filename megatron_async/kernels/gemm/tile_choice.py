@@ -99,17 +99,19 @@ def candidates(
     for row_tiles, warps_n, warps_k, split_k in itertools.product(
         (1, 2, 3, 4), _WARPS_N, _WARPS_K, (1, 2, 4, 8)
     ):
+        if not 2 <= warps_n * warps_k <= 16:
+            continue
         shape = TileConfig(row_tiles, warps_n, warps_k, split_k, stages=2)
         ctas = shape.ctas(n)
         persistent = ctas > 4 * sm_count and not waves
-        if not 2 <= warps_n * warps_k <= 16:
-            continue
         if ctas < sm_count * 7 // 11 and row_tiles * warps_n > 1:
             continue
         if ctas > max_ctas(sm_count) and not persistent and not waves:
             continue
-        workspaces = (False,) if waves else (False, True)
-        for stages, stream_x, workspace in itertools.product(_STAGES, (False, True), workspaces):
+        # Of the others none fits.
+        streams = (False, True) if warps_k == 1 else (False,)
+        workspaces = (False, True) if warps_k == 1 < split_k and not waves else (False,)
+        for stages, stream_x, workspace in itertools.product(_STAGES, streams, workspaces):
             config = shape._replace(
                 stages=stages, stream_x=stream_x, persistent=persistent, workspace=workspace
             )

@@ -1,0 +1,539 @@
+// The emulator behind emulated_intrinsics.hpp: the threads of a cluster are fibers of one thread,
+// which run in random order from one point where they wait for each other to the next. It is meant to
+// be stricter than a GPU:
+//
+//   - an asynchronous copy takes place when it is issued or when it is awaited, at random, and so does
+//     what a block sends to a peer;
+//   - blocks of a cluster begin late and fall behind, at random; nothing may be sent before all have
+//     begun, nor to one that has ended;
+//   - what the kernel before writes is garbage until all threads of the first cluster wait for it;
+//   - shared memory begins as NaN, and every address is checked against what the kernel was given;
+//   - threads that wait for each other in vain are an error.
+//
+// Blocks of different clusters run one after another, in random order.
+
+emulator::Index gridDim;
+
+namespace emulator {
+
+Place* place;
+
+namespace {
+
+struct Barrier {
+  int expected = 0, arrived = 0;
+  unsigned generation = 0;
+};
+
+struct Warp {
+  Barrier barrier;
+  alignas(16) char lanes[2][32][MOST_SHOWN];  // what the lanes show each other, in turn
+};
+
+struct Copy {
+  char* into;
+  const char* from;  // null: zeros
+};
+
+// What a block was sent by a peer.
+struct Delivery {
+  char* into;
+  std::vector<char> bytes;
+};
+
+// What bulk copies and peers report to.
+struct Transfer {
+  long long bytes = 0;  // announced and not there yet
+  bool announced = false;
+  unsigned parity = 0;
+  std::vector<Copy> under_way;
+  std::vector<Delivery> sent;
+};
+
+struct Block {
+  Index index;
+  std::map<unsigned, Transfer> transfers;  // by address
+  std::vector<char> memory;
+  Barrier barrier, predecessor;
+  std::vector<Warp> warps;
+  std::vector<Barrier> warpgroups;
+  int running = 0;  // threads
+  int held = 0;     // rounds for which no thread goes on
+};
+
+struct Cluster {
+  std::vector<Block> blocks;
+  Barrier barrier;
+};
+
+// What one thread has of four warps' wgmma.
+struct Product {
+  float* sums;
+  int columns;
+  unsigned a, b;
+};
+
+// Where a fiber runs. Making one takes system calls, so that one fiber after another has it.
+struct Stack {
+  static constexpr size_t size = 64 << 10;
+  ucontext_t begin;
+  jmp_buf place;  // where its fiber goes on
+  bool entered = false;
+  std::unique_ptr<char[]> memory{new char[size]};
+};
+
+struct Fiber : Place {
+  Block* block;
+  std::unique_ptr<Stack> stack;
+  const unsigned* awaited = nullptr;  // the generation of what it waits for
+  unsigned seen = 0;                  // what that was
+  std::vector<Product> products;
+  std::vector<Copy> issued;
+  std::vector<std::vector<Copy>> groups;
+  bool in_cluster = false;  // has arrived, and not waited yet
+  bool saw_cluster = false;
+  unsigned cluster_generation = 0;
+  bool done = false;
+};
+
+struct Range {
+  const char* begin;
+  size_t size;
+};
+
+Cluster* cluster;
+Fiber* fiber;  // is `place`
+jmp_buf scheduler;
+std::vector<std::unique_ptr<Stack>> idle;
+std::mt19937 random_bits;
+std::string error;
+std::vector<Range> memory;  // what the kernel may touch
+std::vector<std::pair<Range, std::vector<char>>> late;  // what the kernel before writes
+unsigned long events;
+void (*body)();
+
+// Unlike swapcontext, these two make no system call.
+[[gnu::noinline]] void give_way() {
+  if (!_setjmp(fiber->stack->place)) _longjmp(scheduler, 1);
+}
+[[gnu::noinline]] void go_on() {
+  if (_setjmp(scheduler)) return;
+  Stack& stack = *fiber->stack;
+  if (stack.entered) _longjmp(stack.place, 1);
+  stack.entered = true;
+  setcontext(&stack.begin);
+}
+
+void wait_while(const unsigned& generation, unsigned seen) {
+  fiber->awaited = &generation, fiber->seen = seen;
+  while (generation == seen) give_way();
+  fiber->awaited = nullptr;
+}
+bool waits(const Fiber& f) { return f.awaited && *f.awaited == f.seen; }
+
+void arrive_and_wait(Barrier& barrier) {
+  const unsigned generation = barrier.generation;
+  if (++barrier.arrived == barrier.expected) {
+    barrier.arrived = 0;
+    barrier.generation++;
+    events++;
+    return;
+  }
+  wait_while(barrier.generation, generation);
+}
+
+Warp& warp() { return fiber->block->warps[fiber->thread.x / 32]; }
+
+// An address in a peer has the peer's rank + 1 in its upper byte.
+Block& block_of(unsigned at) {
+  if (at >> 24 == 0) return *fiber->block;
+  Block& block = cluster->blocks[(at >> 24) - 1];
+  if (!fiber->saw_cluster) fail("a peer that may not have begun");
+  if (block.running == 0) fail("a peer that has ended");
+  return block;
+}
+
+void copy(const Copy& c) {
+  if (c.from)
+    std::memcpy(c.into, c.from, 16);
+  else
+    std::memset(c.into, 0, 16);
+}
+Transfer& transfer(unsigned barrier) {
+  auto& all = block_of(barrier).transfers;
+  if (!all.count(barrier & 0xffffff)) fail("a barrier that nobody initialised");
+  return all[barrier & 0xffffff];
+}
+void arrive(Transfer& t, long long bytes) {
+  t.bytes -= bytes;
+  if (!t.announced || t.bytes != 0) return;
+  t.announced = false;
+  t.parity ^= 1;
+  events++;
+}
+void load_tile(unsigned into, const u64* map, std::vector<int> at, unsigned barrier) {
+  const u64 *sizes = map + 1, *strides = map + 5, *tile = map + 9;
+  auto& t = transfer(barrier);
+  if (map[13] != at.size() || into % 1024) fail("a TMA tile of another kind, or misplaced");
+  long long rows = 1;
+  for (size_t d = 1; d < at.size(); d++) rows *= tile[d];
+  for (long long row = 0; row < rows; row++)
+    for (int chunk = 0; chunk < 8; chunk++) {
+      const char* from = (const char*)map[0] + (at[0] + chunk * 8) * 2;
+      bool inside = at[0] + chunk * 8 < (long long)sizes[0];
+      long long rest = row;
+      for (size_t d = 1; d < at.size(); rest /= tile[d], d++) {
+        const long long i = at[d] + rest % (long long)tile[d];
+        inside = inside && i < (long long)sizes[d];
+        from += i * strides[d];
+      }
+      const unsigned to = into + row * 128 + chunk * 16;
+      Copy c{shared_at(to ^ (to >> 7 & 7) << 4, 16),
+             inside ? (const char*)checked(from, 16) : nullptr};
+      if (random_bits() & 1)
+        copy(c), arrive(t, 16);
+      else
+        t.under_way.push_back(c);
+    }
+}
+void take(const Delivery& d, Transfer& t) {
+  std::memcpy(d.into, d.bytes.data(), d.bytes.size());
+  arrive(t, d.bytes.size());
+}
+void issue(unsigned into, const void* from) {
+  Copy c{shared_at(into, 16), (const char*)(from ? checked(from, 16) : nullptr)};
+  if (random_bits() & 1)
+    copy(c);
+  else
+    fiber->issued.push_back(c);
+}
+
+float swizzled(unsigned matrix, int row, int k) {
+  const unsigned at = matrix + row / 8 * 1024 + row % 8 * 128 + k * 2;
+  return __uint_as_float((u32) * (const u16*)shared_at(at ^ (at >> 7 & 7) << 4, 2) << 16);
+}
+void multiply(const Product& p) {
+  const int lane = fiber->thread.x % 32, warp = fiber->thread.x / 32 % 4;
+  for (int j = 0; j < p.columns / 2; j++) {
+    const int row = warp * 16 + lane / 4 + j % 4 / 2 * 8, column = j / 4 * 8 + lane % 4 * 2 + j % 2;
+    for (int k = 0; k < 16; k++) p.sums[j] += swizzled(p.a, row, k) * swizzled(p.b, column, k);
+  }
+}
+
+u32 round_to_bf16(float v) {
+  const u32 bits = __float_as_uint(v);
+  if (std::isnan(v)) return 0x7fff;
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+
+}  // namespace
+
+void fail(const char* what) {
+  if (error.empty()) {
+    const Index b = fiber->block->index;
+    error = std::string(what) + " (block " + std::to_string(b.x) + "," + std::to_string(b.y) + "," +
+            std::to_string(b.z) + " thread " + std::to_string(fiber->thread.x) + ")";
+  }
+  for (;;) give_way();
+}
+
+const void* checked(const void* p, size_t size) {
+  if ((uintptr_t)p % std::min<size_t>(size, 16)) fail("misaligned access to memory");
+  for (const Range& range : memory)
+    if ((const char*)p >= range.begin && (const char*)p + size <= range.begin + range.size) return p;
+  fail("access to memory of nobody");
+  return p;
+}
+
+const char* show(const void* value, size_t size) {
+  Warp& w = warp();
+  const unsigned turn = w.barrier.generation & 1;
+  std::memcpy(w.lanes[turn][fiber->thread.x % 32], value, size);
+  arrive_and_wait(w.barrier);
+  return w.lanes[turn][0];
+}
+
+char* shared_at(u32 at, u32 size) {
+  Block& block = block_of(at);
+  at &= 0xffffff;
+  if (at % size) fail("misaligned access to shared memory");
+  if (at + size > block.memory.size()) fail("access beyond shared memory");
+  return block.memory.data() + at;
+}
+
+void send(u32 into, const void* value, u32 size, u32 barrier) {
+  if (into >> 24 != barrier >> 24) fail("bytes for one block, reported to another");
+  auto& t = transfer(barrier);
+  Delivery d{shared_at(into, size), {(const char*)value, (const char*)value + size}};
+  if (random_bits() & 1)
+    take(d, t);
+  else
+    t.sent.push_back(std::move(d)), events++;
+}
+
+void await_copies(size_t pending) {
+  auto& groups = fiber->groups;
+  while (groups.size() > pending) {
+    for (const auto& c : groups.front()) copy(c);
+    groups.erase(groups.begin());
+  }
+}
+
+void wgmma(float* sums, int columns, u32 a, u32 b) {
+  if (a % 1024 >= 128 || b % 1024 >= 128 || a % 32 || b % 32) fail("misaligned matrix");
+  fiber->products.push_back({sums, columns, a, b});
+}
+void await_wgmma() {
+  for (const auto& p : fiber->products) multiply(p);
+  fiber->products.clear();
+  // It is over for all four warps at once.
+  arrive_and_wait(fiber->block->warpgroups[fiber->thread.x / 128]);
+}
+
+}  // namespace emulator
+
+using namespace emulator;
+
+void __syncthreads() { arrive_and_wait(fiber->block->barrier); }
+void __syncwarp() { arrive_and_wait(warp().barrier); }
+bool __any_sync(unsigned, bool v) {
+  const bool* all = show(v);
+  bool any = false;
+  for (int lane = 0; lane < 32; lane++) any |= of_lane(all, lane);
+  return any;
+}
+u32 __reduce_add_sync(unsigned, u32 v) {
+  const u32* all = show(v);
+  u32 sum = 0;
+  for (int lane = 0; lane < 32; lane++) sum += of_lane(all, lane);
+  return sum;
+}
+u32 __ballot_sync(unsigned, bool v) {
+  const bool* all = show(v);
+  u32 bits = 0;
+  for (int lane = 0; lane < 32; lane++) bits |= (u32)of_lane(all, lane) << lane;
+  return bits;
+}
+
+void wait_for_predecessor() {
+  arrive_and_wait(fiber->block->predecessor);
+  for (auto& [range, bytes] : late) std::memcpy((char*)range.begin, bytes.data(), bytes.size());
+  late.clear();
+}
+
+u32 pack(float lo, float hi) { return round_to_bf16(lo) | round_to_bf16(hi) << 16; }
+u32 mul2(u32 a, u32 b) {
+  auto product = [](u32 a, u32 b) { return __uint_as_float(a << 16) * __uint_as_float(b << 16); };
+  return pack(product(a & 0xffff, b & 0xffff), product(a >> 16, b >> 16));
+}
+
+void copy16(u32 into, const void* from) { issue(into, from); }
+void copy16_or_zero(u32 into, const void* from, bool keep) { issue(into, keep ? from : nullptr); }
+void commit_copies() {
+  fiber->groups.push_back(std::move(fiber->issued));
+  fiber->issued.clear();
+}
+
+void init_barrier(u32 barrier) {
+  shared_at(barrier, 8);
+  fiber->block->transfers[barrier] = {};
+}
+void expect_bytes(u32 barrier, u32 bytes) {
+  auto& t = transfer(barrier);
+  if (t.announced) fail("bytes announced twice in a phase");
+  t.announced = true;
+  t.bytes += bytes;
+  arrive(t, 0);
+}
+void await_bytes(u32 barrier, u32 parity) {
+  for (;;) {
+    auto& t = transfer(barrier);
+    if (t.parity != parity) return;
+    const auto copies = std::move(t.under_way);
+    const auto sent = std::move(t.sent);
+    t.under_way.clear(), t.sent.clear();
+    for (const auto& c : copies) copy(c), arrive(t, 16);
+    for (const auto& d : sent) take(d, t);
+    if (t.parity == parity) give_way();
+  }
+}
+void tma_load(u32 into, const TensorMap& map, int a, int b, u32 barrier) {
+  load_tile(into, map.opaque, {a, b}, barrier);
+}
+void tma_load(u32 into, const TensorMap& map, int a, int b, int c, int d, u32 barrier) {
+  load_tile(into, map.opaque, {a, b, c, d}, barrier);
+}
+
+void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+  struct Operands {
+    u32 a[4], b[2];
+  };
+  const Operands* all = show(Operands{{a0, a1, a2, a3}, {b0, b1}});
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  auto half = [](u32 pair, int k) { return __uint_as_float(k % 2 ? pair & 0xffff0000u : pair << 16); };
+  for (int j = 0; j < 4; j++)
+    for (int k = 0; k < 16; k++) {
+      const Operands& x = of_lane(all, g * 4 + k % 8 / 2);
+      const Operands& w = of_lane(all, (2 * t + j % 2) * 4 + k % 8 / 2);
+      c[j] += half(x.a[j / 2 + k / 8 * 2], k) * half(w.b[k / 8], k);
+    }
+}
+
+void load_matrices(u32 (&r)[4], u32 at) {
+  const u32* all = show(at);
+  const int lane = threadIdx.x % 32;
+  for (int i = 0; i < 4; i++) {
+    const char* row = shared_at(of_lane(all, 8 * i + lane / 4), 16);
+    std::memcpy(&r[i], row + lane % 4 * 4, 4);
+  }
+  __syncwarp();
+}
+void load_transposed(u32 (&r)[4], u32 at) {
+  const u32* all = show(at);
+  const int lane = threadIdx.x % 32;
+  for (int i = 0; i < 4; i++) {
+    u16 pair[2];
+    for (int j = 0; j < 2; j++) {
+      const u32 row = of_lane(all, 8 * i + lane % 4 * 2 + j);
+      std::memcpy(&pair[j], shared_at(row, 16) + lane / 4 * 2, 2);
+    }
+    r[i] = pair[0] | (u32)pair[1] << 16;
+  }
+  __syncwarp();
+}
+u32 transpose(u32 pair) {
+  const u32* all = show(pair);
+  const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  auto element = [&](int row, int column) {
+    return of_lane(all, row * 4 + column / 2) >> column % 2 * 16 & 0xffff;
+  };
+  return element(2 * t, g) | element(2 * t + 1, g) << 16;
+}
+
+void arrive_in_cluster() {
+  if (fiber->in_cluster) fail("arrived twice in the cluster");
+  fiber->in_cluster = true;
+  fiber->cluster_generation = cluster->barrier.generation;
+  if (++cluster->barrier.arrived < cluster->barrier.expected) return;
+  cluster->barrier.arrived = 0;
+  cluster->barrier.generation++;
+  events++;
+}
+void await_cluster() {
+  if (!fiber->in_cluster) fail("waits for a cluster in which it has not arrived");
+  fiber->in_cluster = false;
+  fiber->saw_cluster = true;
+  wait_while(cluster->barrier.generation, fiber->cluster_generation);
+}
+
+// --- launch --------------------------------------------------------------------------------------
+
+namespace emulator {
+
+namespace {
+
+void enter() {
+  for (;;) {
+    body();
+    fiber->done = true;
+    fiber->block->running--;
+    events++;
+    give_way();
+  }
+}
+
+std::unique_ptr<Stack> idle_stack() {
+  if (!idle.empty()) {
+    auto stack = std::move(idle.back());
+    idle.pop_back();
+    return stack;
+  }
+  auto stack = std::make_unique<Stack>();
+  getcontext(&stack->begin);
+  stack->begin.uc_stack.ss_sp = stack->memory.get();
+  stack->begin.uc_stack.ss_size = Stack::size;
+  stack->begin.uc_link = nullptr;
+  makecontext(&stack->begin, enter, 0);
+  return stack;
+}
+
+void run_cluster(const std::vector<Index>& indices, int threads, int shared_bytes) {
+  Cluster all;
+  all.barrier.expected = threads * (int)indices.size();
+  for (const Index& index : indices) {
+    Block block{index};
+    block.memory.assign(shared_bytes, (char)0xff);
+    block.barrier.expected = block.predecessor.expected = block.running = threads;
+    if (indices.size() > 1) block.held = random_bits() % 20;
+    block.warps.resize(threads / 32);
+    for (Warp& w : block.warps) w.barrier.expected = 32;
+    block.warpgroups.resize(threads / 128);
+    for (Barrier& group : block.warpgroups) group.expected = 128;
+    all.blocks.push_back(std::move(block));
+  }
+  cluster = &all;
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  for (Block& block : all.blocks)
+    for (int thread = 0; thread < threads; thread++) {
+      auto f = std::make_unique<Fiber>();
+      f->thread.x = thread;
+      f->index = block.index;
+      f->shared_memory = block.memory.data();
+      f->block = &block;
+      f->stack = idle_stack();
+      fibers.push_back(std::move(f));
+    }
+  while (!fibers.empty() && error.empty()) {
+    const unsigned long before = events;
+    std::shuffle(fibers.begin(), fibers.end(), random_bits);
+    bool held = false;
+    for (Block& block : all.blocks) {
+      if (all.blocks.size() > 1 && random_bits() % 16 == 0) block.held = random_bits() % 20;
+      held |= block.running > 0 && block.held-- > 0;
+    }
+    for (auto& f : fibers) {
+      if (f->block->held >= 0 || waits(*f)) continue;
+      place = fiber = f.get();
+      go_on();
+      if (!error.empty()) return;
+      if (f->done) idle.push_back(std::move(f->stack));
+    }
+    if (events == before && !held) error = "threads wait for each other in vain";
+    fibers.erase(std::remove_if(fibers.begin(), fibers.end(), [](auto& f) { return f->done; }),
+                 fibers.end());
+  }
+}
+
+}  // namespace
+
+const char* run(void (*of_a_thread)(), const int* grid, int threads, int cluster_size,
+                int shared_bytes, int ranges, void** begins, const long long* sizes,
+                const int* is_late, unsigned seed) {
+  body = of_a_thread;
+  error.clear(), memory.clear(), late.clear();
+  random_bits.seed(seed);
+  gridDim = Index{(unsigned)grid[0], (unsigned)grid[1], (unsigned)grid[2]};
+  for (int i = 0; i < ranges; i++) {
+    Range range{(const char*)begins[i], (size_t)sizes[i]};
+    memory.push_back(range);
+    if (!is_late[i]) continue;
+    late.emplace_back(range, std::vector<char>(range.begin, range.begin + range.size));
+  }
+  for (auto& [range, bytes] : late) std::memset((char*)range.begin, 0xff, range.size);
+  std::vector<std::vector<Index>> clusters;
+  for (int z = 0; z < grid[2]; z++)
+    for (int y = 0; y < grid[1]; y++)
+      for (int x = 0; x < grid[0]; x += cluster_size) {
+        clusters.emplace_back();
+        for (int i = 0; i < cluster_size; i++)
+          clusters.back().push_back(Index{(unsigned)(x + i), (unsigned)y, (unsigned)z});
+      }
+  std::shuffle(clusters.begin(), clusters.end(), random_bits);
+  for (const auto& indices : clusters) {
+    run_cluster(indices, threads, shared_bytes);
+    if (!error.empty()) return error.c_str();
+  }
+  return nullptr;
+}
+
+}  // namespace emulator
