@@ -81,6 +81,9 @@ class EngineConfig:
             directory, and new weights, that have any are refused; the parameters of a model that
             was built in memory are its builder's business and are not looked at.
         random_seed: seed of the requests that bring none.
+        num_speculative_tokens: tokens that are drafted for each row and step, at most 64, and
+            verified by the next step. It changes no token. The model's layers for multi-token
+            prediction draft; what goes beyond their number comes from the last one.
         num_cuda_graphs: most row buckets captured; None captures all.
         enable_sampling_extras: keep room on the device for penalties, filters, log-probabilities
             and structured output, and capture the steps of requests that ask for them; the log
@@ -114,6 +117,7 @@ class EngineConfig:
     batch_invariant: bool = False
     allow_non_finite_weights: bool = False
     random_seed: int = 0
+    num_speculative_tokens: int = 0
     num_cuda_graphs: int | None = None
     enable_sampling_extras: bool = True
     capture_mixed_steps: bool = True
@@ -130,6 +134,7 @@ class EngineConfig:
         self._check("max_sequence_length", 2, MAX_COUNT, optional=True)
         self._check("block_count", 1, MAX_COUNT, optional=True)
         self._check("num_cuda_graphs", 1, optional=True)
+        self._check("num_speculative_tokens", 0, MAX_DRAFTS)
         self._check("depth", 0, MAX_DEPTH, optional=True)
         self._check("inference_logging_step_interval", 0)
         self._check("max_tokens", 1, optional=True)

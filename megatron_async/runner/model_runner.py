@@ -11,6 +11,7 @@ from typing import Any
 from megatron_async.device.memory import GIB, must_fit
 from megatron_async.device.protocol import Device
 from megatron_async.runner.context import DynamicInferenceContext
+from megatron_async.runner.drafter import Drafter
 from megatron_async.runner.cuda_graphs import StepGraphs, row_buckets, token_buckets
 from megatron_async.runner.extras_tables import ExtrasTables
 from megatron_async.runner.masks import Mask, MaskRing
@@ -42,6 +43,7 @@ class ModelRunner:
         extras: keep room for requests with extras, and capture the steps that they need.
         capture_mixed: capture steps with prefill chunks too.
         progress: shows the capture of graphs.
+        make_drafter: from the model, the context and the most rows of a step.
 
     Attributes:
         wait_ns: time that the host was blocked on the device.
@@ -64,6 +66,7 @@ class ModelRunner:
         extras: bool,
         capture_mixed: bool,
         progress: Progress | None,
+        make_drafter: Callable[[Any, DynamicInferenceContext, int], Drafter | None],
     ) -> None:
         self.device = device
         self.wait_ns = 0
@@ -94,6 +97,7 @@ class ModelRunner:
             masks = MaskRing(entries, max_rows, model.vocab_size, on)
             self._extras = SamplingExtras(self._extras_tables(model.vocab_size), masks)
         self._prompt_log_probs = PromptLogProbs(entries, tokens[-1], on)
+        drafter = make_drafter(model, context, max_rows)
         self._program = StepProgram(
             device,
             context,
@@ -103,6 +107,7 @@ class ModelRunner:
             self._controls,
             self._results,
             self._prompt_log_probs,
+            drafter,
             self._extras,
             logits_dtype=getattr(model, "logits_dtype", context.params_dtype),
             poison=poison,

@@ -103,6 +103,8 @@ class AttentionBlock:
             yield self._projection.work(rows, reader)
 
     def _unsupported(self, context: Any) -> str | None:
+        if getattr(context, "num_speculative_tokens", 0):
+            return "rows bring windows of drafts"
         rotated = 0 if self._rotary is None else 2 * self._rotary.shape[2]
         return decode_attention.unsupported(
             self._head_dim, self._heads // self._kv_heads, context.block_size_tokens, rotated
