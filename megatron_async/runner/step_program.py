@@ -182,7 +182,7 @@ class StepProgram:
         if self._drafter is not None:
             self._state.computed_from[slots] = self._state.kv_length[slots]
             # A drafter may write behind the blocks that a request has.
-            self._state.block_table[slots] = NULL_BLOCK
+            self._state.block_table.index_fill_(0, slots, NULL_BLOCK)
 
     # --- F ------------------------------------------------------------------------------------
 
