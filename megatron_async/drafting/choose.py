@@ -2,45 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from megatron_async.config import EngineConfig
 from megatron_async.drafting.mtp import MtpDrafter
+from megatron_async.drafting.ngram import NgramDrafter
 from megatron_async.errors import ConfigError
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.drafter import Drafter
 
 
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """How an engine drafts.
+
+    Args:
+        make: the drafter, from a context and the most rows of a step.
+        lookahead: positions behind the window of a row to which it writes.
+        wants_tokens: admissions must bring the tokens of their requests.
+    """
+
+    make: Callable[[DynamicInferenceContext, int], Drafter | None]
+    lookahead: int = 0
+    wants_tokens: bool = False
+
+
+def choose_drafting(model: Any, drafts: int, config: EngineConfig) -> Drafting:
+    """How an engine over a wrapped model is to draft so many tokens.
+
+    Raises:
+        ConfigError: the model cannot.
+    """
+    if not drafts:
+        return Drafting(lambda context, max_rows: None)
+    if hasattr(model, "make_drafter"):
+        return Drafting(model.make_drafter)
+    if config.speculative_method == "ngram":
+        return Drafting(lambda context, max_rows: NgramDrafter(context), wants_tokens=True)
+    layers = mtp_layers(model)
+    if not layers:
+        raise ConfigError(
+            f"num_speculative_tokens={drafts} but the model has no layers for multi-token "
+            "prediction; leave it out, or add speculative_method='ngram'"
+        )
+    return Drafting(
+        lambda context, max_rows: MtpDrafter(model, context, max_rows),
+        lookahead=max(0, drafts - layers),
+    )
+
+
 def mtp_layers(model: Any) -> int:
     """How many MTP layers a wrapped model has."""
-    gpt = getattr(model, "model", None)
+    gpt: Any = getattr(model, "model", None)
     return len(gpt.mtp.layers) if getattr(gpt, "mtp_process", False) else 0
-
-
-def check_drafts(model: Any, drafts: int) -> None:
-    """Raises :class:`ConfigError` unless the wrapped ``model`` can draft so many tokens."""
-    if drafts and not drafts_itself(model) and not mtp_layers(model):
-        raise ConfigError(
-            f"num_speculative_tokens={drafts} but the model has no layers "
-            "for multi-token prediction; leave it out, or serve a model that has some"
-        )
-
-
-def lookahead(model: Any, drafts: int) -> int:
-    """Positions behind the window of a row to which drafting writes."""
-    layers = mtp_layers(model)
-    return max(0, drafts - layers) if drafts and layers else 0
-
-
-def drafts_itself(model: Any) -> bool:
-    """Whether ``model`` brings a drafter of its own."""
-    return hasattr(model, "make_drafter")
-
-
-def make_drafter(model: Any, context: DynamicInferenceContext, max_rows: int) -> Drafter | None:
-    """The drafter of an engine; None if it drafts nothing."""
-    if not context.num_speculative_tokens:
-        return None
-    if drafts_itself(model):
-        own: Drafter = model.make_drafter(context, max_rows)
-        return own
-    return MtpDrafter(model, context, max_rows)

@@ -12,6 +12,7 @@ its token. Rows behind q have drafts for tokens: the next window computes them a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ class MtpDrafter:
         max_rows: most rows of a step.
     """
 
+    wants_tokens = False
+
     def __init__(self, wrapper: Any, context: DynamicInferenceContext, max_rows: int) -> None:
         self._wrapper = wrapper
         self._context = context
@@ -41,13 +44,16 @@ class MtpDrafter:
         self._count = context.num_speculative_tokens
         model = wrapper.model
         self._layers = len(model.mtp.layers)
-        like = next(model.parameters())
+        like: Tensor = next(model.parameters())
         hidden_size: int = model.config.hidden_size
         self._pending = like.new_zeros(max_rows * (self._count + 1), hidden_size)
         """Of the tokens of the pending logits."""
         self._tails = like.new_zeros(context.slot_count + 1, self._layers, hidden_size)
         """By slot and layer, what row t of it needs of row t - 1 when that came in an earlier
         forward: what the layer before has put out there."""
+
+    def admit(self, slot: int, tokens: Sequence[int]) -> None:
+        pass
 
     def hidden_states(self, count: int) -> Tensor:
         return self._pending[:count]
@@ -89,7 +95,7 @@ class MtpDrafter:
                     chunks=shifted,
                     last_token_index=pending,
                     null_slot=self._context.null_slot,
-                    read_lengths=not self._context.device.type == "cuda",
+                    read_lengths=self._context.device.type != "cuda",
                 )
             )
             hidden = self._run(layer, before, tokens.ids, tokens.positions)

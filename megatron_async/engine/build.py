@@ -97,11 +97,13 @@ def limits_of(
     *,
     enable_chunked_prefill: bool,
     lookahead: int = 0,
+    admit_tokens: bool = False,
 ) -> Limits:
     """The scheduler's limits; the context's sizes win over the configuration's.
 
     Args:
         lookahead: positions behind a window that get blocks with it.
+        admit_tokens: admissions bring the tokens of their requests.
 
     Raises:
         ConfigError: a chunk would not fit into a forward next to the decoding rows.
@@ -133,6 +135,7 @@ def limits_of(
         enable_prefix_caching=config.enable_prefix_caching,
         window=window,
         lookahead=lookahead,
+        admit_tokens=admit_tokens,
     )
 
 

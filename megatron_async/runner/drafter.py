@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -43,7 +44,16 @@ class MixedTokens(NamedTuple):
 
 class Drafter(Protocol):
     """Guesses what follows the token that a row has sampled last. It runs on the device's stream,
-    inside the captured graphs; its shapes depend on nothing that the device knows."""
+    inside the captured graphs; its shapes depend on nothing that the device knows.
+
+    Attributes:
+        wants_tokens: :meth:`admit` is to be called.
+    """
+
+    wants_tokens: bool
+
+    def admit(self, slot: int, tokens: Sequence[int]) -> None:
+        """A request takes ``slot`` with these tokens, ahead of the launch that names it."""
 
     def hidden_states(self, count: int) -> Tensor | None:
         """Where a decode forward is to leave the hidden states ``[count, hidden]`` of its tokens,

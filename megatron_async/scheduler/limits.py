@@ -14,7 +14,8 @@ class Limits:
     the block assignments of one packet and holds a longest request next to full decode rows.
     ``window`` is the number of tokens that a decode row may bring; blocks are given for
     ``lookahead`` positions more, to which drafting may write. ``priority_step`` is the number of
-    tickets by which one step of priority goes ahead.
+    tickets by which one step of priority goes ahead. ``admit_tokens``: admissions bring the
+    request's tokens.
     """
 
     max_requests: int
@@ -28,6 +29,7 @@ class Limits:
     priority_step: int = 1000
     window: int = 1
     lookahead: int = 0
+    admit_tokens: bool = False
 
     @property
     def blocks_per_row(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import torch
 
@@ -71,9 +72,14 @@ class DraftingHashModel(HashModel):
 class HashDrafter:
     """Has a drafting model look at the cache behind each S."""
 
+    wants_tokens = False
+
     def __init__(self, model: DraftingHashModel, context: DynamicInferenceContext) -> None:
         self._model = model
         self._context = context
+
+    def admit(self, slot: int, tokens: Sequence[int]) -> None:
+        pass
 
     def hidden_states(self, count: int) -> None:
         return None

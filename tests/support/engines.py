@@ -38,9 +38,7 @@ def hash_engine(
     values.setdefault("debug", True)
     model = model or HashModel(device_name)
     drafts = getattr(model, "num_speculative_tokens", 0)
-    config = config_at(
-        depth, device=device_name, **{"num_speculative_tokens": drafts, **values}
-    )
+    config = config_at(depth, device=device_name, **{"num_speculative_tokens": drafts, **values})
     context = build_context(model, config, resolve_device(device_name))
     return DynamicInferenceEngine(
         TextGenerationController(model, tokenizer), context, config=config, device=device

@@ -43,9 +43,7 @@ def generate(
         )
         for i, t in enumerate(TEMPERATURES)
     ]
-    return engine.generate(
-        [prompt for prompt in prompts for _ in params], [*params] * len(prompts)
-    )
+    return engine.generate([prompt for prompt in prompts for _ in params], [*params] * len(prompts))
 
 
 def tokens_of(requests: list[DynamicInferenceRequest]) -> list[list[int]]:
@@ -94,7 +92,7 @@ class Plain:
         model(ids, torch.arange(ids.shape[1])[None], None)
         hidden = model.decoder_hidden_states
         assert hidden is not None
-        known, found = tokens[1:], []
+        before, known, found = hidden, tokens[1:], []
         for draft in range(count):
             layer = min(draft, layers - 1)
             if draft >= layers:
