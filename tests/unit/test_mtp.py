@@ -17,7 +17,7 @@ from megatron_async.errors import ConfigError
 from megatron_async.models.gpt import GPTModel
 from megatron_async.request import DynamicInferenceRequest
 from megatron_async.sampling_params import SamplingParams
-from tests.support.engines import DEPTHS, config_at
+from tests.support.engines import DEPTHS, config_at, hash_engine
 
 PROMPTS = ["def fibonacci(n):", "class Stack:\n    def push(self", "import os\n\n", "x"]
 TEMPERATURES = (0.0, 0.3, 0.8, 1.0)
@@ -137,8 +137,45 @@ def test_drafts_are_those_of_a_forward_without_a_cache(
     assert compared >= 24 // (drafts + 1) - 1
 
 
-def test_a_model_without_layers_for_it_is_refused() -> None:
-    from tests.support.engines import hash_engine
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestOnGpu:
+    @pytest.mark.parametrize("drafts", (1, 2, 4))
+    @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+    def test_drafted_equals_undrafted(self, dtype: str, drafts: int) -> None:
+        values = {"device": "cuda", "dtype": dtype, "batch_invariant": dtype == "bfloat16"}
+        with DynamicInferenceEngine.from_pretrained("tiny", config_of(0, 0, **values)) as plain:
+            expected = tokens_of(generate(plain))
+            for depth in DEPTHS:
+                with plain.with_config(config_of(depth, drafts, **values)) as engine:
+                    requests = generate(engine)
+                    counters = engine.counters
+                assert tokens_of(requests) == expected
+                assert counters.tokens_accepted > 0.35 * counters.tokens_committed
 
+    @pytest.mark.parametrize("method", ("mtp", "ngram"))
+    def test_steady_steps_neither_synchronise_nor_allocate(self, method: str) -> None:
+        config = config_of(
+            1, 2, device="cuda", dtype="bfloat16", debug=False, speculative_method=method
+        )
+        params = SamplingParams(num_tokens_to_generate=400, temperature=0.8, termination_id=-1)
+        with DynamicInferenceEngine.from_pretrained("tiny", config) as engine:
+            for request_id in range(8):
+                engine.add_request(request_id, PROMPTS[request_id % 4], params)
+            for _ in range(12):
+                engine.step_modern()
+            allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                for _ in range(80):
+                    engine.step_modern()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
+            assert engine.counters.tokens_accepted > 0
+            engine.reset()
+
+
+def test_a_model_without_layers_for_it_is_refused() -> None:
     with pytest.raises(ConfigError, match="no layers for multi-token prediction"):
         hash_engine(1, num_speculative_tokens=1)
