@@ -12,6 +12,7 @@ DEFAULT_ASYNC_DEPTH = 1
 MAX_DEPTH = 64
 MAX_REQUESTS = 2**16
 MAX_DRAFTS = 64
+SPECULATIVE_METHODS = ("mtp", "ngram")
 MAX_GIB = 2**30
 MAX_COUNT = 2**31 - 1
 """Of tokens and blocks: packets hold them as int32."""
@@ -81,6 +82,11 @@ class EngineConfig:
             directory, and new weights, that have any are refused; the parameters of a model that
             was built in memory are its builder's business and are not looked at.
         random_seed: seed of the requests that bring none.
+        num_speculative_tokens: tokens that are drafted for each row and step, at most 64, and
+            verified by the next step. It changes no token.
+        speculative_method: who drafts: "mtp", the model's layers for multi-token prediction, of
+            which the last one drafts what goes beyond their number; or "ngram", what followed when
+            the last tokens of the request came before.
         num_cuda_graphs: most row buckets captured; None captures all.
         enable_sampling_extras: keep room on the device for penalties, filters, log-probabilities
             and structured output, and capture the steps of requests that ask for them; the log
@@ -114,6 +120,8 @@ class EngineConfig:
     batch_invariant: bool = False
     allow_non_finite_weights: bool = False
     random_seed: int = 0
+    num_speculative_tokens: int = 0
+    speculative_method: str = "mtp"
     num_cuda_graphs: int | None = None
     enable_sampling_extras: bool = True
     capture_mixed_steps: bool = True
@@ -130,6 +138,10 @@ class EngineConfig:
         self._check("max_sequence_length", 2, MAX_COUNT, optional=True)
         self._check("block_count", 1, MAX_COUNT, optional=True)
         self._check("num_cuda_graphs", 1, optional=True)
+        self._check("num_speculative_tokens", 0, MAX_DRAFTS)
+        if self.speculative_method not in SPECULATIVE_METHODS:
+            known = " or ".join(SPECULATIVE_METHODS)
+            raise ConfigError(f"speculative_method={self.speculative_method!r} must be {known}")
         self._check("depth", 0, MAX_DEPTH, optional=True)
         self._check("inference_logging_step_interval", 0)
         self._check("max_tokens", 1, optional=True)

@@ -24,7 +24,8 @@ PROMPTS = (
 _DESCRIPTION = """\
 Generate text with asynchronous scheduling, streaming it to the terminal, then decode the same
 requests serially and compare. The first of the four prompts is decoded greedily, the others are
-sampled. The exit status is 0 only when all tokens are equal.
+sampled. A model with layers for multi-token prediction decodes them once more with drafts. The exit
+status is 0 only when all tokens are equal.
 """
 
 
@@ -46,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
     depth = options.resolve_scheduling(args.inference_async_scheduling, args.depth, default=True)
     config = options.engine_config(args, depth, random_seed=args.seed)
     serial_config = options.engine_config(args, 0, random_seed=args.seed)
+
+    from megatron_async.drafting.choose import mtp_layers
 
     from ..verify.decode import Work, decode
     from .writers import InTurnWriter
@@ -70,12 +73,20 @@ def run(args: argparse.Namespace) -> int:
         with engine.with_config(serial_config) as serial:
             decode(serial, warm_up)
             reference = decode(serial, works)
-    _show_table(ours, reference)
-    differences = ours.differences(reference)
+        runs = {_mode(depth): ours, _mode(0): reference}
+        layers = mtp_layers(engine.controller.inference_wrapped_model)
+        if layers and not config.num_speculative_tokens:
+            print(f"Decoding them with {layers} drafts a step, {_mode(depth)}.\n", flush=True)
+            drafting_config = dataclasses.replace(config, num_speculative_tokens=layers)
+            with engine.with_config(drafting_config) as drafting:
+                decode(drafting, warm_up)
+                runs["with drafts"] = decode(drafting, works)
+    _show_table(runs)
+    differences = [line for run in runs.values() for line in run.differences(reference)]
     for line in differences:
         print(line)
     if differences:
-        print(f"\nNOT EQUAL: {len(differences)} of {len(works)} requests differ.")
+        print(f"\nNOT EQUAL: {len(differences)} of {len(works) * (len(runs) - 1)} requests differ.")
         return 1
     tokens = ours.counters.tokens_committed
     print(f"\nEqual: all {tokens} tokens of {len(works)} requests are the same.")
@@ -86,18 +97,18 @@ def _mode(depth: int) -> str:
     return f"asynchronously, depth {depth}" if depth else "serially, depth 0"
 
 
-def _show_table(ours: Decoded, reference: Decoded) -> None:
+def _show_table(runs: dict[str, Decoded]) -> None:
     from .table import format_columns
 
-    runs = (ours, reference)
-    counters = [decoded.counters for decoded in runs]
+    counters = [decoded.counters for decoded in runs.values()]
     rows: dict[str, list[object]] = {
         "steps": [c.steps_committed for c in counters],
         "rows launched": [c.rows_launched for c in counters],
         "tokens committed": [c.tokens_committed for c in counters],
+        "drafts accepted": [f"{c.tokens_accepted} of {c.tokens_drafted}" for c in counters],
         "tokens discarded": [c.tokens_discarded for c in counters],
         "steps overlapped": [c.steps_overlapped for c in counters],
         "overlap": [f"{c.steps_overlapped / c.steps_committed:.1%}" for c in counters],
-        "tokens/s": [f"{run.counters.tokens_committed / run.seconds:.0f}" for run in runs],
+        "tokens/s": [f"{run.counters.tokens_committed / run.seconds:.0f}" for run in runs.values()],
     }
-    print(format_columns([_mode(decoded.depth).replace(",", "") for decoded in runs], rows))
+    print(format_columns([mode.replace(",", "") for mode in runs], rows))

@@ -12,7 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megatron_async.config import DEFAULT_ASYNC_DEPTH, MAX_DEPTH, EngineConfig
+from megatron_async.config import (
+    DEFAULT_ASYNC_DEPTH,
+    MAX_DEPTH,
+    SPECULATIVE_METHODS,
+    EngineConfig,
+)
 from megatron_async.errors import ConfigError
 from megatron_async.models.shapes import SHAPES
 
@@ -225,6 +230,11 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: int) -> None
     add("--allow-non-finite-weights", action="store_true", help=said)
     said = "log the counters on stderr every N steps; 0 is never (default: 0)"
     add("--inference-logging-step-interval", type=integer(0), default=0, metavar="N", help=said)
+    said = "tokens that are drafted for each request and step (default: 0)"
+    add("--num-speculative-tokens", type=integer(0), default=0, metavar="K", help=said)
+    said = "who drafts: the model's layers for multi-token prediction, or what followed when the "
+    said += "last tokens came before (default: mtp)"
+    add("--speculative-method", choices=SPECULATIVE_METHODS, default="mtp", help=said)
     count("num_cuda_graphs", "most batch sizes captured as CUDA graphs (default: all)")
     said = "capture no steps with prefill chunks: a faster start, slower prompts"
     add(FLAGS["capture_mixed_steps"], dest="capture_mixed_steps", action="store_false", help=said)

@@ -86,15 +86,24 @@ def build_context(
         block_size_tokens=config.block_size_tokens,
         num_cuda_graphs=config.num_cuda_graphs,
         batch_invariant=config.batch_invariant,
-        num_speculative_tokens=getattr(wrapper, "num_speculative_tokens", 0),
+        num_speculative_tokens=config.num_speculative_tokens,
         device=device,
     )
 
 
 def limits_of(
-    context: DynamicInferenceContext, config: EngineConfig, *, enable_chunked_prefill: bool
+    context: DynamicInferenceContext,
+    config: EngineConfig,
+    *,
+    enable_chunked_prefill: bool,
+    lookahead: int = 0,
+    admit_tokens: bool = False,
 ) -> Limits:
     """The scheduler's limits; the context's sizes win over the configuration's.
+
+    Args:
+        lookahead: positions behind a window that get blocks with it.
+        admit_tokens: admissions bring the tokens of their requests.
 
     Raises:
         ConfigError: a chunk would not fit into a forward next to the decoding rows.
@@ -114,7 +123,7 @@ def limits_of(
         )
     # Nor does a step hold more than a chunk, or a window of drafts, in each row.
     max_tokens = min(max_tokens, context.max_requests * max(chunk, window))
-    assigned_by_rows = context.max_requests * (1 + -(-window // context.block_size_tokens))
+    per_row = 1 + -(-(window + lookahead) // context.block_size_tokens)
     return Limits(
         max_requests=context.max_requests,
         slot_count=context.slot_count,
@@ -122,9 +131,11 @@ def limits_of(
         prefill_chunk_tokens=chunk,
         block_size=context.block_size_tokens,
         block_count=context.block_count,
-        max_assignments=assigned_by_rows + 4 * context.max_blocks_per_request,
+        max_assignments=context.max_requests * per_row + 4 * context.max_blocks_per_request,
         enable_prefix_caching=config.enable_prefix_caching,
         window=window,
+        lookahead=lookahead,
+        admit_tokens=admit_tokens,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from megatron_async.config import EngineConfig, check_config
 from megatron_async.device import open_device
 from megatron_async.device.protocol import Device
+from megatron_async.drafting.choose import choose_drafting
 from megatron_async.engine.build import EngineParts, limits_of, load_parts, parts_over_same_weights
 from megatron_async.engine.commands import (
     AbortRequest,
@@ -88,8 +89,16 @@ class DynamicInferenceEngine:
         self.context = context
         self.model_name = model_name
         self.eos_token_ids = eos_token_ids
-        limits = limits_of(context, config, enable_chunked_prefill=enable_chunked_prefill)
-        vocab_size = controller.inference_wrapped_model.vocab_size
+        model = controller.inference_wrapped_model
+        drafting = choose_drafting(model, context.num_speculative_tokens, config)
+        limits = limits_of(
+            context,
+            config,
+            enable_chunked_prefill=enable_chunked_prefill,
+            lookahead=drafting.lookahead,
+            admit_tokens=drafting.wants_tokens,
+        )
+        vocab_size = model.vocab_size
         grammars = Grammars(controller.tokenizer, vocab_size)
         validator = RequestValidator(
             controller,
@@ -117,6 +126,7 @@ class DynamicInferenceEngine:
                 extras=config.enable_sampling_extras,
                 capture_mixed=config.capture_mixed_steps,
                 progress=progress,
+                make_drafter=drafting.make,
             )
         except BaseException:
             if device is None:

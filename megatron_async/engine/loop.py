@@ -207,6 +207,9 @@ class DecodeLoop:
         committed = sum(map(len, commit.tokens))
         report = StepReport(ticket.number, depth, depth > 0, reason, committed, discarded)
         self.counters.committed(report, committed + discarded - len(commit.keys))
+        drafts = self._scheduler.limits.window - 1
+        if drafts:
+            self.counters.verified(commit.tokens[: ticket.plan.decode_rows], drafts)
         self._output(commit, report)
         self._publish_events()
         for on_commit in self._observers.on_commit:

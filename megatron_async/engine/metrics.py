@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
@@ -38,7 +38,9 @@ class EngineCounters:
     A step overlapped when a later one was in flight while the host took its tokens and did its
     bookkeeping. Without drafts ``rows_launched`` is, when nothing is in flight, the rows of
     chunks that were not sampled and ``tokens_committed`` + ``tokens_discarded``;
-    ``tokens_accepted`` counts what rows brought beyond one token. ``step_ns`` is the time spent in
+    ``tokens_accepted`` counts what rows brought beyond one token, and ``accepted_by_position`` the
+    same by the place of the draft; ``tokens_drafted`` has the drafts that were verified in rows
+    whose tokens were taken. ``step_ns`` is the time spent in
     steps, ``wait_ns`` the part of it blocked on the device; both are for people and steer nothing.
     """
 
@@ -52,7 +54,9 @@ class EngineCounters:
     not_overlapped: Counter[str] = field(default_factory=Counter)
     rows_launched: int = 0
     tokens_committed: int = 0
+    tokens_drafted: int = 0
     tokens_accepted: int = 0
+    accepted_by_position: list[int] = field(default_factory=list)
     tokens_discarded: int = 0
     tokens_cached: int = 0
     tokens_replayed: int = 0
@@ -87,6 +91,16 @@ class EngineCounters:
             self.steps_overlapped += 1
         else:
             self.not_overlapped[report.reason] += 1
+
+    def verified(self, rows: Sequence[tuple[int, ...]], drafts: int) -> None:
+        """Of these decode rows, each with so many ``drafts``, the tokens were taken."""
+        accepted = self.accepted_by_position
+        accepted += [0] * (drafts - len(accepted))
+        for tokens in rows:
+            if tokens:
+                self.tokens_drafted += drafts
+                for place in range(len(tokens) - 1):
+                    accepted[place] += 1
 
     def record_events(self, events: list[Event]) -> None:
         """Count what the scheduler did to requests."""

@@ -126,9 +126,7 @@ class GPTInferenceWrapper:
             return
         logits.copy_(self.forward(token_ids, position_ids, context))
         if hidden_states is not None:
-            found = self.model.decoder_hidden_states
-            assert found is not None
-            hidden_states.copy_(found.squeeze(1))
+            hidden_states.copy_(self.hidden_states)
 
     @torch.no_grad()
     def forward(self, token_ids: Tensor, position_ids: Tensor, context: Any = None) -> Tensor:
@@ -156,6 +154,36 @@ class GPTInferenceWrapper:
                 runtime_gather_output=True,
             )
         return logits.squeeze(0)
+
+    @property
+    def hidden_states(self) -> Tensor:
+        """Of the tokens of the last :meth:`forward`, ``[T, hidden]`` after the final norm."""
+        hidden = self.model.decoder_hidden_states
+        assert hidden is not None
+        return hidden.squeeze(1)
+
+    @torch.no_grad()
+    def mtp_forward(
+        self,
+        layer: int,
+        hidden_states: Tensor,
+        token_ids: Tensor,
+        position_ids: Tensor,
+        context: Any,
+    ) -> Tensor:
+        """MTP layer ``layer`` over hidden states ``[T, hidden]`` and the tokens that they meet,
+        int64 ``[T]`` with their positions. Returns hidden states ``[T, hidden]``, normed."""
+        with self.numerics():
+            hidden = self.model.mtp_hidden_states(
+                layer, hidden_states[:, None], token_ids[None], position_ids[None], context
+            )
+        return hidden.squeeze(1)
+
+    @torch.no_grad()
+    def logits(self, hidden_states: Tensor) -> Tensor:
+        """The output layer over normed hidden states: ``[R, hidden]`` to ``[R, vocab]``."""
+        with self.numerics():
+            return self.model.logits(hidden_states[:, None]).squeeze(0)
 
     def numerics(self) -> AbstractContextManager[None]:
         """The scope in which all of the model's Python must run, MTP layers included."""

@@ -93,7 +93,9 @@ def metadata_of_mixed(
         last_token_index: int64 [R]; no more than R tokens are decode rows.
     """
     if read_lengths:
-        rows = int((decodes & (token_slots != null_slot)).sum())
+        # Among them may be drafts behind the end of their request, which are padding.
+        held = (decodes & (token_slots != null_slot)).nonzero()
+        rows = int(held[-1]) + 1 if len(held) else 0
     else:
         rows = min(last_token_index.shape[0], token_slots.shape[0])
     metadata = metadata_of_tokens(

@@ -318,7 +318,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         is_plain_decode = (
             self._metadata.chunks is None and self._metadata.decode_lengths_host is None
         )
-        if not is_plain_decode or self.batch_invariant:
+        if not is_plain_decode or self.batch_invariant or self.num_speculative_tokens:
             return None
         return heads_of(packed, self.kv_cache, cos_sin, q_weight, k_weight)
 

@@ -84,12 +84,6 @@ class TextGenerationController:
                 f"the context's max_sequence_length={context.max_sequence_length} exceeds the "
                 f"model's {most}; lower it"
             )
-        drafts = getattr(model, "num_speculative_tokens", 0)
-        if context.num_speculative_tokens > drafts:
-            raise ConfigError(
-                f"the context's num_speculative_tokens={context.num_speculative_tokens} exceeds "
-                f"the {drafts} tokens that the model drafts; lower it"
-            )
         spec = getattr(model, "kv_cache_spec", None)
         if spec is None:
             return

@@ -12,6 +12,7 @@ from megatron_async.device.memory import GIB, must_fit
 from megatron_async.device.protocol import Device
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.cuda_graphs import StepGraphs, row_buckets, token_buckets
+from megatron_async.runner.drafter import Drafter
 from megatron_async.runner.extras_tables import ExtrasTables
 from megatron_async.runner.masks import Mask, MaskRing
 from megatron_async.runner.prompt_log_probs import PromptLogProbs, PromptTargets
@@ -42,6 +43,7 @@ class ModelRunner:
         extras: keep room for requests with extras, and capture the steps that they need.
         capture_mixed: capture steps with prefill chunks too.
         progress: shows the capture of graphs.
+        make_drafter: from the context and the most rows of a step.
 
     Attributes:
         wait_ns: time that the host was blocked on the device.
@@ -64,6 +66,7 @@ class ModelRunner:
         extras: bool,
         capture_mixed: bool,
         progress: Progress | None,
+        make_drafter: Callable[[DynamicInferenceContext, int], Drafter | None],
     ) -> None:
         self.device = device
         self.wait_ns = 0
@@ -94,6 +97,7 @@ class ModelRunner:
             masks = MaskRing(entries, max_rows, model.vocab_size, on)
             self._extras = SamplingExtras(self._extras_tables(model.vocab_size), masks)
         self._prompt_log_probs = PromptLogProbs(entries, tokens[-1], on)
+        self._drafter = make_drafter(context, max_rows)
         self._program = StepProgram(
             device,
             context,
@@ -103,6 +107,7 @@ class ModelRunner:
             self._controls,
             self._results,
             self._prompt_log_probs,
+            self._drafter,
             self._extras,
             logits_dtype=getattr(model, "logits_dtype", context.params_dtype),
             poison=poison,
@@ -122,7 +127,7 @@ class ModelRunner:
         self._on_span: OnSpan | None = None
         prepare = getattr(model, "prepare", None)
         if prepare is not None:
-            prepare(buckets, context)
+            prepare([rows * self._window for rows in buckets], context)
         # What has been allocated is filled on another stream than that of the graphs.
         device.synchronize()
         captured: Iterable[int] = self._graphs.capture()
@@ -184,6 +189,10 @@ class ModelRunner:
             self._write_control(plan)
         if plan.admissions and self._extras is not None:
             self._admit_extras(self._extras.tables, plan)
+        if plan.admissions and self._drafter is not None and self._drafter.wants_tokens:
+            for admission in plan.admissions:
+                work = partial(self._drafter.admit, admission.slot, admission.tokens)
+                self.device.enqueue(work, "drafts")
         if self._on_span is not None:
             self._on_span("pack", plan.number, started, time.perf_counter_ns())
         self.last_graph_rows = rows if is_decode else None
@@ -278,14 +287,14 @@ class ModelRunner:
         self._context.release()
         for name in (
             "_graphs", "_program", "_packets", "_controls", "_results", "_extras",
-            "_prompt_log_probs",
+            "_prompt_log_probs", "_drafter",
         ):  # fmt: skip
             setattr(self, name, None)
 
     def _admit_extras(self, tables: ExtrasTables, plan: Plan) -> None:
         """Queue what requests with extras bring into their slots, ahead of the launch: nothing in
         flight names these slots, since the last ticket that did has retired."""
-        for slot, _, extras in plan.admissions:
+        for slot, _, extras, _ in plan.admissions:
             if extras is not None:
                 self._extended_slots.add(slot)
                 self.device.enqueue(partial(tables.admit, slot, extras), "extras")

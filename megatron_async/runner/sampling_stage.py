@@ -12,6 +12,7 @@ import torch
 
 from megatron_async.device.protocol import ResultRing
 from megatron_async.runner.context import DynamicInferenceContext
+from megatron_async.runner.drafter import Drafter, SampledRows
 from megatron_async.runner.extras_tables import ExtrasTables
 from megatron_async.runner.masks import MaskRing
 from megatron_async.runner.sampler import sample_tokens
@@ -28,8 +29,7 @@ from megatron_async.step.records import ENDED, FAILED, RUNNING
 
 
 class Model(Protocol):
-    """What S and F need of a model. One that drafts has ``num_speculative_tokens`` and ``draft``
-    besides: see :class:`DraftingModel`."""
+    """What S and F need of a model."""
 
     vocab_size: int
 
@@ -41,16 +41,6 @@ class Model(Protocol):
     ) -> torch.Tensor:
         """Token ids and positions [T] int64 -> logits [R, vocab] of the rows that
         ``context.last_token_index`` names."""
-
-
-class DraftingModel(Model, Protocol):
-    """A model that guesses the tokens after the one that was sampled last."""
-
-    num_speculative_tokens: int
-
-    def draft(self, context: DynamicInferenceContext, slots: torch.Tensor) -> torch.Tensor:
-        """Drafts [R, num_speculative_tokens] int64 of what follows the last token of ``slots`` [R];
-        runs on the device's stream behind S."""
 
 
 class SamplingExtras(NamedTuple):
@@ -65,6 +55,7 @@ class SamplingStage:
 
     Args:
         row_records: int32 ``[max_rows, ROW_WIDTH]``, the row map of the pending logits.
+        drafter: None without drafts.
         extras: None where there is no extended S.
     """
 
@@ -74,6 +65,7 @@ class SamplingStage:
         context: DynamicInferenceContext,
         model: Model,
         window: int,
+        drafter: Drafter | None,
         results: ResultRing,
         extras: SamplingExtras | None,
     ) -> None:
@@ -82,6 +74,7 @@ class SamplingStage:
         self._state = context.slots
         self._model = model
         self._window = window
+        self._drafter = drafter
         self._results = results
         self._extras = extras
         self._offsets = torch.arange(window, device=row_records.device)
@@ -143,11 +136,14 @@ class SamplingStage:
             log_probs = self._log_probs(self._extras.tables, logits, sampled, each, tokens)
             record = torch.cat([record, log_probs])
             advance(self._extras.tables, target, tokens, counts, positions[:, 0])
-        if window > 1:
+        if self._drafter is not None:
             state.kv_length[target] += torch.where(live, final, 0)
-            state.drafts[target] = self._model.draft(self._context, slots)  # type: ignore[attr-defined]
         self._results.publish(record.flatten())
         self._sampled += 1
+        if self._drafter is not None:
+            first = positions[:, 0]
+            sampled_rows = SampledRows(target, tokens, torch.where(live, final, 0), first)
+            state.drafts[target] = self._drafter.draft(sampled_rows)
 
     def _process(
         self, logits: torch.Tensor, rows: int, each: torch.Tensor, positions: torch.Tensor

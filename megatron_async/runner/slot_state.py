@@ -20,6 +20,7 @@ class SlotState:
     finished: torch.Tensor
     block_table: torch.Tensor
     drafts: torch.Tensor
+    computed_from: torch.Tensor
     kv_length: torch.Tensor
     max_total: torch.Tensor
     stop_ids: torch.Tensor

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_async.cache.block_allocator import NULL_BLOCK
 from megatron_async.device.cuda import CudaPacketRing, CudaResultRing
 from megatron_async.device.protocol import Device, PacketRing, ResultRing
 from megatron_async.runner.attention_metadata import AttentionMetadata, metadata_of_mixed
 from megatron_async.runner.context import DynamicInferenceContext
+from megatron_async.runner.drafter import Drafter, MixedTokens
 from megatron_async.runner.prompt_log_probs import PromptLogProbs, PromptTargets
 from megatron_async.runner.sampling_stage import Model, SamplingExtras, SamplingStage
 from megatron_async.step import packet
@@ -53,6 +55,7 @@ class StepProgram:
         controls: PacketRing,
         results: ResultRing,
         prompt_log_probs: PromptLogProbs,
+        drafter: Drafter | None,
         extras: SamplingExtras | None,
         *,
         logits_dtype: torch.dtype,
@@ -67,6 +70,7 @@ class StepProgram:
         self._packets = packets
         self._controls = controls
         self._prompt_log_probs = prompt_log_probs
+        self._drafter = drafter
         self._poison = poison
         on = device.torch_device
         self._control = torch.zeros(layout.control_size, dtype=torch.int32, device=on)
@@ -78,7 +82,7 @@ class StepProgram:
             layout.max_rows * self._window, model.vocab_size, dtype=logits_dtype, device=on
         )
         self._stage = SamplingStage(
-            self._row_records, context, model, self._window, results, extras
+            self._row_records, context, model, self._window, drafter, results, extras
         )
         self._kernels: StepKernels | None = None
         if isinstance(packets, CudaPacketRing) and isinstance(results, CudaResultRing):
@@ -175,6 +179,10 @@ class StepProgram:
         values = words[:, packet.ADMIT_HEAD :]
         self._state.write(slots, values, Source.ADMISSION, Source.REQUEST)
         self._state.finished[slots] = slots == self._context.null_slot
+        if self._drafter is not None:
+            self._state.computed_from[slots] = self._state.kv_length[slots]
+            # A drafter may write behind the blocks that a request has.
+            self._state.block_table.index_fill_(0, slots, NULL_BLOCK)
 
     # --- F ------------------------------------------------------------------------------------
 
@@ -200,7 +208,8 @@ class StepProgram:
             decode_rows=rows * window,
             read_lengths=not self._device.captures,
         )
-        self._forward(rows, ids, positions)
+        hidden = None if self._drafter is None else self._drafter.hidden_states(len(ids))
+        self._forward(rows, ids, positions, hidden)
         state.kv_length[slots] = lengths + (~state.finished[slots]).long()
 
     def forward_mixed(self, shape: StepShape, targets: PromptTargets | None = None) -> None:
@@ -243,6 +252,14 @@ class StepProgram:
             self._forward(shape.rows, ids, positions)
         else:
             self._forward_with_targets(shape.rows, ids, positions, metadata, targets)
+        if self._drafter is not None:
+            hidden = getattr(self._model, "hidden_states", None)
+            self._drafter.prefill(
+                MixedTokens(
+                    ids, positions, token_slots, decodes, chunks[: shape.rows], last_token_index
+                ),
+                hidden,
+            )
         slots = records[:, packet.ROW_SLOT].long()
         lengths = records[:, packet.ROW_QUERY_LENGTH].long()
         state.kv_length[slots] += torch.where(state.finished[slots], 0, lengths)
@@ -275,11 +292,17 @@ class StepProgram:
         null_slot = self._context.null_slot
         return torch.where(beyond, null_slot, token_slots), torch.where(beyond, 0, positions)
 
-    def _forward(self, rows: int, ids: torch.Tensor, positions: torch.Tensor) -> None:
+    def _forward(
+        self,
+        rows: int,
+        ids: torch.Tensor,
+        positions: torch.Tensor,
+        hidden_states: torch.Tensor | None = None,
+    ) -> None:
         logits = self._pending_logits[: rows * self._window]
         into = getattr(self._model, "forward_into", None)
         if into is not None:
-            into(logits, ids, positions, self._context)
+            into(logits, ids, positions, self._context, hidden_states)
         else:
             logits.copy_(self._model.forward(ids, positions, self._context))
 

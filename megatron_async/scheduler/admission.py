@@ -128,7 +128,8 @@ class PromptPlanner:
         extras = None
         if sequence.extras is not None:
             extras = SlotExtras(sequence.extras, sequence.prompt_length, tuple(sequence.tokens))
-        admissions.append(Admission(slot, values, extras))
+        tokens = tuple(sequence.tokens) if limits.admit_tokens else ()
+        admissions.append(Admission(slot, values, extras, tokens))
         return sequence
 
     def _is_being_prefilled(self, key: int, number: int) -> bool:

@@ -12,8 +12,10 @@ class Limits:
     There are more slots than rows: a slot comes back only when its last ticket has retired, and
     until then another one serves the request that takes over the row. ``max_assignments`` bounds
     the block assignments of one packet and holds a longest request next to full decode rows.
-    ``window`` is the number of tokens that a decode row may bring. ``priority_step``
-    is the number of tickets by which one step of priority goes ahead.
+    ``window`` is the number of tokens that a decode row may bring; blocks are given for
+    ``lookahead`` positions more, to which drafting may write. ``priority_step`` is the number of
+    tickets by which one step of priority goes ahead. ``admit_tokens``: admissions bring the
+    request's tokens.
     """
 
     max_requests: int
@@ -26,8 +28,10 @@ class Limits:
     enable_prefix_caching: bool = True
     priority_step: int = 1000
     window: int = 1
+    lookahead: int = 0
+    admit_tokens: bool = False
 
     @property
     def blocks_per_row(self) -> int:
         """Blocks that one decode row may need beyond those held."""
-        return -(-self.window // self.block_size)
+        return -(-(self.window + self.lookahead) // self.block_size)

@@ -136,10 +136,10 @@ class Sequence:
         """Blocks of the longest this request can get; its last token is never written."""
         return -(-(self.max_total - 1) // block_size)
 
-    def blocks_short(self, window: int, block_size: int) -> int:
-        """Blocks that a further decode row of ``window`` tokens needs besides those held. Behind
+    def blocks_short(self, reach: int, block_size: int) -> int:
+        """Blocks that ``reach`` further positions need besides those held. Behind
         the last token but one nothing is written."""
-        end = min(self.kv_bound + window, self.max_total - 1)
+        end = min(self.kv_bound + reach, self.max_total - 1)
         return -(-end // block_size) - len(self.blocks)
 
     def forget_launches(self) -> None:

@@ -193,11 +193,11 @@ class Scheduler:
         stalled_before = set(table.stalled)
         if stalled_before:
             self._preemption.unstall()
-        size = self.limits.block_size
+        size, reach = self.limits.block_size, window + self.limits.lookahead
         needy: dict[Sequence, int] = {}
         for sequence in table.decoding.values():
-            if sequence.kv_bound + window > len(sequence.blocks) * size:
-                short = sequence.blocks_short(window, size)
+            if sequence.kv_bound + reach > len(sequence.blocks) * size:
+                short = sequence.blocks_short(reach, size)
                 if short > 0:
                     needy[sequence] = short
         if needy:

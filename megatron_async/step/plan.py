@@ -39,11 +39,13 @@ class PrefillChunk(NamedTuple):
 
 class Admission(NamedTuple):
     """Device-resident state that a request brings into its slot: the values of the ADMISSION and
-    REQUEST fields of ``slot_fields``, in the table's order, and its extras."""
+    REQUEST fields of ``slot_fields``, in the table's order, its extras, and its tokens for a
+    drafter that wants them."""
 
     slot: int
     values: Values
     extras: SlotExtras | None = None
+    tokens: tuple[int, ...] = ()
 
 
 class SlotUpdate(NamedTuple):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 import torch
 
 from megatron_async.runner.context import DynamicInferenceContext
+from megatron_async.runner.drafter import MixedTokens, SampledRows
 from megatron_async.sampling.sample import sample_tokens_reference
 from tests.support.hash_model import VOCAB_SIZE, HashModel, hash_history, hash_logits
 
@@ -24,11 +26,10 @@ class DraftingHashModel(HashModel):
         self._error_rate = error_rate
         self._seed = seed
 
-    def draft(self, context: DynamicInferenceContext, slots: torch.Tensor) -> torch.Tensor:
-        """int64 [R, num_speculative_tokens]."""
-        return torch.tensor([self._draft_row(context, slot) for slot in slots.tolist()])
+    def make_drafter(self, context: DynamicInferenceContext, max_rows: int) -> HashDrafter:
+        return HashDrafter(self, context)
 
-    def _draft_row(self, context: DynamicInferenceContext, slot: int) -> list[int]:
+    def draft_row(self, context: DynamicInferenceContext, slot: int) -> list[int]:
         state = context.slots
         if state.finished[slot]:
             return [0] * self.num_speculative_tokens
@@ -66,3 +67,26 @@ class DraftingHashModel(HashModel):
                 position,
             )
         )
+
+
+class HashDrafter:
+    """Has a drafting model look at the cache behind each S."""
+
+    wants_tokens = False
+
+    def __init__(self, model: DraftingHashModel, context: DynamicInferenceContext) -> None:
+        self._model = model
+        self._context = context
+
+    def admit(self, slot: int, tokens: Sequence[int]) -> None:
+        pass
+
+    def hidden_states(self, count: int) -> None:
+        return None
+
+    def prefill(self, tokens: MixedTokens, hidden_states: torch.Tensor | None) -> None:
+        pass
+
+    def draft(self, rows: SampledRows) -> torch.Tensor:
+        model, context = self._model, self._context
+        return torch.tensor([model.draft_row(context, slot) for slot in rows.slots.tolist()])

@@ -36,8 +36,9 @@ def hash_engine(
 ) -> DynamicInferenceEngine:
     """An engine over the hash model, with debug checks on."""
     values.setdefault("debug", True)
-    config = config_at(depth, device=device_name, **values)
     model = model or HashModel(device_name)
+    drafts = getattr(model, "num_speculative_tokens", 0)
+    config = config_at(depth, device=device_name, **{"num_speculative_tokens": drafts, **values})
     context = build_context(model, config, resolve_device(device_name))
     return DynamicInferenceEngine(
         TextGenerationController(model, tokenizer), context, config=config, device=device

@@ -182,9 +182,10 @@ def test_a_context_with_more_drafts_than_the_model_makes_is_refused() -> None:
     from tests.support.hash_model import HashModel
 
     drafting = DraftingHashModel(2, 0.0)
-    context = build_context(drafting, config_at(1, block_count=8), resolve_device("cpu"))
-    with pytest.raises(ConfigError, match="num_speculative_tokens=2 exceeds the 0 tokens"):
-        DynamicInferenceEngine(TextGenerationController(HashModel()), context)
+    config = config_at(1, block_count=8, num_speculative_tokens=2)
+    context = build_context(drafting, config, resolve_device("cpu"))
+    with pytest.raises(ConfigError, match="num_speculative_tokens=2 but the model has no layers"):
+        DynamicInferenceEngine(TextGenerationController(HashModel()), context, config=config)
 
 
 def test_a_draft_is_never_shown() -> None:

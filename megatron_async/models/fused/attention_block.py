@@ -82,8 +82,14 @@ class AttentionBlock:
             residual.input_of(self.norm), self._qkv.weight, qkv, bias=self._qkv.bias,
             norm=self.norm.parameters, statistics=given,
         )  # fmt: skip
-        keys, values = context.kv_cache[self._index]
         q_weight, k_weight, eps = self._head_norms
+        if context.num_speculative_tokens:
+            # The tokens of a window attend to each other: keys and values are all there first.
+            out = context.attend_packed(
+                self._index, qkv, self._scale, self._rotary, q_weight, k_weight, eps
+            )
+            return self._projection(out.flatten(1), residual, reader)
+        keys, values = context.kv_cache[self._index]
         self._attentions.get(self._heads_in(context), rows, capacity(context))(
             qkv, keys, values, context.block_table, context.token_slots, step.position_ids,
             context.slot_mapping, attended, scale=self._scale, cos_sin=self._rotary,

@@ -1,0 +1,59 @@
+"""Which drafter an engine has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_async.config import EngineConfig
+from megatron_async.drafting.mtp import MtpDrafter
+from megatron_async.drafting.ngram import NgramDrafter
+from megatron_async.errors import ConfigError
+from megatron_async.runner.context import DynamicInferenceContext
+from megatron_async.runner.drafter import Drafter
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """How an engine drafts.
+
+    Args:
+        make: the drafter, from a context and the most rows of a step.
+        lookahead: positions behind the window of a row to which it writes.
+        wants_tokens: admissions must bring the tokens of their requests.
+    """
+
+    make: Callable[[DynamicInferenceContext, int], Drafter | None]
+    lookahead: int = 0
+    wants_tokens: bool = False
+
+
+def choose_drafting(model: Any, drafts: int, config: EngineConfig) -> Drafting:
+    """How an engine over a wrapped model is to draft so many tokens.
+
+    Raises:
+        ConfigError: the model cannot.
+    """
+    if not drafts:
+        return Drafting(lambda context, max_rows: None)
+    if hasattr(model, "make_drafter"):
+        return Drafting(model.make_drafter)
+    if config.speculative_method == "ngram":
+        return Drafting(lambda context, max_rows: NgramDrafter(context), wants_tokens=True)
+    layers = mtp_layers(model)
+    if not layers:
+        raise ConfigError(
+            f"num_speculative_tokens={drafts} but the model has no layers for multi-token "
+            "prediction; leave it out, or add speculative_method='ngram'"
+        )
+    return Drafting(
+        lambda context, max_rows: MtpDrafter(model, context, max_rows),
+        lookahead=max(0, drafts - layers),
+    )
+
+
+def mtp_layers(model: Any) -> int:
+    """How many MTP layers a wrapped model has."""
+    gpt: Any = getattr(model, "model", None)
+    return len(gpt.mtp.layers) if getattr(gpt, "mtp_process", False) else 0

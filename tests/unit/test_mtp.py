@@ -1,0 +1,181 @@
+"""Drafts of the model's own layers for multi-token prediction, on the embedded model.
+
+Tokens are those of decoding without drafts at every depth. That would hold for any drafts; so the
+drafts themselves are compared with a plain forward that has no cache.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron_async.config import EngineConfig
+from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.errors import ConfigError
+from megatron_async.models.gpt import GPTModel
+from megatron_async.request import DynamicInferenceRequest
+from megatron_async.sampling_params import SamplingParams
+from tests.support.engines import DEPTHS, config_at, hash_engine
+
+PROMPTS = ["def fibonacci(n):", "class Stack:\n    def push(self", "import os\n\n", "x"]
+TEMPERATURES = (0.0, 0.3, 0.8, 1.0)
+
+
+def config_of(depth: int, drafts: int, **values: object) -> EngineConfig:
+    config = config_at(depth, device="cpu", num_speculative_tokens=drafts, debug=True)
+    return dataclasses.replace(config, **{"max_requests": 8, **values})
+
+
+@pytest.fixture(scope="module")
+def tiny() -> DynamicInferenceEngine:
+    """The weights that all engines of this file share."""
+    return DynamicInferenceEngine.from_pretrained("tiny", config_of(0, 0))
+
+
+def generate(
+    engine: DynamicInferenceEngine, new_tokens: int = 60, prompts: list[str] = PROMPTS
+) -> list[DynamicInferenceRequest]:
+    params = [
+        SamplingParams(
+            num_tokens_to_generate=new_tokens + 3 * i, temperature=t, seed=i, termination_id=-1
+        )
+        for i, t in enumerate(TEMPERATURES)
+    ]
+    return engine.generate([prompt for prompt in prompts for _ in params], [*params] * len(prompts))
+
+
+def tokens_of(requests: list[DynamicInferenceRequest]) -> list[list[int]]:
+    return [request.generated_tokens for request in requests]
+
+
+@pytest.mark.parametrize("drafts", (1, 2, 4))
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_drafted_equals_undrafted(tiny: DynamicInferenceEngine, depth: int, drafts: int) -> None:
+    expected = tokens_of(generate(tiny))
+    with tiny.with_config(config_of(depth, drafts)) as engine:
+        requests = generate(engine)
+        counters = engine.counters
+    assert tokens_of(requests) == expected
+    # Not a tenth of the rows drafts in vain: coupled noise makes samples agree too.
+    assert counters.tokens_accepted > 0.35 * counters.tokens_committed
+
+
+@pytest.mark.parametrize("depth", (0, 2))
+def test_drafted_equals_undrafted_through_evictions_prefix_hits_and_chunks(
+    tiny: DynamicInferenceEngine, depth: int
+) -> None:
+    prompts = [PROMPTS[1] * 3 + ending for ending in ("", " x", "\n        return", "foo")]
+    values = {"block_size_tokens": 4, "prefill_chunk_tokens": 24, "batch_invariant": True}
+    with tiny.with_config(config_of(0, 0, **values)) as engine:
+        expected = tokens_of(generate(engine, 40, prompts))
+    with tiny.with_config(config_of(depth, 3, block_count=120, **values)) as engine:
+        requests = generate(engine, 40, prompts)
+        counters = engine.counters
+    assert tokens_of(requests) == expected
+    assert counters.evictions > 0 and counters.tokens_cached > 0
+    assert counters.tokens_accepted > 0.3 * counters.tokens_committed
+
+
+class Plain:
+    """What the layers draft by forwards over whole sequences."""
+
+    def __init__(self, model: GPTModel) -> None:
+        self._model = model
+
+    @torch.inference_mode()
+    def drafts(self, tokens: list[int], count: int) -> list[int]:
+        """Greedy drafts of what follows ``tokens``."""
+        model, layers = self._model, len(self._model.mtp.layers)
+        ids = torch.tensor([tokens[:-1]])
+        model(ids, torch.arange(ids.shape[1])[None], None)
+        hidden = model.decoder_hidden_states
+        assert hidden is not None
+        before, known, found = hidden, tokens[1:], []
+        for draft in range(count):
+            layer = min(draft, layers - 1)
+            if draft >= layers:
+                # The layer's own output takes the place of a further position's hidden state.
+                before = torch.cat([before, hidden[-1:]])
+            else:
+                before, known = hidden, known[1:] if draft else known
+            row = torch.tensor([known])
+            hidden = model.mtp_hidden_states(layer, before, row, torch.arange(len(known))[None])
+            found.append(int(model.logits(hidden)[0, -1, : model.vocab_size].argmax()))
+            known = [*known, found[-1]]
+        return found
+
+
+@pytest.mark.parametrize(("prompt", "chunk"), ((PROMPTS[0], 64), (PROMPTS[1] * 4, 16), ("x", 64)))
+@pytest.mark.parametrize("drafts", (1, 2, 4))
+def test_drafts_are_those_of_a_forward_without_a_cache(
+    tiny: DynamicInferenceEngine, drafts: int, prompt: str, chunk: int
+) -> None:
+    plain = Plain(tiny.controller.inference_wrapped_model.model)
+    config = config_of(
+        0, drafts, max_requests=2, prefill_chunk_tokens=chunk, block_size_tokens=8, debug=False
+    )
+    params = SamplingParams(num_tokens_to_generate=24, temperature=0.0, termination_id=-1)
+    compared = 0
+    with tiny.with_config(config) as engine:
+        # Another one beside it: rows do not mix.
+        engine.add_request(0, "import sys", params)
+        engine.add_request(1, prompt, params)
+        tokens = engine.controller.tokenize_prompt(prompt)
+        total = len(tokens) + 24
+        while engine.has_unfinished_requests():
+            outputs = engine.step_modern()["tokens"]
+            new = [output.token_id for output in outputs if output.request_id == 1]
+            tokens += new
+            if new and len(tokens) < total:
+                engine.device.synchronize()
+                slots = engine.context.slots
+                ((slot,),) = ((slots.max_total == total) & ~slots.finished).nonzero().T.tolist()
+                assert slots.drafts[slot].tolist() == plain.drafts(tokens, drafts)
+                compared += 1
+    assert compared >= 24 // (drafts + 1) - 1
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestOnGpu:
+    @pytest.mark.parametrize("drafts", (1, 2, 4))
+    @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+    def test_drafted_equals_undrafted(self, dtype: str, drafts: int) -> None:
+        values = {"device": "cuda", "dtype": dtype, "batch_invariant": dtype == "bfloat16"}
+        with DynamicInferenceEngine.from_pretrained("tiny", config_of(0, 0, **values)) as plain:
+            expected = tokens_of(generate(plain))
+            for depth in DEPTHS:
+                with plain.with_config(config_of(depth, drafts, **values)) as engine:
+                    requests = generate(engine)
+                    counters = engine.counters
+                assert tokens_of(requests) == expected
+                assert counters.tokens_accepted > 0.35 * counters.tokens_committed
+
+    @pytest.mark.parametrize("method", ("mtp", "ngram"))
+    def test_steady_steps_neither_synchronise_nor_allocate(self, method: str) -> None:
+        config = config_of(
+            1, 2, device="cuda", dtype="bfloat16", debug=False, speculative_method=method
+        )
+        params = SamplingParams(num_tokens_to_generate=400, temperature=0.8, termination_id=-1)
+        with DynamicInferenceEngine.from_pretrained("tiny", config) as engine:
+            for request_id in range(8):
+                engine.add_request(request_id, PROMPTS[request_id % 4], params)
+            for _ in range(12):
+                engine.step_modern()
+            allocated = torch.cuda.memory_stats()["allocation.all.allocated"]
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                for _ in range(80):
+                    engine.step_modern()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
+            assert engine.counters.tokens_accepted > 0
+            engine.reset()
+
+
+def test_a_model_without_layers_for_it_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no layers for multi-token prediction"):
+        hash_engine(1, num_speculative_tokens=1)
