@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import json
 import resource
@@ -95,21 +96,20 @@ class RealServer:
         return text
 
     async def values(self) -> dict[str, float]:
-        """The metrics that have no label but the model."""
+        """The metrics that have no label but the model; 0 for what the engine has not said yet."""
         lines = (await self.http.get("/metrics")).text.splitlines()
         known = [line for line in lines if line.count("=") == 1 and not line.startswith("#")]
         names = (line.partition("{")[0].removeprefix("megatron_async_") for line in known)
-        return dict(zip(names, (float(line.split()[-1]) for line in known), strict=True))
+        found = zip(names, (float(line.split()[-1]) for line in known), strict=True)
+        return collections.defaultdict(float, found)
 
     async def until_idle(self) -> None:
         """Wait until no request and no block is held."""
+        held = ("num_requests_running", "num_requests_waiting", "http_requests_open")
         while True:
             now = await self.values()
-            held = now["num_requests_running"] + now["num_requests_waiting"]
-            if (
-                not held + now["http_requests_open"]
-                and now["kv_blocks_free"] == now["kv_blocks_total"]
-            ):
+            free = now["kv_blocks_free"] and now["kv_blocks_free"] == now["kv_blocks_total"]
+            if free and not any(now[name] for name in held):
                 return
             await asyncio.sleep(0.05)
 
