@@ -225,15 +225,25 @@ def reading_app(seconds: float) -> FastAPI:
     async def length(request: Request) -> int:
         return len(await request.body())
 
+    @app.post("/waits")
+    async def waits(request: Request) -> str:
+        await request.body()
+        try:
+            async with asyncio.timeout(10 * seconds):
+                await request.receive()
+        except TimeoutError:
+            return "nothing came"
+        return "something came"
+
     app.add_middleware(BodyLimit, most_bytes=1000, seconds=seconds)
     return app
 
 
-def post(seconds: float = LONG, **asked: Any) -> httpx.Response:
+def post(seconds: float = LONG, path: str = "/", **asked: Any) -> httpx.Response:
     async def test() -> httpx.Response:
         transport = httpx.ASGITransport(reading_app(seconds))
         async with httpx.AsyncClient(transport=transport, base_url="http://a") as client:
-            return await client.post("/", **asked)
+            return await client.post(path, **asked)
 
     return asyncio.run(test())
 
@@ -245,6 +255,10 @@ def test_a_body_that_comes_too_slowly_is_refused() -> None:
 
     answer = post(0.05, content=slow())
     assert answer.status_code == 408 and answer.headers["connection"] == "close"
+
+
+def test_a_whole_body_has_no_time_limit() -> None:
+    assert post(0.05, "/waits", content=b"x").json() == "nothing came"
 
 
 def test_a_compressed_body_is_refused() -> None:
