@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import resource
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from types import FrameType
@@ -15,6 +14,7 @@ from fastapi import FastAPI
 
 from megatron_async.errors import ConfigError
 from megatron_async.serving.app import make_app
+from megatron_async.serving.connections import limited_connection, most_connections
 from megatron_async.serving.frontend import Frontend
 
 if TYPE_CHECKING:
@@ -148,6 +148,8 @@ async def serve(
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=int(timeout) + ABORT_SECONDS,
         backlog=BACKLOG,
+        http=limited_connection(most_connections()),
+        ws="none",
     )
     server = HttpServer(config, drain)
 
@@ -160,7 +162,6 @@ async def serve(
             raise
         on_ready()
 
-    _allow_many_connections()
     try:
         starting = asyncio.create_task(start(), name="start of the engine")
         await server.serve(sockets=[listening])
@@ -193,10 +194,3 @@ def _spawn(work: Callable[[], Awaitable[None]]) -> Callable[[], None]:
         task.add_done_callback(tasks.discard)
 
     return begin
-
-
-def _allow_many_connections() -> None:
-    """As many open files as the system allows this user."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

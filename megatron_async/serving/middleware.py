@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import logging
@@ -13,16 +14,22 @@ from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_async.serving import tracing
 from megatron_async.serving.errors import ApiError, ClientGoneError, error_response
+from megatron_async.serving.frontend import MIB
 from megatron_async.serving.generation import Metrics
 
 logger = logging.getLogger("megatron_async.serving")
 
+BODY_SECONDS = 60.0
+"""For each MiB of a body that is begun: a connection must not live for ever."""
 STATUS_CLIENT_GONE = 499
 """In the log alone; nginx's."""
+_CLOSE = {"Connection": "close"}
+"""What is left of a body that was refused is never read."""
 _PLAIN_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -173,33 +180,54 @@ class ApiKeys:
 
 class BodyLimit:
     """Answers 413 to a larger body, before it has been read: by its declared length, else as soon
-    as more has come."""
+    as more has come. One that comes too slowly is answered 408, and a compressed one 415.
 
-    def __init__(self, app: ASGIApp, most_bytes: int) -> None:
+    Args:
+        seconds: in which a body must arrive, and as many more for each MiB that has.
+    """
+
+    def __init__(self, app: ASGIApp, most_bytes: int, seconds: float = BODY_SECONDS) -> None:
         self._app = app
         self._most_bytes = most_bytes
+        self._seconds = seconds
         self._said = f"the body is larger than {most_bytes:,} bytes, the most this server takes"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        # What is left of a body that was refused is never read.
-        headers = {"Connection": "close"}
-        declared = Headers(scope=scope).get("content-length", "")
+        headers = Headers(scope=scope)
+        declared = headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > self._most_bytes:
-            response = error_response(ApiError(413, self._said))
-            response.headers.update(headers)
-            await response(scope, receive, send)
+            await self._refuse(ApiError(413, self._said))(scope, receive, send)
             return
-        received = 0
+        if headers.get("content-encoding", "identity").lower() != "identity":
+            said = "a body with Content-Encoding is not read; send it as it is"
+            await self._refuse(ApiError(415, said))(scope, receive, send)
+            return
+        await self._app(scope, self._limited(receive), send)
 
-        async def receive_within_limit() -> Message:
-            nonlocal received
-            message = await receive()
+    def _limited(self, receive: Receive) -> Receive:
+        received, is_whole, start = 0, False, asyncio.get_running_loop().time()
+
+        async def receive_within_limits() -> Message:
+            nonlocal received, is_whole
+            if is_whole:  # what comes now is that the client has gone
+                return await receive()
+            try:
+                async with asyncio.timeout_at(start + self._seconds * (1 + received // MIB)):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, "the body came too slowly", _CLOSE) from None
             received += len(message.get("body", b""))
             if received > self._most_bytes:
-                raise HTTPException(413, self._said, headers)
+                raise HTTPException(413, self._said, _CLOSE)
+            is_whole = not message.get("more_body", False)
             return message
 
-        await self._app(scope, receive_within_limit, send)
+        return receive_within_limits
+
+    def _refuse(self, error: ApiError) -> Response:
+        response = error_response(error)
+        response.headers.update(_CLOSE)
+        return response

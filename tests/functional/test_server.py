@@ -25,6 +25,7 @@ from megatron_async.tokenizer import Tokenizer
 from tests.support.engines import config_at, hash_engine
 from tests.support.hash_tokenizer import hash_tokenizer
 from tests.support.patience import PATIENCE_SECONDS
+from tests.support.real_server import real_server
 from tests.support.served import Served, served
 
 ROOT = Path(__file__).parents[2]
@@ -327,6 +328,26 @@ def test_serve_serves_the_embedded_model() -> None:
             assert running.wait(PATIENCE_SECONDS) == 0
         finally:
             running.kill()
+
+
+def test_streams_are_cut_and_the_engine_is_killed_under_load() -> None:
+    asked: Any = {"prompt": "x", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    chance = random.Random(5)
+
+    async def test() -> None:
+        async with real_server("--inference-async-scheduling") as server:
+            await asyncio.gather(*(server.text(asked, chance.randrange(40)) for _ in range(16)))
+            await server.until_idle()
+            tasks = [asyncio.create_task(server.text(asked)) for _ in range(8)]
+            while (await server.values())["num_requests_running"] < 8:
+                await asyncio.sleep(0.02)
+            server.processes()[1].kill()
+            for end in await asyncio.gather(*tasks, return_exceptions=True):
+                assert isinstance(end, InterruptedError) and end.args == ("engine_not_ready",)
+            await server.until_status(503)
+        # SIGTERM has come while the next engine process started.
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_SECONDS))
 
 
 @pytest.mark.parametrize(
