@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from megatron_async.serving import engine_api, tracing
@@ -67,6 +68,7 @@ def make_app(
     _add_server(app, front)
     _add_engine(app, front)
     _add_page(app, front)
+    _add_heads(app)
     # The last one that is added is the outermost.
     app.add_middleware(BodyLimit, most_bytes=front.config.max_body_bytes)
     app.add_middleware(
@@ -135,6 +137,19 @@ def _add_server(app: FastAPI, front: Frontend) -> None:
     @app.post("/detokenize")
     async def detokenize(body: engine_api.DetokenizeRequest) -> dict[str, Any]:
         return await engine_api.detokenize(front, body)
+
+
+def _add_heads(app: FastAPI) -> None:
+    """HEAD wherever GET is, as load balancers probe; uvicorn leaves the body out."""
+    for route in list(app.routes):
+        if isinstance(route, APIRoute) and "GET" in (route.methods or ()):
+            app.add_api_route(
+                route.path,
+                route.endpoint,
+                methods=["HEAD"],
+                response_model=None,
+                include_in_schema=False,
+            )
 
 
 def _add_engine(app: FastAPI, front: Frontend) -> None:

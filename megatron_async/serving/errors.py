@@ -95,7 +95,7 @@ _NAMES = "|".join(
         "stop|stop_token_ids|logit_bias|allowed_token_ids|bad_words|ignore_eos",
         "repetition_penalty|presence_penalty|frequency_penalty|logprobs|top_logprobs",
         "prompt_logprobs|response_format|structured_outputs|guided_[a-z_]+",
-        "include_stop_str_in_output|chat_template_kwargs|tools|tool_choice|input|text",
+        "include_stop_str_in_output|chat_template_kwargs|tools|tool_choice|input|text|metadata",
     )
 )
 _AT_START = re.compile(rf"\W*((?:{_NAMES})\b(?:\[\d+\]|\.[a-z_]+)*)")

@@ -23,7 +23,6 @@ DEFAULT_TOKENS = 64
 _NAMES = {
     "num_tokens_to_generate": "tokens_to_generate",
     "prompt": "prompts",
-    "text": "prompts",
     "seed": "random_seed",
 }
 _UNSUPPORTED = {
@@ -96,14 +95,15 @@ class MegatronRequest(Body):
 async def megatron_generate(front: Frontend, request: Request, body: MegatronRequest) -> Response:
     """The prompts with the texts that continue them."""
     body.check_together()
+    await front.generator.check_room(body.params(0), prompts=len(body.prompts), field="prompts")
     jobs = []
     for index, prompt in enumerate(body.prompts):
         params = body.params(index)
-        try:
-            ids = await front.generator.tokenize(prompt, add_bos=body.add_BOS)
-        except RequestError as error:
-            raise renamed(error, _NAMES) from None
-        jobs.append(await front.generator.job(ids, params, names=_NAMES, text=prompt))
+        ids = await front.generator.tokenize(prompt, add_bos=body.add_BOS, field="prompts")
+        alone = not body.tokens_to_generate
+        jobs.append(
+            await front.generator.job(ids, params, names=_NAMES, text=prompt, scores_prompt=alone)
+        )
     log_jobs(request, jobs, front.config.model_names[0])
     each = await until_disconnect(request.receive, front.generator.all_whole(jobs))
     return json_response(_shown(front, body, jobs, [choices[0] for choices in each]))

@@ -295,7 +295,8 @@ def test_what_does_not_end_in_time_ends_with_its_text() -> None:
                 server.send_signal(signal.SIGTERM)
                 *_, last, done = (line for line in answer.iter_lines() if line)
         assert done == "data: [DONE]"
-        assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
+        choice = json.loads(last.removeprefix("data: "))["choices"][0]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "abort")
         assert server.wait(PATIENCE_SECONDS) == 0
 
 

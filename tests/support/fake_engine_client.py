@@ -23,6 +23,7 @@ class FakeEngineClient:
     Attributes:
         state: as the client's; tests set it.
         most: requests that may run or wait; None for any number.
+        max_sequences: as :class:`EngineInfo` has it.
         aborted: ids of requests that were left before their end.
         commands: what :meth:`command` was asked.
     """
@@ -33,6 +34,7 @@ class FakeEngineClient:
         self.state = "ready"
         self.snapshot: Snapshot | None = None
         self.most: int | None = None
+        self.max_sequences: int | None = None
         self.aborted: list[int] = []
         self.commands: list[tuple[str, dict[str, Any]]] = []
         self.running: dict[int, list[int]] = {}
@@ -59,6 +61,7 @@ class FakeEngineClient:
             max_requests=engine.context.max_requests,
             block_count=engine.context.block_count,
             version=__version__,
+            max_sequences=self.max_sequences,
         )
 
     async def generate(self, request: Generate) -> AsyncGenerator[Output, None]:
@@ -183,6 +186,8 @@ class FakeEngineClient:
             await asyncio.sleep(0)
             with contextlib.suppress(RequestError):
                 record = self.engine.get_request(engine_id)
+                if request.acknowledge:
+                    arrived.put_nowait(Output(request.request_id, index, []))
         is_first = True
         while True:
             output = await begun if is_first else await anext(outputs)
