@@ -11,6 +11,7 @@ from fastapi.middleware.cors import CORSMiddleware
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from megatron_async.serving import answer_shapes as shapes
 from megatron_async.serving import engine_api, tracing
 from megatron_async.serving.chat_completions import create_chat_completion
 from megatron_async.serving.completions import create_completion
@@ -59,7 +60,7 @@ def make_app(
         version=__version__,
         docs_url=None,  # the pages load scripts from elsewhere
         redoc_url=None,
-        responses={"4XX": {"description": "An error, in the shape of OpenAI's API"}},
+        responses=shapes.ERRORS,
         lifespan=lifespan,
         telemetry=tracing.telemetry(tracer_provider, UNTRACED_PATHS),
     )
@@ -90,39 +91,45 @@ def make_app(
 
 
 def _add_openai(app: FastAPI, front: Frontend) -> None:
-    @app.post("/v1/completions", response_model=None)
+    streams = shapes.answers(shapes.CompletionAnswer, streams=True)
+
+    @app.post("/v1/completions", response_model=None, responses=streams)
     async def completions(request: Request, body: CompletionRequest) -> Response:
         return await create_completion(front, request, body)
 
-    @app.post("/v1/chat/completions", response_model=None)
+    streams = shapes.answers(shapes.ChatAnswer, streams=True)
+
+    @app.post("/v1/chat/completions", response_model=None, responses=streams)
     async def chat_completions(request: Request, body: ChatCompletionRequest) -> Response:
         return await create_chat_completion(front, request, body)
 
-    @app.post("/v1/responses", response_model=None)
+    streams = shapes.answers(shapes.ResponseAnswer, streams=True)
+
+    @app.post("/v1/responses", response_model=None, responses=streams)
     async def responses(request: Request, body: ResponsesRequest) -> Response:
         return await create_response(front, request, body)
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", response_model=shapes.ModelsAnswer)
     async def models() -> dict[str, Any]:
         return await engine_api.models(front)
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", response_model=shapes.ModelAnswer)
     async def model(name: str) -> dict[str, Any]:
         return await engine_api.model(front, name)
 
-    @app.put("/api", response_model=None)
+    @app.put("/api", response_model=None, responses=shapes.answers(shapes.MegatronAnswer))
     @app.post("/api", response_model=None, include_in_schema=False)
     async def megatron(request: Request, body: MegatronRequest) -> Response:
         return await megatron_generate(front, request, body)
 
 
 def _add_server(app: FastAPI, front: Frontend) -> None:
-    @app.get("/health")
-    @app.get("/v1/health")
+    @app.get("/health", response_model=shapes.HealthAnswer)
+    @app.get("/v1/health", response_model=shapes.HealthAnswer)
     async def health() -> dict[str, Any]:
         return engine_api.check_health(front)
 
-    @app.get("/version")
+    @app.get("/version", response_model=shapes.VersionAnswer)
     async def version() -> dict[str, Any]:
         return engine_api.version()
 
@@ -130,11 +137,11 @@ def _add_server(app: FastAPI, front: Frontend) -> None:
     async def metrics() -> Response:
         return Response(front.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    @app.post("/tokenize")
+    @app.post("/tokenize", response_model=shapes.TokenizeAnswer)
     async def tokenize(body: engine_api.TokenizeRequest) -> dict[str, Any]:
         return await engine_api.tokenize(front, body)
 
-    @app.post("/detokenize")
+    @app.post("/detokenize", response_model=shapes.DetokenizeAnswer)
     async def detokenize(body: engine_api.DetokenizeRequest) -> dict[str, Any]:
         return await engine_api.detokenize(front, body)
 

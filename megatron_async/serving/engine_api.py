@@ -15,7 +15,7 @@ from megatron_async.parameter_checks import check_vocabulary
 from megatron_async.serving.chat import ToolUse
 from megatron_async.serving.errors import ApiError
 from megatron_async.serving.frontend import Frontend
-from megatron_async.serving.openai_api import Body, Token
+from megatron_async.serving.openai_api import Body, Messages, Token
 from megatron_async.version import __version__
 
 Seconds = Annotated[float, Field(ge=0.0, le=86_400.0)]
@@ -26,7 +26,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import msgspec
 
 from megatron_async.errors import EngineDeadError, RequestError
-from megatron_async.sampling_params import SamplingParams
+from megatron_async.sampling_params import LIMITING, SamplingParams
 from megatron_async.serving.errors import ApiError, renamed
 from megatron_async.serving.messages import Control, EngineInfo, Generate, Output, Snapshot
 
@@ -356,7 +356,7 @@ class Generator:
                     if output.finish_reason in CUT_SHORT:
                         output = _cut_short(output)
                     if output.finish_reason == "error":
-                        raise ApiError(500, "the model gave NaN for this request", code="nan")
+                        raise _no_token(job)
                     yield Piece(texts[index].push(output), output)
         except RequestError as error:
             raise renamed(error, job.names) from None
@@ -447,6 +447,16 @@ class Generator:
         """End all requests with the text that they have."""
         for request_id in tuple(self.running):
             await self.client.abort(request_id)
+
+
+def _no_token(job: Job) -> ApiError:
+    """The engine says that there was none to sample, not whose fault that is."""
+    limits = [name for name in LIMITING if getattr(job.params, name)]
+    if not limits:
+        return ApiError(500, "the model gave NaN for this request", code="nan")
+    names = [job.names.get(name, name) for name in limits]
+    said = f"{', '.join(names)} left nothing that the next token may be, or the model gave NaN"
+    return ApiError(400, said, param=names[0], code="nothing_allowed")
 
 
 def _cut_short(output: Output) -> Output:

@@ -13,7 +13,7 @@ from megatron_async.sampling_params import SamplingParams
 from megatron_async.serving.errors import ApiError, json_response, renamed
 from megatron_async.serving.frontend import Frontend, log_jobs
 from megatron_async.serving.generation import Choice, Job
-from megatron_async.serving.openai_api import Body
+from megatron_async.serving.openai_api import Body, Integer
 from megatron_async.serving.sse import until_disconnect
 
 MAX_PROMPTS = 128
@@ -39,11 +39,11 @@ class MegatronRequest(Body):
     is what this server does."""
 
     prompts: list[str] = Field(min_length=1, max_length=MAX_PROMPTS)
-    tokens_to_generate: int = Field(default=DEFAULT_TOKENS, ge=0)
+    tokens_to_generate: Integer = Field(default=DEFAULT_TOKENS, ge=0)
     logprobs: bool = False
-    top_n_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
+    top_n_logprobs: Integer = Field(default=0, ge=0, le=20)
     temperature: float = Field(default=1.0, gt=0.0, le=100.0)
-    top_k: int = Field(default=0, ge=0, le=MAX_TOP_K)
+    top_k: Integer = Field(default=0, ge=0, le=MAX_TOP_K)
     top_p: float = Field(default=0.0, ge=0.0, le=1.0)
     top_p_decay: float = 0.0
     top_p_bound: float = 0.0
@@ -51,8 +51,8 @@ class MegatronRequest(Body):
     stop_on_eol: bool = False
     stop_on_double_eol: bool = False
     prevent_newline_after_colon: bool = False
-    random_seed: int | None = Field(default=None, ge=0)
-    beam_width: int | None = None
+    random_seed: Annotated[Integer, Field(ge=0)] | None = None
+    beam_width: Integer | None = None
     max_len: Any = None
     sentences: Any = None
 

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import time
 from collections.abc import AsyncGenerator
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from starlette.requests import Request
@@ -21,10 +21,13 @@ from megatron_async.serving.generation import Job, usage_of
 from megatron_async.serving.log_prob_shapes import chat_log_probs
 from megatron_async.serving.messages import Output
 from megatron_async.serving.openai_api import (
+    MAX_TOP_LOG_PROBS,
     Body,
+    Integer,
     JsonSchema,
     ResponseFormat,
     SamplingFields,
+    range_of,
     structure_of_format,
 )
 from megatron_async.serving.responses_input import InputMessages
@@ -70,9 +73,9 @@ class ResponsesRequest(SamplingFields):
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Annotated[Integer | None, range_of(1)] = None
     text: TextOptions | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[Integer | None, range_of(0, MAX_TOP_LOG_PROBS)] = None
     include: list[str] | None = None
     metadata: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
