@@ -117,8 +117,10 @@ def _add_openai(app: FastAPI, front: Frontend) -> None:
     async def model(name: str) -> dict[str, Any]:
         return await engine_api.model(front, name)
 
-    @app.put("/api", response_model=None, responses=shapes.answers(shapes.MegatronAnswer))
-    @app.post("/api", response_model=None, include_in_schema=False)
+    texts = shapes.answers(shapes.MegatronAnswer)
+
+    @app.put("/api", response_model=None, responses=texts)
+    @app.post("/api", response_model=None, responses=texts)
     async def megatron(request: Request, body: MegatronRequest) -> Response:
         return await megatron_generate(front, request, body)
 

@@ -14,6 +14,7 @@ from megatron_async.errors import RequestError
 from megatron_async.grammar.spec import StructuredOutputs
 from megatron_async.parameter_checks import integer
 from megatron_async.sampling_params import SamplingParams
+from megatron_async.serving.chat_messages import plain
 from megatron_async.serving.errors import ApiError, renamed
 
 MAX_PRIORITY = 10**6
@@ -65,7 +66,7 @@ Messages = Annotated[
                     "content": {
                         "anyOf": [
                             {"type": "string"},
-                            {"type": "array", "items": _PART},
+                            {"type": "array", "items": {"anyOf": [_PART, {"type": "string"}]}},
                             {"type": "null"},
                         ]
                     },
@@ -180,6 +181,8 @@ class SamplingFields(Body):
             raise ApiError(400, said, param="stream_options")
         try:
             integer(-MAX_PRIORITY, MAX_PRIORITY, none=0)("priority", self.priority)
+            for name in ("stop", "bad_words"):
+                plain(name, getattr(self, name))
             return self._params(self._structure()).checked()
         except RequestError as error:
             raise renamed(error, self.engine_names()) from None
@@ -191,6 +194,7 @@ class SamplingFields(Body):
         for field, structure in self._structures().items():
             if field != "structured_outputs":
                 names |= {f"structured_outputs.{kind}": field for kind in structure}
+                names["structured_outputs"] = field
         return names
 
     @property

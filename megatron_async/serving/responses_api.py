@@ -139,7 +139,7 @@ async def create_response(front: Frontend, request: Request, body: ResponsesRequ
     log_jobs(request, [job], model)
     answer = _Answer(front, body, tools, job, request.state.request_id, model)
     if body.stream:
-        return EventStream(answer.events())
+        return EventStream(answer.events(), answer.failed)
     return json_response(await until_disconnect(request.receive, answer.whole()))
 
 
@@ -179,6 +179,7 @@ class _Answer:
         self._front = front
         self._job = job
         self._top = body.log_probs
+        self._numbers = itertools.count()
         self._items = OutputItems(request_id, front.chat.parser(tools))
         format = (body.text and body.text.format) or TextFormat(schema=None)
         self._head: dict[str, Any] = {
@@ -215,36 +216,33 @@ class _Answer:
     async def events(self) -> AsyncGenerator[bytes, None]:
         """The events of the answer as a stream, from the moment at which the engine has taken the
         request; an error before that has a status of its own."""
-        numbers = itertools.count()
-
-        def numbered(content: Event) -> bytes:
-            name = content["type"]
-            return event({"type": name, "sequence_number": next(numbers), **content}, name)
-
         begun = False
         last: Output | None = None
-        try:
-            async with contextlib.aclosing(self._front.generator.stream(self._job)) as pieces:
-                async for text, output in pieces:
-                    if not begun:
-                        begun = True
-                        response = self._response("in_progress")
-                        for name in ("response.created", "response.in_progress"):
-                            yield numbered({"type": name, "response": response})
-                    for content in self._items.push(text, self._log_probs(output)):
-                        yield numbered(content)
-                    last = output
-        except Exception as error:
-            if not begun:
-                raise
-            response = self._response("failed", error=_error(error))
-            yield numbered({"type": "response.failed", "response": response})
-            return
+        async with contextlib.aclosing(self._front.generator.stream(self._job)) as pieces:
+            async for text, output in pieces:
+                if not begun:
+                    begun = True
+                    response = self._response("in_progress")
+                    for name in ("response.created", "response.in_progress"):
+                        yield self._event({"type": name, "response": response})
+                for content in self._items.push(text, self._log_probs(output)):
+                    yield self._event(content)
+                last = output
         assert last is not None
         status = _status(last)
         for content in self._items.finish(status):
-            yield numbered(content)
-        yield numbered({"type": f"response.{status}", "response": self._response(status, last)})
+            yield self._event(content)
+        response = self._response(status, last)
+        yield self._event({"type": f"response.{status}", "response": response})
+
+    def failed(self, error: Exception) -> bytes:
+        """The last event of a stream that an error has cut."""
+        response = self._response("failed", error=_error(error))
+        return self._event({"type": "response.failed", "response": response})
+
+    def _event(self, content: Event) -> bytes:
+        name = content["type"]
+        return event({"type": name, "sequence_number": next(self._numbers), **content}, name)
 
     def _response(
         self, status: str, last: Output | None = None, error: dict[str, Any] | None = None

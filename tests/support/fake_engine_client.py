@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.siblings import sibling_seed
 from megatron_async.errors import EngineDeadError, QueueFullError, RequestError
@@ -69,6 +71,8 @@ class FakeEngineClient:
         self._check_ready()
         if self.most is not None and len(self.running) >= self.most:
             raise QueueFullError(f"{len(self.running)} sequences run or wait, and {self.most} may")
+        # Through the form in which it would reach the engine's process.
+        request = msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Generate)
         asked = SamplingParams.deserialize(request.params).checked()
         if asked.num_sequences > asked.n:
             for output in await self._ranked(request, asked):

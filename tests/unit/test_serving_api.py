@@ -736,6 +736,13 @@ def test_unknown_models_and_paths_are_not_found(client: httpx.Client) -> None:
     assert error_of(client.get("/v1/models/other"), 404)["param"] == "model"
     error_of(client.get("/nowhere"), 404)
     error_of(client.get("/v1/completions"), 405)
+    for method, path, allowed in (
+        ("GET", "/api", "POST, PUT"),
+        ("DELETE", "/v1/models/tiny", "GET, HEAD"),
+        ("POST", "/health", "GET, HEAD"),
+    ):
+        answer = client.request(method, path)
+        assert (answer.status_code, answer.headers["allow"]) == (405, allowed), path
     assert completion(client, model="small")["model"] == "small"
 
 
@@ -1067,9 +1074,18 @@ def test_long_texts_are_refused_before_they_are_looked_at(client: httpx.Client) 
 
 def test_a_lone_surrogate_is_the_clients_mistake(client: httpx.Client) -> None:
     lone = '"\\ud83d"'
-    for body in (f'"stop": {lone}', f'"bad_words": [{lone}]', f'"prompt": {lone}'):
-        answer = client.post("/v1/completions", content=f'{{"prompt": "ab", {body}}}')
-        assert answer.status_code == 400, answer.text
+    headers = {"content-type": "application/json"}
+    for name, value in (
+        ("stop", lone),
+        ("bad_words", f"[{lone}]"),
+        ("prompt", lone),
+        ("guided_choice", f"[{lone}]"),
+        ("guided_regex", lone),
+        ("guided_json", f'{{"const": {lone}}}'),
+    ):
+        content = f'{{"prompt": "ab", "{name}": {value}}}'
+        answer = client.post("/v1/completions", content=content, headers=headers)
+        assert str(error_of(answer, 400)["param"]).split(".")[0].split("[")[0] == name, answer.text
 
 
 @pytest.mark.parametrize(
@@ -1232,3 +1248,35 @@ def test_deltas_with_stop_words_add_up(client: httpx.Client, path: str, seed: in
         text = choice["text"] if "text" in choice else choice["message"]["content"]
         end = (choice["finish_reason"], choice["stop_reason"])
         assert mine == [text, len(log_probs), end]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_an_unexpected_error_in_a_stream_is_logged_and_says_nothing(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = ScriptedClient(tiny_tokenizer(), ["He"], end=ZeroDivisionError("a secret"))
+    body = {"prompt": "a", "messages": [USER], "input": "a", "stream": True}
+    if path != "/v1/completions":
+        del body["prompt"]
+    answer = say(client, path, body)
+    assert answer.status_code == 200 and "internal server error" in answer.text
+    assert "secret" not in answer.text
+    logged = [record.exc_info[1] for record in caplog.records if record.exc_info]
+    assert [type(error) for error in logged] == [ZeroDivisionError]
+
+
+def test_parameters_that_leave_no_token_are_the_clients() -> None:
+    body = {"prompt": "a", "guided_choice": ["a"], "allowed_token_ids": [1]}
+    client = ScriptedClient(tiny_tokenizer(), ["H"], end="error")
+    error = error_of(say(client, "/v1/completions", body), 400)
+    assert (error["param"], error["code"]) == ("guided_choice", "nothing_allowed")
+    assert error_of(say(client, "/v1/completions", {"prompt": "a"}), 500)["code"] == "nan"
+
+
+def test_whole_floats_are_integers(client: httpx.Client) -> None:
+    assert completion(client, max_tokens=3.0, ignore_eos=True)["usage"]["completion_tokens"] == 3
+    for wrong in (3.5, float("1e999"), "3"):
+        content = json.dumps({"prompt": "a", "max_tokens": wrong})
+        headers = {"content-type": "application/json"}
+        answer = client.post("/v1/completions", content=content, headers=headers)
+        assert error_of(answer, 400)["param"] == "max_tokens"
