@@ -137,7 +137,7 @@ pieces = st.sampled_from(["a", " ", "\n", "é", "{", "<tool_call>", CALL, CALL[:
 
 @given(
     texts=st.lists(pieces, max_size=5).map("".join),
-    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    sizes=st.lists(st.sampled_from([1, 2, 5, 60, 500]), min_size=1, max_size=4),
     end=st.sampled_from(["stop", "length"]),
 )
 @settings(max_examples=40, deadline=None)
