@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 OPEN_PATHS = frozenset({"/", "/health", "/v1/health", "/version", "/metrics"})
 """Need no key: probes and Prometheus have none, and the page asks for one."""
-UNTRACED_PATHS = OPEN_PATHS | {"/live"}
+LIVE_PATH = "/live"
+UNTRACED_PATHS = OPEN_PATHS | {LIVE_PATH}
 """Are asked now and then, or last for as long as somebody looks."""
 PRIVILEGED_PATHS = frozenset(
     {"/pause", "/resume", "/suspend", "/weights", "/reset_prefix_cache", "/profile"}
@@ -149,9 +150,12 @@ def _add_server(app: FastAPI, front: Frontend) -> None:
 
 
 def _add_heads(app: FastAPI) -> None:
-    """HEAD wherever GET is, as load balancers probe; uvicorn leaves the body out."""
+    """HEAD wherever GET is, as load balancers probe; uvicorn leaves the body out. Not where that
+    has no end."""
     for route in list(app.routes):
-        if isinstance(route, APIRoute) and "GET" in (route.methods or ()):
+        if not isinstance(route, APIRoute) or route.path == LIVE_PATH:
+            continue
+        if "GET" in (route.methods or ()):
             app.add_api_route(
                 route.path,
                 route.endpoint,
@@ -199,6 +203,6 @@ def _add_page(app: FastAPI, front: Frontend) -> None:
     async def page() -> Response:
         return page_response()
 
-    @app.get("/live", response_model=None)
+    @app.get(LIVE_PATH, response_model=None, include_in_schema=False)
     async def live() -> Response:
         return EventStream(feed.events())

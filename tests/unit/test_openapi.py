@@ -21,7 +21,7 @@ from tests.support.served import NotedMetrics, make_front
 
 api_fuzz = pytest.importorskip("tests.support.api_fuzz", reason="schemathesis is not installed")
 
-EXAMPLES = int(os.environ.get("MEGATRON_ASYNC_API_EXAMPLES", "8"))
+EXAMPLES = int(os.environ.get("MEGATRON_ASYNC_API_EXAMPLES", "6"))
 """Of each kind for each operation; thousands take an hour."""
 KEY = "key"
 

@@ -946,6 +946,8 @@ def test_head_is_allowed_where_get_is(server: Served, client: httpx.Client) -> N
         assert (answer.status_code, answer.content) == (200, b""), path
     assert client.head("/v1/models/other").status_code == 404
     assert client.head("/v1/completions").status_code == 405
+    assert client.head("/").status_code == 200
+    assert client.head("/live").status_code == 405  # its events have no end
     server.client.state = "dead"
     try:
         assert client.head("/health").status_code == 503
