@@ -73,6 +73,7 @@ setup(
             "pytest-xdist",
             "pyyaml",
             "ruff",
+            "schemathesis",
             "setuptools>=77",
             "transformers",
             # Its interpreter runs the kernels where there is no GPU.

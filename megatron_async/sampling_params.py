@@ -19,6 +19,15 @@ MAX_SEQUENCES = 16384
 """Sequences that one request may ask for, as in vLLM."""
 MAX_LOGIT_BIAS = 100.0
 """Larger biases are cut to this, as in vLLM."""
+LIMITING = (
+    "structured_outputs",
+    "logits_processors",
+    "allowed_token_ids",
+    "bad_words",
+    "min_tokens",
+    "logit_bias",
+)
+"""Sampling parameters that can leave no token."""
 
 
 @dataclass(kw_only=True)

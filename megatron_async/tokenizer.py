@@ -206,15 +206,22 @@ class Tokenizer:
         except CheckpointError as error:
             raise CheckpointError(f"{path}: {error}") from error
 
-    def tokenize(self, text: str, add_bos: bool = False) -> list[int]:
-        """Token ids of ``text``; no special token is added but, with ``add_bos``, the first.
+    def tokenize(
+        self, text: str, add_bos: bool = False, *, add_special_tokens: bool = False
+    ) -> list[int]:
+        """Token ids of ``text``, without special tokens that it does not spell out.
+
+        Args:
+            add_bos: put the begin token first.
+            add_special_tokens: add what the post-processor of ``tokenizer.json`` adds, as
+                transformers does by default; often the begin token, and often nothing.
 
         Raises:
             RequestError: ``text`` is not valid Unicode, or ``add_bos`` is asked for and the
                 tokenizer has no such token.
         """
         try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         except (TypeError, UnicodeEncodeError) as error:
             raise RequestError(f"text is not a string of valid Unicode: {error}") from error
         if not add_bos:

@@ -27,7 +27,7 @@ from megatron_async.request import (
     TokenLogProbs,
     WeightSpan,
 )
-from megatron_async.sampling_params import SamplingParams
+from megatron_async.sampling_params import LIMITING, SamplingParams
 from megatron_async.scheduler.events import Change, Commit, Event
 from megatron_async.step.plan import Plan
 
@@ -54,17 +54,6 @@ STATUS_AFTER = {
     Change.RESUME: Status.ACTIVE_AND_GENERATING_TOKENS,
     Change.EVICT: Status.WAITING_IN_QUEUE,
 }
-
-
-LIMITING = (
-    "structured_outputs",
-    "logits_processors",
-    "allowed_token_ids",
-    "bad_words",
-    "min_tokens",
-    "logit_bias",
-)
-"""Sampling parameters that can leave no token."""
 
 
 class TokenOutput(NamedTuple):

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.middleware.cors import CORSMiddleware
+from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from megatron_async.serving import answer_shapes as shapes
 from megatron_async.serving import engine_api, tracing
 from megatron_async.serving.chat_completions import create_chat_completion
 from megatron_async.serving.completions import create_completion
@@ -29,7 +31,8 @@ if TYPE_CHECKING:
 
 OPEN_PATHS = frozenset({"/", "/health", "/v1/health", "/version", "/metrics"})
 """Need no key: probes and Prometheus have none, and the page asks for one."""
-UNTRACED_PATHS = OPEN_PATHS | {"/live"}
+LIVE_PATH = "/live"
+UNTRACED_PATHS = OPEN_PATHS | {LIVE_PATH}
 """Are asked now and then, or last for as long as somebody looks."""
 PRIVILEGED_PATHS = frozenset(
     {"/pause", "/resume", "/suspend", "/weights", "/reset_prefix_cache", "/profile"}
@@ -58,7 +61,7 @@ def make_app(
         version=__version__,
         docs_url=None,  # the pages load scripts from elsewhere
         redoc_url=None,
-        responses={"4XX": {"description": "An error, in the shape of OpenAI's API"}},
+        responses=shapes.ERRORS,
         lifespan=lifespan,
         telemetry=tracing.telemetry(tracer_provider, UNTRACED_PATHS),
     )
@@ -67,6 +70,7 @@ def make_app(
     _add_server(app, front)
     _add_engine(app, front)
     _add_page(app, front)
+    _add_heads(app)
     # The last one that is added is the outermost.
     app.add_middleware(BodyLimit, most_bytes=front.config.max_body_bytes)
     app.add_middleware(
@@ -88,39 +92,47 @@ def make_app(
 
 
 def _add_openai(app: FastAPI, front: Frontend) -> None:
-    @app.post("/v1/completions", response_model=None)
+    streams = shapes.answers(shapes.CompletionAnswer, streams=True)
+
+    @app.post("/v1/completions", response_model=None, responses=streams)
     async def completions(request: Request, body: CompletionRequest) -> Response:
         return await create_completion(front, request, body)
 
-    @app.post("/v1/chat/completions", response_model=None)
+    streams = shapes.answers(shapes.ChatAnswer, streams=True)
+
+    @app.post("/v1/chat/completions", response_model=None, responses=streams)
     async def chat_completions(request: Request, body: ChatCompletionRequest) -> Response:
         return await create_chat_completion(front, request, body)
 
-    @app.post("/v1/responses", response_model=None)
+    streams = shapes.answers(shapes.ResponseAnswer, streams=True)
+
+    @app.post("/v1/responses", response_model=None, responses=streams)
     async def responses(request: Request, body: ResponsesRequest) -> Response:
         return await create_response(front, request, body)
 
-    @app.get("/v1/models")
+    @app.get("/v1/models", response_model=shapes.ModelsAnswer)
     async def models() -> dict[str, Any]:
         return await engine_api.models(front)
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", response_model=shapes.ModelAnswer)
     async def model(name: str) -> dict[str, Any]:
         return await engine_api.model(front, name)
 
-    @app.put("/api", response_model=None)
-    @app.post("/api", response_model=None, include_in_schema=False)
+    texts = shapes.answers(shapes.MegatronAnswer)
+
+    @app.put("/api", response_model=None, responses=texts)
+    @app.post("/api", response_model=None, responses=texts)
     async def megatron(request: Request, body: MegatronRequest) -> Response:
         return await megatron_generate(front, request, body)
 
 
 def _add_server(app: FastAPI, front: Frontend) -> None:
-    @app.get("/health")
-    @app.get("/v1/health")
+    @app.get("/health", response_model=shapes.HealthAnswer)
+    @app.get("/v1/health", response_model=shapes.HealthAnswer)
     async def health() -> dict[str, Any]:
         return engine_api.check_health(front)
 
-    @app.get("/version")
+    @app.get("/version", response_model=shapes.VersionAnswer)
     async def version() -> dict[str, Any]:
         return engine_api.version()
 
@@ -128,13 +140,29 @@ def _add_server(app: FastAPI, front: Frontend) -> None:
     async def metrics() -> Response:
         return Response(front.metrics.text(), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
-    @app.post("/tokenize")
+    @app.post("/tokenize", response_model=shapes.TokenizeAnswer)
     async def tokenize(body: engine_api.TokenizeRequest) -> dict[str, Any]:
         return await engine_api.tokenize(front, body)
 
-    @app.post("/detokenize")
+    @app.post("/detokenize", response_model=shapes.DetokenizeAnswer)
     async def detokenize(body: engine_api.DetokenizeRequest) -> dict[str, Any]:
         return await engine_api.detokenize(front, body)
+
+
+def _add_heads(app: FastAPI) -> None:
+    """HEAD wherever GET is, as load balancers probe; uvicorn leaves the body out. Not where that
+    has no end."""
+    for route in list(app.routes):
+        if not isinstance(route, APIRoute) or route.path == LIVE_PATH:
+            continue
+        if "GET" in (route.methods or ()):
+            app.add_api_route(
+                route.path,
+                route.endpoint,
+                methods=["HEAD"],
+                response_model=None,
+                include_in_schema=False,
+            )
 
 
 def _add_engine(app: FastAPI, front: Frontend) -> None:
@@ -175,6 +203,6 @@ def _add_page(app: FastAPI, front: Frontend) -> None:
     async def page() -> Response:
         return page_response()
 
-    @app.get("/live", response_model=None)
+    @app.get(LIVE_PATH, response_model=None, include_in_schema=False)
     async def live() -> Response:
         return EventStream(feed.events())

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_async.errors import RequestError
-from megatron_async.serving.errors import renamed
+from megatron_async.sampling_params import SamplingParams
+from megatron_async.serving.errors import ApiError, renamed
 
 Tool = Mapping[str, Any]
 
@@ -49,6 +50,16 @@ class ToolUse:
     def names(self) -> tuple[str, ...]:
         """Of the tools."""
         return tuple(tool["function"]["name"] for tool in self.tools)
+
+
+def with_tools(params: SamplingParams, tools: ToolUse) -> SamplingParams:
+    """``params`` with the structure that calls have; raises ApiError if there is another one."""
+    if tools.structure is not None:
+        if params.structured_outputs is not None:
+            said = "tool_choice and a structured output contradict each other; send one of them"
+            raise ApiError(400, said, param="tool_choice")
+        params.structured_outputs = tools.structure
+    return params
 
 
 @dataclass(slots=True)
@@ -193,13 +204,14 @@ class Chat:
         if not tools and choice in (None, "none"):
             return ToolUse()
         from megatron_async.serving.tool_calls import (
+            allowed_tools,
             checked_tool_choice,
             checked_tools,
             structured_outputs_for,
         )
 
         try:
-            checked = checked_tools(tools)
+            checked, choice = allowed_tools(checked_tools(tools), choice)
             chosen = checked_tool_choice(checked, choice)
             structure = structured_outputs_for(checked, choice, parallel=parallel)
         except RequestError as error:

@@ -10,8 +10,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from megatron_async.serving.chat import Message, MessageParser, ToolUse
-from megatron_async.serving.errors import ApiError, json_response
+from megatron_async.serving.chat import Message, MessageParser, ToolUse, with_tools
+from megatron_async.serving.errors import json_response
 from megatron_async.serving.frontend import Frontend, log_jobs
 from megatron_async.serving.generation import Choice, Job, Piece, usage_of
 from megatron_async.serving.log_prob_shapes import chat_log_probs, prompt_log_probs
@@ -25,12 +25,8 @@ async def create_chat_completion(
     """The assistant's next message, whole or as a stream."""
     model = front.check_model(body.model)
     tools = front.chat.tool_use(body.tools, body.tool_choice, body.parallel_tool_calls is not False)
-    params = body.params(front.config.max_choices)
-    if tools.structure is not None:
-        if params.structured_outputs is not None:
-            said = "tool_choice and a structured output contradict each other; send one of them"
-            raise ApiError(400, said, param="tool_choice")
-        params.structured_outputs = tools.structure
+    params = with_tools(body.params(front.config.max_choices), tools)
+    await front.generator.check_room(params)
     text = front.chat.prompt(
         body.messages,
         tools,
@@ -38,8 +34,10 @@ async def create_chat_completion(
         continue_final_message=bool(body.continue_final_message),
         chat_template_kwargs=body.chat_template_kwargs,
     )
+    # By default none: the template writes the begin token itself.
+    adds = bool(body.add_special_tokens)
     job = await front.generator.job(
-        await front.generator.tokenize(text),
+        await front.generator.tokenize(text, add_special_tokens=adds, field="messages"),
         params,
         names={**body.engine_names(), "prompt": "messages"},
         priority=body.priority,

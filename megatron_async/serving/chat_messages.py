@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,20 +18,68 @@ TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refu
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
-def plain(name: str, value: Any, depth: int = 0) -> Any:
-    """An own copy of ``value`` in JSON's types; raises :class:`RequestError` with ``name``."""
-    if value is None or type(value) in (str, int, float, bool):
+_PLAIN_KEY = re.compile("[A-Za-z0-9_]{1,64}")
+
+
+class _Path:
+    """Where a value is; made into text for an error alone, since keys may be long and many."""
+
+    __slots__ = ("_parent", "_part")
+
+    def __init__(self, part: str | int, parent: _Path | None = None) -> None:
+        self._part = part
+        self._parent = parent
+
+    @property
+    def root(self) -> _Path:
+        """Where it begins."""
+        return self if self._parent is None else self._parent.root
+
+    def __str__(self) -> str:
+        if self._parent is None:
+            return str(self._part)
+        before, part = str(self._parent), self._part
+        if isinstance(part, int):
+            return f"{before}[{part}]"
+        return f"{before}.{part}" if _PLAIN_KEY.fullmatch(part) else before
+
+
+def plain(name: str, value: Any) -> Any:
+    """An own copy of ``value`` in JSON's types.
+
+    Raises:
+        RequestError: it has other types, lists or objects too deep in each other, or text that is
+            no valid Unicode. Names the place, which begins with ``name``.
+    """
+    return _plain(_Path(name), value, 0)
+
+
+def _plain(path: _Path, value: Any, depth: int) -> Any:
+    if isinstance(value, str):
+        return _unicode(path, str(value))
+    if value is None or type(value) in (int, float, bool):
         return value
     if depth == MAX_DEPTH:
-        raise RequestError(f"{name}: more than {MAX_DEPTH} lists or objects in each other")
+        raise RequestError(f"{path.root}: more than {MAX_DEPTH} lists or objects in each other")
     if isinstance(value, Mapping):
-        return {str(key): plain(name, each, depth + 1) for key, each in value.items()}
+        return {
+            _unicode(path, str(key)): _plain(_Path(str(key), path), each, depth + 1)
+            for key, each in value.items()
+        }
     if isinstance(value, (list, tuple)):
-        return [plain(name, each, depth + 1) for each in value]
-    for kind in (str, int, float):
+        return [_plain(_Path(n, path), each, depth + 1) for n, each in enumerate(value)]
+    for kind in (int, float):
         if isinstance(value, kind):
             return kind(value)
-    raise RequestError(f"{name}: {type(value).__name__} is no type of JSON")
+    raise RequestError(f"{path}: {type(value).__name__} is no type of JSON")
+
+
+def _unicode(path: _Path, text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise RequestError(f"{path} has a lone surrogate; send valid Unicode") from None
+    return text
 
 
 def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -10,10 +10,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from megatron_async.errors import RequestError
 from megatron_async.parameter_checks import check_vocabulary
 from megatron_async.sampling_params import SamplingParams
-from megatron_async.serving.errors import ApiError, json_response, renamed
+from megatron_async.serving.errors import ApiError, json_response
 from megatron_async.serving.frontend import Frontend, log_jobs
 from megatron_async.serving.generation import Choice, Job, Piece, ahead_of_others, usage_of
 from megatron_async.serving.log_prob_shapes import CompletionLogProbs, joined, prompt_log_probs
@@ -53,18 +52,16 @@ async def _jobs(front: Frontend, body: CompletionRequest, params: SamplingParams
     if not 1 <= len(several) <= most:
         said = f"prompt has {len(several)} prompts; send between 1 and {most}"
         raise ApiError(400, said, param="prompt")
+    await front.generator.check_room(params, prompts=len(several))
     jobs = []
     for prompt in several:
         text = prompt if isinstance(prompt, str) else None
-        try:
-            if isinstance(prompt, str):
-                add_bos = bool(body.add_special_tokens) and front.tokenizer.bos_id is not None
-                ids = await front.generator.tokenize(prompt, add_bos=add_bos)
-            else:
-                ids = prompt
-                check_vocabulary("prompt", ids, info.vocab_size)
-        except RequestError as error:
-            raise renamed(error, {"text": "prompt"}) from None
+        if isinstance(prompt, str):
+            adds = body.add_special_tokens is not False
+            ids = await front.generator.tokenize(prompt, add_special_tokens=adds)
+        else:
+            ids = prompt
+            check_vocabulary("prompt", ids, info.vocab_size)
         # Each with parameters of its own: their length may be cut to fit.
         job = await front.generator.job(
             ids,
@@ -74,6 +71,7 @@ async def _jobs(front: Frontend, body: CompletionRequest, params: SamplingParams
             cap_length=body.max_tokens is None and body.max_completion_tokens is None,
             skip_special_tokens=body.skip_special_tokens is not False,
             text=text,
+            scores_prompt=not body.shows_generated,
         )
         jobs.append(job)
     return jobs

@@ -13,9 +13,9 @@ from starlette.responses import Response
 from megatron_async.errors import EngineDeadError, RequestError
 from megatron_async.parameter_checks import check_vocabulary
 from megatron_async.serving.chat import ToolUse
-from megatron_async.serving.errors import ApiError, renamed
+from megatron_async.serving.errors import ApiError
 from megatron_async.serving.frontend import Frontend
-from megatron_async.serving.openai_api import Body, Token
+from megatron_async.serving.openai_api import Body, Messages, Token
 from megatron_async.version import __version__
 
 Seconds = Annotated[float, Field(ge=0.0, le=86_400.0)]
@@ -26,7 +26,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -109,11 +109,10 @@ async def tokenize(front: Frontend, body: TokenizeRequest) -> dict[str, Any]:
             add_generation_prompt=body.add_generation_prompt,
             chat_template_kwargs=body.chat_template_kwargs,
         )
-    add_bos = body.add_special_tokens is True and front.tokenizer.bos_id is not None
-    try:
-        ids = await front.generator.tokenize(text, add_bos=add_bos and field == "prompt")
-    except RequestError as error:
-        raise renamed(error, {"text": field}) from None
+    # A chat template writes the begin token itself.
+    default = field == "prompt"
+    adds = default if body.add_special_tokens is None else body.add_special_tokens
+    ids = await front.generator.tokenize(text, add_special_tokens=adds, field=field)
     length = (await front.generator.client.info()).max_sequence_length
     shown: dict[str, Any] = {"count": len(ids), "max_model_len": length, "tokens": ids}
     if body.return_token_strs:

@@ -302,7 +302,7 @@ def _joined(outputs: list[Output]) -> Output:
         list(itertools.chain.from_iterable(output.token_ids for output in outputs)),
         "".join(texts) if texts else None,
         list(itertools.chain.from_iterable(log_probs)) if log_probs else None,
-        first.prompt_log_probs,
+        next((o.prompt_log_probs for o in outputs if o.prompt_log_probs is not None), None),
         last.finish_reason,
         last.stop_reason,
         last.usage,

@@ -81,10 +81,10 @@ class EngineProcess:
         self._dropped: dict[bytes, float] = {}
         """Front ends that will be told so when they read again, if that is before a time."""
         self._outputs = OutputSocket(self._context, launch.endpoint.outputs)
-        most = None
+        self._max_sequences: int | None = None
         if launch.max_queue is not None:
-            most = engine.context.max_requests + launch.max_queue
-        self._requests = LiveRequests(engine, self._outputs, most, self._failed)
+            self._max_sequences = engine.context.max_requests + launch.max_queue
+        self._requests = LiveRequests(engine, self._outputs, self._max_sequences, self._failed)
         self._controls = Controls(engine, self._requests)
         self._commands = self._context.socket(zmq.ROUTER)
         self._commands.setsockopt(zmq.LINGER, 0)
@@ -207,6 +207,7 @@ class EngineProcess:
             max_requests=engine.context.max_requests,
             block_count=engine.scheduler.limits.block_count,
             version=__version__,
+            max_sequences=self._max_sequences,
         )
 
     def _snapshot(self) -> Snapshot:

@@ -10,6 +10,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 
 from megatron_async.errors import (
     EngineDeadError,
@@ -95,7 +96,7 @@ _NAMES = "|".join(
         "stop|stop_token_ids|logit_bias|allowed_token_ids|bad_words|ignore_eos",
         "repetition_penalty|presence_penalty|frequency_penalty|logprobs|top_logprobs",
         "prompt_logprobs|response_format|structured_outputs|guided_[a-z_]+",
-        "include_stop_str_in_output|chat_template_kwargs|tools|tool_choice|input|text",
+        "include_stop_str_in_output|chat_template_kwargs|tools|tool_choice|input|text|metadata",
     )
 )
 _AT_START = re.compile(rf"\W*((?:{_NAMES})\b(?:\[\d+\]|\.[a-z_]+)*)")
@@ -152,6 +153,13 @@ def _validation_error(error: RequestValidationError) -> ApiError:
     return ApiError(400, f"{param}: {', or '.join(dict.fromkeys(of_param))}", param=param)
 
 
+def _methods_of(app: FastAPI, request: Request) -> list[str]:
+    """What is allowed at a path; a route of the framework knows only its own methods."""
+    routes = [route for route in app.routes if isinstance(route, Route)]
+    found = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    return sorted({method for route in found for method in route.methods or ()})
+
+
 def install_error_handlers(app: FastAPI) -> None:
     """All errors that handlers of ``app`` raise become OpenAI's; unexpected ones are left to the
     outermost middleware."""
@@ -163,10 +171,12 @@ def install_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         return error_response(_validation_error(error))
 
-    async def http(_: Request, error: Exception) -> Response:
+    async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         response = error_response(ApiError(error.status_code, str(error.detail)))
         response.headers.update(error.headers or {})
+        if error.status_code == 405:
+            response.headers["Allow"] = ", ".join(_methods_of(app, request))
         return response
 
     app.add_exception_handler(MegatronAsyncError, expected)

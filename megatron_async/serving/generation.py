@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
+import msgspec
+
 from megatron_async.errors import EngineDeadError, RequestError
-from megatron_async.sampling_params import SamplingParams
+from megatron_async.sampling_params import LIMITING, SamplingParams
 from megatron_async.serving.errors import ApiError, renamed
 from megatron_async.serving.messages import Control, EngineInfo, Generate, Output, Snapshot
 
@@ -22,6 +25,9 @@ LONG_TEXT = 20_000
 """Characters from which on a text is tokenized in a thread."""
 CHARACTERS_A_TOKEN = 16
 """More than any text has on average: a longer one is refused before it takes everybody's time."""
+
+CUT_SHORT = frozenset({"timeout", "abort"})
+"""Ends for which OpenAI's API has no word."""
 
 LogProbs = Sequence[tuple[float, dict[int, float]]]
 
@@ -116,7 +122,9 @@ class Job:
     ``prompt_log_probs`` are there once the first piece is; ``generated`` counts tokens of all
     choices, ``cached`` those of the prompt that were found in the prefix cache. ``begun`` are the
     choices that have a token. ``queue_seconds`` and ``first_token``, in seconds after the request,
-    are the first choice's to have them.
+    are the first choice's to have them. ``scores_prompt``: the prompt alone is asked for, and the
+    one token that the engine generates is not shown. ``is_acknowledged``: the first piece comes as
+    soon as the engine has taken the request, and may be empty.
     """
 
     prompt: list[int]
@@ -127,6 +135,8 @@ class Job:
     names: dict[str, str]
     skip_special_tokens: bool = True
     text: str | None = None
+    scores_prompt: bool = False
+    is_acknowledged: bool = False
     prompt_log_probs: LogProbs | None = None
     generated: int = 0
     cached: int = 0
@@ -171,7 +181,8 @@ class Usage(NamedTuple):
 def usage_of(jobs: Sequence[Job]) -> Usage:
     """Tokens of all prompts of a request so far."""
     prompt = sum(len(job.prompt) for job in jobs)
-    return Usage(prompt, sum(job.generated for job in jobs), sum(job.cached for job in jobs))
+    generated = sum(job.generated for job in jobs if not job.scores_prompt)
+    return Usage(prompt, generated, sum(job.cached for job in jobs))
 
 
 class Generator:
@@ -221,18 +232,46 @@ class Generator:
             raise EngineDeadError(f"the engine is {self.client.state}; try again")
         return await self.client.command(Control(next(self._commands), name, arguments))
 
-    async def tokenize(self, text: str, *, add_bos: bool = False) -> list[int]:
-        """Token ids; raises RequestError."""
+    async def tokenize(
+        self,
+        text: str,
+        *,
+        add_bos: bool = False,
+        add_special_tokens: bool = False,
+        field: str = "prompt",
+    ) -> list[int]:
+        """See ``Tokenizer.tokenize``; raises ApiError, which names the API's ``field``."""
         if len(text) > LONG_TEXT:
             most = max(LONG_TEXT, CHARACTERS_A_TOKEN * (await self.info()).max_sequence_length)
             if len(text) > most:
-                raise RequestError(
-                    f"prompt has {len(text):,} characters; the most is {most:,}, "
-                    f"{CHARACTERS_A_TOKEN} for each token that the model takes"
-                )
-        if len(text) < LONG_TEXT:
-            return self.tokenizer.tokenize(text, add_bos)
-        return await asyncio.to_thread(self.tokenizer.tokenize, text, add_bos)
+                said = f"{field} has {len(text):,} characters; the most is {most:,}, "
+                said += f"{CHARACTERS_A_TOKEN} for each token that the model takes"
+                raise ApiError(400, said, param=field, code="context_length_exceeded")
+        tokenize = functools.partial(
+            self.tokenizer.tokenize, text, add_bos, add_special_tokens=add_special_tokens
+        )
+        try:
+            return tokenize() if len(text) < LONG_TEXT else await asyncio.to_thread(tokenize)
+        except RequestError as error:
+            raise ApiError(400, f"{field}: {error}", param=field) from None
+
+    async def check_room(
+        self, params: SamplingParams, *, prompts: int = 1, field: str = "prompt"
+    ) -> None:
+        """Raises ApiError for more sequences than the server ever takes: to try again is no use.
+
+        Args:
+            field: what the API calls the prompts.
+        """
+        most, each = (await self.info()).max_sequences, params.num_sequences
+        if most is None or prompts * each <= most:
+            return
+        room = f"this server takes {most} sequences at once, running and waiting; send fewer"
+        if each <= most:
+            said = f"{field} has {prompts} prompts of {each} sequences each, and {room}"
+            raise ApiError(400, said, param=field)
+        param = "n" if params.best_of is None else "best_of"
+        raise ApiError(400, f"{param}={each} is too many: {room}", param=param)
 
     async def job(
         self,
@@ -244,6 +283,7 @@ class Generator:
         cap_length: bool = False,
         skip_special_tokens: bool = True,
         text: str | None = None,
+        scores_prompt: bool = False,
     ) -> Job:
         """A prompt that fits the model, ready to run.
 
@@ -279,6 +319,7 @@ class Generator:
             names,
             skip_special_tokens,
             text,
+            scores_prompt,
         )
 
     async def stream(self, job: Job) -> AsyncGenerator[Piece, None]:
@@ -298,7 +339,9 @@ class Generator:
             for _ in range(params.n)
         ]
         asked = {k: v for k, v in params.serialize().items() if v != _DEFAULTS[k]}
-        message = Generate(job.request_id, job.prompt, asked, job.priority, job.timeout)
+        message = Generate(
+            job.request_id, job.prompt, asked, job.priority, job.timeout, job.is_acknowledged
+        )
         self.running.add(job.request_id)
         started = time.perf_counter()
         last = [0.0] * params.n
@@ -310,8 +353,10 @@ class Generator:
                     last[index] = now
                     if output.prompt_log_probs is not None:
                         job.prompt_log_probs = output.prompt_log_probs
+                    if output.finish_reason in CUT_SHORT:
+                        output = _cut_short(output)
                     if output.finish_reason == "error":
-                        raise ApiError(500, "the model gave NaN for this request", code="nan")
+                        raise _no_token(job)
                     yield Piece(texts[index].push(output), output)
         except RequestError as error:
             raise renamed(error, job.names) from None
@@ -402,6 +447,21 @@ class Generator:
         """End all requests with the text that they have."""
         for request_id in tuple(self.running):
             await self.client.abort(request_id)
+
+
+def _no_token(job: Job) -> ApiError:
+    """The engine says that there was none to sample, not whose fault that is."""
+    limits = [name for name in LIMITING if getattr(job.params, name)]
+    if not limits:
+        return ApiError(500, "the model gave NaN for this request", code="nan")
+    names = [job.names.get(name, name) for name in limits]
+    said = f"{', '.join(names)} left nothing that the next token may be, or the model gave NaN"
+    return ApiError(400, said, param=names[0], code="nothing_allowed")
+
+
+def _cut_short(output: Output) -> Output:
+    """A last output with OpenAI's nearest reason, and the engine's as ``stop_reason``."""
+    return msgspec.structs.replace(output, finish_reason="length", stop_reason=output.finish_reason)
 
 
 async def _cancelled(tasks: Sequence[asyncio.Future[Any]]) -> None:

@@ -13,7 +13,7 @@ from megatron_async.sampling_params import SamplingParams
 from megatron_async.serving.errors import ApiError, json_response, renamed
 from megatron_async.serving.frontend import Frontend, log_jobs
 from megatron_async.serving.generation import Choice, Job
-from megatron_async.serving.openai_api import Body
+from megatron_async.serving.openai_api import Body, Integer
 from megatron_async.serving.sse import until_disconnect
 
 MAX_PROMPTS = 128
@@ -23,7 +23,6 @@ DEFAULT_TOKENS = 64
 _NAMES = {
     "num_tokens_to_generate": "tokens_to_generate",
     "prompt": "prompts",
-    "text": "prompts",
     "seed": "random_seed",
 }
 _UNSUPPORTED = {
@@ -40,11 +39,11 @@ class MegatronRequest(Body):
     is what this server does."""
 
     prompts: list[str] = Field(min_length=1, max_length=MAX_PROMPTS)
-    tokens_to_generate: int = Field(default=DEFAULT_TOKENS, ge=0)
+    tokens_to_generate: Integer = Field(default=DEFAULT_TOKENS, ge=0)
     logprobs: bool = False
-    top_n_logprobs: Annotated[int, Field(ge=0, le=20)] = 0
+    top_n_logprobs: Integer = Field(default=0, ge=0, le=20)
     temperature: float = Field(default=1.0, gt=0.0, le=100.0)
-    top_k: int = Field(default=0, ge=0, le=MAX_TOP_K)
+    top_k: Integer = Field(default=0, ge=0, le=MAX_TOP_K)
     top_p: float = Field(default=0.0, ge=0.0, le=1.0)
     top_p_decay: float = 0.0
     top_p_bound: float = 0.0
@@ -52,8 +51,8 @@ class MegatronRequest(Body):
     stop_on_eol: bool = False
     stop_on_double_eol: bool = False
     prevent_newline_after_colon: bool = False
-    random_seed: int | None = Field(default=None, ge=0)
-    beam_width: int | None = None
+    random_seed: Annotated[Integer, Field(ge=0)] | None = None
+    beam_width: Integer | None = None
     max_len: Any = None
     sentences: Any = None
 
@@ -96,14 +95,15 @@ class MegatronRequest(Body):
 async def megatron_generate(front: Frontend, request: Request, body: MegatronRequest) -> Response:
     """The prompts with the texts that continue them."""
     body.check_together()
+    await front.generator.check_room(body.params(0), prompts=len(body.prompts), field="prompts")
     jobs = []
     for index, prompt in enumerate(body.prompts):
         params = body.params(index)
-        try:
-            ids = await front.generator.tokenize(prompt, add_bos=body.add_BOS)
-        except RequestError as error:
-            raise renamed(error, _NAMES) from None
-        jobs.append(await front.generator.job(ids, params, names=_NAMES, text=prompt))
+        ids = await front.generator.tokenize(prompt, add_bos=body.add_BOS, field="prompts")
+        alone = not body.tokens_to_generate
+        jobs.append(
+            await front.generator.job(ids, params, names=_NAMES, text=prompt, scores_prompt=alone)
+        )
     log_jobs(request, jobs, front.config.model_names[0])
     each = await until_disconnect(request.receive, front.generator.all_whole(jobs))
     return json_response(_shown(front, body, jobs, [choices[0] for choices in each]))

@@ -180,6 +180,8 @@ class LiveRequests:
             priority=asked.priority,
             opened=partial(self._opened, live),
         )
+        if asked.acknowledge:
+            self._send(front_end, [Output(request_id, 0, [])])
         if live.is_ranked:
             future.add_done_callback(partial(self._ranked, live))
         if asked.timeout is not None:

@@ -104,13 +104,15 @@ class Bye(msgspec.Struct, frozen=True, tag=True):
 
 class Generate(msgspec.Struct, frozen=True, tag=True):
     """Decode a prompt. ``request_id`` is the front end's own; ``params`` are the fields of
-    ``SamplingParams``; ``timeout`` in seconds ends the request with what it has by then."""
+    ``SamplingParams``; ``timeout`` in seconds ends the request with what it has by then;
+    ``acknowledge``: an empty output says that it has been taken."""
 
     request_id: int
     prompt: list[int]
     params: dict[str, Any]
     priority: int = 0
     timeout: float | None = None
+    acknowledge: bool = False
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -207,6 +209,8 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True):
     max_requests: int
     block_count: int
     version: str
+    max_sequences: int | None = None
+    """That may run or wait at the same time; None for any number."""
 
 
 FromEngine = Outputs | Answer | Snapshot | Dropped | EngineInfo

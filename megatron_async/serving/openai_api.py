@@ -8,12 +8,13 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from megatron_async.errors import RequestError
 from megatron_async.grammar.spec import StructuredOutputs
 from megatron_async.parameter_checks import integer
 from megatron_async.sampling_params import SamplingParams
+from megatron_async.serving.chat_messages import plain
 from megatron_async.serving.errors import ApiError, renamed
 
 MAX_PRIORITY = 10**6
@@ -28,7 +29,53 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="ignore", protected_namespaces=())
 
 
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def schema_of(**said: Any) -> Any:
+    """What the OpenAPI description says of a field, where the check is the engine's."""
+    return Field(json_schema_extra=said)
+
+
+def range_of(low: float, high: float | None = None) -> Any:
+    """:func:`schema_of` a number."""
+    return schema_of(minimum=low) if high is None else schema_of(minimum=low, maximum=high)
+
+
 Token = Annotated[int, Field(ge=0, lt=2**31)]
+Integer = Annotated[int, BeforeValidator(_whole)]
+"""Some clients know one type of numbers alone, and send 16.0."""
+Text = Annotated[str, schema_of(minLength=1)]
+_PART = {
+    "type": "object",
+    "required": ["type", "text"],
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+}
+Messages = Annotated[
+    list[dict[str, Any]],
+    WithJsonSchema(
+        {
+            "type": "array",
+            "minItems": 1,
+            "items": {
+                "type": "object",
+                "required": ["role"],
+                "properties": {
+                    "role": {"type": "string", "minLength": 1, "examples": ["system", "user"]},
+                    "content": {
+                        "anyOf": [
+                            {"type": "string"},
+                            {"type": "array", "items": {"anyOf": [_PART, {"type": "string"}]}},
+                            {"type": "null"},
+                        ]
+                    },
+                },
+            },
+        }
+    ),
+]
+"""Their fields are checked with the chat template, which says what it takes."""
 
 
 class StreamOptions(Body):
@@ -56,37 +103,37 @@ class SamplingFields(Body):
     """What completions and chat have in common."""
 
     model: str | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    n: int | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    temperature: Annotated[float | None, range_of(0)] = None
+    top_p: Annotated[float | None, range_of(0, 1)] = None
+    n: Annotated[Integer | None, range_of(1)] = None
+    seed: Integer | None = None
+    stop: Text | list[Text] | None = None
+    presence_penalty: Annotated[float | None, range_of(-2, 2)] = None
+    frequency_penalty: Annotated[float | None, range_of(-2, 2)] = None
     logit_bias: dict[str, float] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: Annotated[Integer | None, range_of(0)] = None
+    max_completion_tokens: Annotated[Integer | None, range_of(0)] = None
     response_format: ResponseFormat | None = None
     # vLLM's
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
+    top_k: Annotated[Integer | None, range_of(-1)] = None
+    min_p: Annotated[float | None, range_of(0, 1)] = None
+    repetition_penalty: Annotated[float | None, range_of(1e-6)] = None
     ignore_eos: bool | None = None
-    min_tokens: int | None = None
+    min_tokens: Annotated[Integer | None, range_of(0)] = None
     stop_token_ids: list[Token] | None = None
-    allowed_token_ids: list[Token] | None = None
-    bad_words: list[str] | None = None
+    allowed_token_ids: Annotated[list[Token] | None, schema_of(minItems=1)] = None
+    bad_words: list[Text] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: Annotated[Integer | None, range_of(0, MAX_TOP_LOG_PROBS)] = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    priority: int | None = None
+    priority: Annotated[Integer | None, range_of(-MAX_PRIORITY, MAX_PRIORITY)] = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Annotated[list[str] | None, schema_of(minItems=1)] = None
     guided_grammar: str | None = None
     guided_json_object: bool | None = None
     guided_whitespace_pattern: str | None = None
@@ -134,6 +181,8 @@ class SamplingFields(Body):
             raise ApiError(400, said, param="stream_options")
         try:
             integer(-MAX_PRIORITY, MAX_PRIORITY, none=0)("priority", self.priority)
+            for name in ("stop", "bad_words"):
+                plain(name, getattr(self, name))
             return self._params(self._structure()).checked()
         except RequestError as error:
             raise renamed(error, self.engine_names()) from None
@@ -145,6 +194,7 @@ class SamplingFields(Body):
         for field, structure in self._structures().items():
             if field != "structured_outputs":
                 names |= {f"structured_outputs.{kind}": field for kind in structure}
+                names["structured_outputs"] = field
         return names
 
     @property
@@ -232,10 +282,14 @@ def structure_of_format(format: ResponseFormat | None) -> dict[str, Any] | None:
 class CompletionRequest(SamplingFields):
     """``POST /v1/completions``."""
 
-    prompt: str | list[str] | list[Token] | list[list[Token]]
-    best_of: int | None = None
+    prompt: (
+        Text
+        | Annotated[list[Text] | list[Token], schema_of(minItems=1)]
+        | Annotated[list[Annotated[list[Token], schema_of(minItems=1)]], schema_of(minItems=1)]
+    )
+    best_of: Annotated[Integer | None, range_of(1)] = None
     echo: bool | None = None
-    logprobs: int | None = None
+    logprobs: Annotated[Integer | None, range_of(0, MAX_TOP_LOG_PROBS)] = None
     suffix: str | None = None
     add_special_tokens: bool | None = None
 
@@ -283,13 +337,14 @@ class CompletionRequest(SamplingFields):
 class ChatCompletionRequest(SamplingFields):
     """``POST /v1/chat/completions``."""
 
-    messages: list[dict[str, Any]]
+    messages: Messages
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[Integer | None, range_of(0, MAX_TOP_LOG_PROBS)] = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
 

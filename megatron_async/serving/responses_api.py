@@ -1,28 +1,37 @@
-"""``POST /v1/responses``: text in and out, whole or as typed events. Nothing is stored."""
+"""``POST /v1/responses``: texts and calls, whole or as typed events. Nothing is stored."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import AsyncGenerator
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from megatron_async.serving.chat import ToolUse
-from megatron_async.serving.errors import ApiError, json_response
+from megatron_async.errors import RequestError
+from megatron_async.serving.chat import ToolUse, with_tools
+from megatron_async.serving.chat_messages import plain
+from megatron_async.serving.errors import ApiError, describe, json_response, renamed
 from megatron_async.serving.frontend import Frontend, log_jobs
-from megatron_async.serving.generation import Choice, Job, usage_of
+from megatron_async.serving.generation import Job, usage_of
 from megatron_async.serving.log_prob_shapes import chat_log_probs
+from megatron_async.serving.messages import Output
 from megatron_async.serving.openai_api import (
+    MAX_TOP_LOG_PROBS,
     Body,
+    Integer,
     JsonSchema,
     ResponseFormat,
     SamplingFields,
+    range_of,
     structure_of_format,
 )
+from megatron_async.serving.responses_input import InputMessages
+from megatron_async.serving.responses_output import Event, OutputItems
 from megatron_async.serving.sse import EventStream, event, until_disconnect
 
 
@@ -31,7 +40,17 @@ class TextFormat(Body):
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str | None = None
+    description: str | None = None
     schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+    def shown(self) -> dict[str, Any]:
+        """As answers repeat it."""
+        if self.type != "json_schema":
+            return {"type": self.type}
+        name, description = self.name or "schema", self.description
+        own = {"schema": self.schema_, "strict": True}  # it is always followed strictly
+        return {"type": self.type, "name": name, "description": description, **own}
 
     def response_format(self) -> ResponseFormat:
         """The same for chat; raises ApiError without a schema."""
@@ -54,13 +73,17 @@ class ResponsesRequest(SamplingFields):
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    max_output_tokens: int | None = None
+    max_output_tokens: Annotated[Integer | None, range_of(1)] = None
     text: TextOptions | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[Integer | None, range_of(0, MAX_TOP_LOG_PROBS)] = None
     include: list[str] | None = None
     metadata: dict[str, Any] | None = None
-    tools: list[Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
+    conversation: str | dict[str, Any] | None = None
+    prompt: dict[str, Any] | None = None
     background: bool | None = None
 
     names: ClassVar[dict[str, str]] = {
@@ -83,61 +106,81 @@ class ResponsesRequest(SamplingFields):
         """See the base."""
         return self.max_output_tokens
 
-    def messages(self) -> list[dict[str, Any]]:
-        """The chat that is to be continued; raises ApiError for what is no text."""
-        messages = []
-        if self.instructions is not None:
-            messages.append({"role": "system", "content": self.instructions})
-        if isinstance(self.input, str):
-            return [*messages, {"role": "user", "content": self.input}]
-        for number, item in enumerate(self.input):
-            if item.get("type", "message") != "message":
-                said = f"input[{number}]: only messages are supported"
-                raise ApiError(400, said, param=f"input[{number}].type")
-            messages.append({name: item[name] for name in ("role", "content") if name in item})
-        return messages
-
     def check_supported(self) -> None:
         """Raises ApiError for what this server does not do, rather than leave it out silently."""
-        for name in ("tools", "previous_response_id", "background"):
+        for name in ("previous_response_id", "conversation", "prompt", "background"):
             if getattr(self, name):
-                instead = "; send tools to /v1/chat/completions" if name == "tools" else ""
-                raise ApiError(400, f"{name} is not supported here{instead}", param=name)
+                raise ApiError(400, f"{name} is not supported here; leave it out", param=name)
 
 
 async def create_response(front: Frontend, request: Request, body: ResponsesRequest) -> Response:
-    """The assistant's next message."""
+    """The assistant's next message, or its calls of functions."""
     model = front.check_model(body.model)
     body.check_supported()
     if body.text is not None and body.text.format is not None:
         body.response_format = body.text.format.response_format()
         structure_of_format(body.response_format)
-    params = body.params(1)
-    text = front.chat.prompt(body.messages(), ToolUse(), names=body.names)
+    tools = _tool_use(front, body)
+    params = with_tools(body.params(1), tools)
+    await front.generator.check_room(params)
+    given = InputMessages(body.input, body.instructions)
+    try:
+        text = front.chat.prompt(given.messages, tools)
+    except ApiError as error:
+        raise given.in_items(error) from None
     job = await front.generator.job(
-        await front.generator.tokenize(text),
+        await front.generator.tokenize(text, field="input"),
         params,
         names=body.engine_names(),
         priority=body.priority,
         skip_special_tokens=body.skip_special_tokens is not False,
     )
+    job.is_acknowledged = bool(body.stream)
     log_jobs(request, [job], model)
-    answer = _Answer(front, body, job, request.state.request_id, model)
+    answer = _Answer(front, body, tools, job, request.state.request_id, model)
     if body.stream:
-        return EventStream(answer.events())
+        return EventStream(answer.events(), answer.failed)
     return json_response(await until_disconnect(request.receive, answer.whole()))
+
+
+def _tool_use(front: Frontend, body: ResponsesRequest) -> ToolUse:
+    parallel = body.parallel_tool_calls is not False
+    try:
+        plain("metadata", body.metadata or {})
+        return front.chat.tool_use(body.tools, body.tool_choice, parallel)
+    except RequestError as error:
+        raise renamed(error, {}) from None
+    except ApiError as error:
+        # Tools have no "function" of their own here.
+        param = error.param and error.param.replace(".function", "", 1)
+        said = str(error).replace(".function", "", 1)
+        raise ApiError(error.status, said, param=param, code=error.code) from None
+
+
+def _flat(tool: dict[str, Any]) -> dict[str, Any]:
+    """A tool that has been checked, in the form of this API."""
+    own = {name: value for name, value in tool.items() if name != "function"}
+    defaults = {"parameters": None, "strict": None, "description": None}
+    return {**defaults, **own, **tool.get("function", {}), "type": "function"}
 
 
 class _Answer:
     """The answer to one request."""
 
     def __init__(
-        self, front: Frontend, body: ResponsesRequest, job: Job, request_id: str, model: str
+        self,
+        front: Frontend,
+        body: ResponsesRequest,
+        tools: ToolUse,
+        job: Job,
+        request_id: str,
+        model: str,
     ) -> None:
         self._front = front
-        self._body = body
         self._job = job
-        self._item_id = f"msg_{request_id}"
+        self._top = body.log_probs
+        self._numbers = itertools.count()
+        self._items = OutputItems(request_id, front.chat.parser(tools))
         format = (body.text and body.text.format) or TextFormat(schema=None)
         self._head: dict[str, Any] = {
             "id": f"resp_{request_id}",
@@ -147,102 +190,107 @@ class _Answer:
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "metadata": body.metadata or {},
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "store": False,
             "temperature": job.params.temperature,
-            "text": {"format": format.model_dump(by_alias=True, exclude_none=True)},
-            "tool_choice": "auto",
-            "tools": [],
+            "text": {"format": format.shown()},
+            "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+            "tools": [_flat(tool) for tool in body.tools or ()],
             "top_p": job.params.top_p,
             "truncation": "disabled",
         }
 
     async def whole(self) -> dict[str, Any]:
         """The JSON of the answer."""
-        (choice,) = await self._front.generator.whole(self._job)
-        return self._response(choice)
-
-    async def events(self) -> AsyncGenerator[bytes, None]:
-        """The events of the answer as a stream."""
-        choice, number = Choice(), 0
-        where = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
-        parts: list[str] = []
-
-        def make(name: str, **fields: Any) -> bytes:
-            nonlocal number
-            number += 1
-            return event({"type": name, "sequence_number": number - 1, **fields}, name)
-
+        last: Output | None = None
         async with contextlib.aclosing(self._front.generator.stream(self._job)) as pieces:
             async for text, output in pieces:
-                if not number:
-                    begun = self._response(None)
-                    yield make("response.created", response=begun)
-                    yield make("response.in_progress", response=begun)
-                    item = self._item("in_progress", [])
-                    yield make("response.output_item.added", output_index=0, item=item)
-                    yield make("response.content_part.added", **where, part=self._part(choice))
-                choice.token_ids += output.token_ids
-                log_probs = output.log_probs or []
-                choice.log_probs += log_probs
-                parts.append(text)
-                if text or log_probs:
-                    shown = self._log_probs(output.token_ids, log_probs)
-                    yield make("response.output_text.delta", **where, delta=text, logprobs=shown)
-                if output.finish_reason is not None:
-                    choice.finish_reason = output.finish_reason
-        choice.text = "".join(parts)
-        part, response = self._part(choice), self._response(choice)
-        said = {"text": choice.text, "logprobs": part["logprobs"]}
-        yield make("response.output_text.done", **where, **said)
-        yield make("response.content_part.done", **where, part=part)
-        yield make("response.output_item.done", output_index=0, item=response["output"][0])
-        yield make(f"response.{response['status']}", response=response)
+                self._items.push(text, self._log_probs(output))
+                last = output
+        assert last is not None
+        status = _status(last)
+        self._items.finish(status)
+        return self._response(status, last)
 
-    def _response(self, choice: Choice | None) -> dict[str, Any]:
-        """As it is at its end, or at its beginning without ``choice``."""
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The events of the answer as a stream, from the moment at which the engine has taken the
+        request; an error before that has a status of its own."""
+        begun = False
+        last: Output | None = None
+        async with contextlib.aclosing(self._front.generator.stream(self._job)) as pieces:
+            async for text, output in pieces:
+                if not begun:
+                    begun = True
+                    response = self._response("in_progress")
+                    for name in ("response.created", "response.in_progress"):
+                        yield self._event({"type": name, "response": response})
+                for content in self._items.push(text, self._log_probs(output)):
+                    yield self._event(content)
+                last = output
+        assert last is not None
+        status = _status(last)
+        for content in self._items.finish(status):
+            yield self._event(content)
+        response = self._response(status, last)
+        yield self._event({"type": f"response.{status}", "response": response})
+
+    def failed(self, error: Exception) -> bytes:
+        """The last event of a stream that an error has cut."""
+        response = self._response("failed", error=_error(error))
+        return self._event({"type": "response.failed", "response": response})
+
+    def _event(self, content: Event) -> bytes:
+        name = content["type"]
+        return event({"type": name, "sequence_number": next(self._numbers), **content}, name)
+
+    def _response(
+        self, status: str, last: Output | None = None, error: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """As it is now, or with its ``last`` output at its end."""
         response = {
             **self._head,
-            "status": "in_progress",
-            "error": None,
+            "status": status,
+            "error": error,
             "incomplete_details": None,
-            "output": [],
+            "output": self._items.items(),
             "usage": None,
         }
-        if choice is None:
+        if last is None:
             return response
-        status = "completed" if choice.finish_reason == "stop" else "incomplete"
         if status == "incomplete":
-            is_length = choice.finish_reason == "length"
-            reason = "max_output_tokens" if is_length else choice.finish_reason
-            response["incomplete_details"] = {"reason": reason}
+            details: dict[str, Any] = {"reason": "max_output_tokens"}
+            if last.stop_reason is not None:
+                details["stop_reason"] = last.stop_reason
+            response["incomplete_details"] = details
         usage = usage_of([self._job])
-        return response | {
-            "status": status,
-            "output": [self._item(status, [self._part(choice)])],
-            "usage": {
-                "input_tokens": usage.prompt,
-                "input_tokens_details": {"cached_tokens": usage.cached},
-                "output_tokens": usage.generated,
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": usage.prompt + usage.generated,
-            },
+        response["usage"] = {
+            "input_tokens": usage.prompt,
+            "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+            "output_tokens": usage.generated,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage.prompt + usage.generated,
         }
+        return response
 
-    def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        item = {"id": self._item_id, "type": "message", "status": status, "role": "assistant"}
-        return {**item, "content": content}
-
-    def _part(self, choice: Choice) -> dict[str, Any]:
-        log_probs = self._log_probs(choice.token_ids, choice.log_probs)
-        part = {"type": "output_text", "text": choice.text, "annotations": []}
-        return {**part, "logprobs": log_probs}
-
-    def _log_probs(self, ids: list[int], log_probs: Any) -> list[dict[str, Any]]:
-        top = self._body.log_probs
-        if top is None or not log_probs:
+    def _log_probs(self, output: Output) -> list[dict[str, Any]]:
+        if self._top is None or not output.log_probs:
             return []
-        shown = chat_log_probs(self._front.token_names, ids, log_probs, top)["content"]
+        names, ids = self._front.token_names, output.token_ids
+        shown = chat_log_probs(names, ids, output.log_probs, self._top)["content"]
         assert isinstance(shown, list)
         return shown
+
+
+def _status(last: Output) -> str:
+    return "completed" if last.finish_reason == "stop" else "incomplete"
+
+
+def _error(error: Exception) -> dict[str, Any]:
+    """The error of a response, with one of the codes that this API has."""
+    status, body = describe(error)
+    code = "server_error" if status >= 500 else "invalid_prompt"
+    return {
+        "code": "rate_limit_exceeded" if status == 429 else code,
+        "message": body["error"]["message"],
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -75,18 +75,31 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
+def error_event(error: Exception) -> bytes:
+    """The last event of a stream that an error has cut."""
+    return event(describe(error)[1])
+
+
 class EventStream(Response):
     """An answer of server-sent events.
 
     The status is decided by the first event: an error before it is an ordinary answer, a later one
     an event. A client that goes away ends the generator.
+
+    Args:
+        failed: makes the event of an error.
     """
 
-    def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(
+        self,
+        events: AsyncGenerator[bytes, None],
+        failed: Callable[[Exception], bytes] = error_event,
+    ) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(headers=headers, media_type="text/event-stream")
         del self.headers["content-length"]
         self._events = events
+        self._failed = failed
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -107,9 +120,9 @@ class EventStream(Response):
                 async for body in events:
                     await send({"type": "http.response.body", "body": body, "more_body": True})
             except Exception as error:
-                _, said = describe(error)
                 _log(scope, error)
-                await send({"type": "http.response.body", "body": event(said), "more_body": True})
+                body = self._failed(error)
+                await send({"type": "http.response.body", "body": body, "more_body": True})
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 

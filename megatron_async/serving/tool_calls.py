@@ -325,6 +325,31 @@ def checked_tool_choice(tools: Sequence[Mapping[str, Any]], tool_choice: Any) ->
     return ToolChoice("required", name)
 
 
+def allowed_tools(
+    tools: list[dict[str, Any]], tool_choice: Any
+) -> tuple[list[dict[str, Any]], Any]:
+    """The tools that a ``tool_choice`` of type "allowed_tools" leaves, and its mode; of any other
+    choice, the same two.
+
+    Raises:
+        RequestError: it is of a wrong form, or names no tool.
+    """
+    if not isinstance(tool_choice, Mapping) or tool_choice.get("type") != "allowed_tools":
+        return tools, tool_choice
+    allowed = tool_choice.get("allowed_tools", tool_choice)  # nested in chat, flat in responses
+    mode = allowed.get("mode") if isinstance(allowed, Mapping) else None
+    named = allowed.get("tools") if isinstance(allowed, Mapping) else None
+    if mode not in ("auto", "required") or not isinstance(named, list) or not named:
+        raise RequestError(
+            "tool_choice of type allowed_tools needs a mode, auto or required, and tools"
+        )
+    names = []
+    for tool in named:
+        choice = checked_tool_choice(tools, tool)
+        names.append(choice.name)
+    return [tool for tool in tools if tool["function"]["name"] in names], mode
+
+
 def structured_outputs_for(
     tools: Sequence[Mapping[str, Any]] | None,
     tool_choice: Any = None,

@@ -132,6 +132,43 @@ def test_tool_calls(server: Served, client: openai.OpenAI) -> None:
     assert final.message.tool_calls[0].function.arguments == call.function.arguments
 
 
+def test_calls_of_responses(server: Served, client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"unit": {"enum": ["C", "F"]}},
+        "required": ["unit"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "name": "weather", "parameters": schema, "strict": True}
+    asked: Any = {"model": "tiny", "input": "def f(x):", "tools": [tool], "temperature": 0}
+    asked |= {"tool_choice": "required", "parallel_tool_calls": False}
+    (call,) = client.responses.create(**asked, max_output_tokens=200).output
+    assert call.type == "function_call" and call.name == "weather"
+    assert json.loads(call.arguments)["unit"] in ("C", "F")
+    with client.responses.stream(**asked, max_output_tokens=200) as stream:
+        names = [event.type for event in stream]
+        final = stream.get_final_response()
+    assert names[:2] == ["response.created", "response.in_progress"]
+    assert "response.function_call_arguments.delta" in names
+    (streamed,) = final.output
+    assert streamed.type == "function_call" and streamed.arguments == call.arguments
+    # The next turn: what came is sent back, with what the function gave.
+    turn: Any = [{"role": "user", "content": "def f(x):"}, call.to_dict()]
+    turn.append({"type": "function_call_output", "call_id": call.call_id, "output": "12"})
+    after = client.responses.create(**{**asked, "input": turn, "tool_choice": "none"},
+                                    max_output_tokens=8)  # fmt: skip
+    assert after.output_text and after.usage and after.usage.input_tokens > 20
+
+
+def test_a_response_of_a_type(client: openai.OpenAI) -> None:
+    class Answer(BaseModel):
+        verdict: Literal["yes", "no"]
+
+    asked: Any = {"model": "tiny", "input": "def f(x):", "text_format": Answer, "temperature": 0}
+    parsed = client.responses.parse(**asked, max_output_tokens=100).output_parsed
+    assert parsed is not None and parsed.verdict in ("yes", "no")
+
+
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["tiny", "small"]
     assert client.models.retrieve("tiny").owned_by == "megatron-async"
@@ -296,7 +333,8 @@ def test_what_does_not_end_in_time_ends_with_its_text() -> None:
                 server.send_signal(signal.SIGTERM)
                 *_, last, done = (line for line in answer.iter_lines() if line)
         assert done == "data: [DONE]"
-        assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
+        choice = json.loads(last.removeprefix("data: "))["choices"][0]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "abort")
         assert server.wait(PATIENCE_SECONDS) == 0
 
 

@@ -8,6 +8,8 @@ from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.siblings import sibling_seed
 from megatron_async.errors import EngineDeadError, QueueFullError, RequestError
@@ -23,6 +25,7 @@ class FakeEngineClient:
     Attributes:
         state: as the client's; tests set it.
         most: requests that may run or wait; None for any number.
+        max_sequences: as :class:`EngineInfo` has it.
         aborted: ids of requests that were left before their end.
         commands: what :meth:`command` was asked.
     """
@@ -33,6 +36,7 @@ class FakeEngineClient:
         self.state = "ready"
         self.snapshot: Snapshot | None = None
         self.most: int | None = None
+        self.max_sequences: int | None = None
         self.aborted: list[int] = []
         self.commands: list[tuple[str, dict[str, Any]]] = []
         self.running: dict[int, list[int]] = {}
@@ -59,6 +63,7 @@ class FakeEngineClient:
             max_requests=engine.context.max_requests,
             block_count=engine.context.block_count,
             version=__version__,
+            max_sequences=self.max_sequences,
         )
 
     async def generate(self, request: Generate) -> AsyncGenerator[Output, None]:
@@ -66,6 +71,8 @@ class FakeEngineClient:
         self._check_ready()
         if self.most is not None and len(self.running) >= self.most:
             raise QueueFullError(f"{len(self.running)} sequences run or wait, and {self.most} may")
+        # Through the form in which it would reach the engine's process.
+        request = msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Generate)
         asked = SamplingParams.deserialize(request.params).checked()
         if asked.num_sequences > asked.n:
             for output in await self._ranked(request, asked):
@@ -183,6 +190,8 @@ class FakeEngineClient:
             await asyncio.sleep(0)
             with contextlib.suppress(RequestError):
                 record = self.engine.get_request(engine_id)
+                if request.acknowledge:
+                    arrived.put_nowait(Output(request.request_id, index, []))
         is_first = True
         while True:
             output = await begun if is_first else await anext(outputs)

@@ -89,7 +89,7 @@ class NoMetrics:
 class Letters:
     """A tokenizer of ASCII."""
 
-    def tokenize(self, text: str, add_bos: bool = False) -> list[int]:
+    def tokenize(self, text: str, add_bos: bool = False, **options: Any) -> list[int]:
         return list(text.encode())
 
     def stream(self, skip_special_tokens: bool = True) -> Any:

@@ -168,6 +168,31 @@ def test_a_reader_that_is_late_gets_all_tokens_in_one_output() -> None:
     run(test())
 
 
+def test_an_acknowledged_request_says_so_before_any_step() -> None:
+    async def test() -> None:
+        async with served(small_engine(), max_queue=3) as client:
+            assert (await client.info()).max_sequences == 4 + 3
+            await control(client, "suspend")
+            request = Generate(client.next_request_id(), [1], LONG, acknowledge=True)
+            async with contextlib.aclosing(client.generate(request)) as outputs:
+                first = await anext(outputs)
+                assert (first.token_ids, first.finish_reason) == ([], None)
+                await control(client, "resume")
+                tokens = [token async for output in outputs for token in output.token_ids]
+            assert len(tokens) == 200
+            with pytest.raises(RequestError, match="temperature"):
+                await outputs_of(client, [1], {"temperature": -1}, acknowledge=True)
+            await until_idle(client)
+
+    run(test())
+
+
+def test_log_probs_of_a_prompt_survive_an_empty_output_before_them() -> None:
+    of_prompt = [(-1.0, {1: -1.0})]
+    outputs = [Output(1, 0, []), Output(1, 0, [5], prompt_log_probs=of_prompt)]
+    assert gather(outputs) == [Output(1, 0, [5], prompt_log_probs=of_prompt)]
+
+
 # --- ends -------------------------------------------------------------------------------------
 
 

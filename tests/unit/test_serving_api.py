@@ -10,10 +10,16 @@ from typing import Any
 
 import httpx
 import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
+from tokenizers import processors
 
 from megatron_async.errors import ConfigError
 from megatron_async.sampling_params import SamplingParams
+from megatron_async.serving.chat_template import ChatTemplates
 from megatron_async.serving.engine_api import DetokenizeRequest, TokenizeRequest
 from megatron_async.serving.errors import ApiError, param_of
 from megatron_async.serving.frontend import ServerConfig
@@ -23,9 +29,11 @@ from megatron_async.serving.messages import Output
 from megatron_async.serving.middleware import JsonFormatter
 from megatron_async.serving.openai_api import ChatCompletionRequest, CompletionRequest
 from megatron_async.serving.responses_api import ResponsesRequest
+from megatron_async.tokenizer import Tokenizer
 from tests.support.engines import hash_engine
 from tests.support.hash_tokenizer import hash_tokenizer
 from tests.support.patience import PATIENCE_SECONDS
+from tests.support.scripted_client import ScriptedClient, say, tiny_tokenizer
 from tests.support.served import Served, served
 
 KEYS = ("first-key", "second-key")
@@ -358,6 +366,15 @@ def test_a_prompt_alone_may_be_scored(client: httpx.Client) -> None:
     assert chunk["choices"][0]["logprobs"] == choice["logprobs"]
 
 
+def test_scoring_a_prompt_counts_no_generated_token(client: httpx.Client) -> None:
+    body = {"echo": True, "logprobs": 1, "max_tokens": 0, "n": 2, "prompt": ["abc", "ab"]}
+    usage = completion(client, **body)["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (5, 0, 5)
+    options = {"include_usage": True}
+    *_, last = events_of(client, "/v1/completions", **body, seed=3, stream_options=options)
+    assert last["usage"]["completion_tokens"] == 0
+
+
 def test_tokens_that_are_no_text_have_names_of_their_own(client: httpx.Client) -> None:
     first, second = (TOKENIZER._tokenizer.token_to_id(part) for part in "Ã©")
     body = {"prompt": [first, second], "echo": True, "logprobs": 0, "max_tokens": 0}
@@ -608,6 +625,7 @@ CHAT_WRONG = [
 ]  # fmt: skip
 
 
+USER: dict[str, Any] = {"role": "user", "content": "a"}
 TOOL = {"type": "function", "function": {"name": "f"}}
 
 
@@ -638,8 +656,8 @@ def test_wrong_chats_are_refused_by_field(client: httpx.Client, body: Any, param
     ("body", "param"),
     [
         ({}, "input"),
-        ({"input": [{"type": "function_call_output"}]}, "input[0].type"),
-        ({"input": "a", "tools": [{"type": "function"}]}, "tools"),
+        ({"input": [{"type": "function_call_output"}]}, "input[0].call_id"),
+        ({"input": "a", "tools": [{"type": "function"}]}, "tools[0].name"),
         ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": "a", "background": True}, "background"),
         ({"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
@@ -718,6 +736,13 @@ def test_unknown_models_and_paths_are_not_found(client: httpx.Client) -> None:
     assert error_of(client.get("/v1/models/other"), 404)["param"] == "model"
     error_of(client.get("/nowhere"), 404)
     error_of(client.get("/v1/completions"), 405)
+    for method, path, allowed in (
+        ("GET", "/api", "POST, PUT"),
+        ("DELETE", "/v1/models/tiny", "GET, HEAD"),
+        ("POST", "/health", "GET, HEAD"),
+    ):
+        answer = client.request(method, path)
+        assert (answer.status_code, answer.headers["allow"]) == (405, allowed), path
     assert completion(client, model="small")["model"] == "small"
 
 
@@ -893,6 +918,43 @@ def test_a_full_queue_is_429_with_retry_after(server: Served, client: httpx.Clie
         server.client.most = None
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": "a", "n": 7}, "n"),
+        ("/v1/completions", {"prompt": "a", "n": 7, "stream": True}, "n"),
+        ("/v1/completions", {"prompt": "a", "best_of": 7}, "best_of"),
+        ("/v1/completions", {"prompt": ["a"] * 4, "n": 2}, "prompt"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "n": 7}, "n"),
+        ("/api", {"prompts": ["a"] * 7}, "prompts"),
+    ],
+)
+def test_what_can_never_fit_is_no_full_queue(
+    server: Served, client: httpx.Client, path: str, body: dict[str, Any], param: str
+) -> None:
+    server.client.max_sequences = 6
+    try:
+        assert error_of(client.post(path, json=body), 400)["param"] == param
+        assert len(completion(client, n=6, max_tokens=1)["choices"]) == 6
+    finally:
+        server.client.max_sequences = None
+
+
+def test_head_is_allowed_where_get_is(server: Served, client: httpx.Client) -> None:
+    for path in ("/health", "/v1/health", "/version", "/metrics", "/v1/models", "/v1/models/tiny"):
+        answer = client.head(path)
+        assert (answer.status_code, answer.content) == (200, b""), path
+    assert client.head("/v1/models/other").status_code == 404
+    assert client.head("/v1/completions").status_code == 405
+    assert client.head("/").status_code == 200
+    assert client.head("/live").status_code == 405  # its events have no end
+    server.client.state = "dead"
+    try:
+        assert client.head("/health").status_code == 503
+    finally:
+        server.client.state = "ready"
+
+
 def test_503_while_the_engine_is_not_there(server: Served, client: httpx.Client) -> None:
     server.client.state = "dead"
     try:
@@ -930,7 +992,8 @@ def test_a_timeout_ends_a_request_with_its_text(stream: bool) -> None:
             choice = events_of(client, "/v1/completions", **body)[-1]["choices"][0]
         else:
             choice = post(client, "/v1/completions", **body)["choices"][0]
-    assert choice["finish_reason"] == "timeout"
+    # OpenAI's API has no word for it, and clients with types take no others.
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "timeout")
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -977,7 +1040,8 @@ def test_draining_refuses_new_requests_and_ends_the_others() -> None:
             server.spawn(server.front.generator.abort_all())
             *_, last, done = lines
         assert done == "data: [DONE]"
-        assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "abort"
+        choice = json.loads(last.removeprefix("data: "))["choices"][0]
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "abort")
 
 
 @pytest.mark.parametrize(
@@ -1012,6 +1076,209 @@ def test_long_texts_are_refused_before_they_are_looked_at(client: httpx.Client) 
 
 def test_a_lone_surrogate_is_the_clients_mistake(client: httpx.Client) -> None:
     lone = '"\\ud83d"'
-    for body in (f'"stop": {lone}', f'"bad_words": [{lone}]', f'"prompt": {lone}'):
-        answer = client.post("/v1/completions", content=f'{{"prompt": "ab", {body}}}')
-        assert answer.status_code == 400, answer.text
+    headers = {"content-type": "application/json"}
+    for name, value in (
+        ("stop", lone),
+        ("bad_words", f"[{lone}]"),
+        ("prompt", lone),
+        ("guided_choice", f"[{lone}]"),
+        ("guided_regex", lone),
+        ("guided_json", f'{{"const": {lone}}}'),
+    ):
+        content = f'{{"prompt": "ab", "{name}": {value}}}'
+        answer = client.post("/v1/completions", content=content, headers=headers)
+        assert str(error_of(answer, 400)["param"]).split(".")[0].split("[")[0] == name, answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/completions", {"prompt": ["a", "\ud83d"]}, "prompt"),
+        ("/v1/chat/completions", {"messages": [USER, USER | {"content": "\ud83d"}]},
+         "messages[1].content"),
+        ("/v1/chat/completions", {"messages": [USER], "tools": [
+            {"type": "function", "function": {"name": "f", "description": "\ud83d"}}]},
+         "tools[0].function.description"),
+        ("/v1/responses", {"input": "\ud83d"}, "input"),
+        ("/v1/responses", {"input": "a", "instructions": "\ud83d"}, "instructions"),
+        ("/v1/responses", {"input": [USER | {"content": [
+            {"type": "input_text", "text": "\ud83d"}]}]}, "input[0].content[0].text"),
+        ("/tokenize", {"messages": [USER | {"content": "\ud83d"}]}, "messages[0].content"),
+        ("/tokenize", {"prompt": "\ud83d"}, "prompt"),
+        ("/api", {"prompts": ["\ud83d"]}, "prompts"),
+    ],
+)  # fmt: skip
+def test_a_lone_surrogate_is_named_by_its_field(path: str, body: Any, param: str) -> None:
+    templates = ChatTemplates.from_directory("tiny")
+    asked = ScriptedClient(tiny_tokenizer(), ["a"] * 2)
+    answer = say(asked, path, body, templates)
+    assert error_of(answer, 400)["param"] == param
+
+
+# --- begin tokens ---------------------------------------------------------------------------------
+
+
+def with_begin_token() -> Tokenizer:
+    """A tokenizer whose post-processor puts a begin token first."""
+    made = tokenizers.Tokenizer.from_str(TOKENIZER._tokenizer.to_str())
+    ((begin, token_id),) = [("<1>", made.token_to_id("<1>"))]
+    made.add_special_tokens([begin])
+    made.post_processor = processors.TemplateProcessing(
+        single=f"{begin} $A", special_tokens=[(begin, token_id)]
+    )
+    return Tokenizer(made, bos_token=begin, eos_token="<end>")
+
+
+def test_prompts_begin_as_the_tokenizer_has_it_and_chats_as_their_template() -> None:
+    tokenizer = with_begin_token()
+    begin = tokenizer.bos_id
+    with served(engine(), tokenizer=tokenizer) as server, http(server) as client:
+
+        def asked(path: str = "/v1/completions", **body: Any) -> list[int]:
+            shown = post(client, path, max_tokens=1, return_token_ids=True, **body)
+            found = shown.get("prompt_token_ids") or shown["choices"][0]["prompt_token_ids"]
+            return list(found)
+
+        talk: Any = {"messages": [{"role": "user", "content": "a"}]}
+        chats = "/v1/chat/completions"
+        assert asked(prompt="ab") == [begin, *tokenizer.tokenize("ab")]
+        assert asked(prompt="ab", add_special_tokens=False) == tokenizer.tokenize("ab")
+        assert asked(prompt=ids_of("ab")) == ids_of("ab")
+        assert begin not in asked(chats, **talk)
+        assert asked(chats, **talk, add_special_tokens=True)[0] == begin
+        for body, first in (
+            ({"prompt": "ab"}, True),
+            ({"prompt": "ab", "add_special_tokens": False}, False),
+            (talk, False),
+            ({**talk, "add_special_tokens": True}, True),
+        ):
+            assert (post(client, "/tokenize", **body)["tokens"][0] == begin) is first, body
+        (choice,) = completion(client, prompt="ab", echo=True, logprobs=1, max_tokens=0)["choices"]
+        assert choice["text"] == "ab" and choice["logprobs"]["tokens"] == ["<1>", "a", "b"]
+        assert choice["logprobs"]["text_offset"] == [0, 0, 1]
+
+
+# --- streams and whole answers --------------------------------------------------------------------
+
+CALL = '<tool_call>{"name": "f", "arguments": {"a": [1, "b"]}}</tool_call>'
+texts = st.lists(
+    st.sampled_from(["a", " ", "\n", "é", "{", "<tool_call>", CALL, CALL[:40]]), max_size=5
+).map("".join)
+
+
+@given(
+    said=st.tuples(texts, texts),
+    sizes=st.lists(st.sampled_from([1, 2, 5, 60, 500]), min_size=1, max_size=4),
+    end=st.sampled_from(["stop", "length", "timeout"]),
+    tools=st.booleans(),
+)
+@settings(max_examples=25, deadline=None)
+def test_deltas_of_a_chat_add_up_to_its_message(
+    said: tuple[str, str], sizes: list[int], end: str, tools: bool
+) -> None:
+    tokenizer = tiny_tokenizer()
+    body: dict[str, Any] = {
+        "messages": [{"role": "user", "content": "a"}],
+        **{"n": 2, "logprobs": True, "top_logprobs": 2, "return_token_ids": True},
+    }
+    if tools:
+        body["tools"] = [TOOL]
+
+    def ask(**more: Any) -> str:
+        client = ScriptedClient(tokenizer, said, sizes=sizes, end=end)
+        return say(client, "/v1/chat/completions", {**body, **more}).text
+
+    whole = json.loads(ask())
+    ChatCompletion.model_validate(whole)
+    lines = [line[6:] for line in ask(stream=True).splitlines() if line.startswith("data: ")]
+    assert lines.pop() == "[DONE]"
+    made: list[dict[str, Any]] = [
+        {"content": "", "calls": [], "logprobs": [], "ids": []} for _ in whole["choices"]
+    ]
+    for chunk in map(json.loads, lines):
+        ChatCompletionChunk.model_validate(chunk)
+        (choice,) = chunk["choices"]
+        mine = made[choice["index"]]
+        assert "finish_reason" not in mine
+        mine["content"] += choice["delta"].get("content", "")
+        for call in choice["delta"].get("tool_calls", ()):
+            if "id" in call:
+                assert call["index"] == len(mine["calls"])
+                mine["calls"].append({"name": call["function"]["name"], "arguments": ""})
+            mine["calls"][call["index"]]["arguments"] += call["function"]["arguments"]
+        mine["logprobs"] += (choice["logprobs"] or {"content": []})["content"]
+        mine["ids"] += choice.get("token_ids", [])
+        if choice["finish_reason"] is not None:
+            mine |= {"finish_reason": choice["finish_reason"], "stop_reason": choice["stop_reason"]}
+    for mine, choice in zip(made, whole["choices"], strict=True):
+        message = choice["message"]
+        assert mine["content"] == (message["content"] or "")
+        calls = [call["function"] for call in message.get("tool_calls", ())]
+        assert mine["calls"] == calls and (tools or not calls)
+        assert mine["logprobs"] == (choice["logprobs"] or {"content": []})["content"]
+        assert mine["ids"] == choice["token_ids"]
+        for name in ("finish_reason", "stop_reason"):
+            assert mine[name] == choice[name]
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_deltas_with_stop_words_add_up(client: httpx.Client, path: str, seed: int) -> None:
+    """The engine makes the text, of which the start of a stop word is held back."""
+    shown = completion if path == "/v1/completions" else chat
+    free = shown(client, seed=seed, max_tokens=30, ignore_eos=True)["choices"][0]
+    text = free["text"] if path == "/v1/completions" else free["message"]["content"]
+    body: dict[str, Any] = {"seed": seed, "stop": [text[4:7], text[7:9]], "n": 2}
+    body |= {"max_tokens": 30, "ignore_eos": True}
+    if path == "/v1/completions":
+        body |= {"prompt": "abc", "logprobs": 1}
+    else:
+        body |= {"messages": [{"role": "user", "content": "hello"}], "logprobs": True}
+    whole = post(client, path, **body)["choices"]
+    assert whole[0]["stop_reason"] in body["stop"]
+    made = [["", 0, None] for _ in whole]
+    for chunk in events_of(client, path, **body):
+        (choice,) = chunk["choices"]
+        mine: list[Any] = made[choice["index"]]
+        mine[0] += choice["text"] if "text" in choice else choice["delta"].get("content", "")
+        if choice["logprobs"]:
+            mine[1] += len(choice["logprobs"].get("tokens") or choice["logprobs"]["content"])
+        if choice["finish_reason"]:
+            mine[2] = (choice["finish_reason"], choice["stop_reason"])
+    for mine, choice in zip(made, whole, strict=True):
+        log_probs = choice["logprobs"].get("tokens") or choice["logprobs"]["content"]
+        text = choice["text"] if "text" in choice else choice["message"]["content"]
+        end = (choice["finish_reason"], choice["stop_reason"])
+        assert mine == [text, len(log_probs), end]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_an_unexpected_error_in_a_stream_is_logged_and_says_nothing(
+    path: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = ScriptedClient(tiny_tokenizer(), ["He"], end=ZeroDivisionError("a secret"))
+    body = {"prompt": "a", "messages": [USER], "input": "a", "stream": True}
+    if path != "/v1/completions":
+        del body["prompt"]
+    answer = say(client, path, body)
+    assert answer.status_code == 200 and "internal server error" in answer.text
+    assert "secret" not in answer.text
+    logged = [record.exc_info[1] for record in caplog.records if record.exc_info]
+    assert [type(error) for error in logged] == [ZeroDivisionError]
+
+
+def test_parameters_that_leave_no_token_are_the_clients() -> None:
+    body = {"prompt": "a", "guided_choice": ["a"], "allowed_token_ids": [1]}
+    client = ScriptedClient(tiny_tokenizer(), ["H"], end="error")
+    error = error_of(say(client, "/v1/completions", body), 400)
+    assert (error["param"], error["code"]) == ("guided_choice", "nothing_allowed")
+    assert error_of(say(client, "/v1/completions", {"prompt": "a"}), 500)["code"] == "nan"
+
+
+def test_whole_floats_are_integers(client: httpx.Client) -> None:
+    assert completion(client, max_tokens=3.0, ignore_eos=True)["usage"]["completion_tokens"] == 3
+    for wrong in (3.5, float("1e999"), "3"):
+        content = json.dumps({"prompt": "a", "max_tokens": wrong})
+        headers = {"content-type": "application/json"}
+        answer = client.post("/v1/completions", content=content, headers=headers)
+        assert error_of(answer, 400)["param"] == "max_tokens"

@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from megatron_async.errors import CheckpointError, RequestError
 from megatron_async.tokenizer import Tokenizer, _byte_of_character
@@ -165,6 +165,37 @@ def test_tokenizer_without_config_has_no_special_ids(tmp_path: Path) -> None:
     assert tokenizer.bos is None and tokenizer.eod is None and tokenizer.eos_ids == ()
     with pytest.raises(RequestError, match="add_bos=True"):
         tokenizer.tokenize("hi", add_bos=True)
+
+
+POST_PROCESSORS: dict[str, Any] = {
+    "none": None,
+    "byte_level": processors.ByteLevel(trim_offsets=False),
+    "begin": processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 256)]),
+    "begin_and_end": processors.TemplateProcessing(
+        single="<|bos|> $A <|eos|>", special_tokens=[("<|bos|>", 256), ("<|eos|>", 257)]
+    ),
+}
+
+
+@pytest.mark.parametrize("add_bos_token", [None, True, False])
+@pytest.mark.parametrize("kind", POST_PROCESSORS)
+def test_special_tokens_are_added_as_transformers_does(
+    tmp_path: Path, kind: str, add_bos_token: bool | None
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    stored = byte_level()
+    if POST_PROCESSORS[kind] is not None:
+        stored.post_processor = POST_PROCESSORS[kind]
+    config = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "add_bos_token": add_bos_token}
+    config = {name: value for name, value in config.items() if value is not None}
+    path = write(tmp_path, stored, {"tokenizer_class": "PreTrainedTokenizerFast", **config})
+    ours, theirs = Tokenizer.from_directory(path), transformers.AutoTokenizer.from_pretrained(path)
+    for text in ("", "hi é", "<|bos|>hi<|eos|>"):
+        for adds in (True, False):
+            expected = theirs.encode(text, add_special_tokens=adds)
+            assert ours.tokenize(text, add_special_tokens=adds) == expected
+    begins = ours.tokenize("hi", add_special_tokens=True)[0] == ours.bos_id
+    assert begins is kind.startswith("begin")
 
 
 @pytest.mark.parametrize("text", ["hi", "a prompt that is longer"])
