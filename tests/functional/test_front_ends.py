@@ -216,7 +216,7 @@ def test_sigterm_lets_the_streams_of_all_front_ends_end(server: Server) -> None:
     children = psutil.Process(server.process.pid).children()
 
     async def test() -> list[Any]:
-        async with streams(server, 60) as start:
+        async with streams(server, 30) as start:
             with server.only(server.front_ends[0]):
                 server.post("/pause")
             tasks = await half_at_each(server, start, 4)
@@ -225,7 +225,7 @@ def test_sigterm_lets_the_streams_of_all_front_ends_end(server: Server) -> None:
             return await asyncio.gather(*tasks)
 
     got = asyncio.run(test())
-    assert got == [(text, "length") for text in serial(range(8), 60)]
+    assert got == [(text, "length") for text in serial(range(8), 30)]
     assert server.process.wait(PATIENCE_SECONDS) == 0
     assert not any(child.is_running() for child in children)
     with pytest.raises(httpx.ConnectError):
