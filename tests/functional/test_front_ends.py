@@ -232,18 +232,40 @@ def test_sigterm_lets_the_streams_of_all_front_ends_end(server: Server) -> None:
         server.get("/health")
 
 
-def test_a_front_end_that_keeps_dying_ends_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front_ends, "MODULE", "tests.support.dying_front_end")
+@pytest.fixture
+def stubs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., FrontEnds]]:
+    """Front ends of ``tests.support.stub_front_end``."""
+    monkeypatch.setattr(front_ends, "MODULE", "tests.support.stub_front_end")
     endpoint = Endpoint.private()
-    config = ServerConfig(model_names=("tiny",))
-    settings = FrontendSettings(model="tiny", endpoint=endpoint, config=config)
+    config = ServerConfig(model_names=("stub",))
 
-    async def test() -> None:
+    def made(model: str, max_restarts: int) -> FrontEnds:
+        settings = FrontendSettings(model=model, endpoint=endpoint, config=config)
         listening = open_socket("127.0.0.1", 0)
-        several = FrontEnds(settings, listening, 2, max_restarts=1, backoff=0.01)
+        return FrontEnds(settings, listening, 2, max_restarts=max_restarts, backoff=0.01)
+
+    yield made
+    endpoint.remove()
+
+
+def test_a_front_end_that_keeps_dying_ends_the_server(stubs: Callable[..., FrontEnds]) -> None:
+    async def test() -> None:
         with pytest.raises(FrontEndDeadError, match="ended with status 7; it is not started again"):
-            await several.run()
-        assert listening.fileno() == -1
+            await stubs("hasty", 1).run()
 
     asyncio.run(asyncio.wait_for(test(), PATIENCE_SECONDS))
-    endpoint.remove()
+
+
+def test_each_front_end_learns_that_the_engine_was_given_up(
+    stubs: Callable[..., FrontEnds],
+) -> None:
+    async def test() -> None:
+        several = stubs("patient", 1)
+        serving = asyncio.create_task(several.run())
+        await several.ready()
+        several.give_up("it died too often")
+        # The first ones, and those that are started in their place.
+        with pytest.raises(FrontEndDeadError, match="ended with status 8; it is not started again"):
+            await serving
+
+    asyncio.run(asyncio.wait_for(test(), PATIENCE_SECONDS))
