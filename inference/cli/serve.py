@@ -92,7 +92,6 @@ def run(args: argparse.Namespace) -> int:
         stays_without_engine=args.keep_alive_on_engine_death,
     )
     listening = open_socket(args.host, args.port)
-    log_as_json()
     endpoint = Endpoint.private()
     settings = FrontendSettings(
         model=args.model,
@@ -112,6 +111,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         if args.api_server_count == 1:
             front, client = build_frontend(settings)
+            log_as_json()
             serving = serve(
                 front,
                 client,
@@ -124,6 +124,7 @@ def run(args: argparse.Namespace) -> int:
             front_ends = FrontEnds(
                 settings, listening, args.api_server_count, max_restarts=args.max_restarts
             )
+            log_as_json()
             serving = serve_together(front_ends, supervisor, on_ready=say_ready)
         return 0 if run_loop(serving) else EXIT_GIVEN_UP
     finally:

@@ -26,7 +26,9 @@ class NoTokenizer:
         """Raises RequestError: none of its own."""
         raise RequestError(f"tokens {SAID}")
 
-    def tokenize(self, text: str, add_bos: bool = False) -> NoReturn:
+    def tokenize(
+        self, text: str, add_bos: bool = False, *, add_special_tokens: bool = False
+    ) -> NoReturn:
         """Raises RequestError."""
         raise RequestError(f"text {SAID}")
 
