@@ -25,6 +25,18 @@ class EngineDeadError(MegatronAsyncError, RuntimeError):
     """The engine's process has died, is frozen or has not started yet; it may come back."""
 
 
+class EngineGivenUpError(EngineDeadError):
+    """The engine's process has died too often, and is not started again."""
+
+
+class FrontEndDeadError(MegatronAsyncError, RuntimeError):
+    """A front end of a server has died too often, and is not started again."""
+
+
+class BusyError(MegatronAsyncError, RuntimeError):
+    """Another call of the same kind is in progress; try again when it is over."""
+
+
 class QueueFullError(MegatronAsyncError, RuntimeError):
     """As many requests wait as may; try again later."""
 

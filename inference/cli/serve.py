@@ -11,6 +11,9 @@ from typing import Any
 from . import options
 
 KEY_VARIABLE = "MEGATRON_ASYNC_API_KEY"
+MAX_API_SERVERS = 64
+EXIT_GIVEN_UP = 1
+"""The engine, or a front end, has died too often; wrong arguments are 2."""
 
 _DESCRIPTION = """\
 Serve a model over HTTP, as OpenAI's API: /v1/completions, /v1/chat/completions, /v1/responses,
@@ -41,8 +44,13 @@ def add_command(commands: Any) -> None:
     add("--request-timeout", type=options.number(0, above=True), **seconds, help=said)
     said = "what requests are given to end when the server is stopped (default: 30)"
     add("--shutdown-timeout", type=options.number(0), default=30.0, **seconds, help=said)
-    said = "times within ten minutes that the engine's process is started again (default: 3)"
+    said = "processes that answer HTTP, all at the same port (default: 1)"
+    count = options.integer(1, MAX_API_SERVERS)
+    add("--api-server-count", type=count, default=1, metavar="N", help=said)
+    said = "times within ten minutes that a process of the server is started again (default: 3)"
     add("--max-restarts", type=options.integer(0), default=3, metavar="N", help=said)
+    said = "answer 503 when the engine's process cannot be had any more (default: exit with 1)"
+    add("--keep-alive-on-engine-death", action="store_true", help=said)
     said = "web pages that may call the server; * is all (default: none)"
     add("--allow-origin", **several, metavar="ORIGIN", help=said)
     said = "largest body of a request (default: 16)"
@@ -53,6 +61,8 @@ def add_command(commands: Any) -> None:
     add("--chat-template", metavar="FILE", help="a Jinja template instead of the model's own")
     said = "how the model writes tool calls (default: as its chat template says)"
     add("--tool-call-format", choices=("hermes", "llama3"), help=said)
+    said = "serve token ids alone, to /v1/completions; the model needs no tokenizer"
+    add("--skip-tokenizer-init", action="store_true", help=said)
     options.add_model_options(parser)
     options.add_scheduling_options(parser, default="off")
     options.add_engine_options(parser)
@@ -60,16 +70,12 @@ def add_command(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes."""
-    from megatron_async.checkpoint.load import load_tokenizer
-    from megatron_async.serving.chat import Chat
-    from megatron_async.serving.engine_client import EngineClient
-    from megatron_async.serving.frontend import MIB, Frontend, ServerConfig
-    from megatron_async.serving.generation import Generator
+    from megatron_async.serving.build import FrontendSettings, build_frontend
+    from megatron_async.serving.front_ends import FrontEnds, serve_together
+    from megatron_async.serving.frontend import MIB, ServerConfig
     from megatron_async.serving.http_server import open_socket, serve, url_of
     from megatron_async.serving.http_server import run as run_loop
-    from megatron_async.serving.log_prob_shapes import TokenNames
     from megatron_async.serving.messages import Endpoint, Launch
-    from megatron_async.serving.metrics import ServerMetrics
     from megatron_async.serving.middleware import log_as_json
     from megatron_async.serving.supervisor import Supervisor
     from megatron_async.serving.tracing import make_provider
@@ -83,41 +89,43 @@ def run(args: argparse.Namespace) -> int:
         request_timeout=args.request_timeout,
         shutdown_timeout=args.shutdown_timeout,
         max_body_bytes=args.max_body_mib * MIB,
-    )
-    tokenizer = load_tokenizer(args.model)
-    chat = Chat.from_directory(
-        args.model, chat_template=args.chat_template, tool_format=args.tool_call_format
+        stays_without_engine=args.keep_alive_on_engine_death,
     )
     listening = open_socket(args.host, args.port)
-    log_as_json()
-    tracer_provider = make_provider(args.otlp_traces_endpoint)
     endpoint = Endpoint.private()
-    launch = Launch(args.model, dataclasses.asdict(engine_config), endpoint, args.max_queue)
-    client = EngineClient(endpoint)
-    metrics = ServerMetrics(
-        config.model_names[0], lambda: client.snapshot, lambda: client.state == "ready"
-    )
-    front = Frontend(
+    settings = FrontendSettings(
+        model=args.model,
+        endpoint=endpoint,
         config=config,
-        generator=Generator(client, tokenizer, metrics, request_timeout=config.request_timeout),
-        tokenizer=tokenizer,
-        chat=chat,
-        token_names=TokenNames(tokenizer),
-        metrics=metrics,
+        chat_template=args.chat_template,
+        tool_call_format=args.tool_call_format,
+        skip_tokenizer_init=args.skip_tokenizer_init,
+        otlp_traces_endpoint=args.otlp_traces_endpoint,
     )
+    launch = Launch(args.model, dataclasses.asdict(engine_config), endpoint, args.max_queue)
     supervisor = Supervisor(launch, max_restarts=args.max_restarts)
 
     def say_ready() -> None:
         print(f"{options.PROGRAM}: {args.model} at {url_of(listening)}", file=sys.stderr)
 
-    run_loop(
-        serve(
-            front,
-            client,
-            supervisor,
-            listening,
-            on_ready=say_ready,
-            tracer_provider=tracer_provider,
-        )
-    )
-    return 0
+    try:
+        if args.api_server_count == 1:
+            front, client = build_frontend(settings)
+            log_as_json()
+            serving = serve(
+                front,
+                client,
+                supervisor,
+                listening,
+                on_ready=say_ready,
+                tracer_provider=make_provider(settings.otlp_traces_endpoint),
+            )
+        else:
+            front_ends = FrontEnds(
+                settings, listening, args.api_server_count, max_restarts=args.max_restarts
+            )
+            log_as_json()
+            serving = serve_together(front_ends, supervisor, on_ready=say_ready)
+        return 0 if run_loop(serving) else EXIT_GIVEN_UP
+    finally:
+        endpoint.remove()

@@ -39,9 +39,9 @@ def add_command(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
     file = OutputFile("--output", args.output)
+    from megatron_async.perfetto.events import trace_events
     from megatron_async.version import __version__
 
-    from .events import trace_events
     from .record import Subject
 
     subject = Subject(args)

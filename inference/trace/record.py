@@ -14,11 +14,11 @@ from megatron_async.device.kernel_profiler import KernelProfiler
 from megatron_async.engine.build import resolve_device
 from megatron_async.engine.host_timeline import HostTimeline
 from megatron_async.errors import ConfigError
+from megatron_async.perfetto.events import Recording
 
 from ..benchmark.engines import decode_config, start_engine
 from ..benchmark.loads import Load
 from ..benchmark.model import load_benchmark_model
-from .events import Recording
 
 LEAD_IN = 6
 """Steady steps between the start of the timelines and the first that is shown."""

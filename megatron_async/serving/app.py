@@ -187,13 +187,11 @@ def _add_engine(app: FastAPI, front: Frontend) -> None:
 
     @app.post("/weights", response_model=None)
     async def weights(body: engine_api.WeightsRequest) -> Response:
-        recompute = body.recompute_kv_cache
-        done = await command("weights", path=body.path, recompute_kv_cache=recompute)
-        return json_response(done)
+        return json_response(await engine_api.weights(front, body))
 
     @app.post("/profile", response_model=None)
-    async def profile(body: engine_api.ProfileRequest | None = None) -> Response:
-        return await engine_api.profile(front, body or engine_api.ProfileRequest())
+    async def profile(request: Request, body: engine_api.ProfileRequest | None = None) -> Response:
+        return await engine_api.profile(front, request, body or engine_api.ProfileRequest())
 
 
 def _add_page(app: FastAPI, front: Frontend) -> None:

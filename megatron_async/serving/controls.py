@@ -3,27 +3,58 @@
 from __future__ import annotations
 
 import json
+import logging
 import platform
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
+from safetensors import SafetensorError, safe_open
 
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.host_timeline import HostTimeline
-from megatron_async.errors import MegatronAsyncError, RequestError
+from megatron_async.errors import (
+    BusyError,
+    EngineStoppedError,
+    IntegrityError,
+    MegatronAsyncError,
+    RequestError,
+)
+from megatron_async.perfetto.events import Recording, trace_events
 from megatron_async.request import StepReport
-from megatron_async.serving.live_requests import TIMEOUT, LiveRequests
+from megatron_async.serving.live_requests import TIMEOUT, FrontEnd, LiveRequests
 from megatron_async.serving.live_steps import LiveSteps
-from megatron_async.serving.messages import Answer, Control
+from megatron_async.serving.messages import Answer, Control, Kept
+
+logger = logging.getLogger(__name__)
 
 THREADS = 4
 """Controls at the same time: one that waits does not hold up the next ones."""
+CLOSE_SECONDS = 1.0
+"""For controls to give their answers when the process ends."""
 MAX_PROFILED_STEPS = 10_000
+
+
+class Call:
+    """A control in progress.
+
+    Attributes:
+        wake: set when it is cancelled, so that what waits ends; a control may set it too.
+    """
+
+    def __init__(self) -> None:
+        self.is_cancelled = False
+        self.wake = threading.Event()
+
+    def cancel(self) -> None:
+        """Nobody waits for it any more."""
+        self.is_cancelled = True
+        self.wake.set()
 
 
 class Controls:
@@ -31,19 +62,71 @@ class Controls:
     here that have no underscore before them.
 
     Args:
-        answer: sends an answer, from any thread.
+        keep: is told what the next process must know, whenever it changes.
+
+    Attributes:
+        lost: why the weights are not those that were last accepted; None when they are.
     """
 
-    def __init__(self, engine: DynamicInferenceEngine, requests: LiveRequests) -> None:
+    def __init__(
+        self,
+        engine: DynamicInferenceEngine,
+        requests: LiveRequests,
+        keep: Callable[[Kept], None] = lambda _: None,
+    ) -> None:
+        self.lost: str | None = None
         self._engine = engine
         self._requests = requests
+        self._keep = keep
+        self._kept = Kept()
+        self._keeping = threading.Lock()
+        self._first_version = 0
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="control")
+        self._running: set[Future[None]] = set()
+        self._calls: dict[tuple[FrontEnd, int], Call] = {}
+        self._call = threading.local()
+        """``current`` is the thread's own."""
+        self._updating = threading.Lock()
         self._profiling = threading.Lock()
         self._live = LiveSteps(engine)
 
-    def submit(self, control: Control, answer: Callable[[Answer], object]) -> None:
+    @property
+    def weight_version(self) -> int:
+        """Weight updates since the server's start, whatever became of earlier processes."""
+        return self._first_version + self._engine.weight_version
+
+    def restore(self, kept: Kept) -> None:
+        """Be as an earlier process was told to be, before requests come. Weights that cannot be had
+        any more leave those of the model, and :attr:`lost` says so."""
+        self._kept = kept
+        for path in kept.weights:
+            try:
+                self._engine.update_weights(path)
+            except MegatronAsyncError as error:
+                said = f"the engine was started again, and the weights of {path} are lost: {error}"
+                self.lost = f"{said}; send new weights"
+                logger.error("%s", self.lost)
+                break
+        self._first_version = kept.weight_version - self._engine.weight_version
+        if kept.suspended:
+            self._engine.suspend()
+
+    def submit(
+        self, front_end: FrontEnd, control: Control, answer: Callable[[Answer], object]
+    ) -> None:
         """Begin a control; ``answer`` is called when it is done."""
-        self._pool.submit(self._run, control, answer)
+        key = front_end, control.number
+        call = self._calls[key] = Call()
+        future = self._pool.submit(self._run, control, call, answer)
+        self._running.add(future)
+        future.add_done_callback(self._running.discard)
+        future.add_done_callback(lambda _: self._calls.pop(key, None))
+
+    def cancel(self, front_end: FrontEnd, number: int | None = None) -> None:
+        """Nobody waits for a front end's control any more, or for any of them."""
+        for (of, each), call in list(self._calls.items()):
+            if of is front_end and number in (None, each):
+                call.cancel()
 
     def tick(self) -> None:
         """End what nobody asks for any more; called now and then."""
@@ -51,25 +134,35 @@ class Controls:
             self._pool.submit(self._live.stop)  # which waits for a step
 
     def close(self) -> None:
-        """Wait for nobody."""
+        """Those in progress get a moment to answer."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+        for call in list(self._calls.values()):
+            call.cancel()
+        wait(list(self._running), CLOSE_SECONDS)
 
-    def _run(self, control: Control, answer: Callable[[Answer], object]) -> None:
+    def _run(self, control: Control, call: Call, answer: Callable[[Answer], object]) -> None:
+        if call.is_cancelled:
+            return
+        self._call.current = call
         try:
             method = CONTROLS.get(control.name)
             if method is None:
                 raise RequestError(f"{control.name!r} is none of {', '.join(CONTROLS)}")
             answer(Answer(control.number, method(self, **control.arguments)))
         except Exception as error:
+            kind = _kind_of(error)
+            if kind == "internal":
+                logger.exception("%s failed", control.name)
             known = isinstance(error, MegatronAsyncError)
             said = str(error) if known else f"{type(error).__name__}: {error}"
-            answer(Answer(control.number, error=said))
+            answer(Answer(control.number, error=said, kind=kind))
 
     # --- controls -----------------------------------------------------------------------------
 
     def suspend(self) -> dict[str, Any]:
         """Commit what is in flight and launch nothing until ``resume``."""
         self._engine.suspend()
+        self._change(suspended=True)
         return {"suspended": True}
 
     def pause(self, mode: str = "keep", timeout: float | None = None) -> dict[str, Any]:
@@ -87,12 +180,14 @@ class Controls:
             self._finish(timeout if mode == "wait" else 0.0, "abort")
         self._engine.suspend()
         self._requests.refusal = None  # they wait in the suspended engine
+        self._change(suspended=True)
         return {"suspended": True}
 
     def resume(self) -> dict[str, Any]:
         """Go on after ``suspend``, ``pause`` and ``drain``."""
         self._requests.refusal = None
         self._engine.resume()
+        self._change(suspended=False)
         return {"suspended": False}
 
     def drain(self, timeout: float | None = None) -> dict[str, Any]:
@@ -106,8 +201,15 @@ class Controls:
 
     def weights(self, path: str, recompute_kv_cache: bool = True) -> dict[str, Any]:
         """Replace the weights between two steps by those of a model directory or file."""
-        version = self._engine.update_weights(path, recompute_kv_cache=recompute_kv_cache)
-        return {"weight_version": version}
+        with self._updating:
+            replaces_all = _replaces_all(path, self._engine)
+            self._engine.update_weights(path, recompute_kv_cache=recompute_kv_cache)
+            paths = (*(each for each in self._kept.weights if each != path), path)
+            if replaces_all:
+                paths = (path,)
+                self.lost = None
+            self._change(weights=paths, weight_version=self.weight_version)
+        return {"weight_version": self.weight_version}
 
     def reset_prefix_cache(self) -> dict[str, Any]:
         """Forget all cached prefixes."""
@@ -137,7 +239,7 @@ class Controls:
         if not isinstance(steps, int) or not 0 < steps <= MAX_PROFILED_STEPS:
             raise RequestError(f"steps={steps!r} must be an integer from 1 to {MAX_PROFILED_STEPS}")
         if not self._profiling.acquire(blocking=False):
-            raise RequestError("another profile is being taken; wait for it")
+            raise BusyError("another profile is being taken; wait for it")
         try:
             with self._live.set_aside():
                 return self._profile(Path(path), steps, timeout)
@@ -145,6 +247,12 @@ class Controls:
             self._profiling.release()
 
     # --- what they are made of ----------------------------------------------------------------
+
+    def _change(self, **changes: Any) -> None:
+        """Say what the next process must know."""
+        with self._keeping:
+            self._kept = msgspec.structs.replace(self._kept, **changes)
+            self._keep(self._kept)
 
     def _finish(self, timeout: float | None, reason: str) -> bool:
         """Wait for the requests, and end those that take longer; False when some did."""
@@ -157,17 +265,16 @@ class Controls:
         return False
 
     def _profile(self, path: Path, steps: int, timeout: float | None) -> dict[str, Any]:
-        from megatron_async.inference.trace.events import Recording, trace_events
-
         engine = self._engine
-        counter = _StepCounter(steps)
+        call: Call = self._call.current
+        counter = _StepCounter(steps, call.wake)
         with engine.lock.gate, engine.lock.mutex:  # between two steps
             host = HostTimeline(engine)
             engine.device.start_timeline()
         start_ns = time.perf_counter_ns()
         forget = engine.observe(counter)
         try:
-            counter.done.wait(timeout)
+            call.wake.wait(timeout)
         finally:
             forget()
             suspended = engine.suspended
@@ -176,6 +283,8 @@ class Controls:
             host.detach()
             if not suspended:
                 engine.resume()
+        if call.is_cancelled:
+            raise RequestError("nobody waits for the profile any more")
         recording = Recording(engine.model_name, _device_name(engine), start_ns, host, device, [])
         events, summary = trace_events(recording)
         try:
@@ -183,6 +292,28 @@ class Controls:
         except OSError as error:
             raise RequestError(f"path={str(path)!r} cannot be written: {error}") from None
         return {"path": str(path), "steps": counter.seen, "overlapped": summary.overlapped}
+
+
+def _kind_of(error: Exception) -> str:
+    """Of an :class:`~megatron_async.serving.messages.Answer`."""
+    if isinstance(error, BusyError):
+        return "busy"
+    if isinstance(error, EngineStoppedError):
+        return "dead"
+    is_known = isinstance(error, MegatronAsyncError) and not isinstance(error, IntegrityError)
+    return "invalid" if is_known else "internal"
+
+
+def _replaces_all(path: str, engine: DynamicInferenceEngine) -> bool:
+    """A file may have some of the parameters alone; a model directory has all."""
+    if not path.endswith(".safetensors") or not Path(path).is_file():
+        return True
+    try:
+        with safe_open(path, "pt") as file:
+            names = set(file.keys())
+    except (OSError, SafetensorError):
+        return False
+    return {name for name, _ in engine.controller.weights_owner.named_parameters()} <= names
 
 
 def _device_name(engine: DynamicInferenceEngine) -> str:
@@ -193,18 +324,18 @@ def _device_name(engine: DynamicInferenceEngine) -> str:
 
 
 class _StepCounter:
-    """An observer that waits for a number of steps."""
+    """An observer that sets ``done`` after a number of steps."""
 
-    def __init__(self, steps: int) -> None:
-        self.done = threading.Event()
+    def __init__(self, steps: int, done: threading.Event) -> None:
         self.seen = 0
+        self._done = done
         self._steps = steps
 
     def on_commit(self, report: StepReport) -> None:
         """A step was committed."""
         self.seen += 1
         if self.seen >= self._steps:
-            self.done.set()
+            self._done.set()
 
 
 CONTROLS: dict[str, Callable[..., dict[str, Any]]] = {

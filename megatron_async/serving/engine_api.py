@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
+from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_async.errors import EngineDeadError, RequestError
@@ -16,6 +17,7 @@ from megatron_async.serving.chat import ToolUse
 from megatron_async.serving.errors import ApiError
 from megatron_async.serving.frontend import Frontend
 from megatron_async.serving.openai_api import Body, Messages, Token
+from megatron_async.serving.sse import until_disconnect
 from megatron_async.version import __version__
 
 Seconds = Annotated[float, Field(ge=0.0, le=86_400.0)]
@@ -130,14 +132,25 @@ async def detokenize(front: Frontend, body: DetokenizeRequest) -> dict[str, Any]
     return {"prompt": front.tokenizer.detokenize(body.tokens)}
 
 
-async def profile(front: Frontend, body: ProfileRequest) -> Response:
+async def weights(front: Frontend, body: WeightsRequest) -> dict[str, Any]:
+    """Replace the weights; raises ApiError for what is no weights of this model."""
+    arguments = {"path": body.path, "recompute_kv_cache": body.recompute_kv_cache}
+    try:
+        return await front.generator.command("weights", **arguments)
+    except RequestError as error:
+        raise ApiError(400, str(error), param="path") from None
+
+
+async def profile(front: Frontend, request: Request, body: ProfileRequest) -> Response:
     """A trace of the next steps, for ui.perfetto.dev. The engine process, on the same machine,
-    writes it into a directory that only this user can read."""
+    writes it into a directory that only this user can read. It is not taken to its end when the
+    client goes away."""
     with tempfile.TemporaryDirectory(prefix="megatron-async-profile-") as directory:
         file = Path(directory) / "trace.json"
-        await front.generator.command(
+        taken = front.generator.command(
             "profile", path=str(file), steps=body.steps, timeout=body.timeout
         )
+        await until_disconnect(request.receive, taken)
         content = file.read_bytes()
     headers = {"Content-Disposition": 'attachment; filename="trace.json"'}
     return Response(content, media_type="application/json", headers=headers)

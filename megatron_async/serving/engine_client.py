@@ -15,7 +15,9 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from megatron_async.errors import (
+    BusyError,
     EngineDeadError,
+    EngineGivenUpError,
     MegatronAsyncError,
     QueueFullError,
     RequestError,
@@ -24,6 +26,7 @@ from megatron_async.serving.messages import (
     Abort,
     Answer,
     Bye,
+    Cancel,
     Control,
     Dropped,
     Endpoint,
@@ -55,15 +58,17 @@ class EngineClient:
     requests in progress then raise :class:`EngineDeadError`, and so do new ones until it is back.
 
     Attributes:
+        endpoint: of the engine process.
         state: "starting" until the engine has answered once, "ready", or "dead" after a break.
-        snapshot: the last that the engine has sent; None before the first.
+        snapshot: the last that the engine has sent; None before the first, and while there is none.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.state = "starting"
         self.snapshot: Snapshot | None = None
-        self._endpoint = endpoint
+        self.endpoint = endpoint
         self._info: EngineInfo | None = None
+        self._given_up: str | None = None
         self._link: Link | None = None
         self._mailboxes: dict[int, Mailbox] = {}
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -105,6 +110,19 @@ class EngineClient:
             raise EngineDeadError("the engine has not started yet")
         return self._info
 
+    def give_up(self, reason: str) -> None:
+        """There will be no further engine process."""
+        self._given_up = reason
+        if self._greeter is not None:
+            self._greeter.cancel()
+        self._break(reason)
+
+    def check_ready(self) -> None:
+        """Raises EngineDeadError, which says why, while no request can be served."""
+        self._check_there()
+        if self._info is not None and self._info.not_ready is not None:
+            raise EngineDeadError(self._info.not_ready)
+
     # --- requests -----------------------------------------------------------------------------
 
     def next_request_id(self) -> int:
@@ -125,7 +143,7 @@ class EngineClient:
         """
         if request.request_id in self._mailboxes:
             raise RequestError(f"request_id={request.request_id} is in use; choose another")
-        self._check_ready()
+        self.check_ready()
         mailbox = self._mailboxes[request.request_id] = Mailbox()
         count = request.params.get("n")
         left = count if isinstance(count, int) else 1  # the engine refuses what is none
@@ -147,23 +165,32 @@ class EngineClient:
             self._send(Abort(request_id))
 
     async def command(self, control: Control) -> dict[str, Any]:
-        """Ask something of the whole engine; ``control.number`` is the client's to choose.
+        """Ask something of the whole engine; ``control.number`` is the client's to choose. Nobody
+        waits for it any more when the coroutine is cancelled.
 
         Raises:
             RequestError: it cannot be done; says why.
+            BusyError: it cannot be done now.
             EngineDeadError: there is no engine process now, or it died on the way.
+            MegatronAsyncError: the engine failed.
         """
-        self._check_ready()
+        self._check_there()
         number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
             self._send(msgspec.structs.replace(control, number=number))
             result: dict[str, Any] = await answer
             return result
+        except asyncio.CancelledError:
+            if self.state == "ready":
+                self._send(Cancel(number))
+            raise
         finally:
             del self._answers[number]
 
-    def _check_ready(self) -> None:
+    def _check_there(self) -> None:
+        if self._given_up is not None:
+            raise EngineGivenUpError(self._given_up)
         if self.state != "ready":
             word = "has not started yet" if self.state == "starting" else "is being restarted"
             raise EngineDeadError(f"the engine {word}; try again later")
@@ -175,7 +202,7 @@ class EngineClient:
         while True:
             await self._is_down.wait()
             if self._link is None:
-                self._link = Link(self._endpoint, self._receive, self._broken)
+                self._link = Link(self.endpoint, self._receive, self._broken)
             with contextlib.suppress(EngineDeadError):
                 self._send(Hello())
             with contextlib.suppress(TimeoutError):
@@ -198,6 +225,7 @@ class EngineClient:
             self._link = None
         if self.state == "ready":
             self.state = "dead"
+        self.snapshot = None
         self._is_ready.clear()
         self._is_down.set()
         error = EngineDeadError(reason)
@@ -223,14 +251,14 @@ class EngineClient:
                         mailbox.put(output)
             case Snapshot():
                 self.snapshot = message
-            case Answer(number=number, result=result, error=error):
+            case Answer(number=number, result=result, error=error, kind=kind):
                 answer = self._answers.get(number)
                 if answer is None or answer.done():
                     return
                 if error is None:
                     answer.set_result(result)
                 else:
-                    answer.set_exception(RequestError(error))
+                    answer.set_exception(_ERRORS.get(kind, MegatronAsyncError)(error))
             case EngineInfo():
                 self._info = message
                 self.state = "ready"
@@ -388,11 +416,14 @@ class Link:
             self._broken()
 
 
+_ERRORS: dict[str, type[MegatronAsyncError]] = {
+    "invalid": RequestError,
+    "full": QueueFullError,
+    "busy": BusyError,
+    "dead": EngineDeadError,
+}
+"""By the kinds of :class:`Refused` and :class:`Answer`; others are the engine's own faults."""
+
+
 def _error_of(refused: Refused) -> MegatronAsyncError:
-    if refused.kind == "full":
-        return QueueFullError(refused.message)
-    if refused.kind == "invalid":
-        return RequestError(refused.message)
-    if refused.kind == "dead":
-        return EngineDeadError(refused.message)
-    return MegatronAsyncError(refused.message)
+    return _ERRORS.get(refused.kind, MegatronAsyncError)(refused.message)

@@ -12,14 +12,10 @@ import gc
 import hmac
 import logging
 import math
-import os
-import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Sequence
 
 import msgspec
 import zmq
@@ -34,21 +30,27 @@ from megatron_async.serving.messages import (
     Answer,
     Beat,
     Bye,
+    Cancel,
     Control,
     Dropped,
     EngineInfo,
     FromSupervisor,
     Generate,
     Hello,
+    Kept,
     Launch,
     NotStarted,
     Snapshot,
     Started,
-    Stop,
     ToEngine,
-    ToSupervisor,
 )
 from megatron_async.serving.output_socket import OutputSocket
+from megatron_async.serving.parent_process import (
+    EXIT_FAILED,
+    EXIT_NOT_STARTED,
+    Parent,
+    leave_signals_to_parent,
+)
 from megatron_async.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -60,16 +62,15 @@ DROPPED_SECONDS = 60.0
 MESSAGES_AT_ONCE = 256
 """Taken from the socket before deadlines are looked at again."""
 
-EXIT_FAILED = 1
-EXIT_NOT_STARTED = 2
-EXIT_ORPHAN = 3
-
 
 class EngineProcess:
     """Serves one engine to front ends."""
 
-    def __init__(self, engine: DynamicInferenceEngine, launch: Launch, parent: Parent) -> None:
+    def __init__(
+        self, engine: DynamicInferenceEngine, launch: Launch, parent: Parent[FromSupervisor]
+    ) -> None:
         self._engine = engine
+        self._launch = launch
         self._endpoint = launch.endpoint
         self._parent = parent
         self._context = zmq.Context()
@@ -85,7 +86,7 @@ class EngineProcess:
         if launch.max_queue is not None:
             self._max_sequences = engine.context.max_requests + launch.max_queue
         self._requests = LiveRequests(engine, self._outputs, self._max_sequences, self._failed)
-        self._controls = Controls(engine, self._requests)
+        self._controls = Controls(engine, self._requests, self._keep)
         self._commands = self._context.socket(zmq.ROUTER)
         self._commands.setsockopt(zmq.LINGER, 0)
         self._commands.setsockopt(zmq.RCVHWM, 0)
@@ -94,8 +95,10 @@ class EngineProcess:
     def run(self) -> int:
         """Serve until the supervisor or an error ends it; returns the exit status."""
         self._engine.deliver_to(self._requests)
+        if self._launch.kept is not None:
+            self._controls.restore(self._launch.kept)
         self._engine.start()
-        self._parent.watch(self.stop)
+        self._parent.watch(lambda _: self.stop())
         self._parent.send(Started())
         poller = zmq.Poller()
         poller.register(self._commands, zmq.POLLIN)
@@ -170,12 +173,17 @@ class EngineProcess:
                 info = msgspec.structs.asdict(self._info())
                 self._outputs.send(identity, Answer(message.number, info))
             case Control():
-                self._controls.submit(message, lambda answer: self._outputs.send(identity, answer))
+                self._controls.submit(
+                    front_end, message, lambda answer: self._outputs.send(identity, answer)
+                )
+            case Cancel(number=number):
+                self._controls.cancel(front_end, number)
 
     def _drop(self, front_end: FrontEnd) -> None:
         """Forget a front end; its requests are aborted."""
         front_end.is_gone = True
         self._requests.abort_all(front_end)
+        self._controls.cancel(front_end)
         self._front_ends.pop(front_end.identity, None)
 
     def _tick(self) -> None:
@@ -191,6 +199,12 @@ class EngineProcess:
         for identity, end in list(self._dropped.items()):
             if self._outputs.send(identity, Dropped()) or time.monotonic() > end:
                 del self._dropped[identity]
+
+    def _keep(self, kept: Kept) -> None:
+        """In a control's thread: the next process and all front ends must know."""
+        self._parent.send(kept)
+        for front_end in list(self._front_ends.values()):
+            self._outputs.send(front_end.identity, self._info())
 
     # --- what it says -------------------------------------------------------------------------
 
@@ -208,6 +222,7 @@ class EngineProcess:
             block_count=engine.scheduler.limits.block_count,
             version=__version__,
             max_sequences=self._max_sequences,
+            not_ready=self._controls.lost,
         )
 
     def _snapshot(self) -> Snapshot:
@@ -222,50 +237,16 @@ class EngineProcess:
             "blocks_total": scheduler.limits.block_count,
             "steps_in_flight": self._engine.in_flight_count,
             "suspended": int(self._engine.suspended),
-            "weight_version": self._engine.weight_version,
+            "weight_version": self._controls.weight_version,
             "front_ends": len(self._front_ends),
         }
         return Snapshot(time.time(), self._engine.counters.to_dict(), gauges)
 
 
-class Parent:
-    """The supervisor, as its process sees it."""
-
-    def __init__(self, descriptor: int) -> None:
-        os.set_inheritable(descriptor, False)  # compilers that a kernel needs must not keep it open
-        self._connection = Connection(descriptor)
-        self._decoder = msgspec.msgpack.Decoder(FromSupervisor)
-
-    def receive(self) -> FromSupervisor:
-        """The next message; raises EOFError when there is no supervisor any more."""
-        message: FromSupervisor = self._decoder.decode(self._connection.recv_bytes())
-        return message
-
-    def send(self, message: ToSupervisor) -> None:
-        """Nothing happens where nobody listens: the watching thread ends the process."""
-        with contextlib.suppress(OSError):
-            self._connection.send_bytes(msgspec.msgpack.encode(message))
-
-    def watch(self, stop: Callable[[], None]) -> None:
-        """Call ``stop`` when the supervisor says so, and end the process when it is gone."""
-        threading.Thread(target=self._watch, args=(stop,), name="parent", daemon=True).start()
-
-    def _watch(self, stop: Callable[[], None]) -> None:
-        try:
-            while not isinstance(self.receive(), Stop):
-                pass
-        except (EOFError, OSError):
-            os._exit(EXIT_ORPHAN)
-        stop()
-
-
 def main(arguments: Sequence[str]) -> int:
     """Load the model and serve it; returns the exit status."""
-    # A terminal's and a service manager's signals reach all processes of the server. Its front end
-    # lets requests end first, and then ends this process.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    parent = Parent(int(arguments[0]))
+    leave_signals_to_parent()
+    parent: Parent[FromSupervisor] = Parent(int(arguments[0]), FromSupervisor)
     launch = parent.receive()
     assert isinstance(launch, Launch)
     form = "%(asctime)s %(levelname)s engine %(name)s: %(message)s"

@@ -13,7 +13,9 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
 from megatron_async.errors import (
+    BusyError,
     EngineDeadError,
+    EngineGivenUpError,
     MegatronAsyncError,
     QueueFullError,
     RequestError,
@@ -45,6 +47,8 @@ class ClientGoneError(Exception):
 
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+GIVEN_UP = "engine_given_up"
+"""The code of a 503 after which nobody need come again."""
 CODES = {401: "invalid_api_key", 429: "queue_full", 503: "engine_not_ready"}
 
 
@@ -66,6 +70,10 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
         return 400, error_body(400, str(error), param_of(str(error)))
     if isinstance(error, QueueFullError):
         return 429, error_body(429, str(error))
+    if isinstance(error, BusyError):
+        return 409, error_body(409, str(error), code="busy")
+    if isinstance(error, EngineGivenUpError):
+        return 503, error_body(503, str(error), code=GIVEN_UP)
     if isinstance(error, EngineDeadError):
         return 503, error_body(503, str(error))
     if isinstance(error, UnicodeEncodeError):
@@ -76,7 +84,8 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
 
 def json_response(value: Any, status: int = 200) -> Response:
     """``value`` as JSON; ``Retry-After`` where a client may come again."""
-    headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if status in (429, 503) else None
+    comes_again = status == 429 or (status == 503 and value["error"]["code"] != GIVEN_UP)
+    headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if comes_again else None
     encoded = msgspec.json.encode(value)
     return Response(encoded, status, headers, media_type="application/json")
 

@@ -32,6 +32,7 @@ class ServerConfig:
         allow_origins: web pages from elsewhere that may call the server; "*" for all.
         request_timeout: seconds after which a request ends with the text that it has.
         shutdown_timeout: seconds that requests are given to end when the server is stopped.
+        stays_without_engine: do not end when the engine is given up.
         max_body_bytes: of a request.
         max_choices: most texts of a prompt (``n``).
         max_prompts: most prompts of a request.
@@ -45,6 +46,7 @@ class ServerConfig:
     allow_origins: tuple[str, ...] = ()
     request_timeout: float | None = None
     shutdown_timeout: float = 30.0
+    stays_without_engine: bool = False
     max_body_bytes: int = 16 * MIB
     max_choices: int = 128
     max_prompts: int = 1024

@@ -40,6 +40,9 @@ class Client(Protocol):
     state: str
     snapshot: Snapshot | None
 
+    def check_ready(self) -> None:
+        """Raises EngineDeadError, which says why, while no request can be served."""
+
     async def info(self) -> EngineInfo:
         """What the engine says of its model."""
 
@@ -215,11 +218,10 @@ class Generator:
         self._commands = itertools.count(1)
 
     def check_ready(self) -> None:
-        """Raises EngineDeadError while no request can be served."""
+        """Raises EngineDeadError, which says why, while no request can be served."""
         if self.draining:
             raise EngineDeadError("the server is shutting down")
-        if self.client.state != "ready":
-            raise EngineDeadError(f"the engine is {self.client.state}; try again")
+        self.client.check_ready()
 
     async def info(self) -> EngineInfo:
         """What the engine says of its model; raises EngineDeadError."""
@@ -227,9 +229,7 @@ class Generator:
         return await self.client.info()
 
     async def command(self, name: str, **arguments: Any) -> dict[str, Any]:
-        """A command of the whole engine; raises EngineDeadError or RequestError."""
-        if self.client.state != "ready":
-            raise EngineDeadError(f"the engine is {self.client.state}; try again")
+        """A command of the whole engine; raises as the client's."""
         return await self.client.command(Control(next(self._commands), name, arguments))
 
     async def tokenize(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
 from types import FrameType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import uvicorn
 from fastapi import FastAPI
@@ -19,10 +19,13 @@ from megatron_async.serving.frontend import Frontend
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
+T = TypeVar("T")
 
 BACKLOG = 2048
 KEEP_ALIVE_SECONDS = 65
 """For which an idle connection stays: longer than clients keep theirs, so that they close first."""
+FIRST_CONTACT_SECONDS = 1.0
+"""For which one of several front ends looks for the engine before it accepts: others can answer."""
 ABORT_SECONDS = 5
 """For requests that were ended at a shutdown to send what they have."""
 
@@ -33,18 +36,28 @@ class Engine(Protocol):
     async def start(self) -> None:
         """Start the engine process and wait until it serves; raises why it cannot."""
 
+    async def given_up(self) -> str:
+        """Wait until an engine that has served is not started again; why."""
+
     async def stop(self) -> None:
         """End it."""
 
 
-class Connection(Protocol):
+class Reached(Protocol):
+    """What serves with the engine."""
+
+    async def ready(self) -> object:
+        """Wait until the engine process has answered."""
+
+    def give_up(self, reason: str) -> None:
+        """There will be no further engine process."""
+
+
+class Connection(Reached, Protocol):
     """What is needed of ``EngineClient`` to open and close it."""
 
     async def connect(self) -> None:
         """Begin to look for the engine process."""
-
-    async def ready(self) -> object:
-        """Wait until the engine process has answered."""
 
     async def aclose(self) -> None:
         """Abort what is in progress and leave."""
@@ -84,21 +97,38 @@ def url_of(listening: socket.socket) -> str:
 class HttpServer(uvicorn.Server):
     """uvicorn, whose end by a signal is a success.
 
-    The first SIGTERM or SIGINT stops accepting; ``on_exit`` is called in the event loop's thread.
-    A second SIGINT does not wait for requests.
+    Args:
+        on_exit: called in the event loop's thread when the server begins to end.
+        has_signals: SIGTERM and SIGINT call :meth:`signalled`.
     """
 
-    def __init__(self, config: uvicorn.Config, on_exit: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, on_exit: Callable[[], None], *, has_signals: bool
+    ) -> None:
         super().__init__(config)
         self._on_exit = on_exit
+        self._has_signals = has_signals
+
+    def signalled(self) -> None:
+        """Stop accepting and let requests end; the second time do not wait for them."""
+        self.force_exit = self.should_exit
+        self.end()
+
+    def end(self) -> None:
+        """Stop accepting and let requests end."""
+        if not self.should_exit:
+            self.should_exit = True
+            self._on_exit()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """See uvicorn's."""
+        with super().capture_signals() if self._has_signals else contextlib.nullcontext():
+            yield
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """See uvicorn's, which would raise the signal again at the end."""
-        if self.should_exit:
-            self.force_exit = True
-            return
-        self.should_exit = True
-        self._on_exit()
+        self.signalled()
 
 
 async def serve(
@@ -109,8 +139,10 @@ async def serve(
     *,
     on_ready: Callable[[], None] = lambda: None,
     tracer_provider: TracerProvider | None = None,
-) -> None:
-    """Serve HTTP until a signal comes, or the engine cannot be started.
+    listen: Callable[[Callable[[], None]], None] | None = None,
+) -> bool:
+    """Serve HTTP until a signal comes, or the engine cannot be started; False when it was given up,
+    which ends the server as a signal does, unless it is to stay.
 
     Requests that run when a signal comes have ``shutdown_timeout`` seconds to end; then they end
     with the text that they have.
@@ -118,13 +150,14 @@ async def serve(
     Args:
         on_ready: called when the engine serves.
         tracer_provider: see ``make_app``.
+        listen: gets what ends the server, to be called in the event loop in place of signals, which
+            do nothing then.
 
     Raises:
         MegatronAsyncError: why the engine cannot be started.
     """
     loop = asyncio.get_running_loop()
     timeout = front.config.shutdown_timeout
-    starting: asyncio.Task[None] | None = None
 
     def drain() -> None:
         front.generator.draining = True
@@ -134,6 +167,10 @@ async def serve(
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await connection.connect()
+        if listen is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FIRST_CONTACT_SECONDS):
+                    await connection.ready()
         try:
             yield
         finally:
@@ -151,38 +188,78 @@ async def serve(
         http=limited_connection(most_connections()),
         ws="none",
     )
-    server = HttpServer(config, drain)
+    server = HttpServer(config, drain, has_signals=listen is None)
+    if listen is not None:
+        listen(server.signalled)
+    return await with_engine(
+        engine,
+        connection,
+        server.serve(sockets=[listening]),
+        server.end,
+        stays=front.config.stays_without_engine,
+        on_ready=on_ready,
+    )
 
-    async def start() -> None:
-        try:
-            await engine.start()
-            await connection.ready()
-        except BaseException:
-            server.should_exit = True
-            raise
+
+async def with_engine(
+    engine: Engine,
+    reached: Reached,
+    serving: Coroutine[Any, Any, None],
+    end: Callable[[], None],
+    *,
+    stays: bool,
+    on_ready: Callable[[], None],
+) -> bool:
+    """Start the engine, and stop it when ``serving`` is over; False when it was given up.
+
+    Args:
+        end: ends ``serving`` in good order.
+        stays: do not end it when the engine is given up.
+    """
+    is_alive = True
+
+    async def announce() -> None:
+        await reached.ready()
         on_ready()
 
+    async def watch() -> None:
+        nonlocal is_alive
+        try:
+            await engine.start()
+        except BaseException:
+            end()
+            raise
+        announcing = asyncio.create_task(announce())
+        try:
+            reached.give_up(await engine.given_up())
+        finally:
+            announcing.cancel()
+        is_alive = False
+        if not stays:
+            end()
+
+    watching = asyncio.create_task(watch(), name="life of the engine")
     try:
-        starting = asyncio.create_task(start(), name="start of the engine")
-        await server.serve(sockets=[listening])
+        await serving
     finally:
-        if starting is not None and not starting.done():
-            starting.cancel()
-            await asyncio.wait([starting])
+        if not watching.done():
+            watching.cancel()
+            await asyncio.wait([watching])
         await engine.stop()
-    if not starting.cancelled() and (error := starting.exception()) is not None:
+    if not watching.cancelled() and (error := watching.exception()) is not None:
         raise error
+    return is_alive
 
 
-def run(work: Awaitable[None]) -> None:
+def run(work: Awaitable[T]) -> T:
     """Run :func:`serve` in uvloop's event loop where it is installed."""
 
-    async def main() -> None:
-        await work
+    async def main() -> T:
+        return await work
 
     factory = uvicorn.Config("", loop="auto", log_config=None).get_loop_factory()
     with asyncio.Runner(loop_factory=factory) as runner:
-        runner.run(main())
+        return runner.run(main())
 
 
 def _spawn(work: Callable[[], Awaitable[None]]) -> Callable[[], None]:

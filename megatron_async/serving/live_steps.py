@@ -87,7 +87,7 @@ class LiveSteps:
 
 
 def _steps(host: HostTimeline, device: list[Span]) -> list[dict[str, Any]]:
-    from megatron_async.inference.trace.timeline import device_steps
+    from megatron_async.perfetto.timeline import device_steps
 
     # Copies: the engine's thread goes on.
     reports, launches, slices = host.reports.copy(), host.launches.copy(), host.slices.copy()

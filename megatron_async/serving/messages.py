@@ -2,53 +2,90 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import shutil
+import stat
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import zmq
 
-MAX_IPC_PATH = 100
+from megatron_async.errors import ConfigError
+
+MAX_SOCKET_PATH = 100
 """Bytes of a socket's path that every system takes."""
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """Where the engine process is to be found.
+    """Where the engine process is to be found: two Unix sockets.
 
     Args:
-        commands: a ROUTER's address, for what front ends send.
-        outputs: a ROUTER's address, for what they get.
+        directory: of the sockets; nobody but this user may enter it.
         secret: the identity of every front end begins with it.
-        directory: of the sockets; None without.
     """
 
-    commands: str
-    outputs: str
+    directory: str
     secret: bytes
-    directory: str | None = None
+
+    @property
+    def commands(self) -> str:
+        """A ROUTER's address, for what front ends send."""
+        return f"ipc://{self.directory}/commands"
+
+    @property
+    def outputs(self) -> str:
+        """A ROUTER's address, for what they get."""
+        return f"ipc://{self.directory}/outputs"
 
     @classmethod
     def private(cls) -> Endpoint:
-        """Sockets in a new directory of the user's own, or on the loopback where there are none."""
-        secret = secrets.token_bytes(16)
-        if zmq.has("ipc"):
-            path = tempfile.mkdtemp(prefix="megatron-async-")  # of mode 0700
-            if len(path) <= MAX_IPC_PATH - len("/commands"):
-                return cls(f"ipc://{path}/commands", f"ipc://{path}/outputs", secret, path)
-            Path(path).rmdir()
-        with (
-            zmq.Context() as context,
-            context.socket(zmq.REP) as one,
-            context.socket(zmq.REP) as two,
-        ):
-            ports = [socket.bind_to_random_port("tcp://127.0.0.1") for socket in (one, two)]
-        commands, outputs = (f"tcp://127.0.0.1:{port}" for port in ports)
-        return cls(commands, outputs, secret)
+        """In a new directory; raises ConfigError where the path of temporary files is too long."""
+        directory = tempfile.mkdtemp(prefix="megatron-async-")  # of mode 0700
+        if len(os.fsencode(directory)) > MAX_SOCKET_PATH - len("/commands"):
+            Path(directory).rmdir()
+            raise ConfigError(
+                f"TMPDIR={tempfile.gettempdir()!r} is too long for the path of a Unix socket; set "
+                "TMPDIR to a shorter one"
+            )
+        return cls(directory, secrets.token_bytes(16))
+
+    def prepare(self) -> None:
+        """Make the directory again if somebody has removed it: what cleans up temporary files does.
+
+        Raises:
+            ConfigError: there is something else in its place.
+        """
+        os.makedirs(self.directory, mode=0o700, exist_ok=True)
+        found = os.lstat(self.directory)
+        is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+        if not is_ours or stat.S_IMODE(found.st_mode) & 0o077:
+            raise ConfigError(
+                f"{self.directory} is no directory that this user alone may enter; remove it"
+            )
+
+    def remove(self) -> None:
+        """The directory, with all that is in it."""
+        shutil.rmtree(self.directory, ignore_errors=True)
 
 
 # --- from the supervisor to its process, and back ---------------------------------------------
+
+
+class Kept(msgspec.Struct, frozen=True, tag=True):
+    """What the engine process was told and the next one must know.
+
+    Args:
+        weights: paths whose weights, one after the other, make those that are served of those of
+            the model.
+        weight_version: of them.
+        suspended: nothing is launched.
+    """
+
+    weights: tuple[str, ...] = ()
+    weight_version: int = 0
+    suspended: bool = False
 
 
 class Launch(msgspec.Struct, frozen=True, tag=True):
@@ -59,6 +96,7 @@ class Launch(msgspec.Struct, frozen=True, tag=True):
         config: the fields of an ``EngineConfig``.
         max_queue: sequences that may wait beyond those that ``max_requests`` lets run; None for
             any number.
+        kept: what the process before this one was told; None for the first.
     """
 
     model: str
@@ -66,28 +104,35 @@ class Launch(msgspec.Struct, frozen=True, tag=True):
     endpoint: Endpoint
     max_queue: int | None = None
     log_level: str = "WARNING"
+    kept: Kept | None = None
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
-    """End in good order."""
+    """End in good order; the second one does not wait for requests."""
+
+
+class GivenUp(msgspec.Struct, frozen=True, tag=True):
+    """To front ends: there will be no further engine process, and why."""
+
+    reason: str
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """The engine process serves."""
+    """A process serves."""
 
 
 class Beat(msgspec.Struct, frozen=True, tag=True):
-    """It is alive."""
+    """The engine process is alive."""
 
 
 class NotStarted(msgspec.Struct, frozen=True, tag=True):
-    """It cannot serve what it was asked to: a class of ``megatron_async.errors``, and why."""
+    """A process cannot serve what it was asked to: a class of ``megatron_async.errors``, why."""
 
     error: str
     message: str
 
 
-ToSupervisor = Started | Beat | NotStarted
+ToSupervisor = Started | Beat | NotStarted | Kept
 FromSupervisor = Launch | Stop
 
 
@@ -130,7 +175,14 @@ class Control(msgspec.Struct, frozen=True, tag=True):
     arguments: dict[str, Any] = {}
 
 
-ToEngine = Hello | Bye | Generate | Abort | Control
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    """Nobody waits for the :class:`Control` of this number any more: a profile is not taken to its
+    end."""
+
+    number: int
+
+
+ToEngine = Hello | Bye | Generate | Abort | Control | Cancel
 
 
 # --- from the engine process to front ends ----------------------------------------------------
@@ -177,11 +229,13 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """Of a :class:`Control`: a result, or an error's message."""
+    """Of a :class:`Control`: a result, or an error's message and its kind, which is invalid, busy,
+    dead or internal."""
 
     number: int
     result: dict[str, Any] = {}
     error: str | None = None
+    kind: str = "invalid"
 
 
 class Snapshot(msgspec.Struct, frozen=True, tag=True):
@@ -198,7 +252,11 @@ class Dropped(msgspec.Struct, frozen=True, tag=True):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, tag=True):
-    """What a front end must know of the model."""
+    """What a front end must know of the model.
+
+    Args:
+        not_ready: why no request is served although the engine runs; None when they are.
+    """
 
     model_name: str
     vocab_size: int
@@ -211,6 +269,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True):
     version: str
     max_sequences: int | None = None
     """That may run or wait at the same time; None for any number."""
+    not_ready: str | None = None
 
 
 FromEngine = Outputs | Answer | Snapshot | Dropped | EngineInfo

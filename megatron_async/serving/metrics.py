@@ -1,4 +1,4 @@
-"""What Prometheus is told: the engine's counters, and what one front end has measured.
+"""What Prometheus is told: the engine's counters, and what the front ends have measured.
 
 Names follow vLLM's where it has the same value, with ``megatron_async_`` before them.
 """
@@ -6,10 +6,12 @@ Names follow vLLM's where it has the same value, with ``megatron_async_`` before
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from megatron_async.serving.messages import Snapshot
 
@@ -76,6 +78,8 @@ class ServerMetrics:
         model_name: a label of all of them.
         snapshot: the engine's last snapshot; None before the first.
         is_ready: the engine serves.
+        directory: where front ends in several processes count together; None for one. It is
+            ``PROMETHEUS_MULTIPROC_DIR`` too.
     """
 
     def __init__(
@@ -83,10 +87,16 @@ class ServerMetrics:
         model_name: str,
         snapshot: Callable[[], Snapshot | None],
         is_ready: Callable[[], bool] = lambda: True,
+        *,
+        directory: Path | None = None,
     ) -> None:
         self.registry = CollectorRegistry()
+        self._shown = self.registry
+        if directory is not None:
+            self._shown = CollectorRegistry()  # has the sums in place of this process's own
+            MultiProcessCollector(self._shown, directory)
         self._label = {"model_name": model_name}
-        self.registry.register(_EngineCollector(model_name, snapshot, is_ready))
+        self._shown.register(_EngineCollector(model_name, snapshot, is_ready))
 
         def histogram(name: str, said: str, buckets: tuple[float, ...]) -> Histogram:
             full = f"{PREFIX}_{name}"
@@ -123,14 +133,15 @@ class ServerMetrics:
         )
         self._open = Gauge(
             f"{PREFIX}_http_requests_open",
-            "Requests of clients in progress at this front end",
+            "Requests of clients in progress",
             ["model_name"],
             registry=self.registry,
+            multiprocess_mode="livesum",
         ).labels(**self._label)
 
     def text(self) -> bytes:
         """Everything, in Prometheus' text format."""
-        return generate_latest(self.registry)
+        return generate_latest(self._shown)
 
     def opened(self) -> None:
         """A client's request has begun."""

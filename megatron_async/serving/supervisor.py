@@ -3,36 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-import os
-import shutil
-import socket
-import subprocess
-import sys
-import time
-from collections import deque
-from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from megatron_async import errors
 from megatron_async.errors import EngineDeadError, MegatronAsyncError
+from megatron_async.serving.child_process import ChildProcess, Restarts, error_of
 from megatron_async.serving.messages import (
+    Kept,
     Launch,
     NotStarted,
     Started,
-    Stop,
     ToSupervisor,
 )
 
 logger = logging.getLogger(__name__)
 
-RESTART_WINDOW_SECONDS = 600.0
-"""Restarts longer ago than this are not counted."""
-MOST_BACKOFF_SECONDS = 30.0
+ENGINE_MODULE = "megatron_async.serving.engine_process"
 STOP_SECONDS = 10.0
 """For the process to end by itself before it is killed."""
 
@@ -41,13 +28,14 @@ class Supervisor:
     """One engine process after the other, in an event loop.
 
     Clients need not know it: their connection breaks when a process dies, and they find the next
-    one under the same endpoint.
+    one under the same endpoint. It begins with what the last one was told and is to be
+    :class:`~megatron_async.serving.messages.Kept`.
 
     Args:
-        max_restarts: within :data:`RESTART_WINDOW_SECONDS`; then it is given up.
+        max_restarts, backoff: see :class:`~megatron_async.serving.child_process.Restarts`. After
+            the last one it is given up.
         heartbeat_timeout: seconds without a sign of life after which the process, once it serves,
             counts as frozen and is killed.
-        backoff: seconds before the first restart; doubled for each further one.
 
     Attributes:
         state: "starting", "ready", or "dead": between two processes, given up, or stopped.
@@ -67,13 +55,12 @@ class Supervisor:
         self.gave_up = False
         self.starts = 0
         self._launch = launch
-        self._max_restarts = max_restarts
         self._heartbeat_timeout = heartbeat_timeout
-        self._backoff = backoff
-        self._process: EngineHandle | None = None
+        self._restarts = Restarts(max_restarts, backoff)
+        self._process: ChildProcess[ToSupervisor] | None = None
         self._task: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[None] | None = None
-        self._restarts: deque[float] = deque()
+        self._given_up: asyncio.Future[str] | None = None
 
     @property
     def pid(self) -> int | None:
@@ -87,9 +74,15 @@ class Supervisor:
             MegatronAsyncError: it cannot serve what it is asked to, such as a ConfigError.
             EngineDeadError: it died before it served.
         """
-        self._ready = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        self._ready, self._given_up = loop.create_future(), loop.create_future()
         self._task = asyncio.create_task(self._run(), name="engine supervisor")
         await asyncio.shield(self._ready)
+
+    async def given_up(self) -> str:
+        """Wait until an engine that has served is given up; why. To be called after the start."""
+        assert self._given_up is not None
+        return await asyncio.shield(self._given_up)
 
     async def stop(self) -> None:
         """End the process, and remove its sockets."""
@@ -98,34 +91,41 @@ class Supervisor:
             await asyncio.wait([self._task])
         self.state, self.gave_up = "dead", True
         if self._process is not None:
-            await self._process.end()
+            await self._process.end(STOP_SECONDS)
             self._process = None
         if self._ready is not None and self._ready.done() and not self._ready.cancelled():
             self._ready.exception()  # somebody has got it
-        if self._launch.endpoint.directory is not None:
-            shutil.rmtree(self._launch.endpoint.directory, ignore_errors=True)
+        self._launch.endpoint.remove()
 
     async def _run(self) -> None:
+        assert self._ready is not None
         try:
             while True:
                 said = await self._serve_once()
                 self.state = "dead"
-                first = self._ready is not None and not self._ready.done()
-                if first or not self._may_restart():
+                pause = self._restarts.take() if self._ready.done() else None
+                if pause is None:
                     break
                 logger.error("%s; it is started again", said)
-                await asyncio.sleep(self._pause())
+                await asyncio.sleep(pause)
                 self.state = "starting"
-            self.gave_up = True
-            logger.error("%s; it is not started again", said)
-            self._fail_start(EngineDeadError(str(said)))
+            self._give_up(f"{said}; it is not started again")
         except asyncio.CancelledError:
             self._fail_start(EngineDeadError("the server is stopped"))
             raise
-        except MegatronAsyncError as error:
-            self.state, self.gave_up = "dead", True
-            logger.error("the engine process cannot start: %s", error)
-            self._fail_start(error)
+        except (MegatronAsyncError, OSError) as error:
+            self._give_up(f"the engine process cannot start: {error}", error)
+
+    def _give_up(self, said: str, error: Exception | None = None) -> None:
+        assert self._ready is not None and self._given_up is not None
+        self.state, self.gave_up = "dead", True
+        logger.error("%s", said)
+        if self._ready.done():
+            self._given_up.set_result(said)
+        else:
+            self._fail_start(
+                error if isinstance(error, MegatronAsyncError) else EngineDeadError(said)
+            )
 
     async def _serve_once(self) -> str:
         """One process from its start to its end; returns how it ended.
@@ -134,7 +134,9 @@ class Supervisor:
             MegatronAsyncError: it cannot serve what it is asked to.
         """
         self.starts += 1
-        self._process = process = EngineHandle(self._launch)
+        self._launch.endpoint.prepare()
+        process: ChildProcess[ToSupervisor]
+        self._process = process = ChildProcess(ENGINE_MODULE, ToSupervisor, self._launch)
         timeout: float | None = None  # a model may take long to load
         while True:
             try:
@@ -150,119 +152,15 @@ class Supervisor:
                 return f"the engine process has ended with status {status}"
             if isinstance(message, NotStarted):
                 await process.kill()
-                raise _error_of(message)
+                raise error_of(message)
             timeout = self._heartbeat_timeout
+            if isinstance(message, Kept):
+                self._launch = msgspec.structs.replace(self._launch, kept=message)
             if isinstance(message, Started):
                 self.state = "ready"
                 if self._ready is not None and not self._ready.done():
                     self._ready.set_result(None)
 
-    def _may_restart(self) -> bool:
-        now = time.monotonic()
-        while self._restarts and self._restarts[0] < now - RESTART_WINDOW_SECONDS:
-            self._restarts.popleft()
-        if len(self._restarts) >= self._max_restarts:
-            return False
-        self._restarts.append(now)
-        return True
-
-    def _pause(self) -> float:
-        doubled: float = self._backoff * 2 ** (len(self._restarts) - 1)
-        return min(MOST_BACKOFF_SECONDS, doubled)
-
     def _fail_start(self, error: Exception) -> None:
         if self._ready is not None and not self._ready.done():
             self._ready.set_exception(error)
-
-
-class EngineHandle:
-    """A running engine process.
-
-    Args:
-        launch: what it serves.
-    """
-
-    def __init__(self, launch: Launch) -> None:
-        ours, theirs = socket.socketpair()
-        package = Path(__file__).resolve().parents[2]
-        path = os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH"))))
-        with theirs:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "megatron_async.serving.engine_process",
-                    str(theirs.fileno()),
-                ],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": path},
-            )
-        self._connection = Connection(ours.detach())
-        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(ToSupervisor)
-        self._received: asyncio.Queue[ToSupervisor | None] = asyncio.Queue()
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(self._connection.fileno(), self._readable)
-        self._send(launch)
-
-    @property
-    def pid(self) -> int:
-        """Of the process."""
-        return self._process.pid
-
-    async def receive(self) -> ToSupervisor | None:
-        """Its next message; None when it has died."""
-        return await self._received.get()
-
-    async def end(self) -> None:
-        """Ask it to end, and kill it if it does not."""
-        if self._connection.closed:
-            return
-        self._send(Stop())
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(STOP_SECONDS):
-                while await self.receive() is not None:
-                    pass
-        await self.kill()
-
-    def abandon(self) -> int:
-        """Hang up, as a supervisor that dies does, and wait; returns the exit status."""
-        self._loop.call_soon_threadsafe(self._loop.remove_reader, self._connection.fileno())
-        self._connection.close()
-        return self._process.wait()
-
-    async def kill(self) -> int:
-        """Make sure that it is gone; returns its exit status."""
-        if self._connection.closed:
-            return self._process.wait()
-        self._loop.remove_reader(self._connection.fileno())
-        self._process.kill()
-        status = await asyncio.to_thread(self._process.wait)
-        self._connection.close()
-        return status
-
-    def has_message(self) -> bool:
-        """A message has come, read by the event loop or not."""
-        if not self._received.empty():
-            return True
-        return not self._connection.closed and self._connection.poll()
-
-    def _send(self, message: Launch | Stop) -> None:
-        with contextlib.suppress(OSError):
-            self._connection.send_bytes(msgspec.msgpack.encode(message))
-
-    def _readable(self) -> None:
-        """A message is there, which its process has written in one go, or its end is."""
-        try:
-            self._received.put_nowait(self._decoder.decode(self._connection.recv_bytes()))
-        except (EOFError, OSError, msgspec.MsgspecError):
-            self._loop.remove_reader(self._connection.fileno())
-            self._received.put_nowait(None)
-
-
-def _error_of(message: NotStarted) -> MegatronAsyncError:
-    """The error of this package that kept an engine from starting."""
-    kind = getattr(errors, message.error, None)
-    if isinstance(kind, type) and issubclass(kind, MegatronAsyncError):
-        return kind(message.message)
-    return EngineDeadError(message.message)

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -336,6 +337,52 @@ def test_what_does_not_end_in_time_ends_with_its_text() -> None:
         choice = json.loads(last.removeprefix("data: "))["choices"][0]
         assert (choice["finish_reason"], choice["stop_reason"]) == ("length", "abort")
         assert server.wait(PATIENCE_SECONDS) == 0
+
+
+def test_a_server_whose_engine_was_given_up_answers_what_is_open_and_exits_with_1() -> None:
+    with process("600", "dies") as (server, url):
+        asked: Any = {"json": {**LONG, "stream": True}, "timeout": PATIENCE_SECONDS}
+        with httpx.stream("POST", f"{url}/v1/completions", **asked) as answer:
+            *_, last, done = (line for line in answer.iter_lines() if line)
+        assert done == "data: [DONE]"
+        assert json.loads(last.removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+        assert server.wait(PATIENCE_SECONDS) == 1
+
+
+def test_a_server_that_stays_says_that_its_engine_was_given_up() -> None:
+    with process("600", "stays") as (server, url):
+        with httpx.Client(base_url=url, timeout=PATIENCE_SECONDS) as client:
+            assert client.get("/health").status_code == 200
+            assert client.post("/v1/completions", json=LONG).status_code == 200
+            for answer in (client.get("/health"), client.post("/v1/completions", json=LONG)):
+                assert answer.status_code == 503 and "retry-after" not in answer.headers
+                error = answer.json()["error"]
+                assert error["code"] == "engine_given_up" and "given up" in error["message"]
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(PATIENCE_SECONDS) == 1
+
+
+def test_a_model_without_tokenizer_is_served_by_token_ids(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(ROOT / "megatron_async" / "assets" / "tiny" / name, tmp_path)
+    options = ["serve", "--model", str(tmp_path), "--port", "0"]
+    assert main(options) == 2
+    assert "--skip-tokenizer-init" in capsys.readouterr().err
+    command = [sys.executable, "-m", "megatron_async", *options, "--skip-tokenizer-init"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT) as running:
+        try:
+            assert running.stderr is not None
+            url = running.stderr.readline().split()[-1]
+            body = {"prompt": [100, 101], "max_tokens": 5, "return_token_ids": True}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_SECONDS)
+            (choice,) = answer.json()["choices"]
+            assert len(choice["token_ids"]) == 5 and choice["text"] == ""
+            running.send_signal(signal.SIGTERM)
+            assert running.wait(PATIENCE_SECONDS) == 0
+        finally:
+            running.kill()
 
 
 def test_serve_serves_the_embedded_model() -> None:

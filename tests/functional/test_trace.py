@@ -19,7 +19,8 @@ from megatron_async.device.cuda_timeline import CudaTimeline
 from megatron_async.device.kernel_profiler import KernelProfiler, clock_shift_ns, kernels_of
 from megatron_async.engine.host_timeline import HostTimeline
 from megatron_async.inference.cli.main import main
-from megatron_async.inference.trace.events import (
+from megatron_async.models.wrapper import GPTInferenceWrapper
+from megatron_async.perfetto.events import (
     DEVICE_LANE,
     FIRST_KERNEL_LANE,
     HOST_LANE,
@@ -28,10 +29,9 @@ from megatron_async.inference.trace.events import (
     short_name,
     trace_events,
 )
-from megatron_async.inference.trace.timeline import (
+from megatron_async.perfetto.timeline import (
     device_steps,
 )
-from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.step.plan import Plan
 from megatron_async.step.records import StepResult

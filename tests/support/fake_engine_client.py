@@ -12,11 +12,14 @@ import msgspec
 
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.siblings import sibling_seed
-from megatron_async.errors import EngineDeadError, QueueFullError, RequestError
+from megatron_async.errors import EngineDeadError, EngineGivenUpError, QueueFullError, RequestError
 from megatron_async.request import DynamicInferenceRequest
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.serving.messages import Control, EngineInfo, Generate, Output, Snapshot
 from megatron_async.version import __version__
+
+NEVER_STEPS = 9999
+"""A profile of so many steps is never done."""
 
 
 class FakeEngineClient:
@@ -27,6 +30,8 @@ class FakeEngineClient:
         most: requests that may run or wait; None for any number.
         max_sequences: as :class:`EngineInfo` has it.
         aborted: ids of requests that were left before their end.
+        failures: errors of commands, by name.
+        cancelled: names of the commands that were left before their end.
         commands: what :meth:`command` was asked.
     """
 
@@ -41,6 +46,8 @@ class FakeEngineClient:
         self.commands: list[tuple[str, dict[str, Any]]] = []
         self.running: dict[int, list[int]] = {}
         self._engine_ids = 0
+        self.failures: dict[str, Exception] = {}
+        self.cancelled: list[str] = []
         self._queues: set[asyncio.Queue[Output | Exception]] = set()
         self._loop = asyncio.get_running_loop()
 
@@ -68,7 +75,7 @@ class FakeEngineClient:
 
     async def generate(self, request: Generate) -> AsyncGenerator[Output, None]:
         """As the client's; all sequences of a request go through one queue."""
-        self._check_ready()
+        self.check_ready()
         if self.most is not None and len(self.running) >= self.most:
             raise QueueFullError(f"{len(self.running)} sequences run or wait, and {self.most} may")
         # Through the form in which it would reach the engine's process.
@@ -112,9 +119,17 @@ class FakeEngineClient:
             self.engine.abort_request(engine_id)
 
     async def command(self, control: Control) -> dict[str, Any]:
-        """Noted; ``profile`` writes a file, ``weights`` of "missing" is an error."""
-        self._check_ready()
+        """Noted; ``profile`` writes a file, ``weights`` of "missing" is an error, and
+        what is in ``failures`` fails with its error."""
+        self.check_ready()
         self.commands.append((control.name, control.arguments))
+        if control.name == "profile" and control.arguments["steps"] == NEVER_STEPS:
+            try:
+                await asyncio.get_running_loop().create_future()
+            finally:
+                self.cancelled.append(control.name)
+        if (failure := self.failures.get(control.name)) is not None:
+            raise failure
         if control.name == "profile":
             Path(control.arguments["path"]).write_text('{"traceEvents": []}')
         if control.arguments.get("path") == "missing":
@@ -129,7 +144,10 @@ class FakeEngineClient:
                 queue.put_nowait, EngineDeadError("the engine has died; try again later")
             )
 
-    def _check_ready(self) -> None:
+    def check_ready(self) -> None:
+        """As the client's."""
+        if self.state == "given up":
+            raise EngineGivenUpError("the engine is not started again")
         if self.state != "ready":
             raise EngineDeadError("the engine is being restarted; try again later")
 

@@ -1,6 +1,7 @@
-"""``python -m tests.support.fake_server TIMEOUT [stuck]``: the HTTP server in a process of its own,
-whose engine is a script and imports no torch. The first line of its output is its URL. ``stuck``
-generates nothing after the first output."""
+"""``python -m tests.support.fake_server TIMEOUT [stuck|dies|stays]``: the HTTP server by itself, in
+a process whose engine is a script and imports no torch. The first line of its output is its URL.
+``stuck`` generates nothing after the first output. With ``dies`` and ``stays`` the engine is given
+up as soon as a request has begun, and with ``stays`` the server goes on."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
+from megatron_async.errors import EngineGivenUpError
 from megatron_async.serving.chat import Chat
 from megatron_async.serving.frontend import Frontend, ServerConfig
 from megatron_async.serving.generation import Generator
@@ -29,10 +31,28 @@ class ScriptedEngine:
         self.snapshot: Snapshot | None = None
         self._is_stuck = is_stuck
         self._aborts: dict[int, asyncio.Event] = {}
+        self._begun = asyncio.Event()
+        self._reason: str | None = None
 
     async def start(self) -> None:
         """Serve."""
         self.state = "ready"
+
+    async def given_up(self) -> str:
+        """As soon as a request has begun, if it dies."""
+        if not sys.argv[2:] or sys.argv[2] == "stuck":
+            await asyncio.get_running_loop().create_future()
+        await self._begun.wait()
+        return "the engine is given up"
+
+    def give_up(self, reason: str) -> None:
+        """As the client's, but that requests go on."""
+        self._reason = reason
+
+    def check_ready(self) -> None:
+        """As the client's."""
+        if self._reason is not None:
+            raise EngineGivenUpError(self._reason)
 
     async def stop(self) -> None:
         """The server has ended."""
@@ -55,6 +75,7 @@ class ScriptedEngine:
     async def generate(self, request: Generate) -> AsyncGenerator[Output, None]:
         """As many outputs as are asked for, unless the request is aborted."""
         aborted = self._aborts[request.request_id] = asyncio.Event()
+        self._begun.set()
         most = request.params["num_tokens_to_generate"]
         try:
             for number in range(1, most + 1):
@@ -96,13 +117,17 @@ class Letters:
         return SimpleNamespace(push=chr, flush=str)
 
 
-async def main() -> None:
+async def main() -> bool:
     """Serve until a signal comes."""
     engine, letters = ScriptedEngine(is_stuck=sys.argv[2:] == ["stuck"]), Letters()
     tokenizer: Any = letters
     metrics: Any = NoMetrics()
     front = Frontend(
-        config=ServerConfig(model_names=("tiny",), shutdown_timeout=float(sys.argv[1])),
+        config=ServerConfig(
+            model_names=("tiny",),
+            shutdown_timeout=float(sys.argv[1]),
+            stays_without_engine=sys.argv[2:] == ["stays"],
+        ),
         generator=Generator(engine, tokenizer, metrics),
         tokenizer=tokenizer,
         chat=Chat(tokenizer),
@@ -110,7 +135,7 @@ async def main() -> None:
         metrics=metrics,
     )
     listening = open_socket("127.0.0.1", 0)
-    await serve(
+    return await serve(
         front,
         engine,
         engine,
@@ -120,4 +145,4 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main())
+    sys.exit(0 if run(main()) else 1)

@@ -123,6 +123,7 @@ def make_front(
     tokenizer: Tokenizer,
     templates: Any,
     metrics: NotedMetrics,
+    token_names: type[TokenNames] = TokenNames,
 ) -> Frontend:
     """The parts of a front end."""
     return Frontend(
@@ -130,7 +131,7 @@ def make_front(
         generator=Generator(client, tokenizer, metrics, request_timeout=config.request_timeout),
         tokenizer=tokenizer,
         chat=Chat(templates or PlainTemplates()),
-        token_names=TokenNames(tokenizer),
+        token_names=token_names(tokenizer),
         metrics=metrics,
     )
 
@@ -142,6 +143,7 @@ def served(
     tokenizer: Tokenizer | None = None,
     templates: Any = None,
     tracer_provider: Any = None,
+    token_names: type[TokenNames] = TokenNames,
     **config: Any,
 ) -> Iterator[Served]:
     """A server over ``engine``; ``config`` is of ServerConfig."""
@@ -156,7 +158,9 @@ def served(
 
     async def main() -> None:
         client = FakeEngineClient(engine)
-        front = make_front(client, ServerConfig(**config), tokenizer, templates, metrics)
+        front = make_front(
+            client, ServerConfig(**config), tokenizer, templates, metrics, token_names
+        )
         made.append(Served(url, front, client, metrics, asyncio.get_running_loop()))
         app = make_app(front, tracer_provider=tracer_provider)
         options = uvicorn.Config(app, log_config=None, access_log=False)

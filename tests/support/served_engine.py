@@ -15,7 +15,7 @@ from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import RequestError
 from megatron_async.serving.engine_client import EngineClient, gather
 from megatron_async.serving.engine_process import EngineProcess
-from megatron_async.serving.messages import Control, Endpoint, Generate, Launch, Output
+from megatron_async.serving.messages import Control, Endpoint, Generate, Kept, Launch, Output
 from megatron_async.serving.supervisor import Supervisor
 from tests.support.patience import PATIENCE_SECONDS
 
@@ -23,10 +23,19 @@ Result = TypeVar("Result")
 
 
 class NoParent:
-    """A supervisor that asks for nothing."""
+    """A supervisor that asks for nothing.
+
+    Attributes:
+        kept: the last that it was told to keep.
+    """
+
+    def __init__(self) -> None:
+        self.kept: Kept | None = None
 
     def send(self, message: Any) -> None:
-        """Nobody listens."""
+        """Keeps what the next process must know."""
+        if isinstance(message, Kept):
+            self.kept = message
 
     def watch(self, stop: Any) -> None:
         """Nothing ever ends the process."""
@@ -34,11 +43,16 @@ class NoParent:
 
 @contextlib.contextmanager
 def engine_in_thread(
-    engine: DynamicInferenceEngine, *, max_queue: int | None = None
+    engine: DynamicInferenceEngine,
+    *,
+    max_queue: int | None = None,
+    kept: Kept | None = None,
+    parent: NoParent | None = None,
 ) -> Iterator[Endpoint]:
     """The endpoint of ``engine``, served by a thread of this process."""
     endpoint = Endpoint.private()
-    process = EngineProcess(engine, Launch("", {}, endpoint, max_queue), NoParent())  # type: ignore
+    launch = Launch("", {}, endpoint, max_queue, kept=kept)
+    process = EngineProcess(engine, launch, parent or NoParent())  # type: ignore[arg-type]
     thread = threading.Thread(target=process.run, name="engine process")
     thread.start()
     try:
@@ -47,8 +61,7 @@ def engine_in_thread(
         process.stop()
         thread.join(PATIENCE_SECONDS)
         assert not thread.is_alive()
-        if endpoint.directory is not None:
-            shutil.rmtree(endpoint.directory)
+        shutil.rmtree(endpoint.directory)
 
 
 @contextlib.asynccontextmanager

@@ -69,6 +69,9 @@ FORBIDDEN = {
         "megatron_async.scheduler",
         "megatron_async.runner",
     ),
+    "engine": ("megatron_async.serving", "megatron_async.perfetto"),
+    "serving": ("megatron_async.inference", "inference", "tests"),
+    "perfetto": ("megatron_async.inference", "inference", "megatron_async.serving"),
     ".": ("megatron_async.inference", "inference", "tests"),
 }
 

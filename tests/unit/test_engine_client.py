@@ -6,17 +6,29 @@ import asyncio
 import contextlib
 import json
 import stat
+import tempfile
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 import zmq
+from safetensors.torch import save_file
 
 from megatron_async.config import EngineConfig
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.errors import EngineDeadError, QueueFullError, RequestError
+from megatron_async.errors import (
+    BusyError,
+    ConfigError,
+    EngineDeadError,
+    EngineGivenUpError,
+    MegatronAsyncError,
+    QueueFullError,
+    RequestError,
+)
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.serving import output_socket
 from megatron_async.serving.engine_client import EngineClient, gather
@@ -27,10 +39,13 @@ from megatron_async.serving.messages import (
     FromEngine,
     Generate,
     Hello,
+    Kept,
     Output,
 )
+from megatron_async.serving.metrics import ServerMetrics
 from tests.support.engines import hash_engine
 from tests.support.served_engine import (
+    NoParent,
     client_of,
     control,
     engine_in_thread,
@@ -380,7 +395,6 @@ def test_requests_of_a_front_end_that_is_gone_are_aborted() -> None:
 def test_a_front_end_without_the_secret_is_not_heard() -> None:
     async def test() -> None:
         with engine_in_thread(small_engine()) as endpoint:
-            assert endpoint.directory is not None
             assert stat.S_IMODE(Path(endpoint.directory).stat().st_mode) == 0o700
             stranger = RawFrontEnd(endpoint, b"stranger")
             stranger.send(Hello())
@@ -421,7 +435,6 @@ def test_without_an_engine_requests_fail_at_once() -> None:
         with pytest.raises(EngineDeadError):
             await client.info()
         await client.aclose()
-        assert endpoint.directory is not None
         Path(endpoint.directory).rmdir()
 
     run(test())
@@ -535,6 +548,223 @@ def test_a_profile_shows_steps_for_perfetto(tmp_path: Path) -> None:
             assert output.finish_reason == "length"
 
     run(test())
+
+
+def profiled_engine(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, threading.Event]:
+    """An engine, and what is set when a profile has begun."""
+    engine, begun = small_engine(), threading.Event()
+    start = engine.device.start_timeline
+
+    def noted() -> None:
+        start()
+        begun.set()
+
+    monkeypatch.setattr(engine.device, "start_timeline", noted)
+    return engine, begun
+
+
+async def until_no_profile(client: EngineClient) -> None:
+    """Another profile can be taken."""
+    asked = {"path": "/nowhere/trace", "steps": 1, "timeout": 0.001}
+    with pytest.raises(RequestError, match="cannot be written"):
+        while True:
+            with contextlib.suppress(BusyError):
+                await control(client, "profile", **asked)
+
+
+def test_a_profile_is_aborted_when_its_client_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        engine, begun = profiled_engine(monkeypatch)
+        async with served(engine) as client:  # nothing runs, so a profile lasts
+            first = asyncio.create_task(control(client, "profile", path="/x", timeout=None))
+            await asyncio.to_thread(begun.wait)
+            with pytest.raises(BusyError, match="another profile"):
+                await control(client, "profile", path="/x")
+            first.cancel()
+            await asyncio.wait([first])
+            await until_no_profile(client)
+            (output,) = await outputs_of(client, [1], LONG)
+            assert output.finish_reason == "length"
+
+    run(test())
+
+
+def test_a_profile_is_aborted_when_its_front_end_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test() -> None:
+        engine, begun = profiled_engine(monkeypatch)
+        with engine_in_thread(engine) as endpoint:
+            gone = RawFrontEnd(endpoint)
+            await asyncio.to_thread(gone.greet)
+            gone.send(Control(0, "profile", {"path": "/x", "timeout": None}))
+            await asyncio.to_thread(begun.wait)
+            async with client_of(endpoint) as client:
+                gone.close()
+                await until_no_profile(client)
+
+    run(test())
+
+
+def weights_of(tiny: DynamicInferenceEngine) -> dict[str, torch.Tensor]:
+    """By their names, in memory of their own."""
+    model = tiny.controller.weights_owner
+    return {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+
+
+def test_each_error_of_weights_says_whose_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test() -> None:
+        with DynamicInferenceEngine.from_pretrained("tiny", EngineConfig(device="cpu")) as engine:
+            tensors = weights_of(engine)
+            (name, tensor), *_ = tensors.items()
+            nan = tensor.clone()
+            nan.view(-1)[0] = float("nan")
+            for file, wrong in (("nan", nan), ("shape", tensor[1:].clone())):
+                path = tmp_path / f"{file}.safetensors"
+                save_file({name: wrong}, path)
+            async with served(engine) as client:
+                for file, said in (("gone", "gone"), ("nan", name), ("shape", "shape")):
+                    path = tmp_path / f"{file}.safetensors"
+                    with pytest.raises(RequestError, match=said):
+                        await control(client, "weights", path=str(path))
+                monkeypatch.setattr(engine, "update_weights", fails)
+                with pytest.raises(MegatronAsyncError, match="boom") as failed:
+                    await control(client, "weights", path=str(tmp_path))
+                assert type(failed.value) is MegatronAsyncError
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise OSError("boom")
+
+    run(test())
+
+
+def test_a_restarted_engine_has_all_weights_that_it_was_given(tmp_path: Path) -> None:
+    """One file has all, the other some."""
+    config = EngineConfig(device="cpu")
+    whole, some = tmp_path / "whole.safetensors", tmp_path / "some.safetensors"
+    params = {"seed": 3, "temperature": 1.0, "num_tokens_to_generate": 20}
+    told = NoParent()
+
+    async def test() -> None:
+        with DynamicInferenceEngine.from_pretrained("tiny", config) as engine:
+            tensors = weights_of(engine)
+            save_file({name: tensor * 0.9 for name, tensor in tensors.items()}, whole)
+            name = next(each for each in tensors if "word_embeddings" in each)
+            save_file({name: tensors[name].roll(3, 0)}, some)
+            with engine_in_thread(engine, parent=told) as endpoint:
+                async with client_of(endpoint) as client:
+                    (first,) = await outputs_of(client, [65], params)
+                    for path in (some, whole, some):
+                        await control(client, "weights", path=str(path))
+                    (expected,) = await outputs_of(client, [65], params)
+                    assert expected.token_ids != first.token_ids
+                    await control(client, "pause")
+        assert told.kept == Kept((str(whole), str(some)), 3, True)
+        with DynamicInferenceEngine.from_pretrained("tiny", config) as engine:
+            async with served(engine, kept=told.kept, parent=told) as client:
+                waits = asyncio.create_task(outputs_of(client, [65], params))
+                async with patience():
+                    while client.snapshot is None:
+                        await asyncio.sleep(0.01)
+                assert client.snapshot.gauges["suspended"] == 1
+                assert client.snapshot.gauges["weight_version"] == 3
+                await control(client, "resume")
+                ((output,),) = (await waits,)
+                assert output.token_ids == expected.token_ids
+                answer = await control(client, "weights", path=str(whole))
+                assert answer == {"weight_version": 4}
+        assert told.kept == Kept((str(whole),), 4, False)
+
+    run(test())
+
+
+def test_lost_weights_keep_the_engine_from_serving_until_there_are_new_ones(tmp_path: Path) -> None:
+    kept = Kept((str(tmp_path / "gone"),), 7)
+
+    async def test() -> None:
+        with DynamicInferenceEngine.from_pretrained("tiny", EngineConfig(device="cpu")) as engine:
+            some = tmp_path / "some.safetensors"
+            save_file(dict([next(iter(weights_of(engine).items()))]), some)
+            async with served(engine, kept=kept) as client:
+                for path, version in ((some, 8), (Path("tiny"), 9)):
+                    with pytest.raises(EngineDeadError, match=r"gone.* lost.*send new weights"):
+                        client.check_ready()
+                    with pytest.raises(EngineDeadError, match="lost"):
+                        await outputs_of(client, [65], {})
+                    answer = await control(client, "weights", path=str(path))
+                    assert answer == {"weight_version": version}
+                (output,) = await outputs_of(client, [65], {"num_tokens_to_generate": 3})
+                assert len(output.token_ids) == 3
+
+    run(test())
+
+
+def test_a_dead_engine_has_no_gauges() -> None:
+    async def test() -> None:
+        with engine_in_thread(small_engine()) as endpoint:
+            client = EngineClient(endpoint)
+            await client.connect()
+            metrics = ServerMetrics(
+                "tiny", lambda: client.snapshot, lambda: client.state == "ready"
+            )
+            async with patience():
+                while b"kv_blocks_total" not in metrics.text():
+                    await asyncio.sleep(0.01)
+        async with patience():
+            while client.state == "ready":
+                await asyncio.sleep(0.01)
+        assert b"kv_blocks" not in metrics.text() and b"num_requests" not in metrics.text()
+        assert b'engine_ready{model_name="tiny"} 0.0' in metrics.text()
+        await client.aclose()
+
+    run(test())
+
+
+def test_an_engine_that_was_given_up_says_so() -> None:
+    async def test() -> None:
+        client = EngineClient(Endpoint.private())
+        await client.connect()
+        client.give_up("it died too often")
+        for asked in (outputs_of(client, [1], {}), control(client, "resume")):
+            with pytest.raises(EngineGivenUpError, match="too often"):
+                await asked
+        with pytest.raises(EngineGivenUpError):
+            client.check_ready()
+        await client.aclose()
+
+    run(test())
+
+
+# --- where it is ------------------------------------------------------------------------------
+
+
+def test_a_restart_makes_its_socket_directory_again() -> None:
+    endpoint = Endpoint.private()
+    directory = Path(endpoint.directory)
+    endpoint.prepare()  # it is there
+    endpoint.remove()
+    endpoint.prepare()
+    assert stat.S_IMODE(directory.stat().st_mode) == 0o700
+    directory.chmod(0o755)
+    with pytest.raises(ConfigError, match="this user alone"):
+        endpoint.prepare()
+    directory.rmdir()
+    directory.symlink_to("/tmp")
+    with pytest.raises(ConfigError, match="this user alone"):
+        endpoint.prepare()
+    directory.unlink()
+
+
+def test_a_path_that_is_too_long_for_a_socket_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is no way over TCP, on which other users of the machine could listen."""
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    with pytest.raises(ConfigError, match="TMPDIR"):
+        Endpoint.private()
+    assert list(long.iterdir()) == []
 
 
 def test_info_is_the_same_by_both_ways() -> None:

@@ -8,27 +8,40 @@ import dataclasses
 import os
 import shutil
 import signal
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+import safetensors.torch
 
+import megatron_async
 from megatron_async.config import EngineConfig
 from megatron_async.errors import CheckpointError, ConfigError, EngineDeadError
+from megatron_async.serving.child_process import ChildProcess
 from megatron_async.serving.engine_client import EngineClient
-from megatron_async.serving.engine_process import EXIT_ORPHAN
-from megatron_async.serving.messages import Endpoint, Generate, Launch, Started
-from megatron_async.serving.supervisor import EngineHandle, Supervisor
+from megatron_async.serving.messages import (
+    Endpoint,
+    Generate,
+    Launch,
+    Started,
+    ToSupervisor,
+)
+from megatron_async.serving.parent_process import EXIT_ORPHAN
+from megatron_async.serving.supervisor import ENGINE_MODULE, Supervisor
 from tests.support.engines import hash_engine
 from tests.support.hash_model import HashModel
 from tests.support.served_engine import (
     client_of,
+    control,
     engine_in_thread,
     engine_process,
     outputs_of,
     run,
     until_idle,
 )
+
+TINY = Path(megatron_async.__file__).parent / "assets" / "tiny"
 
 
 async def fails(client: EngineClient, prompt: list[int], count: int = 1500) -> None:
@@ -62,6 +75,37 @@ def test_requests_of_a_dead_process_fail_and_the_next_one_serves(number: signal.
     run(test())
 
 
+def test_a_restarted_process_has_the_last_weights_and_is_paused(tmp_path: Path) -> None:
+    """Even if its socket directory was removed meanwhile."""
+    params = {"num_tokens_to_generate": 8, "temperature": 0.0}
+    path = tmp_path / "some.safetensors"
+    tiny = safetensors.torch.load_file(TINY / "model.safetensors")
+    safetensors.torch.save_file({name: tensor * 0.5 for name, tensor in tiny.items()}, path)
+
+    async def test() -> None:
+        async with engine_process(backoff=0.01) as (supervisor, client):
+            (before,) = await outputs_of(client, [65], params)
+            assert await control(client, "weights", path=str(path)) == {"weight_version": 1}
+            (expected,) = await outputs_of(client, [65], params)
+            assert expected.token_ids != before.token_ids
+            await control(client, "suspend")
+            shutil.rmtree(client.endpoint.directory)
+            assert supervisor.pid is not None
+            os.kill(supervisor.pid, signal.SIGKILL)
+            while client.state == "ready":
+                await asyncio.sleep(0.01)
+            await client.ready()
+            waits = asyncio.create_task(outputs_of(client, [65], params))
+            while client.snapshot is None:
+                await asyncio.sleep(0.01)
+            assert client.snapshot.gauges["suspended"] == 1 and not waits.done()
+            await control(client, "resume")
+            ((after,),) = (await waits,)
+            assert after.token_ids == expected.token_ids
+
+    run(test())
+
+
 def test_a_process_that_keeps_dying_is_given_up() -> None:
     async def test() -> None:
         async with engine_process(max_restarts=0) as (supervisor, client):
@@ -70,6 +114,7 @@ def test_a_process_that_keeps_dying_is_given_up() -> None:
             while not supervisor.gave_up:
                 await asyncio.sleep(0.01)
             assert supervisor.state == "dead" and supervisor.starts == 1
+            assert "not started again" in await supervisor.given_up()
             while client.state == "ready":
                 await asyncio.sleep(0.01)
             with pytest.raises(EngineDeadError):
@@ -92,7 +137,7 @@ def test_what_cannot_start_says_why(
             await supervisor.start()
         assert supervisor.state == "dead" and supervisor.gave_up and supervisor.starts == 1
         await supervisor.stop()
-        assert endpoint.directory is not None and not os.path.exists(endpoint.directory)
+        assert not os.path.exists(endpoint.directory)
 
     run(test())
 
@@ -101,7 +146,8 @@ def test_a_process_without_a_supervisor_ends_and_ignores_a_terminals_signals() -
     async def test() -> None:
         endpoint = Endpoint.private()
         fields = dataclasses.asdict(EngineConfig(device="cpu"))
-        handle = EngineHandle(Launch("tiny", fields, endpoint))
+        launch = Launch("tiny", fields, endpoint)
+        handle: ChildProcess[Any] = ChildProcess(ENGINE_MODULE, ToSupervisor, launch)
         message = await handle.receive()
         assert isinstance(message, Started)
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -110,7 +156,6 @@ def test_a_process_without_a_supervisor_ends_and_ignores_a_terminals_signals() -
             await outputs_of(client, [65], {"num_tokens_to_generate": 3})
         status = await asyncio.to_thread(handle.abandon)
         assert status == EXIT_ORPHAN
-        assert endpoint.directory is not None
         shutil.rmtree(endpoint.directory)
 
     run(test())

@@ -13,8 +13,7 @@ from megatron_async.device.kernel_profiler import DeviceKernel
 from megatron_async.device.protocol import Span
 from megatron_async.engine.host_timeline import HostTimeline
 from megatron_async.engine.loop import NO_TICKET
-
-from .timeline import DeviceStep, device_steps
+from megatron_async.perfetto.timeline import DeviceStep, device_steps
 
 PROCESS = 1
 HOST_LANE, DEVICE_LANE, FIRST_KERNEL_LANE = 1, 2, 3

@@ -1,0 +1,1 @@
+"""Recorded steps as events that Perfetto shows."""

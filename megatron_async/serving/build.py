@@ -1,0 +1,104 @@
+"""The parts of a front end, in whatever process it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from megatron_async.errors import ConfigError
+from megatron_async.serving.chat import Chat
+from megatron_async.serving.engine_client import EngineClient
+from megatron_async.serving.frontend import Frontend, ServerConfig
+from megatron_async.serving.generation import Generator
+from megatron_async.serving.log_prob_shapes import TokenNames
+from megatron_async.serving.messages import Endpoint
+from megatron_async.serving.metrics import ServerMetrics
+
+
+class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """What a front end serves, and how.
+
+    Args:
+        model: a model directory, or ``"tiny"``.
+        chat_template: a file with a Jinja template instead of the model's own.
+        tool_call_format: how the model writes tool calls; None for what its template says.
+        skip_tokenizer_init: token ids alone are served, and the model needs no tokenizer.
+        otlp_traces_endpoint: see ``make_provider``.
+        metrics_directory: where front ends in several processes count together; None for one.
+    """
+
+    model: str
+    endpoint: Endpoint
+    config: ServerConfig
+    chat_template: str | None = None
+    tool_call_format: str | None = None
+    skip_tokenizer_init: bool = False
+    otlp_traces_endpoint: str | None = None
+    metrics_directory: str | None = None
+
+
+def build_frontend(settings: FrontendSettings) -> tuple[Frontend, EngineClient]:
+    """A front end and its way to the engine process.
+
+    Raises:
+        CheckpointError: tokenizer or chat template cannot be read.
+        ConfigError: the model has no tokenizer.
+    """
+    config = settings.config
+    client = EngineClient(settings.endpoint)
+    text = _no_text() if settings.skip_tokenizer_init else _text_of(settings)
+    directory = settings.metrics_directory
+    metrics = ServerMetrics(
+        config.model_names[0],
+        lambda: client.snapshot,
+        lambda: client.state == "ready",
+        directory=None if directory is None else Path(directory),
+    )
+    front = Frontend(
+        config=config,
+        generator=Generator(
+            client, text.tokenizer, metrics, request_timeout=config.request_timeout
+        ),
+        tokenizer=text.tokenizer,
+        chat=text.chat,
+        token_names=text.token_names,
+        metrics=metrics,
+    )
+    return front, client
+
+
+class Text(NamedTuple):
+    """What makes tokens of texts, and texts of tokens."""
+
+    tokenizer: Any
+    chat: Chat
+    token_names: TokenNames
+
+
+def _text_of(settings: FrontendSettings) -> Text:
+    from megatron_async.checkpoint.load import load_tokenizer, model_directory, random_shape
+    from megatron_async.tokenizer import TOKENIZER_FILE
+
+    if random_shape(settings.model) is None:
+        directory = model_directory(settings.model)
+        if not (directory / TOKENIZER_FILE).is_file():
+            raise ConfigError(
+                f"{directory} has no {TOKENIZER_FILE}; with --skip-tokenizer-init clients can send "
+                "token ids and get token ids"
+            )
+    tokenizer = load_tokenizer(settings.model)
+    chat = Chat.from_directory(
+        settings.model,
+        chat_template=settings.chat_template,
+        tool_format=settings.tool_call_format,
+    )
+    return Text(tokenizer, chat, TokenNames(tokenizer))
+
+
+def _no_text() -> Text:
+    from megatron_async.serving.no_tokenizer import NoTemplates, NoTokenizer, TokenIds
+
+    tokenizer: Any = NoTokenizer()
+    return Text(tokenizer, Chat(NoTemplates()), TokenIds(tokenizer))

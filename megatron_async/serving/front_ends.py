@@ -1,0 +1,221 @@
+"""Several front ends on one port, each in a process of its own (``--api-server-count``).
+
+    parent: listening socket, supervisor       front end 0 .. N-1: HTTP        engine process
+       |  starts, tells to end  |------------------>|<------- ZeroMQ ----------->|
+       |------------------ starts, watches, starts again ---------------------->|
+
+The parent serves no HTTP. It binds the socket, starts the engine process by the supervisor, and the
+front ends, which are told over a pipe when to end and that the engine was given up. Signals are for
+the parent alone; the others ignore them.
+
+All front ends accept on one socket, which they inherit. So connections that nobody has accepted
+outlive a front end that dies, a busy front end leaves them to the others, a second server on the
+same port is an error, and macOS does as Linux. With ``SO_REUSEPORT`` none of that holds.
+
+Each front end has its own connection to the engine process, with an identity of its own. Request
+ids are a front end's own; the engine process counts sequences, holds ``--max-queue`` and carries
+out ``/pause`` and its like for all. So any front end may be asked anything.
+
+A front end that dies is started again, each of them at most ``max_restarts`` times in ten minutes;
+after that the server ends with status 1. Its connections break, and the engine process aborts its
+requests within a second. The others go on.
+
+Counters and histograms of all front ends are in files, by prometheus_client's multiprocess mode,
+and each ``/metrics`` shows their sums. The engine's own come from its snapshot, once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+from prometheus_client.multiprocess import mark_process_dead
+
+from megatron_async.errors import FrontEndDeadError
+from megatron_async.serving.build import FrontendSettings
+from megatron_async.serving.child_process import ChildProcess, Restarts, error_of
+from megatron_async.serving.http_server import ABORT_SECONDS, Engine, with_engine
+from megatron_async.serving.messages import GivenUp, NotStarted, Started, Stop
+
+logger = logging.getLogger(__name__)
+
+MODULE = "megatron_async.serving.front_end_process"
+METRICS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+"""Is set before prometheus_client is imported, as its multiprocess mode needs."""
+LATE_SECONDS = 10.0
+"""For a front end to end beyond what its requests have; then it is killed."""
+
+
+class FrontEndLaunch(msgspec.Struct, frozen=True, tag=True):
+    """What a front end serves, and the descriptor of the socket on which it accepts."""
+
+    settings: FrontendSettings
+    listening: int
+
+
+FromFrontEnd = Started | NotStarted
+ToFrontEnd = FrontEndLaunch | GivenUp | Stop
+
+
+class FrontEnds:
+    """The front ends of a server, from the parent's view, in an event loop.
+
+    Args:
+        settings: of each, but for its ``metrics_directory``.
+        listening: a bound socket.
+        max_restarts, backoff: see :class:`~megatron_async.serving.child_process.Restarts`, for each
+            of them.
+    """
+
+    def __init__(
+        self,
+        settings: FrontendSettings,
+        listening: socket.socket,
+        count: int,
+        *,
+        max_restarts: int = 3,
+        backoff: float = 0.5,
+    ) -> None:
+        self.config = settings.config
+        self._metrics = Path(settings.endpoint.directory) / "metrics"
+        self._settings = msgspec.structs.replace(settings, metrics_directory=str(self._metrics))
+        self._listening = listening
+        self._restarts = [Restarts(max_restarts, backoff) for _ in range(count)]
+        self._processes: dict[int, ChildProcess[FromFrontEnd]] = {}
+        self._started: set[int] = set()
+        self._all_started = asyncio.Event()
+        self._ending = asyncio.Event()
+        self._given_up: GivenUp | None = None
+
+    @property
+    def pids(self) -> list[int]:
+        """Of those that run now."""
+        return [process.pid for process in self._processes.values()]
+
+    async def run(self) -> None:
+        """Serve until all have ended after :meth:`end`.
+
+        Raises:
+            FrontEndDeadError: one of them dies again and again.
+            MegatronAsyncError: they cannot serve what they are asked to.
+        """
+        self._listening.listen()  # so that clients can connect before the first one accepts
+        tasks = [asyncio.create_task(self._keep(index)) for index in range(len(self._restarts))]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            self.end()
+            await asyncio.wait(tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            for process in list(self._processes.values()):
+                await process.kill()
+        for task in tasks:
+            task.result()
+
+    async def ready(self) -> None:
+        """Wait until each of them has reached the engine."""
+        await self._all_started.wait()
+
+    def give_up(self, reason: str) -> None:
+        """There will be no further engine process."""
+        self._given_up = GivenUp(reason)
+        self._tell(self._given_up)
+
+    def signalled(self) -> None:
+        """As a signal does: let requests end; the second time do not wait for them."""
+        if self._ending.is_set():
+            self._tell(Stop())
+        self.end()
+
+    def end(self) -> None:
+        """Stop accepting and let requests end."""
+        if self._ending.is_set():
+            return
+        self._ending.set()
+        self._listening.close()
+        self._tell(Stop())
+        seconds = self.config.shutdown_timeout + ABORT_SECONDS + LATE_SECONDS
+        asyncio.get_running_loop().call_later(seconds, self._kill_all)
+
+    def _tell(self, message: GivenUp | Stop) -> None:
+        for process in self._processes.values():
+            process.send(message)
+
+    def _kill_all(self) -> None:
+        for process in self._processes.values():
+            process.kill_now()
+
+    async def _keep(self, index: int) -> None:
+        """Front end ``index``, one process after the other."""
+        while not self._ending.is_set():
+            process = self._processes[index] = self._start()
+            status = await self._watch(index, process)
+            del self._processes[index]
+            mark_process_dead(process.pid, self._metrics)
+            if self._ending.is_set():
+                return
+            said = f"front end {index} has ended with status {status}"
+            pause = self._restarts[index].take() if index in self._started else None
+            if pause is None:
+                raise FrontEndDeadError(f"{said}; it is not started again")
+            logger.error("%s; it is started again", said)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause):
+                    await self._ending.wait()
+
+    def _start(self) -> ChildProcess[FromFrontEnd]:
+        self._settings.endpoint.prepare()
+        self._metrics.mkdir(exist_ok=True)
+        descriptor = self._listening.fileno()
+        process: ChildProcess[FromFrontEnd] = ChildProcess(
+            MODULE,
+            FromFrontEnd,
+            FrontEndLaunch(self._settings, descriptor),
+            inherited=[descriptor],
+            environment={METRICS_VARIABLE: str(self._metrics)},
+        )
+        if self._given_up is not None:
+            process.send(self._given_up)
+        return process
+
+    async def _watch(self, index: int, process: ChildProcess[FromFrontEnd]) -> int:
+        """From its start to its end; returns its exit status."""
+        while (message := await process.receive()) is not None:
+            if isinstance(message, NotStarted):
+                raise error_of(message)
+            self._started.add(index)
+            if len(self._started) == len(self._restarts):
+                self._all_started.set()
+        return await process.kill()
+
+
+async def serve_together(
+    front_ends: FrontEnds, engine: Engine, *, on_ready: Callable[[], None] = lambda: None
+) -> bool:
+    """As :func:`~megatron_async.serving.http_server.serve`, by several processes.
+
+    Raises:
+        MegatronAsyncError: why the engine or a front end cannot be started.
+    """
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, front_ends.signalled)
+    try:
+        return await with_engine(
+            engine,
+            front_ends,
+            front_ends.run(),
+            front_ends.end,
+            stays=front_ends.config.stays_without_engine,
+            on_ready=on_ready,
+        )
+    except FrontEndDeadError as error:
+        logger.error("%s", error)
+        return False
