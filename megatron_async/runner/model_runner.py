@@ -107,10 +107,10 @@ class ModelRunner:
             self._controls,
             self._results,
             self._prompt_log_probs,
-            self._drafter,
             self._extras,
             logits_dtype=getattr(model, "logits_dtype", context.params_dtype),
             poison=poison,
+            drafter=self._drafter,
         )
         if self._extras is not None:
             self._log_extras(self._extras)

@@ -55,11 +55,11 @@ class StepProgram:
         controls: PacketRing,
         results: ResultRing,
         prompt_log_probs: PromptLogProbs,
-        drafter: Drafter | None,
         extras: SamplingExtras | None,
         *,
         logits_dtype: torch.dtype,
         poison: bool,
+        drafter: Drafter | None = None,
     ) -> None:
         self._device = device
         self._context = context

@@ -83,7 +83,7 @@ class AttentionBlock:
             norm=self.norm.parameters, statistics=given,
         )  # fmt: skip
         q_weight, k_weight, eps = self._head_norms
-        if context.num_speculative_tokens:
+        if getattr(context, "num_speculative_tokens", 0):
             # The tokens of a window attend to each other: keys and values are all there first.
             out = context.attend_packed(
                 self._index, qkv, self._scale, self._rotary, q_weight, k_weight, eps
