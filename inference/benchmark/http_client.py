@@ -144,7 +144,9 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, msgspec.MsgspecError) as error:
-            self._end(("not understood", str(error.__context__ or error)))
+            within = error.__context__  # of the parser's callbacks
+            cause = within if isinstance(within, msgspec.MsgspecError) else error
+            self._end(("not understood", str(cause)))
             self._transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -45,6 +45,9 @@ class ScriptedClient:
         self._sizes = sizes
         self._end = end
 
+    def check_ready(self) -> None:
+        """It is."""
+
     async def info(self) -> EngineInfo:
         """Of a model that is none."""
         size = self._tokenizer.vocab_size
