@@ -190,7 +190,6 @@ class DynamicInferenceContext(BaseInferenceContext):
 
     def beside(self, spec: KVCacheSpec) -> DynamicInferenceContext:
         """A context of the same slots and blocks, with a cache of its own for another model."""
-        other = copy.copy(self)
         with must_fit(
             self.device,
             (self.block_count + 1) * self.block_size_tokens * spec.token_bytes,
@@ -199,11 +198,17 @@ class DynamicInferenceContext(BaseInferenceContext):
         ):
             _, _, *blocks, _, _ = self.kv_cache.shape
             shape = (spec.num_layers, 2, *blocks, spec.num_kv_heads, spec.head_dim)
-            other.kv_cache = torch.zeros(shape, dtype=spec.dtype, device=self.device)
-        other.params_dtype = spec.dtype
-        other._metadata = no_tokens(self.device)
-        other._decode_attentions = DecodeAttentions(self.device)
+            cache = torch.zeros(shape, dtype=spec.dtype, device=self.device)
+        other = copy.copy(self)
+        other.take_cache(cache)
         return other
+
+    def take_cache(self, kv_cache: torch.Tensor) -> None:
+        """Keep keys and values in ``kv_cache`` from now on."""
+        self.kv_cache = kv_cache
+        self.params_dtype = kv_cache.dtype
+        self._metadata = no_tokens(self.device)
+        self._decode_attentions = DecodeAttentions(self.device)
 
     def reset(self) -> None:
         """Forget all slots; nothing may be in flight."""
