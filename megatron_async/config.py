@@ -87,6 +87,8 @@ class EngineConfig:
         speculative_method: who drafts: "mtp", the model's layers for multi-token prediction, of
             which the last one drafts what goes beyond their number; or "ngram", what followed when
             the last tokens of the request came before.
+        draft_model: "tiny" or the directory of a model over the same vocabulary, which drafts
+            instead. It is loaded with the model, and the KV cache has room for both.
         num_cuda_graphs: most row buckets captured; None captures all.
         enable_sampling_extras: keep room on the device for penalties, filters, log-probabilities
             and structured output, and capture the steps of requests that ask for them; the log
@@ -122,6 +124,7 @@ class EngineConfig:
     random_seed: int = 0
     num_speculative_tokens: int = 0
     speculative_method: str = "mtp"
+    draft_model: str | None = None
     num_cuda_graphs: int | None = None
     enable_sampling_extras: bool = True
     capture_mixed_steps: bool = True
@@ -139,6 +142,8 @@ class EngineConfig:
         self._check("block_count", 1, MAX_COUNT, optional=True)
         self._check("num_cuda_graphs", 1, optional=True)
         self._check("num_speculative_tokens", 0, MAX_DRAFTS)
+        if self.draft_model is not None and not self.num_speculative_tokens:
+            raise ConfigError("draft_model drafts nothing with num_speculative_tokens=0; raise it")
         if self.speculative_method not in SPECULATIVE_METHODS:
             known = " or ".join(SPECULATIVE_METHODS)
             raise ConfigError(f"speculative_method={self.speculative_method!r} must be {known}")

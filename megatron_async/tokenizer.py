@@ -269,6 +269,12 @@ class Tokenizer:
         return []
 
     @property
+    def vocabulary(self) -> dict[str, int]:
+        """Token ids by token, added ones included."""
+        tokens: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return tokens
+
+    @property
     def vocab_size(self) -> int:
         """Number of tokens, added ones included; a model's embedding may have more rows."""
         size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_async.config import EngineConfig
+from megatron_async.drafting.model import ModelDrafter
 from megatron_async.drafting.mtp import MtpDrafter
 from megatron_async.drafting.ngram import NgramDrafter
 from megatron_async.errors import ConfigError
@@ -39,13 +40,17 @@ def choose_drafting(model: Any, drafts: int, config: EngineConfig) -> Drafting:
         return Drafting(lambda context, max_rows: None)
     if hasattr(model, "make_drafter"):
         return Drafting(model.make_drafter)
+    draft_model = getattr(model, "draft_model", None)
+    if draft_model is not None:
+        # The window's last token and all drafts but the last are written behind the window.
+        return Drafting(lambda context, max_rows: ModelDrafter(draft_model, context), drafts)
     if config.speculative_method == "ngram":
         return Drafting(lambda context, max_rows: NgramDrafter(context), wants_tokens=True)
     layers = mtp_layers(model)
     if not layers:
         raise ConfigError(
             f"num_speculative_tokens={drafts} but the model has no layers for multi-token "
-            "prediction; leave it out, or add speculative_method='ngram'"
+            "prediction; leave it out, or add speculative_method='ngram' or draft_model"
         )
     return Drafting(
         lambda context, max_rows: MtpDrafter(model, context, max_rows),

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megatron_async.checkpoint import load_pretrained
+from megatron_async.checkpoint import Pretrained, load_pretrained
 from megatron_async.config import EngineConfig, check_config
 from megatron_async.device.memory import GIB
 from megatron_async.errors import CheckpointError, ConfigError
@@ -65,11 +65,20 @@ def build_context(
             f"max_sequence_length={length} exceeds the model's {wrapper.max_sequence_length}; "
             "lower it or leave it out"
         )
+    draft_model = getattr(wrapper, "draft_model", None)
+    further = 0
+    if draft_model is not None:
+        if length > draft_model.max_sequence_length:
+            raise ConfigError(
+                f"draft_model takes {draft_model.max_sequence_length} tokens and requests may have "
+                f"{length}; set max_sequence_length to that or less"
+            )
+        further = draft_model.kv_cache_spec.token_bytes
     spec = wrapper.kv_cache_spec
     block_count = config.block_count
     if block_count is None and config.buffer_size_gb is None:
         per_request = -(-length // config.block_size_tokens)
-        block_bytes = spec.token_bytes * config.block_size_tokens
+        block_bytes = (spec.token_bytes + further) * config.block_size_tokens
         affordable = int(DEFAULT_CACHE_GIB[device.type] * GIB) // block_bytes
         block_count = max(per_request, min(config.max_requests * per_request, affordable))
     return DynamicInferenceContext(
@@ -87,6 +96,7 @@ def build_context(
         num_cuda_graphs=config.num_cuda_graphs,
         batch_invariant=config.batch_invariant,
         num_speculative_tokens=config.num_speculative_tokens,
+        further_token_bytes=further,
         device=device,
     )
 
@@ -168,12 +178,36 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
         allow_non_finite_weights=config.allow_non_finite_weights,
     )
     wrapper = GPTInferenceWrapper(pretrained.model, batch_invariant=config.batch_invariant)
+    if config.draft_model is not None:
+        drafting = load_pretrained(
+            config.draft_model,
+            device=device,
+            dtype=dtype or wrapper.kv_cache_spec.dtype,
+            allow_non_finite_weights=config.allow_non_finite_weights,
+        )
+        wrapper.draft_model = GPTInferenceWrapper(
+            drafting.model, batch_invariant=config.batch_invariant
+        )
+        _check_same_vocabulary(pretrained, drafting)
     return EngineParts(
         TextGenerationController(wrapper, pretrained.tokenizer),
         build_context(wrapper, config, device),
         pretrained.eos_token_ids,
         pretrained.name,
     )
+
+
+def _check_same_vocabulary(model: Pretrained, drafting: Pretrained) -> None:
+    """Raises ConfigError unless token ids mean the same to both."""
+    sizes = [each.config.vocab_size for each in (model, drafting)]
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"draft_model has {sizes[1]} token ids and the model {sizes[0]}; both need the same "
+            "vocabulary"
+        )
+    tokens = [each.tokenizer.vocabulary for each in (model, drafting) if each.tokenizer is not None]
+    if any(each != tokens[0] for each in tokens):
+        raise ConfigError("draft_model has another vocabulary than the model; both need the same")
 
 
 def parts_over_same_weights(
@@ -202,7 +236,16 @@ def parts_over_same_weights(
             "again"
         )
     if isinstance(wrapper, GPTInferenceWrapper):
+        draft_model = wrapper.draft_model
         wrapper = GPTInferenceWrapper(wrapper.model, batch_invariant=config.batch_invariant)
+        if config.draft_model is not None:
+            if draft_model is None:
+                raise ConfigError(
+                    "draft_model is loaded with the model; give it to from_pretrained"
+                )
+            wrapper.draft_model = GPTInferenceWrapper(
+                draft_model.model, batch_invariant=config.batch_invariant
+            )
     return EngineParts(
         TextGenerationController(wrapper, tokenizer),
         build_context(wrapper, config, device),

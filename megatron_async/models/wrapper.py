@@ -59,6 +59,8 @@ class GPTInferenceWrapper:
     ) -> None:
         self.model: GPTModel = adapt_model(model).eval()
         self.inference_context = inference_context
+        self.draft_model: GPTInferenceWrapper | None = None
+        """A model over the same vocabulary that drafts for this one."""
         self.batch_invariant = batch_invariant
         self.vocab_size: int = self.model.vocab_size
         self.max_sequence_length: int = self.model.max_sequence_length

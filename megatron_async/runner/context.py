@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 
@@ -19,6 +20,7 @@ from megatron_async.device.memory import GIB, must_fit
 from megatron_async.errors import ConfigError
 from megatron_async.kernels.attention import paged_attention
 from megatron_async.kernels.attention.decode_attention import DecodeAttentions, Heads, heads_of
+from megatron_async.models.kv_cache_spec import KVCacheSpec
 from megatron_async.runner.attention_metadata import (
     AttentionMetadata,
     metadata_of_tokens,
@@ -66,6 +68,8 @@ class DynamicInferenceContext(BaseInferenceContext):
         batch_invariant: attend with every token as a row of its own, prefill chunks too, so that
             a token's bits do not depend on the forward that computes it.
         num_speculative_tokens: drafts that each decode row brings along, for a model that drafts.
+        further_token_bytes: what a token takes in caches beside this one, see :meth:`beside`;
+            ``buffer_size_gb`` is for all of them.
 
     Raises:
         ConfigError: a value is out of range, or the buffer holds no block.
@@ -91,6 +95,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         device: torch.device | str | None = None,
         batch_invariant: bool = False,
         num_speculative_tokens: int = 0,
+        further_token_bytes: int = 0,
     ) -> None:
         super().__init__(materialize_only_last_token_logits=True)
         if not materialize_only_last_token_logits:
@@ -124,7 +129,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         self.num_speculative_tokens = num_drafts
 
         token_bytes = 2 * num_layers * num_attention_heads * kv_channels * params_dtype.itemsize
-        block_bytes = token_bytes * block_size_tokens
+        block_bytes = (token_bytes + further_token_bytes) * block_size_tokens
         size = f"block_count={block_count}"
         if block_count is None:
             size = f"buffer_size_gb={buffer_size_gb}"
@@ -147,7 +152,7 @@ class DynamicInferenceContext(BaseInferenceContext):
 
         with must_fit(
             self.device,
-            (block_count + 1) * block_bytes,
+            (block_count + 1) * token_bytes * block_size_tokens,
             f"the KV cache ({size}, block_size_tokens={block_size_tokens})",
             f"{size.partition('=')[0]} or block_size_tokens",
         ):
@@ -180,6 +185,28 @@ class DynamicInferenceContext(BaseInferenceContext):
         if self.device.type == "cuda" and kv_channels > paged_attention.KERNEL_HEAD_DIM:
             _warn_of_slow_attention(kv_channels)
 
+        self._metadata = no_tokens(self.device)
+        self._decode_attentions = DecodeAttentions(self.device)
+
+    def beside(self, spec: KVCacheSpec) -> DynamicInferenceContext:
+        """A context of the same slots and blocks, with a cache of its own for another model."""
+        with must_fit(
+            self.device,
+            (self.block_count + 1) * self.block_size_tokens * spec.token_bytes,
+            f"the KV cache of the model that drafts ({self.block_count} blocks)",
+            "block_count or buffer_size_gb",
+        ):
+            _, _, *blocks, _, _ = self.kv_cache.shape
+            shape = (spec.num_layers, 2, *blocks, spec.num_kv_heads, spec.head_dim)
+            cache = torch.zeros(shape, dtype=spec.dtype, device=self.device)
+        other = copy.copy(self)
+        other.take_cache(cache)
+        return other
+
+    def take_cache(self, kv_cache: torch.Tensor) -> None:
+        """Keep keys and values in ``kv_cache`` from now on."""
+        self.kv_cache = kv_cache
+        self.params_dtype = kv_cache.dtype
         self._metadata = no_tokens(self.device)
         self._decode_attentions = DecodeAttentions(self.device)
 

@@ -1,0 +1,113 @@
+"""Drafts of a smaller model over the same vocabulary.
+
+Its keys and values stand in a cache of its own under the same block tables, so that admission,
+prefix hits and evictions hold for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_async.runner.attention_metadata import metadata_of_mixed
+from megatron_async.runner.context import DynamicInferenceContext
+from megatron_async.runner.drafter import MixedTokens, SampledRows
+from megatron_async.runner.sampler import sample_tokens
+
+
+class ModelDrafter:
+    """Drafts ``context.num_speculative_tokens`` tokens a row, one after the other.
+
+    Args:
+        wrapper: the ``GPTInferenceWrapper`` of the model that drafts.
+        context: of the model that verifies.
+    """
+
+    wants_tokens = False
+
+    def __init__(self, wrapper: Any, context: DynamicInferenceContext) -> None:
+        self._wrapper = wrapper
+        self._context = context.beside(wrapper.kv_cache_spec)
+        self._state = context.slots
+        self._count = context.num_speculative_tokens
+        slots = context.slot_count + 1
+        self._last = torch.zeros(slots, dtype=torch.int64, device=context.device)
+        """By slot, the last token that it has seen: its block may not have been there yet."""
+
+    def admit(self, slot: int, tokens: Sequence[int]) -> None:
+        pass
+
+    def hidden_states(self, count: int) -> None:
+        return None
+
+    def prefill(self, tokens: MixedTokens, hidden_states: Tensor | None) -> None:
+        context, null_slot = self._context, self._context.null_slot
+        slots, firsts, lengths, _ = tokens.chunks.long().unbind(1)
+        filled = lengths > 0
+        lasts = torch.where(filled, firsts + lengths - 1, 0)
+        self._last[torch.where(filled, slots, null_slot)] = tokens.ids[lasts]
+        context.begin(
+            metadata_of_mixed(
+                self._state,
+                context.block_size_tokens,
+                torch.where(tokens.decodes, null_slot, tokens.slots),
+                torch.where(tokens.decodes, 0, tokens.positions),
+                decodes=tokens.decodes,
+                chunks=tokens.chunks,
+                last_token_index=tokens.last_token_index,
+                null_slot=null_slot,
+                read_lengths=context.device.type != "cuda",
+            )
+        )
+        self._wrapper.forward(tokens.ids, tokens.positions, context)
+
+    def draft(self, rows: SampledRows) -> Tensor:
+        slots, sampled, last, first = rows
+        number = torch.arange(len(slots), device=slots.device)
+        # Token i stands at position ``first - 1 + i``.
+        tokens = torch.cat([self._last[slots][:, None], sampled.clamp(min=0)], dim=1)
+        self._last[slots] = tokens[number, last + 1]
+        start = first - 1
+        index = torch.arange(tokens.shape[1], device=slots.device).expand(len(slots), -1)
+        drafts: list[Tensor] = []
+        for draft in range(self._count):
+            end = last + 1 + draft
+            if draft:
+                index, tokens = end[:, None], drafts[-1][:, None]
+            drafts.append(self._next(slots, tokens, start[:, None] + index, start + end))
+        return torch.stack(drafts, dim=1)
+
+    def _next(self, slots: Tensor, tokens: Tensor, positions: Tensor, end: Tensor) -> Tensor:
+        """A draft [R] of what follows position ``end`` [R] of each slot, from ``tokens`` at
+        ``positions`` [R, n], of which those up to ``end`` count."""
+        state, context = self._state, self._context
+        rows, width = positions.shape
+        valid = (
+            (positions <= end[:, None])
+            & (slots != context.null_slot)[:, None]
+            & (positions + 1 < state.max_total[slots][:, None])
+        ).flatten()
+        at = torch.arange(rows, device=slots.device) * width
+        if width > 1:
+            at = at + end - positions[:, 0]
+        context.begin_forward(
+            torch.where(valid, slots.repeat_interleave(width), context.null_slot),
+            torch.where(valid, positions.flatten(), 0),
+            decode_rows=rows * width,
+            last_token_index=at,
+            read_lengths=context.device.type != "cuda",
+        )
+        logits = self._wrapper.forward(tokens.flatten(), positions.flatten(), context)
+        found: Tensor = sample_tokens(
+            logits,
+            state.inverse_temperature[slots],
+            state.top_k[slots],
+            state.top_p[slots],
+            state.seed[slots],
+            end + 1,
+            vocab_size=self._wrapper.vocab_size,
+        )
+        return found.clamp(min=0)
