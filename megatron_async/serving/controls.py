@@ -58,8 +58,8 @@ class Call:
 
 
 class Controls:
-    """Carries out :class:`~megatron_async.serving.messages.Control`, whose names are the methods
-    here that have no underscore before them.
+    """Carries out :class:`~megatron_async.serving.messages.Control`, by the methods that
+    :data:`CONTROLS` names.
 
     Args:
         keep: is told what the next process must know, whenever it changes.
