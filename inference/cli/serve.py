@@ -75,8 +75,8 @@ def run(args: argparse.Namespace) -> int:
     from megatron_async.serving.frontend import MIB, ServerConfig
     from megatron_async.serving.http_server import open_socket, serve, url_of
     from megatron_async.serving.http_server import run as run_loop
+    from megatron_async.serving.logs import log_as_json
     from megatron_async.serving.messages import Endpoint, Launch
-    from megatron_async.serving.middleware import log_as_json
     from megatron_async.serving.supervisor import Supervisor
     from megatron_async.serving.tracing import make_provider
 

@@ -20,8 +20,8 @@ from megatron_async.serving.frontend import Frontend
 from megatron_async.serving.legacy_api import MegatronRequest, megatron_generate
 from megatron_async.serving.live_feed import LiveFeed
 from megatron_async.serving.middleware import ApiKeys, BodyLimit, RequestLog
-from megatron_async.serving.openai_api import ChatCompletionRequest, CompletionRequest
 from megatron_async.serving.page import page_response
+from megatron_async.serving.request_shapes import ChatCompletionRequest, CompletionRequest
 from megatron_async.serving.responses_api import ResponsesRequest, create_response
 from megatron_async.serving.sse import EventStream
 from megatron_async.version import __version__
