@@ -71,7 +71,12 @@ def make_app(
     _add_engine(app, front)
     _add_page(app, front)
     _add_heads(app)
-    # The last one that is added is the outermost.
+    _add_middleware(app, front)
+    return app
+
+
+def _add_middleware(app: FastAPI, front: Frontend) -> None:
+    """The last one that is added is the outermost."""
     app.add_middleware(BodyLimit, most_bytes=front.config.max_body_bytes)
     app.add_middleware(
         ApiKeys,
@@ -88,7 +93,6 @@ def make_app(
             expose_headers=["x-request-id"],
         )
     app.add_middleware(RequestLog, metrics=front.metrics, counted_paths=GENERATING_PATHS)
-    return app
 
 
 def _add_openai(app: FastAPI, front: Frontend) -> None:

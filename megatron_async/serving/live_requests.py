@@ -16,12 +16,11 @@ from megatron_async.engine.output_processor import Taken
 from megatron_async.errors import EngineStoppedError, QueueFullError, RequestError
 from megatron_async.request import DynamicInferenceRequest, FinishReason, RequestFuture
 from megatron_async.sampling_params import SamplingParams
-from megatron_async.serving.messages import Generate, Output, Outputs, Refused
+from megatron_async.serving.messages import Generate, LogProbs, Output, Outputs, Refused
 from megatron_async.serving.output_socket import OutputSocket
 
 logger = logging.getLogger(__name__)
 
-LogProbs = list[tuple[float, dict[int, float]]]
 TIMEOUT = "timeout"
 IDLE_DEADLINES = 1024
 """Deadlines of requests that have ended, before the heap is cleared of them."""
