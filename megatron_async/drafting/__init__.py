@@ -1,1 +1,1 @@
-"""Where drafts come from: multi-token prediction, prompt look-up."""
+"""Where drafts come from: multi-token prediction, prompt look-up, a model of their own."""
