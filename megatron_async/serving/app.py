@@ -17,8 +17,8 @@ from megatron_async.serving.chat_completions import create_chat_completion
 from megatron_async.serving.completions import create_completion
 from megatron_async.serving.errors import install_error_handlers, json_response
 from megatron_async.serving.frontend import Frontend
-from megatron_async.serving.legacy_api import MegatronRequest, megatron_generate
 from megatron_async.serving.live_feed import LiveFeed
+from megatron_async.serving.megatron_api import MegatronRequest, megatron_generate
 from megatron_async.serving.middleware import ApiKeys, BodyLimit, RequestLog
 from megatron_async.serving.page import page_response
 from megatron_async.serving.request_shapes import ChatCompletionRequest, CompletionRequest
