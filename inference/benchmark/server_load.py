@@ -212,21 +212,7 @@ def measure(args: argparse.Namespace, load: RaggedLoad, command: str, keep: Any)
     )
     requests = load.make_requests(target.vocab_size)
     concurrency = args.concurrency or load.max_requests
-    report: dict[str, Any] = {
-        "schema_version": 1,
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": command,
-        "versions": {"megatron-async": __version__},
-        "workload": "server",
-        "server": target.server.url,
-        "shape": target.model,
-        "endpoint": args.endpoint,
-        "concurrency": concurrency,
-        "vocabulary": target.vocab_size,
-        "load": dataclasses.asdict(load),
-        "results": [],
-        "complete": False,
-    }
+    report = _empty_report(target, load, command, args.endpoint, concurrency)
     bar = progress_bar(total=len(requests) * len(args.arrival_rate) * args.rounds, unit="request")
     count, processes = itertools.count(), args.client_processes
     with bar:
@@ -240,14 +226,37 @@ def measure(args: argparse.Namespace, load: RaggedLoad, command: str, keep: Any)
                     target.server, sent, arrived, concurrency, processes, lambda _: bar.update()
                 )
                 rounds.append(figures(parts))
-            middle = sorted(rounds, key=lambda found: found["seconds"])[(len(rounds) - 1) // 2]
-            times = [found["seconds"] for found in rounds]
-            row = {"arrival_rate": f"{rate:g}", **middle, "round_seconds": times}
-            report["results"].append(row)
+            report["results"].append({"arrival_rate": f"{rate:g}", **_median_round(rounds)})
             keep(report)
     report["complete"] = not any(row["errors"] for row in report["results"])
     keep(report)
     return report
+
+
+def _empty_report(
+    target: Target, load: RaggedLoad, command: str, endpoint: str, concurrency: int
+) -> dict[str, Any]:
+    return {
+        "schema_version": 1,
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": command,
+        "versions": {"megatron-async": __version__},
+        "workload": "server",
+        "server": target.server.url,
+        "shape": target.model,
+        "endpoint": endpoint,
+        "concurrency": concurrency,
+        "vocabulary": target.vocab_size,
+        "load": dataclasses.asdict(load),
+        "results": [],
+        "complete": False,
+    }
+
+
+def _median_round(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The figures of the round of median time, with the seconds of all."""
+    middle = sorted(rounds, key=lambda found: found["seconds"])[(len(rounds) - 1) // 2]
+    return {**middle, "round_seconds": [found["seconds"] for found in rounds]}
 
 
 LATENCIES = {

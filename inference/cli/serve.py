@@ -6,9 +6,14 @@ import argparse
 import dataclasses
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import options
+
+if TYPE_CHECKING:
+    from megatron_async.serving.build import FrontendSettings
+    from megatron_async.serving.frontend import ServerConfig
+    from megatron_async.serving.messages import Endpoint
 
 KEY_VARIABLE = "MEGATRON_ASYNC_API_KEY"
 MAX_API_SERVERS = 64
@@ -70,38 +75,21 @@ def add_command(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal comes."""
-    from megatron_async.serving.build import FrontendSettings, build_frontend
+    from megatron_async.serving.build import build_frontend
     from megatron_async.serving.front_ends import FrontEnds, serve_together
-    from megatron_async.serving.frontend import MIB, ServerConfig
     from megatron_async.serving.http_server import open_socket, serve, url_of
     from megatron_async.serving.http_server import run as run_loop
+    from megatron_async.serving.logs import log_as_json
     from megatron_async.serving.messages import Endpoint, Launch
-    from megatron_async.serving.middleware import log_as_json
     from megatron_async.serving.supervisor import Supervisor
     from megatron_async.serving.tracing import make_provider
 
     depth = options.resolve_scheduling(args.inference_async_scheduling, args.depth, default=False)
     engine_config = options.engine_config(args, depth)
-    config = ServerConfig(
-        model_names=tuple(args.served_model_name) or (args.model,),
-        api_keys=tuple(args.api_key or os.environ.get(KEY_VARIABLE, "").split()),
-        allow_origins=tuple(args.allow_origin),
-        request_timeout=args.request_timeout,
-        shutdown_timeout=args.shutdown_timeout,
-        max_body_bytes=args.max_body_mib * MIB,
-        stays_without_engine=args.keep_alive_on_engine_death,
-    )
+    config = _server_config(args)
     listening = open_socket(args.host, args.port)
     endpoint = Endpoint.private()
-    settings = FrontendSettings(
-        model=args.model,
-        endpoint=endpoint,
-        config=config,
-        chat_template=args.chat_template,
-        tool_call_format=args.tool_call_format,
-        skip_tokenizer_init=args.skip_tokenizer_init,
-        otlp_traces_endpoint=args.otlp_traces_endpoint,
-    )
+    settings = _frontend_settings(args, config, endpoint)
     launch = Launch(args.model, dataclasses.asdict(engine_config), endpoint, args.max_queue)
     supervisor = Supervisor(launch, max_restarts=args.max_restarts)
 
@@ -129,3 +117,33 @@ def run(args: argparse.Namespace) -> int:
         return 0 if run_loop(serving) else EXIT_GIVEN_UP
     finally:
         endpoint.remove()
+
+
+def _server_config(args: argparse.Namespace) -> ServerConfig:
+    from megatron_async.serving.frontend import MIB, ServerConfig
+
+    return ServerConfig(
+        model_names=tuple(args.served_model_name) or (args.model,),
+        api_keys=tuple(args.api_key or os.environ.get(KEY_VARIABLE, "").split()),
+        allow_origins=tuple(args.allow_origin),
+        request_timeout=args.request_timeout,
+        shutdown_timeout=args.shutdown_timeout,
+        max_body_bytes=args.max_body_mib * MIB,
+        stays_without_engine=args.keep_alive_on_engine_death,
+    )
+
+
+def _frontend_settings(
+    args: argparse.Namespace, config: ServerConfig, endpoint: Endpoint
+) -> FrontendSettings:
+    from megatron_async.serving.build import FrontendSettings
+
+    return FrontendSettings(
+        model=args.model,
+        endpoint=endpoint,
+        config=config,
+        chat_template=args.chat_template,
+        tool_call_format=args.tool_call_format,
+        skip_tokenizer_init=args.skip_tokenizer_init,
+        otlp_traces_endpoint=args.otlp_traces_endpoint,
+    )

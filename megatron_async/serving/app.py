@@ -17,11 +17,11 @@ from megatron_async.serving.chat_completions import create_chat_completion
 from megatron_async.serving.completions import create_completion
 from megatron_async.serving.errors import install_error_handlers, json_response
 from megatron_async.serving.frontend import Frontend
-from megatron_async.serving.legacy_api import MegatronRequest, megatron_generate
 from megatron_async.serving.live_feed import LiveFeed
+from megatron_async.serving.megatron_api import MegatronRequest, megatron_generate
 from megatron_async.serving.middleware import ApiKeys, BodyLimit, RequestLog
-from megatron_async.serving.openai_api import ChatCompletionRequest, CompletionRequest
 from megatron_async.serving.page import page_response
+from megatron_async.serving.request_shapes import ChatCompletionRequest, CompletionRequest
 from megatron_async.serving.responses_api import ResponsesRequest, create_response
 from megatron_async.serving.sse import EventStream
 from megatron_async.version import __version__
@@ -71,7 +71,12 @@ def make_app(
     _add_engine(app, front)
     _add_page(app, front)
     _add_heads(app)
-    # The last one that is added is the outermost.
+    _add_middleware(app, front)
+    return app
+
+
+def _add_middleware(app: FastAPI, front: Frontend) -> None:
+    """The last one that is added is the outermost."""
     app.add_middleware(BodyLimit, most_bytes=front.config.max_body_bytes)
     app.add_middleware(
         ApiKeys,
@@ -88,7 +93,6 @@ def make_app(
             expose_headers=["x-request-id"],
         )
     app.add_middleware(RequestLog, metrics=front.metrics, counted_paths=GENERATING_PATHS)
-    return app
 
 
 def _add_openai(app: FastAPI, front: Frontend) -> None:

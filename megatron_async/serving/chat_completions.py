@@ -15,7 +15,7 @@ from megatron_async.serving.errors import json_response
 from megatron_async.serving.frontend import Frontend, log_jobs
 from megatron_async.serving.generation import Choice, Job, Piece, usage_of
 from megatron_async.serving.log_prob_shapes import chat_log_probs, prompt_log_probs
-from megatron_async.serving.openai_api import ChatCompletionRequest
+from megatron_async.serving.request_shapes import ChatCompletionRequest
 from megatron_async.serving.sse import DONE, EventStream, event, until_disconnect
 
 

@@ -16,7 +16,7 @@ from megatron_async.serving.errors import ApiError, json_response
 from megatron_async.serving.frontend import Frontend, log_jobs
 from megatron_async.serving.generation import Choice, Job, Piece, ahead_of_others, usage_of
 from megatron_async.serving.log_prob_shapes import CompletionLogProbs, joined, prompt_log_probs
-from megatron_async.serving.openai_api import CompletionRequest
+from megatron_async.serving.request_shapes import CompletionRequest
 from megatron_async.serving.sse import DONE, EventStream, TextEvents, event, until_disconnect
 
 

@@ -27,7 +27,7 @@ from megatron_async.errors import (
 )
 from megatron_async.perfetto.events import Recording, trace_events
 from megatron_async.request import StepReport
-from megatron_async.serving.live_requests import TIMEOUT, FrontEnd, LiveRequests
+from megatron_async.serving.live_requests import TIMEOUT, ConnectedFrontEnd, LiveRequests
 from megatron_async.serving.live_steps import LiveSteps
 from megatron_async.serving.messages import Answer, Control, Kept
 
@@ -58,8 +58,8 @@ class Call:
 
 
 class Controls:
-    """Carries out :class:`~megatron_async.serving.messages.Control`, whose names are the methods
-    here that have no underscore before them.
+    """Carries out :class:`~megatron_async.serving.messages.Control`, by the methods that
+    :data:`CONTROLS` names.
 
     Args:
         keep: is told what the next process must know, whenever it changes.
@@ -83,7 +83,7 @@ class Controls:
         self._first_version = 0
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="control")
         self._running: set[Future[None]] = set()
-        self._calls: dict[tuple[FrontEnd, int], Call] = {}
+        self._calls: dict[tuple[ConnectedFrontEnd, int], Call] = {}
         self._call = threading.local()
         """``current`` is the thread's own."""
         self._updating = threading.Lock()
@@ -112,7 +112,7 @@ class Controls:
             self._engine.suspend()
 
     def submit(
-        self, front_end: FrontEnd, control: Control, answer: Callable[[Answer], object]
+        self, front_end: ConnectedFrontEnd, control: Control, answer: Callable[[Answer], object]
     ) -> None:
         """Begin a control; ``answer`` is called when it is done."""
         key = front_end, control.number
@@ -122,7 +122,7 @@ class Controls:
         future.add_done_callback(self._running.discard)
         future.add_done_callback(lambda _: self._calls.pop(key, None))
 
-    def cancel(self, front_end: FrontEnd, number: int | None = None) -> None:
+    def cancel(self, front_end: ConnectedFrontEnd, number: int | None = None) -> None:
         """Nobody waits for a front end's control any more, or for any of them."""
         for (of, each), call in list(self._calls.items()):
             if of is front_end and number in (None, each):

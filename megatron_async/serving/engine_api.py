@@ -16,7 +16,7 @@ from megatron_async.parameter_checks import check_vocabulary
 from megatron_async.serving.chat import ToolUse
 from megatron_async.serving.errors import ApiError
 from megatron_async.serving.frontend import Frontend
-from megatron_async.serving.openai_api import Body, Messages, Token
+from megatron_async.serving.request_shapes import Body, Messages, Token
 from megatron_async.serving.sse import until_disconnect
 from megatron_async.version import __version__
 

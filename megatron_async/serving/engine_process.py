@@ -24,7 +24,7 @@ from megatron_async.config import EngineConfig
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import MegatronAsyncError
 from megatron_async.serving.controls import Controls
-from megatron_async.serving.live_requests import FrontEnd, LiveRequests
+from megatron_async.serving.live_requests import ConnectedFrontEnd, LiveRequests
 from megatron_async.serving.messages import (
     Abort,
     Answer,
@@ -78,7 +78,7 @@ class EngineProcess:
         self._wake.setblocking(False)
         self._exit: int | None = None
         self._decoder = msgspec.msgpack.Decoder(ToEngine)
-        self._front_ends: dict[bytes, FrontEnd] = {}
+        self._front_ends: dict[bytes, ConnectedFrontEnd] = {}
         self._dropped: dict[bytes, float] = {}
         """Front ends that will be told so when they read again, if that is before a time."""
         self._outputs = OutputSocket(self._context, launch.endpoint.outputs)
@@ -159,7 +159,7 @@ class EngineProcess:
         if front_end is None:
             if not isinstance(message, Hello):
                 return  # of one that was dropped
-            front_end = self._front_ends[identity] = FrontEnd(identity)
+            front_end = self._front_ends[identity] = ConnectedFrontEnd(identity)
         match message:
             case Generate():
                 self._requests.add(front_end, message)
@@ -179,7 +179,7 @@ class EngineProcess:
             case Cancel(number=number):
                 self._controls.cancel(front_end, number)
 
-    def _drop(self, front_end: FrontEnd) -> None:
+    def _drop(self, front_end: ConnectedFrontEnd) -> None:
         """Forget a front end; its requests are aborted."""
         front_end.is_gone = True
         self._requests.abort_all(front_end)

@@ -17,8 +17,8 @@ from megatron_async.serving.build import build_frontend
 from megatron_async.serving.engine_client import EngineClient
 from megatron_async.serving.front_ends import FrontEndLaunch, ToFrontEnd
 from megatron_async.serving.http_server import run, serve
+from megatron_async.serving.logs import log_as_json
 from megatron_async.serving.messages import GivenUp, NotStarted, Started
-from megatron_async.serving.middleware import log_as_json
 from megatron_async.serving.parent_process import (
     EXIT_NOT_STARTED,
     Parent,

@@ -40,7 +40,8 @@ from prometheus_client.multiprocess import mark_process_dead
 from megatron_async.errors import FrontEndDeadError
 from megatron_async.serving.build import FrontendSettings
 from megatron_async.serving.child_process import ChildProcess, Restarts, error_of
-from megatron_async.serving.http_server import ABORT_SECONDS, Engine, with_engine
+from megatron_async.serving.engine_lifetime import Engine, with_engine
+from megatron_async.serving.http_server import ABORT_SECONDS
 from megatron_async.serving.messages import GivenUp, NotStarted, Started, Stop
 
 logger = logging.getLogger(__name__)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Generator
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import uvicorn
 from fastapi import FastAPI
 
 from megatron_async.errors import ConfigError
-from megatron_async.serving.app import make_app
+from megatron_async.serving.app import Lifespan, make_app
 from megatron_async.serving.connections import limited_connection, most_connections
+from megatron_async.serving.engine_lifetime import Engine, EngineUser, with_engine
 from megatron_async.serving.frontend import Frontend
 
 if TYPE_CHECKING:
@@ -30,30 +31,7 @@ ABORT_SECONDS = 5
 """For requests that were ended at a shutdown to send what they have."""
 
 
-class Engine(Protocol):
-    """What is needed of ``Supervisor``."""
-
-    async def start(self) -> None:
-        """Start the engine process and wait until it serves; raises why it cannot."""
-
-    async def given_up(self) -> str:
-        """Wait until an engine that has served is not started again; why."""
-
-    async def stop(self) -> None:
-        """End it."""
-
-
-class Reached(Protocol):
-    """What serves with the engine."""
-
-    async def ready(self) -> object:
-        """Wait until the engine process has answered."""
-
-    def give_up(self, reason: str) -> None:
-        """There will be no further engine process."""
-
-
-class Connection(Reached, Protocol):
+class Connection(EngineUser, Protocol):
     """What is needed of ``EngineClient`` to open and close it."""
 
     async def connect(self) -> None:
@@ -164,31 +142,9 @@ async def serve(
         # From within a signal's handler, which may have come between any two lines.
         loop.call_soon_threadsafe(loop.call_later, timeout, _spawn(front.generator.abort_all))
 
-    @contextlib.asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        await connection.connect()
-        if listen is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(FIRST_CONTACT_SECONDS):
-                    await connection.ready()
-        try:
-            yield
-        finally:
-            await connection.aclose()
-
-    config = uvicorn.Config(
-        make_app(front, lifespan=lifespan, tracer_provider=tracer_provider),
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        lifespan="on",
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=int(timeout) + ABORT_SECONDS,
-        backlog=BACKLOG,
-        http=limited_connection(most_connections()),
-        ws="none",
-    )
-    server = HttpServer(config, drain, has_signals=listen is None)
+    lifespan = _lifespan(connection, waits=listen is not None)
+    app = make_app(front, lifespan=lifespan, tracer_provider=tracer_provider)
+    server = HttpServer(_uvicorn_config(app, timeout), drain, has_signals=listen is None)
     if listen is not None:
         listen(server.signalled)
     return await with_engine(
@@ -201,54 +157,38 @@ async def serve(
     )
 
 
-async def with_engine(
-    engine: Engine,
-    reached: Reached,
-    serving: Coroutine[Any, Any, None],
-    end: Callable[[], None],
-    *,
-    stays: bool,
-    on_ready: Callable[[], None],
-) -> bool:
-    """Start the engine, and stop it when ``serving`` is over; False when it was given up.
+def _lifespan(connection: Connection, *, waits: bool) -> Lifespan:
+    """Open and close the way to the engine; ``waits`` for it a moment before connections are
+    accepted."""
 
-    Args:
-        end: ends ``serving`` in good order.
-        stays: do not end it when the engine is given up.
-    """
-    is_alive = True
-
-    async def announce() -> None:
-        await reached.ready()
-        on_ready()
-
-    async def watch() -> None:
-        nonlocal is_alive
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await connection.connect()
+        if waits:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(FIRST_CONTACT_SECONDS):
+                    await connection.ready()
         try:
-            await engine.start()
-        except BaseException:
-            end()
-            raise
-        announcing = asyncio.create_task(announce())
-        try:
-            reached.give_up(await engine.given_up())
+            yield
         finally:
-            announcing.cancel()
-        is_alive = False
-        if not stays:
-            end()
+            await connection.aclose()
 
-    watching = asyncio.create_task(watch(), name="life of the engine")
-    try:
-        await serving
-    finally:
-        if not watching.done():
-            watching.cancel()
-            await asyncio.wait([watching])
-        await engine.stop()
-    if not watching.cancelled() and (error := watching.exception()) is not None:
-        raise error
-    return is_alive
+    return lifespan
+
+
+def _uvicorn_config(app: FastAPI, shutdown_timeout: float) -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        lifespan="on",
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
+        timeout_graceful_shutdown=int(shutdown_timeout) + ABORT_SECONDS,
+        backlog=BACKLOG,
+        http=limited_connection(most_connections()),
+        ws="none",
+    )
 
 
 def run(work: Awaitable[T]) -> T:

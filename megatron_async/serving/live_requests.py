@@ -16,19 +16,18 @@ from megatron_async.engine.output_processor import Taken
 from megatron_async.errors import EngineStoppedError, QueueFullError, RequestError
 from megatron_async.request import DynamicInferenceRequest, FinishReason, RequestFuture
 from megatron_async.sampling_params import SamplingParams
-from megatron_async.serving.messages import Generate, Output, Outputs, Refused
+from megatron_async.serving.messages import Generate, LogProbs, Output, Outputs, Refused
 from megatron_async.serving.output_socket import OutputSocket
 
 logger = logging.getLogger(__name__)
 
-LogProbs = list[tuple[float, dict[int, float]]]
 TIMEOUT = "timeout"
 IDLE_DEADLINES = 1024
 """Deadlines of requests that have ended, before the heap is cleared of them."""
 
 
-class FrontEnd:
-    """One front end and its requests, by its own numbers."""
+class ConnectedFrontEnd:
+    """A front end as the engine process sees it, and its requests, by its own numbers."""
 
     def __init__(self, identity: bytes) -> None:
         self.identity = identity
@@ -60,7 +59,7 @@ class LiveRequest:
     )
 
     def __init__(
-        self, front_end: FrontEnd, request_id: int, engine_id: int, params: SamplingParams
+        self, front_end: ConnectedFrontEnd, request_id: int, engine_id: int, params: SamplingParams
     ) -> None:
         self.front_end = front_end
         self.request_id = request_id
@@ -119,7 +118,7 @@ class LiveRequests:
 
     # --- in the thread of the commands --------------------------------------------------------
 
-    def add(self, front_end: FrontEnd, asked: Generate) -> None:
+    def add(self, front_end: ConnectedFrontEnd, asked: Generate) -> None:
         """Start a request, or refuse it: an error is its front end's alone."""
         try:
             self._add(front_end, asked)
@@ -133,13 +132,13 @@ class LiveRequests:
             logger.exception("a request could not be added")
             self._refuse(front_end, asked.request_id, "internal", f"{type(error).__name__}")
 
-    def abort(self, front_end: FrontEnd, request_id: int) -> None:
+    def abort(self, front_end: ConnectedFrontEnd, request_id: int) -> None:
         """End a request, if it has not ended."""
         live = front_end.requests.get(request_id)
         if live is not None:
             self._engine.abort_request(live.engine_id)
 
-    def abort_all(self, front_end: FrontEnd) -> None:
+    def abort_all(self, front_end: ConnectedFrontEnd) -> None:
         """End all requests of a front end."""
         for request_id in list(front_end.requests):
             self.abort(front_end, request_id)
@@ -162,7 +161,7 @@ class LiveRequests:
             heapq.heapify(deadlines)
         return deadlines[0][0] if deadlines else None
 
-    def _add(self, front_end: FrontEnd, asked: Generate) -> None:
+    def _add(self, front_end: ConnectedFrontEnd, asked: Generate) -> None:
         if self.refusal is not None:
             raise QueueFullError(self.refusal)
         request_id = asked.request_id
@@ -218,7 +217,7 @@ class LiveRequests:
 
     def _deliver(self, taken: Taken) -> None:
         ended = {request.request_id: request for request in taken.finished}
-        batches: dict[FrontEnd, list[Output | Refused]] = {}
+        batches: dict[ConnectedFrontEnd, list[Output | Refused]] = {}
         routes = self._routes
         for request_id, token, text, reason, log_probs in taken.outputs:
             route = routes.get(request_id)
@@ -253,7 +252,7 @@ class LiveRequests:
     def fail(self, error: EngineStoppedError) -> None:
         """The engine has stopped: nobody gets anything any more."""
         lives = {route.live for route in list(self._routes.values())}
-        by_front_end: dict[FrontEnd, list[Output | Refused]] = {}
+        by_front_end: dict[ConnectedFrontEnd, list[Output | Refused]] = {}
         for live in lives:
             refused = Refused(live.request_id, "dead", str(error))
             by_front_end.setdefault(live.front_end, []).append(refused)
@@ -294,10 +293,12 @@ class LiveRequests:
         with self._emptied:
             return self._emptied.wait_for(lambda: not self._routes, timeout)
 
-    def _refuse(self, front_end: FrontEnd, request_id: int, kind: str, message: str) -> None:
+    def _refuse(
+        self, front_end: ConnectedFrontEnd, request_id: int, kind: str, message: str
+    ) -> None:
         self._send(front_end, [Refused(request_id, kind, message)])
 
-    def _send(self, front_end: FrontEnd, batch: list[Output | Refused]) -> None:
+    def _send(self, front_end: ConnectedFrontEnd, batch: list[Output | Refused]) -> None:
         if front_end.is_gone or self._outputs.send(front_end.identity, Outputs(batch)):
             return
         front_end.is_gone = True

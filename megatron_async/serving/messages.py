@@ -17,6 +17,9 @@ from megatron_async.errors import ConfigError
 MAX_SOCKET_PATH = 100
 """Bytes of a socket's path that every system takes."""
 
+LogProbs = list[tuple[float, dict[int, float]]]
+"""For each token its log-probability and the most likely tokens' by id."""
+
 
 class Endpoint(msgspec.Struct, frozen=True):
     """Where the engine process is to be found: two Unix sockets.
@@ -207,8 +210,8 @@ class Output(msgspec.Struct, frozen=True, tag=True, array_like=True):
     index: int
     token_ids: list[int]
     text: str | None = None
-    log_probs: list[tuple[float, dict[int, float]]] | None = None
-    prompt_log_probs: list[tuple[float, dict[int, float]]] | None = None
+    log_probs: LogProbs | None = None
+    prompt_log_probs: LogProbs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     usage: dict[str, int | float] | None = None

@@ -98,38 +98,27 @@ class ServerMetrics:
         self._label = {"model_name": model_name}
         self._shown.register(_EngineCollector(model_name, snapshot, is_ready))
 
-        def histogram(name: str, said: str, buckets: tuple[float, ...]) -> Histogram:
-            full = f"{PREFIX}_{name}"
-            made = Histogram(full, said, ["model_name"], buckets=buckets, registry=self.registry)
-            return made.labels(**self._label)
-
-        self._first_token = histogram(
+        self._first_token = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token", FIRST_TOKEN_SECONDS
         )
-        self._token = histogram(
+        self._token = self._histogram(
             "inter_token_latency_seconds", "Between two tokens of a sequence", TOKEN_SECONDS
         )
-        self._queue = histogram(
+        self._queue = self._histogram(
             "request_queue_time_seconds", "From arrival to admission", FIRST_TOKEN_SECONDS
         )
-        self._latency = histogram(
+        self._latency = self._histogram(
             "e2e_request_latency_seconds", "From arrival to the last token", REQUEST_SECONDS
         )
-        self._prompt = histogram("request_prompt_tokens", "Tokens of a prompt", TOKEN_COUNTS)
-        self._generated = histogram(
+        self._prompt = self._histogram("request_prompt_tokens", "Tokens of a prompt", TOKEN_COUNTS)
+        self._generated = self._histogram(
             "request_generation_tokens", "Tokens generated of a sequence", TOKEN_COUNTS
         )
-        self._finished = Counter(
-            f"{PREFIX}_request_success",
-            "Sequences that have ended, by reason",
-            ["model_name", "finished_reason"],
-            registry=self.registry,
+        self._finished = self._counter(
+            "request_success", "Sequences that have ended, by reason", "finished_reason"
         )
-        self._refused = Counter(
-            f"{PREFIX}_requests_refused",
-            "Requests that were not served, by HTTP status",
-            ["model_name", "status"],
-            registry=self.registry,
+        self._refused = self._counter(
+            "requests_refused", "Requests that were not served, by HTTP status", "status"
         )
         self._open = Gauge(
             f"{PREFIX}_http_requests_open",
@@ -176,6 +165,15 @@ class ServerMetrics:
             self._queue.observe(usage["queue_time"])
             self._prompt.observe(usage["prompt_tokens"])
             self._generated.observe(usage["generated_tokens"])
+
+    def _histogram(self, name: str, said: str, buckets: tuple[float, ...]) -> Histogram:
+        full = f"{PREFIX}_{name}"
+        made = Histogram(full, said, ["model_name"], buckets=buckets, registry=self.registry)
+        return made.labels(**self._label)
+
+    def _counter(self, name: str, said: str, by: str) -> Counter:
+        full = f"{PREFIX}_{name}"
+        return Counter(full, said, ["model_name", by], registry=self.registry)
 
 
 class _EngineCollector:

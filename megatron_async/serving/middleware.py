@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import json
-import logging
 import re
 import time
 import uuid
@@ -21,8 +19,7 @@ from megatron_async.serving import tracing
 from megatron_async.serving.errors import ApiError, ClientGoneError, error_response
 from megatron_async.serving.frontend import MIB
 from megatron_async.serving.generation import Metrics
-
-logger = logging.getLogger("megatron_async.serving")
+from megatron_async.serving.logs import logger
 
 BODY_SECONDS = 60.0
 """For each MiB of a body that is begun: a connection must not live for ever."""
@@ -31,31 +28,6 @@ STATUS_CLIENT_GONE = 499
 _CLOSE = {"Connection": "close"}
 """What is left of a body that was refused is never read."""
 _PLAIN_ID = re.compile(r"[\x21-\x7e]{1,128}")
-
-
-class JsonFormatter(logging.Formatter):
-    """A log record as one line of JSON; ``extra={"fields": {...}}`` adds to it."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {
-            "time": round(record.created, 3),
-            "level": record.levelname.lower(),
-            "message": record.getMessage(),
-            **getattr(record, "fields", {}),
-        }
-        if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line)
-
-
-def log_as_json() -> None:
-    """Requests, and what goes wrong, as lines of JSON on stderr."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(JsonFormatter())
-    for name in ("megatron_async", "uvicorn", "opentelemetry"):
-        logging.getLogger(name).addHandler(handler)
-        logging.getLogger(name).setLevel(logging.WARNING)
-    logger.setLevel(logging.INFO)
 
 
 class RequestLog:

@@ -20,7 +20,7 @@ from megatron_async.serving.frontend import Frontend, log_jobs
 from megatron_async.serving.generation import Job, usage_of
 from megatron_async.serving.log_prob_shapes import chat_log_probs
 from megatron_async.serving.messages import Output
-from megatron_async.serving.openai_api import (
+from megatron_async.serving.request_shapes import (
     MAX_TOP_LOG_PROBS,
     Body,
     Integer,

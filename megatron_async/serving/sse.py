@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -14,8 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from megatron_async.errors import MegatronAsyncError
 from megatron_async.serving.errors import ClientGoneError, describe
-
-logger = logging.getLogger("megatron_async.serving")
+from megatron_async.serving.logs import logger
 
 DONE = b"data: [DONE]\n\n"
 

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "serving.md").read_text()
 COMMAND, CURL = re.findall(r"^    ((?:megatron-async|curl) (?:.*\\\n)*.*)", PAGE, re.M)
 (CLIENT,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+README = (ROOT / "README.md").read_text()
 
 
 def wait_until(ready: Callable[[], bool]) -> None:
@@ -54,6 +55,13 @@ def url() -> Iterator[str]:
     finally:
         server.kill()
         server.communicate()
+
+
+def test_the_readme_begins_with_the_same_commands() -> None:
+    _, shown, *_ = re.findall(r"```bash\n(.*?)```", README, re.S)
+    served, asked = shown.split("\n", 1)
+    assert served == f".venv/bin/{COMMAND}"
+    assert shlex.split(asked.replace("\\\n", " ")) == shlex.split(CURL.replace("\\\n", " "))
 
 
 def test_the_curl_gets_a_completion(url: str) -> None:

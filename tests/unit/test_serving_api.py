@@ -24,10 +24,10 @@ from megatron_async.serving.engine_api import DetokenizeRequest, TokenizeRequest
 from megatron_async.serving.errors import ApiError, param_of
 from megatron_async.serving.frontend import ServerConfig
 from megatron_async.serving.generation import ChoiceText
-from megatron_async.serving.legacy_api import MegatronRequest
+from megatron_async.serving.logs import JsonFormatter
+from megatron_async.serving.megatron_api import MegatronRequest
 from megatron_async.serving.messages import Output
-from megatron_async.serving.middleware import JsonFormatter
-from megatron_async.serving.openai_api import ChatCompletionRequest, CompletionRequest
+from megatron_async.serving.request_shapes import ChatCompletionRequest, CompletionRequest
 from megatron_async.serving.responses_api import ResponsesRequest
 from megatron_async.tokenizer import Tokenizer
 from tests.support.engines import hash_engine

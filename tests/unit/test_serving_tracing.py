@@ -22,8 +22,8 @@ from opentelemetry.trace import SpanKind, StatusCode, format_span_id, format_tra
 from megatron_async.errors import ConfigError, EngineDeadError
 from megatron_async.serving import tracing
 from megatron_async.serving.app import OPEN_PATHS
+from megatron_async.serving.logs import JsonFormatter
 from megatron_async.serving.messages import Generate, Output
-from megatron_async.serving.middleware import JsonFormatter
 from tests.support.engines import hash_engine
 from tests.support.hash_tokenizer import hash_tokenizer
 from tests.support.patience import PATIENCE_SECONDS

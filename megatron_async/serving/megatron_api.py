@@ -13,7 +13,7 @@ from megatron_async.sampling_params import SamplingParams
 from megatron_async.serving.errors import ApiError, json_response, renamed
 from megatron_async.serving.frontend import Frontend, log_jobs
 from megatron_async.serving.generation import Choice, Job
-from megatron_async.serving.openai_api import Body, Integer
+from megatron_async.serving.request_shapes import Body, Integer
 from megatron_async.serving.sse import until_disconnect
 
 MAX_PROMPTS = 128
