@@ -142,6 +142,11 @@ class EngineConfig:
         self._check("block_count", 1, MAX_COUNT, optional=True)
         self._check("num_cuda_graphs", 1, optional=True)
         self._check("num_speculative_tokens", 0, MAX_DRAFTS)
+        if self.draft_model is not None and self.speculative_method != "mtp":
+            raise ConfigError(
+                f"draft_model and speculative_method={self.speculative_method!r} contradict each "
+                "other; leave one of them out"
+            )
         if self.draft_model is not None and not self.num_speculative_tokens:
             raise ConfigError("draft_model drafts nothing with num_speculative_tokens=0; raise it")
         if self.speculative_method not in SPECULATIVE_METHODS:

@@ -85,6 +85,8 @@ def test_another_model_changes_no_token(expected: list[list[int]], tmp_path: Pat
 def test_what_does_not_suit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="num_speculative_tokens=0"):
         EngineConfig(draft_model="tiny")
+    with pytest.raises(ConfigError, match="contradict"):
+        EngineConfig(draft_model="tiny", num_speculative_tokens=1, speculative_method="ngram")
     small = dataclasses.replace(load_pretrained("tiny").config, vocab_size=300, mtp_num_layers=0)
     model = build_random_model(small, device="cpu", dtype=torch.float32)
     save_native(tmp_path, model, small)
