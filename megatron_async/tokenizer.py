@@ -13,7 +13,7 @@ from typing import Any
 
 import tokenizers
 
-from megatron_async.checkpoint.files import read_json
+from megatron_async.checkpoint.json_file import read_json
 from megatron_async.errors import CheckpointError, RequestError
 
 TOKENIZER_FILE = "tokenizer.json"

@@ -21,7 +21,7 @@ from megatron_async.checkpoint.distributed_metadata import (
     StoredTensor,
     read_metadata,
 )
-from megatron_async.checkpoint.files import one_line, read_json
+from megatron_async.checkpoint.json_file import one_line, read_json
 from megatron_async.checkpoint.native import copy_tokenizer_files, write_config
 from megatron_async.errors import CheckpointError
 from megatron_async.models.config import ModelConfig

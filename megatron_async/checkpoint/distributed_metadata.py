@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megatron_async.checkpoint.files import one_line
+from megatron_async.checkpoint.json_file import one_line
 from megatron_async.errors import CheckpointError
 
 METADATA_FILE = ".metadata"

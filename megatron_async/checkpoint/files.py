@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from megatron_async.checkpoint.json_file import one_line, read_json
 from megatron_async.checkpoint.targets import Target
 from megatron_async.config import MAX_COUNT
 from megatron_async.errors import CheckpointError
@@ -31,28 +31,6 @@ class Description:
     config: ModelConfig
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
-
-
-def one_line(error: Exception) -> str:
-    """The message of a library's error on one line; its class where there is no message."""
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``.
-
-    Raises:
-        CheckpointError: the file is missing, unreadable, or not a JSON object.
-    """
-    try:
-        values = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not valid JSON: {one_line(error)}") from error
-    if not isinstance(values, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object")
-    return values
 
 
 def parse_dtype(path: Path, value: Any) -> torch.dtype:

@@ -5,12 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron_async.checkpoint.files import (
-    Description,
-    parse_dtype,
-    parse_token_ids,
-    read_json,
-)
+from megatron_async.checkpoint.files import Description, parse_dtype, parse_token_ids
+from megatron_async.checkpoint.json_file import read_json
 from megatron_async.errors import CheckpointError
 from megatron_async.models.config import ModelConfig, RopeScaling
 

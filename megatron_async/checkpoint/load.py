@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,22 +9,18 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_async.checkpoint import huggingface, native
-from megatron_async.checkpoint.files import SINGLE_FILE, Description, read_json, weight_files
+from megatron_async.checkpoint.files import SINGLE_FILE, Description, weight_files
 from megatron_async.checkpoint.finite import check_finite
+from megatron_async.checkpoint.json_file import read_json
+from megatron_async.checkpoint.path import (
+    SUPPORTED,
+    load_tokenizer,
+    model_directory,
+    random_shape,
+)
 from megatron_async.errors import CheckpointError
 from megatron_async.models.config import ModelConfig
-from megatron_async.models.made_up_tokenizer import made_up_tokenizer
-from megatron_async.models.shapes import SHAPES
 from megatron_async.tokenizer import TOKENIZER_FILE, Tokenizer
-
-EMBEDDED = "tiny"
-RANDOM = "random:"
-"""Before the name of a shape: random weights, and a tokenizer of random words."""
-
-_SUPPORTED = (
-    "supported are Hugging Face directories of Llama, Qwen2 and Qwen3 with safetensors weights, "
-    "this package's own, and megatron dist_checkpointing ones with this package's config.json"
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,43 +36,6 @@ class Pretrained:
     tokenizer: Tokenizer | None
     eos_token_ids: tuple[int, ...]
     name: str
-
-
-def random_shape(path: str | Path) -> ModelConfig | None:
-    """The shape that "random:NAME" names; None for any other path.
-
-    Raises:
-        CheckpointError: there is no such shape.
-    """
-    if not isinstance(path, str) or not path.startswith(RANDOM):
-        return None
-    name = path.removeprefix(RANDOM)
-    if name not in SHAPES:
-        raise CheckpointError(f"{path}: no such shape; there are {', '.join(SHAPES)}")
-    return SHAPES[name]
-
-
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """That of a model directory, of "tiny", or of "random:NAME"; raises CheckpointError."""
-    shape = random_shape(path)
-    if shape is not None:
-        return made_up_tokenizer(shape.vocab_size)
-    return Tokenizer.from_directory(model_directory(path))
-
-
-def model_directory(path: str | Path) -> Path:
-    if path != EMBEDDED:
-        directory = Path(path)
-        if not directory.is_dir():
-            raise CheckpointError(f"{path}: not a directory; {_SUPPORTED}")
-        return directory
-    embedded = importlib.resources.files("megatron_async") / "assets" / EMBEDDED
-    if not isinstance(embedded, Path) or not embedded.is_dir():
-        raise CheckpointError(
-            f"{EMBEDDED}: this installation has no embedded model ({embedded}); for a directory "
-            f"of that name write ./{EMBEDDED}"
-        )
-    return embedded
 
 
 class _Described(NamedTuple):
@@ -98,7 +56,7 @@ def _describe(directory: Path) -> _Described:
                 "the model; write it with megatron_async.checkpoint.native.write_config"
             )
         weight_files(directory)
-        raise CheckpointError(f"{directory}: has no config.json; {_SUPPORTED}")
+        raise CheckpointError(f"{directory}: has no config.json; {SUPPORTED}")
     values = read_json(config_file)
     own = "format" in values
     if own:
@@ -111,7 +69,7 @@ def _describe(directory: Path) -> _Described:
         distributed = False
     else:
         raise CheckpointError(
-            f"{config_file}: has neither format nor model_type nor architectures; {_SUPPORTED}"
+            f"{config_file}: has neither format nor model_type nor architectures; {SUPPORTED}"
         )
     return _Described(description, own, distributed)
 

@@ -11,8 +11,8 @@ import safetensors
 import safetensors.torch
 import torch
 
-from megatron_async.checkpoint.files import one_line
 from megatron_async.checkpoint.finite import check_finite
+from megatron_async.checkpoint.json_file import one_line
 from megatron_async.checkpoint.targets import same_values
 from megatron_async.errors import CheckpointError
 from megatron_async.models.config import ModelConfig

@@ -78,7 +78,7 @@ class Text(NamedTuple):
 
 
 def _text_of(settings: FrontendSettings) -> Text:
-    from megatron_async.checkpoint.load import load_tokenizer, model_directory, random_shape
+    from megatron_async.checkpoint.path import load_tokenizer, model_directory, random_shape
     from megatron_async.tokenizer import TOKENIZER_FILE
 
     if random_shape(settings.model) is None:

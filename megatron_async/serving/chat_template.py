@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_async.checkpoint.files import one_line, read_json
-from megatron_async.checkpoint.load import model_directory, random_shape
+from megatron_async.checkpoint.json_file import one_line, read_json
+from megatron_async.checkpoint.path import model_directory, random_shape
 from megatron_async.errors import CheckpointError, RequestError
 from megatron_async.parameter_checks import shown
 from megatron_async.serving.chat_messages import checked_messages, fitted_messages, plain

@@ -19,7 +19,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from megatron_async.checkpoint.files import one_line
+from megatron_async.checkpoint.json_file import one_line
 from megatron_async.errors import CheckpointError, RequestError
 
 MAX_SECONDS = 5.0

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_async.checkpoint.load import model_directory
+from megatron_async.checkpoint.path import model_directory
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.inference.cli.main import main
 from megatron_async.sampling_params import SamplingParams

@@ -103,11 +103,15 @@ def asked(number: int, tokens: int) -> dict[str, Any]:
     return {"prompt": prompt, **sampled, "ignore_eos": True, "stream": True}
 
 
-def serial(numbers: range, tokens: int) -> list[str]:
+Serial = Callable[[range, int], list[str]]
+
+
+@pytest.fixture(scope="module")
+def serial() -> Iterator[Serial]:
     """The text of each request by itself."""
     from megatron_async.engine.engine import DynamicInferenceEngine
 
-    with DynamicInferenceEngine.from_pretrained("tiny", config_at(0, max_requests=1)) as engine:
+    def texts(numbers: range, tokens: int) -> list[str]:
         made = []
         for number in numbers:
             params = SamplingParams(
@@ -119,6 +123,9 @@ def serial(numbers: range, tokens: int) -> list[str]:
             (request,) = engine.generate([asked(number, tokens)["prompt"]], params)
             made.append(request.generated_text or "")
         return made
+
+    with DynamicInferenceEngine.from_pretrained("tiny", config_at(0, max_requests=1)) as engine:
+        yield texts
 
 
 async def stream(client: httpx.AsyncClient, number: int, tokens: int) -> tuple[str, str]:
@@ -157,7 +164,7 @@ async def half_at_each(server: Server, start: Callable[..., Any], each: int) -> 
     return tasks
 
 
-def test_32_streams_over_two_front_ends_are_serial_decoding(server: Server) -> None:
+def test_32_streams_over_two_front_ends_are_serial_decoding(server: Server, serial: Serial) -> None:
     before = max(server.metric("request_success_total"), 0.0)
 
     async def test() -> list[tuple[str, str]]:
@@ -185,7 +192,9 @@ def test_32_streams_over_two_front_ends_are_serial_decoding(server: Server) -> N
             assert server.metric("requests_refused_total") >= 1
 
 
-def test_a_front_end_that_is_killed_is_started_again_and_hurts_no_other(server: Server) -> None:
+def test_a_front_end_that_is_killed_is_started_again_and_hurts_no_other(
+    server: Server, serial: Serial
+) -> None:
     async def test() -> tuple[list[Any], list[Any]]:
         killed, left = server.front_ends
         async with streams(server, 12) as start:
@@ -212,7 +221,7 @@ def test_a_front_end_that_is_killed_is_started_again_and_hurts_no_other(server: 
     assert kept == [(text, "length") for text in serial(range(4, 8), 12)]
 
 
-def test_sigterm_lets_the_streams_of_all_front_ends_end(server: Server) -> None:
+def test_sigterm_lets_the_streams_of_all_front_ends_end(server: Server, serial: Serial) -> None:
     children = psutil.Process(server.process.pid).children()
 
     async def test() -> list[Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_async.checkpoint.load import load_tokenizer
+from megatron_async.checkpoint.path import load_tokenizer
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import CheckpointError, ConfigError
 from megatron_async.inference.benchmark.http_client import Answer, EventParser, Server

@@ -13,7 +13,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from megatron_async.checkpoint.load import model_directory
+from megatron_async.checkpoint.path import model_directory
 from megatron_async.errors import CheckpointError, RequestError
 from megatron_async.serving import template_sandbox
 from megatron_async.serving.chat_messages import MAX_DEPTH

@@ -197,9 +197,12 @@ def test_name_tiny_is_the_embedded_model_or_a_clear_error() -> None:
         assert "no embedded model" in str(error)
 
 
-def test_importing_the_package_imports_nothing_heavy() -> None:
+def test_neither_the_package_nor_a_front_end_imports_anything_heavy() -> None:
     code = (
         "import sys, megatron_async; before = set(sys.modules); import megatron_async.checkpoint; "
+        "from megatron_async.serving import build, front_end_process, messages; "
+        "endpoint, config = messages.Endpoint('', b''), build.ServerConfig(model_names=('tiny',)); "
+        "build._text_of(build.FrontendSettings(model='tiny', endpoint=endpoint, config=config)); "
         "print({name.split('.')[0] for name in set(sys.modules) - before})"
     )
     root = Path(__file__).parents[2]

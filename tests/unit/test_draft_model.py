@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_async.checkpoint.load import load_pretrained, model_directory
+from megatron_async.checkpoint.load import load_pretrained
 from megatron_async.checkpoint.native import save_native
+from megatron_async.checkpoint.path import model_directory
 from megatron_async.config import EngineConfig
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import ConfigError

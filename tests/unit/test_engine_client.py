@@ -101,17 +101,31 @@ def mixed_requests() -> list[tuple[list[int], dict[str, Any]]]:
     return requests
 
 
-@pytest.mark.parametrize("depth", (0, 1))
+@contextlib.asynccontextmanager
+async def in_a_process(depth: int) -> AsyncIterator[EngineClient]:
+    config = {"inference_async_scheduling": depth > 0, "max_requests": 32}
+    async with engine_process(config=config) as (_, client):
+        yield client
+
+
+@contextlib.asynccontextmanager
+async def in_a_thread(depth: int) -> AsyncIterator[EngineClient]:
+    config = EngineConfig(device="cpu", max_requests=32, inference_async_scheduling=depth > 0)
+    with DynamicInferenceEngine.from_pretrained("tiny", config) as engine:
+        async with served(engine) as client:
+            yield client
+
+
+@pytest.mark.parametrize(("opened", "depth"), ((in_a_thread, 0), (in_a_process, 1)))
 def test_64_requests_at_once_get_what_generate_gives(
-    depth: int, tiny: DynamicInferenceEngine
+    opened: Any, depth: int, tiny: DynamicInferenceEngine
 ) -> None:
     requests = mixed_requests()
     given = [SamplingParams.deserialize(params) for _, params in requests]
     expected = tiny.generate([prompt for prompt, _ in requests], given)
 
     async def test() -> None:
-        config = {"inference_async_scheduling": depth > 0, "max_requests": 32}
-        async with engine_process(config=config) as (_, client):
+        async with opened(depth) as client:
             got = await asyncio.gather(*(outputs_of(client, *request) for request in requests))
             for (output,), record in zip(got, expected, strict=True):
                 assert output.token_ids == record.generated_tokens

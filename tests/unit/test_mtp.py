@@ -50,30 +50,41 @@ def tokens_of(requests: list[DynamicInferenceRequest]) -> list[list[int]]:
     return [request.generated_tokens for request in requests]
 
 
-@pytest.mark.parametrize("drafts", (1, 2, 4))
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_drafted_equals_undrafted(tiny: DynamicInferenceEngine, depth: int, drafts: int) -> None:
-    expected = tokens_of(generate(tiny))
+@pytest.fixture(scope="module")
+def undrafted(tiny: DynamicInferenceEngine) -> list[list[int]]:
+    return tokens_of(generate(tiny, 40))
+
+
+@pytest.mark.parametrize(("depth", "drafts"), ((0, 4), (1, 1), (1, 4), (2, 2), (4, 4)))
+def test_drafted_equals_undrafted(
+    tiny: DynamicInferenceEngine, undrafted: list[list[int]], depth: int, drafts: int
+) -> None:
     with tiny.with_config(config_of(depth, drafts)) as engine:
-        requests = generate(engine)
+        requests = generate(engine, 40)
         counters = engine.counters
-    assert tokens_of(requests) == expected
+    assert tokens_of(requests) == undrafted
     # Not a tenth of the rows drafts in vain: coupled noise makes samples agree too.
     assert counters.tokens_accepted > 0.35 * counters.tokens_committed
 
 
+CHUNKED = {"block_size_tokens": 4, "prefill_chunk_tokens": 24, "batch_invariant": True}
+ALIKE = [PROMPTS[1] * 3 + ending for ending in ("", " x", "\n        return", "foo")]
+
+
+@pytest.fixture(scope="module")
+def undrafted_chunked(tiny: DynamicInferenceEngine) -> list[list[int]]:
+    with tiny.with_config(config_of(0, 0, **CHUNKED)) as engine:
+        return tokens_of(generate(engine, 24, ALIKE))
+
+
 @pytest.mark.parametrize("depth", (0, 2))
 def test_drafted_equals_undrafted_through_evictions_prefix_hits_and_chunks(
-    tiny: DynamicInferenceEngine, depth: int
+    tiny: DynamicInferenceEngine, undrafted_chunked: list[list[int]], depth: int
 ) -> None:
-    prompts = [PROMPTS[1] * 3 + ending for ending in ("", " x", "\n        return", "foo")]
-    values = {"block_size_tokens": 4, "prefill_chunk_tokens": 24, "batch_invariant": True}
-    with tiny.with_config(config_of(0, 0, **values)) as engine:
-        expected = tokens_of(generate(engine, 40, prompts))
-    with tiny.with_config(config_of(depth, 3, block_count=120, **values)) as engine:
-        requests = generate(engine, 40, prompts)
+    with tiny.with_config(config_of(depth, 3, block_count=100, **CHUNKED)) as engine:
+        requests = generate(engine, 24, ALIKE)
         counters = engine.counters
-    assert tokens_of(requests) == expected
+    assert tokens_of(requests) == undrafted_chunked
     assert counters.evictions > 0 and counters.tokens_cached > 0
     assert counters.tokens_accepted > 0.3 * counters.tokens_committed
 

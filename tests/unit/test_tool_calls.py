@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_async.checkpoint.load import model_directory
+from megatron_async.checkpoint.path import model_directory
 from megatron_async.errors import RequestError
 from megatron_async.grammar.compiler import GrammarCompiler
 from megatron_async.grammar.spec import StructuredOutputs

@@ -1,0 +1,31 @@
+"""Reading a JSON file of a model directory, with every way it can be broken as one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_async.errors import CheckpointError
+
+
+def one_line(error: Exception) -> str:
+    """The message of a library's error on one line; its class where there is no message."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in ``path``.
+
+    Raises:
+        CheckpointError: the file is missing, unreadable, or not a JSON object.
+    """
+    try:
+        values = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not valid JSON: {one_line(error)}") from error
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object")
+    return values
