@@ -105,7 +105,7 @@ class MtpDrafter:
         slots, _, last, first = rows
         number = torch.arange(len(slots), device=slots.device)
         # Token i is about position ``first + i``; behind the last one come the drafts.
-        tokens = torch.nn.functional.pad(rows.tokens.clamp(min=0), (0, count))
+        tokens = torch.nn.functional.pad(rows.tokens, (0, count))
         hidden = self._pending[: rows.tokens.numel()].view(*rows.tokens.shape, -1)
         chosen, tails = hidden[:, 0], self._tails[slots]
         for draft in range(count):

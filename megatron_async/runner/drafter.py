@@ -13,7 +13,8 @@ class SampledRows(NamedTuple):
 
     Args:
         slots: int64 [R]; the null slot for rows that bring nothing or have ended.
-        tokens: int64 [R, w]; token i is about position ``first + i``.
+        tokens: int64 [R, w]; token i is about position ``first + i``. 0 where no token could be
+            sampled.
         last: int64 [R], the index of the last token that counts.
         first: int64 [R].
     """

@@ -142,7 +142,8 @@ class SamplingStage:
         self._sampled += 1
         if self._drafter is not None:
             first = positions[:, 0]
-            sampled_rows = SampledRows(target, tokens, torch.where(live, final, 0), first)
+            counted = torch.where(live, final, 0)
+            sampled_rows = SampledRows(target, tokens.clamp(min=0), counted, first)
             state.drafts[target] = self._drafter.draft(sampled_rows)
 
     def _process(

@@ -106,6 +106,7 @@ _NAMES = "|".join(
         "repetition_penalty|presence_penalty|frequency_penalty|logprobs|top_logprobs",
         "prompt_logprobs|response_format|structured_outputs|guided_[a-z_]+",
         "include_stop_str_in_output|chat_template_kwargs|tools|tool_choice|input|text|metadata",
+        "add_generation_prompt|continue_final_message",
     )
 )
 _AT_START = re.compile(rf"\W*((?:{_NAMES})\b(?:\[\d+\]|\.[a-z_]+)*)")
@@ -135,15 +136,18 @@ def renamed(error: RequestError, names: Mapping[str, str]) -> ApiError:
 
 
 def _path(location: Sequence[int | str]) -> str | None:
-    """``messages[0].role``, without the alternatives of a union that pydantic names too."""
+    """``messages[0].role``, without the alternatives of a union that pydantic names too. The first
+    part is the body's field."""
     path = ""
     for part in location:
         if isinstance(part, int):
             path += f"[{part}]"
+        elif not path:
+            path = part
         elif part in ("str", "int", "float", "bool") or not re.fullmatch("[a-z_0-9]+", part):
             break
         else:
-            path += f".{part}" if path else part
+            path += f".{part}"
     return path or None
 
 

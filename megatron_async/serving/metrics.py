@@ -23,6 +23,7 @@ COUNTERS = {
     "steps_overlapped": ("steps_overlapped", "Steps taken while a later one was in flight"),
     "steps_with_prefill": ("steps_with_prefill", "Steps with prefill chunks"),
     "tokens_committed": ("generation_tokens", "Tokens generated"),
+    "tokens_drafted": ("draft_tokens", "Draft tokens that were verified"),
     "tokens_accepted": ("accepted_draft_tokens", "Draft tokens that were accepted"),
     "tokens_discarded": ("discarded_tokens", "Tokens sampled for requests that had ended"),
     "tokens_cached": ("prefix_cache_hit_tokens", "Prompt tokens found in the prefix cache"),

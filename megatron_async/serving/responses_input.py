@@ -51,12 +51,13 @@ class InputMessages:
         param = None if error.param is None else renamed(error.param)
         return ApiError(error.status, renamed(str(error)), param=param, code=error.code)
 
-    def _add(self, message: dict[str, Any], place: str = "input", *, content: str = "") -> None:
+    def _add(self, message: dict[str, Any], place: str = "input", *, content: str = "") -> str:
         where = f"messages[{len(self.messages)}]"
         self._places[where] = place
         if content:
             self._places[f"{where}.content"] = content
         self.messages.append(message)
+        return where
 
     def _add_item(self, place: str, item: Mapping[str, Any]) -> None:
         kind = item.get("type", "message")
@@ -70,7 +71,8 @@ class InputMessages:
                 "tool_call_id": _text(place, item, "call_id"),
                 "content": _required(place, item, "output"),
             }
-            self._add(message, place, content=f"{place}.output")
+            where = self._add(message, place, content=f"{place}.output")
+            self._places[f"{where}.tool_call_id"] = f"{place}.call_id"
         else:
             said = (
                 f"{place}.type={shown(kind)} is not supported; there are message, function_call "
@@ -91,7 +93,11 @@ class InputMessages:
             self._add({"role": "assistant", "content": None}, place)
         calls = self.messages[-1].setdefault("tool_calls", [])
         where = f"messages[{len(self.messages) - 1}].tool_calls[{len(calls)}]"
-        self._places |= {where: place, f"{where}.function": place}
+        self._places |= {
+            where: place,
+            f"{where}.function": place,
+            f"{where}.id": f"{place}.call_id",
+        }
         calls.append(call)
 
 

@@ -85,13 +85,14 @@ class Supervisor:
         return await asyncio.shield(self._given_up)
 
     async def stop(self) -> None:
-        """End the process, and remove its sockets."""
+        """End the process, at once while it loads the model, and remove its sockets."""
+        is_starting = self.state == "starting"
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
         self.state, self.gave_up = "dead", True
         if self._process is not None:
-            await self._process.end(STOP_SECONDS)
+            await self._process.end(0.0 if is_starting else STOP_SECONDS)
             self._process = None
         if self._ready is not None and self._ready.done() and not self._ready.cancelled():
             self._ready.exception()  # somebody has got it

@@ -18,6 +18,7 @@ from megatron_async.errors import CheckpointError, RequestError
 from megatron_async.serving import template_sandbox
 from megatron_async.serving.chat_messages import MAX_DEPTH
 from megatron_async.serving.chat_template import ChatTemplates
+from megatron_async.serving.errors import param_of
 from megatron_async.tokenizer import Tokenizer
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -172,7 +173,7 @@ def test_final_message_that_cannot_be_continued_is_named() -> None:
     calls = [user("a"), assistant(None, tool_calls=CALLS)]
     assert error_of(HEADERS, calls, continue_final_message=True).startswith("messages[1]: ")
     both = error_of(HEADERS, chat, continue_final_message=True, add_generation_prompt=True)
-    assert "add_generation_prompt" in both
+    assert param_of(both) == "add_generation_prompt"
 
 
 # --- content ------------------------------------------------------------------------------------

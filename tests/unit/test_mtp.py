@@ -15,7 +15,7 @@ from megatron_async.config import EngineConfig
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import ConfigError
 from megatron_async.models.gpt import GPTModel
-from megatron_async.request import DynamicInferenceRequest
+from megatron_async.request import DynamicInferenceRequest, FinishReason
 from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import DEPTHS, config_at, hash_engine
 
@@ -185,6 +185,21 @@ class TestOnGpu:
             assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
             assert engine.counters.tokens_accepted > 0
             engine.reset()
+
+
+@pytest.mark.parametrize("method", ("mtp", "ngram"))
+def test_a_request_that_no_token_is_left_for_leaves_the_others_alone(
+    tiny: DynamicInferenceEngine, method: str
+) -> None:
+    """Its last row, which brings no token, is launched once more before its end is known."""
+    prompt = PROMPTS[0]
+    with tiny.with_config(config_of(0, 0)) as engine:
+        expected = tokens_of(generate(engine, 20, [prompt]))
+    impossible = SamplingParams(structured_outputs={"choice": ["yes"]}, allowed_token_ids=[97])
+    with tiny.with_config(config_of(2, 2, speculative_method=method)) as engine:
+        (request,) = engine.generate([prompt], [impossible])
+        assert request.finish_reason is FinishReason.ERROR
+        assert tokens_of(generate(engine, 20, [prompt])) == expected
 
 
 def test_a_model_without_layers_for_it_is_refused() -> None:

@@ -214,6 +214,8 @@ def test_calls_and_what_they_gave_become_messages_of_the_chat() -> None:
         ("messages[1].role", "input[0].role"),
         ("messages[2].tool_calls[0].function.arguments", "input[1].arguments"),
         ("messages[3].content[0].text", "input[2].output[0].text"),
+        ("messages[2].tool_calls[0].id", "input[1].call_id"),
+        ("messages[3].tool_call_id", "input[2].call_id"),
         ("messages", "input"),
     ],
 )

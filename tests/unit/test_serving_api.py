@@ -545,6 +545,7 @@ def test_megatron_stops_at_the_end_of_a_line(client: httpx.Client) -> None:
         ({"prompts": ["a"], "sentences": ["a"]}, "sentences"),
         ({"prompts": ["a"], "max_len": 3}, "max_len"),
         ({"prompts": ["a"], "tokens_to_generate": -1}, "tokens_to_generate"),
+        ({"prompts": ["a"], "add_BOS": "y"}, "add_BOS"),
         ({"prompts": ["a"], "tokens_to_generate": 0}, "tokens_to_generate"),
         ({"prompts": ["a"], "tokens_to_generate": 999}, "tokens_to_generate"),
         ({"prompts": ["a"], "temperature": 0}, "temperature"),

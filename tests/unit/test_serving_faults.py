@@ -149,6 +149,23 @@ def test_what_cannot_start_says_why(
     run(test())
 
 
+def test_a_stop_does_not_wait_for_a_model_that_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_async.serving.supervisor.STOP_SECONDS", 3600.0)
+
+    async def test() -> None:
+        fields = dataclasses.asdict(EngineConfig(device="cpu"))
+        supervisor = Supervisor(Launch("tiny", fields, Endpoint.private()))
+        start = asyncio.create_task(supervisor.start())
+        while supervisor.pid is None:
+            await asyncio.sleep(0)
+        os.kill(supervisor.pid, signal.SIGSTOP)  # it loads for ever
+        await supervisor.stop()
+        with pytest.raises(EngineDeadError, match="stopped"):
+            await start
+
+    run(test())
+
+
 def test_a_process_without_a_supervisor_ends_and_ignores_a_terminals_signals() -> None:
     async def test() -> None:
         endpoint = Endpoint.private()
