@@ -210,6 +210,12 @@ def measure(args: argparse.Namespace, load: RaggedLoad, command: str, keep: Any)
         vocab_size=args.vocabulary,
         chat=args.endpoint == "chat",
     )
+    most = target.card.get("max_model_len")
+    if most is not None and load.longest > most:
+        raise ConfigError(
+            f"{load.what} make sequences of {load.longest} tokens, and the server's longest has "
+            f"{most}; lower one of them"
+        )
     requests = load.make_requests(target.vocab_size)
     concurrency = args.concurrency or load.max_requests
     report = _empty_report(target, load, command, args.endpoint, concurrency)
