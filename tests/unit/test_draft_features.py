@@ -22,7 +22,7 @@ from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import config_at
 
 HEAD = "class Stack:\n    def push(self"
-NEW_TOKENS = 12
+NEW_TOKENS = 10
 
 
 def never_a_newline(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ def params_of() -> list[SamplingParams]:
 
 def prompt_of(index: int) -> str:
     """Some prompts are long, and begin alike."""
-    return (HEAD * (1 + index % 3)) + (", x", ":\n", "")[index % 3]
+    return (HEAD * (1 + index % 2)) + (", x", ":\n", "")[index % 3]
 
 
 @functools.cache
@@ -113,7 +113,7 @@ def no_event(engine: DynamicInferenceEngine, step: int) -> None:
 
 def commands(engine: DynamicInferenceEngine, step: int) -> None:
     """Pauses, evictions, a suspension, and neighbours that come and are aborted."""
-    victim = step % len(FEATURES)
+    victim = list(engine.outputs.keys)[0]
     if step % 6 == 1:
         engine.evict_request(victim)
     if step % 5 == 2:
@@ -146,13 +146,24 @@ def weights(engine: DynamicInferenceEngine, step: int) -> None:
 EVENTS: dict[str, Event] = {"none": no_event, "commands": commands, "weights": weights}
 MATRIX = [
     # depth, drafts, block size, chunk, events, method
-    (0, 1, 1, 8, "none", "mtp"), (1, 2, 1, 24, "commands", "ngram"), (2, 4, 1, 256, "weights", "mtp"),
-    (1, 4, 2, 8, "commands", "mtp"), (2, 1, 2, 24, "weights", "ngram"), (0, 2, 2, 256, "none", "mtp"),
-    (2, 2, 3, 8, "weights", "mtp"), (0, 4, 3, 24, "none", "ngram"), (1, 1, 3, 256, "commands", "mtp"),
-    (2, 1, 16, 24, "commands", "mtp"), (0, 2, 16, 8, "weights", "ngram"), (1, 4, 16, 256, "none", "ngram"),
-    (1, 2, 256, 24, "weights", "mtp"), (2, 4, 256, 256, "commands", "ngram"), (0, 1, 256, 8, "commands", "mtp"),
-]  # fmt: skip
-"""Each pair of a block size and a value of another column, and most other pairs."""
+    (0, 1, 1, 8, "none", "mtp"),
+    (1, 2, 1, 24, "commands", "ngram"),
+    (2, 4, 1, 256, "weights", "mtp"),
+    (1, 4, 2, 8, "commands", "mtp"),
+    (2, 1, 2, 24, "weights", "ngram"),
+    (0, 2, 2, 256, "none", "mtp"),
+    (2, 2, 3, 8, "weights", "mtp"),
+    (0, 4, 3, 24, "none", "ngram"),
+    (1, 1, 3, 256, "commands", "mtp"),
+    (2, 1, 16, 24, "commands", "mtp"),
+    (0, 2, 16, 8, "weights", "ngram"),
+    (1, 4, 16, 256, "none", "ngram"),
+    (1, 2, 256, 24, "weights", "mtp"),
+    (2, 4, 256, 256, "commands", "ngram"),
+    (0, 1, 256, 8, "commands", "mtp"),
+]
+"""Each pair of a block size and a value of another column, and most other pairs. Each has every
+second feature, so that each block size has them all."""
 
 
 @pytest.mark.parametrize(("depth", "drafts", "block", "chunk", "event", "method"), MATRIX)
@@ -162,20 +173,23 @@ def test_features(depth: int, drafts: int, block: int, chunk: int, event: str, m
         speculative_method=method, block_count=max(10, 400 // block),
     )  # fmt: skip
     with plain().with_config(config) as engine:
-        futures = [
-            engine.add_request(i, prompt_of(i), params) for i, params in enumerate(params_of())
-        ]
+        every = params_of()
+        chosen = range(
+            MATRIX.index((depth, drafts, block, chunk, event, method)) % 2, len(every), 2
+        )
+        futures = {i: engine.add_request(i, prompt_of(i), every[i]) for i in chosen}
         step = 0
         while engine.has_unfinished_requests():
             EVENTS[event](engine, step)
             engine.step_modern()
             step += 1
             assert step < 2000
-        requests = [future.result(0) for future in futures]
+        requests = {i: future.result(0) for i, future in futures.items()}
         counters = engine.counters
     wanted = expected(3) if block == 3 else expected()
-    for name, want, request in zip(FEATURES, wanted, requests, strict=True):
-        assert shown(request) == want, name
+    names = list(FEATURES)
+    for i, request in requests.items():
+        assert shown(request) == wanted[i], names[i]
     assert counters.tokens_accepted == sum(counters.accepted_by_position) > 0
     assert event == "none" or counters.evictions > 0
 
@@ -218,12 +232,12 @@ def test_ends_at_each_place_of_a_window(depth: int, drafts: int) -> None:
 
 def test_a_request_as_long_as_the_cache() -> None:
     """Windows and what is drafted behind them reach beyond its last block."""
-    params = SamplingParams(num_tokens_total=32, temperature=0.0, termination_id=-1)
+    params = SamplingParams(num_tokens_total=20, temperature=0.0, termination_id=-1)
     (want,) = plain().generate(["x"], params)
     for block in (1, 3):
         config = engine_config(
-            2, 4, max_requests=2, block_size_tokens=block, block_count=-(-32 // block),
-            max_sequence_length=32, debug=True,
+            2, 4, max_requests=2, block_size_tokens=block, block_count=-(-20 // block),
+            max_sequence_length=20, debug=True,
         )  # fmt: skip
         with plain().with_config(config) as engine:
             for request in engine.generate(["x", "x"], params):

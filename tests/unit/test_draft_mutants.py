@@ -16,14 +16,17 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from megatron_async.cache.block_allocator import NULL_BLOCK
+from megatron_async.drafting import mtp
 from megatron_async.drafting.mtp import MtpDrafter
 from megatron_async.drafting.ngram import NgramDrafter
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import IntegrityError
 from megatron_async.runner import attention_metadata, step_program
 from megatron_async.runner.context import DynamicInferenceContext
+from megatron_async.runner.drafter import SampledRows
 from megatron_async.runner.sampling_stage import SamplingStage
 from megatron_async.runner.step_program import StepProgram
 from megatron_async.sampling_params import SamplingParams
@@ -89,15 +92,11 @@ def check_tokens(tiny: DynamicInferenceEngine) -> None:
         raise WrongTokensError(f"{got} != {wanted}")
 
 
-def check_drafts(
-    tiny: DynamicInferenceEngine,
-    engine: DynamicInferenceEngine,
-    prompt: str,
-    plain: Callable[[list[int], int], list[int]],
-) -> int:
-    """Compare all drafts of a request with what ``plain`` says; how many were compared."""
+def steps_of(engine: DynamicInferenceEngine, prompt: str) -> Iterator[tuple[list[int], int, int]]:
+    """Tokens, slot and room of a request behind each step that brought some of it; what is drafted
+    beyond the room is nobody's token, and is computed without blocks."""
     tokens = engine.controller.tokenize_prompt(prompt)
-    total, compared = len(tokens) + 18, 0
+    total = len(tokens) + 18
     engine.add_request(1, prompt, params(18))
     while engine.has_unfinished_requests():
         outputs = engine.step_modern()["tokens"]
@@ -109,31 +108,57 @@ def check_drafts(
             live = (state.max_total == total) & ~state.finished
             live[engine.context.null_slot] = False
             ((slot,),) = live.nonzero().T.tolist()
-            drafts = state.drafts[slot].tolist()
-            wanted = plain(tokens, len(drafts))
-            # What goes beyond the end is nobody's token, and is computed without blocks.
-            room = total - len(tokens)
-            if drafts[:room] != wanted[:room]:
-                raise WrongDraftsError(f"{drafts} != {wanted}")
-            compared += 1
-    return compared
+            yield tokens, slot, total - len(tokens)
 
 
 def check_mtp_drafts(tiny: DynamicInferenceEngine) -> None:
-    """Of a prompt in chunks, with a neighbour, and of the same prompt found in the cache."""
-    plain = Plain(tiny.controller.inference_wrapped_model.model).drafts
-    with drafting(tiny, 0, 4, max_requests=2) as engine:
+    """Logits of all drafts: of a prompt in chunks, with a neighbour, and of the same prompt found
+    in the cache. Drafts themselves may be the same with a fault in what they come from."""
+    plain = Plain(tiny.controller.inference_wrapped_model.model)
+    slots: list[int] = []
+    logits: list[torch.Tensor] = []
+    draft, sample_tokens = MtpDrafter.draft, mtp.sample_tokens
+
+    def watched(self: MtpDrafter, rows: SampledRows) -> torch.Tensor:
+        slots[:] = rows.slots.tolist()
+        logits.clear()
+        return draft(self, rows)
+
+    def watched_sample(of: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        logits.append(of.clone())
+        return sample_tokens(of, *args, **options)
+
+    with (
+        patch.object(MtpDrafter, "draft", watched),
+        patch.object(mtp, "sample_tokens", watched_sample),
+        drafting(tiny, 0, 4, max_requests=2) as engine,
+    ):
         engine.add_request(0, "import sys", params(26))
-        assert check_drafts(tiny, engine, PROMPT * 2, plain) > 3
-        cached = engine.counters.tokens_cached
-        assert check_drafts(tiny, engine, PROMPT * 2, plain) > 3
-        assert engine.counters.tokens_cached > cached + 30
+        cached = 0
+        for _ in range(2):
+            compared = 0
+            for tokens, slot, room in steps_of(engine, PROMPT * 2):
+                row = slots.index(slot)
+                for got, wanted in zip(logits[:room], plain.logits(tokens, 4), strict=False):
+                    error = (got[row, : len(wanted)] - wanted).abs().max()
+                    if not error < 2e-3:
+                        raise WrongDraftsError(f"logits differ by {error}")
+                    compared += 1
+            assert compared > 12
+            cached, before = engine.counters.tokens_cached, cached
+        assert cached > before + 30
 
 
 def check_ngram_drafts(tiny: DynamicInferenceEngine) -> None:
+    compared = 0
     with drafting(tiny, 0, 3, max_requests=2, speculative_method="ngram") as engine:
         engine.add_request(0, "import sys", params(40))
-        assert check_drafts(tiny, engine, REPEATED, test_ngram.plain) > 3
+        for tokens, slot, _ in steps_of(engine, REPEATED):
+            drafts = engine.context.slots.drafts[slot].tolist()
+            if drafts != test_ngram.plain(tokens, 3):
+                raise WrongDraftsError(f"{drafts} != {test_ngram.plain(tokens, 3)}")
+            compared += 1
+    assert compared > 3
 
 
 def check_writes(tiny: DynamicInferenceEngine) -> None:
@@ -232,7 +257,7 @@ FAULTS = (
           "self._tails[slots, draft + 1] = hidden[number, last]", "pass", check_mtp_drafts),
     Fault("tail of a rejected draft kept", MtpDrafter, "draft",
           "self._tails[slots, draft + 1] = hidden[number, last]",
-          "self._tails[slots, draft + 1] = hidden[number, at]", check_mtp_drafts),
+          "self._tails[slots, draft + 1] = hidden[:, -1]", check_mtp_drafts),
     Fault("a chunk's first row has the row before it", MtpDrafter, "prefill",
           "padded.index_put_((at,), self._tails[target, layer])[:-1]", "padded[:-1]",
           check_mtp_drafts),
