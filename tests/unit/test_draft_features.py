@@ -113,8 +113,8 @@ def no_event(engine: DynamicInferenceEngine, step: int) -> None:
 
 def commands(engine: DynamicInferenceEngine, step: int) -> None:
     """Pauses, evictions, a suspension, and neighbours that come and are aborted."""
-    victim = list(engine.outputs.keys)[0]
-    if step % 6 == 1:
+    victim = next(iter(engine.outputs.keys), 0)
+    if step % 6 == 1 and step < 40:
         engine.evict_request(victim)
     if step % 5 == 2:
         engine.pause_request(victim)
