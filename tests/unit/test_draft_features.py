@@ -200,7 +200,7 @@ def test_features(depth: int, drafts: int, block: int, chunk: int, event: str, m
 @functools.cache
 def ends() -> tuple[list[SamplingParams], list[Any]]:
     """Requests that end at each place of a window in each way, and what they give."""
-    base = {"temperature": 0.0, "termination_id": -1}
+    base: dict[str, Any] = {"temperature": 0.0, "termination_id": -1}
     (whole,) = plain().generate([HEAD], SamplingParams(num_tokens_to_generate=16, **base))
     tokens = whole.generated_tokens
     tokenizer = plain().controller.tokenizer
@@ -255,7 +255,7 @@ def engine() -> Iterator[DynamicInferenceEngine]:
 
 def test_new_sampling_parameters(engine: DynamicInferenceEngine) -> None:
     """From the token that the request's span names they are in force."""
-    old = {"temperature": 0.8, "seed": 4, "termination_id": -1}
+    old: dict[str, Any] = {"temperature": 0.8, "seed": 4, "termination_id": -1}
     params = SamplingParams(num_tokens_to_generate=24, **old)
     future = engine.add_request(0, HEAD, params)
     for _ in range(5):
