@@ -25,7 +25,7 @@ HEAD = "class Stack:\n    def push(self"
 NEW_TOKENS = 10
 
 
-def never_a_newline(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+def never_the_last(tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
     """A logits processor that hides what was sampled last."""
     logits[tokens[-1]] = -float("inf")
     return logits
@@ -50,7 +50,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "siblings": {"temperature": 0.8, "n": 2, "best_of": 3},
     "regex": {"structured_outputs": {"regex": "[a-f]{3,9}[0-9]+ = (True|False)"}},
     "json": {"temperature": 0.5, "structured_outputs": {"json_object": True}},
-    "processor": {"temperature": 0.5, "logits_processors": [never_a_newline]},
+    "processor": {"temperature": 0.5, "logits_processors": [never_the_last]},
 }  # fmt: skip
 
 
