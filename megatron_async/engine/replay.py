@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from typing import NamedTuple
 
+from megatron_async.config import EngineConfig
 from megatron_async.engine.commands import (
     AddRequest,
     Command,
@@ -21,9 +22,9 @@ from megatron_async.errors import ConfigError
 
 
 class Replay(NamedTuple):
-    """What a replay gave. ``exact`` says that it was at the recorded depth, where each command,
-    plan and ending must be the recorded one; ``differences`` are in words, none for a faithful
-    replay."""
+    """What a replay gave. ``exact`` says that it was at the recorded depth and with the recorded
+    drafts, where each command, plan and ending must be the recorded one; ``differences`` are in
+    words, none for a faithful replay."""
 
     exact: bool
     endings: tuple[Ending, ...]
@@ -33,13 +34,14 @@ class Replay(NamedTuple):
 def replay(run: Run, engine: DynamicInferenceEngine) -> Replay:
     """Give ``engine``, which has served no request, the commands of ``run`` at their points.
 
-    At another depth than the recorded one a command comes when its ticket does, or when nothing
-    else can go on; then all requests must get their tokens that were not aborted.
+    At another depth than the recorded one, or with other drafts, a command comes when its ticket
+    does, or when nothing else can go on; then all requests must get their tokens that were not
+    aborted.
 
     Raises:
         ConfigError: the run got weights that are not in a file.
     """
-    exact = engine.depth == run.config.effective_depth
+    exact = _pace(engine.config) == _pace(run.config)
     entries: list[Entry] = []
     engine.record(Recorder(lambda entry: entries.append(json.loads(json.dumps(entry)))))
     for applied in run.applied:
@@ -54,6 +56,12 @@ def replay(run: Run, engine: DynamicInferenceEngine) -> Replay:
     endings = tuple(Ending(**e["finished"]) for e in entries if "finished" in e)
     differences = _parted(run.entries, entries) if exact else _other_tokens(run.endings, endings)
     return Replay(exact, endings, tuple(differences))
+
+
+def _pace(config: EngineConfig) -> tuple[int, int, str]:
+    """What decides which step brings which token."""
+    drafts = config.num_speculative_tokens
+    return config.effective_depth, drafts, config.speculative_method if drafts else ""
 
 
 def _is_reached(engine: DynamicInferenceEngine, applied: Applied, *, exact: bool) -> bool:

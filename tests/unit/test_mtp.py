@@ -95,15 +95,20 @@ class Plain:
     def __init__(self, model: GPTModel) -> None:
         self._model = model
 
-    @torch.inference_mode()
     def drafts(self, tokens: list[int], count: int) -> list[int]:
         """Greedy drafts of what follows ``tokens``."""
+        return [int(row.argmax()) for row in self.logits(tokens, count)]
+
+    @torch.inference_mode()
+    def logits(self, tokens: list[int], count: int) -> list[torch.Tensor]:
+        """Logits [vocabulary] of each greedy draft of what follows ``tokens``."""
         model, layers = self._model, len(self._model.mtp.layers)
         ids = torch.tensor([tokens[:-1]])
         model(ids, torch.arange(ids.shape[1])[None], None)
         hidden = model.decoder_hidden_states
         assert hidden is not None
-        before, known, found = hidden, tokens[1:], []
+        found: list[torch.Tensor] = []
+        before, known = hidden, tokens[1:]
         for draft in range(count):
             layer = min(draft, layers - 1)
             if draft >= layers:
@@ -113,8 +118,8 @@ class Plain:
                 before, known = hidden, known[1:] if draft else known
             row = torch.tensor([known])
             hidden = model.mtp_hidden_states(layer, before, row, torch.arange(len(known))[None])
-            found.append(int(model.logits(hidden)[0, -1, : model.vocab_size].argmax()))
-            known = [*known, found[-1]]
+            found.append(model.logits(hidden)[0, -1, : model.vocab_size])
+            known = [*known, int(found[-1].argmax())]
         return found
 
 

@@ -1,0 +1,294 @@
+"""Faults of drafting on the embedded model, and what finds each of them.
+
+Some change tokens. Others change drafts alone, which lowers acceptance and nothing else: these are
+found by drafts that differ from those of a forward without a cache, or by a write to a block that
+the request does not hold.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megatron_async.cache.block_allocator import NULL_BLOCK
+from megatron_async.drafting import mtp
+from megatron_async.drafting.mtp import MtpDrafter
+from megatron_async.drafting.ngram import NgramDrafter
+from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.errors import IntegrityError
+from megatron_async.runner import attention_metadata, step_program
+from megatron_async.runner.context import DynamicInferenceContext
+from megatron_async.runner.drafter import SampledRows
+from megatron_async.runner.sampling_stage import SamplingStage
+from megatron_async.runner.step_program import StepProgram
+from megatron_async.sampling_params import SamplingParams
+from megatron_async.scheduler.scheduler import Scheduler
+from tests.support.engines import config_at
+from tests.unit import test_ngram
+from tests.unit.test_mtp import Plain
+
+PROMPT = "class Stack:\n    def push(self"
+REPEATED = "for i in range(3):\n    x = i\nfor i in range(3):\n    y = "
+
+
+@pytest.fixture(scope="module")
+def tiny() -> DynamicInferenceEngine:
+    """The weights that all engines of this file share."""
+    return DynamicInferenceEngine.from_pretrained("tiny", config_at(0, device="cpu"))
+
+
+def drafting(
+    tiny: DynamicInferenceEngine, depth: int, drafts: int, **values: Any
+) -> DynamicInferenceEngine:
+    values = {"max_requests": 3, "max_sequence_length": 160, "block_count": 60, **values}
+    values = {"block_size_tokens": 8, "prefill_chunk_tokens": 16, **values}
+    return tiny.with_config(
+        config_at(depth, device="cpu", num_speculative_tokens=drafts, debug=True, **values)
+    )
+
+
+def params(count: int, temperature: float = 0.0, **values: Any) -> SamplingParams:
+    return SamplingParams(
+        num_tokens_to_generate=count, temperature=temperature, termination_id=-1, **values
+    )
+
+
+# --- what finds them --------------------------------------------------------------------------
+
+
+class WrongDraftsError(AssertionError):
+    pass
+
+
+class WrongTokensError(AssertionError):
+    pass
+
+
+class StrayWriteError(AssertionError):
+    pass
+
+
+def check_tokens(tiny: DynamicInferenceEngine) -> None:
+    """Of requests that come, go and end beside each other, while prompts arrive in chunks."""
+    asked = [
+        (PROMPT, params(9)), ("x", params(14, 1.0, seed=3)), (REPEATED, params(7)),
+        (PROMPT * 3, params(12, 0.8, seed=1)), ("import", params(20, 1.0, seed=2)),
+        (REPEATED * 2, params(5)), (PROMPT, params(30, stop_token_ids=[ord("e")])),
+    ]  # fmt: skip
+    prompts, each = [list(column) for column in zip(*asked, strict=True)]
+    with drafting(tiny, 0, 0) as engine:
+        wanted = [r.generated_tokens for r in engine.generate(prompts, each)]
+    with drafting(tiny, 1, 4) as engine:
+        got = [r.generated_tokens for r in engine.generate(prompts, each)]
+    if got != wanted:
+        raise WrongTokensError(f"{got} != {wanted}")
+
+
+def steps_of(engine: DynamicInferenceEngine, prompt: str) -> Iterator[tuple[list[int], int, int]]:
+    """Tokens, slot and room of a request behind each step that brought some of it; what is drafted
+    beyond the room is nobody's token, and is computed without blocks."""
+    tokens = engine.controller.tokenize_prompt(prompt)
+    total = len(tokens) + 18
+    engine.add_request(1, prompt, params(18))
+    while engine.has_unfinished_requests():
+        outputs = engine.step_modern()["tokens"]
+        new = [output.token_id for output in outputs if output.request_id == 1]
+        tokens += new
+        if new and len(tokens) < total:
+            engine.device.synchronize()
+            state = engine.context.slots
+            live = (state.max_total == total) & ~state.finished
+            live[engine.context.null_slot] = False
+            ((slot,),) = live.nonzero().T.tolist()
+            yield tokens, slot, total - len(tokens)
+
+
+def check_mtp_drafts(tiny: DynamicInferenceEngine) -> None:
+    """Logits of all drafts: of a prompt in chunks, with a neighbour, and of the same prompt found
+    in the cache. Drafts themselves may be the same with a fault in what they come from."""
+    plain = Plain(tiny.controller.inference_wrapped_model.model)
+    slots: list[int] = []
+    logits: list[torch.Tensor] = []
+    draft, sample_tokens = MtpDrafter.draft, mtp.sample_tokens
+
+    def watched(self: MtpDrafter, rows: SampledRows) -> torch.Tensor:
+        slots[:] = rows.slots.tolist()
+        logits.clear()
+        return draft(self, rows)
+
+    def watched_sample(of: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        logits.append(of.clone())
+        return sample_tokens(of, *args, **options)
+
+    with (
+        patch.object(MtpDrafter, "draft", watched),
+        patch.object(mtp, "sample_tokens", watched_sample),
+        drafting(tiny, 0, 4, max_requests=2) as engine,
+    ):
+        engine.add_request(0, "import sys", params(26))
+        cached = 0
+        for _ in range(2):
+            compared = 0
+            for tokens, slot, room in steps_of(engine, PROMPT * 2):
+                row = slots.index(slot)
+                for got, wanted in zip(logits[:room], plain.logits(tokens, 4), strict=False):
+                    error = (got[row, : len(wanted)] - wanted).abs().max()
+                    if not error < 2e-3:
+                        raise WrongDraftsError(f"logits differ by {error}")
+                    compared += 1
+            assert compared > 12
+            cached, before = engine.counters.tokens_cached, cached
+        assert cached > before + 30
+
+
+def check_ngram_drafts(tiny: DynamicInferenceEngine) -> None:
+    compared = 0
+    with drafting(tiny, 0, 3, max_requests=2, speculative_method="ngram") as engine:
+        engine.add_request(0, "import sys", params(40))
+        for tokens, slot, _ in steps_of(engine, REPEATED):
+            drafts = engine.context.slots.drafts[slot].tolist()
+            if drafts != test_ngram.plain(tokens, 3):
+                raise WrongDraftsError(f"{drafts} != {test_ngram.plain(tokens, 3)}")
+            compared += 1
+    assert compared > 3
+
+
+def check_writes(tiny: DynamicInferenceEngine) -> None:
+    """Each slot writes to blocks of its request alone, when slots change hands."""
+    written: set[tuple[int, int]] = set()
+    allowed: set[tuple[int, int]] = set()
+    begin, commit = DynamicInferenceContext.begin, Scheduler.commit
+
+    def watched(self: DynamicInferenceContext, metadata: Any) -> None:
+        blocks = metadata.slot_mapping // self.block_size_tokens
+        written.update(zip(metadata.token_slots.tolist(), blocks.tolist(), strict=True))
+        begin(self, metadata)
+
+    def watched_commit(self: Scheduler, *args: Any) -> Any:
+        for sequence in self.table.sequences.values():
+            allowed.update((sequence.slot, block) for block in sequence.blocks)
+        return commit(self, *args)
+
+    asked = [(PROMPT * (i % 3 + 1), params(5 + i % 4)) for i in range(8)]
+    with (
+        patch.object(DynamicInferenceContext, "begin", watched),
+        patch.object(Scheduler, "commit", watched_commit),
+        drafting(tiny, 0, 5, block_size_tokens=1, block_count=300) as engine,
+    ):
+        written.clear()
+        for number, (prompt, each) in enumerate(asked):
+            engine.add_request(number, prompt, each)
+        while engine.has_unfinished_requests():
+            allowed.clear()
+            engine.step_modern()
+            engine.device.synchronize()
+            stray = {w for w in written if w[1] != NULL_BLOCK} - allowed
+            written.clear()
+            if stray:
+                raise StrayWriteError(f"slots and blocks {sorted(stray)}")
+
+
+CHECKS = (check_tokens, check_mtp_drafts, check_ngram_drafts, check_writes)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_checks_pass_without_a_fault(check: Callable[..., None], tiny: Any) -> None:
+    check(tiny)
+
+
+# --- the faults -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``old`` in the source of a function of ``target`` is ``new``."""
+
+    name: str
+    target: Any
+    function: str
+    old: str
+    new: str
+    check: Callable[[DynamicInferenceEngine], None]
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """The fault is in the code while this is entered."""
+        original = getattr(self.target, self.function)
+        source = textwrap.dedent(inspect.getsource(original))
+        assert source.count(self.old) == 1, source.count(self.old)
+        made: dict[str, Any] = {}
+        exec(source.replace(self.old, self.new), original.__globals__, made)
+        with patch.object(self.target, self.function, made[self.function]):
+            # The step program has a name of its own for it.
+            if self.target is attention_metadata:
+                with patch.object(step_program, self.function, made[self.function]):
+                    yield
+            else:
+                yield
+
+
+FAULTS = (
+    Fault("count one short", SamplingStage, "sample",
+          "final + (~failed).long()", "final", check_tokens),
+    Fault("draft kept past a stop id", SamplingStage, "sample",
+          "final = torch.minimum(end, accepted)", "final = accepted", check_tokens),
+    Fault("draft behind a wrong one accepted", SamplingStage, "sample",
+          "right.long().cumprod(1).sum(1)", "right.long().sum(1)", check_tokens),
+    Fault("accepted drafts not in the length", SamplingStage, "sample",
+          "torch.where(live, final, 0)\n", "0\n", check_tokens),
+    Fault("noise of the row, not the position", SamplingStage, "sample",
+          "    positions.flatten(),\n        vocab_size",
+          "    positions[:, :1].expand(-1, window).flatten(),\n        vocab_size", check_tokens),
+    Fault("decode rows cut by padding before them", attention_metadata, "metadata_of_mixed",
+          "int(held[-1]) + 1 if len(held) else 0", "len(held)", check_tokens),
+    Fault("window's last draft not in mixed steps", StepProgram, "forward_mixed",
+          "torch.where(is_window[:, None], self._offsets, 0)", "0 * self._offsets", check_tokens),
+    Fault("tails of chunks not kept", MtpDrafter, "prefill",
+          "self._tails[target, layer] = hidden[lasts]", "pass", check_mtp_drafts),
+    Fault("tails of windows not kept", MtpDrafter, "draft",
+          "self._tails[slots, draft + 1] = hidden[number, last]", "pass", check_mtp_drafts),
+    Fault("tail of a rejected draft kept", MtpDrafter, "draft",
+          "self._tails[slots, draft + 1] = hidden[number, last]",
+          "self._tails[slots, draft + 1] = hidden[:, -1]", check_mtp_drafts),
+    Fault("a chunk's first row has the row before it", MtpDrafter, "prefill",
+          "padded.index_put_((at,), self._tails[target, layer])[:-1]", "padded[:-1]",
+          check_mtp_drafts),
+    Fault("rows of windows one place on", MtpDrafter, "_run_window",
+          "token_positions - layer - 1", "token_positions - layer", check_mtp_drafts),
+    Fault("rows of chunks one place on", MtpDrafter, "prefill",
+          "tokens.positions - layer - 1", "tokens.positions - layer", check_mtp_drafts),
+    Fault("chunks begin one place on", MtpDrafter, "prefill",
+          "skipped - layer - 1", "skipped - layer", check_mtp_drafts),
+    Fault("rows of a prefix hit computed again in chunks", MtpDrafter, "prefill",
+          "positions >= state.computed_from[tokens.slots]", "positions >= 0", check_mtp_drafts),
+    Fault("hit not known at admission", StepProgram, "_admit",
+          "self._state.computed_from[slots] = self._state.kv_length[slots]",
+          "self._state.computed_from[slots] = 0", check_mtp_drafts),
+    Fault("last layer drafts from the first one's state", MtpDrafter, "draft",
+          "chosen = hidden[number, at]", "chosen = hidden[number, last]", check_mtp_drafts),
+    Fault("block table not cleared at admission", StepProgram, "_admit",
+          "self._state.block_table.index_fill_(0, slots, NULL_BLOCK)", "pass", check_writes),
+    Fault("history not appended", NgramDrafter, "draft",
+          "self._tokens[target, at] = torch.where(counts, tokens, 0).int()", "pass",
+          check_ngram_drafts),
+    Fault("history of another slot", NgramDrafter, "draft",
+          "self._tokens[slots]", "self._tokens[slots.roll(1)]", check_ngram_drafts),
+    Fault("history of a prompt not taken", NgramDrafter, "admit",
+          "self._tokens[slot, : len(tokens)].copy_(known, non_blocking=True)", "pass",
+          check_ngram_drafts),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_fault_is_caught(fault: Fault, tiny: DynamicInferenceEngine) -> None:
+    finders = (WrongDraftsError, WrongTokensError, StrayWriteError, IntegrityError)
+    with fault.active(), pytest.raises(finders):
+        fault.check(tiny)
