@@ -109,6 +109,7 @@ class Connection(asyncio.Protocol):
         self._events: EventParser | None = None
         self._status = 0
         self._refusal = b""
+        self._misread: msgspec.MsgspecError | None = None
         self._ended: asyncio.Future[tuple[str, str] | None] | None = None
         self._is_answered = False
         self.is_open = False
@@ -119,7 +120,7 @@ class Connection(asyncio.Protocol):
         was_used, self._is_answered = self._parser is not None, False
         self._parser = httptools.HttpResponseParser(self)
         self._events = EventParser(answer)
-        self._status, self._refusal = 0, b""
+        self._status, self._refusal, self._misread = 0, b"", None
         self._ended = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         error = await self._ended
@@ -144,9 +145,8 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, msgspec.MsgspecError) as error:
-            within = error.__context__  # of the parser's callbacks
-            cause = within if isinstance(within, msgspec.MsgspecError) else error
-            self._end(("not understood", str(cause)))
+            # What a callback raises comes as an error of the parser.
+            self._end(("not understood", str(self._misread or error)))
             self._transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -165,7 +165,11 @@ class Connection(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         """See httptools."""
         if self._status == 200 and self._events is not None:
-            self._events.push(body)
+            try:
+                self._events.push(body)
+            except msgspec.MsgspecError as error:
+                self._misread = error
+                raise
         else:
             self._refusal += body
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 MAX_SCENARIO_DEPTH = 8
 """Scripts leave their targets this many tokens to go, so that what they do is not too late."""
 
-MAX_NEW_TOKENS = 32
+MAX_NEW_TOKENS = 48
 """Most tokens that a request of a scenario generates."""
 
 MAX_LENGTH = 128

@@ -137,12 +137,12 @@ class SamplingStage:
             record = torch.cat([record, log_probs])
             advance(self._extras.tables, target, tokens, counts, positions[:, 0])
         if self._drafter is not None:
-            state.kv_length[target] += torch.where(live, final, 0)
+            counted = torch.where(live, final, 0)
+            state.kv_length[target] += counted
         self._results.publish(record.flatten())
         self._sampled += 1
         if self._drafter is not None:
             first = positions[:, 0]
-            counted = torch.where(live, final, 0)
             sampled_rows = SampledRows(target, tokens.clamp(min=0), counted, first)
             state.drafts[target] = self._drafter.draft(sampled_rows)
 

@@ -243,7 +243,7 @@ FAULTS = (
     Fault("draft behind a wrong one accepted", SamplingStage, "sample",
           "right.long().cumprod(1).sum(1)", "right.long().sum(1)", check_tokens),
     Fault("accepted drafts not in the length", SamplingStage, "sample",
-          "torch.where(live, final, 0)\n", "0\n", check_tokens),
+          "kv_length[target] += counted", "kv_length[target] += 0", check_tokens),
     Fault("noise of the row, not the position", SamplingStage, "sample",
           "    positions.flatten(),\n        vocab_size",
           "    positions[:, :1].expand(-1, window).flatten(),\n        vocab_size", check_tokens),
