@@ -68,7 +68,7 @@ class ModelDrafter:
         slots, sampled, last, first = rows
         number = torch.arange(len(slots), device=slots.device)
         # Token i stands at position ``first - 1 + i``.
-        tokens = torch.cat([self._last[slots][:, None], sampled.clamp(min=0)], dim=1)
+        tokens = torch.cat([self._last[slots][:, None], sampled], dim=1)
         self._last[slots] = tokens[number, last + 1]
         start = first - 1
         index = torch.arange(tokens.shape[1], device=slots.device).expand(len(slots), -1)

@@ -183,6 +183,7 @@ class SamplingFields(Body):
             integer(-MAX_PRIORITY, MAX_PRIORITY, none=0)("priority", self.priority)
             for name in ("stop", "bad_words"):
                 plain(name, getattr(self, name))
+            plain("structured_outputs", dict.fromkeys(self.structured_outputs or ()))
             return self._params(self._structure()).checked()
         except RequestError as error:
             raise renamed(error, self.engine_names()) from None

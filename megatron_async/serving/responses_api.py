@@ -118,6 +118,10 @@ async def create_response(front: Frontend, request: Request, body: ResponsesRequ
     model = front.check_model(body.model)
     body.check_supported()
     if body.text is not None and body.text.format is not None:
+        try:
+            plain("text.format", body.text.format.shown())
+        except RequestError as error:
+            raise renamed(error, {}) from None
         body.response_format = body.text.format.response_format()
         structure_of_format(body.response_format)
     tools = _tool_use(front, body)

@@ -1095,6 +1095,8 @@ def test_a_lone_surrogate_is_the_clients_mistake(client: httpx.Client) -> None:
     ("path", "body", "param"),
     [
         ("/v1/completions", {"prompt": ["a", "\ud83d"]}, "prompt"),
+        ("/v1/completions", {"prompt": "a", "structured_outputs": {"\ud83d": "1"}},
+         "structured_outputs"),
         ("/v1/chat/completions", {"messages": [USER, USER | {"content": "\ud83d"}]},
          "messages[1].content"),
         ("/v1/chat/completions", {"messages": [USER], "tools": [
@@ -1104,6 +1106,8 @@ def test_a_lone_surrogate_is_the_clients_mistake(client: httpx.Client) -> None:
         ("/v1/responses", {"input": "a", "instructions": "\ud83d"}, "instructions"),
         ("/v1/responses", {"input": [USER | {"content": [
             {"type": "input_text", "text": "\ud83d"}]}]}, "input[0].content[0].text"),
+        ("/v1/responses", {"input": "a", "text": {"format": {
+            "type": "json_schema", "name": "\ud83d", "schema": {}}}}, "text.format.name"),
         ("/tokenize", {"messages": [USER | {"content": "\ud83d"}]}, "messages[0].content"),
         ("/tokenize", {"prompt": "\ud83d"}, "prompt"),
         ("/api", {"prompts": ["\ud83d"]}, "prompts"),
