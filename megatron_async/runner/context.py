@@ -384,14 +384,15 @@ class DynamicInferenceContext(BaseInferenceContext):
                 )
             tables = self.block_table[self.token_slots]
             return paged_attention.paged_decode_attention_by_length(
-                query, keys, values, tables, lengths.tolist(), scale
+                query, keys, values, tables, lengths.tolist(), scale, self.token_slots.tolist()
             )
         slots = self.token_slots[: self._metadata.decode_rows]
         if self._metadata.decode_lengths_host is not None:
             tables = self.block_table[slots]
             return paged_attention.paged_decode_attention_by_length(
-                query, keys, values, tables, self._metadata.decode_lengths_host, scale
-            )
+                query, keys, values, tables, self._metadata.decode_lengths_host, scale,
+                slots.tolist(),
+            )  # fmt: skip
         return paged_attention.paged_decode_attention(
             query, keys, values, self.block_table, self._metadata.decode_lengths, scale, slots
         )

@@ -126,6 +126,42 @@ def test_reference_gives_a_row_its_own_bits(
     assert_close(case, out)
 
 
+@pytest.mark.parametrize("tokens", (2, 5, 16))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=str)
+def test_tokens_of_a_sequence_have_the_same_bits_together_as_alone(
+    dtype: torch.dtype, tokens: int
+) -> None:
+    """Also where their padded lengths differ, and where one of them is NaN."""
+    starts = [1, 3, 61, 64, 120, 510]
+    case = make_case(
+        [start + tokens for start in starts],
+        heads=6,
+        kv_heads=2,
+        head_dim=16,
+        block_size=4,
+        dtype=dtype,
+        device="cpu",
+    )
+    sequences = [row for row in range(len(starts)) for _ in range(tokens)]
+    lengths = [start + token for start in starts for token in range(tokens)]
+    query = torch.randn(
+        len(lengths), *case.query.shape[1:], generator=torch.Generator().manual_seed(1)
+    ).to(dtype)
+
+    def attend(names: list[int] | None) -> Tensor:
+        return paged_attention.paged_decode_attention_by_length(
+            query, case.keys, case.values, case.table[sequences], lengths, case.scale, names
+        )
+
+    assert torch.equal(attend(sequences), attend(None))
+    block, offset = divmod(lengths[-1] - 1, 4)
+    case.values[case.table[-1, block], offset] = float("nan")
+    out = attend(sequences)
+    assert torch.equal(out.isnan(), attend(None).isnan())
+    assert out[-1].isnan().all()
+    assert not out[:-1].isnan().any()
+
+
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=compiled)])
 class TestOnGpu:
     @pytest.mark.parametrize("dtype", list(TOLERANCE))

@@ -7,6 +7,8 @@ in the cache's dtype with PyTorch's scaled dot product attention.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -16,6 +18,9 @@ row depends on that row alone, so its result does not depend on the others."""
 
 ROWS_AT_ONCE = 32
 """Most rows whose keys and values are gathered at once."""
+
+TOKENS_AT_ONCE = 16
+"""Most tokens of one sequence that are attended together."""
 
 QUERY_MULTIPLE = 8
 KERNEL_HEAD_DIM = 256
@@ -88,42 +93,53 @@ def paged_decode_attention_reference(
     """:func:`paged_decode_attention` with PyTorch; it reads all C blocks of every row."""
     if table_rows is not None:
         block_table = block_table[table_rows]
-    rows, heads, head_dim = query.shape
-    if rows == 1:
-        # A lone row may run outside of a parallel region, with other matrix kernels.
-        return paged_decode_attention_reference(
-            query.expand(2, -1, -1),
-            key_cache,
-            value_cache,
-            block_table.expand(2, -1),
-            lengths.expand(2),
-            scale,
-        )[:1]
-    columns = block_table.shape[1]
-    block_size, kv_heads = key_cache.shape[1:3]
+    out = _attend(query[:, None], key_cache, value_cache, block_table, lengths[:, None], 0, scale)
+    return out[:, 0]
+
+
+def _attend(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    least: int,
+    scale: float,
+) -> torch.Tensor:
+    """R sequences with n tokens each: query [R, n, Hq, D], block_table [R, C], lengths [R, n].
+
+    Returns [R, n, Hq, D]. The first ``least`` positions belong to all of the sequences. A token's
+    bits depend neither on R nor on n.
+    """
+    rows, tokens, heads, head_dim = query.shape
+    kv_heads = key_cache.shape[2]
     keys = key_cache[block_table].flatten(1, 2)
     values = value_cache[block_table].flatten(1, 2)
-    positions = torch.arange(columns * block_size, device=query.device)
-    mask = positions[None, :] < lengths[:, None]
-    # What lies beyond a row's length may be anything, NaN included, and 0 * NaN would spread.
-    beyond = ~mask[:, :, None, None]
-    keys = keys.masked_fill(beyond, 0)
-    values = values.masked_fill(beyond, 0)
+    positions = torch.arange(keys.shape[1], device=query.device)
+    # What lies beyond a sequence may be anything, NaN included, and 0 * NaN would spread.
+    beyond = positions[least:] >= lengths.amax(1, keepdim=True)
+    keys[:, least:].masked_fill_(beyond[:, :, None, None], 0)
+    values[:, least:].masked_fill_(beyond[:, :, None, None], 0)
     # The heads of a group are the queries of one attention. Padded to a multiple of 8, every
     # thread's scratch memory is aligned alike, and the CPU gives a row the same bits on any thread.
     group = heads // kv_heads
-    grouped = query.new_zeros(
-        rows, kv_heads, -(-group // QUERY_MULTIPLE) * QUERY_MULTIPLE, head_dim
-    )
-    grouped[:, :, :group] = query.view(rows, kv_heads, group, head_dim)
-    out = scaled_dot_product_attention(
-        grouped,
-        keys.transpose(1, 2),
-        values.transpose(1, 2),
-        attn_mask=mask[:, None, None],
+    padded = -(-group // QUERY_MULTIPLE) * QUERY_MULTIPLE
+    grouped = query.new_zeros(rows, kv_heads, tokens, padded, head_dim)
+    grouped[:, :, :, :group] = query.unflatten(2, (kv_heads, group)).transpose(1, 2)
+    mask = (positions < lengths[:, :, None])[:, None, :, None]
+    if tokens > 1:
+        mask = mask.expand(-1, -1, -1, padded, -1)
+    # A lone row may run outside of a parallel region, with other matrix kernels.
+    shape = (max(rows, 2), -1, -1, -1)
+    out: torch.Tensor = scaled_dot_product_attention(
+        grouped.flatten(2, 3).expand(shape),
+        keys.transpose(1, 2).expand(shape),
+        values.transpose(1, 2).expand(shape),
+        attn_mask=mask.flatten(2, 3).expand(shape),
         scale=scale,
     )
-    return out[:, :, :group].reshape(rows, heads, head_dim)
+    out = out[:rows].unflatten(2, (tokens, padded))[:, :, :, :group]
+    return out.transpose(1, 2).reshape(rows, tokens, heads, head_dim)
 
 
 def paged_decode_attention_by_length(
@@ -133,30 +149,62 @@ def paged_decode_attention_by_length(
     block_table: torch.Tensor,
     lengths: list[int],
     scale: float,
+    sequences: list[int] | None = None,
 ) -> torch.Tensor:
     """:func:`paged_decode_attention` for a device whose lengths the caller may read: rows of
-    like length are attended together, over no more blocks than they have, a few at a time."""
+    like length are attended together, over no more blocks than they have, a few at a time.
+
+    Neighbours of one sequence, by the names ``sequences`` [R], read its keys and values once.
+    """
     block_size = key_cache.shape[1]
     unit = -(-LENGTH_MULTIPLE // block_size)
-    groups: dict[int, list[int]] = {}
-    for row, length in enumerate(lengths):
-        blocks = -(-length // block_size)
-        columns = min(-(-blocks // unit) * unit, block_table.shape[1])
-        groups.setdefault(columns, []).append(row)
+    widths = [
+        min(-(-length // (block_size * unit)) * unit, block_table.shape[1]) for length in lengths
+    ]
+    groups: dict[tuple[int, int], list[range]] = {}
+    for run in _runs(widths, sequences or range(len(lengths))):
+        groups.setdefault((widths[run[0]], len(run)), []).append(run)
     out = torch.empty_like(query)
-    for columns, members in groups.items():
-        for first in range(0, len(members), ROWS_AT_ONCE):
-            rows = members[first : first + ROWS_AT_ONCE]
-            index = torch.tensor(rows)
-            out[index] = paged_decode_attention_reference(
+    for (width, tokens), members in groups.items():
+        for start in range(0, len(members), ROWS_AT_ONCE):
+            runs = members[start : start + ROWS_AT_ONCE]
+            index = torch.tensor([list(run) for run in runs])
+            found = _attend(
                 query[index],
                 key_cache,
                 value_cache,
-                block_table[index, :columns],
-                torch.tensor([lengths[row] for row in rows]),
+                block_table[index[:, 0], :width],
+                torch.tensor([[lengths[row] for row in run] for run in runs]),
+                min(max(lengths[row] for row in run) for run in runs),
                 scale,
             )
+            if tokens > 1 and bool(found.isnan().any()):
+                # A row's NaN would be its neighbours', too.
+                rows = index.flatten()
+                found = paged_decode_attention_by_length(
+                    query[rows],
+                    key_cache,
+                    value_cache,
+                    block_table[rows],
+                    [lengths[row] for run in runs for row in run],
+                    scale,
+                ).view_as(found)
+            out[index] = found
     return out
+
+
+def _runs(widths: list[int], sequences: Sequence[int]) -> Iterator[range]:
+    """Neighbouring rows of one sequence and like width, a few at a time."""
+    first = 0
+    for row in range(1, len(widths) + 1):
+        if (
+            row == len(widths)
+            or sequences[row] != sequences[first]
+            or widths[row] != widths[first]
+            or row - first == TOKENS_AT_ONCE
+        ):
+            yield range(first, row)
+            first = row
 
 
 def paged_mixed_attention(
