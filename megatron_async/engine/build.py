@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +13,14 @@ import torch
 from megatron_async.checkpoint import Pretrained, load_pretrained
 from megatron_async.config import EngineConfig, check_config
 from megatron_async.device.memory import GIB
+from megatron_async.drafting.choose import layers_draft
 from megatron_async.errors import CheckpointError, ConfigError
 from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.controller import TextGenerationController
 from megatron_async.scheduler.limits import Limits
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_CACHE_GIB = {"cpu": 1.0, "cuda": 16.0}
 CHUNKS_AT_ONCE = 4
@@ -67,21 +71,23 @@ def build_context(
         )
     draft_model = getattr(wrapper, "draft_model", None)
     further = 0
-    if draft_model is not None:
+    if draft_model is not None and config.num_speculative_tokens:
         if length > draft_model.max_sequence_length:
             raise ConfigError(
                 f"draft_model takes {draft_model.max_sequence_length} tokens and requests may have "
                 f"{length}; set max_sequence_length to that or less"
             )
-        further = draft_model.kv_cache_spec.token_bytes
+        further = draft_model.kv_cache_spec.decoder.token_bytes
     spec = wrapper.kv_cache_spec
+    if not layers_draft(wrapper, config):
+        spec = spec.decoder
     block_count = config.block_count
     if block_count is None and config.buffer_size_gb is None:
         per_request = -(-length // config.block_size_tokens)
         block_bytes = (spec.token_bytes + further) * config.block_size_tokens
         affordable = int(DEFAULT_CACHE_GIB[device.type] * GIB) // block_bytes
         block_count = max(per_request, min(config.max_requests * per_request, affordable))
-    return DynamicInferenceContext(
+    context = DynamicInferenceContext(
         params_dtype=spec.dtype,
         num_layers=spec.num_layers,
         kv_channels=spec.head_dim,
@@ -99,6 +105,18 @@ def build_context(
         further_token_bytes=further,
         device=device,
     )
+    slots = (context.block_count + 1) * context.block_size_tokens
+    logger.info(
+        "the KV cache takes %.3f GiB: %d blocks of %d tokens in %d layers, %d of them of "
+        "multi-token prediction%s",
+        (spec.token_bytes + further) * slots / GIB,
+        context.block_count,
+        context.block_size_tokens,
+        spec.num_layers,
+        spec.num_mtp_layers,
+        f"; {further * slots / GIB:.3f} GiB are the draft model's" if further else "",
+    )
+    return context
 
 
 def limits_of(

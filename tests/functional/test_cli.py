@@ -477,4 +477,9 @@ def test_info_says_which_blocks_of_a_model_are_fused(capsys: pytest.CaptureFixtu
     said = capsys.readouterr().out.split("decode steps of tiny\n")[1]
     assert said.strip()
     assert main(["info", "--model", "tiny", "--json"]) == 0
-    assert "off" in json.loads(capsys.readouterr().out)["decode_coverage"]
+    report = json.loads(capsys.readouterr().out)
+    assert "off" in report["decode_coverage"]
+    plain, drafting = report["kv_cache"]
+    assert (plain["mtp_layers"], drafting["mtp_layers"]) == (0, 2)
+    assert f"{drafting['token_bytes']:,} bytes a token: {drafting['layers']} layers" in said
+    assert plain["layers"] + 2 == drafting["layers"]
