@@ -23,15 +23,23 @@ class TextGenerationController:
             megatron-core ``GPTModel``, or any object with ``vocab_size`` and ``forward``.
         tokenizer: an object with ``tokenize``, ``detokenize``, ``eod`` (and ``bos``), or None when
             prompts are token ids.
+        synthetic_acceptance: see :class:`ModelRunner`; for ``bench`` alone.
     """
 
-    def __init__(self, inference_wrapped_model: Any, tokenizer: Any = None) -> None:
+    def __init__(
+        self,
+        inference_wrapped_model: Any,
+        tokenizer: Any = None,
+        *,
+        synthetic_acceptance: float | None = None,
+    ) -> None:
         if isinstance(inference_wrapped_model, torch.nn.Module):
             from megatron_async.models.wrapper import GPTInferenceWrapper
 
             inference_wrapped_model = GPTInferenceWrapper(inference_wrapped_model)
         self.inference_wrapped_model = inference_wrapped_model
         self.tokenizer = tokenizer
+        self._synthetic_acceptance = synthetic_acceptance
         self._attached = False
 
     def tokenize_prompt(self, prompt: str, add_BOS: bool = False) -> list[int]:
@@ -70,7 +78,13 @@ class TextGenerationController:
             )
         self._check_suits(context)
         self._attached = context.attached = True
-        return ModelRunner(device, context, self.inference_wrapped_model, **options)
+        return ModelRunner(
+            device,
+            context,
+            self.inference_wrapped_model,
+            synthetic_acceptance=self._synthetic_acceptance,
+            **options,
+        )
 
     def _check_suits(self, context: DynamicInferenceContext) -> None:
         if context.attached:

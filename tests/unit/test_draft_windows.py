@@ -66,7 +66,13 @@ def test_right_drafts_bring_whole_windows(window: int) -> None:
     with drafting_engine(1, window, error_rate=0.0, max_requests=1, block_count=8) as engine:
         (request,) = engine.generate([list(ask.prompt)], sampling_params(ask))
     check([ask], [request])
-    assert request.counters.accepted == 10 * (window - 1)
+    drafts = window - 1
+    assert request.counters.accepted == request.counters.drafted == 10 * drafts
+    assert request.counters.accepted_by_position == [10] * drafts
+    assert engine.counters.acceptance == [1.0] * drafts
+    assert engine.counters.tokens_per_row == window
+    reports = dict.fromkeys(request.steps)
+    assert {(each.drafted, each.accepted) for each in reports} == {(0, 0), (drafts, drafts)}
     assert engine.counters.steps_launched == request.counters.launched
 
 
@@ -76,6 +82,9 @@ def test_wrong_drafts_cost_steps_and_no_tokens(window: int) -> None:
     with drafting_engine(1, window, error_rate=1.0, max_requests=1, block_count=8) as engine:
         (request,) = engine.generate([list(ask.prompt)], sampling_params(ask))
     check([ask], [request])
+    assert engine.counters.acceptance == [0.0] * (window - 1)
+    assert engine.counters.tokens_per_row == 1
+    assert request.counters.drafted == 19 * (window - 1)
     assert request.counters.accepted == 0 and engine.counters.steps_committed == 20
 
 
