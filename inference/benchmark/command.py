@@ -17,6 +17,7 @@ from megatron_async.errors import ConfigError
 from ..cli.options import PROGRAM, SEED, add_benchmark_model_options, integer, number, several
 from ..cli.output_file import OutputFile
 from ..cli.serve import KEY_VARIABLE
+from .drafts import DRAFT_OPTIONS, add_drafting_options, resolve_drafts
 from .loads import Load, RaggedLoad
 
 BASELINE_NAMES = ("transformers", "transformers-cb")
@@ -35,7 +36,10 @@ COMMON_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 SERVER_DEFAULTS: dict[str, Any] = {"endpoint": "completions", "client_processes": 1}
 SERVER_OPTIONS = ("api_key", "served_model_name", "vocabulary", "concurrency", *SERVER_DEFAULTS)
-NOT_OF_SERVER = ("model", "shape", "device", "dtype", "depths", "block_count", "baseline")
+NOT_OF_SERVER = (
+    *("model", "shape", "device", "dtype", "depths", "block_count", "baseline"),
+    *DRAFT_OPTIONS,
+)
 _DESCRIPTION = """\
 Measure how fast requests are decoded from prompts of random token ids. Every depth decodes the
 same load on the same weights; depth 0, serial decoding, is the baseline. The workload "decode"
@@ -76,6 +80,7 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser("bench", help=said, description=_DESCRIPTION)
     parser.set_defaults(run=run)
     add_benchmark_model_options(parser)
+    add_drafting_options(parser, bench=True)
     add = parser.add_argument_group("workload decode").add_argument
     add("--batch-sizes", type=several(integer(1, MAX_REQUESTS)), metavar="B,...", help="default: 1")
     add("--prompt-tokens", type=integer(1), metavar="N", help="default: 128")
@@ -164,6 +169,7 @@ def resolve(args: argparse.Namespace) -> None:
         raise ConfigError("--baseline decodes greedily; leave sampling or --baseline out")
     if args.all_buckets and args.workload != "decode":
         raise ConfigError("--all-buckets belongs to --workload decode; ragged captures all anyway")
+    resolve_drafts(args)
     if bool(args.stall_us) != (args.stall_every is not None):
         raise ConfigError("--stall-us and --stall-every belong together; give both or neither")
 
@@ -229,8 +235,10 @@ def make_load(args: argparse.Namespace) -> Any:
     if args.workload == "decode":
         from .runs import least_new_tokens
 
+        window = 1 + max(args.num_speculative_tokens or [0])
         few = f"--new-tokens {args.new_tokens} leaves no steady steps at depth {max(args.depths)}"
-        if args.new_tokens < (least := least_new_tokens(args.depths)):
+        few += f" with {window - 1} drafts" if window > 1 else ""
+        if args.new_tokens < (least := least_new_tokens(args.depths, window)):
             raise ConfigError(f"{few}; use at least {least}")
     return kind(**{**given, "stall_every": args.stall_every or 0})
 
