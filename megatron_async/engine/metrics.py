@@ -38,8 +38,8 @@ class EngineCounters:
     A step overlapped when a later one was in flight while the host took its tokens and did its
     bookkeeping. Without drafts ``rows_launched`` is, when nothing is in flight, the rows of
     chunks that were not sampled and ``tokens_committed`` + ``tokens_discarded``;
-    ``tokens_accepted`` counts what rows brought beyond one token, ``tokens_drafted`` the drafts that
-    were verified in rows whose tokens were taken; ``accepted_by_position`` and
+    ``tokens_accepted`` counts what rows brought beyond one token, ``tokens_drafted`` the drafts
+    that were verified in rows whose tokens were taken; ``accepted_by_position`` and
     ``drafted_by_position`` have the same by the place of the draft. ``step_ns`` is the time spent
     in steps, ``wait_ns`` the part of it blocked on the device; both are for people and steer
     nothing.

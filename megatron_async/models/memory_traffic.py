@@ -43,9 +43,7 @@ def _layer_elements(config: ModelConfig) -> int:
     return layer
 
 
-def kv_bytes(
-    config: ModelConfig, itemsize: int, tokens: float, layers: int | None = None
-) -> float:
+def kv_bytes(config: ModelConfig, itemsize: int, tokens: float, layers: int | None = None) -> float:
     """Bytes of keys and values that attention over ``tokens`` tokens reads, in so many layers; None
     is all of the decoder."""
     layers = config.num_layers if layers is None else layers
