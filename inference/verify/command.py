@@ -25,7 +25,8 @@ RANDOM_DESCRIPTION = (
 )
 
 _DESCRIPTION = """\
-Decode requests at each depth and compare every token and finish reason with serial decoding.
+Decode requests at each depth and compare every token and finish reason with serial decoding,
+without drafts.
 
 The scenario 'random' is a seeded random workload: it mixes prompt lengths, greedy and sampled
 requests, and has more requests than rows. The others are scripts that add, pause, evict and abort
@@ -146,10 +147,17 @@ def _verify_random(
     args: argparse.Namespace, serial: DynamicInferenceEngine, configs: list[EngineConfig]
 ) -> Report:
     from .decode import Decoded, DepthReport, Report, decode
+    from .reference import without_drafts
     from .workload import count_witnesses, make_workload
 
     works = make_workload(serial, args.requests, args.seed)
-    reference = decode(serial, works)
+    config = serial.config
+    if config.num_speculative_tokens:
+        with serial.with_config(without_drafts(config)) as plain:
+            reference = decode(plain, works)
+        first = decode(serial, works)
+    else:
+        reference = first = decode(serial, works)
 
     def report(run: Decoded) -> DepthReport:
         seen = count_witnesses(run, args.block_size_tokens, args.prefill_chunk_tokens)
@@ -157,7 +165,7 @@ def _verify_random(
         found = run.differences(reference), seen._asdict(), missing
         return DepthReport(run.depth, *found, run.counters, run.seconds)
 
-    depths = [report(reference)]
+    depths = [report(first)]
     for config in configs:
         with serial.with_config(config) as engine:
             depths.append(report(decode(engine, works)))

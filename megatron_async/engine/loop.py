@@ -254,11 +254,13 @@ class DecodeLoop:
         self.drain(NotOverlapped.LOGGED)
         counters = self.counters
         logger.info(
-            "step %d: %d tokens committed, %d discarded, %d of %d steps overlapped, "
-            "%d requests waiting, %d of %d blocks free",
+            "step %d: %d tokens committed, %d discarded, %d of %d drafts accepted, %d of %d steps "
+            "overlapped, %d requests waiting, %d of %d blocks free",
             launched,
             counters.tokens_committed,
             counters.tokens_discarded,
+            counters.tokens_accepted,
+            counters.tokens_drafted,
             counters.steps_overlapped,
             counters.steps_committed,
             self._scheduler.waiting_count,

@@ -222,6 +222,33 @@ def test_lanes_and_slices_have_names(traced: tuple[int, list[Event]]) -> None:
     assert kinds == {"plan", "launch", "pack", "sample", "wait", "commit", "output"}
 
 
+def test_drafts_are_shown_at_their_commits(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "trace.json"
+    drafts = ("--num-speculative-tokens", "2", "--speculative-method", "ngram")
+    options = ("--shape", "tiny-llama", "--batch-size", "2", *drafts, "-o", str(path))
+    assert main(["trace", *SMALL, *options]) == 0
+    events = read(path)
+    commits = [e for e in slices(events, HOST_LANE, "commit") if e["args"]["drafted"]]
+    shown = {e["ts"]: e["args"] for e in events if e["name"] == "drafts" and e["ph"] == "C"}
+    of_device = {
+        e["args"]["accepted"] for e in slices(events, DEVICE_LANE) if "drafted" in e["args"]
+    }
+    for commit in commits:
+        args = commit["args"]
+        accepted, rejected = args["accepted"], args["drafted"] - args["accepted"]
+        assert args["drafted"] in (2, 4)
+        assert shown[commit["ts"]] == {"accepted": accepted, "rejected": rejected}
+        name = f"commit {args['ticket']}: {accepted} of {args['drafted']} drafts"
+        assert commit["name"] == name
+        assert accepted in of_device
+    assert len(commits) == len(shown) >= STEPS
+    total = [sum(commit["args"][name] for commit in commits) for name in ("accepted", "drafted")]
+    assert total[0] > 0
+    out = capsys.readouterr().out.splitlines()
+    assert "batch 2, depth 1, window 3: " in out[0]
+    assert out[1] == f"{total[0]} of {total[1]} drafts accepted"
+
+
 def test_a_batch_of_one_is_replaced_without_a_drain(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "trace.json"
     options = ("--shape", "tiny-llama", "--batch-size", "1", "--depth", "1", "-o", str(path))
