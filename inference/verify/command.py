@@ -11,7 +11,7 @@ from megatron_async.config import MAX_DEPTH, EngineConfig
 from megatron_async.errors import ConfigError
 
 from ..cli import options
-from .scenarios import MAX_LENGTH, MAX_SCENARIO_DEPTH, TABLE, Scenario, Sizes
+from .scenarios import MAX_LENGTH, MAX_SCENARIO_DEPTH, MAX_TOKENS_IN_FLIGHT, TABLE, Scenario, Sizes
 
 if TYPE_CHECKING:
     from megatron_async.engine.engine import DynamicInferenceEngine
@@ -96,6 +96,13 @@ def run(args: argparse.Namespace) -> int:
         limit = f"scenarios are made for depths of at most {MAX_SCENARIO_DEPTH}"
         way_out = f"lower it or use --scenario {RANDOM}"
         raise ConfigError(f"--depths {max(args.depths)}: {limit}; {way_out}")
+    window = 1 + args.num_speculative_tokens
+    if scripted and window > 1 and max(args.depths) * window > MAX_TOKENS_IN_FLIGHT:
+        raise ConfigError(
+            f"--depths {max(args.depths)}: scenarios are made for at most {MAX_TOKENS_IN_FLIGHT} "
+            f"tokens in flight, and windows have {window} here; lower it or "
+            f"--num-speculative-tokens, or use --scenario {RANDOM}"
+        )
     configs = [options.engine_config(args, d) for d in dict.fromkeys((0, *args.depths))]
     reports = _verify(args, scripted, configs)
     only_random = args.scenario == [RANDOM]
