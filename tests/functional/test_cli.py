@@ -386,6 +386,10 @@ def test_scenarios_refuse_depths_they_are_not_made_for(capsys: Capture) -> None:
     assert (status, out) == (2, "")
     assert "--depths 9" in err
     assert "at most 8" in err
+    drafts = ("--depths", "5", "--num-speculative-tokens", "4")
+    status, out, err = call(capsys, "verify", "--scenario", "suspend", *drafts)
+    assert (status, out) == (2, "")
+    assert "--depths 5: scenarios are made for at most 20 tokens in flight" in err
 
 
 def test_prefixes_are_shared_unless_turned_off(model: str, capsys: Capture) -> None:

@@ -173,12 +173,24 @@ class TestOnGpu:
                 assert tokens_of(requests) == expected
                 assert counters.tokens_accepted > 0.35 * counters.tokens_committed
 
-    @pytest.mark.parametrize("method", ("mtp", "ngram"))
-    def test_steady_steps_neither_synchronise_nor_allocate(self, method: str) -> None:
-        config = config_of(
-            1, 2, device="cuda", dtype="bfloat16", debug=False, speculative_method=method
+    @pytest.mark.parametrize("extras", (False, True), ids=("plain", "extended"))
+    @pytest.mark.parametrize(
+        "who",
+        (
+            {"speculative_method": "mtp"},
+            {"speculative_method": "ngram"},
+            {"draft_model": "tiny"},
+        ),
+        ids=("mtp", "ngram", "model"),
+    )
+    def test_steady_steps_neither_synchronise_nor_allocate(
+        self, who: dict[str, str], extras: bool
+    ) -> None:
+        config = config_of(1, 2, device="cuda", dtype="bfloat16", debug=False, **who)
+        penalties = {"presence_penalty": 0.3, "return_log_probs": True} if extras else {}
+        params = SamplingParams(
+            num_tokens_to_generate=400, temperature=0.8, termination_id=-1, **penalties
         )
-        params = SamplingParams(num_tokens_to_generate=400, temperature=0.8, termination_id=-1)
         with DynamicInferenceEngine.from_pretrained("tiny", config) as engine:
             for request_id in range(8):
                 engine.add_request(request_id, PROMPTS[request_id % 4], params)
