@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_async.config import MAX_DRAFTS, SPECULATIVE_METHODS, EngineConfig
 from megatron_async.engine.metrics import EngineCounters, acceptance
@@ -19,7 +20,8 @@ DRAFT_OPTIONS = (
 )  # fmt: skip
 
 
-class Drafts(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Drafts:
     """How one engine drafts: ``count`` tokens for each row and step; 0 is plain decoding."""
 
     count: int = 0
@@ -104,9 +106,10 @@ def resolve_drafts(args: argparse.Namespace) -> None:
 
 
 def all_drafts(args: argparse.Namespace) -> list[Drafts]:
-    """What ``bench`` measures: plain decoding, and each number of drafts that was asked for."""
+    """What ``bench`` measures: plain decoding, and each number of drafts that was asked for, the
+    most last."""
     given = args.speculative_method or "mtp", args.draft_model, args.synthetic_acceptance
-    return [PLAIN, *(Drafts(count, *given) for count in args.num_speculative_tokens or ())]
+    return [PLAIN, *(Drafts(count, *given) for count in sorted(args.num_speculative_tokens or ()))]
 
 
 def described(args: argparse.Namespace) -> dict[str, Any] | None:

@@ -314,7 +314,7 @@ class RaggedWorkload(Workload):
     def __init__(self, *given: Any, load: RaggedLoad) -> None:
         super().__init__(*given)
         # One size for all, also where the free memory decides.
-        largest = max(self.args.depths), load, max(self.drafts)
+        largest = max(self.args.depths), load, self.drafts[-1]
         blocks = ragged_config(self.model, *largest).block_count
         self._load = dataclasses.replace(load, block_count=blocks)
         self._requests: list[Request] = []

@@ -74,7 +74,7 @@ def build_context(
     draft_model = getattr(wrapper, "draft_model", None)
     spec, draft_spec = kv_cache_specs(wrapper, config)
     further = 0
-    if draft_spec is not None:
+    if draft_spec is not None and draft_model is not None:
         if length > draft_model.max_sequence_length:
             raise ConfigError(
                 f"draft_model takes {draft_model.max_sequence_length} tokens and requests may have "
