@@ -41,8 +41,9 @@ NOT_OF_SERVER = (
     *DRAFT_OPTIONS,
 )
 _DESCRIPTION = """\
-Measure how fast requests are decoded from prompts of random token ids. Every depth decodes the
-same load on the same weights; depth 0, serial decoding, is the baseline. The workload "decode"
+Measure how fast requests are decoded from prompts of random token ids, or of text. Every depth
+decodes the same load on the same weights; depth 0, serial decoding, is the baseline, and so is
+plain decoding where tokens are drafted. The workload "decode"
 measures steps in which all rows decode, greedily unless --temperature is given; "ragged" serves
 requests of many lengths, a third of which stop at a token id. --server sends the ragged load, each
 request to its full length, to a server of OpenAI's API and measures what clients see. Exit status
@@ -84,6 +85,8 @@ def add_command(commands: Any) -> None:
     add = parser.add_argument_group("workload decode").add_argument
     add("--batch-sizes", type=several(integer(1, MAX_REQUESTS)), metavar="B,...", help="default: 1")
     add("--prompt-tokens", type=integer(1), metavar="N", help="default: 128")
+    said = "prompts are pieces of this text, in place of random token ids"
+    add("--prompt-file", metavar="FILE", help=said)
     add("--new-tokens", type=integer(1), metavar="N", help="default: 512")
     add("--temperature", type=number(0), metavar="T", help="default: 0, greedy")
     add("--top-k", type=integer(0), metavar="K", help="of --temperature; 0 is off (default: 0)")
@@ -247,7 +250,7 @@ def command_line(args: argparse.Namespace) -> str:
     """The command that measures the same again, every option written out."""
     words = [PROGRAM, "bench"]
     for name, value in vars(args).items():
-        if name in ("run", "json", "api_key") or value is None:
+        if name in ("run", "json", "api_key") or value in (None, ""):
             continue
         if not isinstance(value, bool):
             several = value if isinstance(value, (list, tuple)) else [value]

@@ -6,6 +6,8 @@ import argparse
 import dataclasses
 import time
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -30,6 +32,30 @@ class BenchmarkModel:
     build_seconds: float
     draft_config: ModelConfig | None = None
     """Of the model that drafts."""
+    tokenizer: Any = None
+    """None of a shape."""
+
+    def tokens_of(self, file: str, least: int) -> list[int]:
+        """Token ids of a file's text.
+
+        Raises:
+            ConfigError: the file cannot be read, has fewer than ``least``, or nobody knows them.
+        """
+        if self.tokenizer is None:
+            raise ConfigError(
+                "--prompt-file is text and the model has no tokenizer; leave it out, or give a "
+                "--model that has one"
+            )
+        try:
+            tokens = list(self.tokenizer.tokenize(Path(file).read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--prompt-file {file}: cannot be read: {error}") from None
+        if len(tokens) < least:
+            raise ConfigError(
+                f"--prompt-file {file} has {len(tokens)} tokens and a prompt {least}; lower "
+                "--prompt-tokens or use a longer file"
+            )
+        return tokens
 
 
 def load_benchmark_model(
@@ -73,4 +99,5 @@ def load_benchmark_model(
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     seconds = time.perf_counter() - started
-    return BenchmarkModel(name, config, wrapper, device, dtype, seconds, draft_config)
+    tokenizer = pretrained and pretrained.tokenizer
+    return BenchmarkModel(name, config, wrapper, device, dtype, seconds, draft_config, tokenizer)

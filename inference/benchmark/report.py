@@ -139,6 +139,7 @@ def _heading(report: dict[str, Any]) -> str:
         said += f", prompts of {prompt[0]}-{prompt[1]} tokens, outputs of {output[0]}-{output[1]}"
     else:
         said += f"prompt {load['prompt_tokens']}, {load['new_tokens']} new tokens"
+        said += f", text of {load['prompt_file']}" if load["prompt_file"] else ""
     for name in ("temperature", "top_k", "top_p"):
         if load.get(name):
             said += f", {name.replace('_', '-')} {load[name]:g}"

@@ -179,6 +179,9 @@ class DecodeWorkload(Workload):
     def __init__(self, *given: Any, load: Load, bandwidth: float | None) -> None:
         super().__init__(*given)
         self._load, self._bandwidth = load, bandwidth
+        self._text: list[int] = []
+        if load.prompt_file:
+            self._text = self.model.tokens_of(load.prompt_file, load.prompt_tokens)
         self._marks_timed_rounds = self.marks and load.new_tokens >= LONG_LOAD_TOKENS
         self._marks_a_round = self.marks and not self._marks_timed_rounds
 
@@ -205,7 +208,7 @@ class DecodeWorkload(Workload):
         return f"{statistics.fmean(steps.step_ms):.3f} ms/step"
 
     def _requests(self, batch_size: int) -> list[Request]:
-        return self._load.requests(self.model.config.vocab_size, batch_size)
+        return self._load.requests(self.model.config.vocab_size, batch_size, self._text)
 
     def _groups(self, batch_size: int) -> list[list[tuple[int, Drafts]]]:
         """Depths and drafts whose engines live side by side, so that their rounds alternate. With

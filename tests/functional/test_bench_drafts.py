@@ -9,6 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_async.checkpoint import load_pretrained
+from megatron_async.errors import ConfigError
+from megatron_async.inference.benchmark.loads import Load
+from megatron_async.inference.benchmark.model import BenchmarkModel
 from megatron_async.inference.benchmark.report import as_table
 from megatron_async.inference.cli.main import main
 from megatron_async.runner.synthetic_acceptance import synthetic_bits, threshold
@@ -121,6 +125,26 @@ def test_synthetic_tokens_are_not_compared(tmp_path: Path) -> None:
     options = ("1", *RAGGED, "--depths", "0", "--synthetic-acceptance", "1")
     _, drafted = bench(tmp_path, *options)["results"]
     assert drafted["requests_different"] is None and drafted["tokens_accepted"] > 0
+
+
+def test_prompts_are_pieces_of_a_text(tmp_path: Path) -> None:
+    text = list(range(100, 140))
+    load = Load(prompt_tokens=8, prompt_file="some.py")
+    prompts = [request.prompt for request in load.requests(512, 50, text)]
+    assert {tuple(prompt) for prompt in prompts} <= {tuple(text[n : n + 8]) for n in range(33)}
+    assert len({prompt[0] for prompt in prompts}) > 10
+    model, none = BenchmarkModel.__new__(BenchmarkModel), "model has no tokenizer"
+    object.__setattr__(model, "tokenizer", None)
+    with pytest.raises(ConfigError, match=none):
+        model.tokens_of("some.py", 8)
+    object.__setattr__(model, "tokenizer", load_pretrained("tiny").tokenizer)
+    file = tmp_path / "text.py"
+    with pytest.raises(ConfigError, match="cannot be read"):
+        model.tokens_of(str(file), 8)
+    file.write_text("x = 1\n")
+    with pytest.raises(ConfigError, match="has 6 tokens and a prompt 8; lower --prompt-tokens"):
+        model.tokens_of(str(file), 8)
+    assert bytes(model.tokens_of(str(file), 6)) == b"x = 1\n"
 
 
 @pytest.mark.parametrize(
