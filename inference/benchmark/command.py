@@ -43,11 +43,11 @@ NOT_OF_SERVER = (
 _DESCRIPTION = """\
 Measure how fast requests are decoded from prompts of random token ids, or of text. Every depth
 decodes the same load on the same weights; depth 0, serial decoding, is the baseline, and so is
-plain decoding where tokens are drafted. The workload "decode"
-measures steps in which all rows decode, greedily unless --temperature is given; "ragged" serves
-requests of many lengths, a third of which stop at a token id. --server sends the ragged load, each
-request to its full length, to a server of OpenAI's API and measures what clients see. Exit status
-1: a measurement failed; the others are reported. What the columns mean: docs/benchmarking.md.
+plain decoding where tokens are drafted. The workload "decode" measures steps in which all rows
+decode, greedily unless --temperature is given; "ragged" serves requests of many lengths, a third of
+which stop at a token id. --server sends the ragged load, each request to its full length, to a
+server of OpenAI's API and measures what clients see. Exit status 1: a measurement failed; the
+others are reported. What the columns mean: docs/benchmarking.md.
 """
 
 
