@@ -44,6 +44,7 @@ class ModelRunner:
         capture_mixed: capture steps with prefill chunks too.
         progress: shows the capture of graphs.
         make_drafter: from the context and the most rows of a step.
+        synthetic_acceptance: drafts count as right at this rate, and tokens mean nothing.
 
     Attributes:
         wait_ns: time that the host was blocked on the device.
@@ -67,6 +68,7 @@ class ModelRunner:
         capture_mixed: bool,
         progress: Progress | None,
         make_drafter: Callable[[DynamicInferenceContext, int], Drafter | None],
+        synthetic_acceptance: float | None = None,
     ) -> None:
         self.device = device
         self.wait_ns = 0
@@ -111,6 +113,7 @@ class ModelRunner:
             logits_dtype=getattr(model, "logits_dtype", context.params_dtype),
             poison=poison,
             drafter=self._drafter,
+            synthetic_acceptance=synthetic_acceptance,
         )
         if self._extras is not None:
             self._log_extras(self._extras)

@@ -16,6 +16,7 @@ from megatron_async.runner.drafter import Drafter, SampledRows
 from megatron_async.runner.extras_tables import ExtrasTables
 from megatron_async.runner.masks import MaskRing
 from megatron_async.runner.sampler import sample_tokens
+from megatron_async.runner.synthetic_acceptance import synthetic_bits, threshold
 from megatron_async.sampling.log_probs import pack, processed_log_probs, token_log_probs
 from megatron_async.sampling.process_logits import advance, process_logits
 from megatron_async.step import packet
@@ -57,6 +58,7 @@ class SamplingStage:
         row_records: int32 ``[max_rows, ROW_WIDTH]``, the row map of the pending logits.
         drafter: None without drafts.
         extras: None where there is no extended S.
+        synthetic_acceptance: the rate at which drafts count as right, for ``bench``.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class SamplingStage:
         drafter: Drafter | None,
         results: ResultRing,
         extras: SamplingExtras | None,
+        synthetic_acceptance: float | None = None,
     ) -> None:
         self._row_records = row_records
         self._context = context
@@ -77,6 +80,7 @@ class SamplingStage:
         self._drafter = drafter
         self._results = results
         self._extras = extras
+        self._synthetic_acceptance = synthetic_acceptance
         self._offsets = torch.arange(window, device=row_records.device)
         self._sampled = 0
         """How often S has run: where it is not captured, the number of its ticket."""
@@ -110,7 +114,11 @@ class SamplingStage:
         ).view(rows, window)
         live = (samples != 0) & ~state.finished[slots]
         # A draft is accepted while it is what was sampled in its place.
-        right = (tokens[:, :-1] == state.drafts[slots]) & (offsets[1:] < samples[:, None])
+        right = tokens[:, :-1] == state.drafts[slots]
+        if self._synthetic_acceptance is not None:
+            bits = synthetic_bits(positions[:, 1:], state.seed[slots])
+            right = bits < threshold(self._synthetic_acceptance)
+        right &= offsets[1:] < samples[:, None]
         accepted = right.long().cumprod(1).sum(1)
         if extended and window > 1:
             accepted = self._accepted_of_guided(accepted, slots)

@@ -60,6 +60,7 @@ class StepProgram:
         logits_dtype: torch.dtype,
         poison: bool,
         drafter: Drafter | None = None,
+        synthetic_acceptance: float | None = None,
     ) -> None:
         self._device = device
         self._context = context
@@ -82,8 +83,9 @@ class StepProgram:
             layout.max_rows * self._window, model.vocab_size, dtype=logits_dtype, device=on
         )
         self._stage = SamplingStage(
-            self._row_records, context, model, self._window, drafter, results, extras
-        )
+            self._row_records, context, model, self._window, drafter, results, extras,
+            synthetic_acceptance,
+        )  # fmt: skip
         self._kernels: StepKernels | None = None
         if isinstance(packets, CudaPacketRing) and isinstance(results, CudaResultRing):
             from megatron_async.kernels.sampling.step_state import StepKernels
