@@ -7,7 +7,8 @@ first draft, and so on. Drafts beyond the last layer come from that layer again,
 put out itself for a hidden state.
 
 Rows up to q have tokens that stay: each is computed once, by the chunk or the window that brought
-its token. Rows behind q have drafts for tokens: the next window computes them again.
+its token. Rows behind q have drafts for tokens: the next window computes them again where they were
+not accepted (``mtp_rows``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_async.drafting.mtp_rows import DraftRows, DraftShape, draft_rows
 from megatron_async.runner.attention_metadata import metadata_of_mixed
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.drafter import MixedTokens, SampledRows
@@ -43,7 +45,8 @@ class MtpDrafter:
         self._state = context.slots
         self._count = context.num_speculative_tokens
         model = wrapper.model
-        self._layers = len(model.mtp.layers)
+        # Layers that give no draft are left alone.
+        self._layers = min(len(model.mtp.layers), self._count)
         like: Tensor = next(model.parameters())
         hidden_size: int = model.config.hidden_size
         self._pending = like.new_zeros(max_rows * (self._count + 1), hidden_size)
@@ -101,72 +104,62 @@ class MtpDrafter:
             hidden = self._run(layer, before, tokens.ids, tokens.positions)
 
     def draft(self, rows: SampledRows) -> Tensor:
-        state, count, layers = self._state, self._count, self._layers
-        slots, _, last, first = rows
-        number = torch.arange(len(slots), device=slots.device)
-        # Token i is about position ``first + i``; behind the last one come the drafts.
-        tokens = torch.nn.functional.pad(rows.tokens, (0, count))
-        hidden = self._pending[: rows.tokens.numel()].view(*rows.tokens.shape, -1)
-        chosen, tails = hidden[:, 0], self._tails[slots]
-        for draft in range(count):
-            at = last + draft
-            if draft >= layers:
-                index = at[:, None]
-                hidden = self._run_window(
-                    layers - 1, chosen[:, None], tokens, index, first, at, slots
-                )
-                chosen = hidden[:, 0]
-            else:
-                if draft > 0:
-                    hidden = torch.cat([tails[:, draft, None], hidden], dim=1)
-                index = torch.arange(hidden.shape[1], device=slots.device).expand(len(slots), -1)
-                hidden = self._run_window(draft, hidden, tokens, index, first, at, slots)
-                chosen = hidden[number, at]
-                if draft + 1 < layers:
-                    self._tails[slots, draft + 1] = hidden[number, last]
-            tokens[number, at + 1] = sample_tokens(
-                self._wrapper.logits(chosen),
-                state.inverse_temperature[slots],
-                state.top_k[slots],
-                state.top_p[slots],
-                state.seed[slots],
-                first + at + 1,
-                vocab_size=self._wrapper.vocab_size,
-            ).clamp(min=0)
-        behind = last[:, None] + 1 + torch.arange(count, device=slots.device)
-        return tokens.gather(1, behind)
-
-    def _run_window(
-        self,
-        layer: int,
-        hidden: Tensor,
-        tokens: Tensor,
-        index: Tensor,
-        first: Tensor,
-        at: Tensor,
-        slots: Tensor,
-    ) -> Tensor:
-        """Rows ``first + index`` [R, n] of a layer, up to ``at``; from ``hidden`` [R, n, hidden] to
-        the same."""
-        context, state = self._context, self._state
-        token_positions = first[:, None] + index
-        positions = token_positions - layer - 1
-        valid = (
-            (index <= at[:, None])
-            & (slots != context.null_slot)[:, None]
-            & (positions >= state.computed_from[slots][:, None])
-            & (positions + 1 < state.max_total[slots][:, None])
-        ).flatten()
-        each = slots.repeat_interleave(index.shape[1])
-        context.begin_forward(
-            torch.where(valid, each, context.null_slot),
-            torch.where(valid, positions.flatten(), 0),
-            decode_rows=index.numel(),
+        shape = DraftShape(*rows.tokens.shape, self._layers, self._count)
+        context = self._context
+        drafts = draft_rows(
+            rows,
+            self._state,
+            shape,
+            block_size=context.block_size_tokens,
+            null_slot=context.null_slot,
             read_lengths=context.device.type != "cuda",
         )
-        ids = tokens.gather(1, index).flatten()
-        out = self._run(layer, hidden.flatten(0, 1), ids, token_positions.flatten())
-        return out.view(hidden.shape)
+        hidden = self._pending[: rows.tokens.numel()].view(*rows.tokens.shape, -1)
+        for draft in range(self._count):
+            hidden = self._hidden_before(draft, hidden, rows, shape)
+            hidden = self._run_draft(draft, hidden, drafts, shape)
+            found: Tensor = sample_tokens(
+                self._wrapper.logits(hidden[:, -1]),
+                drafts.inverse_temperature,
+                drafts.top_k,
+                drafts.top_p,
+                drafts.seed,
+                drafts.sample_positions[draft],
+                vocab_size=self._wrapper.vocab_size,
+            )
+            drafts.tokens[:, shape.window + draft] = found.clamp(min=0)
+        return drafts.tokens[:, shape.window :]
+
+    def _hidden_before(
+        self, draft: int, hidden: Tensor, rows: SampledRows, shape: DraftShape
+    ) -> Tensor:
+        """The hidden states that the tokens of a draft's forward meet, ``[R, n, hidden]``, from
+        those that the forward before has put out, of F for the first one."""
+        window = shape.window
+        column = torch.arange(window, device=hidden.device)
+        if draft == 0:
+            # F has them in the order of its tokens, the first one's in front.
+            index = (rows.last[:, None] - (window - 1) + column).clamp(min=0)
+            return hidden.gather(1, index[:, :, None].expand(-1, -1, hidden.shape[2]))
+        if draft >= shape.layers:
+            return hidden[:, -1:]
+        # The row of the first token needs that of a token before, which is not among these.
+        before = self._tails[rows.slots, draft]
+        self._tails[rows.slots, draft] = hidden[:, window - draft]
+        is_first = column == (window - 1 - draft - rows.last)[:, None]
+        return torch.where(is_first[:, :, None], before[:, None], hidden)
+
+    def _run_draft(
+        self, draft: int, hidden: Tensor, drafts: DraftRows, shape: DraftShape
+    ) -> Tensor:
+        """The layer that gives a draft; from hidden states ``[R, n, hidden]`` to such."""
+        layer, metadata = shape.layer(draft), drafts.metadata(shape, draft)
+        self._context.begin(metadata)
+        ids = drafts.tokens[:, shape.columns(draft)].flatten()
+        # Those of tokens that are left out, or behind a request's end, are not to be looked up.
+        positions = metadata.position_ids + layer + 1
+        positions = positions.clamp(max=self._context.max_sequence_length - 1)
+        return self._run(layer, hidden.flatten(0, 1), ids, positions).view(hidden.shape)
 
     def _run(self, layer: int, hidden: Tensor, ids: Tensor, positions: Tensor) -> Tensor:
         """Layer ``layer`` over tokens ``[T]`` whose attention the context knows."""
