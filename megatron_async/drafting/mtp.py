@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.drafting.mtp_rows import DraftRows, DraftShape, draft_rows
+from megatron_async.kernels.drafting.mtp_input import DraftInput, hidden_before
 from megatron_async.runner.attention_metadata import metadata_of_mixed
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.drafter import MixedTokens, SampledRows
@@ -116,10 +117,9 @@ class MtpDrafter:
         )
         hidden = self._pending[: rows.tokens.numel()].view(*rows.tokens.shape, -1)
         for draft in range(self._count):
-            hidden = self._hidden_before(draft, hidden, rows, shape)
-            hidden = self._run_draft(draft, hidden, drafts, shape)
+            hidden, logits = self._run_draft(self._input_of(draft, hidden, rows, drafts, shape))
             found: Tensor = sample_tokens(
-                self._wrapper.logits(hidden[:, -1]),
+                logits,
                 drafts.inverse_temperature,
                 drafts.top_k,
                 drafts.top_p,
@@ -130,36 +130,27 @@ class MtpDrafter:
             drafts.tokens[:, shape.window + draft] = found.clamp(min=0)
         return drafts.tokens[:, shape.window :]
 
-    def _hidden_before(
-        self, draft: int, hidden: Tensor, rows: SampledRows, shape: DraftShape
-    ) -> Tensor:
-        """The hidden states that the tokens of a draft's forward meet, ``[R, n, hidden]``, from
-        those that the forward before has put out, of F for the first one."""
-        window = shape.window
-        column = torch.arange(window, device=hidden.device)
-        if draft == 0:
-            # F has them in the order of its tokens, the first one's in front.
-            index = (rows.last[:, None] - (window - 1) + column).clamp(min=0)
-            return hidden.gather(1, index[:, :, None].expand(-1, -1, hidden.shape[2]))
-        if draft >= shape.layers:
-            return hidden[:, -1:]
-        # The row of the first token needs that of a token before, which is not among these.
-        before = self._tails[rows.slots, draft]
-        self._tails[rows.slots, draft] = hidden[:, window - draft]
-        is_first = column == (window - 1 - draft - rows.last)[:, None]
-        return torch.where(is_first[:, :, None], before[:, None], hidden)
-
-    def _run_draft(
-        self, draft: int, hidden: Tensor, drafts: DraftRows, shape: DraftShape
-    ) -> Tensor:
-        """The layer that gives a draft; from hidden states ``[R, n, hidden]`` to such."""
+    def _input_of(
+        self, draft: int, hidden: Tensor, rows: SampledRows, drafts: DraftRows, shape: DraftShape
+    ) -> DraftInput:
+        """Begin the forward of the layer that gives a draft."""
         layer, metadata = shape.layer(draft), drafts.metadata(shape, draft)
         self._context.begin(metadata)
-        ids = drafts.tokens[:, shape.columns(draft)].flatten()
         # Those of tokens that are left out, or behind a request's end, are not to be looked up.
         positions = metadata.position_ids + layer + 1
         positions = positions.clamp(max=self._context.max_sequence_length - 1)
-        return self._run(layer, hidden.flatten(0, 1), ids, positions).view(hidden.shape)
+        tokens = drafts.tokens[:, shape.columns(draft)]
+        return DraftInput(
+            draft, layer, tokens, positions, hidden, rows.last, rows.slots, self._tails
+        )
+
+    def _run_draft(self, of: DraftInput) -> tuple[Tensor, Tensor]:
+        """Hidden states ``[R, n, hidden]`` that the layer puts out, and logits ``[R, vocab]`` of
+        the last token of each row."""
+        before = hidden_before(of)
+        hidden = self._run(of.layer, before.flatten(0, 1), of.tokens.flatten(), of.position_ids)
+        hidden = hidden.view(before.shape)
+        return hidden, self._wrapper.logits(hidden[:, -1])
 
     def _run(self, layer: int, hidden: Tensor, ids: Tensor, positions: Tensor) -> Tensor:
         """Layer ``layer`` over tokens ``[T]`` whose attention the context knows."""
