@@ -24,7 +24,8 @@ from megatron_async.kernels.drafting.mtp_input import DraftInput, hidden_before
 from megatron_async.runner.attention_metadata import metadata_of_mixed
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.drafter import MixedTokens, SampledRows
-from megatron_async.runner.sampler import sample_tokens
+from megatron_async.runner.sampler import has_triton, sample_tokens
+from megatron_async.sampling.sample import candidates
 
 CHUNK_FIRST, CHUNK_LENGTH, CHUNK_START = 1, 2, 3
 
@@ -55,6 +56,9 @@ class MtpDrafter:
         self._tails = like.new_zeros(context.slot_count + 1, self._layers, hidden_size)
         """By slot and layer, what row t of it needs of row t - 1 when that came in an earlier
         forward: what the layer before has put out there."""
+        make_fused = getattr(wrapper, "fused_mtp", None)
+        self._fused = make_fused() if make_fused is not None else None
+        self._has_kernels = context.device.type == "cuda" and has_triton()
 
     def admit(self, slot: int, tokens: Sequence[int]) -> None:
         pass
@@ -105,30 +109,50 @@ class MtpDrafter:
             hidden = self._run(layer, before, tokens.ids, tokens.positions)
 
     def draft(self, rows: SampledRows) -> Tensor:
-        shape = DraftShape(*rows.tokens.shape, self._layers, self._count)
-        context = self._context
-        drafts = draft_rows(
-            rows,
-            self._state,
-            shape,
-            block_size=context.block_size_tokens,
-            null_slot=context.null_slot,
-            read_lengths=context.device.type != "cuda",
-        )
+        count, window = rows.tokens.shape
+        shape = DraftShape(count, window, self._layers, self._count)
+        drafts = self._rows_of(rows, shape)
         hidden = self._pending[: rows.tokens.numel()].view(*rows.tokens.shape, -1)
         for draft in range(self._count):
             hidden, logits = self._run_draft(self._input_of(draft, hidden, rows, drafts, shape))
-            found: Tensor = sample_tokens(
-                logits,
-                drafts.inverse_temperature,
-                drafts.top_k,
-                drafts.top_p,
-                drafts.seed,
-                drafts.sample_positions[draft],
-                vocab_size=self._wrapper.vocab_size,
-            )
-            drafts.tokens[:, shape.window + draft] = found.clamp(min=0)
+            self._sample(logits, drafts, draft, drafts.tokens[:, shape.window + draft])
         return drafts.tokens[:, shape.window :]
+
+    def _rows_of(self, rows: SampledRows, shape: DraftShape) -> DraftRows:
+        context, state = self._context, self._state
+        block_size, null_slot = context.block_size_tokens, context.null_slot
+        if self._has_kernels:
+            from megatron_async.kernels.drafting.mtp_rows import draft_rows_gpu
+
+            found = draft_rows_gpu(*rows, state, *shape[2:], block_size, null_slot)
+            return DraftRows._make([*found, None])
+        return draft_rows(
+            rows,
+            state,
+            shape,
+            block_size=block_size,
+            null_slot=null_slot,
+            read_lengths=context.device.type != "cuda",
+        )
+
+    def _sample(self, logits: Tensor, drafts: DraftRows, draft: int, into: Tensor) -> None:
+        """Sample a draft of each row from logits ``[R, vocab]``."""
+        parameters = (
+            drafts.inverse_temperature,
+            drafts.top_k,
+            drafts.top_p,
+            drafts.seed,
+            drafts.sample_positions[draft],
+        )
+        vocab_size: int = self._wrapper.vocab_size
+        if self._has_kernels:
+            from megatron_async.kernels.drafting.mtp_rows import take_draft
+            from megatron_async.kernels.sampling.sample_triton import sample_splits
+
+            take_draft(sample_splits(candidates(logits, vocab_size), *parameters), into)
+            return
+        found: Tensor = sample_tokens(logits, *parameters, vocab_size=vocab_size)
+        into.copy_(found.clamp(min=0))
 
     def _input_of(
         self, draft: int, hidden: Tensor, rows: SampledRows, drafts: DraftRows, shape: DraftShape
@@ -147,6 +171,9 @@ class MtpDrafter:
     def _run_draft(self, of: DraftInput) -> tuple[Tensor, Tensor]:
         """Hidden states ``[R, n, hidden]`` that the layer puts out, and logits ``[R, vocab]`` of
         the last token of each row."""
+        if self._fused is not None and self._fused.takes(of.layer, *of.tokens.shape, self._context):
+            found: tuple[Tensor, Tensor] = self._fused.forward(of, self._context)
+            return found
         before = hidden_before(of)
         hidden = self._run(of.layer, before.flatten(0, 1), of.tokens.flatten(), of.position_ids)
         hidden = hidden.view(before.shape)

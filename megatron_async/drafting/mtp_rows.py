@@ -25,14 +25,14 @@ from megatron_async.runner.slot_state import SlotState
 
 
 class DraftShape(NamedTuple):
-    """``count`` drafts in each of ``rows`` rows, which bring windows of ``window`` tokens, from
+    """``drafts`` drafts in each of ``rows`` rows, which bring windows of ``window`` tokens, from
     ``layers`` layers. There are no more layers than drafts, and no more drafts than the window has
     tokens but one."""
 
     rows: int
     window: int
     layers: int
-    count: int
+    drafts: int
 
     def layer(self, draft: int) -> int:
         """The layer that gives a draft."""
@@ -56,7 +56,8 @@ class DraftShape(NamedTuple):
     @property
     def size(self) -> int:
         """Tokens of all drafts."""
-        return self.span(self.count - 1).stop
+        end: int = self.span(self.drafts - 1).stop
+        return end
 
 
 class DraftRows(NamedTuple):
@@ -132,16 +133,11 @@ def draft_rows(
         parts.append(_placed(further, further >= 0, blocks, *limits, block_size))
     placed = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     lengths = placed[1] + 1
-    return DraftRows(
-        tokens,
-        *placed.unbind(0),
-        lengths,
-        end + 1 + torch.arange(count, device=slots.device)[:, None],
-        state.inverse_temperature[slots],
-        state.top_k[slots],
-        state.top_p[slots],
-        state.seed[slots],
-        lengths.tolist() if read_lengths else None,
+    behind = torch.arange(1, count + 1, device=slots.device)[:, None]
+    of_rows = (state.inverse_temperature, state.top_k, state.top_p, state.seed)
+    lengths_host = lengths.tolist() if read_lengths else None
+    return DraftRows._make(
+        [tokens, *placed, lengths, end + behind, *(each[slots] for each in of_rows), lengths_host]
     )
 
 

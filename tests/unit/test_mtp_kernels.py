@@ -123,7 +123,7 @@ def test_the_input_of_a_layer_and_the_tails_are_those_of_the_reference(
     kept = given._replace(tails=given.tails.clone())
     table, learned = torch.randn(2, 50, HIDDEN).bfloat16().to(device)
     norms = norm_of(device, center=center), norm_of(device, center=center)
-    outs = [torch.empty(given.count, 2 * HIDDEN).bfloat16().to(device) for _ in range(2)]
+    outs = [torch.empty(given.token_count, 2 * HIDDEN).bfloat16().to(device) for _ in range(2)]
     before = given.tails.clone()
     mtp_input(given, table, learned if center else None, *norms, outs[0])
     mtp_input_reference(kept, table, learned if center else None, *norms, outs[1])

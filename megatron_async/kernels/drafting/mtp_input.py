@@ -34,8 +34,8 @@ class DraftInput(NamedTuple):
     tails: Tensor
 
     @property
-    def count(self) -> int:
-        """Tokens of all rows."""
+    def token_count(self) -> int:
+        """Of all rows."""
         return self.tokens.numel()
 
 

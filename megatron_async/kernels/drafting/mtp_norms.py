@@ -9,7 +9,8 @@ moves 4 T N elements, the second 2 T N and R N.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -218,6 +219,11 @@ def mtp_output_reference(
     chosen.copy_(last * norm.weight if norm.bias is None else last)
 
 
-def on(x: Tensor) -> tuple[Any, Any]:
-    """:func:`mtp_input` and :func:`mtp_output` where ``x`` is."""
-    return (mtp_input, mtp_output) if x.is_cuda else (mtp_input_reference, mtp_output_reference)
+def input_kernel(x: Tensor) -> Callable[..., None]:
+    """:func:`mtp_input` where ``x`` is."""
+    return mtp_input if x.is_cuda else mtp_input_reference
+
+
+def output_kernel(x: Tensor) -> Callable[..., None]:
+    """:func:`mtp_output` where ``x`` is."""
+    return mtp_output if x.is_cuda else mtp_output_reference

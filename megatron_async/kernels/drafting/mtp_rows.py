@@ -71,7 +71,9 @@ def _draft_rows_kernel(
     runs = exists & valid & (tl.load(finished + slot) == 0)
     block = tl.load(block_table + slot * columns + position // BLOCK_SIZE, mask=runs,
                     other=NULL_BLOCK)  # fmt: skip
-    at = tl.where(is_layer, (layer * rows + row) * WINDOW + j, (LAYERS * WINDOW + ahead) * rows + row)
+    at = tl.where(
+        is_layer, (layer * rows + row) * WINDOW + j, (LAYERS * WINDOW + ahead) * rows + row
+    )
     size = rows * (LAYERS * WINDOW + COUNT - LAYERS)
     tl.store(placed + at, tl.where(valid, slot, null_slot), mask=exists)
     tl.store(placed + size + at, position, mask=exists)

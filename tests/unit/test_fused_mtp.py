@@ -1,0 +1,159 @@
+"""MTP layers that draft in fused kernels, block by block: through the emulated kernels and on a GPU,
+compared with megatron's modules."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_async.drafting.mtp import MtpDrafter
+from megatron_async.kernels.attention import rope_append
+from megatron_async.models.fused import coverage, report
+from megatron_async.models.fused.report import ATTENTION, HEAD, MLP, PROJECTION
+from megatron_async.models.wrapper import GPTInferenceWrapper
+from megatron_async.runner.context import DynamicInferenceContext
+from megatron_async.runner.drafter import SampledRows
+from tests.support.cuda_kernels import device, on_both, relative_error
+from tests.support.decode_rig import bfloat16_model, small
+from tests.unit.test_forward_accuracy import TOLERANCE
+
+__all__ = ["device"]
+
+pytest.importorskip("triton", reason="next to fused blocks are kernels of Triton's")
+
+LIMIT = TOLERANCE[torch.bfloat16]
+LAYERS = (3, 4)
+"""The MTP layers, behind two of the decoder."""
+
+
+@pytest.fixture(autouse=True)
+def _emulator_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a GPU that runs the kernels; what is said once is said again."""
+    report.warn_of_module.cache_clear()
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(coverage, "device_why_not", lambda model: None)
+        monkeypatch.setattr(rope_append, "rope_append", rope_append.rope_append_reference)
+
+
+def mtp_model(name: str, device: torch.device) -> Any:
+    return bfloat16_model(replace(small(name), mtp_num_layers=len(LAYERS)), device)
+
+
+def subclass(module: Any) -> None:
+    """Of the same behaviour, which nobody can know."""
+    module.__class__ = type(f"Own{type(module).__name__}", (type(module),), {})
+
+
+class DraftRig:
+    """Two steps of ``rows`` rows that draft ``count`` tokens, from hidden states and tokens that
+    are the same for all models; drafts themselves are given too, so that they do not decide."""
+
+    def __init__(self, model: Any, device: torch.device, rows: int, count: int) -> None:
+        self.device, self.rows, self.count = device, rows, count
+        config = model.model_config
+        self.context = DynamicInferenceContext(
+            params_dtype=torch.bfloat16,
+            num_layers=config.num_layers + config.mtp_num_layers,
+            kv_channels=config.head_dim,
+            num_attention_heads=config.num_kv_heads,
+            max_sequence_length=32,
+            block_count=2 * rows,
+            max_requests=rows,
+            num_speculative_tokens=count,
+            block_size_tokens=16,
+            device=device,
+        )
+        state = self.context.slots
+        state.block_table[:rows] = torch.arange(2 * rows).view(rows, 2).to(device) + 1
+        state.finished[:rows] = False
+        state.max_total[:rows] = 32
+        self.logits: list[Tensor] = []
+
+    def run(self, wrapper: GPTInferenceWrapper, *, fused: bool) -> list[Tensor]:
+        """Logits of all drafts, and the tails in the end."""
+        drafter = MtpDrafter(wrapper, self.context, self.rows)
+        if not fused:
+            drafter._fused = None
+        else:
+            assert drafter._fused is not None
+            window = self.count + 1
+            assert drafter._fused.takes(0, self.rows, window, self.context)
+        generator = torch.Generator().manual_seed(1)
+        vocab, width = wrapper.vocab_size, drafter._pending.shape[1]
+        drafted = torch.randint(0, vocab, (2, self.count, self.rows), generator=generator)
+        given = iter(drafted.flatten(0, 1).to(self.device))
+
+        def sample(logits: Tensor, drafts: Any, draft: int, into: Tensor) -> None:
+            self.logits.append(logits.clone())
+            into.copy_(next(given))
+
+        drafter._sample = sample  # type: ignore[method-assign]
+        window = self.count + 1
+        first = torch.full((self.rows,), 5)
+        for last in (torch.zeros(self.rows).long(), torch.arange(self.rows) % window):
+            hidden = torch.randn(self.rows * window, width, generator=generator)
+            drafter._pending[: self.rows * window] = hidden.to(self.device)
+            tokens = torch.randint(0, vocab, (self.rows, window), generator=generator)
+            slots = torch.arange(self.rows)
+            drafter.draft(SampledRows(*(x.to(self.device) for x in (slots, tokens, last, first))))
+            first = first + last + 1
+        return [*self.logits, drafter._tails[: self.rows].flatten(0, 1)]
+
+
+Change = Callable[[Any], None]
+CASES: dict[str, tuple[Change, dict[str, tuple[int, ...]]]] = {
+    "all fused": (lambda model: None, {}),
+    "own projection": (lambda model: subclass(model.mtp.layers[0].eh_proj), {PROJECTION: (4,)}),
+    "own attention": (
+        lambda model: subclass(model.mtp.layers[1].transformer_layer.self_attention),
+        {ATTENTION: (3,)},
+    ),
+    "own norm": (lambda model: subclass(model.mtp.layers[0].final_layernorm), {HEAD: (4,)}),
+    "own transformer layer": (
+        lambda model: subclass(model.mtp.layers[1].transformer_layer),
+        {ATTENTION: (3,), MLP: (3,)},
+    ),
+}
+
+
+@on_both(
+    "name",
+    "case",
+    "rows",
+    "count",
+    gpu=(
+        (name, case, rows, count)
+        for name in ("qwen3", "gpt2")
+        for case in CASES
+        for rows, count in ((1, 1), (3, 3), (16, 3))
+    ),
+    small=[
+        ("qwen3", "all fused", 2, 3),
+        ("gpt2", "own attention", 1, 2),
+        ("qwen3", "own projection", 1, 2),
+        ("gpt2", "own norm", 1, 2),
+        ("qwen3", "own transformer layer", 1, 2),
+    ],
+)
+@torch.inference_mode()
+def test_fused_blocks_draft_as_modules_do(
+    device: torch.device, name: str, case: str, rows: int, count: int
+) -> None:
+    model = mtp_model(name, device)
+    CASES[case][0](model)
+    wrapper = GPTInferenceWrapper(model)
+    covered = report.DecodeCoverage(wrapper.decode_coverage().drafting)
+    for kind in (PROJECTION, ATTENTION, MLP, HEAD):
+        assert covered.fused(kind) == CASES[case][1].get(kind, LAYERS), kind
+    wanted = DraftRig(model, device, rows, count).run(wrapper, fused=False)
+    got = DraftRig(model, device, rows, count).run(wrapper, fused=True)
+    assert len(got) == len(wanted) == 2 * count + 1
+    for one, other in zip(got, wanted, strict=True):
+        assert one.isfinite().all()
+        assert relative_error(one, other.double()) < 2 * LIMIT, "both are rounded"
