@@ -138,17 +138,18 @@ class GPTInferenceWrapper:
         context: Any,
         hidden_states: Tensor | None = None,
     ) -> None:
-        """:meth:`forward` into ``logits`` ``[R, vocab]``.
+        """:meth:`forward` into ``logits`` ``[R, vocab]``, those of the first R rows.
 
         Args:
             hidden_states: ``[T, hidden]``, filled with the hidden states of all tokens after the
                 final norm, from which the first MTP layer drafts; None leaves them out, and costs
                 nothing.
         """
-        if self._fused is not None and self._fused.takes(logits, context):
-            self._fused.forward(token_ids, position_ids, context, logits, hidden_states)
+        fused = self._fused if len(token_ids) == len(logits) else None
+        if fused is not None and fused.takes(logits, context):
+            fused.forward(token_ids, position_ids, context, logits, hidden_states)
             return
-        logits.copy_(self.forward(token_ids, position_ids, context))
+        logits.copy_(self.forward(token_ids, position_ids, context)[: len(logits)])
         if hidden_states is not None:
             hidden_states.copy_(self.hidden_states)
 
