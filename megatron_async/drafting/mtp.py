@@ -49,6 +49,7 @@ class MtpDrafter:
         model = wrapper.model
         # Layers that give no draft are left alone.
         self._layers = min(len(model.mtp.layers), self._count)
+        self._learns_positions: bool = model.position_embedding_type == "learned_absolute"
         like: Tensor = next(model.parameters())
         hidden_size: int = model.config.hidden_size
         self._pending = like.new_zeros(max_rows * (self._count + 1), hidden_size)
@@ -160,9 +161,10 @@ class MtpDrafter:
         """Begin the forward of the layer that gives a draft."""
         layer, metadata = shape.layer(draft), drafts.metadata(shape, draft)
         self._context.begin(metadata)
-        # Those of tokens that are left out, or behind a request's end, are not to be looked up.
-        positions = metadata.position_ids + layer + 1
-        positions = positions.clamp(max=self._context.max_sequence_length - 1)
+        positions = metadata.position_ids
+        if self._learns_positions:
+            # Those of tokens behind a request's end may have no embedding.
+            positions = (positions + layer + 1).clamp(max=self._context.max_sequence_length - 1)
         tokens = drafts.tokens[:, shape.columns(draft)]
         return DraftInput(
             draft, layer, tokens, positions, hidden, rows.last, rows.slots, self._tails

@@ -112,11 +112,9 @@ class StepGraphs:
         """The shape of a step with prefill chunks. Where shapes are captured its rows follow from
         its tokens, so that there is one graph for each token bucket."""
         tokens = self.token_buckets[bisect.bisect_left(self.token_buckets, tokens)]
-        if self._device.captures:
-            rows = min(tokens, self.buckets[-1])
-        else:
-            # Rows of logits, which are not padded there.
-            rows = padded_tokens(rows)
+        # Elsewhere it is the rows of logits that are padded.
+        captures = self._device.captures
+        rows = min(tokens, self.buckets[-1]) if captures else padded_tokens(rows)
         return StepShape(self.bucket(rows), tokens)
 
     @property

@@ -1,9 +1,8 @@
-"""MTP layers that draft in fused kernels, block by block: through the emulated kernels and on a GPU,
-compared with megatron's modules."""
+"""MTP layers that draft in fused kernels, block by block, compared with megatron's modules: through
+the emulated kernels and on a GPU."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,12 +12,14 @@ import torch
 from torch import Tensor
 
 from megatron_async.drafting.mtp import MtpDrafter
+from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import rope_append
 from megatron_async.models.fused import coverage, report
 from megatron_async.models.fused.report import ATTENTION, HEAD, MLP, PROJECTION
 from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.drafter import SampledRows
+from tests.support import emulator
 from tests.support.cuda_kernels import device, on_both, relative_error
 from tests.support.decode_rig import bfloat16_model, small
 from tests.unit.test_forward_accuracy import TOLERANCE
@@ -41,8 +42,8 @@ def _emulator_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(rope_append, "rope_append", rope_append.rope_append_reference)
 
 
-def mtp_model(name: str, device: torch.device) -> Any:
-    return bfloat16_model(replace(small(name), mtp_num_layers=len(LAYERS)), device)
+def mtp_model(name: str, device: torch.device, **values: Any) -> Any:
+    return bfloat16_model(replace(small(name), mtp_num_layers=len(LAYERS), **values), device)
 
 
 def subclass(module: Any) -> None:
@@ -134,11 +135,11 @@ CASES: dict[str, tuple[Change, dict[str, tuple[int, ...]]]] = {
         for rows, count in ((1, 1), (3, 3), (16, 3))
     ),
     small=[
-        ("qwen3", "all fused", 2, 3),
+        ("qwen3", "all fused", 2, 2),
+        ("qwen3", "own projection", 2, 2),
+        ("qwen3", "own transformer layer", 2, 2),
         ("gpt2", "own attention", 1, 2),
-        ("qwen3", "own projection", 1, 2),
         ("gpt2", "own norm", 1, 2),
-        ("qwen3", "own transformer layer", 1, 2),
     ],
 )
 @torch.inference_mode()
@@ -157,3 +158,56 @@ def test_fused_blocks_draft_as_modules_do(
     for one, other in zip(got, wanted, strict=True):
         assert one.isfinite().all()
         assert relative_error(one, other.double()) < LIMIT
+
+
+@torch.inference_mode()
+def test_reasons_are_told_for_each_block_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator.install(monkeypatch)
+    model = mtp_model("qwen3", torch.device("cpu"))
+    first, second = model.mtp.layers
+    first.eh_proj.register_forward_hook(lambda *_: None)
+    subclass(first.final_layernorm)
+    subclass(second)
+    covered = GPTInferenceWrapper(model).decode_coverage()
+    assert covered.off is None and covered.fused(MLP) == (1, 2)
+    own = "OwnMultiTokenPredictionLayer is not covered"
+    assert [str(fallback) for fallback in covered.fallbacks] == [
+        "the projection of layer 3: a module has forward hooks",
+        "the head of layer 3: norm OwnRMSNorm is not covered",
+        f"the projection of layer 4: {own}",
+        f"attention of layer 4: {own}",
+        f"the MLP of layer 4: {own}",
+        f"the head of layer 4: {own}",
+    ]
+    drafting = covered.to_dict()["drafting"]
+    assert drafting == {"projection": [], "attention": [3], "mlp": [3], "head": []}
+    alone = GPTInferenceWrapper(model, fused_decode=False)
+    assert alone.fused_mtp() is None
+    assert {block.reason for block in alone.decode_coverage().drafting} == {"fused_decode=False"}
+
+
+@torch.inference_mode()
+def test_what_drafts_need_is_compiled_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to 64 tokens, and those of the tokens beyond the last layer; a projection of a shape that
+    nobody measured leaves its GEMM to a module above 32."""
+    emulator.install(monkeypatch)
+    compiled: list[tuple[str, dict[str, int]]] = []
+    monkeypatch.setattr(cuda, "compile_together", lambda work, on: compiled.extend(work))
+    model = mtp_model("qwen3", torch.device("cpu"), ffn_hidden_size=384)
+    wrapper, rig = GPTInferenceWrapper(model), DraftRig(model, torch.device("cpu"), 2, 2)
+    wrapper.prepare([3, 60, 120], rig.context)
+    size = 2 * model.config.hidden_size
+    assert not [macros for _, macros in compiled if macros.get("K") == size], "nobody drafts"
+    fused = wrapper.fused_mtp()
+    assert fused is not None and wrapper.fused_mtp() is fused
+    wrapper.prepare([3, 60, 120], rig.context)
+    rows = {macros["MT"] * 8 for _, macros in compiled if macros.get("K") == size}
+    # Of 1, 20 and 40 rows: 3 tokens, one of each; 60 and 120 tokens have no projection.
+    assert rows == {8, 32}
+    covered = report.DecodeCoverage((), wrapper.decode_coverage().drafting)
+    told = [str(f) for f in covered.fallbacks if f.kind == PROJECTION]
+    (fallback,) = told
+    assert fallback.startswith("the projection of layers 3-4 at 64, 120 rows: no tile config for")
+    assert "more than 64 tokens" in fallback
+    assert fused.takes(1, 20, 3, rig.context) and not fused.takes(1, 40, 3, rig.context)
+    assert fused.takes(1, 32, 1, rig.context) and not fused.takes(1, 65, 1, rig.context)

@@ -15,7 +15,7 @@ class DraftInput(NamedTuple):
         draft, layer: which draft, and of which layer; both from 0. A draft beyond its layer's own
             is one token whose hidden state is what the layer has put out for the draft before.
         tokens: int64 ``[R, n]``, rows may be strided.
-        position_ids: int64 ``[R * n]``, where the tokens stand (for learned embeddings).
+        position_ids: int64 ``[R * n]``, where the tokens stand; read by learned embeddings only.
         hidden: ``[R, m, hidden]``, contiguous: what the layer before has put out. For the first
             layer those of the decoder's tokens, from the token in front of the row's first one on.
         last: int64 ``[R]``: token ``w - 1 - last`` of the first layer's n = w is the row's first.

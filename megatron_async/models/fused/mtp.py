@@ -110,8 +110,11 @@ class FusedMtp:
                 place(mlp, MlpModule(inner), MlpBlock, inner, model.config, gemms),
             ]  # fmt: skip
         ends = layer, model
+        begin = None
+        if projection.reason is None:
+            begin = ProjectionBlock(*ends, gemms, number)
         return [
-            place(projection, ProjectionModule(*ends), ProjectionBlock, *ends, gemms, number),
+            Place([projection], ProjectionModule(*ends, begin), begin),
             *middle,
             place(head, DraftHeadModule(*ends), DraftHeadBlock, *ends, gemms, number),
         ]

@@ -66,18 +66,23 @@ class ProjectionBlock:
         """Why it does not run for padded ``rows``; None if it does."""
         return missing({"eh_proj": self._gemm}, rows)
 
-    def __call__(self, step: DraftStep, given: Tensor | None, reader: Norm | None) -> Tensor | None:
-        """Begin the residual stream; returns the statistics for the reader."""
+    def input_of(self, step: DraftStep) -> Tensor:
+        """What the projection reads, bfloat16 ``[R * n, 2 * hidden size]``."""
         from megatron_async.kernels.drafting import mtp_norms
 
-        residual, embedding = step.residual, self._embedding
-        hidden = residual.hidden
-        rows = hidden.shape[0]
-        x = residual.workspace.buffer("mtp input", self._gemm.k)[:rows]
+        embedding, rows = self._embedding, len(step.residual.hidden)
+        x = step.residual.workspace.buffer("mtp input", self._gemm.k)[:rows]
         positions = embedding.position_embeddings.weight if self._has_positions else None
         mtp_norms.input_kernel(x)(
             step.input, embedding.word_embeddings.weight, positions, self._enorm, self._hnorm, x
         )
+        return x
+
+    def __call__(self, step: DraftStep, given: Tensor | None, reader: Norm | None) -> Tensor | None:
+        """Begin the residual stream; returns the statistics for the reader."""
+        residual, hidden = step.residual, step.residual.hidden
+        rows = len(hidden)
+        x = self.input_of(step)
         kernel = self._kernels.get(self._gemm, padded(rows), _kind(reader))
         statistics = residual.statistics(LAYER, kernel.statistic_rows)
         kernel(
@@ -93,15 +98,22 @@ class ProjectionBlock:
 
 
 class ProjectionModule:
-    """``layer.enorm``, ``layer.hnorm`` and ``layer.eh_proj``."""
+    """``layer.enorm``, ``layer.hnorm`` and ``layer.eh_proj``.
+
+    Args:
+        fused: computes the input where only the GEMM has no kernel; None where nothing is fused.
+    """
 
     norm: Norm | None = None
 
-    def __init__(self, layer: Any, model: Any) -> None:
-        self._layer, self._model = layer, model
+    def __init__(self, layer: Any, model: Any, fused: ProjectionBlock | None) -> None:
+        self._layer, self._model, self._fused = layer, model, fused
 
     def __call__(self, step: DraftStep, given: Tensor | None, reader: Norm | None) -> Tensor | None:
         """Begin the residual stream; returns the statistics for the reader."""
+        if self._fused is not None:
+            projected, _ = self._layer.eh_proj(self._fused.input_of(step)[:, None])
+            return step.residual.replace(projected, reader, LAYER)
         of = step.input
         embedded = self._model.embedding(
             input_ids=of.tokens.reshape(1, -1), position_ids=of.position_ids[None]
