@@ -111,16 +111,17 @@ class ProjectionModule:
 
     def __call__(self, step: DraftStep, given: Tensor | None, reader: Norm | None) -> Tensor | None:
         """Begin the residual stream; returns the statistics for the reader."""
-        if self._fused is not None:
-            projected, _ = self._layer.eh_proj(self._fused.input_of(step)[:, None])
-            return step.residual.replace(projected, reader, LAYER)
-        of = step.input
+        x = self._input_of(step.input) if self._fused is None else self._fused.input_of(step)
+        projected, _ = self._layer.eh_proj(x[:, None])
+        return step.residual.replace(projected, reader, LAYER)
+
+    def _input_of(self, of: DraftInput) -> Tensor:
+        layer = self._layer
         embedded = self._model.embedding(
             input_ids=of.tokens.reshape(1, -1), position_ids=of.position_ids[None]
         )
-        before = hidden_before(of).flatten(0, 1)[:, None]
-        projected = self._layer._concat_embeddings(before, embedded)
-        return step.residual.replace(projected, reader, LAYER)
+        before = hidden_before(of).flatten(0, 1)
+        return torch.cat([layer.enorm(embedded.squeeze(1)), layer.hnorm(before)], 1)
 
 
 class DraftHeadBlock:
