@@ -16,11 +16,12 @@ from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import rope_append
 from megatron_async.models.fused import coverage, report
 from megatron_async.models.fused.report import ATTENTION, HEAD, MLP, PROJECTION
+from megatron_async.models.fused.tuning import FusedStep
 from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.drafter import SampledRows
 from tests.support import emulator
-from tests.support.cuda_kernels import device, on_both, relative_error
+from tests.support.cuda_kernels import device, emulated, on_both, relative_error
 from tests.support.decode_rig import bfloat16_model, small
 from tests.unit.test_forward_accuracy import TOLERANCE
 
@@ -184,6 +185,28 @@ def test_reasons_are_told_for_each_block_of_a_layer(monkeypatch: pytest.MonkeyPa
     alone = GPTInferenceWrapper(model, fused_decode=False)
     assert alone.fused_mtp() is None
     assert {block.reason for block in alone.decode_coverage().drafting} == {"fused_decode=False"}
+
+
+@emulated
+@torch.inference_mode()
+def test_the_projection_is_measured_with_the_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    emulator.install(monkeypatch)
+    model = mtp_model("qwen3", torch.device("cpu"))
+    step = FusedStep(model, {})
+    size = model.config.hidden_size
+    gemm = step.gemms["eh_proj"]
+    assert (gemm.n, gemm.k) == (size, 2 * size)
+    assert set(step.gemms) == {"qkv", "projection", "fc1", "fc2", "head", "eh_proj"}
+    monkeypatch.setattr(step.decoder, "forward", lambda *_: None)
+    tokens = torch.tensor([3, 1, 4, 1, 5])
+    found = step.forward(tokens, tokens, None, torch.empty(0))
+    assert found is not None
+    hidden, first = step._hidden[:5, 0], model.mtp.layers[0]
+    embedded = first.enorm(model.embedding.word_embeddings.weight[tokens])
+    wanted = first.eh_proj(torch.cat([embedded, first.hnorm(hidden)], 1))[0]
+    assert relative_error(found, wanted.double()) < LIMIT
+    plain = bfloat16_model(small("qwen3"), torch.device("cpu"))
+    assert "eh_proj" not in FusedStep(plain, {}).gemms
 
 
 @torch.inference_mode()

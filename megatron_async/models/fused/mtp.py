@@ -200,3 +200,14 @@ class FusedMtp:
             reader = plan[number + 1].norm if number + 1 < len(plan) else None
             statistics = block(step, statistics, reader)
         return hidden[: of.token_count].view(rows, width, -1), logits
+
+    @torch.no_grad()
+    def project(self, of: DraftInput) -> Tensor:
+        """The projection of a layer alone, whose block must be fused: bfloat16 ``[R * n, hidden]``,
+        overwritten later."""
+        residual = self._workspace.residual(of.token_count)
+        nothing = residual.hidden[:0]
+        step = DraftStep(residual, of.tokens, of.position_ids, None, nothing, None, of)
+        projection, following = self._layers[of.layer][:2]
+        projection.fused(step, None, None if following.fused is None else following.fused.norm)
+        return residual.hidden
