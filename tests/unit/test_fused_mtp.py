@@ -228,9 +228,9 @@ def test_what_drafts_need_is_compiled_at_start(monkeypatch: pytest.MonkeyPatch) 
     # Of 1, 20 and 40 rows: 3 tokens, one of each; 60 and 120 tokens have no projection.
     assert rows == {8, 32}
     covered = report.DecodeCoverage((), wrapper.decode_coverage().drafting)
-    told = [str(f) for f in covered.fallbacks if f.kind == PROJECTION]
-    (fallback,) = told
-    assert fallback.startswith("the projection of layers 3-4 at 64, 120 rows: no tile config for")
-    assert "more than 64 tokens" in fallback
+    (told,) = [str(f) for f in covered.fallbacks if f.kind == PROJECTION]
+    assert told.startswith("the projection of layers 3-4 at 64 rows: no tile config for eh_proj")
+    many = fused.covered([40], 3, rig.context)
+    assert {block.reason for block in many} == {"more than 64 tokens"}
     assert fused.takes(1, 20, 3, rig.context) and not fused.takes(1, 40, 3, rig.context)
     assert fused.takes(1, 32, 1, rig.context) and not fused.takes(1, 65, 1, rig.context)

@@ -159,17 +159,19 @@ class FusedMtp:
         cuda.compile_together(list(work.values()), cuda.architecture(self._index))
 
     def covered(self, rows: Sequence[int], width: int, context: Any) -> tuple[Block, ...]:
-        """Which blocks are fused when rows draft, over ``width`` tokens of each. Where these are
-        more than :data:`MAX_ROWS` all together, none is."""
+        """Which blocks are fused when so many rows draft, over ``width`` tokens of each. Rows with
+        more than :data:`MAX_ROWS` tokens have none, and are left aside where there are others."""
+        sizes = sorted(each for each in set(rows) if 0 < each * width <= MAX_ROWS)
+        if not sizes:
+            many = f"more than {MAX_ROWS} tokens"
+            return tuple(block._replace(reason=many) for block in self.blocks)
+        every = {padded(each * width) for each in sizes}
         blocks: list[Block] = []
         for place in (place for places in self._layers for place in places):
-            found: dict[int, str | None] = {}
-            for each in rows:
-                many = f"more than {MAX_ROWS} tokens" if each * width > MAX_ROWS else None
-                why = many or place.why_not(each, width, context)
-                found[padded(each * width) if many is None else each * width] = why
-            off = {tokens: why for tokens, why in found.items() if why is not None}
-            at = () if len(off) == len(found) else tuple(sorted(off))
+            found = {each: place.why_not(each, width, context) for each in sizes}
+            off = {each: why for each, why in found.items() if why is not None}
+            tokens = {padded(each * width) for each in off}
+            at = () if tokens == every else tuple(sorted(tokens))
             reason = "; ".join(dict.fromkeys(off.values())) or None
             blocks += [b if b.reason else b._replace(reason=reason, rows=at) for b in place.blocks]
         return tuple(blocks)
