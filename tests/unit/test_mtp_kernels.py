@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_async.drafting.mtp import MtpDrafter
 from megatron_async.drafting.mtp_rows import DraftShape, draft_rows
+from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.drafter import SampledRows
 from megatron_async.runner.slot_state import SlotState
 from tests.support.interpreter import HAS_TRITON, on_devices
@@ -149,3 +152,57 @@ def test_the_output_of_a_layer_is_that_of_the_reference(
         found.append((out.float(), chosen.float(), statistics))
     for one, other in zip(*found, strict=True):
         assert torch.allclose(one, other, rtol=1e-2, atol=1e-3)
+
+
+class Wrapper:
+    """A model whose layers mix what they get, as torch does it on any device."""
+
+    vocab_size = 60
+
+    def __init__(self, device: str, layers: int) -> None:
+        config = SimpleNamespace(hidden_size=HIDDEN)
+        mtp = SimpleNamespace(layers=[None] * layers)
+        self.table, self.head = torch.randn(2, 64, HIDDEN).to(device)
+        self.model = SimpleNamespace(
+            config=config, mtp=mtp, parameters=lambda: iter([self.table]),
+            position_embedding_type="rope",
+        )  # fmt: skip
+
+    def mtp_forward(
+        self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, _: Any, context: Any
+    ) -> torch.Tensor:
+        places = context.slot_mapping + context.position_ids + context.token_slots
+        out: torch.Tensor = (hidden.roll(layer + 1, 1) + self.table[ids] + places[:, None]).sin()
+        return out
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = 3 * hidden @ self.head.T
+        return out
+
+
+@on_devices
+def test_drafts_of_the_kernels_are_those_of_torch(device: str) -> None:
+    torch.manual_seed(1)
+    wrapper, rows, window, found = Wrapper(device, layers=2), 5, 4, []
+    context = DynamicInferenceContext(
+        params_dtype=torch.float32, num_layers=1, kv_channels=8, num_attention_heads=1,
+        max_sequence_length=COLUMNS * BLOCK_SIZE, block_count=4, max_requests=rows,
+        slot_count=SLOTS, num_speculative_tokens=window - 1, block_size_tokens=BLOCK_SIZE,
+        device=device,
+    )  # fmt: skip
+    context.slots = state_of(device, window - 1)
+    # Filters are the sampler's business, and take long where kernels are interpreted.
+    context.slots.top_k.zero_(), context.slots.top_p.zero_()
+    steps = [sampled_rows(device, rows, window) for _ in range(2)]
+    steps = [each._replace(tokens=each.tokens % 60) for each in steps]
+    pending = torch.randn(2, rows * window, HIDDEN).to(device)
+    for has_kernels in (False, True):
+        drafter = MtpDrafter(wrapper, context, rows)
+        drafter._has_kernels = has_kernels
+        drafts = []
+        for hidden, step in zip(pending, steps, strict=True):
+            drafter._pending[:] = hidden
+            drafts.append(drafter.draft(step).clone())
+        found.append((torch.stack(drafts), drafter._tails[:SLOTS]))
+    assert found[0][0].equal(found[1][0]) and found[0][0].unique().numel() > 5
+    assert found[0][1].equal(found[1][1])
