@@ -184,6 +184,8 @@ def test_reasons_are_told_for_each_block_of_a_layer(monkeypatch: pytest.MonkeyPa
     assert drafting == {"projection": [], "attention": [3], "mlp": [3], "head": []}
     alone = GPTInferenceWrapper(model, fused_decode=False)
     assert alone.fused_mtp() is None
+    heads = [f.layers for f in alone.decode_coverage().fallbacks if f.kind == HEAD]
+    assert heads == [(), LAYERS], "the decoder's, and those of MTP layers"
     assert {block.reason for block in alone.decode_coverage().drafting} == {"fused_decode=False"}
 
 

@@ -71,13 +71,15 @@ class DecodeCoverage:
     @property
     def fallbacks(self) -> tuple[Fallback, ...]:
         """The blocks that are not fused, by kind and reason."""
-        found: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
+        found: dict[tuple[str, tuple[int, ...], str, bool], list[int]] = {}
         for kind, layer, reason, rows in (*self.blocks, *self.drafting):
             if reason is not None:
-                found.setdefault((kind, rows, reason), []).extend([] if layer is None else [layer])
+                # The decoder's head is in no layer, those of MTP layers are.
+                layers = found.setdefault((kind, rows, reason, layer is None), [])
+                layers += [] if layer is None else [layer]
         return tuple(
             Fallback(kind, tuple(layers), rows, reason)
-            for (kind, rows, reason), layers in found.items()
+            for (kind, rows, reason, _), layers in found.items()
         )
 
     @property
