@@ -7,7 +7,8 @@ first draft, and so on. Drafts beyond the last layer come from that layer again,
 put out itself for a hidden state.
 
 Rows up to q have tokens that stay: each is computed once, by the chunk or the window that brought
-its token. Rows behind q have drafts for tokens: the next window computes them again.
+its token. Rows behind q have drafts for tokens: the next window computes them again where they were
+not accepted (``mtp_rows``).
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_async.drafting.mtp_rows import DraftRows, DraftShape, draft_rows
+from megatron_async.kernels.drafting.mtp_input import DraftInput, hidden_before
 from megatron_async.runner.attention_metadata import metadata_of_mixed
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.drafter import MixedTokens, SampledRows
-from megatron_async.runner.sampler import sample_tokens
+from megatron_async.runner.sampler import has_triton, sample_tokens
+from megatron_async.sampling.sample import candidates
 
 CHUNK_FIRST, CHUNK_LENGTH, CHUNK_START = 1, 2, 3
 
@@ -43,7 +47,9 @@ class MtpDrafter:
         self._state = context.slots
         self._count = context.num_speculative_tokens
         model = wrapper.model
-        self._layers = len(model.mtp.layers)
+        # Layers that give no draft are left alone.
+        self._layers = min(len(model.mtp.layers), self._count)
+        self._learns_positions: bool = model.position_embedding_type == "learned_absolute"
         like: Tensor = next(model.parameters())
         hidden_size: int = model.config.hidden_size
         self._pending = like.new_zeros(max_rows * (self._count + 1), hidden_size)
@@ -51,6 +57,9 @@ class MtpDrafter:
         self._tails = like.new_zeros(context.slot_count + 1, self._layers, hidden_size)
         """By slot and layer, what row t of it needs of row t - 1 when that came in an earlier
         forward: what the layer before has put out there."""
+        make_fused = getattr(wrapper, "fused_mtp", None)
+        self._fused = make_fused() if make_fused is not None else None
+        self._has_kernels = context.device.type == "cuda" and has_triton()
 
     def admit(self, slot: int, tokens: Sequence[int]) -> None:
         pass
@@ -101,72 +110,76 @@ class MtpDrafter:
             hidden = self._run(layer, before, tokens.ids, tokens.positions)
 
     def draft(self, rows: SampledRows) -> Tensor:
-        state, count, layers = self._state, self._count, self._layers
-        slots, _, last, first = rows
-        number = torch.arange(len(slots), device=slots.device)
-        # Token i is about position ``first + i``; behind the last one come the drafts.
-        tokens = torch.nn.functional.pad(rows.tokens, (0, count))
+        count, window = rows.tokens.shape
+        shape = DraftShape(count, window, self._layers, self._count)
+        drafts = self._rows_of(rows, shape)
         hidden = self._pending[: rows.tokens.numel()].view(*rows.tokens.shape, -1)
-        chosen, tails = hidden[:, 0], self._tails[slots]
-        for draft in range(count):
-            at = last + draft
-            if draft >= layers:
-                index = at[:, None]
-                hidden = self._run_window(
-                    layers - 1, chosen[:, None], tokens, index, first, at, slots
-                )
-                chosen = hidden[:, 0]
-            else:
-                if draft > 0:
-                    hidden = torch.cat([tails[:, draft, None], hidden], dim=1)
-                index = torch.arange(hidden.shape[1], device=slots.device).expand(len(slots), -1)
-                hidden = self._run_window(draft, hidden, tokens, index, first, at, slots)
-                chosen = hidden[number, at]
-                if draft + 1 < layers:
-                    self._tails[slots, draft + 1] = hidden[number, last]
-            tokens[number, at + 1] = sample_tokens(
-                self._wrapper.logits(chosen),
-                state.inverse_temperature[slots],
-                state.top_k[slots],
-                state.top_p[slots],
-                state.seed[slots],
-                first + at + 1,
-                vocab_size=self._wrapper.vocab_size,
-            ).clamp(min=0)
-        behind = last[:, None] + 1 + torch.arange(count, device=slots.device)
-        return tokens.gather(1, behind)
+        for draft in range(self._count):
+            hidden, logits = self._run_draft(self._input_of(draft, hidden, rows, drafts, shape))
+            self._sample(logits, drafts, draft, drafts.tokens[:, shape.window + draft])
+        return drafts.tokens[:, shape.window :]
 
-    def _run_window(
-        self,
-        layer: int,
-        hidden: Tensor,
-        tokens: Tensor,
-        index: Tensor,
-        first: Tensor,
-        at: Tensor,
-        slots: Tensor,
-    ) -> Tensor:
-        """Rows ``first + index`` [R, n] of a layer, up to ``at``; from ``hidden`` [R, n, hidden] to
-        the same."""
+    def _rows_of(self, rows: SampledRows, shape: DraftShape) -> DraftRows:
         context, state = self._context, self._state
-        token_positions = first[:, None] + index
-        positions = token_positions - layer - 1
-        valid = (
-            (index <= at[:, None])
-            & (slots != context.null_slot)[:, None]
-            & (positions >= state.computed_from[slots][:, None])
-            & (positions + 1 < state.max_total[slots][:, None])
-        ).flatten()
-        each = slots.repeat_interleave(index.shape[1])
-        context.begin_forward(
-            torch.where(valid, each, context.null_slot),
-            torch.where(valid, positions.flatten(), 0),
-            decode_rows=index.numel(),
+        block_size, null_slot = context.block_size_tokens, context.null_slot
+        if self._has_kernels:
+            from megatron_async.kernels.drafting.mtp_rows import draft_rows_gpu
+
+            found = draft_rows_gpu(*rows, state, *shape[2:], block_size, null_slot)
+            return DraftRows._make([*found, None])
+        return draft_rows(
+            rows,
+            state,
+            shape,
+            block_size=block_size,
+            null_slot=null_slot,
             read_lengths=context.device.type != "cuda",
         )
-        ids = tokens.gather(1, index).flatten()
-        out = self._run(layer, hidden.flatten(0, 1), ids, token_positions.flatten())
-        return out.view(hidden.shape)
+
+    def _sample(self, logits: Tensor, drafts: DraftRows, draft: int, into: Tensor) -> None:
+        """Sample a draft of each row from logits ``[R, vocab]``."""
+        parameters = (
+            drafts.inverse_temperature,
+            drafts.top_k,
+            drafts.top_p,
+            drafts.seed,
+            drafts.sample_positions[draft],
+        )
+        vocab_size: int = self._wrapper.vocab_size
+        if self._has_kernels:
+            from megatron_async.kernels.drafting.mtp_rows import take_draft
+            from megatron_async.kernels.sampling.sample_triton import sample_splits
+
+            take_draft(sample_splits(candidates(logits, vocab_size), *parameters), into)
+            return
+        found: Tensor = sample_tokens(logits, *parameters, vocab_size=vocab_size)
+        into.copy_(found.clamp(min=0))
+
+    def _input_of(
+        self, draft: int, hidden: Tensor, rows: SampledRows, drafts: DraftRows, shape: DraftShape
+    ) -> DraftInput:
+        """Begin the forward of the layer that gives a draft."""
+        layer, metadata = shape.layer(draft), drafts.metadata(shape, draft)
+        self._context.begin(metadata)
+        positions = metadata.position_ids
+        if self._learns_positions:
+            # Those of tokens behind a request's end may have no embedding.
+            positions = (positions + layer + 1).clamp(max=self._context.max_sequence_length - 1)
+        tokens = drafts.tokens[:, shape.columns(draft)]
+        return DraftInput(
+            draft, layer, tokens, positions, hidden, rows.last, rows.slots, self._tails
+        )
+
+    def _run_draft(self, of: DraftInput) -> tuple[Tensor, Tensor]:
+        """Hidden states ``[R, n, hidden]`` that the layer puts out, and logits ``[R, vocab]`` of
+        the last token of each row."""
+        if self._fused is not None and self._fused.takes(of.layer, *of.tokens.shape, self._context):
+            found: tuple[Tensor, Tensor] = self._fused.forward(of, self._context)
+            return found
+        before = hidden_before(of)
+        hidden = self._run(of.layer, before.flatten(0, 1), of.tokens.flatten(), of.position_ids)
+        hidden = hidden.view(before.shape)
+        return hidden, self._wrapper.logits(hidden[:, -1])
 
     def _run(self, layer: int, hidden: Tensor, ids: Tensor, positions: Tensor) -> Tensor:
         """Layer ``layer`` over tokens ``[T]`` whose attention the context knows."""

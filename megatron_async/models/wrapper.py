@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from megatron_async.kernels.gemm.tile_config import MAX_ROWS
 from megatron_async.models.adapt import adapt_model
 from megatron_async.models.fused import coverage
 from megatron_async.models.fused.decoder import FusedDecoder
+from megatron_async.models.fused.mtp import FusedMtp
 from megatron_async.models.fused.report import DecodeCoverage
 from megatron_async.models.gpt import GPTModel
 from megatron_async.models.kv_cache_spec import KVCacheSpec, kv_cache_spec
@@ -71,8 +73,12 @@ class GPTInferenceWrapper:
             unwanted = "batch_invariant=True"
         elif not fused_decode:
             unwanted = "fused_decode=False"
-        self._coverage = DecodeCoverage(coverage.blocks(self.model, unwanted=unwanted))
+        self._coverage = DecodeCoverage(
+            coverage.blocks(self.model, unwanted=unwanted),
+            coverage.mtp_blocks(self.model, unwanted=unwanted),
+        )
         self._fused: FusedDecoder | None = None
+        self._fused_mtp: FusedMtp | None = None
         self._rows: set[int] = set()
         if self._coverage.off is None:
             self._fused = FusedDecoder(self.model)
@@ -86,15 +92,31 @@ class GPTInferenceWrapper:
 
     def prepare(self, rows: list[int], context: Any) -> None:
         """Compile what decoding so many rows needs, ahead of their capture."""
+        if self._fused_mtp is not None:
+            self._prepare_drafts(self._fused_mtp, rows, context)
         if self._fused is None:
             return
         self._fused.compile(rows, context)
         self._rows |= set(rows)
-        self._coverage = self._fused.covered(sorted(self._rows), context)
+        covered = self._fused.covered(sorted(self._rows), context)
+        self._coverage = replace(covered, drafting=self._coverage.drafting)
         if min(rows) <= MAX_ROWS:
             self._coverage.log()
         if max(rows) > MAX_ROWS:
             _log_many_rows()
+
+    def _prepare_drafts(self, fused: FusedMtp, tokens: list[int], context: Any) -> None:
+        window = 1 + context.num_speculative_tokens
+        rows = [count // window for count in tokens]
+        fused.compile(rows, window, context)
+        self._coverage = replace(self._coverage, drafting=fused.covered(rows, window, context))
+
+    def fused_mtp(self) -> FusedMtp | None:
+        """The MTP layers in fused kernels, for a drafter; None where these take no block."""
+        blocks = self._coverage.drafting
+        if self._fused_mtp is None and any(block.is_fused for block in blocks):
+            self._fused_mtp = FusedMtp(self.model)
+        return self._fused_mtp
 
     def decode_coverage(self, rows: list[int] | None = None, context: Any = None) -> DecodeCoverage:
         """Which blocks decode in fused kernels, and why not the others.
@@ -106,7 +128,7 @@ class GPTInferenceWrapper:
         """
         if rows is None or self._fused is None:
             return self._coverage
-        return self._fused.covered(rows, context)
+        return replace(self._fused.covered(rows, context), drafting=self._coverage.drafting)
 
     def forward_into(
         self,
@@ -116,17 +138,18 @@ class GPTInferenceWrapper:
         context: Any,
         hidden_states: Tensor | None = None,
     ) -> None:
-        """:meth:`forward` into ``logits`` ``[R, vocab]``.
+        """:meth:`forward` into ``logits`` ``[R, vocab]``, those of the first R rows.
 
         Args:
             hidden_states: ``[T, hidden]``, filled with the hidden states of all tokens after the
                 final norm, from which the first MTP layer drafts; None leaves them out, and costs
                 nothing.
         """
-        if self._fused is not None and self._fused.takes(logits, context):
-            self._fused.forward(token_ids, position_ids, context, logits, hidden_states)
+        fused = self._fused if len(token_ids) == len(logits) else None
+        if fused is not None and fused.takes(logits, context):
+            fused.forward(token_ids, position_ids, context, logits, hidden_states)
             return
-        logits.copy_(self.forward(token_ids, position_ids, context))
+        logits.copy_(self.forward(token_ids, position_ids, context)[: len(logits)])
         if hidden_states is not None:
             hidden_states.copy_(self.hidden_states)
 

@@ -9,13 +9,10 @@ from collections.abc import Iterator
 from functools import partial
 
 from megatron_async.device.protocol import Device, Graph
+from megatron_async.runner.padding import CPU_ROW_MULTIPLE, padded_tokens
 from megatron_async.runner.prompt_log_probs import PromptTargets
 from megatron_async.runner.step_program import StepProgram
 from megatron_async.step.packet import StepShape
-
-CPU_ROW_MULTIPLE = 8
-"""Rows and tokens of a forward on the CPU are padded to a multiple of this: the matrix products
-then give a row the same bits whatever the other rows are."""
 
 LEAST_TOKENS = 64
 """The smallest token bucket and the least distance of two: with fewer tokens a forward takes as
@@ -28,15 +25,20 @@ MIXED = "H2D F mixed"
 """How steps with prefill chunks are called in timelines."""
 
 
-def row_buckets(max_requests: int, *, captures: bool, count: int | None) -> list[int]:
+def row_buckets(
+    max_requests: int, *, captures: bool, count: int | None, window: int = 1
+) -> list[int]:
     """Padded row counts in ascending order; the last one holds ``max_requests`` rows.
 
     With ``captures``: 1, 2, 4, then multiples of 8 up to 64, then of 32; thinned out to at most
-    ``count``. Without: multiples of 8.
+    ``count``. Without: multiples of 8; of rows that bring a ``window`` of several tokens also 1, 2
+    and 4, since it is their tokens that are padded (:func:`padded_tokens`).
     """
     if not captures:
-        top = -(-max_requests // CPU_ROW_MULTIPLE) * CPU_ROW_MULTIPLE
-        return list(range(CPU_ROW_MULTIPLE, top + 1, CPU_ROW_MULTIPLE))
+        few = [] if window == 1 else [1, 2, 4]
+        return few + list(
+            range(CPU_ROW_MULTIPLE, padded_tokens(max_requests) + 1, CPU_ROW_MULTIPLE)
+        )
     buckets = [b for b in (1, 2, 4, *range(8, 65, 8)) if b < max_requests]
     buckets += [b for b in range(96, max_requests, 32)]
     buckets.append(max_requests)
@@ -54,7 +56,7 @@ def token_buckets(max_tokens: int, *, captures: bool) -> list[int]:
     With ``captures``: multiples of 64 up to 512, of 128 up to 1024, of 256 up to 2048 and so on,
     so that of more than 512 tokens less than a fifth is padding. Without: multiples of 8.
     """
-    top = -(-max_tokens // CPU_ROW_MULTIPLE) * CPU_ROW_MULTIPLE
+    top = padded_tokens(max_tokens)
     if not captures:
         return list(range(CPU_ROW_MULTIPLE, top + 1, CPU_ROW_MULTIPLE))
     buckets = []
@@ -110,8 +112,9 @@ class StepGraphs:
         """The shape of a step with prefill chunks. Where shapes are captured its rows follow from
         its tokens, so that there is one graph for each token bucket."""
         tokens = self.token_buckets[bisect.bisect_left(self.token_buckets, tokens)]
-        if self._device.captures:
-            rows = min(tokens, self.buckets[-1])
+        # Elsewhere it is the rows of logits that are padded.
+        captures = self._device.captures
+        rows = min(tokens, self.buckets[-1]) if captures else padded_tokens(rows)
         return StepShape(self.bucket(rows), tokens)
 
     @property

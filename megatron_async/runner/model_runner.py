@@ -77,7 +77,10 @@ class ModelRunner:
         self._context = context
         self._window = 1 + context.num_speculative_tokens
         buckets = row_buckets(
-            context.max_requests, captures=device.captures, count=context.num_cuda_graphs
+            context.max_requests,
+            captures=device.captures,
+            count=context.num_cuda_graphs,
+            window=self._window,
         )
         tokens = token_buckets(max_tokens, captures=device.captures)
         max_rows = buckets[-1]

@@ -47,7 +47,7 @@ def sample_tokens(
     logits = candidates(logits, vocab_size)
     parameters = (inverse_temperature, top_k, top_p, seed, position)
     check_parameters(logits, *parameters)
-    if logits.is_cuda and _has_triton():
+    if logits.is_cuda and has_triton():
         from megatron_async.kernels.sampling.sample_triton import sample_tokens_gpu
 
         return sample_tokens_gpu(logits, *parameters)
@@ -57,7 +57,8 @@ def sample_tokens(
 
 
 @functools.cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
+    """Whether kernels of Triton's can run; what runs in their place is logged once."""
     found = importlib.util.find_spec("triton") is not None
     if not found:
         logger.warning("tokens are sampled by PyTorch's operations, since Triton is not installed")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.functional import pad
 
 from megatron_async.cache.block_allocator import NULL_BLOCK
 from megatron_async.device.cuda import CudaPacketRing, CudaResultRing
@@ -17,6 +18,7 @@ from megatron_async.device.protocol import Device, PacketRing, ResultRing
 from megatron_async.runner.attention_metadata import AttentionMetadata, metadata_of_mixed
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.drafter import Drafter, MixedTokens
+from megatron_async.runner.padding import padded_tokens
 from megatron_async.runner.prompt_log_probs import PromptLogProbs, PromptTargets
 from megatron_async.runner.sampling_stage import Model, SamplingExtras, SamplingStage
 from megatron_async.step import packet
@@ -204,10 +206,14 @@ class StepProgram:
             positions = (lengths[:, None] + self._offsets).flatten()
             ids = torch.cat([ids[:, None], state.drafts[slots]], dim=1).flatten()
             token_slots, positions = self._within(token_slots, positions)
+        if not self._device.captures:
+            further = padded_tokens(len(ids)) - len(ids)
+            token_slots = pad(token_slots, (0, further), value=context.null_slot)
+            positions, ids = pad(positions, (0, further)), pad(ids, (0, further))
         context.begin_forward(
             token_slots,
             positions,
-            decode_rows=rows * window,
+            decode_rows=len(ids),
             read_lengths=not self._device.captures,
         )
         hidden = None if self._drafter is None else self._drafter.hidden_states(len(ids))
@@ -231,7 +237,7 @@ class StepProgram:
         last_token_index = records[:, packet.ROW_LAST_TOKEN].long()
         if self._window > 1:
             # The drafts of a slot, with what is before them in column 0.
-            columns = torch.nn.functional.pad(state.drafts, (1, 0))
+            columns = pad(state.drafts, (1, 0))
             drafted = columns[token_slots, draft.clamp(min=0)]
             ids = torch.where(decodes & (draft > 0), drafted, ids)
             token_slots, positions = self._within(token_slots, positions)
@@ -306,7 +312,8 @@ class StepProgram:
         if into is not None:
             into(logits, ids, positions, self._context, hidden_states)
         else:
-            logits.copy_(self._model.forward(ids, positions, self._context))
+            # Behind those of the rows there may be some of padding.
+            logits.copy_(self._model.forward(ids, positions, self._context)[: len(logits)])
 
     def poison_blocks(self, blocks: list[int]) -> None:
         """Fill freed KV blocks with garbage."""

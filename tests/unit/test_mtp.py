@@ -152,7 +152,10 @@ def test_drafts_are_those_of_a_forward_without_a_cache(
                 engine.device.synchronize()
                 slots = engine.context.slots
                 ((slot,),) = ((slots.max_total == total) & ~slots.finished).nonzero().T.tolist()
-                assert slots.drafts[slot].tolist() == plain.drafts(tokens, drafts)
+                # Behind the end there is no cache: those drafts never count.
+                room = min(drafts, total - len(tokens))
+                found = slots.drafts[slot].tolist()
+                assert found[:room] == plain.drafts(tokens, drafts)[:room]
                 compared += 1
     assert compared >= 24 // (drafts + 1) - 1
 

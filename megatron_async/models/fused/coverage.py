@@ -21,7 +21,14 @@ from megatron_async.kernels.gemm.tile_config import (
 )
 from megatron_async.models.attention import PagedSelfAttention
 from megatron_async.models.fused.parts import epilogue_of, norm_kind
-from megatron_async.models.fused.report import ATTENTION, EMBEDDING, HEAD, MLP, Block
+from megatron_async.models.fused.report import (
+    ATTENTION,
+    EMBEDDING,
+    HEAD,
+    MLP,
+    PROJECTION,
+    Block,
+)
 from megatron_async.models.spec import (
     BiasedColumnParallelLinear,
     BiasedRowParallelLinear,
@@ -38,6 +45,9 @@ from megatron.core.tensor_parallel.layers import (  # isort: skip
 )
 from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
 from megatron.core.transformer import mlp as megatron_mlp  # isort: skip
+from megatron.core.transformer.multi_token_prediction import (  # isort: skip
+    MultiTokenPredictionLayer,
+)
 from megatron.core.transformer.transformer_block import TransformerBlock  # isort: skip
 from megatron.core.transformer.transformer_layer import TransformerLayer  # isort: skip
 
@@ -80,6 +90,53 @@ def blocks(model: Any, *, parallel: bool = False, unwanted: str | None = None) -
     return (*found, Block(HEAD, None, off or head_why_not(model)))
 
 
+def mtp_blocks(model: Any, *, unwanted: str | None = None) -> tuple[Block, ...]:
+    """The blocks of the MTP layers of ``model`` when they draft, four of each layer, and why there
+    is no fused one in their place; none without such layers.
+
+    Args:
+        unwanted: why no block shall be fused.
+    """
+    if not getattr(model, "mtp_process", False):
+        return ()
+    off = unwanted or device_why_not(model) or model_why_not(model)
+    found = []
+    for layer in model.mtp.layers:
+        inner = layer.transformer_layer
+        reason = off or _mtp_layer_why_not(layer)
+        inside = reason or layer_why_not(inner)
+        number = inner.layer_number
+        found += [
+            Block(PROJECTION, number, reason or projection_why_not(layer, model)),
+            Block(ATTENTION, number, inside or attention_why_not(inner, model)),
+            Block(MLP, number, inside or mlp_why_not(inner, model.config)),
+            Block(HEAD, number, reason or head_why_not(model, layer.final_layernorm)),
+        ]
+    return tuple(found)
+
+
+def _mtp_layer_why_not(layer: Any) -> str | None:
+    """Why an MTP layer is not its projection, its transformer layer and a norm."""
+    if type(layer) is not MultiTokenPredictionLayer:
+        return f"{type(layer).__name__} is not covered"
+    return "it has forward hooks" if _has_hooks(layer) else None
+
+
+def projection_why_not(layer: Any, model: Any) -> str | None:
+    """Why what is in front of an MTP layer's transformer layer is not computed by kernels."""
+    norms, projection = (layer.enorm, layer.hnorm), layer.eh_proj
+    for norm in norms:
+        if norm_kind(norm) is None:
+            return f"norm {type(norm).__name__} is not covered"
+    if getattr(projection, "bias", None) is not None:
+        return "its projection has a bias"
+    return (
+        embedding_why_not(model)
+        or _linears_why_not(projection)
+        or _modules_why_not([*norms, projection])
+    )
+
+
 def device_why_not(model: Any) -> str | None:
     """Why no kernel runs where ``model`` is; None if they do."""
     weight = next(model.parameters())
@@ -112,9 +169,10 @@ def embedding_why_not(model: Any) -> str | None:
     return _vocabulary_why_not(model) or _modules_why_not([embedding])
 
 
-def head_why_not(model: Any) -> str | None:
-    """Why the final norm and the output layer are not computed by a kernel."""
-    norm, head = model.decoder.final_layernorm, model.output_layer
+def head_why_not(model: Any, norm: Any = None) -> str | None:
+    """Why the final norm, of the decoder if no other is given, and the output layer are not
+    computed by a kernel."""
+    norm, head = norm or model.decoder.final_layernorm, model.output_layer
     if norm_kind(norm) is None:
         return f"norm {type(norm).__name__} is not covered"
     if type(head) not in (ColumnParallelLinear, type(None)):

@@ -12,7 +12,12 @@ from typing import Any, NamedTuple
 logger = logging.getLogger(__name__)
 
 EMBEDDING, ATTENTION, MLP, HEAD = KINDS = ("embedding", "attention", "mlp", "head")
-_NAMES = {EMBEDDING: "the embedding", ATTENTION: "attention", MLP: "the MLP", HEAD: "the head"}
+PROJECTION = "projection"
+"""In front of the transformer layer of an MTP layer."""
+_NAMES = {
+    EMBEDDING: "the embedding", ATTENTION: "attention", MLP: "the MLP", HEAD: "the head",
+    PROJECTION: "the projection",
+}  # fmt: skip
 
 
 class Block(NamedTuple):
@@ -49,9 +54,14 @@ class Fallback(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecodeCoverage:
-    """Which blocks of a model decode in fused kernels."""
+    """Which blocks of a model decode in fused kernels.
+
+    Args:
+        drafting: those of its MTP layers, which are counted behind the decoder's layers.
+    """
 
     blocks: tuple[Block, ...]
+    drafting: tuple[Block, ...] = ()
 
     def fused(self, kind: str) -> tuple[int | None, ...]:
         """Layers whose block of this kind is fused, counted from 1, in some steps at least;
@@ -61,13 +71,15 @@ class DecodeCoverage:
     @property
     def fallbacks(self) -> tuple[Fallback, ...]:
         """The blocks that are not fused, by kind and reason."""
-        found: dict[tuple[str, tuple[int, ...], str], list[int]] = {}
-        for kind, layer, reason, rows in self.blocks:
+        found: dict[tuple[str, tuple[int, ...], str, bool], list[int]] = {}
+        for kind, layer, reason, rows in (*self.blocks, *self.drafting):
             if reason is not None:
-                found.setdefault((kind, rows, reason), []).extend([] if layer is None else [layer])
+                # The decoder's head is in no layer, those of MTP layers are.
+                layers = found.setdefault((kind, rows, reason, layer is None), [])
+                layers += [] if layer is None else [layer]
         return tuple(
             Fallback(kind, tuple(layers), rows, reason)
-            for (kind, rows, reason), layers in found.items()
+            for (kind, rows, reason, _), layers in found.items()
         )
 
     @property
@@ -76,19 +88,25 @@ class DecodeCoverage:
         has."""
         if self.fused(ATTENTION) or self.fused(MLP):
             return None
-        inside = [fallback for fallback in self.fallbacks if fallback.layers]
+        fallbacks = DecodeCoverage(self.blocks).fallbacks
+        inside = [fallback for fallback in fallbacks if fallback.layers]
         reasons = dict.fromkeys(fallback.reason for fallback in inside)
         if len(reasons) <= 1:
             return next(iter(reasons), "it has no layers")
         return "; ".join(map(str, inside))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types."""
+        """Plain JSON types; ``drafting``, where there are MTP layers, has the layers whose block of
+        each kind is fused."""
+        kinds = dict.fromkeys(block.kind for block in self.drafting)
+        of_drafts = DecodeCoverage(self.drafting)
+        drafting = {"drafting": {kind: list(of_drafts.fused(kind)) for kind in kinds}}
         return {
             EMBEDDING: bool(self.fused(EMBEDDING)),
             ATTENTION: list(self.fused(ATTENTION)),
             MLP: list(self.fused(MLP)),
             HEAD: bool(self.fused(HEAD)),
+            **(drafting if kinds else {}),
             "fallbacks": [
                 {"kind": kind, "layers": list(layers), "rows": list(rows), "reason": reason}
                 for kind, layers, rows, reason in self.fallbacks

@@ -23,12 +23,17 @@ from tqdm import tqdm
 from megatron_async.device.cuda_timeline import mean_us
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import decode_attention
+from megatron_async.kernels.drafting.mtp_input import DraftInput
 from megatron_async.kernels.gemm import skinny_gemm
 from megatron_async.kernels.gemm.tile_choice import deepest, neighbours, short_list, spread
-from megatron_async.kernels.gemm.tile_config import TileConfig, padded
+from megatron_async.kernels.gemm.tile_config import MAX_ROWS, TileConfig, padded
 from megatron_async.models.build import build_random_model
 from megatron_async.models.config import ModelConfig
+from megatron_async.models.fused.coverage import mtp_blocks
 from megatron_async.models.fused.decoder import FusedDecoder
+from megatron_async.models.fused.gemms import Gemm
+from megatron_async.models.fused.mtp import FusedMtp
+from megatron_async.models.fused.report import PROJECTION
 
 BLOCK_SIZE = 64
 ERROR_LIMIT = 2e-2
@@ -39,10 +44,60 @@ Configs = dict[str, TileConfig]
 """By the GEMM's name."""
 
 
+class FusedStep:
+    """The kernels of a step: the decoder's, and in a model with MTP layers the projection of the
+    first one, whose other GEMMs have shapes of the decoder's."""
+
+    def __init__(self, model: Any, configs: Configs) -> None:
+        self.decoder = FusedDecoder(model, tilings=configs)
+        self.off, self.takes = self.decoder.off, self.decoder.takes
+        self._mtp: FusedMtp | None = None
+        if any(b.reason is None for b in mtp_blocks(model) if b.kind == PROJECTION):
+            self._mtp = FusedMtp(model, configs)
+            weight: torch.Tensor = model.mtp.layers[0].eh_proj.weight
+            draw = torch.Generator(weight.device).manual_seed(1)
+            size = (MAX_ROWS, 1, weight.shape[0])
+            hidden = torch.randn(size, generator=draw, device=weight.device)
+            self._hidden = hidden.to(weight.dtype)
+
+    @property
+    def gemms(self) -> dict[str, Gemm]:
+        """By name, see :class:`~.decoder.FusedDecoder`; the projection is "eh_proj"."""
+        found = dict(self.decoder.gemms)
+        if self._mtp is not None:
+            found["eh_proj"] = self._mtp.gemms["eh_proj"]
+        return found
+
+    def defines(self, gemm: Gemm, rows: int, tiling: TileConfig) -> dict[str, int]:
+        """Macros of a GEMM's kernel for padded ``rows``."""
+        return self.decoder.defines(gemm, rows, tiling)
+
+    def compile(self, rows: list[int], context: Any) -> None:
+        """Compile what steps of so many rows need, side by side."""
+        self.decoder.compile(rows, context)
+        if self._mtp is not None:
+            self._mtp.compile(rows, 1, context)
+
+    def forward(
+        self, tokens: torch.Tensor, positions: torch.Tensor, context: Any, logits: torch.Tensor
+    ) -> torch.Tensor | None:
+        """The decoder's forward into ``logits``; returns what the projection puts out."""
+        self.decoder.forward(tokens, positions, context, logits)
+        return None if self._mtp is None else self._project(self._mtp, tokens, positions)
+
+    def _project(
+        self, mtp: FusedMtp, tokens: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        nothing, hidden = torch.zeros_like(tokens), self._hidden[: len(tokens)]
+        tails = hidden[:1]
+        of = DraftInput(0, 0, tokens[:, None], positions, hidden, nothing, nothing, tails)
+        return mtp.project(of)
+
+
 class Step(NamedTuple):
     """A captured step, and what its graph needs: the kernels, and where the logits go."""
 
-    decoder: FusedDecoder
+    decoder: FusedStep
     graph: torch.cuda.CUDAGraph
     logits: torch.Tensor
     error: float
@@ -90,13 +145,13 @@ class Rig:
             is_decode_only=lambda: True,
         )
         self.tokens = torch.randint(config.vocab_size, (rows,), device=self.device)
-        self.wanted: torch.Tensor | None = None
+        self.wanted: list[torch.Tensor] = []
         reason = self.decoder({}).off([rows], self.context)
         if reason is not None:
             raise ValueError(reason)
 
-    def decoder(self, configs: Configs) -> FusedDecoder:
-        return FusedDecoder(self.model, tilings=configs)
+    def decoder(self, configs: Configs) -> FusedStep:
+        return FusedStep(self.model, configs)
 
     def compile(self, configs: Configs) -> None:
         """Compile a step's kernels in parallel."""
@@ -109,12 +164,12 @@ class Rig:
         logits = torch.zeros(self.rows, size, device=self.device, dtype=torch.bfloat16)
         assert decoder.takes(logits, self.context)
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        decoder.forward(self.tokens, self.positions, self.context, logits)
+        projected = decoder.forward(self.tokens, self.positions, self.context, logits)
         torch.cuda.synchronize()
-        got = logits.double()
-        if self.wanted is None:
-            self.wanted = got
-        error = float((got - self.wanted).norm() / self.wanted.norm())
+        got = [x.double() for x in (logits, projected) if x is not None]
+        self.wanted = self.wanted or got
+        errors = [(x - y).norm() / y.norm() for x, y in zip(got, self.wanted, strict=True)]
+        error = float(torch.stack(errors).max())
         with torch.cuda.graph(graph, stream=stream):
             decoder.forward(self.tokens, self.positions, self.context, logits)
         return Step(decoder, graph, logits, error)
@@ -252,6 +307,7 @@ CONSTANTS: list[tuple[ModuleType, tuple[str, ...], list[tuple[int, ...]]]] = [
 def search_short_lists(search: Search, names: Sequence[str], count: int) -> None:
     """Configs of each GEMM that are likely to be fast."""
     label = f"batch {search.rig.rows}"
+    names = [name for name in names if name in search.products]
     for name in tqdm(names, label, file=sys.stderr, disable=None, leave=False):
         # Heads are wide: there is little to choose, and each try takes long.
         most = max(1, count // 3) if name == "head" else count
@@ -262,6 +318,7 @@ def search_all(search: Search, names: Sequence[str], rounds: int, count: int) ->
     """Constants, then all GEMMs in turn: at first configs at random, then the best one's
     neighbours. In the end the constants are what they were."""
     used = [(module, n, getattr(module, n)) for module, each, _ in CONSTANTS for n in each]
+    names = [name for name in names if name in search.products]
     try:
         for constants in CONSTANTS:
             search.vary_constants(*constants)

@@ -1,0 +1,215 @@
+"""The MTP layers of a model when they draft, block by block.
+
+    projection -> attention -> MLP -> head
+
+As in ``decoder``, each is fused where the kernels compute what its modules do, for the rows and the
+context at hand, and runs its modules elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_async.kernels import compile as cuda
+from megatron_async.kernels.attention import decode_attention
+from megatron_async.kernels.drafting.mtp_input import DraftInput
+from megatron_async.kernels.gemm.tile_config import MAX_ROWS, TileConfig, padded
+from megatron_async.models.fused import coverage
+from megatron_async.models.fused.attention_block import AttentionBlock
+from megatron_async.models.fused.gemms import Gemm, SkinnyGemms, Work
+from megatron_async.models.fused.mlp_block import MlpBlock
+from megatron_async.models.fused.modules import AttentionModule, LayerModule, MlpModule
+from megatron_async.models.fused.mtp_blocks import (
+    DraftHeadBlock,
+    DraftHeadModule,
+    DraftStep,
+    ProjectionBlock,
+    ProjectionModule,
+)
+from megatron_async.models.fused.report import HEAD, Block
+from megatron_async.models.fused.residual import Norm, Workspace
+
+
+class Runs(Protocol):
+    """A block of an MTP layer, fused or not; see ``decoder.Runs``."""
+
+    @property
+    def norm(self) -> Norm | None: ...
+
+    def __call__(
+        self, step: DraftStep, given: Tensor | None, reader: Norm | None
+    ) -> Tensor | None: ...
+
+
+class Place:
+    """A block of a layer: the modules that always run, and the kernels that may."""
+
+    def __init__(self, blocks: Sequence[Block], module: Any, fused: Any) -> None:
+        self.blocks, self.module, self.fused = blocks, module, fused
+
+    def rows(self, rows: int, width: int) -> int:
+        """Padded rows of its GEMMs, of ``width`` tokens in each of ``rows`` rows."""
+        return padded(rows if self.blocks[0].kind == HEAD else rows * width)
+
+    def why_not(self, rows: int, width: int, context: Any) -> str | None:
+        """Why the modules run; None if the kernels do."""
+        if self.fused is None:
+            return self.blocks[0].reason
+        reason: str | None = self.fused.why_not(self.rows(rows, width), context)
+        return reason
+
+
+class FusedMtp:
+    """The forward of one model's MTP layers. Buffers are static: one forward at a time, and its
+    hidden states stay until the one after the next.
+
+    Args:
+        tilings: as of :class:`~.decoder.FusedDecoder`; the projection is "eh_proj".
+
+    Raises:
+        ValueError: the kernels take no block.
+    """
+
+    def __init__(self, model: Any, tilings: Mapping[str, TileConfig] | None = None) -> None:
+        self.blocks = coverage.mtp_blocks(model)
+        if all(block.reason is not None for block in self.blocks):
+            raise ValueError(self.blocks[0].reason if self.blocks else "it has no MTP layers")
+        device: torch.device = next(model.parameters()).device
+        self._index: int = device.index or 0
+        self._gemms = SkinnyGemms(device, tilings)
+        self._workspace = Workspace(model.config.hidden_size, device)
+        self._vocab_size: int = model.vocab_size
+        self._attentions = decode_attention.DecodeAttentions(device)
+        each = len(self.blocks) // len(model.mtp.layers)
+        self._layers = [
+            self._places_of(layer, model, self.blocks[each * number : each * (number + 1)])
+            for number, layer in enumerate(model.mtp.layers)
+        ]
+        self._chosen: dict[tuple[int, int, int, int], list[Runs] | None] = {}
+
+    def _places_of(self, layer: Any, model: Any, blocks: Sequence[Block]) -> list[Place]:
+        projection, attention, mlp, head = blocks
+        gemms, inner = self._gemms, layer.transformer_layer
+        number: int = inner.layer_number
+        rotary = getattr(model, "rotary", None)
+        cos_sin = None if rotary is None else rotary.cos_sin
+
+        def place(block: Block, module: Any, make: Any, *args: Any) -> Place:
+            return Place([block], module, make(*args) if block.reason is None else None)
+
+        if coverage.layer_why_not(inner) is not None:
+            middle = [Place([attention, mlp], LayerModule(inner), None)]
+        else:
+            middle = [
+                place(attention, AttentionModule(inner), AttentionBlock, inner, cos_sin, gemms,
+                      self._attentions),
+                place(mlp, MlpModule(inner), MlpBlock, inner, model.config, gemms),
+            ]  # fmt: skip
+        ends = layer, model
+        begin = None
+        if projection.reason is None:
+            begin = ProjectionBlock(*ends, gemms, number)
+        return [
+            Place([projection], ProjectionModule(*ends, begin), begin),
+            *middle,
+            place(head, DraftHeadModule(*ends), DraftHeadBlock, *ends, gemms, number),
+        ]
+
+    @property
+    def gemms(self) -> dict[str, Gemm]:
+        """The GEMMs of the fused blocks by name, see :class:`~.decoder.FusedDecoder`."""
+        return self._gemms.declared
+
+    def takes(self, layer: int, rows: int, width: int, context: Any) -> bool:
+        """Whether :meth:`forward` may be called for ``width`` tokens in each of ``rows`` rows."""
+        if not 0 < rows * width <= MAX_ROWS or getattr(context, "batch_invariant", False):
+            return False
+        key = layer, rows, width, context.block_size_tokens
+        if key not in self._chosen:
+            chosen, places = self._choose(layer, rows, width, context), self._layers[layer]
+            is_fused = any(run is place.fused for run, place in zip(chosen, places, strict=True))
+            self._chosen[key] = chosen if is_fused else None
+        return self._chosen[key] is not None
+
+    def _choose(self, layer: int, rows: int, width: int, context: Any) -> list[Runs]:
+        return [
+            place.module
+            if place.fused is None or place.why_not(rows, width, context)
+            else place.fused
+            for place in self._layers[layer]
+        ]
+
+    def compile(self, rows: Sequence[int], width: int, context: Any) -> None:
+        """Compile what drafts in so many rows need, of ``width`` tokens and of one, side by side;
+        later calls find it."""
+        work: dict[tuple[str, tuple[tuple[str, int], ...]], Work] = {}
+        for each, tokens in {(r, n) for r in rows for n in (width, 1) if r * n <= MAX_ROWS}:
+            for number, places in enumerate(self._layers):
+                readers = [run.norm for run in self._choose(number, each, tokens, context)[1:]]
+                for place, reader in zip(places, [*readers, None], strict=True):
+                    if place.fused is None:
+                        continue
+                    most = place.rows(each, tokens)
+                    for source, macros in place.fused.work(most, context, reader):
+                        work[source, tuple(sorted(macros.items()))] = source, macros
+        cuda.compile_together(list(work.values()), cuda.architecture(self._index))
+
+    def covered(self, rows: Sequence[int], width: int, context: Any) -> tuple[Block, ...]:
+        """Which blocks are fused when so many rows draft, over ``width`` tokens of each. Rows with
+        more than :data:`MAX_ROWS` tokens have none, and are left aside where there are others."""
+        sizes = sorted(each for each in set(rows) if 0 < each * width <= MAX_ROWS)
+        if not sizes:
+            many = f"more than {MAX_ROWS} tokens"
+            return tuple(block._replace(reason=many) for block in self.blocks)
+        every = {padded(each * width) for each in sizes}
+        blocks: list[Block] = []
+        for place in (place for places in self._layers for place in places):
+            found = {each: place.why_not(each, width, context) for each in sizes}
+            off = {each: why for each, why in found.items() if why is not None}
+            tokens = {padded(each * width) for each in off}
+            at = () if tokens == every else tuple(sorted(tokens))
+            reason = "; ".join(dict.fromkeys(off.values())) or None
+            blocks += [b if b.reason else b._replace(reason=reason, rows=at) for b in place.blocks]
+        return tuple(blocks)
+
+    @torch.no_grad()
+    def forward(self, of: DraftInput, context: Any) -> tuple[Tensor, Tensor]:
+        """Run the layer that gives a draft; :meth:`takes` must have said yes.
+
+        Args:
+            context: its metadata must be those of these tokens.
+
+        Returns:
+            Hidden states ``[R, n, hidden]`` after the layer's final norm, and the logits
+            ``[R, vocab]`` of the last token of each row, bfloat16. Both are overwritten later.
+        """
+        rows, width = of.tokens.shape
+        plan = self._chosen[of.layer, rows, width, context.block_size_tokens]
+        assert plan is not None
+        residual = self._workspace.residual(of.token_count)
+        # WAR: what the layer before has put out is read while this layer runs.
+        hidden = self._workspace.buffer(f"drafted {of.draft % 2}", residual.hidden.shape[1])
+        logits = self._workspace.buffer("draft logits", self._vocab_size)[:rows]
+        step = DraftStep(
+            residual, of.tokens, of.position_ids, context, logits, hidden[: of.token_count], of
+        )
+        statistics = None
+        for number, block in enumerate(plan):
+            reader = plan[number + 1].norm if number + 1 < len(plan) else None
+            statistics = block(step, statistics, reader)
+        return hidden[: of.token_count].view(rows, width, -1), logits
+
+    @torch.no_grad()
+    def project(self, of: DraftInput) -> Tensor:
+        """The projection of a layer alone, whose block must be fused: bfloat16 ``[R * n, hidden]``,
+        overwritten later."""
+        residual = self._workspace.residual(of.token_count)
+        nothing = residual.hidden[:0]
+        step = DraftStep(residual, of.tokens, of.position_ids, None, nothing, None, of)
+        projection, following = self._layers[of.layer][:2]
+        projection.fused(step, None, None if following.fused is None else following.fused.norm)
+        return residual.hidden
