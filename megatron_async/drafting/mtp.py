@@ -27,7 +27,7 @@ CHUNK_FIRST, CHUNK_LENGTH, CHUNK_START = 1, 2, 3
 
 
 class MtpDrafter:
-    """Drafts ``context.num_speculative_tokens`` tokens a row.
+    """Drafts up to ``context.num_speculative_tokens`` tokens a row.
 
     Args:
         wrapper: a ``GPTInferenceWrapper`` over a model that has MTP layers.
@@ -100,16 +100,18 @@ class MtpDrafter:
             )
             hidden = self._run(layer, before, tokens.ids, tokens.positions)
 
-    def draft(self, rows: SampledRows) -> Tensor:
-        state, count, layers = self._state, self._count, self._layers
+    def draft(self, rows: SampledRows, count: int) -> Tensor:
+        state, layers = self._state, self._layers
         slots, _, last, first = rows
         number = torch.arange(len(slots), device=slots.device)
+        # Layers that draft nothing now must see the tokens that stay, to draft later.
+        passes = max(count, min(layers, self._count))
         # Token i is about position ``first + i``; behind the last one come the drafts.
-        tokens = torch.nn.functional.pad(rows.tokens, (0, count))
+        tokens = torch.nn.functional.pad(rows.tokens, (0, passes))
         hidden = self._pending[: rows.tokens.numel()].view(*rows.tokens.shape, -1)
         chosen, tails = hidden[:, 0], self._tails[slots]
-        for draft in range(count):
-            at = last + draft
+        for draft in range(passes):
+            at = last + draft if draft < count else last
             if draft >= layers:
                 index = at[:, None]
                 hidden = self._run_window(
@@ -124,6 +126,8 @@ class MtpDrafter:
                 chosen = hidden[number, at]
                 if draft + 1 < layers:
                     self._tails[slots, draft + 1] = hidden[number, last]
+            if draft >= count:
+                continue
             tokens[number, at + 1] = sample_tokens(
                 self._wrapper.logits(chosen),
                 state.inverse_temperature[slots],

@@ -207,9 +207,9 @@ class DecodeLoop:
         committed = sum(map(len, commit.tokens))
         report = StepReport(ticket.number, depth, depth > 0, reason, committed, discarded)
         self.counters.committed(report, committed + discarded - len(commit.keys))
-        drafts = self._scheduler.limits.window - 1
-        if drafts:
-            self.counters.verified(commit.tokens[: ticket.plan.decode_rows], drafts)
+        if ticket.plan.window > 1:
+            rows = commit.tokens[: ticket.plan.decode_rows]
+            self.counters.verified(rows, ticket.plan.rows.windows)
         self._output(commit, report)
         self._publish_events()
         for on_commit in self._observers.on_commit:
@@ -276,7 +276,8 @@ class DecodeLoop:
         scheduler, outputs = self._scheduler, self._outputs
         match command:
             case AddRequest(key=key) if outputs.knows(key):
-                scheduler.add(self._sequence(command), command.priority)
+                drafts = command.params.get("num_speculative_tokens")
+                scheduler.add(self._sequence(command), command.priority, drafts)
             case AbortRequest(key=key):
                 if scheduler.abort(key):
                     outputs.abort(key)
@@ -288,7 +289,8 @@ class DecodeLoop:
                 scheduler.evict(key)
             case UpdateSamplingParams(key=key, changes=changes) if outputs.is_live(key):
                 request_id, params = outputs.change_sampling(key, changes, self._validator.seed)
-                if scheduler.update_values(key, self._validator.values(request_id, params)):
+                values = self._validator.values(request_id, params)
+                if scheduler.update_values(key, values, params.num_speculative_tokens):
                     self._updated.append((key, params))
 
     def _sequence(self, command: AddRequest) -> Sequence:

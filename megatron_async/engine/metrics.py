@@ -40,7 +40,8 @@ class EngineCounters:
     chunks that were not sampled and ``tokens_committed`` + ``tokens_discarded``;
     ``tokens_accepted`` counts what rows brought beyond one token, and ``accepted_by_position`` the
     same by the place of the draft; ``tokens_drafted`` has the drafts that were verified in rows
-    whose tokens were taken. ``step_ns`` is the time spent in
+    whose tokens were taken; ``steps_by_window`` and ``window_reasons`` say how many tokens a row
+    of a launched step could bring, and why so many. ``step_ns`` is the time spent in
     steps, ``wait_ns`` the part of it blocked on the device; both are for people and steer nothing.
     """
 
@@ -52,6 +53,8 @@ class EngineCounters:
     steps_with_control: int = 0
     steps_with_extras: int = 0
     not_overlapped: Counter[str] = field(default_factory=Counter)
+    steps_by_window: Counter[int] = field(default_factory=Counter)
+    window_reasons: Counter[str] = field(default_factory=Counter)
     rows_launched: int = 0
     tokens_committed: int = 0
     tokens_drafted: int = 0
@@ -77,6 +80,9 @@ class EngineCounters:
         self.steps_with_waiting += waiting > 0
         self.steps_with_control += bool(plan.control)
         self.steps_with_extras += plan.extended
+        if plan.reason:
+            self.steps_by_window[plan.window] += 1
+            self.window_reasons[plan.reason] += 1
         self.rows_launched += len(plan.rows.slots)
         self.prefill_chunks += len(plan.prefills)
         self.blocks_granted += len(plan.assignments)
@@ -92,13 +98,13 @@ class EngineCounters:
         else:
             self.not_overlapped[report.reason] += 1
 
-    def verified(self, rows: Sequence[tuple[int, ...]], drafts: int) -> None:
-        """Of these decode rows, each with so many ``drafts``, the tokens were taken."""
+    def verified(self, rows: Sequence[tuple[int, ...]], windows: Sequence[int]) -> None:
+        """Of these decode rows, each with its window, the tokens were taken."""
         accepted = self.accepted_by_position
-        accepted += [0] * (drafts - len(accepted))
-        for tokens in rows:
+        accepted += [0] * (max(windows) - 1 - len(accepted))
+        for tokens, window in zip(rows, windows, strict=False):
             if tokens:
-                self.tokens_drafted += drafts
+                self.tokens_drafted += window - 1
                 for place in range(len(tokens) - 1):
                     accepted[place] += 1
 
@@ -116,6 +122,8 @@ class EngineCounters:
         """Plain JSON types."""
         values = dataclasses.asdict(self)
         values["not_overlapped"] = dict(self.not_overlapped)
+        values["steps_by_window"] = {str(k): v for k, v in self.steps_by_window.items()}
+        values["window_reasons"] = dict(self.window_reasons)
         return values
 
 

@@ -119,10 +119,10 @@ def check_mtp_drafts(tiny: DynamicInferenceEngine) -> None:
     logits: list[torch.Tensor] = []
     draft, sample_tokens = MtpDrafter.draft, mtp.sample_tokens
 
-    def watched(self: MtpDrafter, rows: SampledRows) -> torch.Tensor:
+    def watched(self: MtpDrafter, rows: SampledRows, count: int) -> torch.Tensor:
         slots[:] = rows.slots.tolist()
         logits.clear()
-        return draft(self, rows)
+        return draft(self, rows, count)
 
     def watched_sample(of: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         logits.append(of.clone())
@@ -250,7 +250,8 @@ FAULTS = (
     Fault("decode rows cut by padding before them", attention_metadata, "metadata_of_mixed",
           "int(held[-1]) + 1 if len(held) else 0", "len(held)", check_tokens),
     Fault("window's last draft not in mixed steps", StepProgram, "forward_mixed",
-          "torch.where(is_window[:, None], self._offsets, 0)", "0 * self._offsets", check_tokens),
+          "torch.minimum(self._offsets[: shape.window], drafts[:, None])",
+          "0 * self._offsets[: shape.window]", check_tokens),
     Fault("tails of chunks not kept", MtpDrafter, "prefill",
           "self._tails[target, layer] = hidden[lasts]", "pass", check_mtp_drafts),
     Fault("tails of windows not kept", MtpDrafter, "draft",
