@@ -436,9 +436,9 @@ def end_of_an_abort_never_sent(original: Any) -> Any:
 def sampling_update_lost_on_eviction(original: Any) -> Any:
     """The slot has the new values, and the admission that follows an eviction brings the old."""
 
-    def update_values(self: RequestTable, sequence: Sequence, values: Values) -> None:
+    def update_values(self: RequestTable, sequence: Sequence, values: Values, window: int) -> None:
         admitted_with = sequence.values
-        original(self, sequence, values)
+        original(self, sequence, values, window)
         if sequence.slot >= 0:
             sequence.values = admitted_with
 
@@ -472,10 +472,12 @@ def last_token_of_a_window_left(original: Any) -> Any:
 def bounds_not_corrected_at_commit(original: Any) -> Any:
     """Each window takes blocks as if the ones before had been accepted to their ends."""
 
-    def cut(self: Scheduler, sequence: Sequence, window: tuple[int, ...]) -> tuple[int, ...]:
-        bound = sequence.kv_bound
-        kept: tuple[int, ...] = original(self, sequence, window)
-        sequence.kv_bound = bound
+    def cut(
+        self: Scheduler, sequence: Sequence, window: tuple[int, ...], bound: int
+    ) -> tuple[int, ...]:
+        before = sequence.kv_bound
+        kept: tuple[int, ...] = original(self, sequence, window, bound)
+        sequence.kv_bound = before
         return kept
 
     return cut
@@ -485,17 +487,20 @@ def bounds_not_corrected_at_commit(original: Any) -> Any:
 def drafts_accepted_without_comparing(original: Any) -> Any:
     """What is sampled behind a wrong draft counts."""
 
-    def sample(self: SamplingStage, logits: torch.Tensor, rows: int, *extended: Any) -> None:
-        slots = self._row_records[:rows, ROW_SLOT].long()
+    def sample(
+        self: SamplingStage, logits: torch.Tensor, shape: SampleShape, *processed: Any
+    ) -> None:
+        slots = self._row_records[: shape.rows, ROW_SLOT].long()
         sample_tokens = stage.sample_tokens
 
         def agreeing(*args: Any, **options: Any) -> torch.Tensor:
             tokens = sample_tokens(*args, **options)
-            self._state.drafts[slots] = tokens.view(rows, WINDOW)[:, :-1]
+            windows = tokens.view(shape.rows, shape.window)
+            self._state.drafts[:, : shape.window - 1][slots] = windows[:, :-1]
             return tokens
 
         with patch.object(stage, "sample_tokens", agreeing):
-            original(self, logits, rows, *extended)
+            original(self, logits, shape, *processed)
 
     return sample
 
