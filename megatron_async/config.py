@@ -164,10 +164,6 @@ class EngineConfig:
             )
         if self.draft_model is not None and not self.num_speculative_tokens:
             raise ConfigError("draft_model drafts nothing with num_speculative_tokens=0; raise it")
-        if self.adaptive_speculation and not self.num_speculative_tokens:
-            raise ConfigError(
-                "adaptive_speculation chooses nothing with num_speculative_tokens=0; raise it"
-            )
         if self.speculative_method not in SPECULATIVE_METHODS:
             known = " or ".join(SPECULATIVE_METHODS)
             raise ConfigError(f"speculative_method={self.speculative_method!r} must be {known}")

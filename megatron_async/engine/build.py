@@ -160,7 +160,8 @@ def with_step_costs(
     config: EngineConfig, runner: ModelRunner, context: DynamicInferenceContext, limits: Limits
 ) -> EngineConfig:
     """A configuration with the costs of steps, measured if it needs and lacks them."""
-    if not config.adaptive_speculation or config.speculative_step_costs is not None:
+    has_costs = config.speculative_step_costs is not None
+    if not config.adaptive_speculation or limits.window == 1 or has_costs:
         return config
     costs = measure_step_costs(runner, runner.row_buckets, limits.windows, context.null_slot)
     for rows, window, seconds in costs:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_async.config import EngineConfig, draft_windows
+from megatron_async.device.cpu import CpuDevice
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.recording import read_run
 from megatron_async.engine.replay import replay
@@ -28,8 +29,10 @@ from megatron_async.scheduler.draft_control import (
 )
 from megatron_async.step.plan import Plan, RowMap
 from megatron_async.step.records import ENDED, RUNNING, StepResult
+from tests.support.cuda_rings import CudaRingsDevice
 from tests.support.drafting_model import DraftingHashModel
 from tests.support.engines import DEPTHS, greedy, hash_engine, random_ask, sampling_params
+from tests.support.hash_tokenizer import hash_tokenizer
 from tests.support.oracle import Ask, decode_alone
 
 WINDOWS = (1, 2, 3, 5)
@@ -290,6 +293,25 @@ def test_the_same_windows_in_each_run_whatever_the_timing() -> None:
     assert runs[0] == runs[1] == runs[2]
 
 
+@pytest.mark.parametrize("device", (CpuDevice, CudaRingsDevice))
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_nothing_is_left_of_the_steps_that_were_measured(
+    depth: int, device: type[CpuDevice]
+) -> None:
+    """The first ticket is 0, for rings, masks and extras too."""
+    rng = random.Random(depth)
+    asks = [random_ask(rng, max_prompt=20, max_new=16) for _ in range(4)]
+    asks += [Ask(prompt=(i,), max_new=9, regex="[a-d]{3,7}[0-9]*") for i in range(2)]
+    made = device(poison=True)
+    options: dict[str, Any] = {"tokenizer": hash_tokenizer(), "device": made}
+    with adaptive(depth, 0.4, speculative_step_costs=None, **options) as engine:
+        assert engine.runner.wait_ns == 0 and engine.scheduler.next_ticket == 0
+        assert engine.context.slots.finished.all() and not engine.context.slots.kv_length.any()
+        check(asks, engine.generate([list(a.prompt) for a in asks], [*map(sampling_params, asks)]))
+        assert engine.counters.steps_with_extras
+    made.close()
+
+
 def test_costs_are_measured_and_a_replay_has_them(tmp_path: Path) -> None:
     path, rng = tmp_path / "run.jsonl", random.Random(3)
     asks = [random_ask(rng, max_prompt=20, max_new=24) for _ in range(6)]
@@ -314,7 +336,6 @@ def test_costs_are_measured_and_a_replay_has_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"num_speculative_tokens": 0}, "adaptive_speculation chooses nothing"),
         ({"speculative_step_costs": ((8, 1, 1.0),)}, r"no seconds for 8 rows and windows \[2, 3\]"),
         ({"speculative_step_costs": ((8, 1, -1.0),)}, "finite seconds above 0"),
         ({"speculative_step_costs": ()}, "finite seconds above 0"),
