@@ -67,12 +67,16 @@ class RequestCounters:
 
     ``launched`` counts rows launched to sample a token, and ``accepted`` the tokens that rows
     brought beyond one; when the request is over their sum is ``committed`` + ``discarded``.
-    ``cached`` counts prompt tokens found in the prefix cache,
-    ``replayed`` tokens computed again after evictions, ``stalls`` the times it waited for a block.
+    ``drafted`` has the drafts that were verified in rows whose tokens were taken, and
+    ``accepted_by_position`` those that were accepted, by their place. ``cached`` counts prompt
+    tokens found in the prefix cache, ``replayed`` tokens computed again after evictions,
+    ``stalls`` the times it waited for a block.
     """
 
     launched: int = 0
+    drafted: int = 0
     accepted: int = 0
+    accepted_by_position: list[int] = field(default_factory=list)
     committed: int = 0
     discarded: int = 0
     cached: int = 0
@@ -108,7 +112,8 @@ class StepReport(NamedTuple):
 
     ``effective_depth`` is the number of later steps that were in flight when the host took its
     tokens; with none the step did not overlap, and ``reason`` says why. ``committed`` and
-    ``discarded`` count its tokens.
+    ``discarded`` count its tokens, ``drafted`` the drafts that came with the rows whose tokens were
+    taken, and ``accepted`` those of them that were right.
     """
 
     ticket: int
@@ -117,17 +122,22 @@ class StepReport(NamedTuple):
     reason: str | None
     committed: int
     discarded: int
+    drafted: int = 0
+    accepted: int = 0
 
 
 def step_summary(reports: Iterable[StepReport]) -> dict[str, Any]:
     """Committed steps in short, plain JSON types: ``tickets`` as [first, last] of each run without
     a gap, how many had which ``effective_depth``, how many ``overlapped``, and why others did not.
+    A report that comes again, with the next token of the same step, counts once.
     """
     tickets: list[list[int]] = []
     depths: Counter[int] = Counter()
     reasons: Counter[str] = Counter()
     overlapped = 0
     for report in reports:
+        if tickets and report.ticket == tickets[-1][1]:
+            continue
         if tickets and report.ticket == tickets[-1][1] + 1:
             tickets[-1][1] = report.ticket
         else:

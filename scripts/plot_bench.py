@@ -46,7 +46,7 @@ def panels_of(report: dict[str, Any], others: list[tuple[str, int, Bar]]) -> lis
     for key in dict.fromkeys(row[case] for row in rows):
         mine = [row for row in rows if row[case] == key]
         bars = [
-            Bar(f"depth {row['depth']}", float(row[height]), "tab:blue" if row["depth"] else "gray")
+            Bar(_name(row), float(row[height]), "tab:blue" if row["depth"] else "gray")
             for row in mine
         ]
         if ragged:  # baselines serve all requests at once
@@ -58,6 +58,11 @@ def panels_of(report: dict[str, Any], others: list[tuple[str, int, Bar]]) -> lis
             bars += [bar for *where, bar in others if where == [shape, key]]
         panels.append(Panel(f"{shape}, {title}{added}", unit, bars, mine[0].get("floor_ms")))
     return panels
+
+
+def _name(row: dict[str, Any]) -> str:
+    window = row.get("window", 1)
+    return f"depth {row['depth']}" + (f", window {window}" if window > 1 else "")
 
 
 def _baseline(row: dict[str, Any], height: str) -> Bar:

@@ -17,6 +17,7 @@ from megatron_async.errors import ConfigError
 from ..cli.options import PROGRAM, SEED, add_benchmark_model_options, integer, number, several
 from ..cli.output_file import OutputFile
 from ..cli.serve import KEY_VARIABLE
+from .drafts import DRAFT_OPTIONS, add_drafting_options, resolve_drafts
 from .loads import Load, RaggedLoad
 
 BASELINE_NAMES = ("transformers", "transformers-cb")
@@ -35,14 +36,18 @@ COMMON_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 SERVER_DEFAULTS: dict[str, Any] = {"endpoint": "completions", "client_processes": 1}
 SERVER_OPTIONS = ("api_key", "served_model_name", "vocabulary", "concurrency", *SERVER_DEFAULTS)
-NOT_OF_SERVER = ("model", "shape", "device", "dtype", "depths", "block_count", "baseline")
+NOT_OF_SERVER = (
+    *("model", "shape", "device", "dtype", "depths", "block_count", "baseline"),
+    *DRAFT_OPTIONS,
+)
 _DESCRIPTION = """\
-Measure how fast requests are decoded from prompts of random token ids. Every depth decodes the
-same load on the same weights; depth 0, serial decoding, is the baseline. The workload "decode"
-measures steps in which all rows decode, greedily unless --temperature is given; "ragged" serves
-requests of many lengths, a third of which stop at a token id. --server sends the ragged load, each
-request to its full length, to a server of OpenAI's API and measures what clients see. Exit status
-1: a measurement failed; the others are reported. What the columns mean: docs/benchmarking.md.
+Measure how fast requests are decoded from prompts of random token ids, or of text. Every depth
+decodes the same load on the same weights; depth 0, serial decoding, is the baseline, and so is
+plain decoding where tokens are drafted. The workload "decode" measures steps in which all rows
+decode, greedily unless --temperature is given; "ragged" serves requests of many lengths, a third of
+which stop at a token id. --server sends the ragged load, each request to its full length, to a
+server of OpenAI's API and measures what clients see. Exit status 1: a measurement failed; the
+others are reported. What the columns mean: docs/benchmarking.md.
 """
 
 
@@ -76,9 +81,12 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser("bench", help=said, description=_DESCRIPTION)
     parser.set_defaults(run=run)
     add_benchmark_model_options(parser)
+    add_drafting_options(parser, bench=True)
     add = parser.add_argument_group("workload decode").add_argument
     add("--batch-sizes", type=several(integer(1, MAX_REQUESTS)), metavar="B,...", help="default: 1")
     add("--prompt-tokens", type=integer(1), metavar="N", help="default: 128")
+    said = "prompts are pieces of this text, in place of random token ids"
+    add("--prompt-file", metavar="FILE", help=said)
     add("--new-tokens", type=integer(1), metavar="N", help="default: 512")
     add("--temperature", type=number(0), metavar="T", help="default: 0, greedy")
     add("--top-k", type=integer(0), metavar="K", help="of --temperature; 0 is off (default: 0)")
@@ -164,6 +172,7 @@ def resolve(args: argparse.Namespace) -> None:
         raise ConfigError("--baseline decodes greedily; leave sampling or --baseline out")
     if args.all_buckets and args.workload != "decode":
         raise ConfigError("--all-buckets belongs to --workload decode; ragged captures all anyway")
+    resolve_drafts(args)
     if bool(args.stall_us) != (args.stall_every is not None):
         raise ConfigError("--stall-us and --stall-every belong together; give both or neither")
 
@@ -229,8 +238,10 @@ def make_load(args: argparse.Namespace) -> Any:
     if args.workload == "decode":
         from .runs import least_new_tokens
 
+        window = 1 + max(args.num_speculative_tokens or [0])
         few = f"--new-tokens {args.new_tokens} leaves no steady steps at depth {max(args.depths)}"
-        if args.new_tokens < (least := least_new_tokens(args.depths)):
+        few += f" with {window - 1} drafts" if window > 1 else ""
+        if args.new_tokens < (least := least_new_tokens(args.depths, window)):
             raise ConfigError(f"{few}; use at least {least}")
     return kind(**{**given, "stall_every": args.stall_every or 0})
 
@@ -239,7 +250,7 @@ def command_line(args: argparse.Namespace) -> str:
     """The command that measures the same again, every option written out."""
     words = [PROGRAM, "bench"]
     for name, value in vars(args).items():
-        if name in ("run", "json", "api_key") or value is None:
+        if name in ("run", "json", "api_key") or value in (None, ""):
             continue
         if not isinstance(value, bool):
             several = value if isinstance(value, (list, tuple)) else [value]

@@ -5,20 +5,21 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from megatron_async.config import EngineConfig
-from megatron_async.engine.build import build_context
+from megatron_async.engine.build import build_context, kv_cache_specs
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.runner.controller import TextGenerationController
 from megatron_async.sampling_params import SamplingParams
 
 from ..cli.progress import show_capture
 from ..steps import drive
+from .drafts import PLAIN, Drafts
 from .loads import HostWork, Load, RaggedLoad
 from .model import BenchmarkModel
 
@@ -43,8 +44,14 @@ class Started:
     seconds: float
 
 
-def start_engine(model: BenchmarkModel, config: EngineConfig, work: HostWork) -> Started:
-    """Build an engine over the model's weights, and time its parts."""
+def start_engine(
+    model: BenchmarkModel,
+    config: EngineConfig,
+    work: HostWork,
+    synthetic_acceptance: float | None = None,
+) -> Started:
+    """Build an engine over the model's weights, and time its parts. With ``synthetic_acceptance``
+    it accepts drafts at that rate, and its tokens mean nothing."""
     started = time.perf_counter()
     context = build_context(model.wrapper, config, model.device)
     _synchronize(model.device)
@@ -59,7 +66,9 @@ def start_engine(model: BenchmarkModel, config: EngineConfig, work: HostWork) ->
         capture_seconds = time.perf_counter() - before
 
     vocab_size = model.wrapper.vocab_size
-    controller = TextGenerationController(model.wrapper, work.tokenizer(vocab_size))
+    controller = TextGenerationController(
+        model.wrapper, work.tokenizer(vocab_size), synthetic_acceptance=synthetic_acceptance
+    )
     engine = DynamicInferenceEngine(
         controller, context, config=config, model_name=model.name, progress=time_capture
     )
@@ -70,7 +79,7 @@ def start_engine(model: BenchmarkModel, config: EngineConfig, work: HostWork) ->
 
 
 def _config(
-    model: BenchmarkModel, depth: int, load: Load | RaggedLoad, **sizes: Any
+    model: BenchmarkModel, depth: int, load: Load | RaggedLoad, drafts: Drafts, **sizes: Any
 ) -> EngineConfig:
     return EngineConfig(
         inference_async_scheduling=depth > 0,
@@ -79,13 +88,15 @@ def _config(
         enable_prefix_caching=False,
         random_seed=load.seed,
         device=str(model.device),
+        **drafts.config,
         **sizes,
     )
 
 
-def _blocks_of_row(load: Load | RaggedLoad) -> int:
-    """Admission keeps a block to spare for each running request."""
-    return -(-load.longest // EngineConfig().block_size_tokens) + 1
+def _blocks_of_row(load: Load | RaggedLoad, depth: int, drafts: Drafts) -> int:
+    """Admission keeps a block to spare for each running request, and whole windows get blocks."""
+    ahead = (depth + 2) * drafts.window if drafts.count else 0
+    return -(-(load.longest + ahead) // EngineConfig().block_size_tokens) + 1
 
 
 def decode_config(
@@ -93,6 +104,7 @@ def decode_config(
     rows: int,
     depth: int,
     load: Load,
+    drafts: Drafts = PLAIN,
     *,
     all_buckets: bool = False,
     most_prefill: int | None = None,
@@ -105,45 +117,67 @@ def decode_config(
         model,
         depth,
         load,
+        drafts,
         max_requests=rows,
-        max_tokens=rows + max(load.prompt_tokens, min(rows * load.prompt_tokens, most_prefill)),
-        block_count=(rows + spare_rows) * _blocks_of_row(load),
+        max_tokens=rows * drafts.window
+        + max(load.prompt_tokens, min(rows * load.prompt_tokens, most_prefill)),
+        block_count=(rows + spare_rows) * _blocks_of_row(load, depth, drafts),
         prefill_chunk_tokens=load.prompt_tokens,
         num_cuda_graphs=None if all_buckets else 1,
     )
 
 
-def ragged_config(model: BenchmarkModel, depth: int, load: RaggedLoad) -> EngineConfig:
+def ragged_config(
+    model: BenchmarkModel, depth: int, load: RaggedLoad, drafts: Drafts = PLAIN
+) -> EngineConfig:
     """Every row bucket is captured. Unless the load says how large, the cache holds all rows at
     full length, or on a GPU what fits into the free memory."""
     blocks = load.block_count
     if blocks is None:
-        blocks = load.max_requests * _blocks_of_row(load)
+        of_row = _blocks_of_row(load, depth, drafts)
+        blocks = load.max_requests * of_row
         if model.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(model.device)
-            token_bytes = model.wrapper.kv_cache_spec.token_bytes
-            fitting = int(MEMORY_SHARE * free) // (EngineConfig().block_size_tokens * token_bytes)
-            blocks = max(min(blocks, fitting), _blocks_of_row(load))
-    return _config(model, depth, load, max_requests=load.max_requests, block_count=blocks)
+            block_bytes = EngineConfig().block_size_tokens * _token_bytes(model, drafts)
+            blocks = max(min(blocks, int(MEMORY_SHARE * free) // block_bytes), of_row)
+    sizes = {"max_requests": load.max_requests, "block_count": blocks}
+    return _config(model, depth, load, drafts, **sizes)
+
+
+def _token_bytes(model: BenchmarkModel, drafts: Drafts) -> int:
+    """Of the KV cache, that of a model that drafts included."""
+    specs = kv_cache_specs(model.wrapper, EngineConfig(**drafts.config))
+    return sum(spec.token_bytes for spec in specs if spec is not None)
 
 
 def make_engine(
-    model: BenchmarkModel, rows: int, depth: int, load: Load, *, all_buckets: bool = False
+    model: BenchmarkModel,
+    rows: int,
+    depth: int,
+    load: Load,
+    drafts: Drafts = PLAIN,
+    *,
+    all_buckets: bool = False,
 ) -> Started:
     """An engine of the decode workload, started."""
-    config = decode_config(model, rows, depth, load, all_buckets=all_buckets)
-    return start_engine(model, config, load)
+    config = decode_config(model, rows, depth, load, drafts, all_buckets=all_buckets)
+    return start_engine(model, config, load, drafts.synthetic_acceptance)
 
 
-def fit_together(model: BenchmarkModel, batch_size: int, count: int, load: Load) -> bool:
-    """Whether ``count`` engines of the decode workload fit into a GPU's free memory at once."""
+def fit_together(
+    model: BenchmarkModel, batch_size: int, engines: Sequence[tuple[int, Drafts]], load: Load
+) -> bool:
+    """Whether engines of the decode workload, each of a depth and its drafts, fit into a GPU's free
+    memory at once."""
     if model.device.type != "cuda":
         return True
-    config = decode_config(model, batch_size, 0, load)
-    tokens = (config.block_count or 0) * config.block_size_tokens
-    cache = tokens * model.wrapper.kv_cache_spec.token_bytes
-    logits = 3 * 4 * batch_size * model.config.vocab_size
-    return count * (cache + logits) < MEMORY_SHARE * torch.cuda.mem_get_info(model.device)[0]
+    needed = 0
+    for depth, drafts in engines:
+        config = decode_config(model, batch_size, depth, load, drafts)
+        tokens = (config.block_count or 0) * config.block_size_tokens
+        needed += tokens * _token_bytes(model, drafts)
+        needed += 3 * 4 * batch_size * drafts.window * model.config.vocab_size
+    return needed < MEMORY_SHARE * torch.cuda.mem_get_info(model.device)[0]
 
 
 def close_engines(made: list[Started]) -> None:

@@ -100,6 +100,7 @@ class Load(HostWork):
     top_p: float = 0.0
     sampling: str = ""
     sampling_rows: int | None = None
+    prompt_file: str = ""
 
     @property
     def longest(self) -> int:
@@ -111,8 +112,9 @@ class Load(HostWork):
         """The options that make a request as long as it is."""
         return f"--prompt-tokens {self.prompt_tokens} and --new-tokens {self.new_tokens}"
 
-    def requests(self, vocab_size: int, batch_size: int) -> list[Request]:
-        """Random token ids, the same for all depths and rounds."""
+    def requests(self, vocab_size: int, batch_size: int, text: Sequence[int] = ()) -> list[Request]:
+        """Prompts are pieces of ``text``, or random token ids without any; the same for all depths
+        and rounds."""
         source = random.Random(self.seed)
         plain = SamplingParams(
             temperature=self.temperature, top_k=self.top_k, top_p=self.top_p,
@@ -121,10 +123,16 @@ class Load(HostWork):
         further = SamplingParams.deserialize(
             {**plain.serialize(), **json.loads(self.sampling or "{}")}
         )
-        prompts = [
-            [source.randrange(vocab_size) for _ in range(self.prompt_tokens)]
-            for _ in range(batch_size)
-        ]
+        if text:
+            starts = [
+                source.randrange(len(text) - self.prompt_tokens + 1) for _ in range(batch_size)
+            ]
+            prompts = [list(text[start : start + self.prompt_tokens]) for start in starts]
+        else:
+            prompts = [
+                [source.randrange(vocab_size) for _ in range(self.prompt_tokens)]
+                for _ in range(batch_size)
+            ]
         rows = batch_size if self.sampling_rows is None else self.sampling_rows
         return [Request(p, further if row < rows else plain) for row, p in enumerate(prompts)]
 

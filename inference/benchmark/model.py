@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import time
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatron_async.checkpoint import load_pretrained
-from megatron_async.engine.build import resolve_device
+from megatron_async.engine.build import check_same_vocabulary, resolve_device
 from megatron_async.errors import ConfigError
 from megatron_async.models.build import build_random_model
 from megatron_async.models.config import ModelConfig
@@ -27,6 +30,32 @@ class BenchmarkModel:
     device: torch.device
     dtype: torch.dtype
     build_seconds: float
+    draft_config: ModelConfig | None = None
+    """Of the model that drafts."""
+    tokenizer: Any = None
+    """None of a shape."""
+
+    def tokens_of(self, file: str, least: int) -> list[int]:
+        """Token ids of a file's text.
+
+        Raises:
+            ConfigError: the file cannot be read, has fewer than ``least``, or nobody knows them.
+        """
+        if self.tokenizer is None:
+            raise ConfigError(
+                "--prompt-file is text and the model has no tokenizer; leave it out, or give a "
+                "--model that has one"
+            )
+        try:
+            tokens = list(self.tokenizer.tokenize(Path(file).read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--prompt-file {file}: cannot be read: {error}") from None
+        if len(tokens) < least:
+            raise ConfigError(
+                f"--prompt-file {file} has {len(tokens)} tokens and a prompt {least}; lower "
+                "--prompt-tokens or use a longer file"
+            )
+        return tokens
 
 
 def load_benchmark_model(
@@ -39,7 +68,8 @@ def load_benchmark_model(
         what: the options that make it so long.
 
     Raises:
-        ConfigError: that is more than the model takes, or the device is not there.
+        ConfigError: that is more than the model takes, the device is not there, or the model that
+            drafts has another vocabulary.
         CheckpointError: the model cannot be loaded.
     """
     device = resolve_device(args.device)
@@ -47,6 +77,8 @@ def load_benchmark_model(
     started = time.perf_counter()
     if args.shape is not None:
         name, config, model = args.shape, SHAPES[args.shape], None
+        config = dataclasses.replace(config, mtp_num_layers=args.mtp_layers or 0)
+        pretrained = None
     else:
         pretrained = load_pretrained(args.model or "tiny", device=device, dtype=dtype)
         name, config, model = pretrained.name, pretrained.config, pretrained.model
@@ -57,8 +89,15 @@ def load_benchmark_model(
         if dtype is None:
             dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         model = build_random_model(config, device=device, dtype=dtype, seed=seed)
+    wrapper = GPTInferenceWrapper(model)
+    dtype, draft_config = wrapper.kv_cache_spec.dtype, None
+    if args.draft_model is not None:
+        drafting = load_pretrained(args.draft_model, device=device, dtype=dtype)
+        draft_config = drafting.config
+        check_same_vocabulary(config, pretrained and pretrained.tokenizer, drafting)
+        wrapper.draft_model = GPTInferenceWrapper(drafting.model)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    wrapper = GPTInferenceWrapper(model)
-    seconds, dtype = time.perf_counter() - started, wrapper.kv_cache_spec.dtype
-    return BenchmarkModel(name, config, wrapper, device, dtype, seconds)
+    seconds = time.perf_counter() - started
+    tokenizer = pretrained and pretrained.tokenizer
+    return BenchmarkModel(name, config, wrapper, device, dtype, seconds, draft_config, tokenizer)

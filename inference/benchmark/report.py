@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from megatron_async.models.fused.report import lines as fallback_lines
@@ -12,11 +12,13 @@ from .host import HostConditions, conditions_line
 
 
 class Column(NamedTuple):
-    """Its header, where the value stands in a row, and how it is shown."""
+    """Its header, where the value stands in a row, how it is shown, and whether it is there only
+    where something drafts."""
 
     header: str
     path: str
     show: Callable[[Any], str] = str
+    of_drafts: bool = False
 
     def cell(self, row: dict[str, Any]) -> str:
         """A dash for what was not measured."""
@@ -34,17 +36,30 @@ def _rest(share: float) -> str:
     return f"{1 - share:.1%}"
 
 
+def _shares(shares: list[float]) -> str:
+    return "/".join(f"{100 * share:.0f}" for share in shares) + "%" if shares else "-"
+
+
 _0, _1, _2, _3 = ("{:.0f}".format, "{:.1f}".format, "{:.2f}".format, "{:.3f}".format)
 _TIMES, _SHARE = "{:.3f}x".format, "{:.1%}".format
+
+DRAFT_COLUMNS = (
+    Column("window", "window", of_drafts=True),
+    Column("tokens/step", "tokens_per_step", _2, of_drafts=True),
+    Column("accepted", "acceptance_by_position", _shares, of_drafts=True),
+)
 
 COLUMNS = {
     "decode": (
         Column("batch", "batch"),
         Column("depth", "depth"),
+        *DRAFT_COLUMNS,
         Column("ms/step", "step_ms_mean", _3),
+        Column("of-plain", "step_ratio", _TIMES, of_drafts=True),
         Column("p50", "step_ms_p50", _3),
         Column("p99", "step_ms_p99", _3),
         Column("tokens/s", "tokens_per_second", _0),
+        Column("vs-plain", "speedup_over_plain", _TIMES, of_drafts=True),
         Column("host-ms", "host_ms_p50", _3),
         Column("vs-serial", "speedup_over_serial", _TIMES),
         Column("gap-us", "timeline.gap_us", _1),
@@ -61,10 +76,12 @@ COLUMNS = {
     "ragged": (
         Column("arrival", "arrival_rate", _arrival),
         Column("depth", "depth"),
+        *DRAFT_COLUMNS,
         Column("wall-s", "seconds", _2),
         Column("out-tok/s", "output_tokens_per_second", _0),
         Column("all-tok/s", "tokens_per_second", _0),
         Column("vs-serial", "speedup_over_serial", _TIMES),
+        Column("vs-plain", "speedup_over_plain", _TIMES, of_drafts=True),
         Column("ttft-p50", "first_token_ms_p50", _1),
         Column("ttft-p99", "first_token_ms_p99", _1),
         Column("tpot-p50", "token_ms_request_mean_p50", _2),
@@ -91,7 +108,8 @@ COLUMNS = {
 
 def as_table(report: dict[str, Any]) -> str:
     """The report for people: a line on what was measured, a table, and what else there is."""
-    columns = COLUMNS[report["workload"]]
+    drafts = report["drafts"] is not None
+    columns = [each for each in COLUMNS[report["workload"]] if drafts or not each.of_drafts]
     header = [column.header for column in columns]
     built = f"built in {report['build_seconds']:.1f} s"
     if report["workload"] == "decode":
@@ -103,10 +121,11 @@ def as_table(report: dict[str, Any]) -> str:
     return "\n".join([_heading(report), table, built, *_tail(report)])
 
 
-def _cells(columns: tuple[Column, ...], row: dict[str, Any]) -> list[str]:
+def _cells(columns: Sequence[Column], row: dict[str, Any]) -> list[str]:
     cells = [column.cell(row) for column in columns]
     if "error" in row:
-        cells[2:] = ["failed"] + ["-"] * (len(columns) - 3)
+        known = 2 + columns[2].of_drafts
+        cells[known:] = ["failed"] + ["-"] * (len(columns) - known - 1)
     return cells
 
 
@@ -120,16 +139,30 @@ def _heading(report: dict[str, Any]) -> str:
         said += f", prompts of {prompt[0]}-{prompt[1]} tokens, outputs of {output[0]}-{output[1]}"
     else:
         said += f"prompt {load['prompt_tokens']}, {load['new_tokens']} new tokens"
+        said += f", text of {load['prompt_file']}" if load["prompt_file"] else ""
     for name in ("temperature", "top_k", "top_p"):
         if load.get(name):
             said += f", {name.replace('_', '-')} {load[name]:g}"
     if load.get("sampling"):
         rows = "all" if load["sampling_rows"] is None else load["sampling_rows"]
         said += f", {load['sampling']} in {rows} rows"
+    said += _drafts(report["drafts"])
     if load["host_work_us"]:
         said += f", {load['host_work_us']:g} us of host work in each commit"
     if load["stall_us"]:
         said += f", a stall of {load['stall_us']:g} us every {load['stall_every']} commits"
+    return said
+
+
+def _drafts(drafts: dict[str, Any] | None) -> str:
+    """Who drafts; that acceptance is synthetic stands before all figures."""
+    if drafts is None:
+        return ""
+    who = {"mtp": "multi-token prediction", "ngram": "prompt look-up"}
+    said = f", drafts by {drafts['draft_model'] or who[drafts['speculative_method']]}"
+    rate = drafts["synthetic_acceptance"]
+    if rate is not None:
+        said += f", synthetic acceptance {rate:g} (cost only: the tokens mean nothing)"
     return said
 
 
@@ -145,7 +178,8 @@ def _tail(report: dict[str, Any]) -> list[str]:
     for row in report["results"]:
         if "error" in row:
             batch = f"batch {row['batch']}, " if "batch" in row else ""
-            lines.append(f"failed: {batch}depth {row['depth']}: {row['error']}")
+            window = f", window {row['window']}" if row.get("window", 1) > 1 else ""
+            lines.append(f"failed: {batch}depth {row['depth']}{window}: {row['error']}")
     startup = report["startup"]
     if startup is not None:
         phases = {**startup["phases"], "total": startup["total"]}

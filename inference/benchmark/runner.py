@@ -20,6 +20,7 @@ from megatron_async.engine.build import resolve_device
 from megatron_async.version import __version__
 
 from .baselines import measure_baselines
+from .drafts import all_drafts, described
 from .engines import decode_config, free_memory, measure_startup, ragged_config
 from .loads import Load, RaggedLoad
 from .model import BenchmarkModel, load_benchmark_model
@@ -53,6 +54,7 @@ def collect(
         "model": model.config.to_dict(),
         "dtype": str(model.dtype).removeprefix("torch."),
         "load": dataclasses.asdict(load),
+        "drafts": described(args),
         "build_seconds": model.build_seconds,
         **coverage(model),
         "startup": None,
@@ -81,7 +83,7 @@ def collect(
     report |= coverage(model)
     if args.baseline:
         batches = workload.batches()
-        config, dtype = model.config, model.dtype
+        config, dtype = dataclasses.replace(model.config, mtp_num_layers=0), model.dtype
         del model, workload  # their memory is the baseline's now
         free_memory()
         measure_baselines(args, batches, config, device, dtype, report["baselines"], progress)
@@ -95,10 +97,10 @@ def _full_config(
     model: BenchmarkModel, args: argparse.Namespace, load: Load | RaggedLoad
 ) -> EngineConfig:
     """Of an engine at the largest batch and depth asked for, with all row buckets."""
-    depth = max(args.depths)
+    depth, drafts = max(args.depths), all_drafts(args)[-1]
     if isinstance(load, Load):
-        return decode_config(model, max(args.batch_sizes), depth, load, all_buckets=True)
-    return ragged_config(model, depth, load)
+        return decode_config(model, max(args.batch_sizes), depth, load, drafts, all_buckets=True)
+    return ragged_config(model, depth, load, drafts)
 
 
 def coverage(model: BenchmarkModel) -> dict[str, Any]:

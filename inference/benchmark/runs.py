@@ -24,11 +24,12 @@ class NoSteadyStepsError(MegatronAsyncError):
 
 class StepTime(NamedTuple):
     """When a step ended, how long the host was not blocked on the device until then, both in
-    nanoseconds, and the tokens that it committed."""
+    nanoseconds, the tokens that it committed, and the rows that brought them."""
 
     end_ns: int
     busy_ns: int
     tokens: int
+    rows: int
 
 
 @dataclass(slots=True)
@@ -86,7 +87,9 @@ def run_load(
                 continue
             step = engine.step_modern()
             busy = counters.step_ns - counters.wait_ns
-            steps.append(StepTime(time.perf_counter_ns(), busy, len(step["tokens"])))
+            end_ns, tokens = time.perf_counter_ns(), len(step["tokens"])
+            rows = sum(report.committed - report.accepted for report in step["steps"])
+            steps.append(StepTime(end_ns, busy, tokens, rows))
             now = time.perf_counter() - started
             for output in step["tokens"]:
                 handed_out[output.request_id].append(now)
@@ -96,31 +99,40 @@ def run_load(
     return Run(records, arrived, handed_out, seconds, counters, steps, reports, events())
 
 
-def steady_steps(run: Run, batch_size: int, depth: int) -> tuple[list[float], list[float]]:
-    """Milliseconds from the end of one steady decode step to the end of the next, and of each the
-    part that the host was not blocked on the device. Steady steps commit a token of every row; the
-    first few of them fill the chain, and the last drain it: neither is counted.
+class SteadySteps(NamedTuple):
+    """Milliseconds from the end of one steady decode step to the end of the next, of each the part
+    that the host was not blocked on the device, and the tokens that it committed."""
+
+    step_ms: list[float]
+    host_ms: list[float]
+    tokens: list[int]
+
+
+def steady_steps(run: Run, batch_size: int, depth: int) -> SteadySteps:
+    """Steps that commit tokens of every row. The first few of them fill the chain, and the last
+    drain it: neither is counted.
 
     Raises:
         NoSteadyStepsError: the load is too short for such a batch.
     """
-    full = [n for n, step in enumerate(run.steps) if step.tokens == batch_size]
+    full = [n for n, step in enumerate(run.steps) if step.rows == batch_size]
     steady = full[depth + 4 : len(full) - depth - 1]
     if not steady:
         raise NoSteadyStepsError("no step decoded all rows together; raise --new-tokens")
     pairs = [(run.steps[n - 1], run.steps[n]) for n in steady]
-    return (
+    return SteadySteps(
         [1e-6 * (step.end_ns - before.end_ns) for before, step in pairs],
         [1e-6 * (step.busy_ns - before.busy_ns) for before, step in pairs],
+        [step.tokens for _, step in pairs],
     )
 
 
-def least_new_tokens(depths: list[int]) -> int:
+def least_new_tokens(depths: list[int], window: int) -> int:
     """Tokens to generate for which some steady steps are left."""
-    return 2 * max(depths) + 12
+    return window * (2 * max(depths) + 12)
 
 
-def step_figures(steps: Sequence[float], batch_size: int) -> dict[str, Any]:
+def step_figures(steps: Sequence[float], tokens_per_step: float) -> dict[str, Any]:
     """Of decode steps of so many milliseconds."""
     mean = statistics.fmean(steps)
     return {
@@ -128,7 +140,7 @@ def step_figures(steps: Sequence[float], batch_size: int) -> dict[str, Any]:
         "step_ms_mean": mean,
         "step_ms_p50": statistics.median(steps),
         "step_ms_p99": percentile(steps, 0.99),
-        "tokens_per_second": 1e3 * batch_size / mean,
+        "tokens_per_second": 1e3 * tokens_per_step / mean,
     }
 
 

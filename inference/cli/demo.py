@@ -106,6 +106,8 @@ def _show_table(runs: dict[str, Decoded]) -> None:
         "rows launched": [c.rows_launched for c in counters],
         "tokens committed": [c.tokens_committed for c in counters],
         "drafts accepted": [f"{c.tokens_accepted} of {c.tokens_drafted}" for c in counters],
+        "by position": ["/".join(f"{s:.0%}" for s in c.acceptance) or "-" for c in counters],
+        "tokens a row and step": [f"{c.tokens_per_row:.2f}" for c in counters],
         "tokens discarded": [c.tokens_discarded for c in counters],
         "steps overlapped": [c.steps_overlapped for c in counters],
         "overlap": [f"{c.steps_overlapped / c.steps_committed:.1%}" for c in counters],

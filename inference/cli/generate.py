@@ -15,6 +15,7 @@ from .prompts import Job, read_jobs
 
 if TYPE_CHECKING:
     from megatron_async.engine.engine import DynamicInferenceEngine
+    from megatron_async.engine.metrics import EngineCounters
     from megatron_async.request import RequestFuture
 
     from .writers import Writer
@@ -125,10 +126,22 @@ def _sampling_params(
     return SamplingParams(**given, structured_outputs=structure or None)
 
 
+def drafts_said(counters: EngineCounters) -> str:
+    """What came of drafts, behind other figures; nothing without any."""
+    if not counters.tokens_drafted:
+        return ""
+    shares = ", ".join(f"{share:.0%}" for share in counters.acceptance)
+    said = (
+        f"; {counters.tokens_accepted} of {counters.tokens_drafted} drafts accepted ({shares} by "
+    )
+    return said + f"position), {counters.tokens_per_row:.2f} tokens a row and step"
+
+
 def _report(engine: DynamicInferenceEngine, served: int, seconds: float) -> None:
     counters, requests = engine.counters, "request" if served == 1 else "requests"
     tokens = counters.tokens_committed
     rate = f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.0f} tokens/s"
     steps = f"{counters.steps_overlapped} of {counters.steps_committed} steps overlapped"
     steps += f", {counters.tokens_discarded} tokens discarded"
+    steps += drafts_said(counters)
     print(f"{served} {requests}, {rate}; depth {engine.depth}: {steps}", file=sys.stderr)

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     """Run the command."""
     report = collect()
     if args.model is not None:
-        report["decode_coverage"] = _coverage(args.model)
+        report |= _of_model(args.model)
     if args.json:
         print(json.dumps(report))
         return 0
@@ -79,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
         coverage = report["decode_coverage"]
         said = lines(coverage["off"], coverage) or ["all blocks are fused"]
         print(f"\ndecode steps of {args.model}", *said, sep="\n  ")
+        print(f"\nKV cache of {args.model}", *map(_cache_line, report["kv_cache"]), sep="\n  ")
     return 0
 
 
@@ -98,12 +99,32 @@ def collect() -> dict[str, Any]:
     return {"versions": versions, "devices": _devices(), "optional": optional}
 
 
-def _coverage(model: str) -> dict[str, Any]:
+def _of_model(model: str) -> dict[str, Any]:
+    """Which blocks are fused, and what the KV cache takes: without drafts, and where the layers of
+    multi-token prediction draft."""
     from megatron_async.config import EngineConfig
     from megatron_async.engine.build import load_parts
 
     wrapper = load_parts(model, EngineConfig(max_requests=1)).controller.inference_wrapped_model
-    return {"off": wrapper.fused_decode_off, **wrapper.decode_coverage().to_dict()}
+    spec = wrapper.kv_cache_spec
+    return {
+        "decode_coverage": {"off": wrapper.fused_decode_off, **wrapper.decode_coverage().to_dict()},
+        "kv_cache": [
+            {
+                "layers": each.num_layers,
+                "mtp_layers": each.num_mtp_layers,
+                "token_bytes": each.token_bytes,
+                "dtype": str(each.dtype).removeprefix("torch."),
+            }
+            for each in dict.fromkeys((spec.decoder, spec))
+        ],
+    }
+
+
+def _cache_line(cache: dict[str, Any]) -> str:
+    line = f"{cache['token_bytes']:,} bytes a token: {cache['layers']} layers, {cache['dtype']}"
+    mtp = cache["mtp_layers"]
+    return line + (f", where {mtp} of them draft by multi-token prediction" if mtp else "")
 
 
 def _version(distribution: str) -> str | None:

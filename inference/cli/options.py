@@ -89,7 +89,8 @@ def contents(name: str) -> str:
 DTYPES = ("float32", "bfloat16", "float16")
 
 _SAME = "inference_async_scheduling max_requests block_count prefill_chunk_tokens batch_invariant "
-_SAME += "enable_prefix_caching allow_non_finite_weights inference_logging_step_interval"
+_SAME += "enable_prefix_caching allow_non_finite_weights inference_logging_step_interval "
+_SAME += "num_speculative_tokens speculative_method draft_model"
 FLAGS = {name: f"--{name.replace('_', '-')}" for name in _SAME.split()} | {
     "max_tokens": "--inference-dynamic-batching-max-tokens",
     "max_sequence_length": "--inference-max-seq-length",

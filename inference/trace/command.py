@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_async.config import DEFAULT_ASYNC_DEPTH, MAX_DEPTH, MAX_REQUESTS
 
+from ..benchmark.drafts import add_drafting_options, resolve_drafts
 from ..cli.options import add_benchmark_model_options, integer
 from ..cli.output_file import OutputFile
 from ..cli.progress import progress_bar
@@ -15,7 +16,8 @@ from ..cli.progress import progress_bar
 _DESCRIPTION = """\
 Record some decode steps and write them as a trace for https://ui.perfetto.dev: what the host does,
 what the device does, and an arrow from each launch over its forward to its commit. One request
-leaves the batch on the way, and another one joins. Prompts are random token ids.
+leaves the batch on the way, and another one joins. Prompts are random token ids. With drafts each
+commit says how many were accepted, and a counter shows those and the rejected ones.
 """
 
 
@@ -25,6 +27,7 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser("trace", help=said, description=_DESCRIPTION)
     parser.set_defaults(run=run)
     add_benchmark_model_options(parser)
+    add_drafting_options(parser, bench=False)
     add = parser.add_argument_group("recording").add_argument
     add("--batch-size", type=integer(1, MAX_REQUESTS), default=4, metavar="B", help="default: 4")
     depth = {"type": integer(0, MAX_DEPTH), "default": DEFAULT_ASYNC_DEPTH, "metavar": "D"}
@@ -38,6 +41,7 @@ def add_command(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command."""
+    resolve_drafts(args)
     file = OutputFile("--output", args.output)
     from megatron_async.perfetto.events import trace_events
     from megatron_async.version import __version__
@@ -55,5 +59,7 @@ def run(args: argparse.Namespace) -> int:
     file.write(json.dumps(trace, separators=(",", ":")) + "\n")
     beside = f"{summary.overlapped} of {summary.commits} commits ran beside the forward of a later"
     print(f"{title}: {beside} ticket (tickets {summary.first_ticket} to {summary.last_ticket})")
+    if summary.drafted:
+        print(f"{summary.accepted} of {summary.drafted} drafts accepted")
     print(f"{args.output}: open it at https://ui.perfetto.dev")
     return 0

@@ -16,6 +16,7 @@ from megatron_async.engine.host_timeline import HostTimeline
 from megatron_async.errors import ConfigError
 from megatron_async.perfetto.events import Recording
 
+from ..benchmark.drafts import Drafts
 from ..benchmark.engines import decode_config, start_engine
 from ..benchmark.loads import Load
 from ..benchmark.model import load_benchmark_model
@@ -43,17 +44,27 @@ class Subject:
         if args.kernels and resolve_device(args.device).type != "cuda":
             raise ConfigError("--kernels needs a GPU, and the device is the CPU; leave it out")
         # They keep a request running to the last step, whenever it was admitted.
-        new_tokens = args.batch_size + LEAD_IN + args.steps + 2 * args.depth + 4
+        most_steps = args.batch_size + LEAD_IN + args.steps + 2 * args.depth + 4
+        method = args.speculative_method or "mtp"
+        drafts = Drafts(args.num_speculative_tokens or 0, method, args.draft_model)
+        new_tokens = most_steps * drafts.window
         load = Load(prompt_tokens=args.prompt_tokens, new_tokens=new_tokens)
         what = f"--prompt-tokens {args.prompt_tokens}, --steps {args.steps}, --batch-size "
         what += f"{args.batch_size} and --depth {args.depth}"
         model = load_benchmark_model(args, longest=load.longest, what=what)
         # The one that joins may come before the blocks of the one that left are back.
         config = decode_config(
-            model, args.batch_size, args.depth, load, most_prefill=MOST_PREFILL_TOKENS, spare_rows=1
+            model,
+            args.batch_size,
+            args.depth,
+            load,
+            drafts,
+            most_prefill=MOST_PREFILL_TOKENS,
+            spare_rows=1,
         )
         dtype_name = str(model.dtype).removeprefix("torch.")
         self.title = f"{model.name}, {dtype_name}, batch {args.batch_size}, depth {args.depth}"
+        self.title += drafts.said
         self.engine = start_engine(model, config, load).engine
         self._args = args
         self._requests = load.requests(model.config.vocab_size, args.batch_size + 1)

@@ -11,7 +11,7 @@ from megatron_async.config import MAX_DEPTH, EngineConfig
 from megatron_async.errors import ConfigError
 
 from ..cli import options
-from .scenarios import MAX_LENGTH, MAX_SCENARIO_DEPTH, TABLE, Scenario, Sizes
+from .scenarios import MAX_LENGTH, MAX_SCENARIO_DEPTH, MAX_TOKENS_IN_FLIGHT, TABLE, Scenario, Sizes
 
 if TYPE_CHECKING:
     from megatron_async.engine.engine import DynamicInferenceEngine
@@ -25,7 +25,8 @@ RANDOM_DESCRIPTION = (
 )
 
 _DESCRIPTION = """\
-Decode requests at each depth and compare every token and finish reason with serial decoding.
+Decode requests at each depth and compare every token and finish reason with serial decoding,
+without drafts.
 
 The scenario 'random' is a seeded random workload: it mixes prompt lengths, greedy and sampled
 requests, and has more requests than rows. The others are scripts that add, pause, evict and abort
@@ -95,6 +96,13 @@ def run(args: argparse.Namespace) -> int:
         limit = f"scenarios are made for depths of at most {MAX_SCENARIO_DEPTH}"
         way_out = f"lower it or use --scenario {RANDOM}"
         raise ConfigError(f"--depths {max(args.depths)}: {limit}; {way_out}")
+    window = 1 + args.num_speculative_tokens
+    if scripted and window > 1 and max(args.depths) * window > MAX_TOKENS_IN_FLIGHT:
+        raise ConfigError(
+            f"--depths {max(args.depths)}: scenarios are made for at most {MAX_TOKENS_IN_FLIGHT} "
+            f"tokens in flight, and windows have {window} here; lower it or "
+            f"--num-speculative-tokens, or use --scenario {RANDOM}"
+        )
     configs = [options.engine_config(args, d) for d in dict.fromkeys((0, *args.depths))]
     reports = _verify(args, scripted, configs)
     only_random = args.scenario == [RANDOM]
@@ -146,10 +154,17 @@ def _verify_random(
     args: argparse.Namespace, serial: DynamicInferenceEngine, configs: list[EngineConfig]
 ) -> Report:
     from .decode import Decoded, DepthReport, Report, decode
+    from .reference import without_drafts
     from .workload import count_witnesses, make_workload
 
     works = make_workload(serial, args.requests, args.seed)
-    reference = decode(serial, works)
+    config = serial.config
+    if config.num_speculative_tokens:
+        with serial.with_config(without_drafts(config)) as plain:
+            reference = decode(plain, works)
+        first = decode(serial, works)
+    else:
+        reference = first = decode(serial, works)
 
     def report(run: Decoded) -> DepthReport:
         seen = count_witnesses(run, args.block_size_tokens, args.prefill_chunk_tokens)
@@ -157,7 +172,7 @@ def _verify_random(
         found = run.differences(reference), seen._asdict(), missing
         return DepthReport(run.depth, *found, run.counters, run.seconds)
 
-    depths = [report(reference)]
+    depths = [report(first)]
     for config in configs:
         with serial.with_config(config) as engine:
             depths.append(report(decode(engine, works)))

@@ -26,10 +26,15 @@ ATTEMPTS = 16
 """Seeds tried until a request reaches, at the right place, a token that it has not had before."""
 
 
+def without_drafts(config: EngineConfig) -> EngineConfig:
+    """``config`` with nothing that drafts."""
+    return dataclasses.replace(config, num_speculative_tokens=0, draft_model=None)
+
+
 def reference_config(config: EngineConfig, sizes: Sizes) -> EngineConfig:
-    """Serial, one request at a time, and nothing that is in a scenario's way."""
+    """Serial, without drafts, one request at a time, and nothing that is in a scenario's way."""
     return dataclasses.replace(
-        scenario_config(config, sizes),
+        scenario_config(without_drafts(config), sizes),
         max_requests=1,
         enable_prefix_caching=False,
         inference_async_scheduling=False,

@@ -56,10 +56,11 @@ class Run:
         while self._engine.has_unfinished_requests() and still < STANDSTILL_STEPS:
             before = self._progress
             self._step()
-            for event in list(self._script):
-                if self._committed(event.request) >= event.tokens:
-                    self._script.remove(event)
-                    self._act(event)
+            # In the script's order: with drafts one step may bring the tokens of several events.
+            while self._script and self._committed(self._script[0].request) >= (
+                self._script[0].tokens
+            ):
+                self._act(self._script.pop(0))
             still = still + 1 if self._progress == before else 0
         self.seconds = time.perf_counter() - started
 

@@ -22,6 +22,9 @@ MAX_NEW_TOKENS = 48
 MAX_LENGTH = 128
 """Most tokens of a request of a scenario, prompt and generation."""
 
+MAX_TOKENS_IN_FLIGHT = 20
+"""Most tokens of a row in flight with drafts, depth times window: scripts leave as many."""
+
 Prompt = tuple[tuple[int, int], ...]
 
 

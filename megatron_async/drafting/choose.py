@@ -52,9 +52,25 @@ def choose_drafting(model: Any, drafts: int, config: EngineConfig) -> Drafting:
             f"num_speculative_tokens={drafts} but the model has no layers for multi-token "
             "prediction; leave it out, or add speculative_method='ngram' or draft_model"
         )
-    return Drafting(
-        lambda context, max_rows: MtpDrafter(model, context, max_rows),
-        lookahead=max(0, drafts - layers),
+    needed: int = model.kv_cache_spec.num_layers
+
+    def make(context: DynamicInferenceContext, max_rows: int) -> Drafter:
+        if (has := context.kv_cache.shape[0]) < needed:
+            raise ConfigError(
+                f"the context has num_layers={has} and drafts by multi-token prediction need "
+                f"{needed}; build it with those, or with num_speculative_tokens=0"
+            )
+        return MtpDrafter(model, context, max_rows)
+
+    return Drafting(make, lookahead=max(0, drafts - layers))
+
+
+def layers_draft(model: Any, config: EngineConfig) -> bool:
+    """Whether a wrapped model's own MTP layers are to draft, so that the KV cache has theirs."""
+    return (
+        config.num_speculative_tokens > 0
+        and config.speculative_method == "mtp"
+        and getattr(model, "draft_model", None) is None
     )
 
 

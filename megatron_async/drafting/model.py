@@ -30,7 +30,7 @@ class ModelDrafter:
 
     def __init__(self, wrapper: Any, context: DynamicInferenceContext) -> None:
         self._wrapper = wrapper
-        self._context = context.beside(wrapper.kv_cache_spec)
+        self._context = context.beside(wrapper.kv_cache_spec.decoder)
         self._state = context.slots
         slots = context.slot_count + 1
         self._last = torch.zeros(slots, dtype=torch.int64, device=context.device)

@@ -14,7 +14,10 @@ import torch
 from megatron_async.checkpoint import Pretrained, load_pretrained
 from megatron_async.config import EngineConfig, check_config, draft_windows
 from megatron_async.device.memory import GIB
+from megatron_async.drafting.choose import layers_draft
 from megatron_async.errors import CheckpointError, ConfigError
+from megatron_async.models.config import ModelConfig
+from megatron_async.models.kv_cache_spec import KVCacheSpec
 from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.controller import TextGenerationController
@@ -73,22 +76,22 @@ def build_context(
             "lower it or leave it out"
         )
     draft_model = getattr(wrapper, "draft_model", None)
+    spec, draft_spec = kv_cache_specs(wrapper, config)
     further = 0
-    if draft_model is not None:
+    if draft_spec is not None and draft_model is not None:
         if length > draft_model.max_sequence_length:
             raise ConfigError(
                 f"draft_model takes {draft_model.max_sequence_length} tokens and requests may have "
                 f"{length}; set max_sequence_length to that or less"
             )
-        further = draft_model.kv_cache_spec.token_bytes
-    spec = wrapper.kv_cache_spec
+        further = draft_spec.token_bytes
     block_count = config.block_count
     if block_count is None and config.buffer_size_gb is None:
         per_request = -(-length // config.block_size_tokens)
         block_bytes = (spec.token_bytes + further) * config.block_size_tokens
         affordable = int(DEFAULT_CACHE_GIB[device.type] * GIB) // block_bytes
         block_count = max(per_request, min(config.max_requests * per_request, affordable))
-    return DynamicInferenceContext(
+    context = DynamicInferenceContext(
         params_dtype=spec.dtype,
         num_layers=spec.num_layers,
         kv_channels=spec.head_dim,
@@ -106,6 +109,30 @@ def build_context(
         further_token_bytes=further,
         device=device,
     )
+    slots = (context.block_count + 1) * context.block_size_tokens
+    logger.info(
+        "the KV cache takes %.3f GiB: %d blocks of %d tokens in %d layers, %d of them of "
+        "multi-token prediction%s",
+        (spec.token_bytes + further) * slots / GIB,
+        context.block_count,
+        context.block_size_tokens,
+        spec.num_layers,
+        spec.num_mtp_layers,
+        f"; {further * slots / GIB:.3f} GiB are the draft model's" if further else "",
+    )
+    return context
+
+
+def kv_cache_specs(wrapper: Any, config: EngineConfig) -> tuple[KVCacheSpec, KVCacheSpec | None]:
+    """What a token takes in the KV cache, without layers that do not draft, and in the cache of a
+    model that drafts."""
+    spec: KVCacheSpec = wrapper.kv_cache_spec
+    if layers_draft(wrapper, config):
+        return spec, None
+    draft_model = getattr(wrapper, "draft_model", None)
+    if draft_model is None or not config.num_speculative_tokens:
+        return spec.decoder, None
+    return spec.decoder, draft_model.kv_cache_spec.decoder
 
 
 def limits_of(
@@ -216,7 +243,7 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
         wrapper.draft_model = GPTInferenceWrapper(
             drafting.model, batch_invariant=config.batch_invariant
         )
-        _check_same_vocabulary(pretrained, drafting)
+        check_same_vocabulary(pretrained.config, pretrained.tokenizer, drafting)
     return EngineParts(
         TextGenerationController(wrapper, pretrained.tokenizer),
         build_context(wrapper, config, device),
@@ -225,15 +252,16 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
     )
 
 
-def _check_same_vocabulary(model: Pretrained, drafting: Pretrained) -> None:
-    """Raises ConfigError unless token ids mean the same to both."""
-    sizes = [each.config.vocab_size for each in (model, drafting)]
+def check_same_vocabulary(config: ModelConfig, tokenizer: Any, drafting: Pretrained) -> None:
+    """Raises ConfigError unless token ids mean the same to a model and to the one that drafts, as
+    far as their tokenizers are known."""
+    sizes = [config.vocab_size, drafting.config.vocab_size]
     if sizes[0] != sizes[1]:
         raise ConfigError(
             f"draft_model has {sizes[1]} token ids and the model {sizes[0]}; both need the same "
             "vocabulary"
         )
-    tokens = [each.tokenizer.vocabulary for each in (model, drafting) if each.tokenizer is not None]
+    tokens = [each.vocabulary for each in (tokenizer, drafting.tokenizer) if each is not None]
     if any(each != tokens[0] for each in tokens):
         raise ConfigError("draft_model has another vocabulary than the model; both need the same")
 

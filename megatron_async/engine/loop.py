@@ -205,11 +205,16 @@ class DecodeLoop:
         reason = None if depth else self._not_overlapped(barrier).value
         discarded = commit.tokens.count(())
         committed = sum(map(len, commit.tokens))
-        report = StepReport(ticket.number, depth, depth > 0, reason, committed, discarded)
-        self.counters.committed(report, committed + discarded - len(commit.keys))
-        if ticket.plan.window > 1:
+        drafted, windows = 0, ticket.plan.rows.windows
+        if windows:
             rows = commit.tokens[: ticket.plan.decode_rows]
-            self.counters.verified(rows, ticket.plan.rows.windows)
+            drafted = self.counters.verified(rows, windows)
+            self._outputs.verified(commit.keys, rows, windows)
+        report = StepReport(
+            ticket.number, depth, depth > 0, reason, committed, discarded,
+            drafted, committed + discarded - len(commit.keys),
+        )  # fmt: skip
+        self.counters.committed(report)
         self._output(commit, report)
         self._publish_events()
         for on_commit in self._observers.on_commit:
@@ -248,11 +253,13 @@ class DecodeLoop:
         self.drain(NotOverlapped.LOGGED)
         counters = self.counters
         logger.info(
-            "step %d: %d tokens committed, %d discarded, %d of %d steps overlapped, "
-            "%d requests waiting, %d of %d blocks free",
+            "step %d: %d tokens committed, %d discarded, %d of %d drafts accepted, %d of %d steps "
+            "overlapped, %d requests waiting, %d of %d blocks free",
             launched,
             counters.tokens_committed,
             counters.tokens_discarded,
+            counters.tokens_accepted,
+            counters.tokens_drafted,
             counters.steps_overlapped,
             counters.steps_committed,
             self._scheduler.waiting_count,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any, NamedTuple, TypeVar
@@ -38,11 +38,12 @@ class EngineCounters:
     A step overlapped when a later one was in flight while the host took its tokens and did its
     bookkeeping. Without drafts ``rows_launched`` is, when nothing is in flight, the rows of
     chunks that were not sampled and ``tokens_committed`` + ``tokens_discarded``;
-    ``tokens_accepted`` counts what rows brought beyond one token, and ``accepted_by_position`` the
-    same by the place of the draft; ``tokens_drafted`` has the drafts that were verified in rows
-    whose tokens were taken; ``steps_by_window`` and ``window_reasons`` say how many tokens a row
-    of a launched step could bring, and why so many. ``step_ns`` is the time spent in
-    steps, ``wait_ns`` the part of it blocked on the device; both are for people and steer nothing.
+    ``tokens_accepted`` counts what rows brought beyond one token, ``tokens_drafted`` the drafts
+    that were verified in rows whose tokens were taken; ``accepted_by_position`` and
+    ``drafted_by_position`` have the same by the place of the draft; ``steps_by_window`` and
+    ``window_reasons`` say how many tokens a row of a launched step could bring, and why so many.
+    ``step_ns`` is the time spent in steps, ``wait_ns`` the part of it blocked on the device; both
+    are for people and steer nothing.
     """
 
     steps_launched: int = 0
@@ -60,6 +61,7 @@ class EngineCounters:
     tokens_drafted: int = 0
     tokens_accepted: int = 0
     accepted_by_position: list[int] = field(default_factory=list)
+    drafted_by_position: list[int] = field(default_factory=list)
     tokens_discarded: int = 0
     tokens_cached: int = 0
     tokens_replayed: int = 0
@@ -87,26 +89,36 @@ class EngineCounters:
         self.prefill_chunks += len(plan.prefills)
         self.blocks_granted += len(plan.assignments)
 
-    def committed(self, report: StepReport, accepted: int) -> None:
-        """A step was committed; ``accepted`` of its tokens were beyond the first of a row."""
+    def committed(self, report: StepReport) -> None:
+        """A step was committed."""
         self.steps_committed += 1
         self.tokens_committed += report.committed
-        self.tokens_accepted += accepted
+        self.tokens_drafted += report.drafted
+        self.tokens_accepted += report.accepted
         self.tokens_discarded += report.discarded
         if report.reason is None:
             self.steps_overlapped += 1
         else:
             self.not_overlapped[report.reason] += 1
 
-    def verified(self, rows: Sequence[tuple[int, ...]], windows: Sequence[int]) -> None:
-        """Of these decode rows, each with its window, the tokens were taken."""
-        accepted = self.accepted_by_position
-        accepted += [0] * (max(windows) - 1 - len(accepted))
-        for tokens, window in zip(rows, windows, strict=False):
-            if tokens:
-                self.tokens_drafted += window - 1
-                for place in range(len(tokens) - 1):
-                    accepted[place] += 1
+    def verified(self, rows: Sequence[tuple[int, ...]], windows: Sequence[int]) -> int:
+        """Of these decode rows, each with its window, the tokens were taken; returns their
+        drafts."""
+        taken = [(len(t) - 1, w - 1) for t, w in zip(rows, windows, strict=False) if t]
+        count_drafts(self.drafted_by_position, (drafts for _, drafts in taken))
+        count_drafts(self.accepted_by_position, (accepted for accepted, _ in taken))
+        return sum(drafts for _, drafts in taken)
+
+    @property
+    def acceptance(self) -> list[float]:
+        """The share of the drafts of each place that were accepted."""
+        return acceptance(self.accepted_by_position, self.drafted_by_position)
+
+    @property
+    def tokens_per_row(self) -> float:
+        """Tokens that a decode row with drafts brought in the mean; 1 without drafts."""
+        rows = next(iter(self.drafted_by_position), 0)
+        return 1 + sum(self.accepted_by_position) / rows if rows else 1.0
 
     def record_events(self, events: list[Event]) -> None:
         """Count what the scheduler did to requests."""
@@ -125,6 +137,20 @@ class EngineCounters:
         values["steps_by_window"] = {str(k): v for k, v in self.steps_by_window.items()}
         values["window_reasons"] = dict(self.window_reasons)
         return values
+
+
+def count_drafts(counts: list[int], of_rows: Iterable[int]) -> None:
+    """Add 1 to the first so many of ``counts`` for each row."""
+    for drafts in of_rows:
+        counts += [0] * (drafts - len(counts))
+        for place in range(drafts):
+            counts[place] += 1
+
+
+def acceptance(accepted: Sequence[int], drafted: Sequence[int]) -> list[float]:
+    """The share that was accepted of the drafts of each place."""
+    accepted = [*accepted, *[0] * (len(drafted) - len(accepted))]
+    return [a / d if d else 0.0 for a, d in zip(accepted, drafted, strict=True)]
 
 
 class Observers(NamedTuple):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from megatron_async.engine.host_ends import HostEnds
 from megatron_async.engine.log_probs import add_generated, add_of_prompt, start_log_probs
+from megatron_async.engine.metrics import count_drafts
 from megatron_async.engine.request_text import RequestText
 from megatron_async.errors import EngineStoppedError, ModelOutputError
 from megatron_async.request import (
@@ -264,6 +265,16 @@ class OutputProcessor:
                 text = self._push(entry.text, token)
             own = each[-1] if each else None
             outputs.append(_new_output((request.request_id, token, text, reason, own)))
+
+    def verified(
+        self, keys: Sequence[int], rows: Sequence[tuple[int, ...]], windows: Sequence[int]
+    ) -> None:
+        """Of these decode rows, each with its window, the tokens are taken."""
+        for key, tokens, window in zip(keys, rows, windows, strict=False):
+            if tokens:
+                counters = self._entries[key].request.counters
+                counters.drafted += window - 1
+                count_drafts(counters.accepted_by_position, (len(tokens) - 1,))
 
     def abort(self, key: int) -> None:
         """End a request without a token."""

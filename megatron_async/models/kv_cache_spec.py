@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,12 +13,14 @@ from megatron_async.errors import ConfigError
 
 from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
 
+MTP_LAYER = "MTP layer"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KVCacheSpec:
     """What one token needs in the KV cache of this rank.
 
-    ``num_layers`` counts the multi-token prediction layers too, after the decoder's;
+    ``num_layers`` counts the ``num_mtp_layers`` of multi-token prediction too, after the decoder's;
     ``num_kv_heads`` is this tensor-parallel rank's share.
     """
 
@@ -26,6 +28,12 @@ class KVCacheSpec:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    num_mtp_layers: int = 0
+
+    @property
+    def decoder(self) -> KVCacheSpec:
+        """What is needed where the layers of multi-token prediction do not run."""
+        return replace(self, num_layers=self.num_layers - self.num_mtp_layers, num_mtp_layers=0)
 
     @property
     def token_bytes(self) -> int:
@@ -43,12 +51,13 @@ def kv_cache_spec(model: Any) -> KVCacheSpec:
         ConfigError: there is no attention layer, or two of them differ in what they cache.
     """
     shapes: dict[tuple[int, int], str] = {}
-    num_layers = 0
+    num_layers = num_mtp_layers = 0
     for name, index, attention in _attention_layers(model):
         kv_heads: int = attention.num_query_groups_per_partition
         head_dim: int = attention.hidden_size_per_attention_head
         shapes.setdefault((kv_heads, head_dim), name)
         num_layers = max(num_layers, index + 1)
+        num_mtp_layers += name.startswith(MTP_LAYER)
     if not shapes:
         raise ConfigError("the model has no attention layer; serve one that has")
     if len(shapes) > 1:
@@ -66,6 +75,7 @@ def kv_cache_spec(model: Any) -> KVCacheSpec:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         dtype=next(model.parameters()).dtype,
+        num_mtp_layers=num_mtp_layers,
     )
 
 
@@ -81,5 +91,5 @@ def _attention_layers(model: Any) -> Iterator[tuple[str, int, Any]]:
             continue
         name = f"layer {place + 1}"
         if place >= len(decoder):
-            name = f"MTP layer {place - len(decoder) + 1}"
+            name = f"{MTP_LAYER} {place - len(decoder) + 1}"
         yield name, getattr(attention, "layer_index", place), attention

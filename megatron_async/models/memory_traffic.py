@@ -6,29 +6,48 @@ from megatron_async.models.config import ModelConfig
 
 
 def weight_bytes(config: ModelConfig, itemsize: int) -> int:
-    """Bytes of weights that one decode step reads.
+    """Bytes of weights that one decode step reads, without drafts.
 
     All of the decoder and the output projection. Of an input embedding that is not the output
     projection too a step reads a row per request, which is nothing, and of learned positions
-    likewise; layers of multi-token prediction are not run.
+    likewise.
     """
+    layers = config.num_layers * _layer_elements(config) + _norm_elements(config)
+    return itemsize * (layers + config.vocab_size * config.hidden_size)
+
+
+def mtp_weight_bytes(config: ModelConfig, itemsize: int) -> int:
+    """Bytes of weights that a draft by multi-token prediction reads: a layer of its own, and the
+    output projection once more."""
+    hidden = config.hidden_size
+    layer = _layer_elements(config) + 2 * hidden * hidden + 3 * _norm_elements(config)
+    return itemsize * (layer + config.vocab_size * hidden)
+
+
+def _norm_elements(config: ModelConfig) -> int:
+    return config.hidden_size * (2 if config.normalization == "LayerNorm" else 1)
+
+
+def _layer_elements(config: ModelConfig) -> int:
+    """Of a layer of the decoder."""
     hidden, ffn = config.hidden_size, config.ffn_hidden_size
     query = config.num_attention_heads * config.head_dim
     key_value = config.num_kv_heads * config.head_dim
     fc1_rows = 2 * ffn if config.activation == "swiglu" else ffn
-    norm = 2 * hidden if config.normalization == "LayerNorm" else hidden
     layer = hidden * (query + 2 * key_value) + query * hidden + fc1_rows * hidden + hidden * ffn
-    layer += 2 * norm
+    layer += 2 * _norm_elements(config)
     layer += 2 * config.head_dim if config.qk_norm else 0
     layer += query + 2 * key_value if config.qkv_bias else 0
     layer += hidden if config.attention_output_bias else 0
     layer += fc1_rows + hidden if config.mlp_bias else 0
-    return itemsize * (config.num_layers * layer + norm + config.vocab_size * hidden)
+    return layer
 
 
-def kv_bytes(config: ModelConfig, itemsize: int, tokens: float) -> float:
-    """Bytes of keys and values that attention over ``tokens`` tokens reads, all layers."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * itemsize * tokens
+def kv_bytes(config: ModelConfig, itemsize: int, tokens: float, layers: int | None = None) -> float:
+    """Bytes of keys and values that attention over ``tokens`` tokens reads, in so many layers; None
+    is all of the decoder."""
+    layers = config.num_layers if layers is None else layers
+    return 2 * layers * config.num_kv_heads * config.head_dim * itemsize * tokens
 
 
 def floor_ms(
@@ -39,9 +58,21 @@ def floor_ms(
     batch_size: int,
     prompt_tokens: int,
     new_tokens: int,
+    drafts: int = 0,
+    draft_model: ModelConfig | None = None,
 ) -> float:
     """Milliseconds in which memory could deliver a mean step's weights, keys and values once, at
-    ``bandwidth`` bytes per second."""
-    mean_context = prompt_tokens + new_tokens / 2
-    read = weight_bytes(config, itemsize) + kv_bytes(config, itemsize, batch_size * mean_context)
+    ``bandwidth`` bytes per second.
+
+    Args:
+        drafts: so many times a layer for multi-token prediction and the output layer are read too,
+            or all of ``draft_model``.
+    """
+    tokens = batch_size * (prompt_tokens + new_tokens / 2)
+    read = weight_bytes(config, itemsize) + kv_bytes(config, itemsize, tokens)
+    if draft_model is None:
+        draft = mtp_weight_bytes(config, itemsize) + kv_bytes(config, itemsize, tokens, layers=1)
+    else:
+        draft = weight_bytes(draft_model, itemsize) + kv_bytes(draft_model, itemsize, tokens)
+    read += drafts * draft
     return 1e3 * read / bandwidth

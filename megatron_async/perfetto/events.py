@@ -14,6 +14,7 @@ from megatron_async.device.protocol import Span
 from megatron_async.engine.host_timeline import HostTimeline
 from megatron_async.engine.loop import NO_TICKET
 from megatron_async.perfetto.timeline import DeviceStep, device_steps
+from megatron_async.request import StepReport
 
 PROCESS = 1
 HOST_LANE, DEVICE_LANE, FIRST_KERNEL_LANE = 1, 2, 3
@@ -40,7 +41,8 @@ class Recording(NamedTuple):
 class Summary(NamedTuple):
     """How much of the host's work the device did not wait for.
 
-    ``overlapped`` of ``commits`` commits ran while the forward of a later ticket did.
+    ``overlapped`` of ``commits`` commits ran while the forward of a later ticket did. Of
+    ``drafted`` drafts that those commits saw ``accepted`` were right.
     """
 
     first_ticket: int
@@ -48,6 +50,8 @@ class Summary(NamedTuple):
     commits: int
     overlapped: int
     flows: int
+    drafted: int
+    accepted: int
 
 
 def trace_events(recording: Recording) -> tuple[list[Event], Summary]:
@@ -60,9 +64,12 @@ def trace_events(recording: Recording) -> tuple[list[Event], Summary]:
         # Nothing is reported of a step that the engine was committing at the end.
         report = recording.host.reports.get(span.ticket) if span.name == "commit" else None
         args = {"ticket": span.ticket} | ({} if report is None else report._asdict())
-        writer.slice(HOST_LANE, span, _host_title(span), args)
+        writer.slice(HOST_LANE, span, _host_title(span, report), args)
     for step in steps:
         args = {"ticket": step.span.ticket, "work": step.span.name}
+        sampled = recording.host.reports.get(step.sampled)
+        if sampled is not None and sampled.drafted:
+            args |= {"drafted": sampled.drafted, "accepted": sampled.accepted}
         writer.slice(DEVICE_LANE, step.span, step.title, args)
     flows = _flows(host, steps, writer)
     _counters(recording.host, start, writer)
@@ -76,7 +83,11 @@ def trace_events(recording: Recording) -> tuple[list[Event], Summary]:
     commits = [span for span in host if span.name == "commit"]
     first, last = (tickets[0], tickets[-1]) if tickets else (NO_TICKET, NO_TICKET)
     overlapped = len(overlapped_commits(commits, steps))
-    summary = Summary(first, last, len(commits), overlapped, flows)
+    reports = [
+        recording.host.reports[c.ticket] for c in commits if c.ticket in recording.host.reports
+    ]
+    drafts = sum(report.drafted for report in reports), sum(report.accepted for report in reports)
+    summary = Summary(first, last, len(commits), overlapped, flows, *drafts)
     return [*_metadata(recording, len(lanes)), *writer.in_order()], summary
 
 
@@ -137,8 +148,13 @@ def _us(grid: int) -> float:
     return grid * GRID_NS / 1000
 
 
-def _host_title(span: Span) -> str:
-    return f"{span.name} {span.ticket}" if span.ticket != NO_TICKET else f"{span.name}: nothing"
+def _host_title(span: Span, report: StepReport | None) -> str:
+    if span.ticket == NO_TICKET:
+        return f"{span.name}: nothing"
+    drafts = ""
+    if report is not None and report.drafted:
+        drafts = f": {report.accepted} of {report.drafted} drafts"
+    return f"{span.name} {span.ticket}{drafts}"
 
 
 def _flows(host: Sequence[Span], steps: Sequence[DeviceStep], writer: _Writer) -> int:
@@ -157,7 +173,8 @@ def _flows(host: Sequence[Span], steps: Sequence[DeviceStep], writer: _Writer) -
 
 
 def _counters(host: HostTimeline, start_ns: int, writer: _Writer) -> None:
-    """Rows of each launch, and the tickets in flight: launched, their tokens not taken."""
+    """Rows of each launch, the tickets in flight (launched, their tokens not taken), and the drafts
+    of each commit."""
     changes = [(launch.time_ns, 1) for launch in host.launches]
     changes += [(span.end_ns, -1) for span in host.slices if span.name == "wait"]
     in_flight = host.in_flight + sum(change for time_ns, change in changes if time_ns < start_ns)
@@ -169,6 +186,12 @@ def _counters(host: HostTimeline, start_ns: int, writer: _Writer) -> None:
         if launch.time_ns >= start_ns:
             rows = {"decode": launch.decode_rows, "prefill": launch.prefill_rows}
             writer.counter("rows", launch.time_ns, rows)
+    for span in host.slices:
+        report = host.reports.get(span.ticket) if span.name == "commit" else None
+        if report is not None and report.drafted and span.start_ns >= start_ns:
+            rejected = report.drafted - report.accepted
+            drafts = {"accepted": report.accepted, "rejected": rejected}
+            writer.counter("drafts", span.start_ns, drafts)
 
 
 def _lay_out(kernels: Iterable[DeviceKernel]) -> list[list[DeviceKernel]]:

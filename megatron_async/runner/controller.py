@@ -23,15 +23,23 @@ class TextGenerationController:
             megatron-core ``GPTModel``, or any object with ``vocab_size`` and ``forward``.
         tokenizer: an object with ``tokenize``, ``detokenize``, ``eod`` (and ``bos``), or None when
             prompts are token ids.
+        synthetic_acceptance: see :class:`ModelRunner`; for ``bench`` alone.
     """
 
-    def __init__(self, inference_wrapped_model: Any, tokenizer: Any = None) -> None:
+    def __init__(
+        self,
+        inference_wrapped_model: Any,
+        tokenizer: Any = None,
+        *,
+        synthetic_acceptance: float | None = None,
+    ) -> None:
         if isinstance(inference_wrapped_model, torch.nn.Module):
             from megatron_async.models.wrapper import GPTInferenceWrapper
 
             inference_wrapped_model = GPTInferenceWrapper(inference_wrapped_model)
         self.inference_wrapped_model = inference_wrapped_model
         self.tokenizer = tokenizer
+        self._synthetic_acceptance = synthetic_acceptance
         self._attached = False
 
     def tokenize_prompt(self, prompt: str, add_BOS: bool = False) -> list[int]:
@@ -70,7 +78,13 @@ class TextGenerationController:
             )
         self._check_suits(context)
         self._attached = context.attached = True
-        return ModelRunner(device, context, self.inference_wrapped_model, **options)
+        return ModelRunner(
+            device,
+            context,
+            self.inference_wrapped_model,
+            synthetic_acceptance=self._synthetic_acceptance,
+            **options,
+        )
 
     def _check_suits(self, context: DynamicInferenceContext) -> None:
         if context.attached:
@@ -88,8 +102,10 @@ class TextGenerationController:
         if spec is None:
             return
         layers, _, _, _, heads, head_dim = context.kv_cache.shape
+        # Layers of multi-token prediction need room only where they run.
+        needed = max(min(layers, spec.num_layers), spec.decoder.num_layers)
         for name, has, needs in (
-            ("num_layers", layers, spec.num_layers),
+            ("num_layers", layers, needed),
             ("num_attention_heads", heads, spec.num_kv_heads),
             ("kv_channels", head_dim, spec.head_dim),
             ("params_dtype", context.params_dtype, spec.dtype),

@@ -45,6 +45,7 @@ class ModelRunner:
         progress: shows the capture of graphs.
         make_drafter: from the context and the most rows of a step.
         windows: those that plans may have, ascending; the last one holds the context's drafts.
+        synthetic_acceptance: drafts count as right at this rate, and tokens mean nothing.
 
     Attributes:
         wait_ns: time that the host was blocked on the device.
@@ -69,6 +70,7 @@ class ModelRunner:
         progress: Progress | None,
         make_drafter: Callable[[DynamicInferenceContext, int], Drafter | None],
         windows: tuple[int, ...] = (1,),
+        synthetic_acceptance: float | None = None,
     ) -> None:
         self.device = device
         self.wait_ns = 0
@@ -116,6 +118,7 @@ class ModelRunner:
             logits_dtype=getattr(model, "logits_dtype", context.params_dtype),
             poison=poison,
             drafter=self._drafter,
+            synthetic_acceptance=synthetic_acceptance,
         )
         if self._extras is not None:
             self._log_extras(self._extras)

@@ -16,6 +16,7 @@ from megatron_async.runner.drafter import Drafter, SampledRows
 from megatron_async.runner.extras_tables import ExtrasTables
 from megatron_async.runner.masks import MaskRing
 from megatron_async.runner.sampler import sample_tokens
+from megatron_async.runner.synthetic_acceptance import synthetic_bits, threshold
 from megatron_async.sampling.log_probs import pack, processed_log_probs, token_log_probs
 from megatron_async.sampling.process_logits import advance, process_logits
 from megatron_async.step import packet
@@ -53,6 +54,7 @@ class SamplingStage:
         row_records: int32 ``[max_rows, ROW_WIDTH]``, the row map of the pending logits.
         drafter: None without drafts.
         extras: None where there is no extended S.
+        synthetic_acceptance: the rate at which drafts count as right, for ``bench``.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class SamplingStage:
         drafter: Drafter | None,
         results: ResultRing,
         extras: SamplingExtras | None,
+        synthetic_acceptance: float | None = None,
     ) -> None:
         self._row_records = row_records
         self._context = context
@@ -71,6 +74,7 @@ class SamplingStage:
         self._drafter = drafter
         self._results = results
         self._extras = extras
+        self._synthetic_acceptance = synthetic_acceptance
         widest = 1 + context.num_speculative_tokens
         self._offsets = torch.arange(widest, device=row_records.device)
         self._sampled = 0
@@ -109,8 +113,11 @@ class SamplingStage:
         ).view(rows, window)
         live = (samples != 0) & ~state.finished[slots]
         # A draft of the row is accepted while it is what was sampled in its place.
-        drafted = state.drafts[slots, : window - 1]
-        right = (tokens[:, :-1] == drafted) & (offsets[1:] < samples[:, None])
+        right = tokens[:, :-1] == state.drafts[slots, : window - 1]
+        if self._synthetic_acceptance is not None:
+            bits = synthetic_bits(positions[:, 1:], state.seed[slots])
+            right = bits < threshold(self._synthetic_acceptance)
+        right &= offsets[1:] < samples[:, None]
         accepted = right.long().cumprod(1).sum(1)
         is_nan = tokens < 0
         is_stop = (tokens[:, :, None] == state.stop_ids[slots][:, None, :]).any(dim=2) & ~is_nan

@@ -61,6 +61,7 @@ class StepProgram:
         logits_dtype: torch.dtype,
         poison: bool,
         drafter: Drafter | None = None,
+        synthetic_acceptance: float | None = None,
     ) -> None:
         self._device = device
         self._context = context
@@ -81,7 +82,9 @@ class StepProgram:
         self._pending_logits = torch.zeros(
             layout.max_rows * layout.window, model.vocab_size, dtype=logits_dtype, device=on
         )
-        self._stage = SamplingStage(self._row_records, context, model, drafter, results, extras)
+        self._stage = SamplingStage(
+            self._row_records, context, model, drafter, results, extras, synthetic_acceptance
+        )
         self._kernels: StepKernels | None = None
         if isinstance(packets, CudaPacketRing) and isinstance(results, CudaResultRing):
             from megatron_async.kernels.sampling.step_state import StepKernels

@@ -38,9 +38,9 @@ class LiveSteps:
         """The last steps that were committed, in order; none while a profile is being taken.
 
         Each has its ``ticket``; ``decode_rows`` and ``prefill_rows``, and the ``tokens`` of its
-        forward; ``committed`` and ``discarded``, ``effective_depth`` and ``reason`` of its
-        ``StepReport``; and what ``host`` and ``device`` did for it, as [name, start, duration] in
-        microseconds since the first.
+        forward; ``committed``, ``discarded``, ``drafted``, ``accepted``, ``effective_depth`` and
+        ``reason`` of its ``StepReport``; and what ``host`` and ``device`` did for it, as [name,
+        start, duration] in microseconds since the first.
         """
         with self._lock:
             self._end = time.monotonic() + LEASE_SECONDS
@@ -120,6 +120,8 @@ def _steps(host: HostTimeline, device: list[Span]) -> list[dict[str, Any]]:
                 "tokens": launch.tokens,
                 "committed": report.committed,
                 "discarded": report.discarded,
+                "drafted": report.drafted,
+                "accepted": report.accepted,
                 "effective_depth": report.effective_depth,
                 "reason": report.reason,
                 "host": _in_microseconds(of_host[launch.ticket], start),

@@ -5,7 +5,7 @@ Names follow vLLM's where it has the same value, with ``megatron_async_`` before
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,16 @@ COUNTERS = {
     "barriers": ("barriers", "Steps that all in flight was taken for"),
 }
 """Of ``EngineCounters``: what each is called here, and what it is."""
+
+BY_POSITION = {
+    "drafted_by_position": (
+        "draft_tokens_per_pos", "Draft tokens that were verified, by their place in the window"
+    ),
+    "accepted_by_position": (
+        "accepted_draft_tokens_per_pos",
+        "Draft tokens that were accepted, by their place in the window",
+    ),
+}  # fmt: skip
 
 SECONDS = {
     "step_ns": ("step_seconds", "Seconds in steps"),
@@ -215,11 +225,19 @@ class _EngineCollector:
         for reason, count in by_reason.items():
             reasons.add_metric([self._model_name, reason], count)
         yield reasons
+        for name, (shown, said) in BY_POSITION.items():
+            yield self._by_position(shown, said, counters.get(name, ()))
         for name, (shown, said) in GAUGES.items():
             yield self._gauge(shown, said, gauges.get(name, 0))
         total = gauges.get("blocks_total", 0)
         used = 1 - gauges.get("blocks_free", 0) / total if total else 0.0
         yield self._gauge("kv_cache_usage_perc", "Share of KV-cache blocks in use", used)
+
+    def _by_position(self, name: str, said: str, counts: Sequence[int]) -> Metric:
+        family = CounterMetricFamily(f"{PREFIX}_{name}", said, labels=["model_name", "position"])
+        for place, count in enumerate(counts):
+            family.add_metric([self._model_name, str(place)], count)
+        return family
 
     def _counter(self, name: str, said: str, value: float) -> Metric:
         family = CounterMetricFamily(f"{PREFIX}_{name}", said, labels=["model_name"])

@@ -33,6 +33,13 @@ ROW = {
     "shape": str,
     "batch": int,
     "depth": int,
+    "window": int,
+    "tokens_per_step": float,
+    "acceptance_by_position": list,
+    "tokens_drafted": int,
+    "tokens_accepted": int,
+    "step_ratio": float,
+    "speedup_over_plain": float,
     "rounds": int,
     "steps": int,
     "step_ms_mean": float,
@@ -102,6 +109,7 @@ def test_report_says_what_was_measured_where(report: dict[str, Any]) -> None:
         "model",
         "dtype",
         "load",
+        "drafts",
         "build_seconds",
         "fused_decode_off",
         "decode_coverage",
@@ -210,8 +218,9 @@ def test_host_work_is_spent_in_each_commit(
         run = run_load(engine, load.requests(512, 2))
         assert engine.counters.steps_committed == 16
     assert spun == [30.0, 30.0, 30.0, 530.0] * 4
-    steps, hosts = steady_steps(run, 2, 1)
-    assert len(steps) == len(hosts) == 16 - 2 - 5
+    steps = steady_steps(run, 2, 1)
+    assert len(steps.step_ms) == len(steps.host_ms) == 16 - 2 - 5
+    assert set(steps.tokens) == {2}
 
 
 def test_engine_without_host_work_is_left_as_it_is(model: BenchmarkModel) -> None:

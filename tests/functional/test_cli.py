@@ -126,6 +126,25 @@ def test_discarded_tokens_are_counted_in_the_json(model: str, capsys: Capture) -
         assert counters["launched"] == counters["committed"] + counters["discarded"]
 
 
+def test_drafts_change_no_output_and_are_counted(model: str, capsys: Capture) -> None:
+    arguments = ("--model", model, "--prompt", "aaaaaaa", "def f(x): x x x", *SAMPLED)
+    plain = generate_json(capsys, *arguments)
+    drafts = ("--num-speculative-tokens", "2", "--speculative-method", "ngram", "--depth", "1")
+    drafted = generate_json(capsys, *arguments, *drafts)
+    assert [r["token_ids"] for r in drafted] == [r["token_ids"] for r in plain]
+    for record in drafted:
+        counters = record["counters"]
+        launched, discarded = counters["launched"], counters["discarded"]
+        # The prompt's own row has no drafts.
+        assert counters["drafted"] == 2 * (launched - discarded - 1) > 0
+        assert counters["accepted"] == sum(counters["accepted_by_position"])
+    assert all(r["counters"]["drafted"] == 0 for r in plain)
+    asked = [sum(r["counters"][name] for r in drafted) for name in ("accepted", "drafted")]
+    _, _, err = call(capsys, "generate", *arguments, *drafts)
+    assert f"; {asked[0]} of {asked[1]} drafts accepted (" in err and "tokens a row and step" in err
+    assert "drafts" not in call(capsys, "generate", *arguments)[2]
+
+
 def test_one_prompt_is_streamed_as_it_is(model: str, capsys: Capture) -> None:
     arguments = ("--model", model, "--prompt", "def f(x):", *SAMPLED)
     (record,) = generate_json(capsys, *arguments)
@@ -367,6 +386,10 @@ def test_scenarios_refuse_depths_they_are_not_made_for(capsys: Capture) -> None:
     assert (status, out) == (2, "")
     assert "--depths 9" in err
     assert "at most 8" in err
+    drafts = ("--depths", "5", "--num-speculative-tokens", "4")
+    status, out, err = call(capsys, "verify", "--scenario", "suspend", *drafts)
+    assert (status, out) == (2, "")
+    assert "--depths 5: scenarios are made for at most 20 tokens in flight" in err
 
 
 def test_prefixes_are_shared_unless_turned_off(model: str, capsys: Capture) -> None:
@@ -477,4 +500,9 @@ def test_info_says_which_blocks_of_a_model_are_fused(capsys: pytest.CaptureFixtu
     said = capsys.readouterr().out.split("decode steps of tiny\n")[1]
     assert said.strip()
     assert main(["info", "--model", "tiny", "--json"]) == 0
-    assert "off" in json.loads(capsys.readouterr().out)["decode_coverage"]
+    report = json.loads(capsys.readouterr().out)
+    assert "off" in report["decode_coverage"]
+    plain, drafting = report["kv_cache"]
+    assert (plain["mtp_layers"], drafting["mtp_layers"]) == (0, 2)
+    assert f"{drafting['token_bytes']:,} bytes a token: {drafting['layers']} layers" in said
+    assert plain["layers"] + 2 == drafting["layers"]

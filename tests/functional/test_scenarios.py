@@ -45,9 +45,9 @@ def prepared(tiny: DynamicInferenceEngine) -> dict[str, Prepared]:
     return {each.scenario.name: each for each in prepare_all(tiny, TABLE, config_at(0), seed=0)}
 
 
-def run_at(tiny: DynamicInferenceEngine, prepared: Prepared, depth: int) -> Run:
+def run_at(tiny: DynamicInferenceEngine, prepared: Prepared, depth: int, **values: int) -> Run:
     """A run that has come to its end."""
-    config = scenario_config(config_at(depth, debug=True), prepared.scenario.sizes)
+    config = scenario_config(config_at(depth, debug=True, **values), prepared.scenario.sizes)
     with tiny.with_config(config) as engine:
         run = Run(engine, prepared)
         run.play()
@@ -166,3 +166,13 @@ def test_the_reference_ends_where_its_requests_say(prepared: dict[str, Prepared]
                 (stop,) = each.works[ask.name].params.stop_token_ids
                 assert outcome.tokens.index(stop) == len(outcome.tokens) - 1 >= ask.stop
                 assert outcome.reason is FinishReason.STOP
+
+
+@pytest.mark.parametrize("name", ["shared-prefix-paused", "suspend"])
+def test_scripts_do_not_hang_on_tokens_per_step(
+    tiny: DynamicInferenceEngine, prepared: dict[str, Prepared], name: str
+) -> None:
+    """As many tokens in flight as scripts are made for."""
+    report = run_at(tiny, prepared[name], 4, num_speculative_tokens=4).report()
+    assert report.differences == report.missing == []
+    assert report.counters.tokens_accepted > report.counters.steps_committed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 import time
@@ -18,7 +19,9 @@ from megatron_async.device.cpu import CpuDevice, Span
 from megatron_async.device.cuda_timeline import CudaTimeline
 from megatron_async.device.kernel_profiler import KernelProfiler, clock_shift_ns, kernels_of
 from megatron_async.engine.host_timeline import HostTimeline
+from megatron_async.inference.benchmark.loads import Load
 from megatron_async.inference.cli.main import main
+from megatron_async.inference.trace import record
 from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.perfetto.events import (
     DEVICE_LANE,
@@ -222,6 +225,33 @@ def test_lanes_and_slices_have_names(traced: tuple[int, list[Event]]) -> None:
     assert kinds == {"plan", "launch", "pack", "sample", "wait", "commit", "output"}
 
 
+def test_drafts_are_shown_at_their_commits(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "trace.json"
+    drafts = ("--num-speculative-tokens", "2", "--speculative-method", "ngram")
+    options = ("--shape", "tiny-llama", "--batch-size", "2", *drafts, "-o", str(path))
+    assert main(["trace", *SMALL, *options]) == 0
+    events = read(path)
+    commits = [e for e in slices(events, HOST_LANE, "commit") if e["args"]["drafted"]]
+    shown = {e["ts"]: e["args"] for e in events if e["name"] == "drafts" and e["ph"] == "C"}
+    of_device = {
+        e["args"]["accepted"] for e in slices(events, DEVICE_LANE) if "drafted" in e["args"]
+    }
+    for commit in commits:
+        args = commit["args"]
+        accepted, rejected = args["accepted"], args["drafted"] - args["accepted"]
+        assert args["drafted"] in (2, 4)
+        assert shown[commit["ts"]] == {"accepted": accepted, "rejected": rejected}
+        name = f"commit {args['ticket']}: {accepted} of {args['drafted']} drafts"
+        assert commit["name"] == name
+        assert accepted in of_device
+    assert len(commits) == len(shown) >= STEPS
+    total = [sum(commit["args"][name] for commit in commits) for name in ("accepted", "drafted")]
+    assert total[0] > 0
+    out = capsys.readouterr().out.splitlines()
+    assert "batch 2, depth 1, window 3: " in out[0]
+    assert out[1] == f"{total[0]} of {total[1]} drafts accepted"
+
+
 def test_a_batch_of_one_is_replaced_without_a_drain(tmp_path: Path, capsys: Capture) -> None:
     path = tmp_path / "trace.json"
     options = ("--shape", "tiny-llama", "--batch-size", "1", "--depth", "1", "-o", str(path))
@@ -272,6 +302,35 @@ def test_on_a_gpu(
         for k in found
     )
     assert inside > 0.9 * len(found)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_work_of_the_host_lies_beside_the_next_drafting_step_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_host_work_beside_drafts("cuda", tmp_path / "trace.json", monkeypatch)
+
+
+def check_host_work_beside_drafts(device: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """4 ms of host work in each commit, and forwards that take longer: each commit lies beside a
+    later forward, though nobody knows how many drafts that one's rows will accept."""
+    forward_into = GPTInferenceWrapper.forward_into
+
+    def slow_forward_into(self: GPTInferenceWrapper, *arguments: Any) -> None:
+        if device == "cuda":
+            torch.cuda._sleep(40_000_000)
+        forward_into(self, *arguments)
+
+    monkeypatch.setattr(GPTInferenceWrapper, "forward_into", slow_forward_into)
+    monkeypatch.setattr(record, "Load", functools.partial(Load, host_work_us=4000.0))
+    options = ("--shape", "tiny-llama", "--batch-size", "3", "--num-speculative-tokens", "2")
+    assert main(["trace", "--device", device, *SMALL[2:], *options, "-o", str(path)]) == 0
+    events = read(path)
+    test_host_and_device_overlap_from_depth_1_on_and_never_at_depth_0((1, events))
+    commits = slices(events, HOST_LANE, "commit")
+    assert all(commit["dur"] >= 4000 for commit in commits)
+    assert sum(commit["args"]["drafted"] > 0 for commit in commits) >= STEPS
 
 
 @pytest.mark.parametrize(

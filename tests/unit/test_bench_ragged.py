@@ -88,10 +88,10 @@ def test_a_depth_that_fails_leaves_the_others(
 ) -> None:
     start = workloads.start_engine
 
-    def fail_at_2(model: Any, config: Any, load: Any) -> Any:
+    def fail_at_2(model: Any, config: Any, *others: Any) -> Any:
         if config.depth == 2:
             raise RuntimeError("CUDA error: out of memory")
-        return start(model, config, load)
+        return start(model, config, *others)
 
     monkeypatch.setattr(workloads, "start_engine", fail_at_2)
     assert main(["bench", *SMALL, "--depths", "0,2,1"]) == 1

@@ -228,6 +228,11 @@ def test_ends_at_each_place_of_a_window(depth: int, drafts: int) -> None:
     lengths = {len(r.generated_tokens) % (drafts + 1) for r in requests}
     assert lengths == set(range(drafts + 1))
     assert {r.finish_reason for r in requests} == {"length", "stop"}
+    # Of each kind: length, stop token, stop string. What is counted is what the last step kept;
+    # four drafts of two layers are seldom all right.
+    for kind in range(3):
+        kept = {r.steps.count(r.steps[-1]) for r in requests[kind::3]}
+        assert kept >= set(range(1, min(drafts, 3) + 1)), kind
 
 
 def test_a_request_as_long_as_the_cache() -> None:

@@ -15,7 +15,8 @@ from megatron_async.errors import ConfigError
 from megatron_async.request import DynamicInferenceRequest
 from tests.support.drafting_model import DraftingHashModel
 from tests.support.engines import DEPTHS, greedy, hash_engine, random_ask, sampling_params
-from tests.support.oracle import Ask, decode_alone
+from tests.support.hash_tokenizer import hash_tokenizer
+from tests.support.oracle import Ask, decode_alone, text_of
 
 WINDOWS = (1, 2, 3, 4)
 
@@ -66,7 +67,13 @@ def test_right_drafts_bring_whole_windows(window: int) -> None:
     with drafting_engine(1, window, error_rate=0.0, max_requests=1, block_count=8) as engine:
         (request,) = engine.generate([list(ask.prompt)], sampling_params(ask))
     check([ask], [request])
-    assert request.counters.accepted == 10 * (window - 1)
+    drafts = window - 1
+    assert request.counters.accepted == request.counters.drafted == 10 * drafts
+    assert request.counters.accepted_by_position == [10] * drafts
+    assert engine.counters.acceptance == [1.0] * drafts
+    assert engine.counters.tokens_per_row == window
+    reports = dict.fromkeys(request.steps)
+    assert {(each.drafted, each.accepted) for each in reports} == {(0, 0), (drafts, drafts)}
     assert engine.counters.steps_launched == request.counters.launched
 
 
@@ -76,23 +83,35 @@ def test_wrong_drafts_cost_steps_and_no_tokens(window: int) -> None:
     with drafting_engine(1, window, error_rate=1.0, max_requests=1, block_count=8) as engine:
         (request,) = engine.generate([list(ask.prompt)], sampling_params(ask))
     check([ask], [request])
+    assert engine.counters.acceptance == [0.0] * (window - 1)
+    assert engine.counters.tokens_per_row == 1
+    assert request.counters.drafted == 19 * (window - 1)
     assert request.counters.accepted == 0 and engine.counters.steps_committed == 20
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_end_inside_a_window_drops_the_tokens_behind_it(depth: int) -> None:
-    """A stop id, and a length, that fall on each place of a window."""
-    whole, _ = decode_alone(Ask(prompt=(5, 6, 7), max_new=24))
-    asks = []
-    for place in range(1, 13):
-        asks.append(Ask(prompt=(5, 6, 7), max_new=place))
-        asks.append(Ask(prompt=(5, 6, 7), max_new=24, stop_ids=(whole[place],)))
-    with drafting_engine(depth, 4, error_rate=0.0, max_requests=3, block_count=30) as engine:
+    """A length, a stop id, and a stop string, each on each place of a window."""
+    prompt = (5, 6, 7)
+    whole, _ = decode_alone(Ask(prompt, max_new=24))
+    words = [text_of([token]) for token in whole]
+    kinds = {
+        "length": [Ask(prompt, max_new=place) for place in range(1, 13)],
+        "stop id": [Ask(prompt, max_new=24, stop_ids=(token,)) for token in whole[1:13]],
+        "stop string": [Ask(prompt, max_new=24, stop_words=(word,)) for word in words if word],
+    }
+    asks = [ask for of_kind in kinds.values() for ask in of_kind]
+    with drafting_engine(
+        depth, 4, error_rate=0.0, max_requests=3, block_count=30, tokenizer=hash_tokenizer()
+    ) as engine:
         requests = engine.generate([list(a.prompt) for a in asks], [*map(sampling_params, asks)])
     check(asks, requests)
-    assert {r.finish_reason for r in requests} == {"length", "stop"}
-    ends = {len(r.generated_tokens) % 4 for r in requests}
-    assert ends == {0, 1, 2, 3}
+    for kind, of_kind in kinds.items():
+        mine, requests = requests[: len(of_kind)], requests[len(of_kind) :]
+        assert {r.finish_reason for r in mine} == {kind.split()[0]}
+        assert all(isinstance(r.stop_reason, str) is (kind == "stop string") for r in mine)
+        # What the last step kept: all of its window, or less.
+        assert {r.steps.count(r.steps[-1]) for r in mine} == {1, 2, 3, 4}, kind
 
 
 @pytest.mark.parametrize("depth", DEPTHS[1:])

@@ -241,8 +241,9 @@ def test_only_the_biases_asked_for_exist(name: str) -> None:
 def test_wrapper_describes_the_cache_with_mtp_layers() -> None:
     wrapper = GPTInferenceWrapper(make("mtp", torch.bfloat16))
     assert wrapper.kv_cache_spec == KVCacheSpec(
-        num_layers=4, num_kv_heads=2, head_dim=16, dtype=torch.bfloat16
+        num_layers=4, num_kv_heads=2, head_dim=16, dtype=torch.bfloat16, num_mtp_layers=2
     )
+    assert wrapper.kv_cache_spec.decoder.num_layers == 2
     assert (wrapper.vocab_size, wrapper.max_sequence_length) == (101, 128)
 
 
@@ -250,7 +251,9 @@ def test_the_cache_is_described_by_the_layers_that_attend() -> None:
     model = make("mtp")
     model.decoder.layers[0].self_attention = IdentityOp()
     spec = GPTInferenceWrapper(model).kv_cache_spec
-    assert spec == KVCacheSpec(num_layers=4, num_kv_heads=2, head_dim=16, dtype=torch.float32)
+    assert spec == KVCacheSpec(
+        num_layers=4, num_kv_heads=2, head_dim=16, dtype=torch.float32, num_mtp_layers=2
+    )
 
 
 @pytest.mark.parametrize(

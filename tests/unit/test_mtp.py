@@ -7,15 +7,19 @@ drafts themselves are compared with a plain forward that has no cache.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_async.config import EngineConfig
+from megatron_async.engine.build import build_context
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import ConfigError
 from megatron_async.models.gpt import GPTModel
+from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.request import DynamicInferenceRequest, FinishReason
+from megatron_async.runner.controller import TextGenerationController
 from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import DEPTHS, config_at, hash_engine
 
@@ -169,12 +173,24 @@ class TestOnGpu:
                 assert tokens_of(requests) == expected
                 assert counters.tokens_accepted > 0.35 * counters.tokens_committed
 
-    @pytest.mark.parametrize("method", ("mtp", "ngram"))
-    def test_steady_steps_neither_synchronise_nor_allocate(self, method: str) -> None:
-        config = config_of(
-            1, 2, device="cuda", dtype="bfloat16", debug=False, speculative_method=method
+    @pytest.mark.parametrize("extras", (False, True), ids=("plain", "extended"))
+    @pytest.mark.parametrize(
+        "who",
+        (
+            {"speculative_method": "mtp"},
+            {"speculative_method": "ngram"},
+            {"draft_model": "tiny"},
+        ),
+        ids=("mtp", "ngram", "model"),
+    )
+    def test_steady_steps_neither_synchronise_nor_allocate(
+        self, who: dict[str, str], extras: bool
+    ) -> None:
+        config = config_of(1, 2, device="cuda", dtype="bfloat16", debug=False, **who)
+        penalties = {"presence_penalty": 0.3, "return_log_probs": True} if extras else {}
+        params = SamplingParams(
+            num_tokens_to_generate=400, temperature=0.8, termination_id=-1, **penalties
         )
-        params = SamplingParams(num_tokens_to_generate=400, temperature=0.8, termination_id=-1)
         with DynamicInferenceEngine.from_pretrained("tiny", config) as engine:
             for request_id in range(8):
                 engine.add_request(request_id, PROMPTS[request_id % 4], params)
@@ -210,3 +226,31 @@ def test_a_request_that_no_token_is_left_for_leaves_the_others_alone(
 def test_a_model_without_layers_for_it_is_refused() -> None:
     with pytest.raises(ConfigError, match="no layers for multi-token prediction"):
         hash_engine(1, num_speculative_tokens=1)
+
+
+def test_layers_that_do_not_draft_have_no_cache(tiny: DynamicInferenceEngine) -> None:
+    wrapper: Any = tiny.controller.inference_wrapped_model
+    spec = wrapper.kv_cache_spec
+    layers = spec.num_layers - spec.num_mtp_layers
+    assert (spec.num_mtp_layers, spec.decoder.num_layers) == (len(wrapper.model.mtp.layers), layers)
+    configs = [config_of(0, 2), config_of(0, 0), config_of(0, 2, speculative_method="ngram")]
+    contexts = [build_context(wrapper, config, torch.device("cpu")) for config in configs]
+    assert [len(each.kv_cache) for each in contexts] == [spec.num_layers, layers, layers]
+    # GiB buy more blocks then.
+    sized = [
+        build_context(
+            wrapper,
+            config_of(0, drafts, buffer_size_gb=0.01, block_size_tokens=16),
+            torch.device("cpu"),
+        )
+        for drafts in (2, 0)
+    ]
+    block_bytes = [16 * each.token_bytes for each in (spec, spec.decoder)]
+    found = [context.block_count + 1 for context in sized]
+    assert found == [int(0.01 * 2**30) // size for size in block_bytes]
+    with pytest.raises(ConfigError, match="drafts by multi-token prediction need"):
+        DynamicInferenceEngine(
+            TextGenerationController(GPTInferenceWrapper(wrapper.model), None),
+            contexts[2],
+            config=config_of(0, 2),
+        )

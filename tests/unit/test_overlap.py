@@ -13,6 +13,8 @@ import torch
 from megatron_async.device.cpu import CpuDevice
 from megatron_async.engine.loop import DecodeLoop
 from megatron_async.step.plan import Ticket
+from megatron_async.step.records import StepResult
+from tests.support.drafting_model import DraftingHashModel
 from tests.support.engines import hash_engine, sampling_params
 from tests.support.hash_model import HashModel
 from tests.support.oracle import Ask, decode_alone
@@ -24,8 +26,8 @@ STEPS = 12
 class GatedModel(HashModel):
     """Each forward after the first ``free`` stops half way until the host has opened its gate."""
 
-    def __init__(self, free: int) -> None:
-        super().__init__()
+    def __init__(self, free: int, **options: Any) -> None:
+        super().__init__(**options)
         self.free = free
         self.gate = threading.Semaphore(0)
         self.running = threading.Semaphore(0)
@@ -68,6 +70,41 @@ def test_host_commits_step_n_while_the_forward_of_step_n_plus_1_runs(
         (request,) = engine.generate([list(ask.prompt)], sampling_params(ask))
     assert request.generated_tokens == decode_alone(ask)[0]
     assert committed_while_running == list(range(STEPS - 1))
+
+
+class GatedDraftingModel(GatedModel, DraftingHashModel):
+    """The same with drafts."""
+
+
+@pytest.mark.parametrize("depth", (1, 2, 4))
+def test_nobody_waits_for_the_accepted_count(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward n + 1 has begun before the host knows how many drafts of step n were accepted, and
+    cannot end before the host has committed step n, however long that takes it."""
+    drafts = 2
+    model = GatedDraftingModel(free=1, num_speculative_tokens=drafts, error_rate=0.0)
+    ask = Ask(prompt=(4,), max_new=1 + (STEPS - 1) * (1 + drafts))
+    accepted_while_running: list[int] = []
+    commit = DecodeLoop._commit
+
+    def gated_commit(self: DecodeLoop, ticket: Ticket, result: StepResult, *others: Any) -> None:
+        overlapping = self.in_flight_count > 0
+        if overlapping:
+            assert model.running.acquire(timeout=PATIENCE_SECONDS), (
+                "the next forward had not been launched"
+            )
+        commit(self, ticket, result, *others)
+        if overlapping:
+            accepted_while_running.append(sum(result.counts) - 1)
+            model.gate.release()
+
+    monkeypatch.setattr(DecodeLoop, "_commit", gated_commit)
+    with hash_engine(depth, model=model, max_requests=2, block_count=8) as engine:
+        (request,) = engine.generate([list(ask.prompt)], sampling_params(ask))
+        assert engine.counters.tokens_per_row == 1 + drafts
+    assert request.generated_tokens == decode_alone(ask)[0]
+    # Each step that brought tokens; those launched past the end bring none.
+    assert accepted_while_running[:STEPS] == [0] + [drafts] * (STEPS - 1)
+    assert 0 < request.counters.discarded <= depth
 
 
 @pytest.mark.parametrize("depth", (0, 1, 2))

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_async.engine.metrics import EngineCounters
 from megatron_async.serving.messages import Snapshot
-from megatron_async.serving.metrics import COUNTERS, SECONDS, ServerMetrics
+from megatron_async.serving.metrics import BY_POSITION, COUNTERS, SECONDS, ServerMetrics
 
 USAGE = {"prompt_tokens": 7, "cached_tokens": 0, "generated_tokens": 5, "queue_time": 0.25}
 
@@ -27,6 +27,7 @@ def test_the_engines_counters_and_gauges_are_those_of_the_last_snapshot() -> Non
     counters = EngineCounters()
     counters.tokens_committed, counters.step_ns = 41, 2_500_000_000
     counters.not_overlapped["serial: depth 0"] = 3
+    counters.verified([(1, 2, 3), (1,), (), (4, 5)], 2)
     gauges = {"requests_running": 2, "requests_waiting": 1, "blocks_free": 25, "blocks_total": 100}
     snapshots = [None, Snapshot(0.0, counters.to_dict(), gauges)]
     metrics = ServerMetrics("tiny", lambda: snapshots[-1], lambda: False)
@@ -34,6 +35,9 @@ def test_the_engines_counters_and_gauges_are_those_of_the_last_snapshot() -> Non
     assert values["generation_tokens_total", ""] == 41
     assert values["step_seconds_total", ""] == 2.5
     assert values["steps_not_overlapped_total", "serial: depth 0"] == 3
+    drafts = [values[f"{name}_per_pos_total", place]
+              for name in ("draft_tokens", "accepted_draft_tokens") for place in "01"]  # fmt: skip
+    assert drafts == [3, 3, 2, 1]
     assert values["num_requests_running", ""] == 2
     assert values["kv_cache_usage_perc", ""] == 0.75
     assert values["engine_ready", ""] == 0
@@ -43,7 +47,7 @@ def test_the_engines_counters_and_gauges_are_those_of_the_last_snapshot() -> Non
 
 def test_every_counter_that_is_shown_exists() -> None:
     fields = {field.name for field in dataclasses.fields(EngineCounters)}
-    assert fields >= set(COUNTERS) | set(SECONDS)
+    assert fields >= set(COUNTERS) | set(SECONDS) | set(BY_POSITION)
 
 
 def test_a_front_ends_own_timings_are_histograms() -> None:

@@ -316,6 +316,21 @@ def decoding(count: int = 4) -> DynamicInferenceEngine:
     return engine
 
 
+def test_drafts_of_the_last_steps_are_shown() -> None:
+    with hash_engine(
+        1, max_requests=2, block_count=8, num_speculative_tokens=2, speculative_method="ngram"
+    ) as engine:
+        live = LiveSteps(engine)
+        live.read()
+        engine.generate([[4, 5, 4, 5]], sampling_params(Ask(prompt=(4, 5, 4, 5), max_new=40)))
+        first, *steps = live.read()
+        counters = engine.counters
+    assert (first["drafted"], first["accepted"]) == (0, 0)
+    assert sum(step["drafted"] for step in steps) == counters.tokens_drafted > 0
+    for step in steps:
+        assert step["committed"] == step["accepted"] + (step["drafted"] > 0)
+
+
 def is_recorded(engine: Any) -> bool:
     return engine.device.timeline is not None
 

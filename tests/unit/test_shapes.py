@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from megatron_async.inference.benchmark import runner
 from megatron_async.inference.benchmark.model import BenchmarkModel
 from megatron_async.inference.cli.main import main
 from megatron_async.models.build import build_random_model
-from megatron_async.models.memory_traffic import floor_ms, weight_bytes
+from megatron_async.models.memory_traffic import floor_ms, mtp_weight_bytes, weight_bytes
 from megatron_async.models.shapes import SHAPES
 
 
@@ -46,6 +47,23 @@ def test_weight_bytes_are_those_of_the_parameters_read(model: torch.nn.Module) -
         if "word_embeddings" not in name
     )
     assert weight_bytes(SHAPES["tiny-llama"], 4) == 4 * read
+
+
+@pytest.mark.parametrize("shape", ("tiny-llama", "gpt2"))
+def test_a_draft_reads_a_layer_of_its_own_and_the_output_layer(shape: str) -> None:
+    small = {"hidden_size": 64, "num_attention_heads": 4, "num_kv_heads": 2, "head_dim": 16}
+    sizes = {"num_layers": 1, "ffn_hidden_size": 96, "vocab_size": 56, "mtp_num_layers": 2}
+    config = dataclasses.replace(SHAPES[shape], **small, **sizes)
+    mtp = build_random_model(config, device=torch.device("cpu"), dtype=torch.float32).mtp
+    layer = sum(parameter.numel() for parameter in mtp.layers[1].parameters())
+    assert mtp_weight_bytes(config, 4) == 4 * (layer + 56 * 64)
+    load = {"batch_size": 3, "prompt_tokens": 10, "new_tokens": 20}
+    floors = [floor_ms(config, 4, 1e3, drafts=drafts, **load) for drafts in (0, 1, 2)]
+    each = mtp_weight_bytes(config, 4) + 2 * 2 * 16 * 4 * 3 * 20
+    assert floors[2] - floors[1] == pytest.approx(floors[1] - floors[0]) == pytest.approx(each)
+    # A model that drafts is read whole.
+    own = floor_ms(config, 4, 1e3, drafts=2, draft_model=config, **load)
+    assert own == pytest.approx(3 * floors[0])
 
 
 def test_random_weights_are_small_but_not_zero(model: torch.nn.Module) -> None:

@@ -340,6 +340,8 @@ class EngineMachine(RuleBasedStateMachine):
             self.check_request(request_id, ask)
         for counters in self.counted:
             assert counters.steps_launched == counters.steps_committed
+            assert sum(counters.drafted_by_position) == counters.tokens_drafted
+            assert sum(counters.accepted_by_position) == counters.tokens_accepted
             for name in (
                 "steps_committed",
                 "steps_overlapped",
@@ -401,6 +403,7 @@ class EngineMachine(RuleBasedStateMachine):
         counts = request.counters
         assert counts.committed == len(request.generated_tokens)
         assert counts.launched + counts.accepted == counts.committed + counts.discarded
+        assert sum(counts.accepted_by_position) == counts.accepted <= counts.drafted
 
 
 @pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)

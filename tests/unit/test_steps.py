@@ -37,6 +37,8 @@ def test_summary_has_runs_of_tickets_depths_and_reasons() -> None:
         "not_overlapped": {DRAINED: 1, SERIAL: 2},
     }
     assert json.loads(json.dumps(summary)) == summary
+    # Each token of a window has the report of its step.
+    assert step_summary([one for one in reports for _ in range(3)]) == step_summary(reports)
 
 
 def test_driving_ends_when_all_requests_have_ended() -> None:
