@@ -51,6 +51,13 @@ def check_config(config: object) -> None:
         raise ConfigError(f"config is a {type(config).__name__}; give an EngineConfig")
 
 
+def draft_windows(drafts: int, *, adaptive: bool) -> tuple[int, ...]:
+    """The windows that steps may have, with graphs for each: 1 and 1 + ``drafts``; to choose among,
+    those of 1, 2, 4, 8 and so on drafts between them."""
+    between = (1 + (1 << power) for power in range(drafts.bit_length()))
+    return tuple(sorted({1, 1 + drafts, *(w for w in between if adaptive and w <= drafts)}))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineConfig:
     """How requests are scheduled and how much memory they may take.
@@ -89,6 +96,12 @@ class EngineConfig:
             the last tokens of the request came before.
         draft_model: "tiny" or the directory of a model over the same vocabulary, which drafts
             instead. It is loaded with the model, and the KV cache has room for both.
+        adaptive_speculation: leave drafts out where they do not pay, by the costs of steps, which
+            are measured at the start, and by how many drafts were accepted lately. It changes no
+            token.
+        speculative_step_costs: (rows, window, seconds) of decode steps for
+            ``adaptive_speculation``, in place of what it would measure: the header of a recorded
+            run has them.
         num_cuda_graphs: most row buckets captured; None captures all.
         enable_sampling_extras: keep room on the device for penalties, filters, log-probabilities
             and structured output, and capture the steps of requests that ask for them; the log
@@ -125,6 +138,8 @@ class EngineConfig:
     num_speculative_tokens: int = 0
     speculative_method: str = "mtp"
     draft_model: str | None = None
+    adaptive_speculation: bool = False
+    speculative_step_costs: tuple[tuple[int, int, float], ...] | None = None
     num_cuda_graphs: int | None = None
     enable_sampling_extras: bool = True
     capture_mixed_steps: bool = True
@@ -152,6 +167,7 @@ class EngineConfig:
         if self.speculative_method not in SPECULATIVE_METHODS:
             known = " or ".join(SPECULATIVE_METHODS)
             raise ConfigError(f"speculative_method={self.speculative_method!r} must be {known}")
+        self._check_step_costs()
         self._check("depth", 0, MAX_DEPTH, optional=True)
         self._check("inference_logging_step_interval", 0)
         self._check("max_tokens", 1, optional=True)
@@ -186,6 +202,29 @@ class EngineConfig:
             )
         if self.dtype not in (None, "float32", "bfloat16", "float16"):
             raise ConfigError(f"dtype={self.dtype!r} must be float32, bfloat16 or float16")
+
+    def _check_step_costs(self) -> None:
+        """Numbers of those ranges, Python's own from now on, and at least one for each window."""
+        if self.speculative_step_costs is None:
+            return
+        name = "speculative_step_costs"
+        try:
+            costs = tuple(
+                (int(rows), int(window), float(seconds))
+                for rows, window, seconds in self.speculative_step_costs
+            )
+        except (TypeError, ValueError):
+            raise ConfigError(f"{name} must be (rows, window, seconds) tuples of numbers") from None
+        if not costs or any(min(cost) <= 0 or cost[2] == float("inf") for cost in costs):
+            raise ConfigError(f"{name} must have rows, window and finite seconds above 0")
+        windows = set(draft_windows(self.num_speculative_tokens, adaptive=True))
+        for rows in {cost[0] for cost in costs}:
+            missing = windows - {cost[1] for cost in costs if cost[0] == rows}
+            if missing:
+                raise ConfigError(
+                    f"{name} has no seconds for {rows} rows and windows {sorted(missing)}; add them"
+                )
+        object.__setattr__(self, name, costs)
 
     def _check(
         self, name: str, low: int | None = None, high: int | None = None, *, optional: bool = False

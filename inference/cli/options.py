@@ -236,6 +236,8 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: int) -> None
     said = "who drafts: the model's layers for multi-token prediction, or what followed when the "
     said += "last tokens came before (default: mtp)"
     add("--speculative-method", choices=SPECULATIVE_METHODS, default="mtp", help=said)
+    said = "leave drafts out where they do not pay, by what steps cost at the start"
+    add("--adaptive-speculation", action="store_true", help=said)
     said = "a model over the same vocabulary that drafts instead"
     add("--draft-model", metavar="tiny|PATH", help=said)
     count("num_cuda_graphs", "most batch sizes captured as CUDA graphs (default: all)")

@@ -12,10 +12,10 @@ class Limits:
     There are more slots than rows: a slot comes back only when its last ticket has retired, and
     until then another one serves the request that takes over the row. ``max_assignments`` bounds
     the block assignments of one packet and holds a longest request next to full decode rows.
-    ``window`` is the number of tokens that a decode row may bring; blocks are given for
-    ``lookahead`` positions more, to which drafting may write. ``priority_step`` is the number of
-    tickets by which one step of priority goes ahead. ``admit_tokens``: admissions bring the
-    request's tokens.
+    ``windows`` are the numbers of tokens that the decode rows of a step may bring, ascending from
+    1; blocks are given for ``lookahead`` positions more, to which drafting may write.
+    ``priority_step`` is the number of tickets by which one step of priority goes ahead.
+    ``admit_tokens``: admissions bring the request's tokens.
     """
 
     max_requests: int
@@ -27,9 +27,19 @@ class Limits:
     max_assignments: int
     enable_prefix_caching: bool = True
     priority_step: int = 1000
-    window: int = 1
+    windows: tuple[int, ...] = (1,)
     lookahead: int = 0
     admit_tokens: bool = False
+
+    @property
+    def window(self) -> int:
+        """Most tokens that a decode row may bring."""
+        return self.windows[-1]
+
+    def window_of(self, drafts: int | None) -> int:
+        """Most tokens that the rows of a request may bring, which wants so many drafts; None for
+        all."""
+        return self.window if drafts is None else min(1 + drafts, self.window)
 
     @property
     def blocks_per_row(self) -> int:
