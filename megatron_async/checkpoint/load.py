@@ -9,7 +9,13 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_async.checkpoint import huggingface, native
-from megatron_async.checkpoint.files import SINGLE_FILE, Description, weight_files
+from megatron_async.checkpoint.distributed_metadata import read_metadata
+from megatron_async.checkpoint.files import (
+    SINGLE_FILE,
+    Description,
+    stored_shapes,
+    weight_files,
+)
 from megatron_async.checkpoint.finite import check_finite
 from megatron_async.checkpoint.json_file import read_json
 from megatron_async.checkpoint.path import (
@@ -18,7 +24,9 @@ from megatron_async.checkpoint.path import (
     model_directory,
     random_shape,
 )
-from megatron_async.errors import CheckpointError
+from megatron_async.checkpoint.regular_files import is_regular_file
+from megatron_async.checkpoint.stored_size import check_stored_size
+from megatron_async.errors import CheckpointError, shown
 from megatron_async.models.config import ModelConfig
 from megatron_async.tokenizer import TOKENIZER_FILE, Tokenizer
 
@@ -49,8 +57,8 @@ class _Described(NamedTuple):
 
 def _describe(directory: Path) -> _Described:
     config_file = directory / "config.json"
-    if not config_file.is_file():
-        if (directory / "metadata.json").is_file():
+    if not is_regular_file(config_file):
+        if is_regular_file(directory / "metadata.json"):
             raise CheckpointError(
                 f"{directory}: a dist_checkpointing directory needs a config.json that describes "
                 "the model; write it with megatron_async.checkpoint.native.write_config"
@@ -61,7 +69,7 @@ def _describe(directory: Path) -> _Described:
     own = "format" in values
     if own:
         description = native.describe(directory, values)
-        distributed = not (directory / SINGLE_FILE).is_file() and any(
+        distributed = not is_regular_file(directory / SINGLE_FILE) and any(
             (directory / file).exists() for file in ("metadata.json", ".metadata", "common.pt")
         )
     elif "model_type" in values or "architectures" in values:
@@ -109,15 +117,20 @@ def load_pretrained(
             that is not supported, or has a parameter with elements that are not finite in
             ``dtype``; the message names it.
     """
+    if not isinstance(allow_non_finite_weights, bool):
+        raise CheckpointError(
+            f"allow_non_finite_weights={shown(allow_non_finite_weights)} must be True or False"
+        )
     shape = random_shape(path)
     if shape is not None:
         return _random(str(path), shape, torch.device(device), dtype)
     directory = model_directory(path)
     description, own, distributed = _describe(directory)
-    if not distributed:
-        weight_files(directory)
+    chunks = read_metadata(directory) if distributed else {}
+    shapes = {name: tensor.shape for name, tensor in chunks.items()} or stored_shapes(directory)
+    check_stored_size(directory, description.config, shapes)
     tokenizer = None
-    if (directory / TOKENIZER_FILE).is_file():
+    if is_regular_file(directory / TOKENIZER_FILE):
         tokenizer = Tokenizer.from_directory(directory)
     eos_token_ids = description.eos_token_ids
     if not eos_token_ids and tokenizer is not None:
@@ -133,7 +146,7 @@ def load_pretrained(
     if distributed:
         from megatron_async.checkpoint.distributed import load_weights as load_distributed
 
-        load_distributed(directory, model)
+        load_distributed(directory, model, chunks)
     elif own:
         native.load_weights(directory, description.config, model)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.resources
 from pathlib import Path
 
+from megatron_async.checkpoint.regular_files import is_directory
 from megatron_async.errors import CheckpointError
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.made_up_tokenizer import made_up_tokenizer
@@ -47,7 +48,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 def model_directory(path: str | Path) -> Path:
     if path != EMBEDDED:
         directory = Path(path)
-        if not directory.is_dir():
+        if not is_directory(directory):
             raise CheckpointError(f"{path}: not a directory; {SUPPORTED}")
         return directory
     embedded = importlib.resources.files("megatron_async") / "assets" / EMBEDDED

@@ -78,6 +78,9 @@ class TextGenerationController:
             )
         self._check_suits(context)
         self._attached = context.attached = True
+        reserve = getattr(self.inference_wrapped_model, "reserve_positions", None)
+        if reserve is not None:
+            reserve(context.max_sequence_length)
         return ModelRunner(
             device,
             context,

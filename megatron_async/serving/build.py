@@ -79,11 +79,12 @@ class Text(NamedTuple):
 
 def _text_of(settings: FrontendSettings) -> Text:
     from megatron_async.checkpoint.path import load_tokenizer, model_directory, random_shape
+    from megatron_async.checkpoint.regular_files import is_regular_file
     from megatron_async.tokenizer import TOKENIZER_FILE
 
     if random_shape(settings.model) is None:
         directory = model_directory(settings.model)
-        if not (directory / TOKENIZER_FILE).is_file():
+        if not is_regular_file(directory / TOKENIZER_FILE):
             raise ConfigError(
                 f"{directory} has no {TOKENIZER_FILE}; with --skip-tokenizer-init clients can send "
                 "token ids and get token ids"
