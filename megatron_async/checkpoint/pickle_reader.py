@@ -237,6 +237,13 @@ def _integer(digits: bytes) -> int:
         raise PickleReadError("corrupt: an integer in digits") from error
 
 
+def _float(digits: bytes) -> float:
+    try:
+        return float(digits)
+    except ValueError as error:
+        raise PickleReadError("corrupt: a number in digits") from error
+
+
 def _signed(data: bytes) -> int:
     return int.from_bytes(data, "little", signed=True)
 
@@ -271,6 +278,7 @@ def _acts() -> dict[int, _Act]:
         p.BININT2: lambda r: r.push(r.unsigned(2)),
         p.LONG1: lambda r: r.push(_signed(r.sized(1))),
         p.LONG4: lambda r: r.push(_signed(r.sized(4))),
+        p.FLOAT: lambda r: r.push(_float(r.line())),
         p.BINFLOAT: lambda r: r.push(struct.unpack(">d", r.take(8))[0]),
         # texts and bytes
         p.UNICODE: lambda r: r.push(r.line().decode("raw-unicode-escape")),
