@@ -12,14 +12,16 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from megatron_async import megatron_compat as compat
+from megatron_async.checkpoint.common_file import read_common
 from megatron_async.checkpoint.distributed_metadata import (
     StoredChunk,
     StoredTensor,
 )
 from megatron_async.checkpoint.json_file import one_line, read_json
+from megatron_async.checkpoint.megatron_root import BACKEND_FILE
 from megatron_async.checkpoint.native import copy_tokenizer_files, write_config
-from megatron_async.checkpoint.regular_files import file_size, read_file, read_range
-from megatron_async.checkpoint.torch_archive import read_object, read_tensor
+from megatron_async.checkpoint.regular_files import file_size, read_range
+from megatron_async.checkpoint.torch_archive import read_tensor
 from megatron_async.errors import CheckpointError
 from megatron_async.models.config import ModelConfig
 
@@ -33,9 +35,6 @@ from megatron.core.dist_checkpointing.strategies import torch as torch_strategy 
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy  # isort: skip
 from megatron.core.transformer.mlp import MLP  # isort: skip
 
-BACKEND_FILE = "metadata.json"
-COMMON_FILE = "common.pt"
-MOST_COMMON_BYTES = 2**28
 
 # Our layers have separate norms; megatron's checkpoints name them as the fused layers do.
 _STORED_NAMES = {
@@ -125,20 +124,6 @@ def save_distributed(
             bos_token_id=bos_token_id,
             dtype=next(model.parameters()).dtype,
         )
-
-
-def read_common(directory: Path) -> Any:
-    """What ``common.pt`` holds: plain values, and records of all else.
-
-    Raises:
-        CheckpointError: it is missing, too large or corrupt, or holds what is not allowed.
-    """
-    path = directory / COMMON_FILE
-    data = read_file(path, MOST_COMMON_BYTES)
-    try:
-        return read_object(data)
-    except Exception as error:  # a corrupt archive can raise anything
-        raise CheckpointError(f"{path}: content refused: {one_line(error)}") from error
 
 
 def _read_chunk(name: str, chunk: StoredChunk) -> torch.Tensor:

@@ -59,7 +59,6 @@ class _Machine:
     ) -> None:
         self._data = data
         self._at = 0
-        self._opcodes = 0
         self._allows = allows
         self._functions = functions or {}
         self._persistent = persistent
@@ -70,15 +69,15 @@ class _Machine:
 
     def load(self) -> Any:
         self.stack, self.marked, self.memo = [], [], {}
-        data, end = self._data, len(self._data)
+        data, end, count = self._data, len(self._data), 0
         try:
             while self._at < end:
                 opcode = data[self._at]
                 self._at += 1
                 if opcode == _STOP:
                     return self.stack.pop()
-                self._opcodes += 1
-                if self._opcodes > MOST_OPCODES:
+                count += 1
+                if count > MOST_OPCODES:
                     raise PickleReadError(f"more than {MOST_OPCODES:,} opcodes")
                 act = _ACTS.get(opcode)
                 if act is None:
@@ -265,43 +264,43 @@ def _acts() -> dict[int, _Act]:
         p.MARK: _Machine.mark,
         p.POP: _Machine.pop,
         p.POP_MARK: lambda r: _ignore(r.to_mark()),
-        p.DUP: lambda r: r.push(r.stack[-1]),
+        p.DUP: lambda r: r.stack.append(r.stack[-1]),
         # constants
-        p.NONE: lambda r: r.push(None),
-        p.NEWTRUE: lambda r: r.push(True),
-        p.NEWFALSE: lambda r: r.push(False),
+        p.NONE: lambda r: r.stack.append(None),
+        p.NEWTRUE: lambda r: r.stack.append(True),
+        p.NEWFALSE: lambda r: r.stack.append(False),
         # numbers
         p.INT: _text_integer,
-        p.LONG: lambda r: r.push(_integer(r.line())),
-        p.BININT: lambda r: r.push(_signed(r.take(4))),
-        p.BININT1: lambda r: r.push(r.unsigned(1)),
-        p.BININT2: lambda r: r.push(r.unsigned(2)),
-        p.LONG1: lambda r: r.push(_signed(r.sized(1))),
-        p.LONG4: lambda r: r.push(_signed(r.sized(4))),
-        p.FLOAT: lambda r: r.push(_float(r.line())),
-        p.BINFLOAT: lambda r: r.push(struct.unpack(">d", r.take(8))[0]),
+        p.LONG: lambda r: r.stack.append(_integer(r.line())),
+        p.BININT: lambda r: r.stack.append(_signed(r.take(4))),
+        p.BININT1: lambda r: r.stack.append(r.unsigned(1)),
+        p.BININT2: lambda r: r.stack.append(r.unsigned(2)),
+        p.LONG1: lambda r: r.stack.append(_signed(r.sized(1))),
+        p.LONG4: lambda r: r.stack.append(_signed(r.sized(4))),
+        p.FLOAT: lambda r: r.stack.append(_float(r.line())),
+        p.BINFLOAT: lambda r: r.stack.append(struct.unpack(">d", r.take(8))[0]),
         # texts and bytes
-        p.UNICODE: lambda r: r.push(r.line().decode("raw-unicode-escape")),
-        p.SHORT_BINUNICODE: lambda r: r.push(_utf8(r.sized(1))),
-        p.BINUNICODE: lambda r: r.push(_utf8(r.sized(4))),
-        p.BINUNICODE8: lambda r: r.push(_utf8(r.sized(8))),
-        p.SHORT_BINBYTES: lambda r: r.push(r.sized(1)),
-        p.BINBYTES: lambda r: r.push(r.sized(4)),
-        p.BINBYTES8: lambda r: r.push(r.sized(8)),
+        p.UNICODE: lambda r: r.stack.append(r.line().decode("raw-unicode-escape")),
+        p.SHORT_BINUNICODE: lambda r: r.stack.append(_utf8(r.sized(1))),
+        p.BINUNICODE: lambda r: r.stack.append(_utf8(r.sized(4))),
+        p.BINUNICODE8: lambda r: r.stack.append(_utf8(r.sized(8))),
+        p.SHORT_BINBYTES: lambda r: r.stack.append(r.sized(1)),
+        p.BINBYTES: lambda r: r.stack.append(r.sized(4)),
+        p.BINBYTES8: lambda r: r.stack.append(r.sized(8)),
         # containers; sets are lists, so that nothing is hashed
-        p.EMPTY_TUPLE: lambda r: r.push(()),
-        p.TUPLE1: lambda r: r.push(r.last(1)),
-        p.TUPLE2: lambda r: r.push(r.last(2)),
-        p.TUPLE3: lambda r: r.push(r.last(3)),
+        p.EMPTY_TUPLE: lambda r: r.stack.append(()),
+        p.TUPLE1: lambda r: r.stack.append((r.stack.pop(),)),
+        p.TUPLE2: lambda r: r.stack.append(r.last(2)),
+        p.TUPLE3: lambda r: r.stack.append(r.last(3)),
         p.TUPLE: lambda r: r.push(tuple(r.to_mark())),
-        p.EMPTY_LIST: lambda r: r.push([]),
+        p.EMPTY_LIST: lambda r: r.stack.append([]),
         p.LIST: lambda r: r.push(r.to_mark()),
-        p.EMPTY_SET: lambda r: r.push([]),
+        p.EMPTY_SET: lambda r: r.stack.append([]),
         p.FROZENSET: lambda r: r.push(r.to_mark()),
         p.APPEND: lambda r: r.extend([r.stack.pop()]),
         p.APPENDS: lambda r: r.extend(r.to_mark()),
         p.ADDITEMS: lambda r: r.extend(r.to_mark()),
-        p.EMPTY_DICT: lambda r: r.push({}),
+        p.EMPTY_DICT: lambda r: r.stack.append({}),
         p.DICT: _Machine.dict,
         p.SETITEM: lambda r: r.set_items(list(r.last(2))),
         p.SETITEMS: lambda r: r.set_items(r.to_mark()),
@@ -310,9 +309,9 @@ def _acts() -> dict[int, _Act]:
         p.PUT: lambda r: r.memo.__setitem__(_integer(r.line()), r.stack[-1]),
         p.BINPUT: lambda r: r.memo.__setitem__(r.unsigned(1), r.stack[-1]),
         p.LONG_BINPUT: lambda r: r.memo.__setitem__(r.unsigned(4), r.stack[-1]),
-        p.GET: lambda r: r.push(r.memo[_integer(r.line())]),
-        p.BINGET: lambda r: r.push(r.memo[r.unsigned(1)]),
-        p.LONG_BINGET: lambda r: r.push(r.memo[r.unsigned(4)]),
+        p.GET: lambda r: r.stack.append(r.memo[_integer(r.line())]),
+        p.BINGET: lambda r: r.stack.append(r.memo[r.unsigned(1)]),
+        p.LONG_BINGET: lambda r: r.stack.append(r.memo[r.unsigned(4)]),
         # names and objects
         p.GLOBAL: lambda r: r.named(_utf8(r.line()), _utf8(r.line())),
         p.STACK_GLOBAL: lambda r: r.named(*r.last(2)),

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async.checkpoint import load_pretrained, save_distributed
+from megatron_async.checkpoint import describe_pretrained, load_pretrained, save_distributed
 from megatron_async.checkpoint.distributed_metadata import read_metadata
 from megatron_async.checkpoint.native import write_config
 from megatron_async.engine.engine import DynamicInferenceEngine
@@ -47,7 +47,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 # A program of a megatron user: stock model, stock save, nothing of this package.
 STOCK = """
-import contextlib, os, sys
+import argparse, contextlib, os, sys
 import torch
 if not torch.cuda.is_available():
     torch.cuda.current_device = lambda: torch.device("cpu")
@@ -59,6 +59,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec, get_gpt_mtp_block_spec)
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 torch.distributed.init_process_group(
@@ -83,6 +84,15 @@ def build(mtp_num_layers=None):
         parameter.data.copy_(torch.randn_like(parameter) * (0.3 if mtp else 1))
     return model
 
+ARGUMENTS = argparse.Namespace(
+    num_layers=2, hidden_size=32, num_attention_heads=4, group_query_attention=True,
+    num_query_groups=2, kv_channels=8, ffn_hidden_size=48, normalization="RMSNorm",
+    norm_epsilon=1e-5, qk_layernorm=True, add_bias_linear=False, add_qkv_bias=False, swiglu=True,
+    position_embedding_type="learned_absolute", max_position_embeddings=128, rotary_percent=1.0,
+    untie_embeddings_and_output_weights=True, padded_vocab_size=64, vocab_size=60, mtp_num_layers=2,
+    params_dtype=torch.float32, attention_backend=AttnBackend.auto, num_experts=None, seed=1234,
+    tokenizer_type="HuggingFaceTokenizer", tokenizer_model="/nowhere/at/all", data_path=["a", "b"])
+
 def save_with_mtp(root):
     # Under the names of both layer specs, with the logits that training sees.
     model = build(mtp_num_layers=2).eval()
@@ -104,8 +114,10 @@ def save_with_mtp(root):
         for layer in ("decoder.layers", "mtp.layers.1.transformer_layer"):
             key = f"{layer}.self_attention.core_attention._extra_state"
             sharded[key] = ShardedObject(key, torch.zeros(8), (1,), (0,))
-        os.mkdir(f"{root}/{name}")
-        dist_checkpointing.save(sharded, f"{root}/{name}")
+        sharded |= {"args": ARGUMENTS, "checkpoint_version": 3.0, "iteration": 7}
+        os.makedirs(f"{root}/{name}/iter_0000007")
+        dist_checkpointing.save(sharded, f"{root}/{name}/iter_0000007")
+        open(f"{root}/{name}/latest_checkpointed_iteration.txt", "w").write("7")
 
 if __name__ == "__main__":
     root = sys.argv[1]
@@ -179,10 +191,12 @@ def test_stock_megatron_and_we_load_each_other_exactly(stock: Path) -> None:
 @pytest.mark.parametrize("name", ("mtp_te", "mtp_local"))
 @torch.no_grad()
 def test_mtp_layers_as_training_saves_them_draft_what_training_sees(stock: Path, name: str) -> None:
+    """And is loaded from its root, by the arguments that training keeps."""
     changes = {"mtp_num_layers": 2, "position_embedding": "learned_absolute"}
-    config = ModelConfig.from_dict({**CONFIG.to_dict(), **changes})
-    write_config(stock / name, config)
-    stored = read_metadata(stock / name)
+    assert describe_pretrained(stock / name).config == ModelConfig(
+        **{**CONFIG.to_dict(), **changes}
+    )
+    stored = read_metadata(stock / name / "iter_0000007")
     assert ("mtp.layers.1.transformer_layer.input_layernorm.weight" in stored) == (
         name == "mtp_local"
     )
@@ -296,7 +310,7 @@ def test_optimizer_state_is_skipped(saved: Path) -> None:
         ("common.pt", r"common\.pt: cannot be read: No such file"),
         ("metadata.json", r"metadata\.json: cannot be read"),
         ("*.distcp", "cannot be read: No such file"),
-        ("config.json", r"needs a config\.json.*write_config"),
+        ("config.json", r"common\.pt: has no args of Megatron.*config\.json.*write_config"),
     ],
 )
 def test_missing_file_is_named(saved: Path, name: str, message: str) -> None:
