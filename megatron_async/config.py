@@ -87,6 +87,7 @@ class EngineConfig:
         speculative_method: who drafts: "mtp", the model's layers for multi-token prediction, of
             which the last one drafts what goes beyond their number; or "ngram", what followed when
             the last tokens of the request came before.
+        tokenizer_model: a ``tokenizer.json``, or the directory of one, instead of the model's own.
         draft_model: "tiny" or the directory of a model over the same vocabulary, which drafts
             instead. It is loaded with the model, and the KV cache has room for both.
         num_cuda_graphs: most row buckets captured; None captures all.
@@ -124,6 +125,7 @@ class EngineConfig:
     random_seed: int = 0
     num_speculative_tokens: int = 0
     speculative_method: str = "mtp"
+    tokenizer_model: str | None = None
     draft_model: str | None = None
     num_cuda_graphs: int | None = None
     enable_sampling_extras: bool = True
@@ -153,6 +155,8 @@ class EngineConfig:
         if not isinstance(method, str) or method not in SPECULATIVE_METHODS:
             known = " or ".join(SPECULATIVE_METHODS)
             raise ConfigError(f"speculative_method={shown(method)} must be {known}")
+        if self.tokenizer_model is not None and not isinstance(self.tokenizer_model, str):
+            raise ConfigError(f"tokenizer_model={shown(self.tokenizer_model)} must be a path")
         self._check("depth", 0, MAX_DEPTH, optional=True)
         self._check("inference_logging_step_interval", 0)
         self._check("max_tokens", 1, optional=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async.checkpoint.json_file import one_line, read_json
-from megatron_async.checkpoint.path import model_directory, random_shape
+from megatron_async.checkpoint.path import model_directory, random_shape, tokenizer_directory
 from megatron_async.checkpoint.regular_files import is_regular_file, read_file
 from megatron_async.errors import CheckpointError, RequestError
 from megatron_async.parameter_checks import shown
@@ -57,13 +57,18 @@ class ChatTemplates:
 
     @classmethod
     def from_directory(
-        cls, path: str | Path, *, chat_template: str | Path | None = None
+        cls,
+        path: str | Path,
+        *,
+        chat_template: str | Path | None = None,
+        tokenizer_model: str | Path | None = None,
     ) -> ChatTemplates:
         """Those of a model directory, or of "tiny", as transformers finds them: files of their own
         go before ``tokenizer_config.json``. There may be none.
 
         Args:
             chat_template: a file whose template is taken instead.
+            tokenizer_model: a ``tokenizer.json``, or its directory, instead of the model's own.
 
         Raises:
             CheckpointError: a file is corrupt, or a template has a syntax error.
@@ -72,6 +77,7 @@ class ChatTemplates:
             given = None if chat_template is None else _read(Path(chat_template))
             return cls({DEFAULT: given or PLAIN_TEMPLATE})
         directory = model_directory(path)
+        directory = tokenizer_directory(directory, tokenizer_model) or directory
         config_file = directory / TOKENIZER_CONFIG_FILE
         config = read_json(config_file) if is_regular_file(config_file) else {}
         if chat_template is not None:

@@ -19,6 +19,7 @@ import torch
 from megatron_async.checkpoint import describe_pretrained, load_pretrained, save_distributed
 from megatron_async.checkpoint.path import load_tokenizer
 from megatron_async.errors import CheckpointError
+from megatron_async.inference.cli.main import main
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig, RopeScaling
 
@@ -211,6 +212,8 @@ def test_tokenizer_is_found_by_its_stored_name(root: Path, tmp_path_factory: Any
 def test_tokenizer_is_taken_as_given(root: Path) -> None:
     for given in (TINY, TINY / "tokenizer.json"):
         assert load_pretrained(root, tokenizer_model=given).tokenizer is not None
+    arguments = ["--prompt", "a", "--max-new-tokens", "2", "--device", "cpu"]
+    assert main(["generate", "--model", str(root), "--tokenizer-model", str(TINY), *arguments]) == 0
     for given in (root, TINY / "config.json", "x" * 300):
         with pytest.raises(CheckpointError, match=r"tokenizer|File name too long"):
             load_pretrained(root, tokenizer_model=given)
