@@ -49,7 +49,9 @@ class TextGenerationController:
             RequestError: the model came without a tokenizer, or it knows no begin token.
         """
         if self.tokenizer is None:
-            raise RequestError("the model has no tokenizer; give the prompt as token ids, or a tokenizer_model")
+            raise RequestError(
+                "the model has no tokenizer; give the prompt as token ids, or a tokenizer_model"
+            )
         ids = list(self.tokenizer.tokenize(prompt))
         if add_BOS:
             bos = getattr(self.tokenizer, "bos", None)
