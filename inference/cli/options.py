@@ -18,7 +18,7 @@ from megatron_async.config import (
     SPECULATIVE_METHODS,
     EngineConfig,
 )
-from megatron_async.errors import ConfigError
+from megatron_async.errors import ConfigError, legible
 from megatron_async.models.shapes import SHAPES
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class OneLineErrorParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2."""
-        self.exit(2, f"{PROGRAM}: error: {message} (see {self.prog} --help)\n")
+        self.exit(2, f"{PROGRAM}: error: {legible(message)} (see {self.prog} --help)\n")
 
 
 def integer(low: int, high: int | None = None) -> Callable[[str], int]:

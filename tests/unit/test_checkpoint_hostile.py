@@ -501,3 +501,10 @@ def test_ctrl_c_while_modules_are_imported_is_one_line(seconds: float) -> None:
         check=False,
     )
     assert (done.returncode, done.stderr) == (130, "\nmegatron-async: interrupted\n")
+
+
+def test_argument_of_a_megabyte_is_one_short_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["generate", "--max-new-tokens", "9\x1b" * 500_000])
+    err = capsys.readouterr().err
+    assert len(err) < 2000 and err.count("\n") == 1 and err.strip().isprintable()
