@@ -96,7 +96,7 @@ class GPTInferenceWrapper:
         rotary = self.model.rotary
         if rotary is not None and rotary.reserve(length):
             # Steps that another engine has captured go on with the old ones.
-            self._outgrown += [self._fused, self._fused_mtp]
+            self._outgrown.extend((self._fused, self._fused_mtp))
             self._fused_mtp = None
             if self._fused is not None:
                 self._fused = FusedDecoder(self.model)
