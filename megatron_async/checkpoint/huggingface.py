@@ -1,12 +1,15 @@
-"""Hugging Face directories of Llama, Qwen2 and Qwen3: ``config.json`` to :class:`ModelConfig`."""
+"""Hugging Face directories of Llama, Qwen2, Qwen3 and MiMo: ``config.json`` to
+:class:`ModelConfig`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from megatron_async.checkpoint import mimo
 from megatron_async.checkpoint.files import Description, parse_dtype, parse_token_ids
 from megatron_async.checkpoint.json_file import read_json
+from megatron_async.checkpoint.regular_files import is_regular_file
 from megatron_async.errors import CheckpointError
 from megatron_async.models.config import ModelConfig, RopeScaling
 
@@ -14,9 +17,11 @@ ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    mimo.MODEL_TYPE: mimo.ARCHITECTURE,
 }
+_LIKE_QWEN2 = ("qwen2", mimo.MODEL_TYPE)
 # What transformers assumes where config.json is silent.
-_DEFAULT_KV_HEADS = {"qwen2": 32, "qwen3": 32}
+_DEFAULT_KV_HEADS = {"qwen2": 32, "qwen3": 32, mimo.MODEL_TYPE: 32}
 _DEFAULT_HEAD_DIM = {"qwen3": 128}
 
 
@@ -130,7 +135,7 @@ def _convert(fields: _Fields) -> ModelConfig:
     # A null is not as absent here: transformers takes it for one head for each attention head.
     has_kv_heads = "num_key_value_heads" in fields.values
     default_kv_heads = heads if has_kv_heads else _DEFAULT_KV_HEADS.get(family, heads)
-    attention_bias = family != "qwen2" and fields.read("attention_bias", bool, False)
+    attention_bias = family not in _LIKE_QWEN2 and fields.read("attention_bias", bool, False)
     return ModelConfig(
         num_layers=fields.read("num_hidden_layers", int),
         hidden_size=hidden_size,
@@ -142,12 +147,13 @@ def _convert(fields: _Fields) -> ModelConfig:
         max_sequence_length=fields.read("max_position_embeddings", int),
         norm_epsilon=fields.read("rms_norm_eps", float, 1e-6),
         qk_norm=family == "qwen3",
-        qkv_bias=family == "qwen2" or attention_bias,
+        qkv_bias=family in _LIKE_QWEN2 or attention_bias,
         attention_output_bias=attention_bias,
         mlp_bias=family == "llama" and fields.read("mlp_bias", bool, False),
         tie_word_embeddings=fields.read("tie_word_embeddings", bool, False),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
+        mtp_num_layers=fields.read(mimo.MTP_LAYERS, int, 0) if family == mimo.MODEL_TYPE else 0,
     )
 
 
@@ -158,7 +164,7 @@ def describe(directory: Path, values: dict[str, Any]) -> Description:
     dtype = values["dtype"] if values.get("dtype") is not None else values.get("torch_dtype")
     eos_path, eos = path, values.get("eos_token_id")
     generation_path = directory / "generation_config.json"
-    if generation_path.is_file():
+    if is_regular_file(generation_path):
         generation_eos = read_json(generation_path).get("eos_token_id")
         if generation_eos is not None:
             eos_path, eos = generation_path, generation_eos

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_async.checkpoint import mimo
 from megatron_async.checkpoint.files import load_safetensors
 from megatron_async.checkpoint.targets import Target, TensorParallel
 from megatron_async.errors import IntegrityError
@@ -15,7 +16,7 @@ _EMBEDDING = "model.embed_tokens.weight"
 _LM_HEAD = "lm_head.weight"
 
 
-class _Targets(dict[str, Target]):
+class Targets(dict[str, Target]):
     """Targets by stored name; knows which parameters no stored tensor fills."""
 
     def __init__(self, parameters: dict[str, torch.Tensor], parallel: TensorParallel) -> None:
@@ -46,65 +47,71 @@ class _Targets(dict[str, Target]):
             self[stored_name] = self._parallel.target(name, view, shape)
 
 
-def weight_targets(
-    config: ModelConfig, parameters: dict[str, torch.Tensor], parallel: TensorParallel
-) -> dict[str, Target]:
-    """Target of every stored tensor of a Llama, Qwen2 or Qwen3 checkpoint.
-
-    ``parameters`` are those of this tensor-parallel rank.
+def _layer(
+    targets: Targets, config: ModelConfig, parallel: TensorParallel, theirs: str, ours: str
+) -> None:
+    """Targets of one layer, by the prefixes of its stored names and of its parameters.
 
     ``linear_qkv`` holds, for each key-value head, its query heads, its key, its value.
     ``linear_fc1`` holds the gate's rows, then the up projection's.
+    """
+    queries = config.num_attention_heads // config.num_kv_heads
+    qkv_lead = (config.num_kv_heads // parallel.size, queries + 2, config.head_dim)
+    q, k, v = slice(0, queries), slice(queries, queries + 1), slice(queries + 1, queries + 2)
+    attention = f"{theirs}.self_attn"
+    targets.whole(f"{theirs}.input_layernorm.weight", f"{ours}.input_layernorm.weight")
+    targets.whole(f"{theirs}.post_attention_layernorm.weight", f"{ours}.pre_mlp_layernorm.weight")
+    if config.qk_norm:
+        for x in "qk":
+            targets.whole(
+                f"{attention}.{x}_norm.weight", f"{ours}.self_attention.{x}_layernorm.weight"
+            )
+    for kind in ("weight", "bias"):
+        bias = kind == "bias"
+        if config.qkv_bias or not bias:
+            targets.rows(
+                {
+                    f"{attention}.q_proj.{kind}": q,
+                    f"{attention}.k_proj.{kind}": k,
+                    f"{attention}.v_proj.{kind}": v,
+                },
+                f"{ours}.self_attention.linear_qkv.{kind}",
+                qkv_lead,
+            )
+        if config.attention_output_bias or not bias:
+            targets.whole(f"{attention}.o_proj.{kind}", f"{ours}.self_attention.linear_proj.{kind}")
+        if config.mlp_bias or not bias:
+            targets.rows(
+                {
+                    f"{theirs}.mlp.gate_proj.{kind}": slice(0, 1),
+                    f"{theirs}.mlp.up_proj.{kind}": slice(1, 2),
+                },
+                f"{ours}.mlp.linear_fc1.{kind}",
+                (1, 2, config.ffn_hidden_size // parallel.size),
+            )
+            targets.whole(f"{theirs}.mlp.down_proj.{kind}", f"{ours}.mlp.linear_fc2.{kind}")
+
+
+def weight_targets(
+    config: ModelConfig, parameters: dict[str, torch.Tensor], parallel: TensorParallel
+) -> dict[str, Target]:
+    """Target of every stored tensor of a Llama, Qwen2, Qwen3 or MiMo checkpoint.
+
+    ``parameters`` are those of this tensor-parallel rank.
 
     Raises:
         IntegrityError: ``parameters`` are not those of a model built from ``config``.
     """
-    targets = _Targets(parameters, parallel)
-    queries = config.num_attention_heads // config.num_kv_heads
-    qkv_lead = (config.num_kv_heads // parallel.size, queries + 2, config.head_dim)
-    q, k, v = slice(0, queries), slice(queries, queries + 1), slice(queries + 1, queries + 2)
+    targets = Targets(parameters, parallel)
     targets.whole(_EMBEDDING, "embedding.word_embeddings.weight")
     targets.whole("model.norm.weight", "decoder.final_layernorm.weight")
     if not config.tie_word_embeddings:
         targets.whole(_LM_HEAD, "output_layer.weight")
     for n in range(config.num_layers):
-        theirs, ours = f"model.layers.{n}", f"decoder.layers.{n}"
-        attention = f"{theirs}.self_attn"
-        targets.whole(f"{theirs}.input_layernorm.weight", f"{ours}.input_layernorm.weight")
-        targets.whole(
-            f"{theirs}.post_attention_layernorm.weight", f"{ours}.pre_mlp_layernorm.weight"
-        )
-        if config.qk_norm:
-            for x in "qk":
-                targets.whole(
-                    f"{attention}.{x}_norm.weight", f"{ours}.self_attention.{x}_layernorm.weight"
-                )
-        for kind in ("weight", "bias"):
-            bias = kind == "bias"
-            if config.qkv_bias or not bias:
-                targets.rows(
-                    {
-                        f"{attention}.q_proj.{kind}": q,
-                        f"{attention}.k_proj.{kind}": k,
-                        f"{attention}.v_proj.{kind}": v,
-                    },
-                    f"{ours}.self_attention.linear_qkv.{kind}",
-                    qkv_lead,
-                )
-            if config.attention_output_bias or not bias:
-                targets.whole(
-                    f"{attention}.o_proj.{kind}", f"{ours}.self_attention.linear_proj.{kind}"
-                )
-            if config.mlp_bias or not bias:
-                targets.rows(
-                    {
-                        f"{theirs}.mlp.gate_proj.{kind}": slice(0, 1),
-                        f"{theirs}.mlp.up_proj.{kind}": slice(1, 2),
-                    },
-                    f"{ours}.mlp.linear_fc1.{kind}",
-                    (1, 2, config.ffn_hidden_size // parallel.size),
-                )
-                targets.whole(f"{theirs}.mlp.down_proj.{kind}", f"{ours}.mlp.linear_fc2.{kind}")
+        _layer(targets, config, parallel, f"model.layers.{n}", f"decoder.layers.{n}")
+    for mtp in mimo.mtp_layers(config.mtp_num_layers):
+        mimo.mtp_targets(targets, mtp)
+        _layer(targets, config, parallel, mtp.theirs, mtp.inner)
     if targets.unused:
         raise IntegrityError(f"no stored tensor fills parameter {min(targets.unused)}")
     return targets

@@ -231,6 +231,7 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
         device=device,
         dtype=dtype,
         allow_non_finite_weights=config.allow_non_finite_weights,
+        tokenizer_model=config.tokenizer_model,
     )
     wrapper = GPTInferenceWrapper(pretrained.model, batch_invariant=config.batch_invariant)
     if config.draft_model is not None:

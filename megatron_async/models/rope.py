@@ -25,12 +25,17 @@ def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None
     return (1 - keep) * frequencies / scaling.factor + keep * frequencies
 
 
+FIRST_ROWS = 2**18
+"""Most rows that a new table has."""
+
+
 class RotaryTable(torch.nn.Module):
-    """Cosines and sines of all positions, one row each; never saved, always fp32.
+    """Cosines and sines of positions, one row each; never saved, always fp32. It grows with what
+    is reserved: a model may say that it takes more positions than anybody uses.
 
     Args:
         frequencies: fp32 ``[pairs]``, see :func:`inverse_frequencies`.
-        max_sequence_length: number of rows.
+        max_sequence_length: most rows.
         interpolation: positions are divided by it (linear interpolation).
     """
 
@@ -41,10 +46,27 @@ class RotaryTable(torch.nn.Module):
     ) -> None:
         super().__init__()
         # On the CPU for every device, so that all devices rotate by the same bits.
-        positions = torch.arange(max_sequence_length, dtype=torch.float32) / interpolation
-        angles = torch.outer(positions, frequencies.detach().to("cpu", torch.float32))
-        table = torch.stack((angles.cos(), angles.sin()), dim=1)
+        self._frequencies = frequencies.detach().to("cpu", torch.float32)
+        self._interpolation = interpolation
+        self._most = max_sequence_length
+        self._outgrown: list[Tensor] = []
+        table = self._rows(min(max_sequence_length, FIRST_ROWS))
         self.register_buffer("cos_sin", table, persistent=False)
+
+    def _rows(self, count: int) -> Tensor:
+        positions = torch.arange(count, dtype=torch.float32) / self._interpolation
+        angles = torch.outer(positions, self._frequencies)
+        return torch.stack((angles.cos(), angles.sin()), dim=1)
+
+    def reserve(self, length: int) -> bool:
+        """Have rows for ``length`` positions, or all that there may be; whether it has grown."""
+        length = min(length, self._most)
+        if length <= len(self.cos_sin):
+            return False
+        # Captured graphs read the table that they were captured with.
+        self._outgrown.append(self.cos_sin)
+        self.cos_sin = self._rows(length).to(self.cos_sin.device)
+        return True
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> RotaryTable:
@@ -64,6 +86,7 @@ class RotaryTable(torch.nn.Module):
 
     def prefix(self, length: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines, fp32 ``[length, pairs]`` each, of the positions 0, 1, 2, ..."""
+        self.reserve(length)
         cos_sin = self.cos_sin[:length]
         return cos_sin[:, 0], cos_sin[:, 1]
 
