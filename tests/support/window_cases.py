@@ -75,41 +75,46 @@ class WindowCase:
             past = draw(2, row.length, KV_HEADS, head_dim)
             self.cache[:, self.table[slot][at // block_size], at % block_size] = past
         self.packed = draw(len(rows) * window, KV_HEADS * (group + 2) * head_dim)
-        self.norms = (draw(head_dim) + 1, draw(head_dim) + 1) if norm else (None, None)
+        self.norms: tuple[Tensor | None, Tensor | None] = (None, None)
+        if norm:
+            self.norms = draw(head_dim) + 1, draw(head_dim) + 1
         self.cos_sin = None
         if rope:  # of positions that a request may have, and no others
             table = (self.capacity, 2, head_dim // 2)
             self.cos_sin = torch.randn(table, generator=generator, device=device)
         self.scale = 1 / math.sqrt(head_dim)
 
-    def kernel(self, cluster: int | None = None, split_tokens: int | None = None) -> DecodeAttention:
+    def kernel(self, cluster: int, split_tokens: int) -> DecodeAttention:
+        rows, device = len(self.rows), self.device
         return DecodeAttention(
-            self.heads, len(self.rows), self.capacity, self.device, cluster=cluster,
-            split_tokens=split_tokens,
-        )  # fmt: skip
+            self.heads, rows, self.capacity, device, cluster=cluster, split_tokens=split_tokens
+        )
 
     def attend(self, kernel: DecodeAttention) -> Tensor:
         """``[T, heads, head_dim]``; appends to the cache."""
         heads = KV_HEADS * self.heads.group
         out = torch.full((len(self.packed), heads, self.heads.head_dim), math.nan)
         out = out.to(self.device).bfloat16()
+        keys, values = self.cache
         kernel(
-            self.packed, *self.cache, self.table, self.slots, self.positions, self.mapping, out,
+            self.packed, keys, values, self.table, self.slots, self.positions, self.mapping, out,
             scale=self.scale, cos_sin=self.cos_sin, q_weight=self.norms[0],
             k_weight=self.norms[1], eps=EPS,
         )  # fmt: skip
         return out
 
     def wanted(self) -> tuple[Tensor, Tensor]:
-        """What :meth:`attend` gives in float64, and the cache behind it: keys and values of all
-        tokens are appended, then each token attends as a row of its own."""
-        cache = self.cache.double()
-        norms = (None if x is None else x.double() for x in self.norms)
+        """What :meth:`attend` gives, and the cache behind it: keys and values of all tokens are
+        appended, then each token attends as a row of its own, in float64. Queries and keys are
+        rounded to bfloat16 before, which would else be most of the difference."""
+        cache = self.cache.clone()
+        keys, values = cache
         query = rope_append_reference(
-            self.packed.double(), *cache, self.mapping, self.positions, self.cos_sin, *norms, EPS
+            self.packed, keys, values, self.mapping, self.positions, self.cos_sin, *self.norms, EPS
         )
+        keys, values = cache.double()
         out = paged_decode_attention_reference(
-            query, *cache, self.table, self.positions + 1, self.scale, self.slots
+            query.double(), keys, values, self.table, self.positions + 1, self.scale, self.slots
         )
         return out, cache
 

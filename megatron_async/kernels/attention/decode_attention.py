@@ -30,8 +30,8 @@ LANES = 32
 MOST_ROWS = LANES * LANES
 """Of a batch: each lane of a warp handles several when it looks for a split."""
 FUSED_WINDOWS = True
-"""Whether the kernel takes windows of several tokens a row. If not, keys and values of all tokens are
-appended first, and each token attends as a row of its own (``context.attend_packed``)."""
+"""Whether the kernel takes windows of several tokens a row. If not, keys and values of all tokens
+are appended first, and each token attends as a row of its own (``context.attend_packed``)."""
 MAX_WINDOW = 16
 """The new tokens of a row are one tile."""
 MAX_QUERIES = 32
