@@ -53,8 +53,7 @@
       float a[AHEAD][STEPS], b[AHEAD][STEPS];
 #pragma unroll
       for (int n = 0; n < AHEAD; n++) {
-        const int vector = before + n * WARPS;
-        if (vector >= vectors) break;
+        const int vector = min(before + n * WARPS, vectors - 1);  // all loads without a branch
         const int which = vector < QUERIES ? item.share * HEADS + vector % HEADS
                                            : GROUP + (vector - QUERIES) / WINDOW;
         const size_t from = ((size_t)row * WINDOW + token_of(vector)) * KV_HEADS + item.head;
