@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import decode_attention
@@ -15,6 +17,9 @@ from megatron_async.runner.attention_metadata import AttentionMetadata
 from megatron_async.runner.context import DynamicInferenceContext
 from tests.support import emulator
 from tests.support.cuda_kernels import device, emulated, on_both, relative_error
+from tests.support.drafting_model import DraftingHashModel
+from tests.support.engines import hash_engine, sampling_params
+from tests.support.oracle import Ask
 from tests.support.window_cases import Row, WindowCase
 
 __all__ = ["device"]
@@ -116,6 +121,35 @@ class TestWindows:
             assert torch.equal(again[~changed], first[~changed])
             broken = changed & case.counted & (row % 3 == 1)
             assert again[broken].isnan().all()
+
+
+def test_windows_of_a_step_are_what_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One slot a row, consecutive positions, padding behind them: also at the ends of requests."""
+    window, steps, padding = 3, [], []
+    begin = DynamicInferenceContext.begin_forward
+
+    def begin_forward(
+        self: DynamicInferenceContext, each: Tensor, at: Tensor, **values: Any
+    ) -> None:
+        if values.get("chunks") is None:
+            assert values["window"] == window
+            whole = len(each) // window * window
+            slots, positions = each[:whole].view(-1, window), at[:whole].view(-1, window)
+            inside = slots != self.null_slot
+            assert torch.equal(inside, inside.sum(1, keepdim=True) > torch.arange(window))
+            assert (slots[inside] == slots[:, :1].expand_as(slots)[inside]).all()
+            expected = positions[:, :1] + torch.arange(window)
+            assert torch.equal(positions[inside], expected[inside])
+            assert (positions[~inside] < self.max_sequence_length).all()
+            padding.append(int((~inside)[inside[:, 0]].sum()))
+            steps.append(1)
+        begin(self, each, at, **values)
+
+    monkeypatch.setattr(DynamicInferenceContext, "begin_forward", begin_forward)
+    asks = [Ask(prompt=(1, 2, 3), max_new=20 + n) for n in range(3)]
+    with hash_engine(1, model=DraftingHashModel(window - 1, 0.3), max_requests=3) as engine:
+        engine.generate([list(ask.prompt) for ask in asks], [*map(sampling_params, asks)])
+    assert len(steps) > 5 and sum(padding) > 0
 
 
 @on_both("lengths", gpu=[(_WIDE,)], small=[(WIDE_LENGTHS,)])

@@ -97,7 +97,7 @@ class AttentionBlock:
         )  # fmt: skip
         q_weight, k_weight, eps = self._head_norms
         window = getattr(context, "window", 1)
-        if window is None or self._unsupported(context, window) is not None:
+        if window is None or rows % window or self._unsupported(context, window) is not None:
             out = context.attend_packed(
                 self._index, qkv, self._scale, self._rotary, q_weight, k_weight, eps
             )
