@@ -15,12 +15,15 @@ from megatron_async.kernels.attention.decode_attention import Heads, head_shares
 from megatron_async.kernels.gemm.tile_config import SHARED_BYTES
 from megatron_async.runner.attention_metadata import AttentionMetadata
 from megatron_async.runner.context import DynamicInferenceContext
+from megatron_async.sampling_params import SamplingParams
 from tests.support import emulator
 from tests.support.cuda_kernels import device, emulated, on_both, relative_error
+from tests.support.decode_rig import small
 from tests.support.drafting_model import DraftingHashModel
 from tests.support.engines import hash_engine, sampling_params
 from tests.support.oracle import Ask
 from tests.support.window_cases import Row, WindowCase
+from tests.unit.test_forward_accuracy import TOLERANCE, Rig
 
 __all__ = ["device"]
 
@@ -181,6 +184,40 @@ def test_a_models_own_forward_takes_windows_to_the_kernel(
     wanted, _ = case.wanted()
     out = context.attend_packed(0, case.packed, case.scale, case.cos_sin, None, None, 0.0)
     assert relative_error(out[case.counted], wanted[case.counted]) < CLOSE
+
+
+@on_both("window", gpu=[(2,), (3,), (5,)], small=[])
+def test_an_engine_with_drafts_decodes_its_windows_in_fused_kernels(
+    device: torch.device, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In captured graphs: each token is the best one of a float64 forward, or next to it."""
+    windows, attend = set(), decode_attention.DecodeAttention.__call__
+
+    def noted(self: decode_attention.DecodeAttention, *values: Any, **given: Any) -> None:
+        windows.add(self._window)
+        attend(self, *values, **given)
+
+    monkeypatch.setattr(decode_attention.DecodeAttention, "__call__", noted)
+    drafts = {"num_speculative_tokens": window - 1, "speculative_method": "ngram"}
+    rig = Rig(small("qwen3"), torch.bfloat16, str(device), 3, num_cuda_graphs=1, **drafts)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [
+        torch.randint(0, rig.vocab_size, (9 + n,), generator=generator).repeat(2) for n in range(3)
+    ]
+    params = [
+        SamplingParams(temperature=0, num_tokens_to_generate=n, termination_id=-1)
+        for n in (14, 17, 12)
+    ]
+    with rig.engine as engine:
+        requests = engine.generate([prompt.tolist() for prompt in prompts], params)
+        assert engine.counters.tokens_accepted > 0
+    assert windows == {window}
+    for prompt, request in zip(prompts, requests, strict=True):
+        tokens = request.generated_tokens
+        sequence = torch.tensor([*prompt.tolist(), *tokens[:-1]], device=device)
+        logits = rig.reference.logits(sequence)[len(prompt) - 1 :]
+        short = logits.amax(1) - logits[range(len(tokens)), tokens]
+        assert (short < TOLERANCE[torch.bfloat16] * logits.norm(dim=1)).all()
 
 
 @emulated
