@@ -46,9 +46,10 @@
 #define Q_AT (NEW_VALUES_AT + NEW_ROWS * ROW_BYTES)
 #define PARTS_AT (Q_AT + Q_ROWS * Q_ROW)   // [WARPS][QUERIES][D] fp32
 #define PARTS_BYTES (WARPS * QUERIES * D * 4)
-// Each warp's is in its ring, where two CTAs would not fit on an SM with both.
+// Each warp's is in its ring where there is no room next to it: two CTAs shall fit on an SM, and few
+// rows, which give a CTA one split, shall leave the next kernel what they leave it with one token each.
 #define SUMS_BYTES (PARTS_BYTES + (CLUSTER > 1 ? QUERIES * D * 8 : 0))
-#define PARTS_IN_RING (WINDOW > 1 && WARPS * RING_BYTES + SUMS_BYTES > 96 * 1024)
+#define PARTS_IN_RING (WINDOW > 1 && WARPS * RING_BYTES + SUMS_BYTES > (LANE_ROWS > 1 ? 96 : 72) * 1024)
 #define PART_GAP (PARTS_IN_RING ? RING_BYTES - QUERIES * D * 4 : 0)  // behind a warp's part
 #define PART_STATS_AT (PARTS_AT + (PARTS_IN_RING ? 0 : PARTS_BYTES))
 #define WEIGHTS_AT (PART_STATS_AT + WARPS * QUERIES * 8)  // of splits
