@@ -222,6 +222,7 @@ class StepProgram:
             positions,
             decode_rows=len(ids),
             read_lengths=not self._device.captures,
+            window=window,
         )
         hidden = None if self._drafter is None else self._drafter.hidden_states(len(ids))
         self._forward(self._pending_logits[: rows * window], ids, positions, hidden)
