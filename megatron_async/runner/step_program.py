@@ -17,7 +17,7 @@ from megatron_async.device.cuda import CudaPacketRing, CudaResultRing
 from megatron_async.device.protocol import Device, PacketRing, ResultRing
 from megatron_async.runner.attention_metadata import AttentionMetadata, metadata_of_mixed
 from megatron_async.runner.context import DynamicInferenceContext
-from megatron_async.runner.drafter import Drafter, MixedTokens
+from megatron_async.runner.drafter import Drafter, MixedTokens, SampledRows
 from megatron_async.runner.padding import padded_tokens
 from megatron_async.runner.prompt_log_probs import PromptLogProbs, PromptTargets
 from megatron_async.runner.sampling_stage import Model, SamplingExtras, SamplingStage
@@ -26,8 +26,11 @@ from megatron_async.step.packet import PacketLayout, StepShape
 from megatron_async.step.slot_fields import Source
 
 if TYPE_CHECKING:
-    from megatron_async.kernels.sampling.step_state import StepKernels
+    from megatron_async.kernels.sampling.step_kernels import StepKernels
 
+
+WINDOW_KERNELS_ON = True
+"""Steps with drafts run in kernels on CUDA; False takes the torch code."""
 
 RowProcessor = Callable[[torch.Tensor], torch.Tensor]
 """Logits of a row ``[vocabulary]`` to others."""
@@ -43,8 +46,8 @@ class StepProgram:
     the pending logits comes before it in stream order). ``pending_logits`` belong to that row map:
     those of row r's window from ``r * window`` on.
 
-    On CUDA what is around the model in a decode step without drafts runs in the kernels of
-    ``kernels/sampling/step_state.py``; the torch code here is their reference.
+    On CUDA what is around the model in a decode step runs in ``kernels/sampling/step_kernels.py``;
+    the torch code here is the reference. ``window_kernels`` is about steps with drafts.
     """
 
     def __init__(
@@ -89,14 +92,14 @@ class StepProgram:
             synthetic_acceptance,
         )  # fmt: skip
         self._kernels: StepKernels | None = None
-        if isinstance(packets, CudaPacketRing) and isinstance(results, CudaResultRing):
-            from megatron_async.kernels.sampling.step_state import StepKernels
+        on_cuda = isinstance(packets, CudaPacketRing) and isinstance(results, CudaResultRing)
+        if on_cuda and (self._window == 1 or WINDOW_KERNELS_ON):
+            from megatron_async.kernels.sampling.step_kernels import StepKernels
 
-            if self._window == 1:
-                self._kernels = StepKernels(
-                    self._row_records, context.slots, context.block_size_tokens, packets, results,
-                    *(extras or (None, None)),
-                )  # fmt: skip
+            self._kernels = StepKernels(
+                self._row_records, context.slots, context.block_size_tokens, packets, results,
+                *(extras or (None, None)), window=self._window,
+            )  # fmt: skip
 
     @property
     def extended_bytes(self) -> int:
@@ -145,10 +148,13 @@ class StepProgram:
     ) -> None:
         if self._kernels is None:
             self._stage.sample(logits, rows, extended, processed)
-        elif extended:
+            return
+        if extended:
             self._kernels.sample_extended(logits, processed)
         else:
             self._kernels.sample(logits)
+        if self._drafter is not None:
+            self._stage.draft(SampledRows(*self._kernels.sampled(rows)))
 
     # --- H2D ----------------------------------------------------------------------------------
 
@@ -193,10 +199,13 @@ class StepProgram:
     def forward_decode(self, rows: int) -> None:
         """Each row's last token at its slot's length, and its drafts behind it."""
         context, state, window = self._context, self._state, self._window
+        hidden = None
+        if self._drafter is not None:
+            hidden = self._drafter.hidden_states(rows * window)
         if self._kernels is not None:
             batch = self._kernels.batch(rows)
             context.begin_decode(batch.slots, batch.position_ids, batch.slot_mapping, batch.lengths)
-            self._forward(rows, batch.token_ids, batch.position_ids)
+            self._forward(rows, batch.token_ids, batch.position_ids, hidden)
             return
         slots = self._row_records[:rows, packet.ROW_SLOT].long()
         lengths = state.kv_length[slots]
@@ -216,7 +225,6 @@ class StepProgram:
             decode_rows=len(ids),
             read_lengths=not self._device.captures,
         )
-        hidden = None if self._drafter is None else self._drafter.hidden_states(len(ids))
         self._forward(rows, ids, positions, hidden)
         state.kv_length[slots] = lengths + (~state.finished[slots]).long()
 

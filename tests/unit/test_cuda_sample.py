@@ -143,7 +143,7 @@ def test_shared_memory_is_what_the_wrapper_thinks() -> None:
         for wide in (0, 1):
             defines = {
                 "WIDE": wide, "VECTORS": sample.pieces(vocabulary), "LEAST": 0,
-                "C": sample.BLOCKS, "G": 1, "THREADS": sample.THREADS,
+                "C": sample.BLOCKS, "G": 1, "THREADS": sample.THREADS, "WINDOW": 1,
             }  # fmt: skip
             (taken,) = emulator.shared_bytes("sample", [defines])
             assert taken <= SHARED_BYTES and sample.fits(vocabulary, 4 if wide else 2)
