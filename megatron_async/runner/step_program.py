@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 WINDOW_KERNELS_ON = True
-"""Steps with drafts run in kernels on CUDA; False takes the torch code."""
+"""Engines made from now on run steps with drafts in kernels on CUDA; False takes the torch code."""
 
 RowProcessor = Callable[[torch.Tensor], torch.Tensor]
 """Logits of a row ``[vocabulary]`` to others."""
@@ -47,7 +47,7 @@ class StepProgram:
     those of row r's window from ``r * window`` on.
 
     On CUDA what is around the model in a decode step runs in ``kernels/sampling/step_kernels.py``;
-    the torch code here is the reference. ``window_kernels`` is about steps with drafts.
+    the torch code here is the reference. ``WINDOW_KERNELS_ON`` is about steps with drafts.
     """
 
     def __init__(
