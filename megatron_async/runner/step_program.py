@@ -92,14 +92,14 @@ class StepProgram:
             synthetic_acceptance,
         )  # fmt: skip
         self._kernels: StepKernels | None = None
-        on_cuda = isinstance(packets, CudaPacketRing) and isinstance(results, CudaResultRing)
-        if on_cuda and (self._window == 1 or WINDOW_KERNELS_ON):
+        if isinstance(packets, CudaPacketRing) and isinstance(results, CudaResultRing):
             from megatron_async.kernels.sampling.step_kernels import StepKernels
 
-            self._kernels = StepKernels(
-                self._row_records, context.slots, context.block_size_tokens, packets, results,
-                *(extras or (None, None)), window=self._window,
-            )  # fmt: skip
+            if self._window == 1 or WINDOW_KERNELS_ON:
+                self._kernels = StepKernels(
+                    self._row_records, context.slots, context.block_size_tokens, packets, results,
+                    *(extras or (None, None)), window=self._window,
+                )  # fmt: skip
 
     @property
     def extended_bytes(self) -> int:
