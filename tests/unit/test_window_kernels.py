@@ -134,7 +134,7 @@ class Case:
         asked = self.asking.asked[slot]
         words = asked.extras.bad_words
         if words:
-            words = (*words, (asked.tokens[-1], draft, token))
+            words = (*words, (*asked.tokens[-3:], draft, token))
             extras = asked.extras._replace(bad_words=words)
             self.asking.asked[slot] = asked._replace(extras=extras)
 
@@ -430,3 +430,14 @@ def test_engine_with_drafts_on_interpreted_kernels_equals_the_oracle() -> None:
         assert (request.generated_tokens, request.finish_reason) == decode_alone(ask)
     assert requests[0].counters.accepted > 0
     assert requests[1].counters.accepted == 0
+
+
+def test_masks_of_a_ticket_whose_number_the_device_knows() -> None:
+    ring = MaskRing(3, 2, 61, torch.device("cpu"))
+    for number in range(5):
+        masks, masked = ring.claim(number)
+        masks[:], masked[:] = number, number % 2
+    for number in (2, 3, 4):
+        copied, entry = ring.copied(torch.tensor([number])), ring.entry(number)
+        assert all(torch.equal(*pair) for pair in zip(copied, entry, strict=True))
+        assert (copied[0] == number).all()
