@@ -95,7 +95,9 @@ class StepProgram:
         if isinstance(packets, CudaPacketRing) and isinstance(results, CudaResultRing):
             from megatron_async.kernels.sampling.step_kernels import StepKernels
 
-            if self._window == 1 or WINDOW_KERNELS_ON:
+            # The kernels verify drafts by tokens alone.
+            by_tokens = synthetic_acceptance is None
+            if self._window == 1 or (WINDOW_KERNELS_ON and by_tokens):
                 self._kernels = StepKernels(
                     self._row_records, context.slots, context.block_size_tokens, packets, results,
                     *(extras or (None, None)), window=self._window,
@@ -199,12 +201,10 @@ class StepProgram:
     def forward_decode(self, rows: int) -> None:
         """Each row's last token at its slot's length, and its drafts behind it."""
         context, state, window = self._context, self._state, self._window
-        hidden = None
-        if self._drafter is not None:
-            hidden = self._drafter.hidden_states(rows * window)
         if self._kernels is not None:
             batch = self._kernels.batch(rows)
             context.begin_decode(batch.slots, batch.position_ids, batch.slot_mapping, batch.lengths)
+            hidden = self._hidden_states(rows * window)
             self._forward(rows, batch.token_ids, batch.position_ids, hidden)
             return
         slots = self._row_records[:rows, packet.ROW_SLOT].long()
@@ -225,7 +225,7 @@ class StepProgram:
             decode_rows=len(ids),
             read_lengths=not self._device.captures,
         )
-        self._forward(rows, ids, positions, hidden)
+        self._forward(rows, ids, positions, self._hidden_states(len(ids)))
         state.kv_length[slots] = lengths + (~state.finished[slots]).long()
 
     def forward_mixed(self, shape: StepShape, targets: PromptTargets | None = None) -> None:
@@ -307,6 +307,9 @@ class StepProgram:
         beyond = positions + 1 >= self._state.max_total[token_slots]
         null_slot = self._context.null_slot
         return torch.where(beyond, null_slot, token_slots), torch.where(beyond, 0, positions)
+
+    def _hidden_states(self, count: int) -> torch.Tensor | None:
+        return None if self._drafter is None else self._drafter.hidden_states(count)
 
     def _forward(
         self,
