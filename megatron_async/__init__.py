@@ -13,10 +13,14 @@ from megatron_async.version import __version__
 
 if TYPE_CHECKING:
     from megatron_async.config import EngineConfig
-    from megatron_async.engine.engine import DynamicInferenceEngine
     from megatron_async.engine.output_processor import TokenOutput
+    from megatron_async.errors import EngineSuspendedError
     from megatron_async.grammar.spec import StructuredOutputs
-    from megatron_async.models.wrapper import GPTInferenceWrapper
+    from megatron_async.megatron_api.context import DynamicInferenceContext
+    from megatron_async.megatron_api.engine import DynamicInferenceEngine
+    from megatron_async.megatron_api.inference_config import InferenceConfig
+    from megatron_async.megatron_api.llm import MegatronAsyncLLM, MegatronLLM
+    from megatron_async.megatron_api.model import GPTInferenceWrapper, TextGenerationController
     from megatron_async.request import (
         DynamicInferenceRequest,
         FinishReason,
@@ -25,8 +29,6 @@ if TYPE_CHECKING:
         StepReport,
         TokenLogProbs,
     )
-    from megatron_async.runner.context import DynamicInferenceContext
-    from megatron_async.runner.controller import TextGenerationController
     from megatron_async.sampling_params import SamplingParams
 
 _checkout = Path(__file__).resolve().parents[1]
@@ -35,18 +37,22 @@ if not Path(__file__).with_name("inference").exists() and (_checkout / "inferenc
     __path__.append(str(_checkout))
 
 _HOMES = {
-    "DynamicInferenceContext": "megatron_async.runner.context",
-    "DynamicInferenceEngine": "megatron_async.engine.engine",
+    "DynamicInferenceContext": "megatron_async.megatron_api.context",
+    "DynamicInferenceEngine": "megatron_async.megatron_api.engine",
     "DynamicInferenceRequest": "megatron_async.request",
     "EngineConfig": "megatron_async.config",
+    "EngineSuspendedError": "megatron_async.errors",
     "FinishReason": "megatron_async.request",
-    "GPTInferenceWrapper": "megatron_async.models.wrapper",
+    "GPTInferenceWrapper": "megatron_async.megatron_api.model",
+    "InferenceConfig": "megatron_async.megatron_api.inference_config",
+    "MegatronAsyncLLM": "megatron_async.megatron_api.llm",
+    "MegatronLLM": "megatron_async.megatron_api.llm",
     "RequestFuture": "megatron_async.request",
     "Rollout": "megatron_async.request",
     "SamplingParams": "megatron_async.sampling_params",
     "StepReport": "megatron_async.request",
     "StructuredOutputs": "megatron_async.grammar.spec",
-    "TextGenerationController": "megatron_async.runner.controller",
+    "TextGenerationController": "megatron_async.megatron_api.model",
     "TokenLogProbs": "megatron_async.request",
     "TokenOutput": "megatron_async.engine.output_processor",
 }
@@ -56,8 +62,12 @@ __all__ = [
     "DynamicInferenceEngine",
     "DynamicInferenceRequest",
     "EngineConfig",
+    "EngineSuspendedError",
     "FinishReason",
     "GPTInferenceWrapper",
+    "InferenceConfig",
+    "MegatronAsyncLLM",
+    "MegatronLLM",
     "RequestFuture",
     "Rollout",
     "SamplingParams",

@@ -15,7 +15,7 @@ class Limits:
     ``window`` is the number of tokens that a decode row may bring; blocks are given for
     ``lookahead`` positions more, to which drafting may write. ``priority_step`` is the number of
     tickets by which one step of priority goes ahead. ``admit_tokens``: admissions bring the
-    request's tokens.
+    request's tokens. ``paused_block_count``: blocks that stalled requests may keep; None is all.
     """
 
     max_requests: int
@@ -30,6 +30,7 @@ class Limits:
     window: int = 1
     lookahead: int = 0
     admit_tokens: bool = False
+    paused_block_count: int | None = None
 
     @property
     def blocks_per_row(self) -> int:
