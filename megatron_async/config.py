@@ -101,6 +101,7 @@ class EngineConfig:
             the last tokens of the request came before.
         draft_model: "tiny" or the directory of a model over the same vocabulary, which drafts
             instead. It is loaded with the model, and the KV cache has room for both.
+        tokenizer_model: a ``tokenizer.json``, or the directory of one, in place of the model's own.
         num_cuda_graphs: most row buckets captured; None captures all.
         enable_sampling_extras: keep room on the device for penalties, filters, log-probabilities
             and structured output, and capture the steps of requests that ask for them; the log
@@ -138,6 +139,7 @@ class EngineConfig:
     num_speculative_tokens: int = 0
     speculative_method: str = "mtp"
     draft_model: str | None = None
+    tokenizer_model: str | None = None
     num_cuda_graphs: int | None = None
     enable_sampling_extras: bool = True
     capture_mixed_steps: bool = True

@@ -297,3 +297,19 @@ class Tokenizer:
         if token_id is None:
             raise CheckpointError(f"{field}={token!r} is not in the vocabulary")
         return token_id
+
+
+def read_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer of a ``tokenizer.json`` or of the directory that has one, with what the
+    ``tokenizer_config.json`` next to it says.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    path = Path(path)
+    if path.name != TOKENIZER_FILE and path.is_file():
+        raise CheckpointError(
+            f"{path}: not a {TOKENIZER_FILE}; give one, or the directory of one: other formats can "
+            "be converted with transformers"
+        )
+    return Tokenizer.from_directory(path.parent if path.is_file() else path)

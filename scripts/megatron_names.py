@@ -6,8 +6,10 @@ code asks. ``tests/unit/test_megatron_names.py`` compares the page with them.
 
 from __future__ import annotations
 
+import textwrap
 from collections import defaultdict
 
+from megatron_async.inference.cli import megatron_flags
 from megatron_async.megatron_api import main_tables, tables
 from megatron_async.megatron_api.names import ANY, Entry, Table
 
@@ -77,9 +79,24 @@ SECTIONS: tuple[tuple[str, str, Table], ...] = (
 )
 
 
+COMMAND_LINE = (
+    "Of `generate`, `serve` and `verify`. Flags that have no meaning here are read, and named in "
+    "one warning; unknown ones are errors."
+)
+
+
 def page() -> str:
     """The whole page."""
-    return "\n".join([INTRO, *(section(*each) for each in SECTIONS)])
+    flags = section("Command line", COMMAND_LINE, megatron_flags.FLAGS)
+    parts = [INTRO, *(section(*each) for each in SECTIONS), flags, ignored_flags()]
+    return "\n".join(parts)
+
+
+def ignored_flags() -> str:
+    """The flags that are named in the warning."""
+    names = sorted(megatron_flags.value_counts().keys() - megatron_flags.FLAGS.keys())
+    listed = textwrap.fill(" ".join(names), 100, break_on_hyphens=False, break_long_words=False)
+    return f"Ignored are\n\n```\n{listed}\n```\n"
 
 
 def section(title: str, text: str, table: Table) -> str:

@@ -79,8 +79,13 @@ def _parse_json(source: str, line: str) -> Job:
         values = json.loads(line, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         return Job(source, line, error=f"not valid JSON: {error}")
+    if isinstance(values, dict) and "prompt" not in values and isinstance(values.get("text"), str):
+        # megatron-core's format: its other fields may be anything.
+        values = {n: v for n, v in values.items() if n in (*SAMPLING, "priority")} | {
+            "prompt": values["text"]
+        }
     if not isinstance(values, dict) or "prompt" not in values:
-        return Job(source, line, error='must be an object with "prompt"')
+        return Job(source, line, error='must be an object with "prompt", or with "text"')
     prompt = values.pop("prompt")
     if not isinstance(prompt, (str, list)):
         return Job(source, line, error=f'"prompt" is {prompt!r}; give text or a list of token ids')

@@ -31,7 +31,7 @@ def add_command(commands: Any) -> None:
     """Add ``serve`` to the command line."""
     said = "serve a model over HTTP, as OpenAI's API"
     parser = commands.add_parser("serve", help=said, description=_DESCRIPTION)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, takes_megatron_flags=True)
     add = parser.add_argument_group("server").add_argument
     several: dict[str, Any] = {"action": "extend", "nargs": "+", "default": []}
     seconds: dict[str, Any] = {"metavar": "S"}
@@ -145,5 +145,6 @@ def _frontend_settings(
         chat_template=args.chat_template,
         tool_call_format=args.tool_call_format,
         skip_tokenizer_init=args.skip_tokenizer_init,
+        tokenizer_model=args.tokenizer_model,
         otlp_traces_endpoint=args.otlp_traces_endpoint,
     )

@@ -21,6 +21,7 @@ from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.controller import TextGenerationController
 from megatron_async.scheduler.limits import Limits
+from megatron_async.tokenizer import read_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -221,10 +222,14 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
             drafting.model, batch_invariant=config.batch_invariant
         )
         check_same_vocabulary(pretrained.config, pretrained.tokenizer, drafting)
+    tokenizer, eos_token_ids = pretrained.tokenizer, pretrained.eos_token_ids
+    if config.tokenizer_model is not None:
+        tokenizer = read_tokenizer(config.tokenizer_model)
+        eos_token_ids = eos_token_ids or tokenizer.eos_ids
     return EngineParts(
-        TextGenerationController(wrapper, pretrained.tokenizer),
+        TextGenerationController(wrapper, tokenizer),
         build_context(wrapper, config, device),
-        pretrained.eos_token_ids,
+        eos_token_ids,
         pretrained.name,
     )
 

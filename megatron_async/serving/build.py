@@ -25,6 +25,7 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True):
         chat_template: a file with a Jinja template instead of the model's own.
         tool_call_format: how the model writes tool calls; None for what its template says.
         skip_tokenizer_init: token ids alone are served, and the model needs no tokenizer.
+        tokenizer_model: a ``tokenizer.json``, or the directory of one, in place of the model's own.
         otlp_traces_endpoint: see ``make_provider``.
         metrics_directory: where front ends in several processes count together; None for one.
     """
@@ -35,6 +36,7 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str | None = None
     tool_call_format: str | None = None
     skip_tokenizer_init: bool = False
+    tokenizer_model: str | None = None
     otlp_traces_endpoint: str | None = None
     metrics_directory: str | None = None
 
@@ -79,16 +81,19 @@ class Text(NamedTuple):
 
 def _text_of(settings: FrontendSettings) -> Text:
     from megatron_async.checkpoint.path import load_tokenizer, model_directory, random_shape
-    from megatron_async.tokenizer import TOKENIZER_FILE
+    from megatron_async.tokenizer import TOKENIZER_FILE, read_tokenizer
 
-    if random_shape(settings.model) is None:
+    if settings.tokenizer_model is None and random_shape(settings.model) is None:
         directory = model_directory(settings.model)
         if not (directory / TOKENIZER_FILE).is_file():
             raise ConfigError(
                 f"{directory} has no {TOKENIZER_FILE}; with --skip-tokenizer-init clients can send "
                 "token ids and get token ids"
             )
-    tokenizer = load_tokenizer(settings.model)
+    if settings.tokenizer_model is None:
+        tokenizer = load_tokenizer(settings.model)
+    else:
+        tokenizer = read_tokenizer(settings.tokenizer_model)
     chat = Chat.from_directory(
         settings.model,
         chat_template=settings.chat_template,
