@@ -14,7 +14,7 @@ def results_to_json(requests: list[DynamicInferenceRequest], step_count: int) ->
 
 
 def _result(request: DynamicInferenceRequest, step_count: int) -> dict[str, Any]:
-    result = {
+    result: dict[str, Any] = {
         "input_prompt": request.prompt,
         "generated_text": request.generated_text,
         "generated_tokens": request.generated_tokens,
