@@ -83,5 +83,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
+        api = importlib.import_module("megatron_async.megatron_api")
+        if name in api.HOMES:  # a further name of megatron-core's
+            return getattr(api, name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(home), name)

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ import torch
 from megatron_async.config import DEFAULT_ASYNC_DEPTH, MAX_DEPTH, EngineConfig, check_config
 from megatron_async.engine import engine
 from megatron_async.engine.build import EngineParts
+from megatron_async.engine.output_processor import TokenOutput
 from megatron_async.engine.request_queue import Prompt
 from megatron_async.errors import ConfigError
 from megatron_async.megatron_api.context import DynamicInferenceContext, Usage
@@ -185,6 +186,13 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
         params = own_params_of_all(sampling_params, self.settings.log_probs_mode)
         with outside_inference_mode():
             return super().generate(prompts, params)
+
+    def stream(
+        self, prompt: Prompt, sampling_params: Any = None, *, request_id: int | None = None
+    ) -> AsyncGenerator[TokenOutput, None]:
+        """Decode one prompt and yield its tokens; see the class that this one is derived from."""
+        params = own_params(sampling_params, self.settings.log_probs_mode)
+        return super().stream(prompt, params, request_id=request_id)
 
     def step_legacy(
         self, sampling_params: Any = None

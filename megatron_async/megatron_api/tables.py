@@ -44,7 +44,7 @@ CONTEXT: Table = {
     "cuda_graph_max_tokens": accepted("graphs are captured for all row buckets"),
     "cuda_graph_mixed_prefill_count": accepted("a graph of a mixed step takes any mix"),
     "metrics_writer": works("gets the counters every inference_logging_step_interval steps"),
-    "request_metadata_types": accepted("sampling parameters are fields of the slots", None),
+    "request_metadata_types": accepted("sampling parameters are fields of the slots"),
     "persist_cuda_graphs": accepted("graphs are kept when the engine is suspended"),
     "offload_kv_cache": accepted("the KV cache stays on its device", None, False),
 }

@@ -65,7 +65,7 @@ def test_script_gives_the_tokens_of_the_stock_model(
     argv = ["--prompts", *PROMPTS, *SIZES, "--inference-dynamic-batching-max-requests", "3"]
     argv += ["--incoming-requests-per-step", "2", "--suspend-resume-interval", "9"]
     argv += ["--return-log-probs", "--inference-repeat-n", "2"]
-    result = megatron_script.main(argv, stock_model(), Tokenizer())
+    result = megatron_script.main(argv, stock_model, Tokenizer())
     engine = result["engine"]
     assert engine.depth == depth
     check(result["requests"])
@@ -91,7 +91,7 @@ def test_script_runs_with_the_other_values_of_its_arguments(
     argv += ["--inference-dynamic-batching-paused-buffer-size-gb", "0"]
     argv += ["--inference-dynamic-batching-track-paused-request-events"]
     argv += ["--inference-logging-step-interval", "10"]
-    result = megatron_script.main(argv, stock_model(), Tokenizer(), writer)
+    result = megatron_script.main(argv, stock_model, Tokenizer(), writer)
     engine = result["engine"]
     check(result["requests"], 40)
     assert engine.context.max_requests == 5

@@ -14,6 +14,7 @@ import argparse
 import json
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -186,11 +187,13 @@ def finish(record: Any, requests: list[Asked]) -> None:
         request.log_probs = finished.prompt_log_probs + finished.generated_log_probs
 
 
-def main(argv: list[str], model: Any, tokenizer: Any, metrics_writer: Any = None) -> dict[str, Any]:
-    """The whole script, with a model and a tokenizer that are built elsewhere."""
+def main(
+    argv: list[str], build_model: Callable[[], Any], tokenizer: Any, metrics_writer: Any = None
+) -> dict[str, Any]:
+    """The whole script. Like NVIDIA's it runs in inference mode, the building of the model too."""
     args = parse_args(argv)
     with torch.inference_mode():
-        return _main(args, model, tokenizer, metrics_writer)
+        return _main(args, build_model(), tokenizer, metrics_writer)
 
 
 def _main(
