@@ -10,8 +10,8 @@ import textwrap
 from collections import defaultdict
 
 from megatron_async.inference.cli import megatron_flags
-from megatron_async.megatron_api import main_tables, tables
-from megatron_async.megatron_api.names import ANY, Entry, Table
+from megatron_async.megatron_api import HOMES, main_tables, tables
+from megatron_async.megatron_api.names import ANY, Entry, Table, works
 
 INTRO = """\
 # Scripts written for Megatron
@@ -49,7 +49,18 @@ are named, any other is refused with the reason. This page is made from the tabl
 asks (`scripts/megatron_names.py`).
 """
 
+CLASSES = (
+    {name: works("") for name in HOMES}
+    | main_tables.NOT_HERE
+    | {
+        "ContextOverflowError": works("RequestError"),
+        "MaxSequenceLengthOverflowError": works("RequestTooLongError"),
+        "DynamicInferenceRequestRecord": works("DynamicInferenceRequest, which is its own record"),
+    }
+)
+
 SECTIONS: tuple[tuple[str, str, Table], ...] = (
+    ("Classes", "To be imported from `megatron_async.megatron_api`.", CLASSES),
     ("DynamicInferenceContext", "Its keywords in core_v0.16.1.", tables.CONTEXT),
     ("Attributes of DynamicInferenceContext", "", tables.CONTEXT_ATTRIBUTES),
     ("GPTInferenceWrapper", "", tables.WRAPPER),

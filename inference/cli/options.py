@@ -68,6 +68,11 @@ def number(low: float, high: float = math.inf, *, above: bool = False) -> Callab
     return convert
 
 
+def graph_count(text: str) -> int | None:
+    """Converts megatron-core's number of graphs: -1 is all."""
+    return None if text == "-1" else integer(1)(text)
+
+
 def asynchronous(text: str) -> bool:
     """Converts megatron-core's scheduling mode."""
     if text not in ("legacy", "async"):
@@ -292,7 +297,8 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: int) -> None
     add("--speculative-method", choices=SPECULATIVE_METHODS, default="mtp", help=said)
     said = "a model over the same vocabulary that drafts instead"
     add("--draft-model", metavar="tiny|PATH", help=said)
-    count("num_cuda_graphs", "most batch sizes captured as CUDA graphs (default: all)")
+    said = "most batch sizes captured as CUDA graphs; -1 captures all (default)"
+    add(FLAGS["num_cuda_graphs"], dest="num_cuda_graphs", type=graph_count, metavar="N", help=said)
     said = "capture no steps with prefill chunks: a faster start, slower prompts"
     add(FLAGS["capture_mixed_steps"], dest="capture_mixed_steps", action="store_false", help=said)
     add("--debug", action="store_true", help="check every step and spoil freed memory; slow")

@@ -91,6 +91,17 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in HOMES:
+        _refuse(name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, called = HOMES[name]
     return getattr(importlib.import_module(module), called or name)
+
+
+def _refuse(name: str) -> None:
+    """Raises ImportError with the reason for a class that is not here on purpose."""
+    if not name[0].isupper():
+        return
+    from megatron_async.megatron_api.main_tables import NOT_HERE
+
+    if name in NOT_HERE:
+        raise ImportError(f"{__name__} has no {name}: {NOT_HERE[name].note}", name=__name__)

@@ -7,6 +7,7 @@ from megatron_async.megatron_api.tables import (
     CONTEXT,
     NO_HYBRID,
     NO_ZMQ,
+    STATIC,
     STEPS_OF_ITS_OWN,
 )
 
@@ -110,3 +111,30 @@ LLM: Table = {
     "is_primary_rank": works("True"),
 }
 """Arguments and methods of ``MegatronLLM`` and ``MegatronAsyncLLM``."""
+
+NOT_HERE: Table = {
+    **dict.fromkeys(
+        ("StaticInferenceEngine", "MCoreEngine", "StaticInferenceContext", "Scheduler"),
+        refused(STATIC),
+    ),
+    **dict.fromkeys(
+        ("InferenceClient", "DataParallelInferenceCoordinator", "Headers"), refused(NO_ZMQ)
+    ),
+    "ServeConfig": refused("the server has options: `megatron-async serve --help`"),
+    **dict.fromkeys(
+        (
+            "VLMInferenceWrapper",
+            "VLMTextGenerationController",
+            "T5InferenceWrapper",
+            "EncoderDecoderTextGenerationController",
+            "ImageProcessingConfig",
+        ),
+        refused("models take text alone, and only decode"),
+    ),
+    **dict.fromkeys(
+        ("InferenceWrapperConfig", "MambaInferenceStateConfig"),
+        refused("import it from megatron.core, or leave it out: nothing of it is read"),
+    ),
+    "ContextErrorFactory": refused("DynamicInferenceRequest.serialize() has the errors of events"),
+}
+"""Classes of theirs that ``megatron_async.megatron_api`` has not."""

@@ -262,6 +262,24 @@ BLOCK_GIB = 4 * 2 * 2 * 2 * 16 * 4 / 2**30
 """Of four tokens."""
 
 
+def test_a_metrics_writer_that_raises_is_left_alone(
+    model: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: list[dict[str, float]] = []
+
+    def log(metrics: dict[str, float], commit: bool) -> None:
+        calls.append(metrics)
+        raise OSError("no network")
+
+    config = EngineConfig(inference_logging_step_interval=2)
+    engine = build(model, config, metrics_writer=SimpleNamespace(log=log))
+    (record,) = engine.generate(["abc"], GREEDY)
+    assert record.succeeded() and len(calls) == 1
+    assert calls[0]["inference/active_request_count"] == 1
+    assert sum("is not called again" in line for line in caplog.messages) == 1
+    engine.close()
+
+
 @pytest.mark.parametrize(("budget", "evictions"), ((None, 1), (6, 1), (3, 2)))
 def test_requests_that_wait_for_a_block_keep_what_the_paused_buffer_holds(
     model: Any, budget: int | None, evictions: int

@@ -40,6 +40,7 @@ def test_spellings_are_those_of_our_options() -> None:
         *("--top_k", "2", "--top_p", "0.5", "--stop-words", "x", "y", "--bf16"),
         *("--inference-dynamic-batching-async-sched-mode", "async"),
         *("--inference-dynamic-batching-max-requests", "3"),
+        *("--inference-dynamic-batching-num-cuda-graphs", "-1"),
         *("--inference-dynamic-batching-paused-buffer-size-gb", "0.5"),
         "--inference-dynamic-batching-track-paused-request-events",
         *("--inference-dynamic-batching-logprobs-mode", "processed_logprobs"),

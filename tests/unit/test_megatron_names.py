@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import megatron_async
 from megatron_async.errors import ConfigError
 from megatron_async.megatron_api import (
     HOMES,
@@ -189,6 +190,18 @@ def test_a_check_tells_true_from_one() -> None:
     check_keywords("x", table, {"a": 1, "b": object()})
     with pytest.raises(ConfigError, match="a=True is not supported: why; use None or 1"):
         check_keywords("x", table, {"a": True})
+
+
+def test_classes_that_are_not_here_say_why() -> None:
+    from megatron_async import megatron_api
+
+    for name, entry in main_tables.NOT_HERE.items():
+        with pytest.raises(ImportError) as refused:
+            getattr(megatron_api, name)
+        assert entry.note in str(refused.value)
+    assert not hasattr(megatron_api, "Nothing")
+    for name in HOMES:
+        assert getattr(megatron_async, name) is getattr(megatron_api, name)
 
 
 def test_the_names_of_the_package_are_those_that_it_exports() -> None:
