@@ -15,10 +15,10 @@ from tests.support.stock_model import Tokenizer, stock_model
 
 
 @functools.cache
-def reference(prompt: str, new_tokens: int) -> tuple[list[int], list[float]]:
+def reference(prompt: str, new_tokens: int, device: str = "cpu") -> tuple[list[int], list[float]]:
     """Greedy tokens from whole forwards of an untouched stock model, without a cache, and the
     log-probabilities of all tokens but the first of the prompt."""
-    model = stock_model()
+    model = stock_model(device)
     tokens = Tokenizer().tokenize(prompt)
     generated: list[int] = []
     # megatron-core's own attention forks the state of CUDA's generator, for dropout.
@@ -28,9 +28,9 @@ def reference(prompt: str, new_tokens: int) -> tuple[list[int], list[float]]:
         mock.patch("megatron.core.tensor_parallel.get_cuda_rng_tracker", lambda: no_generator),
     ):
         while len(generated) < new_tokens:
-            ids = torch.tensor([tokens])
+            ids = torch.tensor([tokens], device=device)
             mask = torch.ones(1, 1, len(tokens), len(tokens), dtype=torch.bool).triu(1)
-            logits = model(ids, torch.arange(len(tokens))[None], mask)
+            logits = model(ids, torch.arange(len(tokens), device=device)[None], mask.to(device))
             generated.append(int(logits[0, -1].argmax()))
             tokens.append(generated[-1])
             if generated[-1] == Tokenizer.eod:
@@ -45,11 +45,11 @@ SIZES = ["--inference-dynamic-batching-buffer-size-gb", "0.001"]
 SIZES += ["--inference-dynamic-batching-block-size", "16", "--num-tokens-to-generate", "24"]
 
 
-def check(requests: list[megatron_script.Asked], new_tokens: int = 24) -> None:
+def check(requests: list[megatron_script.Asked], new_tokens: int = 24, device: str = "cpu") -> None:
     """Each request has the tokens of the stock model."""
     assert [request.prompt_text for request in requests] == PROMPTS
     for request in requests:
-        tokens, log_probs = reference(request.prompt_text, new_tokens)
+        tokens, log_probs = reference(request.prompt_text, new_tokens, device)
         assert request.output_tokens == tokens
         text = tokens[:-1] if tokens[-1] == Tokenizer.eod else tokens
         assert request.output_text == Tokenizer().detokenize(text)
@@ -57,18 +57,30 @@ def check(requests: list[megatron_script.Asked], new_tokens: int = 24) -> None:
             assert request.log_probs == pytest.approx(log_probs, abs=1e-4)
 
 
+ON_GPU = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ],
+)
+
+
+@pytest.mark.parametrize("device", ("cpu", ON_GPU))
 @pytest.mark.parametrize("depth", (0, 1, 2))
 def test_script_gives_the_tokens_of_the_stock_model(
-    depth: int, monkeypatch: pytest.MonkeyPatch
+    depth: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if device == "cpu":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("MEGATRON_ASYNC_DEPTH", str(depth))
     argv = ["--prompts", *PROMPTS, *SIZES, "--inference-dynamic-batching-max-requests", "3"]
     argv += ["--incoming-requests-per-step", "2", "--suspend-resume-interval", "9"]
     argv += ["--return-log-probs", "--inference-repeat-n", "2"]
-    result = megatron_script.main(argv, stock_model, Tokenizer())
+    result = megatron_script.main(argv, lambda: stock_model(device), Tokenizer())
     engine = result["engine"]
-    assert engine.depth == depth
-    check(result["requests"])
+    assert engine.depth == depth and engine.context.device.type == device
+    check(result["requests"], device=device)
     assert result["attempts"] > result["step_count"] - 3
     assert len(result["times"]["decode"]) > len(result["times"]["prefill"]) > 0
     assert engine.counters.barriers > 1  # it was suspended
@@ -80,6 +92,7 @@ def test_script_runs_with_the_other_values_of_its_arguments(
 ) -> None:
     """Graphs, an unchunked prefill that max_tokens has no room for, a paused buffer that evicts,
     the number of requests derived from memory, and metrics."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("MEGATRON_ASYNC_DEPTH", "1")
     metrics: list[dict[str, float]] = []
     writer = SimpleNamespace(log=lambda values, commit: metrics.append(values))

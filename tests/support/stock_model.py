@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 
 from megatron_async import megatron_compat as compat
@@ -29,7 +31,15 @@ class Tokenizer:
         return "".join(chr(32 + t) for t in tokens)
 
 
-def stock_model(**changes: Any) -> GPTModel:
+@pytest.fixture(scope="module", autouse=True)
+def no_gpu() -> Iterator[None]:
+    """For modules that import it: what takes a GPU where there is one takes the CPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        yield
+
+
+def stock_model(device: str = "cpu", **changes: Any) -> GPTModel:
     """Two layers; ``changes`` are of its config."""
     compat.ensure_parallel_state()
     torch.manual_seed(0)
@@ -48,11 +58,12 @@ def stock_model(**changes: Any) -> GPTModel:
         gradient_accumulation_fusion=False,
         **changes,
     )
-    return GPTModel(
+    model = GPTModel(
         config=config,
         transformer_layer_spec=get_gpt_layer_local_spec(normalization="LayerNorm"),
         vocab_size=VOCAB,
         max_sequence_length=128,
         parallel_output=False,
         position_embedding_type="rope",
-    ).eval()
+    )
+    return model.eval().to(device)

@@ -25,7 +25,12 @@ from megatron_async import (
 from megatron_async.errors import ConfigError, RequestError, RequestTooLongError
 from megatron_async.megatron_api import EngineState
 from megatron_async.request import DynamicInferenceRequest, RequestFuture, Status
-from tests.support.stock_model import VOCAB, Tokenizer, stock_model
+from tests.support.stock_model import (
+    VOCAB,
+    Tokenizer,
+    no_gpu,  # noqa: F401
+    stock_model,
+)
 
 from megatron.core.distributed import DistributedDataParallel  # isort: skip
 from megatron.core.distributed import DistributedDataParallelConfig  # isort: skip

@@ -29,7 +29,11 @@ from megatron_async.megatron_api import (
     tables,
 )
 from megatron_async.megatron_api.names import ANY, Table, accepted, check_keywords, works
-from tests.support.stock_model import Tokenizer, stock_model
+from tests.support.stock_model import (
+    Tokenizer,
+    no_gpu,  # noqa: F401
+    stock_model,
+)
 
 from megatron.core.inference.contexts import dynamic_context as theirs_context  # isort: skip
 from megatron.core.inference.engines import dynamic_engine as theirs_engine  # isort: skip

@@ -109,7 +109,7 @@ def test_models_of_these_packages_give_the_tokens_of_the_stock_model(tmp_path: P
             path.append(str(tmp_path))
     done = subprocess.run(
         [sys.executable, "-c", BUILD + TRANSFORMER_ENGINE + APEX],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "CUDA_VISIBLE_DEVICES": ""},
         cwd=tmp_path,
         capture_output=True,
         text=True,
