@@ -48,6 +48,10 @@ def add_command(commands: Any) -> None:
         "other options of sampling and of the text. - is the standard input. May be repeated"
     )
     add("--prompt-file", action="append", default=[], metavar="FILE", help=said)
+    said = "the first N prompts of each file alone"
+    add("--prompt-file-num-truncate", type=options.integer(1), metavar="N", help=said)
+    said = "lines of megatron-core's files say how many tokens to generate, in a field of theirs"
+    add("--num-tokens-from-file", action="store_true", help=said)
     said = (
         "one JSON object for each prompt on stdout, in their order: prompt, text, token_ids, "
         "finish_reason, stop_reason, seed, counters, steps; log-probabilities and choices where "
@@ -69,7 +73,8 @@ def run(args: argparse.Namespace) -> int:
     depth = options.resolve_scheduling(args.inference_async_scheduling, args.depth, default=False)
     config = options.engine_config(args, depth, random_seed=args.seed)
     args.logit_bias = dict(args.logit_bias or ())
-    jobs = read_jobs(args.prompt, args.prompt_file)
+    most, lengths = args.prompt_file_num_truncate, args.num_tokens_from_file
+    jobs = read_jobs(args.prompt, args.prompt_file, most=most, lengths=lengths)
 
     from .megatron_output import results_to_json
     from .output_file import OutputFile

@@ -21,6 +21,8 @@ FLAGS: Table = {
     "--load": works("--model"),
     "--prompts": works("--prompt"),
     "--prompt-file": works('lines with "text" may have any other fields'),
+    "--prompt-file-num-truncate": works(""),
+    "--num-tokens-from-file": works("of lines in Megatron's format"),
     "--num-tokens-to-generate": works("--max-new-tokens"),
     "--temperature": works("0 is greedy"),
     "--top_k": works("--top-k; the default is off here, and greedy at temperature 0"),
@@ -61,8 +63,7 @@ FLAGS: Table = {
         "the KV cache stays in the memory of its device", "0"
     ),
     "--model-provider": accepted("hybrid models are not served", "gpt"),
-    "--num-tokens-from-file": refused('give "max_new_tokens" in the lines of the file'),
-    "--prompt-file-num-truncate": refused("give a file with the lines that are wanted"),
+    "--drain-between-batches": refused("run the command once for each batch"),
 }
 """What becomes of a flag; those of the file that are not here are ignored, with one warning."""
 

@@ -82,7 +82,7 @@ def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--micro-batch-size", "4", "5"], "unrecognized arguments: 5 "),
         (["--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size 2 is not supported"),
         (["--model-provider", "mamba"], "hybrid models are not served; use gpt"),
-        (["--num-tokens-from-file"], 'give "max_new_tokens" in the lines of the file'),
+        (["--drain-between-batches"], "run the command once for each batch"),
         (["--host", "0.0.0.0"], "--host is no option of this command"),
         (["--inference-dynamic-batching-async-sched-mode", "x"], "must be legacy or async"),
     ],
@@ -108,6 +108,8 @@ def test_a_prompt_file_of_megatron_is_read(tmp_path: Path) -> None:
     assert (first.prompt, first.sampling, first.error) == ("a", {"top_k": 2}, None)
     assert second.prompt == "b" and third.error == 'must be an object with "prompt", or with "text"'
     assert "unknown field 'who'" in str(fourth.error)
+    (first,) = read_jobs([], [str(file)], most=1, lengths=True)
+    assert first.sampling == {"top_k": 2, "max_new_tokens": 3}
 
 
 def test_generate_takes_the_arguments_of_a_megatron_script(
