@@ -6,14 +6,11 @@ import asyncio
 import dataclasses
 import logging
 import os
-import time
 import warnings
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from enum import Enum, auto
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import torch
 
 from megatron_async.config import DEFAULT_ASYNC_DEPTH, MAX_DEPTH, EngineConfig, check_config
 from megatron_async.engine import engine
@@ -24,7 +21,7 @@ from megatron_async.errors import ConfigError
 from megatron_async.megatron_api.context import DynamicInferenceContext, Usage
 from megatron_async.megatron_api.inference_config import EngineSettings, engine_settings
 from megatron_async.megatron_api.main_tables import MAIN_ENGINE_ATTRIBUTES
-from megatron_async.megatron_api.metrics import MetricsLog
+from megatron_async.megatron_api.metrics import CaptureStats, MetricsLog, PrefilledTokens
 from megatron_async.megatron_api.model import outside_inference_mode
 from megatron_async.megatron_api.names import no_attribute
 from megatron_async.megatron_api.sampling import own_params, own_params_of_all
@@ -34,7 +31,6 @@ from megatron_async.runner.controller import TextGenerationController
 from megatron_async.runner.model_runner import Progress
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.scheduler.request_state import State
-from megatron_async.step.plan import Plan
 
 DEPTH_VARIABLE = "MEGATRON_ASYNC_DEPTH"
 
@@ -308,47 +304,6 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
 
     def __getattr__(self, name: str) -> Any:
         raise no_attribute(self, name, ENGINE_ATTRIBUTES | MAIN_ENGINE_ATTRIBUTES)
-
-
-class PrefilledTokens:
-    """Counts the tokens of prefill chunks."""
-
-    def __init__(self) -> None:
-        self.tokens = 0
-
-    def on_launch(self, plan: Plan) -> None:
-        """A step was launched."""
-        self.tokens += plan.num_tokens - plan.decode_rows
-
-
-class CaptureStats:
-    """Measures the capture of graphs: what ``progress`` wraps, if there is any.
-
-    Attributes:
-        stats: seconds and bytes; None until graphs were captured on a GPU.
-    """
-
-    def __init__(self, progress: Progress | None) -> None:
-        self._progress = progress
-        self.stats: dict[str, float] | None = None
-
-    def __call__(self, captured: Iterable[int], count: int) -> Iterator[int]:
-        started, before = time.perf_counter(), _memory()
-        yield from captured if self._progress is None else self._progress(captured, count)
-        after = _memory()
-        if after is not None and before is not None:
-            self.stats = {
-                "time": time.perf_counter() - started,
-                "allocated_bytes": after[0] - before[0],
-                "reserved_bytes": after[1] - before[1],
-            }
-
-
-def _memory() -> tuple[int, int] | None:
-    """Bytes allocated and reserved on the current GPU."""
-    if not torch.cuda.is_available():
-        return None
-    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
 
 
 def _depth(asynchronous: bool) -> int:

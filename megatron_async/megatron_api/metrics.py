@@ -1,12 +1,18 @@
-"""Counters for megatron-core's ``metrics_writer``: the wandb module, or anything with its log()."""
+"""What is measured for megatron-core's names: counters for its ``metrics_writer``, which is the
+wandb module or anything with its log(), prefilled tokens, and the capture of graphs."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from megatron_async.request import StepReport
+from megatron_async.runner.model_runner import Progress
+from megatron_async.step.plan import Plan
 
 if TYPE_CHECKING:
     from megatron_async.megatron_api.context import DynamicInferenceContext
@@ -53,3 +59,44 @@ class MetricsLog:
         except Exception:
             self._broken = True
             logger.exception("metrics_writer raised, and is not called again")
+
+
+class PrefilledTokens:
+    """Counts the tokens of prefill chunks."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+
+    def on_launch(self, plan: Plan) -> None:
+        """A step was launched."""
+        self.tokens += plan.num_tokens - plan.decode_rows
+
+
+class CaptureStats:
+    """Measures the capture of graphs: what ``progress`` wraps, if there is any.
+
+    Attributes:
+        stats: seconds and bytes; None until graphs were captured on a GPU.
+    """
+
+    def __init__(self, progress: Progress | None) -> None:
+        self._progress = progress
+        self.stats: dict[str, float] | None = None
+
+    def __call__(self, captured: Iterable[int], count: int) -> Iterator[int]:
+        started, before = time.perf_counter(), _memory()
+        yield from captured if self._progress is None else self._progress(captured, count)
+        after = _memory()
+        if after is not None and before is not None:
+            self.stats = {
+                "time": time.perf_counter() - started,
+                "allocated_bytes": after[0] - before[0],
+                "reserved_bytes": after[1] - before[1],
+            }
+
+
+def _memory() -> tuple[int, int] | None:
+    """Bytes allocated and reserved on the current GPU."""
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
