@@ -39,7 +39,7 @@ setup(
             "kernels/*/*.json",
             "serving/page/*.html",
         ],
-        "megatron_async.inference": ["verify/scenarios.toml"],
+        "megatron_async.inference": ["verify/scenarios.toml", "cli/megatron_flags.json"],
     },
     python_requires=">=3.11",
     install_requires=[

@@ -16,10 +16,14 @@ if TYPE_CHECKING:
     from typing import Any
 
     from megatron_async.config import EngineConfig
-    from megatron_async.engine.engine import DynamicInferenceEngine
     from megatron_async.engine.output_processor import TokenOutput
+    from megatron_async.errors import EngineSuspendedError
     from megatron_async.grammar.spec import StructuredOutputs
-    from megatron_async.models.wrapper import GPTInferenceWrapper
+    from megatron_async.megatron_api.context import DynamicInferenceContext
+    from megatron_async.megatron_api.engine import DynamicInferenceEngine
+    from megatron_async.megatron_api.inference_config import InferenceConfig
+    from megatron_async.megatron_api.llm import MegatronAsyncLLM, MegatronLLM
+    from megatron_async.megatron_api.model import GPTInferenceWrapper, TextGenerationController
     from megatron_async.request import (
         DynamicInferenceRequest,
         FinishReason,
@@ -28,8 +32,6 @@ if TYPE_CHECKING:
         StepReport,
         TokenLogProbs,
     )
-    from megatron_async.runner.context import DynamicInferenceContext
-    from megatron_async.runner.controller import TextGenerationController
     from megatron_async.sampling_params import SamplingParams
 
 _package = os.path.dirname(os.path.realpath(__file__))
@@ -40,18 +42,22 @@ if not _is_installed and os.path.isdir(os.path.join(_checkout, "inference")):
     __path__.append(_checkout)
 
 _HOMES = {
-    "DynamicInferenceContext": "megatron_async.runner.context",
-    "DynamicInferenceEngine": "megatron_async.engine.engine",
+    "DynamicInferenceContext": "megatron_async.megatron_api.context",
+    "DynamicInferenceEngine": "megatron_async.megatron_api.engine",
     "DynamicInferenceRequest": "megatron_async.request",
     "EngineConfig": "megatron_async.config",
+    "EngineSuspendedError": "megatron_async.errors",
     "FinishReason": "megatron_async.request",
-    "GPTInferenceWrapper": "megatron_async.models.wrapper",
+    "GPTInferenceWrapper": "megatron_async.megatron_api.model",
+    "InferenceConfig": "megatron_async.megatron_api.inference_config",
+    "MegatronAsyncLLM": "megatron_async.megatron_api.llm",
+    "MegatronLLM": "megatron_async.megatron_api.llm",
     "RequestFuture": "megatron_async.request",
     "Rollout": "megatron_async.request",
     "SamplingParams": "megatron_async.sampling_params",
     "StepReport": "megatron_async.request",
     "StructuredOutputs": "megatron_async.grammar.spec",
-    "TextGenerationController": "megatron_async.runner.controller",
+    "TextGenerationController": "megatron_async.megatron_api.model",
     "TokenLogProbs": "megatron_async.request",
     "TokenOutput": "megatron_async.engine.output_processor",
 }
@@ -61,8 +67,12 @@ __all__ = [
     "DynamicInferenceEngine",
     "DynamicInferenceRequest",
     "EngineConfig",
+    "EngineSuspendedError",
     "FinishReason",
     "GPTInferenceWrapper",
+    "InferenceConfig",
+    "MegatronAsyncLLM",
+    "MegatronLLM",
     "RequestFuture",
     "Rollout",
     "SamplingParams",
@@ -78,5 +88,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     home = _HOMES.get(name)
     if home is None:
+        api = importlib.import_module("megatron_async.megatron_api")
+        if name in api.HOMES:  # a further name of megatron-core's
+            return getattr(api, name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(home), name)

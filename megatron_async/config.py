@@ -45,6 +45,16 @@ def check_buffer_size(gib: object) -> None:
         raise ConfigError(f"buffer_size_gb={shown(gib)} must be above 0 and at most {MAX_GIB}")
 
 
+def check_paused_buffer_size(gib: object) -> None:
+    """Raises :class:`ConfigError` unless ``gib`` is None, or a size that may be zero."""
+    if gib is None:
+        return
+    if isinstance(gib, bool) or not isinstance(gib, (int, float)) or not 0 <= gib <= MAX_GIB:
+        raise ConfigError(
+            f"paused_buffer_size_gb={gib!r} must be at least 0 and at most {MAX_GIB}, or None"
+        )
+
+
 def check_config(config: object) -> None:
     """Raises :class:`ConfigError` unless ``config`` is an :class:`EngineConfig`."""
     if not isinstance(config, EngineConfig):
@@ -76,6 +86,8 @@ class EngineConfig:
             the cache holds ``max_requests`` full sequences, at most 1 GiB on a CPU and 16 GiB on
             a GPU, and never less than one full sequence.
         block_count: usable blocks of the KV cache.
+        paused_buffer_size_gb: GiB of it that requests may keep which wait for a block; those of
+            the highest priority keys beyond that are evicted. None lets them keep what they have.
         prefill_chunk_tokens: a longer prompt is prefilled in chunks of this size; from
             ``max_sequence_length`` on it means whole prompts. Chunks depend on the prompt
             and on how much of it is cached, never on what else is running.
@@ -129,6 +141,7 @@ class EngineConfig:
     block_size_tokens: int = 64
     buffer_size_gb: float | None = None
     block_count: int | None = None
+    paused_buffer_size_gb: float | None = None
     prefill_chunk_tokens: int = 256
     enable_prefix_caching: bool = True
     inference_logging_step_interval: int = 0
@@ -199,6 +212,7 @@ class EngineConfig:
                     "contradict each other; set one of them"
                 )
             check_buffer_size(self.buffer_size_gb)
+        check_paused_buffer_size(self.paused_buffer_size_gb)
         least = self.max_requests + self.prefill_chunk_tokens
         if self.max_tokens is not None and self.max_tokens < least:
             raise ConfigError(

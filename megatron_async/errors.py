@@ -44,6 +44,14 @@ class RequestError(MegatronAsyncError, ValueError):
     """A request cannot be served as asked; other requests are not affected."""
 
 
+class RequestTooLongError(RequestError):
+    """Prompt and generation together exceed the maximum sequence length, or the whole cache."""
+
+
+class EngineSuspendedError(MegatronAsyncError, RuntimeError):
+    """The engine is suspended, and has nothing left to hand out: resume it first."""
+
+
 class EngineStoppedError(MegatronAsyncError, RuntimeError):
     """The engine is closed, or an error in a step has ended it: build a new one."""
 

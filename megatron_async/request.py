@@ -6,7 +6,7 @@ import concurrent.futures
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, NamedTuple
@@ -154,9 +154,30 @@ def step_summary(reports: Iterable[StepReport]) -> dict[str, Any]:
     }
 
 
+class TokenIds(list[int]):
+    """A list of token ids that can be used where megatron-core has a tensor of them."""
+
+    def tolist(self) -> list[int]:
+        """A list of its own."""
+        return list(self)
+
+
+_METADATA = {
+    "temperature": "float32",
+    "top_k": "int32",
+    "top_p": "float32",
+    "termination_id": "int64",
+    "return_log_probs": "bool",
+    "skip_prompt_log_probs": "bool",
+    "top_n_logprobs": "int32",
+}
+"""Of ``tracked_metadata``: sampling parameters and their torch dtypes, in megatron-core's order."""
+
+
 @dataclass(kw_only=True, eq=False)
 class DynamicInferenceRequest:
-    """One request: what was asked, what has been committed so far, and how it ended.
+    """One request: what was asked, what has been committed so far, and how it ended. It is its own
+    record too: megatron-core's may have several requests, ours have one.
 
     ``generated_tokens`` grows only by commits, in order. ``latency`` is in seconds,
     and so is ``queue_time``, from arrival to the first admission;
@@ -175,7 +196,7 @@ class DynamicInferenceRequest:
 
     request_id: int
     prompt: str | None = None
-    prompt_tokens: list[int] = field(default_factory=list)
+    prompt_tokens: TokenIds = field(default_factory=TokenIds)
     sampling_params: SamplingParams = field(default_factory=SamplingParams)
     generated_tokens: list[int] = field(default_factory=list)
     generated_text: str | None = None
@@ -203,9 +224,28 @@ class DynamicInferenceRequest:
         """Number of tokens generated so far."""
         return len(self.generated_tokens)
 
+    @property
+    def prompt_length(self) -> int:
+        """Number of tokens of the prompt."""
+        return len(self.prompt_tokens)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens that were found in the prefix cache."""
+        return self.counters.cached
+
+    @property
+    def ttft(self) -> float | None:
+        """Seconds from arrival to the first token; None before it."""
+        return self.tpot[0] if self.tpot else None
+
     def succeeded(self) -> bool:
         """The request ran to its end."""
         return self.status is Status.COMPLETED
+
+    def failed(self) -> bool:
+        """The request ended for another reason than its own: an error, or an abort."""
+        return self.status is Status.FAILED
 
     def add_event(self, type: DynamicInferenceEventType, payload: Any = None) -> None:
         """Append a lifecycle event."""
@@ -234,9 +274,50 @@ class DynamicInferenceRequest:
             seed=self.seed,
         )
 
+    # --- a record, as megatron-core's ---------------------------------------------------------
+
+    @property
+    def requests(self) -> list[DynamicInferenceRequest]:
+        """The parts of the record: this request alone, also after evictions."""
+        return [self]
+
+    def __getitem__(self, index: int) -> DynamicInferenceRequest:
+        return self.requests[index]
+
     def merge(self, tokenizer: Any = None) -> DynamicInferenceRequest:
-        """This request: megatron-core's records are merged from parts, ours have only one."""
+        """The parts of the record in one: this request."""
         return self
+
+    @staticmethod
+    def get_metadata_types() -> list[tuple[str, Any, bool]]:
+        """Name and torch dtype of each of ``tracked_metadata``, and whether it is on the device."""
+        import torch
+
+        return [(name, getattr(torch, dtype), True) for name, dtype in _METADATA.items()]
+
+    @property
+    def tracked_metadata(self) -> list[Any]:
+        """Those sampling parameters that a slot has on the device, without end token -1."""
+        values = [getattr(self.sampling_params, name) for name in _METADATA]
+        return [-1 if value is None else value for value in values]
+
+    def serialize(self) -> dict[str, Any]:
+        """All fields in plain JSON types."""
+        from megatron_async.request_json import request_to_json
+
+        return request_to_json(self)
+
+    @classmethod
+    def deserialize(cls, data: dict[str, Any]) -> DynamicInferenceRequest:
+        """The inverse of :meth:`serialize`, after a way through JSON text too. Errors in events
+        come back with their message.
+
+        Raises:
+            RequestError: a field is missing or unknown, or has a wrong value.
+        """
+        from megatron_async.request_json import request_from_json
+
+        return request_from_json(data)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,7 +350,45 @@ class Rollout:
 class RequestFuture(concurrent.futures.Future[DynamicInferenceRequest]):
     """Result of ``add_request``: ``result()`` for threads, ``await`` for coroutines, while somebody
     steps the engine. ``cancel()`` aborts the request at the next step, and so does cancelling a
-    task that awaits it."""
+    task that awaits it.
+
+    A callback that is added in a running event loop is called in that loop, as asyncio's are, so
+    that ``asyncio.wait`` takes these futures too.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._of_loops: list[tuple[Callable[[Any], object], Callable[[Any], None]]] = []
+
+    def when_done(self, fn: Callable[[Any], object]) -> None:
+        """Call ``fn`` at once when the future is done, in the thread that resolves it."""
+        super().add_done_callback(fn)
+
+    def add_done_callback(self, fn: Callable[[Any], object], *, context: Any = None) -> None:
+        """Call ``fn`` with this future when it is done: in the event loop that runs now, or as
+        :meth:`when_done` if there is none."""
+        import asyncio
+
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:
+            self.when_done(fn)
+            return
+
+        def call(future: Any) -> None:
+            if any(each is call for _, each in self._of_loops):
+                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits there
+                    loop.call_soon_threadsafe(fn, future, context=context)
+
+        self._of_loops.append((fn, call))
+        self.when_done(call)
+
+    def remove_done_callback(self, fn: Callable[[Any], object]) -> int:
+        """Forget a callback that was added in an event loop; returns how many times it was."""
+        kept = [each for each in self._of_loops if each[0] != fn]
+        removed = len(self._of_loops) - len(kept)
+        self._of_loops = kept
+        return removed
 
     def cancel(self) -> bool:
         """Abort the request, unless it has ended."""

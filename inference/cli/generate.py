@@ -36,23 +36,30 @@ def add_command(commands: Any) -> None:
     """Add ``generate`` to the command line."""
     said = "generate text for one prompt or many"
     parser = commands.add_parser("generate", help=said, description=_DESCRIPTION)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, takes_megatron_flags=True)
     add = parser.add_argument_group("prompts and output").add_argument
     said = "one or more prompts; may be repeated. Write --prompt=TEXT if it begins with '-'"
-    add("--prompt", action="extend", nargs="+", default=[], metavar="TEXT", help=said)
+    add("--prompt", "--prompts", action="extend", nargs="+", default=[], metavar="TEXT", help=said)
     said = (
         "one prompt a line, taken as it is (a \\n in it is no line break), blank lines skipped; in "
-        'a .jsonl file each line is an object with "prompt" (text or a list of token ids) and, if '
+        'a .jsonl file each line is an object with "prompt" (text or a list of token ids; or '
+        'megatron-core\'s "text", with any other fields) and, if '
         'need be, its own "priority" (an integer; lower goes first, default: 0), "temperature" and '
         "other options of sampling and of the text. - is the standard input. May be repeated"
     )
     add("--prompt-file", action="append", default=[], metavar="FILE", help=said)
+    said = "the first N prompts of each file alone"
+    add("--prompt-file-num-truncate", type=options.integer(1), metavar="N", help=said)
+    said = "lines of megatron-core's files say how many tokens to generate, in a field of theirs"
+    add("--num-tokens-from-file", action="store_true", help=said)
     said = (
         "one JSON object for each prompt on stdout, in their order: prompt, text, token_ids, "
         "finish_reason, stop_reason, seed, counters, steps; log-probabilities and choices where "
         "they were asked for; error as well for one that could not be served"
     )
     add("--json", action="store_true", help=said)
+    said = "write prompts, texts, tokens and log-probabilities to FILE too, as megatron-core's JSON"
+    add("--output-path", metavar="FILE", help=said)
     said = "write the run to FILE; `megatron-async replay FILE` repeats it"
     add("--record", metavar="FILE", help=said)
     options.add_model_options(parser)
@@ -66,9 +73,14 @@ def run(args: argparse.Namespace) -> int:
     depth = options.resolve_scheduling(args.inference_async_scheduling, args.depth, default=False)
     config = options.engine_config(args, depth, random_seed=args.seed)
     args.logit_bias = dict(args.logit_bias or ())
-    jobs = read_jobs(args.prompt, args.prompt_file)
+    most, lengths = args.prompt_file_num_truncate, args.num_tokens_from_file
+    jobs = read_jobs(args.prompt, args.prompt_file, most=most, lengths=lengths)
 
+    from .megatron_output import results_to_json
+    from .output_file import OutputFile
     from .writers import make_writer, write_all
+
+    results = None if args.output_path is None else OutputFile("--output-path", args.output_path)
 
     with options.load_engine(args.model, config) as engine:
         each = [vars(args) | job.sampling for job in jobs]
@@ -78,6 +90,9 @@ def run(args: argparse.Namespace) -> int:
         futures = _submit(engine, args, jobs, writer)
         write_all(engine, writer, futures)
         _report(engine, len(futures), time.perf_counter() - started)
+        if results is not None:
+            steps = engine.counters.steps_launched
+            results.write(results_to_json([future.result() for future in futures], steps))
     return EXIT_BAD_INPUT if len(futures) < len(jobs) else 0
 
 

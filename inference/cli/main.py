@@ -18,6 +18,7 @@ from ..benchmark import command as bench
 from ..trace import command as trace
 from ..verify import command as verify
 from . import chat, demo, generate, info, replay, serve, tune
+from .megatron_flags import warn_of_ignored
 from .options import PROGRAM, OneLineErrorParser, name_options
 
 COMMANDS = (generate, chat, serve, verify, replay, demo, info, bench, trace, tune)
@@ -57,8 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     if sys.stderr is None:  # closed by who started us: nobody wants to hear
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    args, further = parser.parse_known_args(argv)
+    if further and not getattr(args, "takes_megatron_flags", False):
+        parser.error(f"unrecognized arguments: {' '.join(further)}")
     try:
+        if further:
+            warn_of_ignored(parser, further)
         _prepare_stdout()
         status: int = args.run(args)
         sys.stdout.flush()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_async.config import (
     DEFAULT_ASYNC_DEPTH,
+    MAX_COUNT,
     MAX_DEPTH,
     SPECULATIVE_METHODS,
     EngineConfig,
@@ -67,6 +68,18 @@ def number(low: float, high: float = math.inf, *, above: bool = False) -> Callab
     return convert
 
 
+def graph_count(text: str) -> int | None:
+    """Converts megatron-core's number of graphs: -1 is all."""
+    return None if text == "-1" else integer(1)(text)
+
+
+def asynchronous(text: str) -> bool:
+    """Converts megatron-core's scheduling mode."""
+    if text not in ("legacy", "async"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be legacy or async")
+    return text == "async"
+
+
 def several(convert: Callable[[str], Any]) -> Callable[[str], list[Any]]:
     """Converts an argument to a list, from parts between commas; a value stands in it once."""
     return lambda text: list(dict.fromkeys(convert(part) for part in text.split(",")))
@@ -76,6 +89,13 @@ def id_and_bias(text: str) -> tuple[str, float]:
     """Converts an argument ID=X."""
     token, bias = text.split("=")
     return token, float(bias)
+
+
+def log_probs_mode(text: str) -> str:
+    """Converts megatron-core's word for it to ours."""
+    if text not in ("raw_logprobs", "processed_logprobs"):
+        raise argparse.ArgumentTypeError(f"{text!r} must be raw_logprobs or processed_logprobs")
+    return text.removesuffix("_logprobs")
 
 
 def contents(name: str) -> str:
@@ -93,6 +113,7 @@ _SAME += "enable_prefix_caching allow_non_finite_weights inference_logging_step_
 _SAME += "num_speculative_tokens speculative_method draft_model tokenizer_model"
 FLAGS = {name: f"--{name.replace('_', '-')}" for name in _SAME.split()} | {
     "max_tokens": "--inference-dynamic-batching-max-tokens",
+    "paused_buffer_size_gb": "--inference-dynamic-batching-paused-buffer-size-gb",
     "max_sequence_length": "--inference-max-seq-length",
     "block_size_tokens": "--inference-dynamic-batching-block-size",
     "buffer_size_gb": "--inference-dynamic-batching-buffer-size-gb",
@@ -122,12 +143,14 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "Hugging Face, native or megatron dist_checkpointing directory; random:SHAPE has random "
     )
     said += f"weights in the shape of {', '.join(SHAPES)} (default: tiny)"
-    add("--model", default="tiny", metavar="tiny|PATH", help=said)
+    add("--model", "--load", default="tiny", metavar="tiny|PATH", help=said)
     said = "a tokenizer.json, or its directory (default: the model's, or the one that a checkpoint "
     said += "of Megatron-LM names)"
     add("--tokenizer-model", metavar="PATH", help=said)
     add("--device", metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
     add("--dtype", choices=DTYPES, help="default: the checkpoint's on a GPU, float32 on a CPU")
+    for flag, name in (("--bf16", "bfloat16"), ("--fp16", "float16")):
+        add(flag, dest="dtype", action="store_const", const=name, help=f"as --dtype {name}")
 
 
 STRUCTURES = ("json_schema", "json_object", "regex", "choice", "grammar")
@@ -143,10 +166,24 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     texts: dict[str, Any] = {"action": "extend", "nargs": "+", "metavar": "TEXT"}
     ids: dict[str, Any] = {**texts, "type": int, "metavar": "ID"}
     said = "most tokens to generate (default: 128, or fewer where the model allows no more)"
-    add("--max-new-tokens", type=integer(1), metavar="N", help=said)
+    add("--max-new-tokens", "--num-tokens-to-generate", type=integer(1), metavar="N", help=said)
     add("--temperature", type=number(0), metavar="T", help="default: 0, or 1 with --top-k and such")
-    add("--top-k", type=integer(0), default=0, metavar="K", help="sample from the K most likely")
-    add("--top-p", type=number(0, 1), default=0.0, metavar="P", help="from P of the probability")
+    add(
+        "--top-k",
+        "--top_k",
+        type=integer(0),
+        default=0,
+        metavar="K",
+        help="sample from the K most likely",
+    )
+    add(
+        "--top-p",
+        "--top_p",
+        type=number(0, 1),
+        default=0.0,
+        metavar="P",
+        help="from P of the probability",
+    )
     add("--min-p", **real, help="sample from tokens at least X times as likely as the likeliest")
     said = "of the randomness; each prompt derives its own from it and its place (default: 0)"
     add("--seed", type=SEED, default=0, metavar="S", help=said)
@@ -159,12 +196,18 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     add("--min-tokens", **count, help="tokens before the text may end")
     add("--ignore-eos", **on, help="go on after the model's own end tokens")
     add("--stop-token-ids", **ids, help="tokens that end the text")
-    add("--stop", **texts, help="texts before which it ends")
+    said = "in place of the model's own end tokens; -1 for none"
+    add("--termination-id", type=integer(-1), metavar="ID", help=said)
+    add("--stop", "--stop-words", **texts, help="texts before which it ends")
     add("--include-stop-str-in-output", **on, help="behind which it ends")
     add("--return-log-probs", **on, help="of the tokens of text and prompt, shown by --json")
     add("--skip-prompt-log-probs", **on, help="not of the prompt's")
     add("--top-n-logprobs", **count, help="of the N most likely tokens too, at most 20")
-    add("--log-probs-mode", choices=("raw", "processed"), help="the model's (default), or sampled")
+    said = "the model's (default), or sampled"
+    add("--log-probs-mode", choices=("raw", "processed"), help=said)
+    modes: dict[str, Any] = {"dest": "log_probs_mode", "type": log_probs_mode, "metavar": "MODE"}
+    said = "raw_logprobs or processed_logprobs, as --log-probs-mode"
+    add("--inference-dynamic-batching-logprobs-mode", help=said, **modes)
     add("--n", **count, help="texts of each prompt (default: 1)")
     add("--best-of", **count, help="generate N texts and keep the --n likeliest")
     one_of("--json-schema", type=contents, metavar="FILE|TEXT", help="the text is such JSON")
@@ -200,6 +243,9 @@ def add_scheduling_options(parser: argparse.ArgumentParser, *, default: str) -> 
     said = "steps that may be in flight uncommitted; 0 is serial, 1 or more turns asynchronous "
     said += f"scheduling on (default with it: {DEFAULT_ASYNC_DEPTH})"
     add("--depth", type=integer(0, MAX_DEPTH), metavar="D", help=said)
+    modes: dict[str, Any] = {"dest": "inference_async_scheduling", "type": asynchronous}
+    said = "legacy or async: megatron-core's spelling of the first"
+    add("--inference-dynamic-batching-async-sched-mode", metavar="MODE", help=said, **modes)
 
 
 def add_engine_options(parser: argparse.ArgumentParser, **defaults: int) -> None:
@@ -215,7 +261,8 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: int) -> None
         said += "" if default is None else f" (default: {default})"
         add(*more, FLAGS[name], dest=name, default=default, help=said, **counts)
 
-    count("max_requests", "that run at the same time", "--inference-dynamic-batching-max-requests")
+    theirs = ("--inference-dynamic-batching-max-requests", "--inference-max-requests")
+    count("max_requests", "that run at the same time", *theirs)
     count("max_tokens", "most tokens of one forward (default: room for four prefill chunks)")
     count("max_sequence_length", "most tokens of prompt and text (default: the model's)")
     said = "size of the KV cache (default: room for all requests at full length, at most 1 GiB on "
@@ -224,10 +271,20 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: int) -> None
     cache(FLAGS["buffer_size_gb"], metavar="GIB", help=said, **size)
     cache("--block-count", help="size of the KV cache in blocks, instead of GiB", **counts)
     count("block_size_tokens", "tokens of a KV-cache block")
+    said = "part of the cache that requests may keep which wait for a block (default: all)"
+    size = {"dest": "paused_buffer_size_gb", "type": number(0), "metavar": "GIB"}
+    add("--inference-dynamic-batching-paused-buffer-size-gb", help=said, **size)
     count("prefill_chunk_tokens", "longer prompts are prefilled in chunks of N")
+    whole: dict[str, Any] = {"dest": "prefill_chunk_tokens", "const": MAX_COUNT}
+    said = "prefill each prompt in one forward"
+    add("--disable-chunked-prefill", action="store_const", help=said, **whole)
     said = "requests with a common prefix share its KV blocks (default: on)"
     switch = {"action": argparse.BooleanOptionalAction, "default": fields.enable_prefix_caching}
-    add("--enable-prefix-caching", help=said, **switch)  # type: ignore[arg-type]
+    names = ("--enable-prefix-caching", "--inference-dynamic-batching-prefix-caching")
+    add(*names, dest="enable_prefix_caching", help=said, **switch)  # type: ignore[arg-type]
+    said = "record pauses in the requests' events"
+    name = "--inference-dynamic-batching-track-paused-request-events"
+    add(name, dest="track_paused_request_events", action="store_true", help=said)
     said = "results of a request do not depend on the others, to the last bit; slower"
     add("--batch-invariant", action="store_true", help=said)
     said = "such as NaN; they are refused else"
@@ -243,7 +300,8 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: int) -> None
     add("--adaptive-speculation", action="store_true", help=said)
     said = "a model over the same vocabulary that drafts instead"
     add("--draft-model", metavar="tiny|PATH", help=said)
-    count("num_cuda_graphs", "most batch sizes captured as CUDA graphs (default: all)")
+    said = "most batch sizes captured as CUDA graphs; -1 captures all (default)"
+    add(FLAGS["num_cuda_graphs"], dest="num_cuda_graphs", type=graph_count, metavar="N", help=said)
     said = "capture no steps with prefill chunks: a faster start, slower prompts"
     add(FLAGS["capture_mixed_steps"], dest="capture_mixed_steps", action="store_false", help=said)
     add("--debug", action="store_true", help="check every step and spoil freed memory; slow")

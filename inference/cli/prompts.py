@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, TextIO
 
 from megatron_async.errors import ConfigError
@@ -14,6 +15,8 @@ from .options import SAMPLING
 
 OF_LINES = (*SAMPLING, "num_speculative_tokens")
 """What a line of a .jsonl file may set; the last is the engine's option and the most of it."""
+LENGTH_FIELD = "chatgpt_output_token_length"
+"""Of megatron-core's prompt files: how many tokens to generate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +32,25 @@ class Job:
     sampling: dict[str, Any] = field(default_factory=dict)
     priority: int = 0
     error: str | None = None
+    megatron: dict[str, Any] = field(default_factory=dict)
+    """Further fields of a line in megatron-core's format."""
 
 
-def read_jobs(prompts: list[str], files: list[str]) -> list[Job]:
+def read_jobs(
+    prompts: list[str], files: list[str], *, most: int | None = None, lengths: bool = False
+) -> list[Job]:
     """The jobs in the order prompts, then files; ``-`` is the standard input.
+
+    Args:
+        most: of each file; None for all.
+        lengths: megatron-core's lines say how many tokens to generate.
 
     Raises:
         ConfigError: a file cannot be read, or there is no prompt at all.
     """
     jobs = [Job(f"--prompt {n}", prompt) for n, prompt in enumerate(prompts, 1)]
     for name in files:
-        jobs += _read_file(name)
+        jobs += [_with_length(job) if lengths else job for job in islice(_read_file(name), most)]
     if not jobs:
         where = f"{', '.join(files)}: no prompt in it" if files else "no prompt was given"
         raise ConfigError(f"{where}; use --prompt TEXT or --prompt-file FILE")
@@ -73,6 +84,12 @@ def _read_lines(name: str, file: TextIO) -> Iterator[Job]:
             yield parse(f"{name}:{number}", line)
 
 
+def _with_length(job: Job) -> Job:
+    if LENGTH_FIELD not in job.megatron:
+        return job
+    return replace(job, sampling={**job.sampling, "max_new_tokens": job.megatron[LENGTH_FIELD]})
+
+
 def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is none of its numbers")
 
@@ -82,8 +99,17 @@ def _parse_json(source: str, line: str) -> Job:
         values = json.loads(line, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         return Job(source, line, error=f"not valid JSON: {error}")
+    if isinstance(values, dict) and "prompt" not in values and isinstance(values.get("text"), str):
+        # megatron-core's format: its other fields may be anything.
+        known = {n: v for n, v in values.items() if n in (*SAMPLING, "priority")}
+        job = _job(source, line, known | {"prompt": values["text"]})
+        return replace(job, megatron={n: v for n, v in values.items() if n not in known})
+    return _job(source, line, values)
+
+
+def _job(source: str, line: str, values: Any) -> Job:
     if not isinstance(values, dict) or "prompt" not in values:
-        return Job(source, line, error='must be an object with "prompt"')
+        return Job(source, line, error='must be an object with "prompt", or with "text"')
     prompt = values.pop("prompt")
     if not isinstance(prompt, (str, list)):
         return Job(source, line, error=f'"prompt" is {prompt!r}; give text or a list of token ids')

@@ -31,7 +31,7 @@ def add_command(commands: Any) -> None:
     """Add ``serve`` to the command line."""
     said = "serve a model over HTTP, as OpenAI's API"
     parser = commands.add_parser("serve", help=said, description=_DESCRIPTION)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, takes_megatron_flags=True)
     add = parser.add_argument_group("server").add_argument
     several: dict[str, Any] = {"action": "extend", "nargs": "+", "default": []}
     seconds: dict[str, Any] = {"metavar": "S"}

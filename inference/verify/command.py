@@ -67,7 +67,7 @@ def add_command(commands: Any) -> None:
     """Add ``verify`` to the command line."""
     said = "check that asynchronous decoding gives the tokens of serial decoding"
     parser = commands.add_parser("verify", help=said, description=_DESCRIPTION)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, takes_megatron_flags=True)
     add = parser.add_argument_group("workload and output").add_argument
     said = f"{RANDOM}, {ALL}, or names of --list-scenarios (default: {RANDOM})"
     add("--scenario", type=_scenarios, default=[RANDOM], metavar="NAME[,NAME]", help=said)

@@ -134,7 +134,8 @@ def load_pretrained(
         )
     shape = random_shape(path)
     if shape is not None:
-        return _random(str(path), shape, torch.device(device), dtype)
+        made_up = load_tokenizer(path, tokenizer_model)
+        return _random(str(path), shape, torch.device(device), dtype, made_up)
     directory = model_directory(path)
     description, own, distributed = _describe(directory)
     if distributed is None:
@@ -179,13 +180,16 @@ def load_pretrained(
 
 
 def _random(
-    name: str, config: ModelConfig, device: torch.device, dtype: torch.dtype | None
+    name: str,
+    config: ModelConfig,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    tokenizer: Tokenizer,
 ) -> Pretrained:
     from megatron_async.models.build import build_random_model
 
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    tokenizer = load_tokenizer(name)
     return Pretrained(
         model=build_random_model(config, device=device, dtype=dtype),
         config=config,

@@ -44,11 +44,12 @@ def random_shape(path: str | Path) -> ModelConfig | None:
 
 
 def load_tokenizer(path: str | Path, tokenizer_model: str | Path | None = None) -> Tokenizer:
-    """That of a model directory, of "tiny", or of "random:NAME"; raises CheckpointError."""
+    """That of a model directory, of "tiny", or of "random:NAME", or the one that is given; raises
+    CheckpointError."""
     shape = random_shape(path)
-    if shape is not None:
+    if shape is not None and tokenizer_model is None:
         return made_up_tokenizer(shape.vocab_size)
-    directory = model_directory(path)
+    directory = Path() if shape is not None else model_directory(path)
     return Tokenizer.from_directory(tokenizer_directory(directory, tokenizer_model) or directory)
 
 

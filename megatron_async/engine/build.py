@@ -98,6 +98,7 @@ def build_context(
         num_attention_heads=spec.num_kv_heads,
         max_sequence_length=length,
         buffer_size_gb=config.buffer_size_gb,
+        paused_buffer_size_gb=config.paused_buffer_size_gb,
         block_count=block_count,
         max_requests=config.max_requests,
         slot_count=config.max_requests * (config.effective_depth + 1),
@@ -180,6 +181,7 @@ def limits_of(
         windows=draft_windows(window - 1, adaptive=config.adaptive_speculation),
         lookahead=lookahead,
         admit_tokens=admit_tokens,
+        paused_block_count=context.paused_block_count,
     )
 
 

@@ -15,7 +15,12 @@ from megatron_async.engine.output_processor import OutputProcessor, TokenOutput
 from megatron_async.engine.output_sink import SinkQueue
 from megatron_async.engine.request_queue import Prompt, RequestQueue
 from megatron_async.engine.step_lock import StepLock
-from megatron_async.errors import EngineThreadError, ReentrantCallError, RequestError
+from megatron_async.errors import (
+    EngineSuspendedError,
+    EngineThreadError,
+    ReentrantCallError,
+    RequestError,
+)
 from megatron_async.request import DynamicInferenceRequest, RequestFuture
 from megatron_async.runner.model_runner import ModelRunner
 from megatron_async.sampling_params import SamplingParams
@@ -27,7 +32,11 @@ steps."""
 
 
 class Driver:
-    """Runs the loop under the step lock, and resolves futures outside of it."""
+    """Runs the loop under the step lock, and resolves futures outside of it.
+
+    Args:
+        raises_suspended: a step of a suspended engine with nothing to hand out is an error.
+    """
 
     def __init__(
         self,
@@ -39,7 +48,10 @@ class Driver:
         requests: RequestQueue,
         streams: StreamTable,
         sinks: SinkQueue,
+        *,
+        raises_suspended: bool,
     ) -> None:
+        self._raises_suspended = raises_suspended
         self._loop = loop
         self._lock = lock
         self._runner = runner
@@ -63,6 +75,8 @@ class Driver:
         started = time.perf_counter_ns()
         self._step()
         outputs, finished, reports = self._outputs.take()
+        if self._raises_suspended and self._loop.suspended and not (outputs or finished):
+            raise EngineSuspendedError("the engine is suspended; resume() it first")
         return {
             "active_request_ids": list(self._outputs.keys),
             "finished_request_records": finished,

@@ -38,7 +38,6 @@ from megatron_async.engine.request_validation import RequestValidator
 from megatron_async.engine.step_lock import StepLock
 from megatron_async.engine.weight_update import replace_weights, shared_weights
 from megatron_async.errors import (
-    ConfigError,
     EngineStoppedError,
     RequestError,
 )
@@ -60,9 +59,11 @@ class DynamicInferenceEngine:
     Args:
         controller: model and tokenizer. A controller serves one engine.
         context: cache and per-slot state; its sizes win over those of ``config``.
-        enable_cuda_graph: decode steps are always captured on a GPU; False is refused.
         random_seed: from which requests that bring no seed derive theirs; None takes ``config``'s.
         enable_chunked_prefill: without it a prompt is prefilled in one forward.
+        as_megatron: as in megatron-core a request that is too long is handed out as a failed
+            record, where :meth:`add_request` and :meth:`generate` raise else; and a step of a
+            suspended engine that has nothing to hand out raises, where it does nothing else.
         config: scheduling and debugging.
         eos_token_ids: tokens that end a request which names no ``termination_id``; None takes the
             tokenizer's ``eod``.
@@ -77,10 +78,10 @@ class DynamicInferenceEngine:
         self,
         controller: TextGenerationController,
         context: DynamicInferenceContext,
-        enable_cuda_graph: bool | None = None,
-        random_seed: int | None = None,
         *,
+        random_seed: int | None = None,
         enable_chunked_prefill: bool = True,
+        as_megatron: bool = False,
         config: EngineConfig | None = None,
         eos_token_ids: tuple[int, ...] | None = None,
         model_name: str = "model",
@@ -89,8 +90,6 @@ class DynamicInferenceEngine:
     ) -> None:
         config = EngineConfig(max_requests=context.max_requests) if config is None else config
         check_config(config)
-        if enable_cuda_graph is False:
-            raise ConfigError("enable_cuda_graph=False is not supported; leave it out")
         self.config = config
         self.controller = controller
         self.context = context
@@ -137,6 +136,7 @@ class DynamicInferenceEngine:
             if device is None:
                 self.device.close()
             raise
+        self.limits = limits
         self.outputs = OutputProcessor(
             controller.tokenizer,
             track_pauses=config.track_paused_request_events,
@@ -162,7 +162,12 @@ class DynamicInferenceEngine:
             debug=config.debug,
         )
         self.requests = RequestQueue(
-            self.loop.commands, self.outputs, self.guidance, validator, self.lock
+            self.loop.commands,
+            self.outputs,
+            self.guidance,
+            validator,
+            self.lock,
+            fails_long_requests=as_megatron,
         )
         self._driver = Driver(
             self.loop,
@@ -173,6 +178,7 @@ class DynamicInferenceEngine:
             self.requests,
             self.streams,
             self._sinks,
+            raises_suspended=as_megatron,
         )
         if self._run_file is not None:
             self._run_file.begin(config, model_name)
@@ -343,6 +349,8 @@ class DynamicInferenceEngine:
         Raises:
             EngineStoppedError: the engine is closed, or was stopped by an error in an earlier
                 step, which was raised there. The futures of all requests get it too.
+            EngineSuspendedError: the engine is suspended, and all has been handed out (with
+                ``as_megatron``). Commands have been applied.
             EngineThreadError: the engine's own thread steps it.
             ReentrantCallError: called in the midst of a step, by a signal's handler.
         """

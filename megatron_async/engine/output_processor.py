@@ -156,6 +156,17 @@ class OutputProcessor:
         request.add_event(DynamicInferenceEventType.ADD)
         return entry.future
 
+    def refuse(self, request: DynamicInferenceRequest, error: Exception) -> RequestFuture:
+        """Hand out a request that has failed before any step saw it. From any thread."""
+        request.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)
+        request.add_event(DynamicInferenceEventType.FAIL)
+        request.status, request.finish_reason = Status.FAILED, FinishReason.ERROR
+        request.latency = 0.0
+        future = RequestFuture()
+        future.set_result(request)
+        self.finished.append(request)
+        return future
+
     def drop(self, key: int, request_id: int) -> None:
         """Take back :meth:`open`, however far it came."""
         self._entries.pop(key, None)

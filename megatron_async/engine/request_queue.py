@@ -18,8 +18,8 @@ from megatron_async.engine.output_processor import OutputProcessor
 from megatron_async.engine.request_validation import RequestValidator, seed_of
 from megatron_async.engine.siblings import Siblings, sibling_of
 from megatron_async.engine.step_lock import StepLock
-from megatron_async.errors import RequestError
-from megatron_async.request import DynamicInferenceRequest, RequestFuture
+from megatron_async.errors import RequestError, RequestTooLongError
+from megatron_async.request import DynamicInferenceRequest, RequestFuture, TokenIds
 from megatron_async.sampling_params import SamplingParams
 
 Prompt = str | list[int] | torch.Tensor
@@ -31,6 +31,10 @@ class RequestQueue:
 
     The first of several sequences has the request's id. The others have negative ids, which no
     user may choose; what is asked about the request is asked about all of its sequences.
+
+    Args:
+        fails_long_requests: a request that is too long is handed out as a failed record, as in
+            megatron-core, where it raises else.
     """
 
     def __init__(
@@ -40,7 +44,10 @@ class RequestQueue:
         guidance: Guidance,
         validator: RequestValidator,
         lock: StepLock,
+        *,
+        fails_long_requests: bool = False,
     ) -> None:
+        self._fails_long_requests = fails_long_requests
         self._guidance = guidance
         self._commands = commands
         self._outputs = outputs
@@ -86,7 +93,14 @@ class RequestQueue:
                     continue
                 raise RequestError(f"request_id={number} is in use; choose another")
             key = next(self._keys)
-            command, params = self._validator.add(key, number, prompt, sampling_params, priority)
+            try:
+                command, params = self._validator.add(
+                    key, number, prompt, sampling_params, priority
+                )
+            except RequestTooLongError as error:
+                if opened is not None or not self._fails_long_requests:
+                    raise
+                return key, self._fail(number, prompt, sampling_params, error)
             self._lock.check()
             request = _record(command, params.for_ranking())
             future = self._open(command, request)
@@ -108,11 +122,27 @@ class RequestQueue:
         # Whoever keeps a future does not keep the engine.
         keys = tuple(each.key for each in commands)
         abort = functools.partial(_abort_if_cancelled, weakref.ref(self._commands), keys)
-        future.add_done_callback(abort)
+        future.when_done(abort)
         if self._lock.stopped is not None:  # meanwhile
             self._outputs.fail(self._lock.stopped)
             self._outputs.resolve_futures()
         return key, future
+
+    def _fail(
+        self,
+        number: int,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None,
+        error: RequestTooLongError,
+    ) -> RequestFuture:
+        """Hand out a request that no step will see."""
+        self._lock.check()
+        params = (sampling_params or SamplingParams()).checked()
+        text, tokens = self._validator.tokens(prompt, params)
+        request = DynamicInferenceRequest(
+            request_id=number, prompt=text, prompt_tokens=TokenIds(tokens), sampling_params=params
+        )
+        return self._outputs.refuse(request, error)
 
     def _open(self, command: AddRequest, request: DynamicInferenceRequest) -> RequestFuture | None:
         """Start the record of a request, and what guides it; None if its id is in use."""
@@ -158,7 +188,7 @@ class RequestQueue:
         siblings = Siblings(params, requests, futures, keys)
         self._siblings[first.request_id] = siblings
         forget = functools.partial(_forget, self._siblings, first.request_id)
-        siblings.future.add_done_callback(forget)
+        siblings.future.when_done(forget)
         return siblings.future
 
     def replay(self, command: Command) -> None:
@@ -234,7 +264,7 @@ def _record(command: AddRequest, params: SamplingParams) -> DynamicInferenceRequ
     return DynamicInferenceRequest(
         request_id=command.request_id,
         prompt=command.prompt,
-        prompt_tokens=list(command.tokens),
+        prompt_tokens=TokenIds(command.tokens),
         sampling_params=params,
         seed=seed_of(command.values),
     )

@@ -10,7 +10,7 @@ import torch
 from megatron_async.config import as_integer
 from megatron_async.engine.commands import AddRequest, UpdateSamplingParams
 from megatron_async.engine.guidance import Grammars
-from megatron_async.errors import RequestError
+from megatron_async.errors import RequestError, RequestTooLongError
 from megatron_async.parameter_checks import check_vocabulary, shown
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.scheduler.limits import Limits
@@ -123,7 +123,7 @@ class RequestValidator:
             raise RequestError(
                 f"priority={priority!r} must be an integer of at most {MAX_PRIORITY:,}"
             )
-        text, tokens = self._tokens(prompt, params)
+        text, tokens = self.tokens(prompt, params)
         max_new = self._max_new(len(tokens), params)
         self._check_fits(len(tokens) + max_new)
         self._check_texts(params)
@@ -181,9 +181,10 @@ class RequestValidator:
         """A request's seed, derived from the engine's unless it is given."""
         return derive_seed(self._random_seed, request_id) if given is None else given
 
-    def _tokens(
+    def tokens(
         self, prompt: str | list[int] | torch.Tensor, params: SamplingParams
     ) -> tuple[str | None, list[int]]:
+        """The text of a prompt, if it is one, and its token ids; raises :class:`RequestError`."""
         text = None
         if isinstance(prompt, str):
             text = prompt
@@ -218,7 +219,7 @@ class RequestValidator:
     def _max_new(self, prompt_length: int, params: SamplingParams) -> int:
         limit = self._max_sequence_length
         if prompt_length >= limit:
-            raise RequestError(
+            raise RequestTooLongError(
                 f"the prompt has {prompt_length} tokens and the model's maximum sequence length is "
                 f"{limit}; shorten the prompt to at most {limit - 1} tokens"
             )
@@ -226,7 +227,7 @@ class RequestValidator:
         if params.num_tokens_total is not None:
             max_new = params.num_tokens_total - prompt_length
             if max_new < 1:
-                raise RequestError(
+                raise RequestTooLongError(
                     f"num_tokens_total={params.num_tokens_total} leaves nothing to generate after "
                     f"a prompt of {prompt_length} tokens; use at least {prompt_length + 1}"
                 )
@@ -241,7 +242,7 @@ class RequestValidator:
             name = (
                 "num_tokens_to_generate" if params.num_tokens_total is None else "num_tokens_total"
             )
-            raise RequestError(
+            raise RequestTooLongError(
                 f"{name}={getattr(params, name)}: a prompt of {prompt_length} tokens and {max_new} "
                 f"to generate exceed the maximum sequence length of {limit}; generate at most "
                 f"{limit - prompt_length}"
@@ -388,7 +389,7 @@ class RequestValidator:
         size = self._limits.block_size
         need = -(-(max_total - 1) // size)  # the last token is never written
         if need > self._limits.block_count:
-            raise RequestError(
+            raise RequestTooLongError(
                 f"the request may need {need} KV blocks of {size} tokens and "
                 f"the cache has {self._limits.block_count}; raise buffer_size_gb or block_count, "
                 "or generate fewer tokens"

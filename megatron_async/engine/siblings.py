@@ -82,7 +82,7 @@ class Siblings:
         self._ended = itertools.count(1)
         self.first.choices = list(requests)
         for future in futures:
-            future.add_done_callback(self._end)
+            future.when_done(self._end)
 
     def changes_of(self, index: int, changes: dict[str, Any], seed: int) -> dict[str, Any]:
         """What ``changes`` of the request mean for sequence ``index``; ``seed`` is the new one."""

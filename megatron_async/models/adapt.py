@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from megatron_async.errors import ConfigError
 from megatron_async.models.attention import PagedSelfAttention
 from megatron_async.models.build import attach_rotary
@@ -12,6 +14,7 @@ from megatron_async.models.rope import RotaryTable
 
 from megatron.core.models.gpt.gpt_model import GPTModel as MegatronGPTModel  # isort: skip
 from megatron.core.transformer.attention import SelfAttention  # isort: skip
+from megatron.core.utils import unwrap_model  # isort: skip
 
 # Config field, the value that is supported, what to do about any other.
 _REQUIRED: tuple[tuple[str, Any, str], ...] = (
@@ -21,7 +24,6 @@ _REQUIRED: tuple[tuple[str, Any, str], ...] = (
     ("no_rope_freq", None, "build the model with rotary embeddings in every layer"),
     ("rotary_interleaved", False, "permute the query and key weights to half-split pairs"),
     ("flash_decode", False, "set it to False: the context attends by itself"),
-    ("cuda_graph_impl", "none", "set it to 'none': whole steps are captured by the engine"),
     ("context_parallel_size", 1, "load the model without context parallelism"),
     ("sequence_parallel", False, "load the model without sequence parallelism"),
     ("pipeline_model_parallel_size", 1, "load the model without pipeline parallelism"),
@@ -29,22 +31,34 @@ _REQUIRED: tuple[tuple[str, Any, str], ...] = (
 )
 
 
+def unwrapped(model: Any) -> Any:
+    """What megatron-core's and PyTorch's wrappers are around: the one of a list, too."""
+    if isinstance(model, list) and len(model) == 1:
+        (model,) = model
+    model = unwrap_model(model)
+    while isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        model = unwrap_model(model.module)
+    return model
+
+
 def adapt_model(model: Any) -> GPTModel:
     """Turn a megatron-core ``GPTModel`` into ours, weights untouched; ours is returned as it is.
 
-    Its attention layers become :class:`PagedSelfAttention`, its class :class:`GPTModel`. Rotary
-    embeddings ("rope"), learned ones and none are supported.
+    ``Float16Module`` and ``DistributedDataParallel`` are taken off. Its attention layers become
+    :class:`PagedSelfAttention`, its class :class:`GPTModel`. Rotary embeddings ("rope"), learned
+    ones and none are supported. Graphs that megatron-core would capture are turned off.
 
     Raises:
         ConfigError: the model has a part that cannot be served; the message names it. The model
             is unchanged then.
     """
+    model = unwrapped(model)
     if isinstance(model, GPTModel):
         return model
     if type(model) is not MegatronGPTModel:
         raise ConfigError(
             f"model is a {type(model).__name__}, not megatron.core's GPTModel: pass the GPTModel "
-            "itself (unwrap_model() takes it out of Float16Module and DistributedDataParallel)"
+            "itself"
         )
     config = model.config
     for name, supported, advice in _REQUIRED:
@@ -71,6 +85,7 @@ def adapt_model(model: Any) -> GPTModel:
                 "layers with megatron.core's SelfAttention, as get_gpt_layer_local_spec() does"
             )
 
+    _turn_off_own_graphs(model)
     for layer in layers:
         layer.self_attention.__class__ = PagedSelfAttention
     model.__class__ = GPTModel
@@ -87,3 +102,13 @@ def adapt_model(model: Any) -> GPTModel:
         model.position_embedding_type = "none"
     adapted: GPTModel = model
     return adapted
+
+
+def _turn_off_own_graphs(model: Any) -> None:
+    """The engine captures whole steps, so that megatron-core captures no layer of them."""
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and getattr(config, "cuda_graph_impl", "none") != "none":
+            config.cuda_graph_impl = "none"
+        if hasattr(module, "cudagraph_manager"):
+            del module.cudagraph_manager

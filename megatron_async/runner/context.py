@@ -15,6 +15,7 @@ from megatron_async.config import (
     MAX_REQUESTS,
     check_buffer_size,
     check_integer,
+    check_paused_buffer_size,
 )
 from megatron_async.device.memory import GIB, must_fit
 from megatron_async.errors import ConfigError
@@ -32,6 +33,8 @@ from megatron_async.sampling_params import MAX_STOP_TOKEN_IDS
 from megatron.core.inference.contexts import BaseInferenceContext  # isort: skip
 
 logger = logging.getLogger(__name__)
+
+DEFAULT_BLOCK_SIZE_TOKENS = 64
 
 
 @functools.cache
@@ -57,6 +60,8 @@ class DynamicInferenceContext(BaseInferenceContext):
         num_attention_heads: heads in the KV cache (megatron's query groups) of this rank.
         max_sequence_length: most tokens of a request.
         buffer_size_gb: size of the KV cache in GiB. This or ``block_count``.
+        paused_buffer_size_gb: part of it that requests may keep which wait for a block; None is
+            all. ``paused_block_count`` is what it comes to.
         max_requests: most rows of a forward.
         slot_count: slots; None is twice ``max_requests``. A slot is held until the last ticket of
             its request has retired, so ``max_requests * (depth + 1)`` never run short.
@@ -85,24 +90,20 @@ class DynamicInferenceContext(BaseInferenceContext):
         num_attention_heads: int,
         max_sequence_length: int,
         buffer_size_gb: float | None = None,
+        paused_buffer_size_gb: float | None = None,
         max_requests: int = 64,
         slot_count: int | None = None,
         max_tokens: int | None = None,
-        block_size_tokens: int = 64,
+        block_size_tokens: int = DEFAULT_BLOCK_SIZE_TOKENS,
         block_count: int | None = None,
         num_cuda_graphs: int | None = None,
-        materialize_only_last_token_logits: bool = True,
         device: torch.device | str | None = None,
         batch_invariant: bool = False,
         num_speculative_tokens: int = 0,
         further_token_bytes: int = 0,
     ) -> None:
         super().__init__(materialize_only_last_token_logits=True)
-        if not materialize_only_last_token_logits:
-            raise ConfigError(
-                "materialize_only_last_token_logits=False is not supported by this version; "
-                "leave it out"
-            )
+        check_paused_buffer_size(paused_buffer_size_gb)
         max_requests = check_integer("max_requests", max_requests, 1, MAX_REQUESTS)
         block_size_tokens = check_integer("block_size_tokens", block_size_tokens, 1, MAX_COUNT)
         max_sequence_length = check_integer(
@@ -146,6 +147,10 @@ class DynamicInferenceContext(BaseInferenceContext):
         else:
             block_count = check_integer("block_count", block_count, 1, MAX_COUNT)
         self.block_count = block_count
+        self.block_size_bytes = block_bytes
+        self.paused_block_count: int | None = None
+        if paused_buffer_size_gb is not None:
+            self.paused_block_count = int(paused_buffer_size_gb * GIB) // block_bytes
         self.max_blocks_per_request = -(-max_sequence_length // block_size_tokens)
         self.slot_count = slot_count or 2 * max_requests
         self.null_slot = self.slot_count

@@ -15,7 +15,8 @@ class Limits:
     ``windows`` are the numbers of tokens that the decode rows of a step may bring, ascending from
     1; blocks are given for ``lookahead`` positions more, to which drafting may write.
     ``priority_step`` is the number of tickets by which one step of priority goes ahead.
-    ``admit_tokens``: admissions bring the request's tokens.
+    ``admit_tokens``: admissions bring the request's tokens. ``paused_block_count``: blocks that
+    stalled requests may keep; None is all.
     """
 
     max_requests: int
@@ -30,6 +31,7 @@ class Limits:
     windows: tuple[int, ...] = (1,)
     lookahead: int = 0
     admit_tokens: bool = False
+    paused_block_count: int | None = None
 
     @property
     def window(self) -> int:

@@ -46,6 +46,8 @@ class Preemption:
             if sequence.key not in stalled_before:
                 table.record(Event(sequence.key, Change.STALL))
         self.relieve(sum(needy[s] for s in short), short[0].priority_key)
+        if self._limits.paused_block_count is not None:
+            self._evict_beyond(self._limits.paused_block_count)
         return [s for s in ordered[:served] if s.state is State.DECODING]
 
     def relieve(self, need: int, beneficiary: tuple[int, int]) -> None:
@@ -61,6 +63,19 @@ class Preemption:
             table.evictable(), need - coming, beneficiary, lambda s: self._private_blocks(s.blocks)
         ):
             table.evict(victim)
+
+    def _evict_beyond(self, budget: int) -> None:
+        """Evict the highest keys of those that stall, so that they keep at most ``budget`` blocks;
+        the lowest key of all requests never gives way, so it makes progress."""
+        table = self._table
+        running = [s for s in table.sequences.values() if s.state is not State.FINISHED]
+        first = min(s.priority_key for s in running)
+        kept = 0
+        for sequence in sorted(table.stalled.values(), key=lambda s: s.priority_key):
+            kept += len(sequence.blocks)
+            if kept > budget and sequence.priority_key > first:
+                kept -= len(sequence.blocks)
+                table.evict(sequence)
 
     def _private_blocks(self, blocks: list[int]) -> int:
         references = self._table.allocator.references

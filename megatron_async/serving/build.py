@@ -88,7 +88,7 @@ def _text_of(settings: FrontendSettings) -> Text:
     )
     from megatron_async.tokenizer import TOKENIZER_FILE
 
-    if random_shape(settings.model) is None:
+    if settings.tokenizer_model is None and random_shape(settings.model) is None:
         directory = model_directory(settings.model)
         if tokenizer_directory(directory, settings.tokenizer_model) is None:
             raise ConfigError(

@@ -182,7 +182,7 @@ class LiveRequests:
         if asked.acknowledge:
             self._send(front_end, [Output(request_id, 0, [])])
         if live.is_ranked:
-            future.add_done_callback(partial(self._ranked, live))
+            future.when_done(partial(self._ranked, live))
         if asked.timeout is not None:
             deadline = time.monotonic() + asked.timeout
             heapq.heappush(self._deadlines, (deadline, live.engine_id, live))

@@ -3,94 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 
-from megatron_async import (
-    DynamicInferenceContext,
-    DynamicInferenceEngine,
-    EngineConfig,
-    GPTInferenceWrapper,
-    SamplingParams,
-    TextGenerationController,
-)
-from megatron_async import megatron_compat as compat
-from megatron_async.errors import ConfigError
-from megatron_async.models.build import build_model
-from megatron_async.models.config import ModelConfig
-
-from megatron.core.models.gpt import GPTModel  # isort: skip
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
-from megatron.core.transformer import TransformerConfig  # isort: skip
-
-VOCAB = 96
+from tests.support import megatron_script
+from tests.support.stock_model import Tokenizer, stock_model
 
 
-class Tokenizer:
-    """As much of a tokenizer as megatron-core's own tests use."""
-
-    eod = VOCAB - 1
-    bos = VOCAB - 2
-    vocab_size = VOCAB
-
-    def tokenize(self, text: str) -> list[int]:
-        return [ord(c) - 32 for c in text]
-
-    def detokenize(self, tokens: list[int]) -> str:
-        return "".join(chr(32 + t) for t in tokens)
-
-
-def stock_model() -> GPTModel:
-    compat.ensure_parallel_state()
-    torch.manual_seed(0)
-    config = TransformerConfig(
-        num_layers=2,
-        hidden_size=64,
-        num_attention_heads=4,
-        num_query_groups=2,
-        use_cpu_initialization=True,
-        init_method=lambda weight: torch.nn.init.normal_(weight, std=0.3),
-        output_layer_init_method=lambda weight: torch.nn.init.normal_(weight, std=0.3),
-        add_bias_linear=True,
-        bias_activation_fusion=False,
-        bias_dropout_fusion=False,
-        masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
-    )
-    return GPTModel(
-        config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(normalization="LayerNorm"),
-        vocab_size=VOCAB,
-        max_sequence_length=128,
-        parallel_output=False,
-        position_embedding_type="rope",
-    ).eval()
-
-
-def build(depth: int) -> DynamicInferenceEngine:
-    model = stock_model()
-    context = DynamicInferenceContext(
-        params_dtype=torch.float32,
-        num_layers=model.config.num_layers,
-        kv_channels=model.config.kv_channels,
-        num_attention_heads=model.config.num_query_groups,
-        max_sequence_length=128,
-        buffer_size_gb=0.001,
-        max_requests=3,
-        block_size_tokens=16,
-        device="cpu",
-    )
-    controller = TextGenerationController(GPTInferenceWrapper(model, context), Tokenizer())
-    config = EngineConfig(inference_async_scheduling=depth > 0, depth=depth or None)
-    return DynamicInferenceEngine(controller, context, random_seed=123, config=config)
-
-
-def reference(prompt: str, new_tokens: int) -> list[int]:
-    """Greedy tokens from whole forwards of an untouched stock model, without a cache."""
-    model = stock_model()
+@functools.cache
+def reference(prompt: str, new_tokens: int, device: str = "cpu") -> tuple[list[int], list[float]]:
+    """Greedy tokens from whole forwards of an untouched stock model, without a cache, and the
+    log-probabilities of all tokens but the first of the prompt."""
+    model = stock_model(device)
     tokens = Tokenizer().tokenize(prompt)
     generated: list[int] = []
     # megatron-core's own attention forks the state of CUDA's generator, for dropout.
@@ -100,67 +28,91 @@ def reference(prompt: str, new_tokens: int) -> list[int]:
         mock.patch("megatron.core.tensor_parallel.get_cuda_rng_tracker", lambda: no_generator),
     ):
         while len(generated) < new_tokens:
-            ids = torch.tensor([tokens])
+            ids = torch.tensor([tokens], device=device)
             mask = torch.ones(1, 1, len(tokens), len(tokens), dtype=torch.bool).triu(1)
-            logits = model(ids, torch.arange(len(tokens))[None], mask)
+            logits = model(ids, torch.arange(len(tokens), device=device)[None], mask.to(device))
             generated.append(int(logits[0, -1].argmax()))
             tokens.append(generated[-1])
             if generated[-1] == Tokenizer.eod:
                 break
-    return generated
+        log_probs = logits[0].log_softmax(-1)
+    found = log_probs[torch.arange(len(tokens) - 1), tokens[1:]]
+    return generated, found.tolist()
 
 
 PROMPTS = ["Hello", "x", "The quick brown fox jumps over", "a + b", "megatron"]
+SIZES = ["--inference-dynamic-batching-buffer-size-gb", "0.001"]
+SIZES += ["--inference-dynamic-batching-block-size", "16", "--num-tokens-to-generate", "24"]
 
 
-@pytest.mark.parametrize("depth", (0, 1, 2))
-def test_script_with_a_stock_model_runs(depth: int) -> None:
-    engine = build(depth)
-    params = SamplingParams(temperature=1.0, top_k=1, num_tokens_to_generate=24)
-    for request_id, prompt in enumerate(PROMPTS):
-        engine.add_request(request_id, prompt, params)
-    records = []
-    while engine.has_unfinished_requests():
-        result = engine.step_modern()
-        records.extend(result["finished_request_records"])
-    requests = sorted((record.merge() for record in records), key=lambda r: r.request_id)
-    assert [request.prompt for request in requests] == PROMPTS
+def check(requests: list[megatron_script.Asked], new_tokens: int = 24, device: str = "cpu") -> None:
+    """Each request has the tokens of the stock model."""
+    assert [request.prompt_text for request in requests] == PROMPTS
     for request in requests:
-        assert request.generated_tokens == reference(request.prompt, 24)
-        tokens = request.generated_tokens
-        text = tokens[:-1] if request.finish_reason == "stop" else tokens
-        assert request.generated_text == Tokenizer().detokenize(text)
+        tokens, log_probs = reference(request.prompt_text, new_tokens, device)
+        assert request.output_tokens == tokens
+        text = tokens[:-1] if tokens[-1] == Tokenizer.eod else tokens
+        assert request.output_text == Tokenizer().detokenize(text)
+        if request.log_probs is not None:
+            assert request.log_probs == pytest.approx(log_probs, abs=1e-4)
+
+
+ON_GPU = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ],
+)
+
+
+@pytest.mark.parametrize("device", ("cpu", ON_GPU))
+@pytest.mark.parametrize("depth", (0, 1, 2))
+def test_script_gives_the_tokens_of_the_stock_model(
+    depth: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device == "cpu":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("MEGATRON_ASYNC_DEPTH", str(depth))
+    argv = ["--prompts", *PROMPTS, *SIZES, "--inference-dynamic-batching-max-requests", "3"]
+    argv += ["--incoming-requests-per-step", "2", "--suspend-resume-interval", "9"]
+    argv += ["--return-log-probs", "--inference-repeat-n", "2"]
+    result = megatron_script.main(argv, lambda: stock_model(device), Tokenizer())
+    engine = result["engine"]
+    assert engine.depth == depth and engine.context.device.type == device
+    check(result["requests"], device=device)
+    assert result["attempts"] > result["step_count"] - 3
+    assert len(result["times"]["decode"]) > len(result["times"]["prefill"]) > 0
+    assert engine.counters.barriers > 1  # it was suspended
     engine.close()
 
 
-def test_arguments_that_cannot_be_honoured_are_refused() -> None:
-    config = ModelConfig(
-        num_layers=1,
-        hidden_size=16,
-        num_attention_heads=2,
-        num_kv_heads=1,
-        head_dim=8,
-        ffn_hidden_size=16,
-        vocab_size=VOCAB,
-        max_sequence_length=64,
-    )
-    model = build_model(config, device="cpu", dtype=torch.float32)
-    sizes = dict(
-        params_dtype=torch.float32,
-        num_layers=1,
-        kv_channels=8,
-        num_attention_heads=1,
-        max_sequence_length=64,
-        block_count=8,
-        max_requests=2,
-        device="cpu",
-    )
-    context = DynamicInferenceContext(**sizes, max_tokens=50)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="max_tokens=50"):
-        DynamicInferenceEngine(TextGenerationController(model), context)
-    with pytest.raises(ConfigError, match="enable_cuda_graph=False"):
-        DynamicInferenceEngine(TextGenerationController(model), context, enable_cuda_graph=False)
-    with pytest.raises(ConfigError, match="max_tokens=50"):
-        DynamicInferenceEngine(
-            TextGenerationController(model), context, enable_chunked_prefill=False
-        )
+def test_script_runs_with_the_other_values_of_its_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Graphs, an unchunked prefill that max_tokens has no room for, a paused buffer that evicts,
+    the number of requests derived from memory, and metrics."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("MEGATRON_ASYNC_DEPTH", "1")
+    metrics: list[dict[str, float]] = []
+    writer = SimpleNamespace(log=lambda values, commit: metrics.append(values))
+    gib = 6 * 2 * 2 * 2 * 16 * 16 * 4 / 2**30  # of six blocks, one of them the null block
+    argv = ["--prompts", *PROMPTS, "--num-tokens-to-generate", "40", "--cuda-graph-impl", "local"]
+    argv += ["--inference-dynamic-batching-buffer-size-gb", str(gib)]
+    argv += ["--inference-dynamic-batching-block-size", "16", "--disable-chunked-prefill"]
+    argv += ["--inference-dynamic-batching-max-tokens", "40", "--decode-only-cuda-graphs"]
+    argv += ["--inference-dynamic-batching-paused-buffer-size-gb", "0"]
+    argv += ["--inference-dynamic-batching-track-paused-request-events"]
+    argv += ["--inference-logging-step-interval", "10"]
+    result = megatron_script.main(argv, stock_model, Tokenizer(), writer)
+    engine = result["engine"]
+    check(result["requests"], 40)
+    assert engine.context.max_requests == 5
+    assert result["setup"] == "graphs 1 | uvm 0 | 5 chunks [r 5, t 40]"
+    assert engine.config.capture_mixed_steps is False
+    events = {event.type.name for request in result["requests"] for event in request.events}
+    assert {"ADD", "PAUSE", "EVICT", "FINISH"} <= events
+    assert engine.evicted_request_count > 0
+    assert [values["inference/inference_step"] for values in metrics[:2]] == [10, 20]
+    assert any(values["inference/allocated_utilization"] > 50 for values in metrics)
+    engine.close()

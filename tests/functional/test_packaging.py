@@ -58,7 +58,7 @@ def test_wheel_holds_every_source_and_asset(wheel: Path) -> None:
     expected |= {
         f"megatron_async/{path.relative_to(ROOT)}"
         for path in commands
-        if path.suffix in (".py", ".toml")
+        if path.suffix in (".py", ".toml", ".json")
     }
     kernels = [*package.glob("kernels/*/*.cu*"), *package.glob("kernels/*/*.json")]
     assets = (package / "assets").rglob("*")

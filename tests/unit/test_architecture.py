@@ -70,8 +70,18 @@ FORBIDDEN = {
         "megatron_async.scheduler",
         "megatron_async.runner",
     ),
-    "engine": ("megatron_async.serving", "megatron_async.perfetto"),
-    "serving": ("megatron_async.inference", "inference", "tests"),
+    "engine": (
+        "megatron_async.serving",
+        "megatron_async.perfetto",
+        "megatron_async.megatron_api",
+    ),
+    "megatron_api": ("megatron_async.serving", "megatron_async.inference", "inference", "tests"),
+    "serving": (
+        "megatron_async.inference",
+        "megatron_async.megatron_api",
+        "inference",
+        "tests",
+    ),
     "perfetto": ("megatron_async.inference", "inference", "megatron_async.serving"),
     ".": ("megatron_async.inference", "inference", "tests"),
 }

@@ -200,7 +200,7 @@ def test_prompts_come_in_the_order_given(tmp_path: Path) -> None:
     [
         ("{", "not valid JSON"),
         ("[1]", 'must be an object with "prompt"'),
-        ('{"text": "a"}', 'must be an object with "prompt"'),
+        ('{"text": 3}', 'must be an object with "prompt"'),
         ('{"prompt": 3}', "give text or a list"),
         ('{"prompt": [NaN]}', "not valid JSON: NaN"),
         ('{"prompt": "a", "beams": 2}', "unknown field 'beams'"),

@@ -204,7 +204,7 @@ def attention_why_not(layer: Any, model: Any) -> str | None:
     if type(attention) is not PagedSelfAttention:
         return f"{type(attention).__name__} is not covered"
     if norm_kind(norm) is None:
-        return f"norm {type(norm).__name__} is not covered"
+        return _norm_why_not(norm, attention.linear_qkv)
     norms = (attention.q_layernorm, attention.k_layernorm)
     if not all(n is None or isinstance(n, IdentityOp) for n in norms):
         if any(norm_kind(n) != RMS_NORM for n in norms):
@@ -234,7 +234,7 @@ def mlp_why_not(layer: Any, config: Any) -> str | None:
     if type(mlp) is not megatron_mlp.MLP:
         return f"{type(mlp).__name__} is not covered"
     if norm_kind(norm) is None:
-        return f"norm {type(norm).__name__} is not covered"
+        return _norm_why_not(norm, mlp.linear_fc1)
     reason = _linears_why_not(mlp.linear_fc1, mlp.linear_fc2) or _config_why_not(config, _MLP)
     if reason is None and epilogue_of(mlp, config) is None:
         reason = "its activation is not covered"
@@ -252,6 +252,13 @@ def _config_why_not(config: Any, plain: dict[str, tuple[Any, ...]]) -> str | Non
 def _vocabulary_why_not(model: Any) -> str | None:
     ranks = model.config.tensor_model_parallel_size
     return None if ranks == 1 else f"its vocabulary is split over {ranks} ranks"
+
+
+def _norm_why_not(norm: Any, linear: Any) -> str:
+    """Of a norm that is not covered, in front of ``linear``."""
+    if isinstance(norm, IdentityOp) and hasattr(linear, "layer_norm_weight"):
+        return f"its norm is inside {type(linear).__name__}"  # Transformer Engine's
+    return f"norm {type(norm).__name__} is not covered"
 
 
 def _linears_why_not(*linears: Any) -> str | None:

@@ -1,0 +1,272 @@
+"""megatron-core's inference context over ours: of core_v0.16.1, and of its main branch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from megatron_async.config import EngineConfig
+from megatron_async.engine.build import CHUNKS_AT_ONCE
+from megatron_async.errors import ConfigError
+from megatron_async.megatron_api.inference_config import context_keywords
+from megatron_async.megatron_api.model import outside_inference_mode
+from megatron_async.megatron_api.names import check_keywords, no_attribute
+from megatron_async.megatron_api.tables import CONTEXT, CONTEXT_ATTRIBUTES
+from megatron_async.runner import context
+from megatron_async.runner.cuda_graphs import row_buckets
+
+MAX_DERIVED_REQUESTS = 256
+"""Rows that ``max_requests=None`` comes to at most, as many as vLLM runs by default."""
+
+_OWN = frozenset(
+    {
+        "params_dtype",
+        "num_layers",
+        "kv_channels",
+        "num_attention_heads",
+        "max_sequence_length",
+        "buffer_size_gb",
+        "paused_buffer_size_gb",
+        "block_size_tokens",
+        "block_count",
+        "slot_count",
+        "device",
+        "batch_invariant",
+        "num_speculative_tokens",
+        "further_token_bytes",
+    }
+)
+"""Keywords that go to our context as they are."""
+
+
+class Usage(NamedTuple):
+    """What an engine has in a context's cache now, and its steps until now."""
+
+    blocks: int = 0
+    paused_blocks: int = 0
+    running_requests: int = 0
+    paused_requests: int = 0
+    waiting_requests: int = 0
+    steps: int = 0
+    overlapped_steps: int = 0
+    prefilled_tokens: int = 0
+    caches_prefixes: bool = False
+
+
+class DynamicInferenceContext(context.DynamicInferenceContext):
+    """KV cache and slots, with megatron-core's keywords. ``docs/megatron.md`` has them all.
+
+    Either with the keywords of core_v0.16.1, or with ``model_config`` (a megatron-core
+    ``TransformerConfig``) and ``inference_config`` (an
+    :class:`~megatron_async.megatron_api.inference_config.InferenceConfig`, megatron-core's own
+    too), as in its main branch. The keywords of the class that this one is derived from
+    (``block_count``, ``slot_count``, ``device``, ...) are taken as well.
+
+    Raises:
+        ConfigError: a keyword is unknown, has a value that would have an effect that there is none
+            of, or is out of range.
+        CacheTooLargeError: cache and slots do not fit into the device's memory.
+    """
+
+    DEFAULT_MAX_TOKENS = 16384
+
+    def __init__(
+        self, model_config: Any = None, inference_config: Any = None, **keywords: Any
+    ) -> None:
+        if (model_config is None) != (inference_config is None):
+            raise ConfigError("model_config and inference_config belong together; give both")
+        if model_config is not None:
+            keywords = context_keywords(model_config, inference_config) | keywords
+        known = {name: keywords[name] for name in keywords if name not in _OWN}
+        check_keywords("DynamicInferenceContext", CONTEXT, known)
+        self._usage: Callable[[], Usage] = Usage
+        self.inference_config = inference_config
+        self.metrics_writer = keywords.get("metrics_writer")
+        self.use_cuda_graphs_for_non_decode_steps = bool(
+            keywords.get("use_cuda_graphs_for_non_decode_steps", True)
+        )
+        own = {name: value for name, value in keywords.items() if name in _OWN}
+        graphs = keywords.get("num_cuda_graphs")
+        own["num_cuda_graphs"] = None if graphs == -1 else graphs
+        own["max_requests"] = _max_requests(keywords)
+        own["max_tokens"] = _max_tokens(keywords, own["max_requests"])
+        try:
+            with outside_inference_mode():
+                super().__init__(**own)
+        except TypeError as error:  # a required keyword is missing
+            raise ConfigError(f"DynamicInferenceContext: {error}") from None
+        layers, _, _, _, heads, size = self.kv_cache.shape
+        self.num_attention_layers = layers
+        self.num_attention_heads_per_partition = heads
+        self.hidden_size_per_attention_head = size
+        self.max_kv_block_count = self.max_blocks_per_request
+        self.block_allocator = BlockAllocator(self)
+        self.kv_block_allocator = self.block_allocator
+        self.unified_memory_level = 0
+        self.persist_cuda_graphs = True
+        self.offload_kv_cache = False
+        self.cache_mla_latent = False
+        self.is_hybrid_model = False
+        self.async_sched_compaction_step_count = 0
+        self.use_flashinfer_fused_rope = False
+        self.request_metadata_types = None
+
+    def serve(self, usage: Callable[[], Usage]) -> None:
+        """The engine that has this context says what is in it."""
+        self._usage = usage
+
+    @property
+    def usage(self) -> Usage:
+        """What is in the cache now."""
+        return self._usage()
+
+    @property
+    def memory_buffer(self) -> Any:
+        """The KV cache: [layers, key or value, blocks, tokens, heads, head dimension]."""
+        return self.kv_cache
+
+    @property
+    def cuda_graph_token_counts(self) -> list[int]:
+        """The row buckets of decode steps, captured on a GPU."""
+        captures = self.device.type == "cuda"
+        return row_buckets(self.max_requests, captures=captures, count=self.num_cuda_graphs)
+
+    @property
+    def cuda_graph_batch_dimensions_list(self) -> list[int]:
+        """As ``cuda_graph_token_counts``."""
+        return self.cuda_graph_token_counts
+
+    @property
+    def total_request_count(self) -> int:
+        """Requests with a slot."""
+        return self.usage.running_requests + self.usage.paused_requests
+
+    @property
+    def paused_request_count(self) -> int:
+        """Requests that wait for a block, or that their user has paused."""
+        return self.usage.paused_requests
+
+    @property
+    def step_count(self) -> int:
+        """Steps launched since the engine was built or reset."""
+        return self.usage.steps
+
+    @property
+    def async_sched_step_count(self) -> int:
+        """Of the steps committed since then, those behind which another one was in flight."""
+        return self.usage.overlapped_steps
+
+    @property
+    def lifetime_prefill_token_count(self) -> int:
+        """Prompt tokens computed since the engine was built, again after evictions too."""
+        return self.usage.prefilled_tokens
+
+    @property
+    def enable_prefix_caching(self) -> bool:
+        """Whether requests share the blocks of common prefixes."""
+        return self.usage.caches_prefixes
+
+    def get_active_request_count(self) -> int:
+        """Requests that run."""
+        return self.usage.running_requests
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether a request has a slot."""
+        return self.total_request_count > 0
+
+    def get_kvcache_utilization_stats(self) -> dict[str, int | float]:
+        """Counts of blocks and requests; shares lie between 0 and 1."""
+        usage = self.usage
+        return {
+            "total_blocks": self.block_count,
+            "allocated_blocks": usage.blocks,
+            "active_unique_blocks": usage.blocks - usage.paused_blocks,
+            "allocated_utilization": usage.blocks / self.block_count,
+            "active_utilization": (usage.blocks - usage.paused_blocks) / self.block_count,
+            "active_request_count": usage.running_requests,
+            "paused_request_count": usage.paused_requests,
+            "waiting_request_count": usage.waiting_requests,
+            "block_count_avail": self.block_count - usage.blocks,
+            "max_requests": self.max_requests,
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_attribute(self, name, CONTEXT_ATTRIBUTES)
+
+
+class BlockAllocator:
+    """Counts of a context's blocks, with megatron-core's names. ``total_count`` counts the null
+    block too, which is ``dummy_block_idx``."""
+
+    def __init__(self, context: DynamicInferenceContext) -> None:
+        self._context = context
+        self.total_count = self.pool_size = context.block_count + 1
+        self.paused_count = context.paused_block_count or 0
+        self.active_count = max(context.block_count - self.paused_count, 0)
+        self.dummy_block_idx = context.block_count
+
+    @property
+    def total_avail(self) -> int:
+        """Blocks that nobody holds."""
+        return self._context.block_count - self.get_total_used()
+
+    def get_total_used(self) -> int:
+        """Blocks that requests hold."""
+        return self._context.usage.blocks
+
+    def get_active_used(self) -> int:
+        """Blocks that running requests hold."""
+        usage = self._context.usage
+        return usage.blocks - usage.paused_blocks
+
+    def get_paused_used(self) -> int:
+        """Blocks that requests hold which wait for a block, or were paused."""
+        return self._context.usage.paused_blocks
+
+    def get_active_avail(self) -> int:
+        """Of ``active_count``, those that running requests do not hold."""
+        return self.active_count - self.get_active_used()
+
+    def get_paused_avail(self) -> int:
+        """Of ``paused_count``, those that paused requests do not hold."""
+        return self.paused_count - self.get_paused_used()
+
+    def is_memory_available(self, num_blocks: int) -> bool:
+        """Whether so many blocks are free."""
+        return self.total_avail >= num_blocks
+
+    def __str__(self) -> str:
+        return (
+            f"using: total {self.get_total_used()}/{self.total_count - 1}; "
+            f"active {self.get_active_used()}/{self.active_count}; "
+            f"paused {self.get_paused_used()}/{self.paused_count}"
+        )
+
+
+def _max_requests(keywords: dict[str, Any]) -> Any:
+    """As given, or one for each block that the cache will have."""
+    if keywords.get("max_requests") is not None:
+        return keywords["max_requests"]
+    names = ("num_layers", "num_attention_heads", "kv_channels", "params_dtype", "buffer_size_gb")
+    if keywords.get("block_count") is not None:
+        blocks = keywords["block_count"]
+    elif any(keywords.get(name) is None for name in names):
+        return 1  # the context says what is missing
+    else:
+        token_bytes = 2 * keywords["params_dtype"].itemsize
+        for name in names[:3]:
+            token_bytes *= keywords[name]
+        size = keywords.get("block_size_tokens", context.DEFAULT_BLOCK_SIZE_TOKENS)
+        blocks = int(keywords["buffer_size_gb"] * 2**30) // max(token_bytes * size, 1) - 1
+    return max(1, min(blocks, MAX_DERIVED_REQUESTS))
+
+
+def _max_tokens(keywords: dict[str, Any], max_requests: Any) -> Any:
+    """As given, or room for some chunks next to full decode rows, as an engine's own default."""
+    if keywords.get("max_tokens") is not None:
+        return keywords["max_tokens"]
+    length = keywords.get("max_sequence_length")
+    if not isinstance(length, int) or not isinstance(max_requests, int):
+        return None  # the context says what is wrong
+    window = 1 + (keywords.get("num_speculative_tokens") or 0)
+    return max_requests * window + CHUNKS_AT_ONCE * min(EngineConfig().prefill_chunk_tokens, length)

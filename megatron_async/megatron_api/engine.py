@@ -1,0 +1,367 @@
+"""megatron-core's dynamic engine over ours."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import warnings
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from megatron_async.config import DEFAULT_ASYNC_DEPTH, MAX_DEPTH, EngineConfig, check_config
+from megatron_async.engine import engine
+from megatron_async.engine.build import EngineParts
+from megatron_async.engine.output_processor import TokenOutput
+from megatron_async.engine.request_queue import Prompt
+from megatron_async.errors import ConfigError
+from megatron_async.megatron_api.context import DynamicInferenceContext, Usage
+from megatron_async.megatron_api.inference_config import EngineSettings, engine_settings
+from megatron_async.megatron_api.main_tables import MAIN_ENGINE_ATTRIBUTES
+from megatron_async.megatron_api.metrics import CaptureStats, MetricsLog, PrefilledTokens
+from megatron_async.megatron_api.model import outside_inference_mode
+from megatron_async.megatron_api.names import no_attribute
+from megatron_async.megatron_api.sampling import own_params, own_params_of_all
+from megatron_async.megatron_api.tables import ENGINE_ATTRIBUTES
+from megatron_async.request import DynamicInferenceRequest, RequestFuture
+from megatron_async.runner.controller import TextGenerationController
+from megatron_async.runner.model_runner import Progress
+from megatron_async.sampling_params import SamplingParams
+from megatron_async.scheduler.request_state import State
+
+DEPTH_VARIABLE = "MEGATRON_ASYNC_DEPTH"
+
+logger = logging.getLogger(__name__)
+
+
+class EngineState(Enum):
+    """Whether an engine runs."""
+
+    RUNNING = auto()
+    SUSPENDED = auto()
+
+
+class DecodeOnly(NamedTuple):
+    """Whether a step had no prefill: the last one that was launched, and that was committed."""
+
+    launched: bool
+    consumed: bool
+
+
+class DynamicInferenceEngine(engine.DynamicInferenceEngine):
+    """The engine, called as megatron-core's; ``docs/megatron.md`` has all of its names.
+
+    What differs from the class that this one is derived from: ``as_megatron`` is on (a request that
+    is too long becomes a failed record, a step of a suspended engine raises), and megatron-core's
+    own ``SamplingParams`` are taken. :meth:`from_pretrained` and :meth:`with_config` build engines
+    without ``as_megatron``.
+
+    Args:
+        controller, context: the model and its cache.
+        enable_cuda_graph: accepted without effect: steps are captured on a GPU.
+        random_seed: from which requests that bring no seed derive theirs; None takes the model
+            config's ``inference_sampling_seed`` with an ``InferenceConfig``, else ``config``'s.
+        track_paused_request_events, inference_logging_step_interval: as in :class:`EngineConfig`.
+        enable_chunked_prefill: without it prompts are prefilled in one forward, as far as the
+            context's ``max_tokens`` leaves room; None takes the ``InferenceConfig``'s, else True.
+        pg_collection: not read.
+        config: scheduling, with the depth; None takes what the context's ``InferenceConfig`` says,
+            or the depth that the environment's MEGATRON_ASYNC_DEPTH says. What is given here by
+            name goes first.
+        options: of the class that this one is derived from.
+
+    Raises:
+        ConfigError: two arguments contradict each other.
+    """
+
+    def __init__(
+        self,
+        controller: TextGenerationController,
+        context: Any,
+        enable_cuda_graph: bool | None = None,
+        random_seed: int | None = None,
+        *,
+        track_paused_request_events: bool = False,
+        enable_chunked_prefill: bool | None = None,
+        inference_logging_step_interval: int = 0,
+        pg_collection: Any = None,
+        config: EngineConfig | None = None,
+        progress: Progress | None = None,
+        as_megatron: bool = True,
+        **options: Any,
+    ) -> None:
+        settings = engine_settings(getattr(context, "inference_config", None))
+        if enable_chunked_prefill is None:
+            enable_chunked_prefill = settings.enable_chunked_prefill
+        if config is None:
+            config = _config_of(settings, context, controller)
+        check_config(config)
+        changes: dict[str, Any] = {}
+        if track_paused_request_events:
+            changes["track_paused_request_events"] = True
+        if inference_logging_step_interval:
+            changes["inference_logging_step_interval"] = inference_logging_step_interval
+        if not getattr(context, "use_cuda_graphs_for_non_decode_steps", True):
+            changes["capture_mixed_steps"] = False
+        _fit_length(controller, context)
+        chunk = _chunk(context, config, enable_chunked_prefill)
+        if chunk is not None:
+            enable_chunked_prefill = True
+            changes["prefill_chunk_tokens"] = chunk
+        config = dataclasses.replace(config, **changes)
+        self.settings = settings
+        self.enable_chunked_prefill = enable_chunked_prefill
+        self.track_paused_request_events = config.track_paused_request_events
+        self.inference_logging_step_interval = config.inference_logging_step_interval
+        self.pg_collection = pg_collection
+        self.random_seed = config.random_seed if random_seed is None else random_seed
+        self.enable_cuda_graph = bool(enable_cuda_graph)
+        self.cuda_graph_impl = "local" if enable_cuda_graph else "none"
+        self.unified_memory_level = 0
+        self.persist_cuda_graphs = True
+        self.rank = 0
+        self._capture = CaptureStats(progress)
+        self._prefilled = PrefilledTokens()
+        with outside_inference_mode():
+            super().__init__(
+                controller,
+                context,
+                random_seed=random_seed,
+                enable_chunked_prefill=enable_chunked_prefill,
+                as_megatron=as_megatron,
+                config=config,
+                progress=self._capture,
+                **options,
+            )
+        self.capture_stats = self._capture.stats
+        if isinstance(context, DynamicInferenceContext):
+            context.serve(self._usage)
+            self.observe(self._prefilled)
+            writer = context.metrics_writer
+            if writer is not None and config.inference_logging_step_interval:
+                self.observe(MetricsLog(writer, context, config.inference_logging_step_interval))
+
+    @classmethod
+    def _over(
+        cls, parts: EngineParts, config: EngineConfig, progress: Progress | None
+    ) -> DynamicInferenceEngine:
+        return cls(
+            parts.controller,
+            parts.context,
+            config=config,
+            eos_token_ids=parts.eos_token_ids,
+            model_name=parts.model_name,
+            progress=progress,
+            as_megatron=False,
+        )
+
+    # --- requests and steps -------------------------------------------------------------------
+
+    def add_request(
+        self,
+        request_id: int,
+        prompt: Prompt,
+        sampling_params: Any = None,
+        *,
+        priority: int = 0,
+        opened: Callable[[DynamicInferenceRequest], None] | None = None,
+    ) -> RequestFuture:
+        """Queue a request; one that is too long fails, and is handed out by the next step."""
+        params = own_params(sampling_params, self.settings.log_probs_mode)
+        return super().add_request(request_id, prompt, params, priority=priority, opened=opened)
+
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[DynamicInferenceRequest]:
+        """Decode all prompts and return their records in the same order."""
+        params = own_params_of_all(sampling_params, self.settings.log_probs_mode)
+        with outside_inference_mode():
+            return super().generate(prompts, params)
+
+    def stream(
+        self, prompt: Prompt, sampling_params: Any = None, *, request_id: int | None = None
+    ) -> AsyncGenerator[TokenOutput, None]:
+        """Decode one prompt and yield its tokens; see the class that this one is derived from."""
+        params = own_params(sampling_params, self.settings.log_probs_mode)
+        return super().stream(prompt, params, request_id=request_id)
+
+    def step_legacy(
+        self, sampling_params: Any = None
+    ) -> tuple[list[DynamicInferenceRequest], list[DynamicInferenceRequest], float]:
+        """One step: the requests that are active, those that ended, and its seconds."""
+        warnings.warn("step_legacy() is deprecated; use step_modern()", DeprecationWarning, 2)
+        return self._step_of_requests()
+
+    def step(
+        self, sampling_params: Any = None
+    ) -> tuple[list[DynamicInferenceRequest], list[DynamicInferenceRequest], float]:
+        """As :meth:`step_legacy`, which it is in megatron-core too."""
+        return self._step_of_requests()
+
+    def _step_of_requests(
+        self,
+    ) -> tuple[list[DynamicInferenceRequest], list[DynamicInferenceRequest], float]:
+        result = self.step_modern()
+        active = [self.get_request(request_id) for request_id in result["active_request_ids"]]
+        return active, result["finished_request_records"], result["step_time"]
+
+    async def run_engine(self, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        """Step, in a thread of the engine's own, until the task that runs this is cancelled."""
+        self.start()
+        try:
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            pass
+        finally:
+            self.stop()
+
+    # --- whole engine -------------------------------------------------------------------------
+
+    def suspend(self) -> None:
+        """Commit what is in flight and launch nothing until :meth:`resume`."""
+        if not self.suspended:
+            with outside_inference_mode():
+                super().suspend()
+
+    def resume(self) -> None:
+        """Go on after :meth:`suspend`; with ``kv_cache_management_mode="recompute"`` the running
+        requests are computed again."""
+        if not self.suspended:
+            return
+        with outside_inference_mode():
+            if self.settings.recomputes:
+                for request_id in list(self.outputs.keys):
+                    self.evict_request(request_id)
+                self.reset_prefix_cache()
+            super().resume()
+
+    def reset(self) -> None:
+        """Abort every request, and start the counters anew."""
+        with outside_inference_mode():
+            super().reset()
+
+    def update_weights(
+        self, source: str | Path | Mapping[str, Any], *, recompute_kv_cache: bool = True
+    ) -> int:
+        """See the class that this one is derived from."""
+        with outside_inference_mode():
+            return super().update_weights(source, recompute_kv_cache=recompute_kv_cache)
+
+    # --- what others may know -----------------------------------------------------------------
+
+    @property
+    def is_suspended(self) -> bool:
+        """Nothing is launched until :meth:`resume`."""
+        return self.suspended
+
+    @property
+    def state(self) -> EngineState:
+        """Whether the engine runs."""
+        return EngineState.SUSPENDED if self.suspended else EngineState.RUNNING
+
+    @property
+    def step_count(self) -> int:
+        """Steps launched since the engine was built or reset."""
+        return self.counters.steps_launched
+
+    @property
+    def is_decode_only(self) -> bool:
+        """The last step that was launched had no prefill."""
+        return self.runner.last_graph_rows is not None
+
+    @property
+    def decode_only(self) -> DecodeOnly:
+        """Of the last step that was launched."""
+        return DecodeOnly(self.is_decode_only, self.is_decode_only)
+
+    @property
+    def evicted_request_count(self) -> int:
+        """Evictions since the engine was built or reset."""
+        return self.counters.evictions
+
+    def _usage(self) -> Usage:
+        sequences = list(self.scheduler.table.sequences.values())
+        paused = [s for s in sequences if s.state in (State.STALLED, State.HELD)]
+        running = [
+            s for s in sequences if s.state in (State.PREFILLING, State.DECODING, State.ENDING)
+        ]
+        return Usage(
+            blocks=self.context.block_count - self.scheduler.allocator.free_count,
+            paused_blocks=sum(len(s.blocks) for s in paused),
+            running_requests=len(running),
+            paused_requests=len(paused),
+            waiting_requests=self.scheduler.waiting_count,
+            steps=self.counters.steps_launched,
+            overlapped_steps=self.counters.steps_overlapped,
+            prefilled_tokens=self._prefilled.tokens,
+            caches_prefixes=self.limits.enable_prefix_caching,
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        raise no_attribute(self, name, ENGINE_ATTRIBUTES | MAIN_ENGINE_ATTRIBUTES)
+
+
+def _depth(asynchronous: bool) -> int:
+    """Of an engine that was given no configuration: the environment says it for scripts that are
+    not to be changed."""
+    text = os.environ.get(DEPTH_VARIABLE)
+    if text is None:
+        return DEFAULT_ASYNC_DEPTH if asynchronous else 0
+    if not text.isdecimal() or int(text) > MAX_DEPTH:
+        raise ConfigError(f"{DEPTH_VARIABLE}={text!r} must be an integer from 0 to {MAX_DEPTH}")
+    return int(text)
+
+
+def _config_of(settings: EngineSettings, context: Any, controller: Any) -> EngineConfig:
+    """The configuration of an engine that was given none."""
+    model = getattr(controller.inference_wrapped_model, "model", None)
+    seed = None
+    if getattr(context, "inference_config", None) is not None:
+        seed = getattr(getattr(model, "config", None), "inference_sampling_seed", None)
+    depth = _depth(settings.inference_async_scheduling)
+    return EngineConfig(
+        max_requests=context.max_requests,
+        inference_async_scheduling=depth > 0,
+        depth=depth,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        track_paused_request_events=settings.track_paused_request_events,
+        inference_logging_step_interval=settings.inference_logging_step_interval,
+        num_speculative_tokens=settings.num_speculative_tokens,
+        random_seed=0 if seed is None else seed,
+    )
+
+
+def _fit_length(controller: Any, context: Any) -> None:
+    """Requests may be no longer than the model takes, whatever the context was made for."""
+    most = getattr(controller.inference_wrapped_model, "max_sequence_length", None)
+    if most is not None and context.max_sequence_length > most:
+        logger.warning(
+            "max_sequence_length=%d of the context exceeds the model's, which is taken: %d",
+            context.max_sequence_length,
+            most,
+        )
+        context.max_sequence_length = most
+
+
+def _chunk(context: Any, config: EngineConfig, chunked: bool) -> int | None:
+    """Tokens of a prefill chunk where the context's ``max_tokens`` leaves no room for those that
+    the configuration asks for, or for whole prompts; None where it does."""
+    if context.max_tokens is None:
+        return None
+    rows = context.max_requests * (1 + context.num_speculative_tokens)
+    length = context.max_sequence_length
+    wanted = min(config.prefill_chunk_tokens, length) if chunked else length
+    room: int = context.max_tokens - rows
+    if room >= wanted:
+        return None
+    if room < 1:
+        raise ConfigError(
+            f"max_tokens={context.max_tokens} must be above max_requests times the tokens of a "
+            f"row = {rows}, so that a prompt fits next to the decoding rows"
+        )
+    return room

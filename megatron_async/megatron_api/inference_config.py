@@ -1,0 +1,200 @@
+"""megatron-core's ``InferenceConfig``, of its main branch, and what it means for an engine."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from megatron_async.errors import ConfigError
+from megatron_async.megatron_api.main_tables import INFERENCE_CONFIG
+from megatron_async.megatron_api.names import check_keywords
+from megatron_async.parameter_checks import shown
+
+
+class AsyncScheduleMode(str, Enum):
+    """Whether a step is launched before the last one is committed."""
+
+    LEGACY = "legacy"
+    ASYNC = "async"
+
+
+class KVCacheManagementMode(str, Enum):
+    """What becomes of the KV cache while an engine is suspended."""
+
+    PERSIST = "persist"
+    OFFLOAD = "offload"
+    RECOMPUTE = "recompute"
+
+
+class PrefixCachingEvictionPolicy(str, Enum):
+    """Accepted without effect: the least recently released block goes first."""
+
+    REF_ZERO = "ref_zero"
+    LRU = "lru"
+
+
+class PrefixCachingCoordinatorPolicy(str, Enum):
+    """Accepted without effect: one engine serves all requests."""
+
+    LONGEST_PREFIX = "longest_prefix"
+    FIRST_PREFIX_BLOCK = "first_prefix_block"
+    LOAD_BALANCED = "load_balanced"
+
+
+class CudaGraphSizingDistribution(str, Enum):
+    """Accepted without effect: graphs are captured for all row buckets."""
+
+    EXPONENTIAL = "exponential"
+    LINEAR = "linear"
+
+
+_CHOICES: dict[str, type[Enum]] = {
+    "async_sched_mode": AsyncScheduleMode,
+    "kv_cache_management_mode": KVCacheManagementMode,
+}
+_LOG_PROBS_MODES = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
+
+
+@dataclass
+class InferenceConfig:
+    """How a model is served, with the fields and defaults of megatron-core's main branch.
+    ``docs/megatron.md`` says what each does here.
+
+    Raises:
+        ConfigError: a field has a value that would have an effect that there is none of.
+    """
+
+    block_size_tokens: int = 256
+    buffer_size_gb: float = 20
+    paused_buffer_size_gb: float | None = None
+    mamba_inference_state_config: Any = None
+    mamba_memory_ratio: float | None = None
+    max_requests: int | None = None
+    max_tokens: int | None = None
+    unified_memory_level: int = 0
+    kv_cache_management_mode: KVCacheManagementMode | str = KVCacheManagementMode.PERSIST
+    num_cuda_graphs: int | None = None
+    cuda_graph_mixed_prefill_count: int | None = 16
+    cuda_graph_sizing_distribution: Any = CudaGraphSizingDistribution.EXPONENTIAL
+    use_cuda_graphs_for_non_decode_steps: bool = True
+    cuda_graph_all_prefills: bool = False
+    cuda_graph_max_tokens: int = 512
+    static_kv_memory_pointers: bool = False
+    max_sequence_length: int = 2560
+    pg_collection: Any = None
+    image_preprocessing_config: Any = None
+    use_flashinfer_fused_rope: bool | None = False
+    materialize_only_last_token_logits: bool = True
+    enable_chunked_prefill: bool = False
+    num_speculative_tokens: int = 0
+    enable_prefix_caching: bool = False
+    prefix_caching_eviction_policy: Any = PrefixCachingEvictionPolicy.REF_ZERO
+    prefix_caching_coordinator_policy: Any = PrefixCachingCoordinatorPolicy.LOAD_BALANCED
+    prefix_caching_routing_alpha: float = 0.5
+    prefix_caching_mamba_gb: float | None = None
+    track_paused_request_events: bool = False
+    track_generated_token_events: bool = False
+    metrics_writer: Any = None
+    logging_step_interval: int = 0
+    sampling_backend: str = "torch"
+    offset_sampling_seed_by_dp_rank: bool = True
+    async_sched_mode: AsyncScheduleMode | str = AsyncScheduleMode.LEGACY
+    logprobs_mode: str = "raw_logprobs"
+    request_metadata_types: Any = None
+    use_synchronous_zmq_collectives: bool = False
+    disable_ep_consensus: bool = False
+    ep_consensus_interval: int = 20
+    verbose: dataclasses.InitVar[bool] = False
+
+    def __post_init__(self, verbose: bool) -> None:
+        _settings(self)
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """All fields of an ``InferenceConfig``, ours or megatron-core's own, checked.
+
+    Raises:
+        ConfigError: a field is unknown or cannot be served.
+    """
+    if not dataclasses.is_dataclass(config) or isinstance(config, type):
+        raise ConfigError(f"inference_config is a {type(config).__name__}; give an InferenceConfig")
+    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
+    check_keywords("InferenceConfig", INFERENCE_CONFIG, values)
+    for name, choices in _CHOICES.items():
+        values[name] = _choice(name, values.get(name, next(iter(choices))), choices)
+    mode = values.get("logprobs_mode", "raw_logprobs")
+    if mode not in _LOG_PROBS_MODES:
+        known = " or ".join(_LOG_PROBS_MODES)
+        raise ConfigError(f"logprobs_mode={shown(mode)} must be {known}")
+    return values
+
+
+def _choice(name: str, value: Any, choices: type[Enum]) -> str:
+    text = value.value if isinstance(value, Enum) else value
+    known = [str(each.value) for each in choices]
+    if text not in known:
+        raise ConfigError(f"{name}={shown(value)} must be {' or '.join(known)}")
+    return str(text)
+
+
+_OF_CONTEXT = (
+    "block_size_tokens",
+    "buffer_size_gb",
+    "max_requests",
+    "max_sequence_length",
+    "max_tokens",
+    "metrics_writer",
+    "num_cuda_graphs",
+    "num_speculative_tokens",
+    "paused_buffer_size_gb",
+    "use_cuda_graphs_for_non_decode_steps",
+)
+
+
+def context_keywords(model_config: Any, config: Any) -> dict[str, Any]:
+    """The keywords of a context for a model with this ``TransformerConfig``."""
+    values = _settings(config)
+    keywords = {name: values[name] for name in _OF_CONTEXT}
+    heads = getattr(model_config, "num_query_groups", None) or model_config.num_attention_heads
+    predicting = getattr(model_config, "mtp_num_layers", None) or 0
+    keywords |= {
+        "params_dtype": model_config.params_dtype,
+        "num_layers": model_config.num_layers + predicting,
+        "kv_channels": model_config.kv_channels,
+        "num_attention_heads": heads,
+    }
+    return keywords
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What an ``InferenceConfig`` says to an engine. Fields have ``EngineConfig``'s names."""
+
+    inference_async_scheduling: bool = False
+    enable_prefix_caching: bool = True
+    track_paused_request_events: bool = False
+    inference_logging_step_interval: int = 0
+    enable_chunked_prefill: bool = True
+    num_speculative_tokens: int = 0
+    log_probs_mode: str | None = None
+    recomputes: bool = False
+    """Running requests are computed again after the engine was suspended."""
+
+
+def engine_settings(config: Any) -> EngineSettings:
+    """What ``config`` says; of None the engine's own defaults."""
+    if config is None:
+        return EngineSettings()
+    values = _settings(config)
+    return EngineSettings(
+        inference_async_scheduling=values["async_sched_mode"] == AsyncScheduleMode.ASYNC.value,
+        enable_prefix_caching=bool(values["enable_prefix_caching"]),
+        track_paused_request_events=bool(values["track_paused_request_events"]),
+        inference_logging_step_interval=values["logging_step_interval"],
+        enable_chunked_prefill=bool(values["enable_chunked_prefill"]),
+        num_speculative_tokens=values["num_speculative_tokens"],
+        log_probs_mode=_LOG_PROBS_MODES[values["logprobs_mode"]],
+        recomputes=values["kv_cache_management_mode"] == KVCacheManagementMode.RECOMPUTE.value,
+    )

@@ -1,0 +1,82 @@
+"""What each name of megatron-core's inference does here, as data.
+
+The adapters of this package ask these tables: a keyword with a value that they do not list, and an
+attribute that they refuse, get an error with the reason that stands here. ``docs/megatron.md`` is
+made from them (``scripts/megatron_names.py``), so neither can say what the other does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_async.errors import ConfigError
+from megatron_async.parameter_checks import shown
+
+ANY = "any value"
+"""Of a keyword whose every value is accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What becomes of one name.
+
+    Attributes:
+        outcome: "works", "accepted" (without effect) or "refused".
+        note: what it does, or why it does nothing, or why it is refused.
+        values: of an accepted keyword the values that pass; others are refused with the note.
+    """
+
+    outcome: str
+    note: str
+    values: tuple[Any, ...] = (ANY,)
+
+
+def works(note: str) -> Entry:
+    """It does what it does in megatron-core; the note says how, or where it differs."""
+    return Entry("works", note)
+
+
+def accepted(note: str, *values: Any) -> Entry:
+    """It may be given, and changes nothing; ``values`` are those that may, all if there are none"""
+    return Entry("accepted", note, values or (ANY,))
+
+
+def refused(note: str) -> Entry:
+    """It raises an error with this reason."""
+    return Entry("refused", note)
+
+
+Table = dict[str, Entry]
+
+
+def check_keywords(where: str, table: Table, given: Mapping[str, Any]) -> None:
+    """Refuse what the table does not let pass.
+
+    Raises:
+        ConfigError: a name is unknown, or its value would have an effect that there is none of.
+    """
+    for name, value in given.items():
+        entry = table.get(name)
+        if entry is None:
+            raise ConfigError(f"{where} has no argument {name!r}; docs/megatron.md lists them")
+        if entry.outcome == "accepted" and ANY not in entry.values and not _is_one(value, entry):
+            neutral = " or ".join(map(str, entry.values))
+            raise ConfigError(
+                f"{name}={shown(value)} is not supported: {entry.note}; use {neutral}"
+            )
+
+
+def _is_one(value: Any, entry: Entry) -> bool:
+    return any(value is each or (type(value) is type(each) and value == each)
+               for each in entry.values)  # fmt: skip
+
+
+def no_attribute(owner: object, name: str, table: Table) -> AttributeError:
+    """The error for an attribute that ``owner`` does not have, with megatron-core's reason."""
+    entry = table.get(name)
+    said = f"{type(owner).__name__!r} object has no attribute {name!r}"
+    if entry is not None and entry.outcome == "refused":
+        said += f": {entry.note}"
+    return AttributeError(said, name=name, obj=owner)

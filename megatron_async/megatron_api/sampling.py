@@ -1,0 +1,48 @@
+"""megatron-core's own ``SamplingParams`` objects as ours."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from megatron_async.errors import RequestError
+from megatron_async.megatron_api.names import check_keywords
+from megatron_async.megatron_api.tables import SAMPLING_PARAMS
+from megatron_async.sampling_params import SamplingParams
+
+_RENAMED = {"detokenize_stop_sequence": "include_stop_str_in_output"}
+_FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}
+
+
+def own_params(params: Any, log_probs_mode: str | None = None) -> Any:
+    """Ours for megatron-core's; anything else, ours too, as it is.
+
+    Args:
+        log_probs_mode: of requests that do not say; None leaves ours alone.
+
+    Raises:
+        RequestError: an attribute is unknown or cannot be served.
+    """
+    module = type(params).__module__
+    if params is None and log_probs_mode is not None:
+        params = SamplingParams()
+    elif type(params).__name__ == "SamplingParams" and module.startswith("megatron.core."):
+        values = dict(vars(params))
+        try:
+            check_keywords("SamplingParams", SAMPLING_PARAMS, values)
+        except ValueError as error:
+            raise RequestError(str(error)) from None
+        given = {_RENAMED.get(name, name): value for name, value in values.items()}
+        params = SamplingParams(**{n: value for n, value in given.items() if n in _FIELDS})
+    if log_probs_mode is None or not isinstance(params, SamplingParams):
+        return params
+    if params.log_probs_mode != SamplingParams.log_probs_mode:
+        return params
+    return dataclasses.replace(params, log_probs_mode=log_probs_mode)
+
+
+def own_params_of_all(params: Any, log_probs_mode: str | None = None) -> Any:
+    """As :func:`own_params`, of a list too."""
+    if isinstance(params, list | tuple):
+        return [own_params(each, log_probs_mode) for each in params]
+    return own_params(params, log_probs_mode)

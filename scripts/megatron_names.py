@@ -1,0 +1,138 @@
+"""Writes ``docs/megatron.md``: what each name of megatron-core does here, from the tables that the
+code asks. ``tests/unit/test_megatron_names.py`` compares the page with them.
+
+    python scripts/megatron_names.py > docs/megatron.md
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections import defaultdict
+
+from megatron_async.inference.cli import megatron_flags
+from megatron_async.megatron_api import HOMES, main_tables, tables
+from megatron_async.megatron_api.names import ANY, Entry, Table, works
+
+INTRO = """\
+# Scripts written for Megatron
+
+A script for megatron-core's dynamic engine changes its imports and runs. Tokens are those of the
+stock model, at every depth (`tests/functional/test_megatron_script.py` holds such a script).
+
+```python
+from megatron_async.megatron_api import (
+    DynamicInferenceContext,
+    DynamicInferenceEngine,
+    EngineSuspendedError,
+    GPTInferenceWrapper,
+    SamplingParams,
+    TextGenerationController,
+)
+```
+
+The same names can be had from `megatron_async`. The model is a megatron-core `GPTModel`, in
+`Float16Module` or `DistributedDataParallel` too; it is adapted in place.
+
+**Scheduling.** `DynamicInferenceEngine(..., config=EngineConfig(inference_async_scheduling=True,
+depth=2))` says how many steps may be in flight. Without `config` the environment's
+`MEGATRON_ASYNC_DEPTH` does, so that a script need not be changed; or `async_sched_mode` of the
+context's `InferenceConfig`. Else decoding is serial.
+
+**Errors.** In an engine that is built as megatron-core's is, a request that is too long becomes a
+record with the status FAILED, and a step of a suspended engine raises `EngineSuspendedError`.
+`DynamicInferenceEngine.from_pretrained`, the command line and the server raise `RequestError`
+instead, and a step of a suspended engine does nothing. The option is `as_megatron`.
+
+In the tables *works* means that the name does what it does in megatron-core, *accepted* that it may
+be given and changes nothing, and *refused* that it raises an error with this reason. Where values
+are named, any other is refused with the reason. This page is made from the tables that the code
+asks (`scripts/megatron_names.py`).
+"""
+
+CLASSES = (
+    {name: works("") for name in HOMES}
+    | main_tables.NOT_HERE
+    | {
+        "ContextOverflowError": works("RequestError"),
+        "MaxSequenceLengthOverflowError": works("RequestTooLongError"),
+        "DynamicInferenceRequestRecord": works("DynamicInferenceRequest, which is its own record"),
+    }
+)
+
+SECTIONS: tuple[tuple[str, str, Table], ...] = (
+    ("Classes", "To be imported from `megatron_async.megatron_api`.", CLASSES),
+    ("DynamicInferenceContext", "Its keywords in core_v0.16.1.", tables.CONTEXT),
+    ("Attributes of DynamicInferenceContext", "", tables.CONTEXT_ATTRIBUTES),
+    ("GPTInferenceWrapper", "", tables.WRAPPER),
+    ("Attributes of GPTInferenceWrapper", "", tables.WRAPPER_ATTRIBUTES),
+    ("TextGenerationController", "", tables.CONTROLLER),
+    ("Attributes of TextGenerationController", "", tables.CONTROLLER_ATTRIBUTES),
+    ("DynamicInferenceEngine", "Its arguments in core_v0.16.1.", tables.ENGINE),
+    ("Attributes of DynamicInferenceEngine", "", tables.ENGINE_ATTRIBUTES),
+    (
+        "SamplingParams",
+        "Requests may bring megatron-core's objects or [ours](../README.md#sampling).",
+        tables.SAMPLING_PARAMS,
+    ),
+    (
+        "DynamicInferenceRequest and its record",
+        "They are one here, also after evictions.",
+        tables.REQUEST,
+    ),
+    (
+        "Main branch: InferenceConfig",
+        "`DynamicInferenceContext(model_config, inference_config)` takes ours and megatron-core's.",
+        main_tables.INFERENCE_CONFIG,
+    ),
+    ("Main branch: further attributes of the context", "", main_tables.MAIN_CONTEXT_ATTRIBUTES),
+    ("Main branch: further attributes of the engine", "", main_tables.MAIN_ENGINE_ATTRIBUTES),
+    ("Main branch: MegatronLLM and MegatronAsyncLLM", "", main_tables.LLM),
+)
+
+
+COMMAND_LINE = (
+    "Of `generate`, `serve` and `verify`. Flags that have no meaning here are read, and named in "
+    "one warning; unknown ones are errors."
+)
+
+
+def page() -> str:
+    """The whole page."""
+    flags = section("Command line", COMMAND_LINE, megatron_flags.FLAGS)
+    parts = [INTRO, *(section(*each) for each in SECTIONS), flags, ignored_flags()]
+    return "\n".join(parts)
+
+
+def ignored_flags() -> str:
+    """The flags that are named in the warning."""
+    names = sorted(megatron_flags.value_counts().keys() - megatron_flags.FLAGS.keys())
+    listed = textwrap.fill(" ".join(names), 100, break_on_hyphens=False, break_long_words=False)
+    return f"Ignored are\n\n```\n{listed}\n```\n"
+
+
+def section(title: str, text: str, table: Table) -> str:
+    """A heading, a sentence, and a table; names with equal entries share a row."""
+    rows: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name in sorted(table, key=str.lower):
+        rows[outcome(table[name]), table[name].note].append(f"`{name}`")
+    lines = [f"## {title}\n"]
+    if text:
+        lines.append(f"{text}\n")
+    lines += ["| name | | |", "|---|---|---|"]
+    order = sorted(
+        rows, key=lambda row: ("works", "accepted", "refused").index(row[0].partition(":")[0])
+    )
+    for said, note in order:
+        lines.append(f"| {', '.join(rows[said, note])} | {said} | {note.replace('|', '/')} |")
+    return "\n".join(lines) + "\n"
+
+
+def outcome(entry: Entry) -> str:
+    """The second column."""
+    if entry.outcome != "accepted" or ANY in entry.values:
+        return entry.outcome
+    return f"accepted: {', '.join(f'`{value!r}`' for value in entry.values)}"
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,3 @@
+"""STAND-IN."""
+
+from . import recipe  # noqa: F401
