@@ -98,6 +98,12 @@ def _stored_tensors(files: list[Path]) -> Iterator[tuple[Path, str, Any]]:
             raise CheckpointError(f"{file}: truncated or corrupt: {one_line(error)}") from error
 
 
+def stored_names(directory: Path) -> frozenset[str]:
+    """Names of the tensors of ``directory``; raises as :func:`load_safetensors`."""
+    files, promised = weight_files(directory)
+    return promised or frozenset(name for _, name, _ in _stored_tensors(files))
+
+
 def load_safetensors(
     directory: Path,
     targets: dict[str, Target],

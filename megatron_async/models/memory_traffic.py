@@ -33,7 +33,7 @@ def _layer_elements(config: ModelConfig) -> int:
     hidden, ffn = config.hidden_size, config.ffn_hidden_size
     query = config.num_attention_heads * config.head_dim
     key_value = config.num_kv_heads * config.head_dim
-    fc1_rows = 2 * ffn if config.activation == "swiglu" else ffn
+    fc1_rows = 2 * ffn if config.gated else ffn
     layer = hidden * (query + 2 * key_value) + query * hidden + fc1_rows * hidden + hidden * ffn
     layer += 2 * _norm_elements(config)
     layer += 2 * config.head_dim if config.qk_norm else 0

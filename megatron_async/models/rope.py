@@ -11,46 +11,112 @@ from torch import Tensor
 from megatron_async.models.config import ModelConfig, RopeScaling
 
 
-def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None = None) -> Tensor:
-    """Angle per position of each rotated pair: fp32 ``[head_dim / 2]`` on the CPU."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+def inverse_frequencies(
+    rotary_dim: int, theta: float, scaling: RopeScaling | None = None, *, long: bool = False
+) -> Tensor:
+    """Angle per position of each rotated pair: fp32 ``[rotary_dim / 2]`` on the CPU.
+
+    Args:
+        long: with "longrope", those of requests beyond ``original_max_position_embeddings``.
+    """
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
     frequencies = 1.0 / theta**exponents
-    if scaling is None:
+    if scaling is None or scaling.kind == "dynamic":
         return frequencies
-    wavelengths = 2 * math.pi / frequencies
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    ratio = scaling.original_max_position_embeddings / wavelengths
-    # 0 for wavelengths to stretch in full, 1 for those to keep.
-    keep = ((ratio - low) / (high - low)).clamp(0.0, 1.0)
+    if scaling.kind == "linear":
+        return frequencies / scaling.factor
+    if scaling.kind == "yarn":
+        keep = _yarn_ramp(rotary_dim, theta, scaling)
+    elif scaling.kind == "longrope":
+        factors = scaling.long_factor if long else scaling.short_factor
+        return 1.0 / (torch.tensor(factors, dtype=torch.float32) * theta**exponents)
+    else:
+        keep = _llama3_ramp(frequencies, scaling)
     return (1 - keep) * frequencies / scaling.factor + keep * frequencies
+
+
+def _llama3_ramp(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
+    """0 for wavelengths to stretch in full, 1 for those to keep."""
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    tokens = scaling.original_max_position_embeddings
+    assert low is not None and high is not None and tokens is not None
+    ratio = tokens / (2 * math.pi / frequencies)
+    return ((ratio - low) / (high - low)).clamp(0.0, 1.0)
+
+
+def _yarn_ramp(rotary_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
+    """0 for pairs to interpolate in full, 1 for those to keep."""
+    tokens = scaling.original_max_position_embeddings
+    assert tokens is not None
+
+    def pair(rotations: float) -> float:
+        """Of so many rotations within ``tokens``."""
+        return rotary_dim * math.log(tokens / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
+    pairs = torch.arange(rotary_dim // 2, dtype=torch.float32)
+    return 1 - ((pairs - low) / (max(high - low, 0) or 0.001)).clamp(0.0, 1.0)
+
+
+def _dynamic_angles(rotary_dim: int, theta: float, scaling: RopeScaling, length: int) -> Tensor:
+    """Angles ``[length, pairs]`` of NTK-aware scaling: theta grows with the position."""
+    tokens = scaling.original_max_position_embeddings
+    assert tokens is not None
+    positions = torch.arange(length, dtype=torch.float32)
+    seen = (positions + 1).clamp(min=tokens)
+    growth = scaling.factor * seen / tokens - (scaling.factor - 1)
+    thetas = theta * growth ** (rotary_dim / (rotary_dim - 2))
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+    return positions[:, None] * (1.0 / thetas[:, None] ** exponents)
 
 
 class RotaryTable(torch.nn.Module):
     """Cosines and sines of all positions, one row each; never saved, always fp32.
 
     Args:
-        frequencies: fp32 ``[pairs]``, see :func:`inverse_frequencies`.
+        frequencies: fp32 ``[pairs]``, see :func:`inverse_frequencies`; or angles ``[positions,
+            pairs]``.
         max_sequence_length: number of rows.
         interpolation: positions are divided by it (linear interpolation).
+        factor: cosines and sines are multiplied by it.
     """
 
     cos_sin: Tensor
 
     def __init__(
-        self, frequencies: Tensor, max_sequence_length: int, interpolation: float = 1.0
+        self,
+        frequencies: Tensor,
+        max_sequence_length: int,
+        interpolation: float = 1.0,
+        factor: float = 1.0,
     ) -> None:
         super().__init__()
         # On the CPU for every device, so that all devices rotate by the same bits.
-        positions = torch.arange(max_sequence_length, dtype=torch.float32) / interpolation
-        angles = torch.outer(positions, frequencies.detach().to("cpu", torch.float32))
-        table = torch.stack((angles.cos(), angles.sin()), dim=1)
+        angles = frequencies.detach().to("cpu", torch.float32)
+        if angles.dim() == 1:
+            positions = torch.arange(max_sequence_length, dtype=torch.float32) / interpolation
+            angles = torch.outer(positions, angles)
+        table = torch.stack((angles.cos(), angles.sin()), dim=1) * factor
         self.register_buffer("cos_sin", table, persistent=False)
 
     @classmethod
-    def from_config(cls, config: ModelConfig) -> RotaryTable:
-        """The table of a model with ``position_embedding="rope"``."""
-        frequencies = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
-        return cls(frequencies, config.max_sequence_length)
+    def from_config(cls, config: ModelConfig, *, sliding: bool = False) -> RotaryTable:
+        """The table of a model with ``position_embedding="rope"``.
+
+        Args:
+            sliding: that of layers with a window, where they have one of their own.
+        """
+        theta, scaling = config.rope_theta, config.rope_scaling
+        if sliding and config.sliding_rope_theta is not None:
+            theta, scaling = config.sliding_rope_theta, config.sliding_rope_scaling
+        dim, length = config.rotary_dim, config.max_sequence_length
+        factor = 1.0 if scaling is None else scaling.attention_factor
+        if scaling is not None and scaling.kind == "dynamic":
+            return cls(_dynamic_angles(dim, theta, scaling, length), length)
+        return cls(inverse_frequencies(dim, theta, scaling), length, factor=factor)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryTable:
         # Follows the model to another device, but not to another dtype.
