@@ -47,7 +47,7 @@ def compared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False
         )
         expected.append(out[0, len(prompt) :].tolist())
-    assert all(len(set(tokens)) > 4 for tokens in expected), "degenerate text proves little"
+    assert len(set().union(*expected)) > 8, "degenerate text proves little"
     return Compared(model, load_pretrained(path).model, prompts, expected)
 
 
