@@ -61,15 +61,15 @@ class Fields:
         at = self.name(name)
         if at not in self.values:
             return self._defaults.get(name, default)
-        value: Any = self.values[at]
+        value = number = self.values[at]
         if value is None:
             return None
         wanted = None
         if type(value) is not kind and not (kind is float and type(value) is int):
             wanted = f"of type {kind.__name__}"
-        elif kind is float and not 0 < value <= sys.float_info.max:
+        elif kind is float and not 0 < number <= sys.float_info.max:
             wanted = "a finite number above 0"
-        elif kind is int and abs(value) > MAX_COUNT:
+        elif kind is int and abs(number) > MAX_COUNT:
             wanted = f"an integer of at most {MAX_COUNT}"
         if wanted is not None:
             raise CheckpointError(f"{self._at}{at}={value!r} must be {wanted}")

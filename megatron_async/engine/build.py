@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from megatron_async.checkpoint import Pretrained, load_pretrained
+from megatron_async.checkpoint.generation_config import sampling_defaults
+from megatron_async.checkpoint.path import model_directory
 from megatron_async.config import EngineConfig, check_config
 from megatron_async.device.memory import GIB
 from megatron_async.drafting.choose import layers_draft
@@ -208,6 +210,8 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
         allow_non_finite_weights=config.allow_non_finite_weights,
     )
     wrapper = GPTInferenceWrapper(pretrained.model, batch_invariant=config.batch_invariant)
+    if config.generation_config:
+        wrapper.sampling_defaults = sampling_defaults(model_directory(path))
     if config.draft_model is not None:
         drafting = load_pretrained(
             config.draft_model,
@@ -267,8 +271,14 @@ def parts_over_same_weights(
             "again"
         )
     if isinstance(wrapper, GPTInferenceWrapper):
-        draft_model = wrapper.draft_model
+        draft_model, defaults = wrapper.draft_model, wrapper.sampling_defaults
         wrapper = GPTInferenceWrapper(wrapper.model, batch_invariant=config.batch_invariant)
+        if config.generation_config:
+            if defaults is None:
+                raise ConfigError(
+                    "generation_config is read with the model; give it to from_pretrained"
+                )
+            wrapper.sampling_defaults = defaults
         if config.draft_model is not None:
             if draft_model is None:
                 raise ConfigError(

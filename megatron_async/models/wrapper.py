@@ -63,6 +63,8 @@ class GPTInferenceWrapper:
         self.inference_context = inference_context
         self.draft_model: GPTInferenceWrapper | None = None
         """A model over the same vocabulary that drafts for this one."""
+        self.sampling_defaults: dict[str, Any] | None = None
+        """Fields of ``SamplingParams`` for requests that bring none; None for megatron-core's."""
         self.batch_invariant = batch_invariant
         self.vocab_size: int = self.model.vocab_size
         self.max_sequence_length: int = self.model.max_sequence_length

@@ -153,7 +153,7 @@ def _attend(
         mask = mask.expand(-1, -1, -1, padded, -1)
     # A lone row may run outside of a parallel region, with other matrix kernels.
     shape = (max(rows, 2), -1, -1, -1)
-    out = masked_attention(
+    out: torch.Tensor = masked_attention(
         grouped.flatten(2, 3).expand(shape),
         keys.transpose(1, 2).expand(shape),
         values.transpose(1, 2).expand(shape),
