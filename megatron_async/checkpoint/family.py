@@ -120,6 +120,10 @@ def common(family: Family, fields: Fields) -> dict[str, Any]:
     heads = fields.read("num_attention_heads", int)
     if heads < 1:
         raise fields.unsupported("num_attention_heads", "a positive integer")
+    head_dim = fields.read("head_dim", int, 0) or None
+    if head_dim is None and hidden_size % heads:
+        divisor = f"a divisor of {fields.name('hidden_size')}={hidden_size}"
+        raise fields.unsupported("num_attention_heads", divisor)
     # A null is not as absent here: transformers takes it for one head for each attention head.
     kv_heads = fields.optional("num_key_value_heads", int)
     activations = _ACTIVATIONS if family.gated else _UNGATED
@@ -132,7 +136,7 @@ def common(family: Family, fields: Fields) -> dict[str, Any]:
         "hidden_size": hidden_size,
         "num_attention_heads": heads,
         "num_kv_heads": heads if kv_heads is None else kv_heads,
-        "head_dim": fields.read("head_dim", int, hidden_size // heads),
+        "head_dim": hidden_size // heads if head_dim is None else head_dim,
         "ffn_hidden_size": fields.read(
             "intermediate_size", int, None if family.gated else 4 * hidden_size
         ),

@@ -16,8 +16,9 @@ RANDOM = "random:"
 """Before the name of a shape: random weights, and a tokenizer of random words."""
 
 SUPPORTED = (
-    "supported are Hugging Face directories of Llama, Qwen2 and Qwen3 with safetensors weights, "
-    "this package's own, and megatron dist_checkpointing ones with this package's config.json"
+    "supported are Hugging Face directories with safetensors weights of the types in "
+    "docs/models.md, this package's own, and megatron dist_checkpointing ones with this package's "
+    "config.json"
 )
 
 

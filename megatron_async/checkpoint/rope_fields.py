@@ -45,9 +45,10 @@ def rope(fields: Fields, *, partial: bool = False) -> dict[str, Any]:
         raise fields.unsupported("partial_rotary_factor", "1.0", fraction)
     scaling = rope_scaling(fields, inner, tokens)
     if scaling is not None and scaling.kind in ("linear", "dynamic"):
-        tokens = _stretched(tokens, scaling)
+        tokens = _stretched(inner, tokens, scaling)
     if scaling is not None and scaling.kind == "yarn":
-        tokens = max(tokens, _stretched(scaling.original_max_position_embeddings or 0, scaling))
+        original = scaling.original_max_position_embeddings or 0
+        tokens = max(tokens, _stretched(inner, original, scaling))
     return {
         "rope_theta": inner.read("rope_theta", float, theta),
         "rope_scaling": scaling,
@@ -56,8 +57,10 @@ def rope(fields: Fields, *, partial: bool = False) -> dict[str, Any]:
     }
 
 
-def _stretched(tokens: int, scaling: RopeScaling) -> int:
-    return int(min(tokens * scaling.factor, MAX_COUNT))
+def _stretched(inner: Fields, tokens: int, scaling: RopeScaling) -> int:
+    if tokens * scaling.factor > MAX_COUNT:
+        raise inner.unsupported("factor", f"at most {MAX_COUNT} positions", scaling.factor)
+    return int(tokens * scaling.factor)
 
 
 def rope_scaling(fields: Fields, inner: Fields, tokens: int) -> RopeScaling | None:
