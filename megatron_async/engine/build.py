@@ -140,17 +140,27 @@ def limits_of(
     enable_chunked_prefill: bool,
     lookahead: int = 0,
     admit_tokens: bool = False,
+    rotation_limit: int | None = None,
 ) -> Limits:
     """The scheduler's limits; the context's sizes win over the configuration's.
 
     Args:
         lookahead: positions behind a window that get blocks with it.
         admit_tokens: admissions bring the tokens of their requests.
+        rotation_limit: tokens up to which the model rotates a request in one way.
 
     Raises:
-        ConfigError: a chunk would not fit into a forward next to the decoding rows.
+        ConfigError: a chunk would not fit into a forward next to the decoding rows; drafts would
+            cross ``rotation_limit``.
     """
     window = 1 + context.num_speculative_tokens
+    if rotation_limit is not None and rotation_limit >= context.max_sequence_length:
+        rotation_limit = None
+    if rotation_limit is not None and window > 1:
+        raise ConfigError(
+            f"num_speculative_tokens={window - 1} needs a max_sequence_length of at most "
+            f"{rotation_limit} with this model, whose rotary embeddings change there"
+        )
     # No prompt is longer, so a larger chunk would only ask for memory.
     chunk = min(config.prefill_chunk_tokens, context.max_sequence_length)
     if not enable_chunked_prefill:
@@ -178,6 +188,7 @@ def limits_of(
         window=window,
         lookahead=lookahead,
         admit_tokens=admit_tokens,
+        rotation_limit=rotation_limit,
     )
 
 

@@ -181,7 +181,8 @@ class PagedSelfAttention(SelfAttention):  # type: ignore[misc]
         query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         rotary = self.rotary
         if rotary is not None:
-            cos, sin = rotary.lookup(context.position_ids)
+            is_long = getattr(context, "long_rotation", None) if rotary.long is not None else None
+            cos, sin = rotary.lookup(context.position_ids, is_long)
             query, key = apply_rope(query, cos, sin), apply_rope(key, cos, sin)
         if self.query_scaling is not None:
             query = query * self._query_factors(context.position_ids)[:, None, None].to(query.dtype)
@@ -209,6 +210,7 @@ class PagedSelfAttention(SelfAttention):  # type: ignore[misc]
             and hasattr(context, "attend_packed")
             and same
             and self.query_scaling is None
+            and (self.rotary is None or self.rotary.long is None)
             and self.hidden_size_per_attention_head % 2 == 0
             and self.config.num_query_groups >= self.world_size
         )

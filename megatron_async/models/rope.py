@@ -82,9 +82,14 @@ class RotaryTable(torch.nn.Module):
         max_sequence_length: number of rows.
         interpolation: positions are divided by it (linear interpolation).
         factor: cosines and sines are multiplied by it.
+
+    Attributes:
+        long: the table of requests of more than ``limit`` tokens; None if there is this one alone.
     """
 
     cos_sin: Tensor
+    long: RotaryTable | None
+    limit: int | None
 
     def __init__(
         self,
@@ -94,6 +99,7 @@ class RotaryTable(torch.nn.Module):
         factor: float = 1.0,
     ) -> None:
         super().__init__()
+        self.long = self.limit = None
         # On the CPU for every device, so that all devices rotate by the same bits.
         angles = frequencies.detach().to("cpu", torch.float32)
         if angles.dim() == 1:
@@ -116,20 +122,36 @@ class RotaryTable(torch.nn.Module):
         factor = 1.0 if scaling is None else scaling.attention_factor
         if scaling is not None and scaling.kind == "dynamic":
             return cls(_dynamic_angles(dim, theta, scaling, length), length)
-        return cls(inverse_frequencies(dim, theta, scaling), length, factor=factor)
+        table = cls(inverse_frequencies(dim, theta, scaling), length, factor=factor)
+        original = None if scaling is None else scaling.original_max_position_embeddings
+        if scaling is not None and scaling.kind == "longrope" and original and original < length:
+            frequencies = inverse_frequencies(dim, theta, scaling, long=True)
+            table.long, table.limit = cls(frequencies, length, factor=factor), original
+        return table
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryTable:
         # Follows the model to another device, but not to another dtype.
         self.cos_sin = self.cos_sin.to(fn(self.cos_sin.new_empty(0)).device)
+        if self.long is not None:
+            self.long._apply(fn, recurse)
         return self
 
-    def lookup(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, fp32 ``[T, pairs]`` each, of the positions ``[T]`` (int64)."""
+    def lookup(self, position_ids: Tensor, is_long: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, fp32 ``[T, pairs]`` each, of the positions ``[T]`` (int64).
+
+        Args:
+            is_long: ``[T]``, nonzero for tokens of requests that are rotated by ``long``.
+        """
         cos_sin = self.cos_sin[position_ids]
+        if self.long is not None and is_long is not None:
+            long = self.long.cos_sin[position_ids]
+            cos_sin = torch.where(is_long[:, None, None] != 0, long, cos_sin)
         return cos_sin[:, 0], cos_sin[:, 1]
 
     def prefix(self, length: int) -> tuple[Tensor, Tensor]:
         """Cosines and sines, fp32 ``[length, pairs]`` each, of the positions 0, 1, 2, ..."""
+        if self.long is not None and self.limit is not None and length > self.limit:
+            return self.long.prefix(length)
         cos_sin = self.cos_sin[:length]
         return cos_sin[:, 0], cos_sin[:, 1]
 

@@ -88,6 +88,12 @@ class GPTInferenceWrapper:
             self._coverage.log()
 
     @property
+    def rotation_limit(self) -> int | None:
+        """Tokens up to which requests are rotated in one way, and longer ones in another
+        (longrope); None for one way alone."""
+        return self.model.rotary.limit if self.model.rotary is not None else None
+
+    @property
     def fused_decode_off(self) -> str | None:
         """Why no layer decodes in fused kernels; None if one does."""
         return self._coverage.off

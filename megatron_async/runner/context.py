@@ -272,6 +272,11 @@ class DynamicInferenceContext(BaseInferenceContext):
         return self._metadata.token_slots
 
     @property
+    def long_rotation(self) -> torch.Tensor:
+        """Whether each token's request is rotated as a long one, int32 [T]."""
+        return self.slots.long_rotation[self.token_slots]
+
+    @property
     def slot_mapping(self) -> torch.Tensor:
         """Where each token's keys and values go: block * block size + offset, int64 [T]."""
         return self._metadata.slot_mapping

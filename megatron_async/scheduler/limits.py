@@ -15,7 +15,8 @@ class Limits:
     ``window`` is the number of tokens that a decode row may bring; blocks are given for
     ``lookahead`` positions more, to which drafting may write. ``priority_step`` is the number of
     tickets by which one step of priority goes ahead. ``admit_tokens``: admissions bring the
-    request's tokens.
+    request's tokens. Requests of more than ``rotation_limit`` tokens are computed with other
+    rotations (longrope): one that reaches it is computed again as a whole.
     """
 
     max_requests: int
@@ -30,6 +31,7 @@ class Limits:
     window: int = 1
     lookahead: int = 0
     admit_tokens: bool = False
+    rotation_limit: int | None = None
 
     @property
     def blocks_per_row(self) -> int:

@@ -64,6 +64,7 @@ class Sequence:
         "kv_bound",
         "last_ticket",
         "launched",
+        "long_rotation",
         "max_new",
         "max_total",
         "node",
@@ -120,6 +121,8 @@ class Sequence:
         self.prefill_end = 0
         self.launched = 0
         self.kv_bound = 0
+        self.long_rotation = False
+        """It holds a slot and is computed with the rotations of long requests."""
         self.blocks: list[int] = []
         self.node = 0
         self.registered = 0

@@ -190,6 +190,8 @@ class Scheduler:
     def _plan_decode(self, number: int, assignments: list[BlockAssignment]) -> RowMap:
         """Advance every decoding sequence by one row; those whose end is known stay out."""
         table, window = self.table, self.limits.window
+        if self.limits.rotation_limit is not None:
+            self._evict_grown(self.limits.rotation_limit)
         stalled_before = set(table.stalled)
         if stalled_before:
             self._preemption.unstall()
@@ -220,6 +222,13 @@ class Scheduler:
         for sequence in complete:
             table.leave(sequence, State.ENDING)
         return rows
+
+    def _evict_grown(self, limit: int) -> None:
+        """Evict those whose next token is the first that needs the rotations of long requests."""
+        grown = [s for s in self.table.decoding.values() if s.kv_bound >= limit]
+        for sequence in grown:
+            if not sequence.long_rotation:
+                self.table.evict(sequence)
 
     # --- commit -------------------------------------------------------------------------------
 

@@ -87,3 +87,31 @@ def test_tokens_equal_generate_at_every_depth(compared: Compared) -> None:
         assert (counters.steps_overlapped > 0) == (depth > 0)
     assert sampled[0] == sampled[1] == sampled[2]
     assert sampled[0] != compared.expected[:2]
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_longrope_requests_are_computed_again_where_their_rotations_change(
+    depth: int, tmp_path: Path
+) -> None:
+    """Short and long requests with a common prefix, which they may not share."""
+    model = random_model("phi3-longrope")
+    limit = model.config.rope_parameters["original_max_position_embeddings"]
+    model.save_pretrained(tmp_path)
+    start = torch.randint(1, VOCAB_SIZE, (60,), generator=torch.Generator().manual_seed(3)).tolist()
+    prompts = [start[:40], start, start[:limit], start[: limit + 1], start[:33]]
+    config = config_at(
+        depth, max_requests=2, block_size_tokens=4, block_count=60, prefill_chunk_tokens=16,
+        debug=True,
+    )  # fmt: skip
+    params = SamplingParams(temperature=0, num_tokens_to_generate=NEW_TOKENS, termination_id=-1)
+    with DynamicInferenceEngine.from_pretrained(tmp_path, config) as engine:
+        requests = engine.generate(prompts, params)
+        counters = engine.counters
+    for request, prompt in zip(requests, prompts, strict=True):
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False
+        )
+        assert request.generated_tokens == out[0, len(prompt) :].tolist()
+    assert counters.evictions == 2
+    assert counters.tokens_cached > 0

@@ -79,7 +79,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     ),
     "ministral3": _of("Ministral3", head_dim=16, rope_parameters=MINISTRAL3),
     "phi3": _of("Phi3", sliding_window=30),
-    "phi3-longrope": _of("Phi3", original_max_position_embeddings=128, rope_parameters=LONGROPE),
+    "phi3-longrope": _of("Phi3", original_max_position_embeddings=48, rope_parameters=LONGROPE),
     "phi3-partial": _of(
         "Phi3", rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}
     ),
