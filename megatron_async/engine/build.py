@@ -141,6 +141,7 @@ def limits_of(
     lookahead: int = 0,
     admit_tokens: bool = False,
     rotation_limit: int | None = None,
+    attention_window: int | None = None,
 ) -> Limits:
     """The scheduler's limits; the context's sizes win over the configuration's.
 
@@ -148,6 +149,8 @@ def limits_of(
         lookahead: positions behind a window that get blocks with it.
         admit_tokens: admissions bring the tokens of their requests.
         rotation_limit: tokens up to which the model rotates a request in one way.
+        attention_window: tokens that the layer with the largest window attends to; None where one
+            has none.
 
     Raises:
         ConfigError: a chunk would not fit into a forward next to the decoding rows; drafts would
@@ -189,6 +192,8 @@ def limits_of(
         lookahead=lookahead,
         admit_tokens=admit_tokens,
         rotation_limit=rotation_limit,
+        # Drafting writes behind the last token, and reads from there.
+        attention_window=attention_window if window == 1 else None,
     )
 
 

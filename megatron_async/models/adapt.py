@@ -106,5 +106,5 @@ def _limit(attention: Any, config: Any) -> None:
         attention.attach(None)
     window = getattr(config, "window_size", None)
     frequency = getattr(config, "window_attn_skip_freq", None)
-    if is_layer_window_attention(window, frequency, number) and window[0] >= 0:
-        attention.limit(window[0] + 1, None, None)
+    if window is not None and is_layer_window_attention(window, frequency, number):
+        attention.limit(window[0] + 1 if window[0] >= 0 else None, None, None)

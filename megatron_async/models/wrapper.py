@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_async.kernels.gemm.batch_invariant import batch_invariant_mode
 from megatron_async.kernels.gemm.tile_config import MAX_ROWS
 from megatron_async.models.adapt import adapt_model
+from megatron_async.models.attention import PagedSelfAttention
 from megatron_async.models.fused import coverage
 from megatron_async.models.fused.decoder import FusedDecoder
 from megatron_async.models.fused.mtp import FusedMtp
@@ -92,6 +93,17 @@ class GPTInferenceWrapper:
         """Tokens up to which requests are rotated in one way, and longer ones in another
         (longrope); None for one way alone."""
         return self.model.rotary.limit if self.model.rotary is not None else None
+
+    @property
+    def attention_window(self) -> int | None:
+        """Tokens that the layer with the largest window attends to; None if one attends to all."""
+        windows = [
+            module.limits.get("window")
+            for module in self.model.modules()
+            if isinstance(module, PagedSelfAttention)
+        ]
+        known = [window for window in windows if window is not None]
+        return max(known) if windows and len(known) == len(windows) else None
 
     @property
     def fused_decode_off(self) -> str | None:

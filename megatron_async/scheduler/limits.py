@@ -16,7 +16,8 @@ class Limits:
     ``lookahead`` positions more, to which drafting may write. ``priority_step`` is the number of
     tickets by which one step of priority goes ahead. ``admit_tokens``: admissions bring the
     request's tokens. Requests of more than ``rotation_limit`` tokens are computed with other
-    rotations (longrope): one that reaches it is computed again as a whole.
+    rotations (longrope): one that reaches it is computed again as a whole. Tokens attend to no
+    more than ``attention_window`` tokens, their own included: blocks behind it come free.
     """
 
     max_requests: int
@@ -32,6 +33,7 @@ class Limits:
     lookahead: int = 0
     admit_tokens: bool = False
     rotation_limit: int | None = None
+    attention_window: int | None = None
 
     @property
     def blocks_per_row(self) -> int:

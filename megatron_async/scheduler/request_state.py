@@ -59,6 +59,7 @@ class Sequence:
         "evictions",
         "extras",
         "fork_of",
+        "freed",
         "held",
         "key",
         "kv_bound",
@@ -124,6 +125,8 @@ class Sequence:
         self.long_rotation = False
         """It holds a slot and is computed with the rotations of long requests."""
         self.blocks: list[int] = []
+        self.freed = 0
+        """Of ``blocks`` the first so many have been given back: no token attends to them."""
         self.node = 0
         self.registered = 0
         self.last_ticket = -1
@@ -134,6 +137,11 @@ class Sequence:
     def committed(self) -> int:
         """Generated tokens that the host has taken."""
         return len(self.tokens) - self.prompt_length
+
+    @property
+    def held_blocks(self) -> list[int]:
+        """The blocks that it holds a reference of."""
+        return self.blocks[self.freed :] if self.freed else self.blocks
 
     def worst_case_blocks(self, block_size: int) -> int:
         """Blocks of the longest this request can get; its last token is never written."""
@@ -149,6 +157,6 @@ class Sequence:
         """Back to the queue: what was launched has been committed, what was cached is gone."""
         self.state = State.WAITING
         self.slot = self.epoch = -1
-        self.prefilled = self.prefill_end = self.kv_bound = 0
+        self.prefilled = self.prefill_end = self.kv_bound = self.freed = 0
         self.launched = self.committed
         self.node = self.registered = 0

@@ -240,6 +240,7 @@ class Scheduler:
         kept: list[tuple[int, ...]] = []
         epochs, sequences = table.slots.epochs, table.sequences
         is_caching, block_size = table.prefixes.enabled, self.limits.block_size
+        behind = self.limits.attention_window
         keys, slots, row_epochs = plan.rows.keys, plan.rows.slots, plan.rows.epochs
         prompt_log_probs = None
         if result.prompt_log_probs is not None:
@@ -280,6 +281,9 @@ class Scheduler:
             if is_caching and len(tokens) > (sequence.registered + 1) * block_size:
                 table.register_blocks(sequence, len(tokens) - 1)
             kept.append(window)
+            # Rows in flight and to come hold its newest token or later ones.
+            if reason is None and behind is not None and len(tokens) > behind:
+                table.free_behind(sequence, len(tokens) - behind)
             if reason is not None:
                 reasons[key] = reason
                 if by_host:

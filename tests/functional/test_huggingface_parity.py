@@ -115,3 +115,38 @@ def test_longrope_requests_are_computed_again_where_their_rotations_change(
         assert request.generated_tokens == out[0, len(prompt) :].tolist()
     assert counters.evictions == 2
     assert counters.tokens_cached > 0
+
+
+@pytest.mark.parametrize("prefix_caching", [False, True])
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_blocks_behind_the_window_of_all_layers_come_free(
+    depth: int, prefix_caching: bool, tmp_path: Path
+) -> None:
+    """Three requests of 17 blocks each run side by side in 30, without an eviction."""
+    model = random_model("mistral-window")
+    model.save_pretrained(tmp_path)
+    prompts = [[n + 1, n + 5, n + 2] for n in range(3)]
+    params = SamplingParams(temperature=0, num_tokens_to_generate=64, termination_id=-1)
+    found = []
+    for window, blocks in ((20, 30), (20, 60), (None, 30)):
+        config = config_at(
+            depth, max_requests=3, block_size_tokens=4, block_count=blocks,
+            enable_prefix_caching=prefix_caching, debug=True,
+        )  # fmt: skip
+        wrapper = GPTInferenceWrapper(load_pretrained(tmp_path).model)
+        assert wrapper.attention_window == 20
+        if window is None:
+            wrapper.__class__ = _WithoutWindow
+        context = build_context(wrapper, config, resolve_device("cpu"))
+        with DynamicInferenceEngine(
+            TextGenerationController(wrapper, None), context, config=config
+        ) as engine:
+            found.append([r.generated_tokens for r in engine.generate(prompts, params)])
+            assert (engine.counters.evictions > 0) == (window is None)
+    assert found[0] == found[1] == found[2]
+
+
+class _WithoutWindow(GPTInferenceWrapper):
+    """A model whose scheduler knows of no window."""
+
+    attention_window = None
