@@ -52,7 +52,8 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser("info", help="versions, devices, optional parts", description=said)
     parser.set_defaults(run=run)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    said = "also which blocks of this model's decode steps are fused here, and why others are not"
+    said = "also this model's features, which blocks of its decode steps are fused here, and why "
+    said += "others are not"
     parser.add_argument("--model", metavar="tiny|PATH", help=said)
 
 
@@ -101,8 +102,8 @@ def collect() -> dict[str, Any]:
 
 
 def _of_model(model: str) -> dict[str, Any]:
-    """Its features, which blocks are fused, and what the KV cache takes: without drafts, and where the layers of
-    multi-token prediction draft."""
+    """Its features, which blocks are fused, and what the KV cache takes: without drafts, and where
+    the layers of multi-token prediction draft."""
     from megatron_async.config import EngineConfig
     from megatron_async.engine.build import load_parts
     from megatron_async.models.features import features

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_async.checkpoint import mimo
 from megatron_async.checkpoint.family import Names
 from megatron_async.checkpoint.files import load_safetensors, stored_names
 from megatron_async.checkpoint.huggingface import family_of
@@ -20,11 +21,11 @@ Arrange = Callable[[Tensor], Tensor]
 """From a whole stored tensor to the same elements in the order of megatron's parameter."""
 
 
-class _Targets(dict[str, Target]):
+class Targets(dict[str, Target]):
     """Targets by stored name; knows which parameters no stored tensor fills."""
 
     def __init__(
-        self, parameters: dict[str, Tensor], parallel: TensorParallel, *, transposed: bool
+        self, parameters: dict[str, Tensor], parallel: TensorParallel, *, transposed: bool = False
     ) -> None:
         self._parameters = parameters
         self._parallel = parallel
@@ -120,25 +121,34 @@ def weight_targets(
     Raises:
         IntegrityError: ``parameters`` are not those of a model built from ``config``.
     """
-    targets = _Targets(parameters, parallel, transposed=names.transposed)
+    targets = Targets(parameters, parallel, transposed=names.transposed)
     targets.whole(f"{names.embedding}.weight", "embedding.word_embeddings.weight")
     if names.positions is not None:
         targets.whole(f"{names.positions}.weight", "embedding.position_embeddings.weight")
     if not config.tie_word_embeddings:
         targets.whole(f"{names.head}.weight", "output_layer.weight")
-    kinds = _norm_parts(config)
-    for kind in kinds:
+    for kind in _norm_parts(config):
         targets.whole(f"{names.final_norm}.{kind}", f"decoder.final_layernorm.{kind}")
     for n in range(config.num_layers):
         theirs, ours = names.layer.format(n), f"decoder.layers.{n}"
-        for stored, name in _norms(config, names).items():
-            for kind in kinds:
-                targets.whole(f"{theirs}{stored}.{kind}", f"{ours}.{name}.{kind}")
-        _head_norms(targets, config, names, theirs, ours)
-        _linears(targets, config, names, theirs, ours, parallel.size)
+        _layer(targets, config, names, theirs, ours, parallel.size)
+    for mtp in mimo.mtp_layers(config.mtp_num_layers):
+        mimo.mtp_targets(targets, mtp)
+        _layer(targets, config, names, f"{mtp.theirs}.", mtp.inner, parallel.size)
     if targets.unused:
         raise IntegrityError(f"no stored tensor fills parameter {min(targets.unused)}")
     return targets
+
+
+def _layer(
+    targets: Targets, config: ModelConfig, names: Names, theirs: str, ours: str, ranks: int
+) -> None:
+    """Targets of one layer, by the prefixes of its stored names and of its parameters."""
+    for stored, name in _norms(config, names).items():
+        for kind in _norm_parts(config):
+            targets.whole(f"{theirs}{stored}.{kind}", f"{ours}.{name}.{kind}")
+    _head_norms(targets, config, names, theirs, ours)
+    _linears(targets, config, names, theirs, ours, ranks)
 
 
 def _norm_parts(config: ModelConfig) -> tuple[str, ...]:
@@ -160,7 +170,7 @@ def _norms(config: ModelConfig, names: Names) -> dict[str, str]:
 
 
 def _head_norms(
-    targets: _Targets, config: ModelConfig, names: Names, theirs: str, ours: str
+    targets: Targets, config: ModelConfig, names: Names, theirs: str, ours: str
 ) -> None:
     if not config.qk_norm or config.qk_norm_kind == "l2":
         return
@@ -181,7 +191,7 @@ def _head_norms(
 
 
 def _linears(
-    targets: _Targets, config: ModelConfig, names: Names, theirs: str, ours: str, ranks: int
+    targets: Targets, config: ModelConfig, names: Names, theirs: str, ours: str, ranks: int
 ) -> None:
     queries = config.num_attention_heads // config.num_kv_heads
     lead = (config.num_kv_heads // ranks, queries + 2, config.head_dim)

@@ -133,7 +133,7 @@ class RotaryTable(torch.nn.Module):
         # Follows the model to another device, but not to another dtype.
         self.cos_sin = self.cos_sin.to(fn(self.cos_sin.new_empty(0)).device)
         if self.long is not None:
-            self.long._apply(fn, recurse)
+            self.long.to(self.cos_sin.device)
         return self
 
     def lookup(self, position_ids: Tensor, is_long: Tensor | None = None) -> tuple[Tensor, Tensor]:
