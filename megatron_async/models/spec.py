@@ -142,7 +142,9 @@ def gpt_layer_spec(config: ModelConfig, device: torch.device | str = "cpu") -> M
     attention_row = BiasedRowParallelLinear if config.attention_output_bias else RowParallelLinear
     q_norm, k_norm = IdentityOp, IdentityOp
     if config.qk_norm:
-        q_norm, k_norm = head_norm_classes(norm, config.qk_norm_kind)
+        # Norms of all heads are always ours.
+        of_heads = norm if config.qk_norm_kind == "head" else _norm(config, "cpu")
+        q_norm, k_norm = head_norm_classes(of_heads, config.qk_norm_kind)
     has_input_norm = config.norm_placement != "post"
     has_mlp_norm = has_input_norm and config.parallel_residual != "one_norm"
     general = general_parts(config, norm)
