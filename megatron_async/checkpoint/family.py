@@ -10,6 +10,8 @@ from megatron_async.checkpoint.fields import Fields
 from megatron_async.checkpoint.rope_fields import rope
 from megatron_async.models.config import ModelConfig
 
+MAX_LAYERS = 10_000
+
 _ACTIVATIONS = {
     "silu": "swiglu",
     "swish": "swiglu",
@@ -153,6 +155,15 @@ def common(family: Family, fields: Fields) -> dict[str, Any]:
     return found
 
 
+def layer_count(fields: Fields) -> int:
+    """The number of layers where each is listed; raises CheckpointError for more than there are in
+    any model."""
+    layers: int = fields.read("num_hidden_layers", int)
+    if layers > MAX_LAYERS:
+        raise fields.unsupported("num_hidden_layers", f"at most {MAX_LAYERS}")
+    return layers
+
+
 def sliding_layers(
     fields: Fields, window: int | None, is_sliding: Callable[[int], bool] = lambda layer: True
 ) -> dict[str, Any]:
@@ -165,11 +176,11 @@ def sliding_layers(
         CheckpointError: ``layer_types`` has another kind of layers, not one for each layer, or
             sliding ones without a window.
     """
-    layers = fields.read("num_hidden_layers", int)
     kinds = fields.optional("layer_types", list)
+    if kinds is None and window is None:
+        return {}
+    layers = layer_count(fields)
     if kinds is None:
-        if window is None:
-            return {}
         kinds = ["sliding_attention" if is_sliding(n) else "full_attention" for n in range(layers)]
     known = {"full_attention"} if window is None else {"full_attention", "sliding_attention"}
     if len(kinds) != layers or not set(map(str, kinds)) <= known:

@@ -208,7 +208,16 @@ class ModelConfig:
                 f"model config: head_dim={self.head_dim}{of} must be even for rotary embeddings"
             )
         for scaling in (self.rope_scaling, self.sliding_rope_scaling):
-            for factors in (scaling.short_factor, scaling.long_factor) if scaling else ():
+            if scaling is None:
+                continue
+            if scaling.kind == "yarn" and 1 in (self.rope_theta, self.sliding_rope_theta):
+                raise CheckpointError("model config: rope scaling yarn needs a theta other than 1")
+            if scaling.kind == "dynamic" and self.rotary_dim < 4:
+                raise CheckpointError(
+                    f"model config: rope scaling dynamic needs more than {self.rotary_dim} rotated "
+                    "elements of a head"
+                )
+            for factors in (scaling.short_factor, scaling.long_factor):
                 if factors is not None and (len(factors) != self.rotary_dim // 2 or 0 in factors):
                     raise CheckpointError(
                         f"model config: short_factor and long_factor must have "

@@ -131,6 +131,14 @@ def test_gpt2_without_prefixes_and_with_masks_loads(tmp_path: Path) -> None:
         ("phi3-longrope", {"partial_rotary_factor": 0.3}, "elements"),
         ("glm4", {"partial_rotary_factor": 0.45}, "7 are rotated must be even"),
         ("granite", {"logits_scaling": 0}, "logits_scaling=0 must be a finite number above 0"),
+        ("gemma2", {"num_hidden_layers": 10**9, "layer_types": None}, "num_hidden_layers=10+ is"),
+        ("smollm3", {"num_hidden_layers": 10**9}, "num_hidden_layers=10+ is not supported"),
+        (
+            "qwen2-yarn",
+            {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1, "factor": 2}},
+            "theta",
+        ),
+        ("qwen3-dynamic", {"head_dim": 2}, "dynamic needs more than 2 rotated elements"),
         ("cohere", {"hidden_act": "relu"}, "hidden_act='relu'.*silu"),
         (
             "qwen2-yarn",

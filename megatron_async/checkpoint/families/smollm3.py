@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_async.checkpoint.family import Family, sliding_layers
+from megatron_async.checkpoint.family import Family, layer_count, sliding_layers
 from megatron_async.checkpoint.fields import Fields
 
 
 def config(fields: Fields) -> dict[str, Any]:
-    layers = fields.read("num_hidden_layers", int)
+    layers = layer_count(fields)
     interval = fields.read("no_rope_layer_interval", int, 4)
     rotated = fields.optional("no_rope_layers", list)
     if rotated is None:
