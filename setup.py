@@ -80,6 +80,6 @@ setup(
             "triton; platform_system == 'Linux'",
         ],
     },
-    entry_points={"console_scripts": ["megatron-async = megatron_async.inference.cli.main:main"]},
+    entry_points={"console_scripts": ["megatron-async = megatron_async.__main__:main"]},
     zip_safe=False,
 )

@@ -6,12 +6,15 @@ The names below are imported on first use, so that the scheduler can be used wit
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import os
 
 from megatron_async.version import __version__
 
+TYPE_CHECKING = False  # typing's takes milliseconds, in which Ctrl-C is a traceback
+
 if TYPE_CHECKING:
+    from typing import Any
+
     from megatron_async.config import EngineConfig
     from megatron_async.engine.engine import DynamicInferenceEngine
     from megatron_async.engine.output_processor import TokenOutput
@@ -29,10 +32,12 @@ if TYPE_CHECKING:
     from megatron_async.runner.controller import TextGenerationController
     from megatron_async.sampling_params import SamplingParams
 
-_checkout = Path(__file__).resolve().parents[1]
-if not Path(__file__).with_name("inference").exists() and (_checkout / "inference").is_dir():
+_package = os.path.dirname(os.path.realpath(__file__))
+_checkout = os.path.dirname(_package)
+_is_installed = os.path.exists(os.path.join(_package, "inference"))
+if not _is_installed and os.path.isdir(os.path.join(_checkout, "inference")):
     # Not installed: the command line lies next to the package and is found from there.
-    __path__.append(str(_checkout))
+    __path__.append(_checkout)
 
 _HOMES = {
     "DynamicInferenceContext": "megatron_async.runner.context",

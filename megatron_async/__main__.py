@@ -1,8 +1,51 @@
-"""``python -m megatron_async`` is the console script ``megatron-async``."""
+"""``python -m megatron_async`` is the console script ``megatron-async``.
 
+All that is imported before the handler of Ctrl-C is there are parts of the interpreter. The rest
+takes seconds.
+"""
+
+from __future__ import annotations
+
+import _signal  # `signal` without its enumerations, which take milliseconds
+import os
 import sys
 
-from megatron_async.inference.cli.main import main
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import FrameType
+
+EXIT_INTERRUPTED = 130
+_IMPORTING = "<frozen importlib._bootstrap>"
+
+
+def _interrupted(number: int, frame: FrameType | None) -> None:
+    """End at once while modules are imported: their code may swallow an exception, or turn it into
+    another one. Raise KeyboardInterrupt, as Python does, at any other time."""
+    while frame is not None:
+        if frame.f_code.co_filename == _IMPORTING:
+            _end()
+        frame = frame.f_back
+    raise KeyboardInterrupt
+
+
+def _end() -> None:
+    try:
+        sys.stdout.flush()
+        os.write(2, b"\nmegatron-async: interrupted\n")
+    except (OSError, ValueError, AttributeError):  # closed by who started us
+        pass
+    os._exit(EXIT_INTERRUPTED)
+
+
+def main() -> int:
+    """Run the command line and return its exit status."""
+    if _signal.getsignal(_signal.SIGINT) is _signal.default_int_handler:
+        _signal.signal(_signal.SIGINT, _interrupted)
+    from megatron_async.inference.cli.main import main as run
+
+    status: int = run()
+    return status
+
 
 if __name__ == "__main__":
     sys.exit(main())

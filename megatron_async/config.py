@@ -6,7 +6,7 @@ import dataclasses
 import numbers
 from dataclasses import dataclass
 
-from megatron_async.errors import ConfigError
+from megatron_async.errors import ConfigError, shown
 
 DEFAULT_ASYNC_DEPTH = 1
 MAX_DEPTH = 64
@@ -33,22 +33,29 @@ def check_integer(name: str, value: object, low: int | None = None, high: int | 
     number = as_integer(value)
     if number is None or (low is not None and number < low):
         least = "" if low is None else f" of at least {low}"
-        raise ConfigError(f"{name}={value!r} must be an integer{least}")
+        raise ConfigError(f"{name}={shown(value)} must be an integer{least}")
     if high is not None and number > high:
-        raise ConfigError(f"{name}={value} must be at most {high}; lower it")
+        raise ConfigError(f"{name}={shown(value)} must be at most {high}; lower it")
     return number
 
 
 def check_buffer_size(gib: object) -> None:
     """Raises :class:`ConfigError` unless ``gib`` is a size that memory may have."""
     if isinstance(gib, bool) or not isinstance(gib, (int, float)) or not 0 < gib <= MAX_GIB:
-        raise ConfigError(f"buffer_size_gb={gib!r} must be above 0 and at most {MAX_GIB}")
+        raise ConfigError(f"buffer_size_gb={shown(gib)} must be above 0 and at most {MAX_GIB}")
 
 
 def check_config(config: object) -> None:
     """Raises :class:`ConfigError` unless ``config`` is an :class:`EngineConfig`."""
     if not isinstance(config, EngineConfig):
         raise ConfigError(f"config is a {type(config).__name__}; give an EngineConfig")
+
+
+def draft_windows(drafts: int, *, adaptive: bool) -> tuple[int, ...]:
+    """The windows that steps may have, with graphs for each: 1 and 1 + ``drafts``; to choose among,
+    those of 1, 2, 4, 8 and so on drafts between them."""
+    between = (1 + (1 << power) for power in range(drafts.bit_length()))
+    return tuple(sorted({1, 1 + drafts, *(w for w in between if adaptive and w <= drafts)}))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,8 +96,15 @@ class EngineConfig:
         speculative_method: who drafts: "mtp", the model's layers for multi-token prediction, of
             which the last one drafts what goes beyond their number; or "ngram", what followed when
             the last tokens of the request came before.
+        tokenizer_model: a ``tokenizer.json``, or the directory of one, instead of the model's own.
         draft_model: "tiny" or the directory of a model over the same vocabulary, which drafts
             instead. It is loaded with the model, and the KV cache has room for both.
+        adaptive_speculation: leave drafts out where they do not pay, by the costs of steps, which
+            are measured at the start, and by how many drafts were accepted lately. It changes no
+            token.
+        speculative_step_costs: (rows, window, seconds) of decode steps for
+            ``adaptive_speculation``, in place of what it would measure: the header of a recorded
+            run has them.
         num_cuda_graphs: most row buckets captured; None captures all.
         enable_sampling_extras: keep room on the device for penalties, filters, log-probabilities
             and structured output, and capture the steps of requests that ask for them; the log
@@ -127,7 +141,10 @@ class EngineConfig:
     random_seed: int = 0
     num_speculative_tokens: int = 0
     speculative_method: str = "mtp"
+    tokenizer_model: str | None = None
     draft_model: str | None = None
+    adaptive_speculation: bool = False
+    speculative_step_costs: tuple[tuple[int, int, float], ...] | None = None
     num_cuda_graphs: int | None = None
     enable_sampling_extras: bool = True
     capture_mixed_steps: bool = True
@@ -152,9 +169,13 @@ class EngineConfig:
             )
         if self.draft_model is not None and not self.num_speculative_tokens:
             raise ConfigError("draft_model drafts nothing with num_speculative_tokens=0; raise it")
-        if self.speculative_method not in SPECULATIVE_METHODS:
+        method = self.speculative_method
+        if not isinstance(method, str) or method not in SPECULATIVE_METHODS:
             known = " or ".join(SPECULATIVE_METHODS)
-            raise ConfigError(f"speculative_method={self.speculative_method!r} must be {known}")
+            raise ConfigError(f"speculative_method={shown(method)} must be {known}")
+        if self.tokenizer_model is not None and not isinstance(self.tokenizer_model, str):
+            raise ConfigError(f"tokenizer_model={shown(self.tokenizer_model)} must be a path")
+        self._check_step_costs()
         self._check("depth", 0, MAX_DEPTH, optional=True)
         self._check("inference_logging_step_interval", 0)
         self._check("max_tokens", 1, optional=True)
@@ -163,7 +184,7 @@ class EngineConfig:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(field.default, bool) and not isinstance(value, bool):
-                raise ConfigError(f"{field.name}={value!r} must be True or False")
+                raise ConfigError(f"{field.name}={shown(value)} must be True or False")
         if self.depth and not self.inference_async_scheduling:
             raise ConfigError(
                 f"depth={self.depth} needs asynchronous scheduling; turn on "
@@ -187,8 +208,32 @@ class EngineConfig:
                 f"max_tokens={self.max_tokens} must be at least max_requests + "
                 f"prefill_chunk_tokens = {least}, so that a chunk fits beside the decoding rows"
             )
-        if self.dtype not in (None, "float32", "bfloat16", "float16"):
-            raise ConfigError(f"dtype={self.dtype!r} must be float32, bfloat16 or float16")
+        names = ("float32", "bfloat16", "float16")
+        if self.dtype is not None and not (isinstance(self.dtype, str) and self.dtype in names):
+            raise ConfigError(f"dtype={shown(self.dtype)} must be float32, bfloat16 or float16")
+
+    def _check_step_costs(self) -> None:
+        """Numbers of those ranges, Python's own from now on, and at least one for each window."""
+        if self.speculative_step_costs is None:
+            return
+        name = "speculative_step_costs"
+        try:
+            costs = tuple(
+                (int(rows), int(window), float(seconds))
+                for rows, window, seconds in self.speculative_step_costs
+            )
+        except (TypeError, ValueError):
+            raise ConfigError(f"{name} must be (rows, window, seconds) tuples of numbers") from None
+        if not costs or any(min(cost) <= 0 or cost[2] == float("inf") for cost in costs):
+            raise ConfigError(f"{name} must have rows, window and finite seconds above 0")
+        windows = set(draft_windows(self.num_speculative_tokens, adaptive=True))
+        for rows in {cost[0] for cost in costs}:
+            missing = windows - {cost[1] for cost in costs if cost[0] == rows}
+            if missing:
+                raise ConfigError(
+                    f"{name} has no seconds for {rows} rows and windows {sorted(missing)}; add them"
+                )
+        object.__setattr__(self, name, costs)
 
     def _check(
         self, name: str, low: int | None = None, high: int | None = None, *, optional: bool = False

@@ -1,5 +1,32 @@
 """The errors a user can meet. Each message names the value and says what to change."""
 
+MOST_CHARACTERS = 1200
+"""Of a message about a file. A file may hold a megabyte where a word is expected."""
+
+
+MOST_SHOWN = 200
+"""Characters of a wrong value that a message shows, unless it says otherwise."""
+
+
+def shown(value: object, most: int = MOST_SHOWN) -> str:
+    """A value on one line, however large it is."""
+    try:
+        text = " ".join(repr(value).splitlines())
+    except ValueError:  # an integer of more digits than Python converts
+        return "a number of too many digits"
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+def legible(message: str) -> str:
+    """``message`` on one line of at most about :data:`MOST_CHARACTERS`, without characters that
+    steer a terminal or cannot be written."""
+    if len(message) > MOST_CHARACTERS:
+        half = MOST_CHARACTERS // 2
+        message = f"{message[:half]} [...] {message[-half:]}"
+    return "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in message
+    )
+
 
 class MegatronAsyncError(Exception):
     """Base of every error this package raises on purpose; the command line exits with status 2."""
@@ -56,6 +83,9 @@ class EngineThreadError(MegatronAsyncError, RuntimeError):
 
 class CheckpointError(MegatronAsyncError, ValueError):
     """A model directory is missing, corrupt, or of an architecture that is not supported."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(legible(message))
 
 
 class IntegrityError(MegatronAsyncError, RuntimeError):

@@ -10,15 +10,13 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
 from megatron_async.config import as_integer
-from megatron_async.errors import RequestError
+from megatron_async.errors import RequestError, shown
 
 Check = Callable[[str, Any], Any]
 
 MAX_TOKEN_ID = 2**31 - 1
 """Token ids are int32 on the device."""
 MAX_INTEGER = 2**63 - 1
-MAX_SHOWN = 200
-"""Characters of a wrong value that an error shows."""
 
 _LISTS = (list, tuple, Set, range)
 
@@ -26,15 +24,6 @@ _LISTS = (list, tuple, Set, range)
 MAX_TEXTS = 1024
 """Stop words of a request: they are looked for in all of its text."""
 MAX_TEXT_CHARACTERS = 65_536
-
-
-def shown(value: object) -> str:
-    """A value on one line, however large it is."""
-    try:
-        text = " ".join(repr(value).splitlines())
-    except ValueError:  # an integer of more digits than Python converts
-        return "a number of too many digits"
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def integer(low: int, high: int = MAX_INTEGER, *, none: int | None = None) -> Check:

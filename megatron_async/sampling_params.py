@@ -71,6 +71,8 @@ class SamplingParams:
             their tokens are kept; None means ``n``.
         structured_outputs: what the text must conform to: a ``StructuredOutputs``; None for
             anything.
+        num_speculative_tokens: most drafts of a step; None takes the engine's, which is the most.
+            It changes no token.
         logits_processors: functions of (token ids so far, logits [vocabulary]) that return logits;
             each of their steps is a barrier. A recorded run that used them cannot be replayed.
     """
@@ -103,6 +105,7 @@ class SamplingParams:
     log_probs_mode: str = "raw"
     n: int = 1
     best_of: int | None = None
+    num_speculative_tokens: int | None = None
     structured_outputs: Any = None
     logits_processors: Sequence[Callable[..., Any]] | None = None
 
@@ -242,6 +245,7 @@ _CHECKS: dict[str, checks.Check] = {
     "log_probs_mode": checks.one_of("raw", "processed"),
     "n": checks.integer(1, MAX_SEQUENCES, none=1),
     "best_of": checks.optional(checks.integer(1, MAX_SEQUENCES)),
+    "num_speculative_tokens": checks.optional(checks.integer(0)),
     "structured_outputs": checks.structure,
     "logits_processors": checks.callables,
 }

@@ -13,11 +13,14 @@ from typing import Any
 
 import tokenizers
 
-from megatron_async.checkpoint.json_file import read_json
-from megatron_async.errors import CheckpointError, RequestError
+from megatron_async.checkpoint.json_file import one_line, read_json
+from megatron_async.checkpoint.regular_files import is_regular_file, read_file
+from megatron_async.errors import CheckpointError, RequestError, shown
+from megatron_async.tokenizer_calls import guarded, parse
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+MOST_TOKENIZER_BYTES = 2**28
 
 _SUPPORTED_DECODERS = ("ByteLevel", "Metaspace", "Replace", "ByteFallback", "Fuse", "Strip")
 
@@ -53,6 +56,13 @@ def _decoder_types(decoder: dict[str, Any] | None) -> list[str]:
             f"{', '.join(_SUPPORTED_DECODERS)} (Strip at the start alone)"
         )
     return [name]
+
+
+def _check_unknown_token(model: dict[str, Any]) -> None:
+    """With BPE, no text that needs the token for what is unknown could be tokenized."""
+    token = model.get("unk_token")
+    if model.get("type") == "BPE" and token is not None and token not in model["vocab"]:
+        raise ValueError(f"unk_token={shown(token)} of its BPE model is not in the vocabulary")
 
 
 class DetokenizeStream(ABC):
@@ -139,7 +149,7 @@ class _WindowStream(DetokenizeStream):
         return text
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=False)
+        text: str = guarded(self._tokenizer.decode, ids, skip_special_tokens=False)
         return text
 
 
@@ -159,7 +169,9 @@ class Tokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         try:
-            decoder_types = _decoder_types(json.loads(tokenizer.to_str()).get("decoder"))
+            parts = json.loads(tokenizer.to_str())
+            decoder_types = _decoder_types(parts.get("decoder"))
+            _check_unknown_token(parts["model"])
             if "ByteLevel" in decoder_types and len(decoder_types) > 1:
                 raise ValueError("decoder ByteLevel is supported alone, not in a longer Sequence")
         except (ValueError, KeyError, TypeError) as error:
@@ -183,23 +195,26 @@ class Tokenizer:
         """Read ``tokenizer.json`` and, where there is one, ``tokenizer_config.json``."""
         file = Path(path) / TOKENIZER_FILE
         config_file = Path(path) / TOKENIZER_CONFIG_FILE
-        if not file.is_file():
+        if not is_regular_file(file):
             raise CheckpointError(f"{file}: no such file")
+        # Parsed from bytes: a file that vanishes or is cut short is an ordinary OSError.
+        data = read_file(file, MOST_TOKENIZER_BYTES)
         try:
-            # Parsed from bytes: a file that vanishes or is cut short is an ordinary OSError.
-            tokenizer = tokenizers.Tokenizer.from_buffer(file.read_bytes())
+            tokenizer = parse(data)
         except Exception as error:  # the library raises bare Exception for a corrupt file
-            raise CheckpointError(f"{file}: not a valid tokenizer file: {error}") from error
+            raise CheckpointError(
+                f"{file}: not a valid tokenizer file: {one_line(error)}"
+            ) from error
         # The file keeps the limits of its last use, often training; prompts are encoded whole.
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        config = read_json(config_file) if config_file.is_file() else {}
+        config = read_json(config_file) if is_regular_file(config_file) else {}
         names: dict[str, str | None] = {}
         for field in ("bos_token", "eos_token"):
             value = config.get(field)
             value = value.get("content") if isinstance(value, dict) else value
             if value is not None and not isinstance(value, str):
-                raise CheckpointError(f"{config_file}: {field}={value!r} must be a string")
+                raise CheckpointError(f"{config_file}: {field}={shown(value)} must be a string")
             names[field] = value
         try:
             return cls(tokenizer, **names)
@@ -221,9 +236,13 @@ class Tokenizer:
                 tokenizer has no such token.
         """
         try:
-            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+            ids: list[int] = guarded(
+                self._tokenizer.encode, text, add_special_tokens=add_special_tokens
+            ).ids
         except (TypeError, UnicodeEncodeError) as error:
             raise RequestError(f"text is not a string of valid Unicode: {error}") from error
+        except Exception as error:  # a panic, or a bare Exception of the library
+            raise RequestError(f"text cannot be tokenized: {one_line(error)}") from error
         if not add_bos:
             return ids
         if self.bos_id is None:
@@ -232,7 +251,9 @@ class Tokenizer:
 
     def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; invalid UTF-8 becomes U+FFFD, ids past the vocabulary give nothing."""
-        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        text: str = guarded(
+            self._tokenizer.decode, list(ids), skip_special_tokens=skip_special_tokens
+        )
         return text
 
     def stream(self, skip_special_tokens: bool = True) -> DetokenizeStream:
@@ -293,7 +314,10 @@ class Tokenizer:
     def _special_id(self, field: str, token: str | None) -> int | None:
         if token is None:
             return None
-        token_id: int | None = self._tokenizer.token_to_id(token)
+        try:
+            token_id: int | None = self._tokenizer.token_to_id(token)
+        except UnicodeEncodeError:  # half of a surrogate pair
+            token_id = None
         if token_id is None:
-            raise CheckpointError(f"{field}={token!r} is not in the vocabulary")
+            raise CheckpointError(f"{field}={shown(token)} is not in the vocabulary")
         return token_id

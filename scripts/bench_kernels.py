@@ -30,6 +30,7 @@ from megatron_async.kernels.attention import rope_append
 from megatron_async.kernels.gemm import batch_invariant_triton as gemm
 from megatron_async.models.fused.tuning import ERROR_LIMIT, Rig, Step, in_turns
 from megatron_async.models.shapes import SHAPES
+from megatron_async.runner.attention_metadata import AttentionMetadata
 from megatron_async.runner.context import DynamicInferenceContext
 
 MOST_COPIES, ROUND_BYTES = 20, 400e6
@@ -41,6 +42,7 @@ LLAMA_8B, QWEN_600M, TINY = (32, 8, 128), (16, 8, 128), (4, 2, 64)
 DECODE_CASES = [(32, LLAMA_8B, 812), (1, LLAMA_8B, 812), (128, LLAMA_8B, 662)]
 DECODE_CASES += [(32, QWEN_600M, 812), (8, TINY, 512)]
 """Rows, heads, context."""
+WINDOWS, WINDOW_CONTEXT = (1, 2, 3, 4, 5), 640
 STEP_ROWS = (40, 64, 96, 128, 256)
 GEMM_SHAPES, GEMM_ROWS = ((28672, 4096), (4096, 14336), (6144, 4096)), (1, 32, 128)
 
@@ -65,30 +67,39 @@ def lengths_of(rows: int) -> dict[str, list[int]]:
 
 
 def attention_calls(
-    lengths: Sequence[int], shape: Heads = LLAMA_8B, device: str = "cuda"
+    lengths: Sequence[int], shape: Heads = LLAMA_8B, device: str = "cuda", window: int = 1
 ) -> tuple[dict[str, Callable[[int], torch.Tensor]], float]:
     """A decode step's attention in bfloat16 and the bytes that it must read: from the packed
-    projection on in ``one`` kernel and in the ``three`` of Triton, and Triton's ``attention``."""
+    projection on in ``one`` kernel and in the ``three`` of Triton, and Triton's ``attention``.
+
+    Each row brings ``window`` tokens behind its ``lengths``.
+    """
     heads, kv_heads, head_dim = shape
     byte_count = 4.0 * sum(lengths) * kv_heads * head_dim
-    rows, needed = len(lengths), [length // BLOCK_SIZE + 1 for length in lengths]
+    rows, needed = len(lengths), [(length + window - 1) // BLOCK_SIZE + 1 for length in lengths]
     layers, scale = copies(byte_count), head_dim**-0.5
     context = DynamicInferenceContext(
         params_dtype=torch.bfloat16, num_layers=layers, kv_channels=head_dim,
         num_attention_heads=kv_heads, max_sequence_length=CAPACITY, block_count=sum(needed),
         max_requests=rows, block_size_tokens=BLOCK_SIZE, device=device,
+        num_speculative_tokens=window - 1,
     )  # fmt: skip
     context.kv_cache.normal_()
     blocks = (torch.randperm(sum(needed), device=device) + 1).split(needed)
     for row, own in enumerate(blocks):
         context.block_table[row, : len(own)] = own
-    slots, positions = torch.arange(rows, device=device), torch.tensor(lengths, device=device)
+    slots = torch.arange(rows, device=device).repeat_interleave(window)
+    firsts, offsets = torch.tensor(lengths, device=device), torch.arange(window, device=device)
+    positions = (firsts[:, None] + offsets).flatten()
     mapping = context.block_table[slots, positions // BLOCK_SIZE] * BLOCK_SIZE
-    context.begin_decode(slots, positions, mapping + positions % BLOCK_SIZE, positions + 1)
-    width = (heads + 2 * kv_heads) * head_dim
-    packed = torch.randn(rows, width, device=device, dtype=torch.bfloat16)
-    query = packed[:, : heads * head_dim].reshape(rows, heads, head_dim)
-    cos_sin = torch.randn(max(lengths) + 1, 2, head_dim // 2, device=device)
+    mapping += positions % BLOCK_SIZE
+    tokens, width = rows * window, (heads + 2 * kv_heads) * head_dim
+    context.begin(
+        AttentionMetadata(positions, slots, mapping, tokens, positions + 1, window=window)
+    )
+    packed = torch.randn(tokens, width, device=device, dtype=torch.bfloat16)
+    query = packed[:, : heads * head_dim].reshape(tokens, heads, head_dim)
+    cos_sin = torch.randn(max(lengths) + window, 2, head_dim // 2, device=device)
 
     def one(number: int) -> torch.Tensor:
         return context.attend_packed(number % layers, packed, scale, cos_sin, None, None, 0.0)
@@ -133,6 +144,12 @@ def bench() -> None:
         times = [byte_count / bandwidth * 1e6, *(microseconds(calls[k]) for k in ("three", "one"))]
         shown = ", ".join(f"{time:.1f}" for time in times)
         print(f"  {rows}, {name}: {shown} us, relative difference {error:.1g}", flush=True)
+    print(f"windows over {WINDOW_CONTEXT} tokens: (Hq Hkv D) rows, tokens: floor, three, one")
+    for shape, rows in itertools.product((LLAMA_8B, QWEN_600M), (1, 8, 32, 64)):
+        for window in WINDOWS:
+            calls, byte_count = attention_calls([WINDOW_CONTEXT] * rows, shape, window=window)
+            us = [byte_count / bandwidth * 1e6, *(microseconds(calls[k]) for k in ("three", "one"))]
+            print(f"  {shape} {rows}, {window}: " + ", ".join(f"{each:.1f}" for each in us))
     print("batch-invariant GEMM against torch, bf16: (N K) M")
     for size, rows in itertools.product(GEMM_SHAPES, GEMM_ROWS):
         ours, theirs = (gemm_us(call, *size, rows) for call in (by_row, F.linear))

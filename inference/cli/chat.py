@@ -43,7 +43,9 @@ def run(args: argparse.Namespace) -> int:
 
     depth = options.resolve_scheduling(args.inference_async_scheduling, args.depth, default=True)
     config = options.engine_config(args, depth, random_seed=args.seed)
-    templates = ChatTemplates.from_directory(args.model, chat_template=args.chat_template)
+    templates = ChatTemplates.from_directory(
+        args.model, chat_template=args.chat_template, tokenizer_model=args.tokenizer_model
+    )
     templates.source()  # an error at once if there is none
     system = messages = list[dict[str, str]]()
     with options.load_engine(args.model, config) as engine:

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from megatron_async.errors import ConfigError, MegatronAsyncError
+from megatron_async.errors import ConfigError, MegatronAsyncError, legible
 from megatron_async.version import __version__
 
 from ..benchmark import command as bench
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return status
     except MegatronAsyncError as error:
-        print(f"{PROGRAM}: error: {name_options(str(error))}", file=sys.stderr)
+        print(f"{PROGRAM}: error: {legible(name_options(str(error)))}", file=sys.stderr)
         return EXIT_BAD_INPUT
     except KeyboardInterrupt:
         print(f"\n{PROGRAM}: interrupted", file=sys.stderr)

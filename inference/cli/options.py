@@ -18,7 +18,7 @@ from megatron_async.config import (
     SPECULATIVE_METHODS,
     EngineConfig,
 )
-from megatron_async.errors import ConfigError
+from megatron_async.errors import ConfigError, legible
 from megatron_async.models.shapes import SHAPES
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class OneLineErrorParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exit with status 2."""
-        self.exit(2, f"{PROGRAM}: error: {message} (see {self.prog} --help)\n")
+        self.exit(2, f"{PROGRAM}: error: {legible(message)} (see {self.prog} --help)\n")
 
 
 def integer(low: int, high: int | None = None) -> Callable[[str], int]:
@@ -90,7 +90,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 _SAME = "inference_async_scheduling max_requests block_count prefill_chunk_tokens batch_invariant "
 _SAME += "enable_prefix_caching allow_non_finite_weights inference_logging_step_interval "
-_SAME += "num_speculative_tokens speculative_method draft_model generation_config"
+_SAME += "num_speculative_tokens speculative_method draft_model generation_config "
+_SAME += "tokenizer_model"
 FLAGS = {name: f"--{name.replace('_', '-')}" for name in _SAME.split()} | {
     "max_tokens": "--inference-dynamic-batching-max-tokens",
     "max_sequence_length": "--inference-max-seq-length",
@@ -123,6 +124,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     said += f"weights in the shape of {', '.join(SHAPES)} (default: tiny)"
     add("--model", default="tiny", metavar="tiny|PATH", help=said)
+    said = "a tokenizer.json, or its directory (default: the model's, or the one that a checkpoint "
+    said += "of Megatron-LM names)"
+    add("--tokenizer-model", metavar="PATH", help=said)
     add("--device", metavar="NAME", help="cpu, cuda or cuda:N (default: a GPU where there is one)")
     add("--dtype", choices=DTYPES, help="default: the checkpoint's on a GPU, float32 on a CPU")
 
@@ -238,6 +242,8 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: int) -> None
     said = "who drafts: the model's layers for multi-token prediction, or what followed when the "
     said += "last tokens came before (default: mtp)"
     add("--speculative-method", choices=SPECULATIVE_METHODS, default="mtp", help=said)
+    said = "leave drafts out where they do not pay, by what steps cost at the start"
+    add("--adaptive-speculation", action="store_true", help=said)
     said = "a model over the same vocabulary that drafts instead"
     add("--draft-model", metavar="tiny|PATH", help=said)
     count("num_cuda_graphs", "most batch sizes captured as CUDA graphs (default: all)")

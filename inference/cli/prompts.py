@@ -12,6 +12,9 @@ from megatron_async.errors import ConfigError
 
 from .options import SAMPLING
 
+OF_LINES = (*SAMPLING, "num_speculative_tokens")
+"""What a line of a .jsonl file may set; the last is the engine's option and the most of it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -87,9 +90,9 @@ def _parse_json(source: str, line: str) -> Job:
     priority = values.pop("priority", 0)
     if isinstance(priority, bool) or not isinstance(priority, int):
         return Job(source, prompt, error=f'"priority" is {priority!r}; give an integer')
-    unknown = sorted(set(values) - set(SAMPLING))
+    unknown = sorted(set(values) - set(OF_LINES))
     if unknown:
-        known = ", ".join(("prompt", *SAMPLING, "priority"))
+        known = ", ".join(("prompt", *OF_LINES, "priority"))
         return Job(source, prompt, error=f"unknown field {unknown[0]!r}; known are {known}")
     sampling = {name: value for name, value in values.items() if value is not None}
     return Job(source, prompt, sampling, priority)

@@ -148,6 +148,7 @@ def _frontend_settings(
 
     return FrontendSettings(
         model=args.model,
+        tokenizer_model=args.tokenizer_model,
         endpoint=endpoint,
         config=config,
         chat_template=args.chat_template,

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
-import enum
-import io
-import pickle
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +12,16 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from megatron_async import megatron_compat as compat
+from megatron_async.checkpoint.common_file import read_common
 from megatron_async.checkpoint.distributed_metadata import (
     StoredChunk,
     StoredTensor,
-    read_metadata,
 )
 from megatron_async.checkpoint.json_file import one_line, read_json
+from megatron_async.checkpoint.megatron_root import BACKEND_FILE
 from megatron_async.checkpoint.native import copy_tokenizer_files, write_config
+from megatron_async.checkpoint.regular_files import file_size, read_range
+from megatron_async.checkpoint.torch_archive import read_tensor
 from megatron_async.errors import CheckpointError
 from megatron_async.models.config import ModelConfig
 
@@ -34,12 +33,8 @@ from megatron.core.dist_checkpointing.mapping import (  # isort: skip
 )
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategy  # isort: skip
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy  # isort: skip
-from megatron.core.enums import ModelType  # isort: skip
-from megatron.core.transformer import enums  # isort: skip
 from megatron.core.transformer.mlp import MLP  # isort: skip
 
-BACKEND_FILE = "metadata.json"
-COMMON_FILE = "common.pt"
 
 # Our layers have separate norms; megatron's checkpoints name them as the fused layers do.
 _STORED_NAMES = {
@@ -48,22 +43,6 @@ _STORED_NAMES = {
 }
 
 
-def _member(owner: Any, name: Any) -> enum.Enum:
-    """Stands for ``getattr``, by which Python up to 3.11.3 pickles members of enumerations."""
-    if not (isinstance(owner, type) and issubclass(owner, enum.Enum)):
-        raise pickle.UnpicklingError("GLOBAL builtins.getattr")
-    return owner[name]
-
-
-# Classes without behaviour that a training script's arguments hold.
-_COMMON_GLOBALS: list[Any] = [
-    (_member, "builtins.getattr"),
-    argparse.Namespace,
-    ModelType,
-    enums.AttnBackend,
-    enums.AttnMaskType,
-    enums.LayerType,
-]
 _NOT_WEIGHTS = re.compile(r"(optimizer|chained_\d+|rng_state|rerun_state_machine)\b")
 
 
@@ -147,31 +126,14 @@ def save_distributed(
         )
 
 
-def _restricted_load(path: Path, data: bytes, what: str) -> Any:
-    try:
-        with torch.serialization.safe_globals(_COMMON_GLOBALS):
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:  # a corrupt archive can raise anything
-        found = re.search(r"GLOBAL ([\w.]+)", str(error))
-        reason = f"{found[1]} is not allowed" if found else one_line(error)
-        raise CheckpointError(f"{path}: {what} refused: {reason}") from error
-
-
 def _read_chunk(name: str, chunk: StoredChunk) -> torch.Tensor:
-    try:
-        with open(chunk.file, "rb") as file:
-            file.seek(chunk.start)
-            data = file.read(chunk.length)
-    except OSError as error:
-        raise CheckpointError(f"{chunk.file}: cannot be read: {error.strerror}") from error
-    if len(data) != chunk.length:
+    if chunk.start + chunk.length > file_size(chunk.file):
         raise CheckpointError(f"{chunk.file}: truncated: {name} is not complete")
-    tensor = _restricted_load(chunk.file, data, name)
-    if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != chunk.sizes:
-        raise CheckpointError(f"{chunk.file}: {name} is not a tensor of {list(chunk.sizes)}")
-    if not tensor.is_floating_point():
-        raise CheckpointError(f"{chunk.file}: {name} has dtype {tensor.dtype}, not a float")
-    return tensor
+    data = read_range(chunk.file, chunk.start, chunk.length)
+    try:
+        return read_tensor(data, chunk.sizes)
+    except Exception as error:  # a corrupt archive can raise anything
+        raise CheckpointError(f"{chunk.file}: {name} refused: {one_line(error)}") from error
 
 
 def _fill(name: str, stored: StoredTensor, parts: list[ShardedTensor]) -> None:
@@ -221,8 +183,10 @@ def _parts(model: Any, stored: dict[str, StoredTensor]) -> dict[str, list[Sharde
     return parts
 
 
-def load_weights(directory: Path, model: Any) -> None:
+def load_weights(directory: Path, model: Any, content: Mapping[str, StoredTensor]) -> None:
     """Fill this rank's part of ``model`` from a directory of ``dist_checkpointing.save``.
+
+    ``content`` is what :func:`read_metadata` found there.
 
     Optimizer state beside the weights is skipped, as are stored objects.
 
@@ -238,13 +202,8 @@ def load_weights(directory: Path, model: Any) -> None:
             f"{directory / BACKEND_FILE}: sharded_backend={backend!r} is not supported; "
             "supported: 'torch_dist'"
         )
-    common = directory / COMMON_FILE
-    try:
-        data = common.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{common}: cannot be read: {error.strerror}") from error
-    _restricted_load(common, data, "content")
-    stored = {k: v for k, v in read_metadata(directory).items() if not _NOT_WEIGHTS.match(k)}
+    read_common(directory)
+    stored = {k: v for k, v in content.items() if not _NOT_WEIGHTS.match(k)}
     parts = _parts(model, stored)
     missing, unexpected = set(parts) - set(stored), set(stored) - set(parts)
     if missing:

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_async.checkpoint.json_file import one_line, read_json
+from megatron_async.checkpoint.regular_files import is_regular_file
 from megatron_async.checkpoint.targets import Target
 from megatron_async.config import MAX_COUNT
 from megatron_async.errors import CheckpointError
@@ -18,6 +19,7 @@ from megatron_async.models.config import ModelConfig
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+MOST_INDEX_BYTES = 2**27
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -65,10 +67,10 @@ def weight_files(directory: Path) -> tuple[list[Path], frozenset[str]]:
     Raises:
         CheckpointError: there are no safetensors weights, or the index is corrupt.
     """
-    if (directory / SINGLE_FILE).is_file():
+    if is_regular_file(directory / SINGLE_FILE):
         return [directory / SINGLE_FILE], frozenset()
     index = directory / INDEX_FILE
-    if not index.is_file():
+    if not is_regular_file(index):
         pickles = sorted(p.name for p in directory.iterdir() if p.suffix in _PICKLE_SUFFIXES)
         if pickles:
             raise CheckpointError(
@@ -76,7 +78,7 @@ def weight_files(directory: Path) -> tuple[list[Path], frozenset[str]]:
                 f"run code; convert the weights to {SINGLE_FILE}"
             )
         raise CheckpointError(f"{directory}: has neither {SINGLE_FILE} nor {INDEX_FILE}")
-    weight_map = read_json(index).get("weight_map")
+    weight_map = read_json(index, MOST_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: weight_map must be a non-empty object")
     for file in weight_map.values():
@@ -88,7 +90,7 @@ def weight_files(directory: Path) -> tuple[list[Path], frozenset[str]]:
 def _stored_tensors(files: list[Path]) -> Iterator[tuple[Path, str, Any]]:
     """(file, name, safetensors slice) of each stored tensor; one file is open at a time."""
     for file in files:
-        if not file.is_file():
+        if not is_regular_file(file):
             raise CheckpointError(f"{file}: no such file")
         try:
             with safe_open(file, framework="pt") as opened:
@@ -98,10 +100,10 @@ def _stored_tensors(files: list[Path]) -> Iterator[tuple[Path, str, Any]]:
             raise CheckpointError(f"{file}: truncated or corrupt: {one_line(error)}") from error
 
 
-def stored_names(directory: Path) -> frozenset[str]:
-    """Names of the tensors of ``directory``; raises as :func:`load_safetensors`."""
-    files, promised = weight_files(directory)
-    return promised or frozenset(name for _, name, _ in _stored_tensors(files))
+def stored_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the stored tensors, from the headers of the files of ``directory``."""
+    files, _ = weight_files(directory)
+    return {name: tuple(stored.get_shape()) for _, name, stored in _stored_tensors(files)}
 
 
 def load_safetensors(
@@ -122,6 +124,7 @@ def load_safetensors(
     copies = copies or {}
     files, promised = weight_files(directory)
     seen: set[str] = set()
+    # All headers before the first tensor.
     for file, name, stored in _stored_tensors(files):
         if name in seen:
             raise CheckpointError(f"{file}: {name} is stored in another file too")
@@ -140,12 +143,13 @@ def load_safetensors(
             raise CheckpointError(
                 f"{file}: {name} has dtype {dtype}; supported are {', '.join(_STORED_DTYPES)}"
             )
-        if name in targets:
-            target.copy_from(stored[...])
     missing = (set(targets) | promised) - seen
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise CheckpointError(f"{directory}: tensor {min(missing)}{more} is missing")
+    for _, name, stored in _stored_tensors(files):
+        if name in targets:
+            targets[name].copy_from(stored[...])
     if seen.isdisjoint(copies):
         return
     for file, name, stored in _stored_tensors(files):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_async.checkpoint import mimo
 from megatron_async.checkpoint.family import Names
-from megatron_async.checkpoint.files import load_safetensors, stored_names
+from megatron_async.checkpoint.files import load_safetensors, stored_shapes
 from megatron_async.checkpoint.huggingface import family_of
 from megatron_async.checkpoint.json_file import read_json
 from megatron_async.checkpoint.targets import Target, TensorParallel
@@ -244,7 +244,7 @@ def load_weights(directory: Path, config: ModelConfig, model: torch.nn.Module) -
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     targets = weight_targets(config, parameters, TensorParallel.current(), names)
     embedding = f"{names.embedding}.weight"
-    stored = stored_names(directory) if names.prefix else frozenset()
+    stored = stored_shapes(directory) if names.prefix else {}
     if names.prefix and not any(name.startswith(names.prefix) for name in stored):
         targets = _without_prefix(targets, names.prefix)
         embedding = embedding.removeprefix(names.prefix)

@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megatron_async.checkpoint.regular_files import read_file
 from megatron_async.errors import CheckpointError
+
+MOST_BYTES = 2**25
 
 
 def one_line(error: Exception) -> str:
@@ -14,16 +17,15 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in ``path``.
+def read_json(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
+    """The JSON object in ``path``, of at most ``most`` bytes.
 
     Raises:
-        CheckpointError: the file is missing, unreadable, or not a JSON object.
+        CheckpointError: the file is missing, unreadable, too large, or not a JSON object.
     """
+    data = read_file(path, most)
     try:
-        values = json.loads(path.read_bytes())
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+        values = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON: {one_line(error)}") from error
     if not isinstance(values, dict):

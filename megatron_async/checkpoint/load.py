@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from megatron_async.checkpoint import huggingface, native
-from megatron_async.checkpoint.files import SINGLE_FILE, Description, weight_files
+from megatron_async.checkpoint import huggingface, megatron_args, native
+from megatron_async.checkpoint.common_file import COMMON_FILE
+from megatron_async.checkpoint.distributed_metadata import (
+    METADATA_FILE,
+    StoredTensor,
+    read_metadata,
+)
+from megatron_async.checkpoint.files import (
+    SINGLE_FILE,
+    Description,
+    stored_shapes,
+    weight_files,
+)
 from megatron_async.checkpoint.finite import check_finite
 from megatron_async.checkpoint.json_file import read_json
+from megatron_async.checkpoint.megatron_root import BACKEND_FILE
 from megatron_async.checkpoint.path import (
+    CONFIG_FILE,
+    EMBEDDED,
     SUPPORTED,
     load_tokenizer,
     model_directory,
     random_shape,
+    tokenizer_directory,
 )
-from megatron_async.errors import CheckpointError
+from megatron_async.checkpoint.regular_files import is_regular_file
+from megatron_async.checkpoint.stored_size import check_stored_size
+from megatron_async.errors import CheckpointError, shown
 from megatron_async.models.config import ModelConfig
-from megatron_async.tokenizer import TOKENIZER_FILE, Tokenizer
+from megatron_async.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,39 +57,36 @@ class Pretrained:
 
 
 class _Described(NamedTuple):
-    """What a directory's files say: the model, whether in this package's own words, and whether its
-    weights are spread over files of dist_checkpointing."""
+    """What a directory's files say: the model, whether in this package's own words, and its stored
+    tensors where they are spread over files of dist_checkpointing."""
 
     model: Description
     own: bool
-    distributed: bool
+    distributed: Mapping[str, StoredTensor] | None
 
 
 def _describe(directory: Path) -> _Described:
-    config_file = directory / "config.json"
-    if not config_file.is_file():
-        if (directory / "metadata.json").is_file():
-            raise CheckpointError(
-                f"{directory}: a dist_checkpointing directory needs a config.json that describes "
-                "the model; write it with megatron_async.checkpoint.native.write_config"
-            )
+    config_file = directory / CONFIG_FILE
+    if not is_regular_file(config_file):
+        if is_regular_file(directory / BACKEND_FILE):
+            stored = read_metadata(directory)
+            shapes = {name: tensor.shape for name, tensor in stored.items()}
+            return _Described(megatron_args.describe(directory, shapes), True, stored)
         weight_files(directory)
         raise CheckpointError(f"{directory}: has no config.json; {SUPPORTED}")
     values = read_json(config_file)
     own = "format" in values
     if own:
         description = native.describe(directory, values)
-        distributed = not (directory / SINGLE_FILE).is_file() and any(
-            (directory / file).exists() for file in ("metadata.json", ".metadata", "common.pt")
+        is_distributed = not is_regular_file(directory / SINGLE_FILE) and any(
+            (directory / file).exists() for file in (BACKEND_FILE, METADATA_FILE, COMMON_FILE)
         )
-    elif "model_type" in values or "architectures" in values:
-        description = huggingface.describe(directory, values)
-        distributed = False
-    else:
-        raise CheckpointError(
-            f"{config_file}: has neither format nor model_type nor architectures; {SUPPORTED}"
-        )
-    return _Described(description, own, distributed)
+        return _Described(description, own, read_metadata(directory) if is_distributed else None)
+    if "model_type" in values or "architectures" in values:
+        return _Described(huggingface.describe(directory, values), own, None)
+    raise CheckpointError(
+        f"{config_file}: has neither format nor model_type nor architectures; {SUPPORTED}"
+    )
 
 
 def describe_pretrained(path: str | Path) -> Description:
@@ -89,8 +104,10 @@ def load_pretrained(
     device: torch.device | str = "cpu",
     dtype: torch.dtype | None = None,
     allow_non_finite_weights: bool = False,
+    tokenizer_model: str | Path | None = None,
 ) -> Pretrained:
-    """Load a model directory; its format is recognised from its files.
+    """Load a model directory; its format is recognised from its files. Of the root of a training of
+    Megatron-LM its last iteration is taken.
 
     Only safetensors and tensors in ``torch.load(weights_only=True)`` are read: no code in a
     checkpoint ever runs. The weights are streamed, one tensor at a time. Where megatron's
@@ -103,22 +120,32 @@ def load_pretrained(
         dtype: of the parameters. None means float32 on the CPU, elsewhere the checkpoint's own
             (bfloat16 if it does not say).
         allow_non_finite_weights: take parameters with NaN or infinite elements as they are.
+        tokenizer_model: a ``tokenizer.json``, or the directory of one. None takes the directory's
+            own, or the one that Megatron-LM's training names, where it is there.
 
     Raises:
         CheckpointError: the directory is missing, corrupt, of an unknown format, asks for something
             that is not supported, or has a parameter with elements that are not finite in
             ``dtype``; the message names it.
     """
+    if not isinstance(allow_non_finite_weights, bool):
+        raise CheckpointError(
+            f"allow_non_finite_weights={shown(allow_non_finite_weights)} must be True or False"
+        )
     shape = random_shape(path)
     if shape is not None:
         return _random(str(path), shape, torch.device(device), dtype)
     directory = model_directory(path)
     description, own, distributed = _describe(directory)
-    if not distributed:
-        weight_files(directory)
+    if distributed is None:
+        shapes = stored_shapes(directory)
+    else:
+        shapes = {name: tensor.shape for name, tensor in distributed.items()}
+    check_stored_size(directory, description.config, shapes)
     tokenizer = None
-    if (directory / TOKENIZER_FILE).is_file():
-        tokenizer = Tokenizer.from_directory(directory)
+    place = tokenizer_directory(directory, tokenizer_model)
+    if place is not None:
+        tokenizer = Tokenizer.from_directory(place)
     eos_token_ids = description.eos_token_ids
     if not eos_token_ids and tokenizer is not None:
         eos_token_ids = tokenizer.eos_ids
@@ -130,10 +157,10 @@ def load_pretrained(
     from megatron_async.models.build import build_model
 
     model = build_model(description.config, device=device, dtype=dtype, initialize=False)
-    if distributed:
+    if distributed is not None:
         from megatron_async.checkpoint.distributed import load_weights as load_distributed
 
-        load_distributed(directory, model)
+        load_distributed(directory, model, distributed)
     elif own:
         native.load_weights(directory, description.config, model)
     else:
@@ -147,7 +174,7 @@ def load_pretrained(
         config=description.config,
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
-        name=directory.resolve().name,
+        name=(directory if path == EMBEDDED else Path(path)).resolve().name,
     )
 
 

@@ -5,20 +5,27 @@ from __future__ import annotations
 import importlib.resources
 from pathlib import Path
 
+from megatron_async.checkpoint.megatron_root import (
+    BACKEND_FILE,
+    checkpoint_directory,
+    tokenizer_directories,
+)
+from megatron_async.checkpoint.regular_files import is_directory, is_regular_file
 from megatron_async.errors import CheckpointError
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.made_up_tokenizer import made_up_tokenizer
 from megatron_async.models.shapes import SHAPES
-from megatron_async.tokenizer import Tokenizer
+from megatron_async.tokenizer import TOKENIZER_FILE, Tokenizer
 
+CONFIG_FILE = "config.json"
 EMBEDDED = "tiny"
 RANDOM = "random:"
 """Before the name of a shape: random weights, and a tokenizer of random words."""
 
 SUPPORTED = (
     "supported are Hugging Face directories with safetensors weights of the types in "
-    "docs/models.md, this package's own, and megatron dist_checkpointing ones with this package's "
-    "config.json"
+    "docs/models.md, this package's own, and megatron dist_checkpointing ones with the arguments "
+    "of Megatron-LM's training or this package's config.json"
 )
 
 
@@ -36,20 +43,52 @@ def random_shape(path: str | Path) -> ModelConfig | None:
     return SHAPES[name]
 
 
-def load_tokenizer(path: str | Path) -> Tokenizer:
+def load_tokenizer(path: str | Path, tokenizer_model: str | Path | None = None) -> Tokenizer:
     """That of a model directory, of "tiny", or of "random:NAME"; raises CheckpointError."""
     shape = random_shape(path)
     if shape is not None:
         return made_up_tokenizer(shape.vocab_size)
-    return Tokenizer.from_directory(model_directory(path))
+    directory = model_directory(path)
+    return Tokenizer.from_directory(tokenizer_directory(directory, tokenizer_model) or directory)
+
+
+def tokenizer_directory(directory: Path, given: str | Path | None = None) -> Path | None:
+    """The directory of a model's ``tokenizer.json``: the one that was ``given``, as a directory or
+    as that file; the model's own; or one that a checkpoint of Megatron-LM keeps or names. None if
+    there is none.
+
+    Raises:
+        CheckpointError: the given one is not there, or a file is no regular file.
+    """
+    if given is not None:
+        place = Path(given) if is_directory(Path(given)) else Path(given).parent
+        named = place == Path(given) or Path(given).name == TOKENIZER_FILE
+        if not named or not is_regular_file(place / TOKENIZER_FILE):
+            raise CheckpointError(
+                f"tokenizer_model={given}: no {TOKENIZER_FILE}, and no directory that has one"
+            )
+        return place
+    for place in tokenizer_directories(directory):
+        if is_regular_file(place / TOKENIZER_FILE):
+            return place
+    if not is_regular_file(directory / BACKEND_FILE) or is_regular_file(directory / CONFIG_FILE):
+        return None
+    from megatron_async.checkpoint.megatron_tokenizer import stored_tokenizer
+
+    return stored_tokenizer(directory)
 
 
 def model_directory(path: str | Path) -> Path:
+    """The directory of a model's files: of the last iteration, for the root of a training.
+
+    Raises:
+        CheckpointError: there is none.
+    """
     if path != EMBEDDED:
         directory = Path(path)
-        if not directory.is_dir():
+        if not is_directory(directory):
             raise CheckpointError(f"{path}: not a directory; {SUPPORTED}")
-        return directory
+        return checkpoint_directory(directory)
     embedded = importlib.resources.files("megatron_async") / "assets" / EMBEDDED
     if not isinstance(embedded, Path) or not embedded.is_dir():
         raise CheckpointError(

@@ -13,6 +13,7 @@ import torch
 
 from megatron_async.checkpoint.finite import check_finite
 from megatron_async.checkpoint.json_file import one_line
+from megatron_async.checkpoint.regular_files import is_directory, is_regular_file
 from megatron_async.checkpoint.targets import same_values
 from megatron_async.errors import CheckpointError
 from megatron_async.models.config import ModelConfig
@@ -116,7 +117,7 @@ def _check_tensor(name: str, new: Any, target: torch.Tensor) -> None:
 
 
 def _read(model: GPTModel, path: str | Path) -> Mapping[str, Any]:
-    if not Path(path).is_file():
+    if is_directory(Path(path)) or not is_regular_file(Path(path)):
         from megatron_async.checkpoint.load import load_pretrained
 
         dtype = next(model.parameters()).dtype

@@ -211,6 +211,9 @@ class CpuPacketRing:
             entry.fill_(POISON)
         self._consumed += 1
 
+    def restart(self) -> None:
+        self._claimed = self._consumed = 0
+
 
 class CpuResultRing:
     """Results from the worker thread to the host, taken once and in order."""
@@ -253,3 +256,6 @@ class CpuResultRing:
             entry = self._ring[number % self._ring.shape[0]]
             entry[: len(self._last)] = torch.from_numpy(self._last)
             self._taken = number
+
+    def restart(self) -> None:
+        self._published = self._taken = 0

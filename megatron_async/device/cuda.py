@@ -159,6 +159,10 @@ class _Counted:
         self.counter = torch.zeros(1, dtype=torch.int64, device=on)
         self._done = 0
 
+    def restart(self) -> None:
+        self._done = 0
+        self.rewind()
+
     def rewind(self) -> None:
         self._device.stream.synchronize()
         self.counter.fill_(self._done)
@@ -208,6 +212,10 @@ class CudaResultRing(_Counted):
         from megatron_async.kernels.rings import publish
 
         publish(self.ring, self.sequence, self.counter, record)
+
+    def restart(self) -> None:
+        self._device.results_taken = 0
+        super().restart()
 
     def rewind(self) -> None:
         super().rewind()

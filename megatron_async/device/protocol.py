@@ -47,6 +47,9 @@ class PacketRing(Protocol):
     def read(self, into: torch.Tensor, width: int) -> None:
         """Device: copy the first ``width`` elements of the next entry into ``into``, consume it."""
 
+    def restart(self) -> None:
+        """Host: number from 0 again; nothing is in flight."""
+
 
 class ResultRing(Protocol):
     """Pinned buffers through which the device answers, one entry for each S."""
@@ -63,6 +66,9 @@ class ResultRing(Protocol):
     def put_back(self, number: int) -> None:
         """Host: a signal came while ``number`` was waited for. If it was taken all the same, it is
         there to be taken again."""
+
+    def restart(self) -> None:
+        """Host: number from 0 again; nothing is in flight."""
 
 
 class Device(Protocol):

@@ -19,7 +19,7 @@ from megatron_async.runner.sampler import sample_tokens
 
 
 class ModelDrafter:
-    """Drafts ``context.num_speculative_tokens`` tokens a row, one after the other.
+    """Drafts the tokens of a row one after the other.
 
     Args:
         wrapper: the ``GPTInferenceWrapper`` of the model that drafts.
@@ -32,7 +32,6 @@ class ModelDrafter:
         self._wrapper = wrapper
         self._context = context.beside(wrapper.kv_cache_spec.decoder)
         self._state = context.slots
-        self._count = context.num_speculative_tokens
         slots = context.slot_count + 1
         self._last = torch.zeros(slots, dtype=torch.int64, device=context.device)
         """By slot, the last token that it has seen: its block may not have been there yet."""
@@ -64,7 +63,7 @@ class ModelDrafter:
         )
         self._wrapper.forward(tokens.ids, tokens.positions, context)
 
-    def draft(self, rows: SampledRows) -> Tensor:
+    def draft(self, rows: SampledRows, count: int) -> Tensor:
         slots, sampled, last, first = rows
         number = torch.arange(len(slots), device=slots.device)
         # Token i stands at position ``first - 1 + i``.
@@ -73,12 +72,13 @@ class ModelDrafter:
         start = first - 1
         index = torch.arange(tokens.shape[1], device=slots.device).expand(len(slots), -1)
         drafts: list[Tensor] = []
-        for draft in range(self._count):
+        # Without drafts too it must see the tokens that stay.
+        for draft in range(max(count, 1)):
             end = last + 1 + draft
             if draft:
                 index, tokens = end[:, None], drafts[-1][:, None]
             drafts.append(self._next(slots, tokens, start[:, None] + index, start + end))
-        return torch.stack(drafts, dim=1)
+        return torch.stack(drafts, dim=1)[:, :count]
 
     def _next(self, slots: Tensor, tokens: Tensor, positions: Tensor, end: Tensor) -> Tensor:
         """A draft [R] of what follows position ``end`` [R] of each slot, from ``tokens`` at

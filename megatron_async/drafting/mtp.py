@@ -31,7 +31,7 @@ CHUNK_FIRST, CHUNK_LENGTH, CHUNK_START = 1, 2, 3
 
 
 class MtpDrafter:
-    """Drafts ``context.num_speculative_tokens`` tokens a row.
+    """Drafts up to ``context.num_speculative_tokens`` tokens a row.
 
     Args:
         wrapper: a ``GPTInferenceWrapper`` over a model that has MTP layers.
@@ -109,15 +109,28 @@ class MtpDrafter:
             )
             hidden = self._run(layer, before, tokens.ids, tokens.positions)
 
-    def draft(self, rows: SampledRows) -> Tensor:
-        count, window = rows.tokens.shape
-        shape = DraftShape(count, window, self._layers, self._count)
+    def draft(self, rows: SampledRows, count: int) -> Tensor:
+        rows, hidden = self._whole_windows(rows)
+        # Layers that draft nothing now must see the tokens that stay, to draft later.
+        passes = max(count, self._layers)
+        shape = DraftShape(len(rows.slots), 1 + self._count, self._layers, passes)
         drafts = self._rows_of(rows, shape)
-        hidden = self._pending[: rows.tokens.numel()].view(*rows.tokens.shape, -1)
-        for draft in range(self._count):
+        for draft in range(passes):
             hidden, logits = self._run_draft(self._input_of(draft, hidden, rows, drafts, shape))
-            self._sample(logits, drafts, draft, drafts.tokens[:, shape.window + draft])
-        return drafts.tokens[:, shape.window :]
+            if draft < count:
+                self._sample(logits, drafts, draft, drafts.tokens[:, shape.window + draft])
+        return drafts.tokens[:, shape.window : shape.window + count]
+
+    def _whole_windows(self, rows: SampledRows) -> tuple[SampledRows, Tensor]:
+        """Rows and the hidden states of their tokens ``[R, w, hidden]``, where a step brought less
+        than the largest window behind padding that no row reaches."""
+        count, window = rows.tokens.shape
+        hidden = self._pending[: rows.tokens.numel()].view(count, window, -1)
+        missing = 1 + self._count - window
+        if missing == 0:
+            return rows, hidden
+        tokens = torch.nn.functional.pad(rows.tokens, (0, missing))
+        return rows._replace(tokens=tokens), torch.nn.functional.pad(hidden, (0, 0, 0, missing))
 
     def _rows_of(self, rows: SampledRows, shape: DraftShape) -> DraftRows:
         context, state = self._context, self._state

@@ -19,7 +19,7 @@ LONGEST = 4
 
 
 class NgramDrafter:
-    """Drafts ``context.num_speculative_tokens`` tokens a row from the request's own tokens.
+    """Drafts from the request's own tokens.
 
     A row whose last token is new to its request has drafts that are not accepted.
     """
@@ -28,7 +28,6 @@ class NgramDrafter:
 
     def __init__(self, context: DynamicInferenceContext) -> None:
         self._context = context
-        self._count = context.num_speculative_tokens
         slots, length = context.slot_count + 1, context.max_sequence_length
         with must_fit(
             context.device,
@@ -49,7 +48,7 @@ class NgramDrafter:
     def prefill(self, tokens: MixedTokens, hidden_states: Tensor | None) -> None:
         pass
 
-    def draft(self, rows: SampledRows) -> Tensor:
+    def draft(self, rows: SampledRows, count: int) -> Tensor:
         slots, tokens, last, first = rows
         index = torch.arange(tokens.shape[1], device=slots.device)
         counts = (index <= last[:, None]) & (slots != self._context.null_slot)[:, None]
@@ -57,7 +56,9 @@ class NgramDrafter:
         at = torch.where(counts, first[:, None] + index, 0)
         self._tokens[target, at] = torch.where(counts, tokens, 0).int()
         end = first + last
-        return look_up(self._tokens[slots], end, self._places, self._count)
+        if not count:
+            return end.new_empty(len(end), 0)
+        return look_up(self._tokens[slots], end, self._places, count)
 
 
 def look_up(history: Tensor, end: Tensor, places: Tensor, count: int) -> Tensor:

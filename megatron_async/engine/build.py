@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 from megatron_async.checkpoint import Pretrained, load_pretrained
 from megatron_async.checkpoint.generation_config import sampling_defaults
 from megatron_async.checkpoint.path import model_directory
-from megatron_async.config import EngineConfig, check_config
+from megatron_async.config import EngineConfig, check_config, draft_windows
 from megatron_async.device.memory import GIB
 from megatron_async.drafting.choose import layers_draft
 from megatron_async.errors import CheckpointError, ConfigError
@@ -22,6 +23,9 @@ from megatron_async.models.kv_cache_spec import KVCacheSpec
 from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.controller import TextGenerationController
+from megatron_async.runner.model_runner import ModelRunner
+from megatron_async.runner.step_costs import measure_step_costs
+from megatron_async.scheduler.draft_control import StepCosts
 from megatron_async.scheduler.limits import Limits
 
 logger = logging.getLogger(__name__)
@@ -188,13 +192,34 @@ def limits_of(
         block_count=context.block_count,
         max_assignments=context.max_requests * per_row + 4 * context.max_blocks_per_request,
         enable_prefix_caching=config.enable_prefix_caching,
-        window=window,
+        windows=draft_windows(window - 1, adaptive=config.adaptive_speculation),
         lookahead=lookahead,
         admit_tokens=admit_tokens,
         rotation_limit=rotation_limit,
         # Drafting writes behind the last token, and reads from there.
         attention_window=attention_window if window == 1 else None,
     )
+
+
+def with_step_costs(
+    config: EngineConfig, runner: ModelRunner, context: DynamicInferenceContext, limits: Limits
+) -> EngineConfig:
+    """A configuration with the costs of steps, measured if it needs and lacks them."""
+    has_costs = config.speculative_step_costs is not None
+    if not config.adaptive_speculation or limits.window == 1 or has_costs:
+        return config
+    costs = measure_step_costs(runner, runner.row_buckets, limits.windows, context.null_slot)
+    for rows, window, seconds in costs:
+        logger.info("a decode step of %d rows, window %d: %.3f ms", rows, window, 1e3 * seconds)
+    return dataclasses.replace(config, speculative_step_costs=costs)
+
+
+def step_costs_of(config: EngineConfig, limits: Limits) -> StepCosts | None:
+    """What the scheduler is to know of the costs of steps; None to draft all."""
+    if not config.adaptive_speculation or not config.speculative_step_costs:
+        return None
+    costs = {(rows, window): seconds for rows, window, seconds in config.speculative_step_costs}
+    return StepCosts(costs, limits.windows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +249,7 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
         device=device,
         dtype=dtype,
         allow_non_finite_weights=config.allow_non_finite_weights,
+        tokenizer_model=config.tokenizer_model,
     )
     wrapper = GPTInferenceWrapper(pretrained.model, batch_invariant=config.batch_invariant)
     if config.generation_config:

@@ -11,7 +11,14 @@ from megatron_async.config import EngineConfig, check_config
 from megatron_async.device import open_device
 from megatron_async.device.protocol import Device
 from megatron_async.drafting.choose import choose_drafting
-from megatron_async.engine.build import EngineParts, limits_of, load_parts, parts_over_same_weights
+from megatron_async.engine.build import (
+    EngineParts,
+    limits_of,
+    load_parts,
+    parts_over_same_weights,
+    step_costs_of,
+    with_step_costs,
+)
 from megatron_async.engine.commands import (
     AbortRequest,
     EvictRequest,
@@ -113,9 +120,7 @@ class DynamicInferenceEngine:
             extras_enabled=config.enable_sampling_extras,
             guides=limits.window == 1 or context.device.type == "cpu",
         )
-        self._run_file = (
-            None if config.record is None else RunFile(config.record, config, model_name)
-        )
+        self._run_file = None if config.record is None else RunFile(config.record)
         self.device = device or open_device(context.device, config)
         try:
             self.runner = controller.attach(
@@ -129,6 +134,7 @@ class DynamicInferenceEngine:
                 capture_mixed=config.capture_mixed_steps,
                 progress=progress,
                 make_drafter=drafting.make,
+                windows=limits.windows,
             )
         except BaseException:
             if device is None:
@@ -139,7 +145,10 @@ class DynamicInferenceEngine:
             track_pauses=config.track_paused_request_events,
             eos_token_ids=validator.eos_token_ids,
         )
-        self.scheduler = Scheduler(limits, self.outputs.ends, debug=config.debug)
+        self.config = config = with_step_costs(config, self.runner, context, limits)
+        self.scheduler = Scheduler(
+            limits, self.outputs.ends, costs=step_costs_of(config, limits), debug=config.debug
+        )
         self.guidance = Guidance(self.runner, grammars)
         self.streams = StreamTable()
         self._sinks = SinkQueue()
@@ -169,6 +178,7 @@ class DynamicInferenceEngine:
             self._sinks,
         )
         if self._run_file is not None:
+            self._run_file.begin(config, model_name)
             self.record(Recorder(self._run_file.write))
         self._weights = shared_weights(controller.weights_owner)
         with self._weights.lock:
@@ -291,8 +301,9 @@ class DynamicInferenceEngine:
         ``sampling_spans`` say from which step on it holds.
 
         Args:
-            changes: ``temperature``, ``top_k``, ``top_p``, ``seed``; everything else is fixed while
-                the request runs. A new seed gives each further sequence one derived from it.
+            changes: ``temperature``, ``top_k``, ``top_p``, ``seed``, ``num_speculative_tokens``;
+                everything else is fixed while the request runs. A new seed gives each further
+                sequence one derived from it.
 
         Returns:
             False when the request is not known or has ended.

@@ -205,17 +205,16 @@ class DecodeLoop:
         reason = None if depth else self._not_overlapped(barrier).value
         discarded = commit.tokens.count(())
         committed = sum(map(len, commit.tokens))
-        drafts = self._scheduler.limits.window - 1
-        verified = commit.tokens[: ticket.plan.decode_rows] if drafts else ()
-        drafted = drafts * (len(verified) - verified.count(()))
+        drafted, windows = 0, ticket.plan.rows.windows
+        if windows:
+            rows = commit.tokens[: ticket.plan.decode_rows]
+            drafted = self.counters.verified(rows, windows)
+            self._outputs.verified(commit.keys, rows, windows)
         report = StepReport(
             ticket.number, depth, depth > 0, reason, committed, discarded,
             drafted, committed + discarded - len(commit.keys),
         )  # fmt: skip
         self.counters.committed(report)
-        if verified:
-            self.counters.verified(verified, drafts)
-            self._outputs.verified(commit.keys, verified, drafts)
         self._output(commit, report)
         self._publish_events()
         for on_commit in self._observers.on_commit:
@@ -284,7 +283,8 @@ class DecodeLoop:
         scheduler, outputs = self._scheduler, self._outputs
         match command:
             case AddRequest(key=key) if outputs.knows(key):
-                scheduler.add(self._sequence(command), command.priority)
+                drafts = command.params.get("num_speculative_tokens")
+                scheduler.add(self._sequence(command), command.priority, drafts)
             case AbortRequest(key=key):
                 if scheduler.abort(key):
                     outputs.abort(key)
@@ -296,7 +296,8 @@ class DecodeLoop:
                 scheduler.evict(key)
             case UpdateSamplingParams(key=key, changes=changes) if outputs.is_live(key):
                 request_id, params = outputs.change_sampling(key, changes, self._validator.seed)
-                if scheduler.update_values(key, self._validator.values(request_id, params)):
+                values = self._validator.values(request_id, params)
+                if scheduler.update_values(key, values, params.num_speculative_tokens):
                     self._updated.append((key, params))
 
     def _sequence(self, command: AddRequest) -> Sequence:

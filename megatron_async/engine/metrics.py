@@ -40,9 +40,10 @@ class EngineCounters:
     chunks that were not sampled and ``tokens_committed`` + ``tokens_discarded``;
     ``tokens_accepted`` counts what rows brought beyond one token, ``tokens_drafted`` the drafts
     that were verified in rows whose tokens were taken; ``accepted_by_position`` and
-    ``drafted_by_position`` have the same by the place of the draft. ``step_ns`` is the time spent
-    in steps, ``wait_ns`` the part of it blocked on the device; both are for people and steer
-    nothing.
+    ``drafted_by_position`` have the same by the place of the draft; ``steps_by_window`` and
+    ``window_reasons`` say how many tokens a row of a launched step could bring, and why so many.
+    ``step_ns`` is the time spent in steps, ``wait_ns`` the part of it blocked on the device; both
+    are for people and steer nothing.
     """
 
     steps_launched: int = 0
@@ -53,6 +54,8 @@ class EngineCounters:
     steps_with_control: int = 0
     steps_with_extras: int = 0
     not_overlapped: Counter[str] = field(default_factory=Counter)
+    steps_by_window: Counter[int] = field(default_factory=Counter)
+    window_reasons: Counter[str] = field(default_factory=Counter)
     rows_launched: int = 0
     tokens_committed: int = 0
     tokens_drafted: int = 0
@@ -79,6 +82,9 @@ class EngineCounters:
         self.steps_with_waiting += waiting > 0
         self.steps_with_control += bool(plan.control)
         self.steps_with_extras += plan.extended
+        if plan.reason:
+            self.steps_by_window[plan.window] += 1
+            self.window_reasons[plan.reason] += 1
         self.rows_launched += len(plan.rows.slots)
         self.prefill_chunks += len(plan.prefills)
         self.blocks_granted += len(plan.assignments)
@@ -95,10 +101,13 @@ class EngineCounters:
         else:
             self.not_overlapped[report.reason] += 1
 
-    def verified(self, rows: Sequence[tuple[int, ...]], drafts: int) -> None:
-        """Of these decode rows, each with so many ``drafts``, the tokens were taken."""
-        count_drafts(self.drafted_by_position, (drafts for tokens in rows if tokens))
-        count_drafts(self.accepted_by_position, (len(tokens) - 1 for tokens in rows if tokens))
+    def verified(self, rows: Sequence[tuple[int, ...]], windows: Sequence[int]) -> int:
+        """Of these decode rows, each with its window, the tokens were taken; returns their
+        drafts."""
+        taken = [(len(t) - 1, w - 1) for t, w in zip(rows, windows, strict=False) if t]
+        count_drafts(self.drafted_by_position, (drafts for _, drafts in taken))
+        count_drafts(self.accepted_by_position, (accepted for accepted, _ in taken))
+        return sum(drafts for _, drafts in taken)
 
     @property
     def acceptance(self) -> list[float]:
@@ -125,6 +134,8 @@ class EngineCounters:
         """Plain JSON types."""
         values = dataclasses.asdict(self)
         values["not_overlapped"] = dict(self.not_overlapped)
+        values["steps_by_window"] = {str(k): v for k, v in self.steps_by_window.items()}
+        values["window_reasons"] = dict(self.window_reasons)
         return values
 
 

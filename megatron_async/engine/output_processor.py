@@ -266,12 +266,14 @@ class OutputProcessor:
             own = each[-1] if each else None
             outputs.append(_new_output((request.request_id, token, text, reason, own)))
 
-    def verified(self, keys: Sequence[int], rows: Sequence[tuple[int, ...]], drafts: int) -> None:
-        """Of these decode rows, each with so many ``drafts``, the tokens are taken."""
-        for key, tokens in zip(keys, rows, strict=False):
+    def verified(
+        self, keys: Sequence[int], rows: Sequence[tuple[int, ...]], windows: Sequence[int]
+    ) -> None:
+        """Of these decode rows, each with its window, the tokens are taken."""
+        for key, tokens, window in zip(keys, rows, windows, strict=False):
             if tokens:
                 counters = self._entries[key].request.counters
-                counters.drafted += drafts
+                counters.drafted += window - 1
                 count_drafts(counters.accepted_by_position, (len(tokens) - 1,))
 
     def abort(self, key: int) -> None:

@@ -65,11 +65,14 @@ class RunFile:
         ConfigError: the file cannot be written.
     """
 
-    def __init__(self, path: str | Path, config: EngineConfig, model_name: str) -> None:
+    def __init__(self, path: str | Path) -> None:
         try:
             self._file: IO[str] = open(path, "w", encoding="utf-8")  # noqa: SIM115
         except OSError as error:
             raise ConfigError(f"record={str(path)!r} cannot be written: {error.strerror}") from None
+
+    def begin(self, config: EngineConfig, model_name: str) -> None:
+        """Write the header."""
         config_entry = {**dataclasses.asdict(config), "record": None}
         self.write({"format": FORMAT, "model": model_name, "config": config_entry})
 

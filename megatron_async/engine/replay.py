@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megatron_async.config import EngineConfig
 from megatron_async.engine.commands import (
@@ -58,10 +58,13 @@ def replay(run: Run, engine: DynamicInferenceEngine) -> Replay:
     return Replay(exact, endings, tuple(differences))
 
 
-def _pace(config: EngineConfig) -> tuple[int, int, str]:
+def _pace(config: EngineConfig) -> tuple[Any, ...]:
     """What decides which step brings which token."""
-    drafts = config.num_speculative_tokens
-    return config.effective_depth, drafts, config.speculative_method if drafts else ""
+    if not config.num_speculative_tokens:
+        return (config.effective_depth,)
+    costs = config.speculative_step_costs if config.adaptive_speculation else None
+    drafts = config.num_speculative_tokens, config.speculative_method
+    return (config.effective_depth, *drafts, config.adaptive_speculation, costs)
 
 
 def _is_reached(engine: DynamicInferenceEngine, applied: Applied, *, exact: bool) -> bool:

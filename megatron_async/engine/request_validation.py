@@ -25,7 +25,7 @@ from megatron_async.step.extras import (
 )
 from megatron_async.step.slot_fields import Source, Values, fields_from, request_values
 
-CHANGEABLE = ("temperature", "top_k", "top_p", "seed")
+CHANGEABLE = ("temperature", "top_k", "top_p", "seed", "num_speculative_tokens")
 """Parameters of a running request that may change."""
 MAX_PRIORITY = 10**6
 LOG_PROBS_OF = {"raw": RAW_LOG_PROBS, "processed": PROCESSED_LOG_PROBS}
@@ -132,6 +132,7 @@ class RequestValidator:
         max_new = self._max_new(len(tokens), params)
         self._check_fits(len(tokens) + max_new)
         self._check_texts(params)
+        self._check_drafts(params)
         stop_ids = self._stop_ids(params)
         sampled = params.for_ranking()
         extras = self._extras(sampled, stop_ids, len(tokens))
@@ -174,6 +175,7 @@ class RequestValidator:
                     f"{name} of a running request cannot be changed; {', '.join(CHANGEABLE)} can"
                 )
         checked = dataclasses.replace(params, **changes).checked()
+        self._check_drafts(checked)
         return UpdateSamplingParams(key, {name: getattr(checked, name) for name in changes})
 
     def values(self, request_id: int, params: SamplingParams) -> Values:
@@ -261,6 +263,14 @@ class RequestValidator:
         further = tuple(params.stop_token_ids or ())
         check_vocabulary("stop_token_ids", further, self._vocab_size)
         return tuple(dict.fromkeys((*ids, *further)))
+
+    def _check_drafts(self, params: SamplingParams) -> None:
+        most, asked = self._limits.window - 1, params.num_speculative_tokens
+        if asked is not None and asked > most:
+            raise RequestError(
+                f"num_speculative_tokens={asked} exceeds the engine's {most}; lower it, leave it "
+                "out, or serve the model with more"
+            )
 
     def _check_texts(self, params: SamplingParams) -> None:
         """Texts that are looked for need a tokenizer."""

@@ -9,7 +9,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megatron_async.config import MAX_COUNT
-from megatron_async.errors import CheckpointError
+from megatron_async.errors import CheckpointError, shown
 
 
 def _wanted(kind: Any, value: Any, least: int) -> str | None:
@@ -28,7 +28,8 @@ def _wanted(kind: Any, value: Any, least: int) -> str | None:
     elif kind is bool:
         good, wanted = isinstance(value, bool), "true or false"
     elif get_origin(kind) is Literal:
-        good, wanted = value in get_args(kind), f"one of {', '.join(get_args(kind))}"
+        known = isinstance(value, str) and value in get_args(kind)
+        good, wanted = known, f"one of {', '.join(get_args(kind))}"
     elif get_origin(kind) is tuple:
         element = get_args(kind)[0]
         is_list = isinstance(value, tuple)
@@ -53,7 +54,7 @@ def _check_fields(config: RopeScaling | ModelConfig, may_be_zero: tuple[str, ...
             object.__setattr__(config, name, value)
         wanted = _wanted(kind, value, least=0 if name in may_be_zero else 1)
         if wanted is not None:
-            raise CheckpointError(f"model config: {name}={value!r} must be {wanted}")
+            raise CheckpointError(f"model config: {name}={shown(value, 500)} must be {wanted}")
         if value is not None and float in (kind, *get_args(kind)) and not isinstance(value, tuple):
             object.__setattr__(config, name, float(value))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -33,6 +34,10 @@ def inverse_frequencies(
     else:
         keep = _llama3_ramp(frequencies, scaling)
     return (1 - keep) * frequencies / scaling.factor + keep * frequencies
+
+
+FIRST_ROWS = 2**18
+"""Most rows that a new table has."""
 
 
 def _llama3_ramp(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
@@ -74,12 +79,13 @@ def _dynamic_angles(rotary_dim: int, theta: float, scaling: RopeScaling, length:
 
 
 class RotaryTable(torch.nn.Module):
-    """Cosines and sines of all positions, one row each; never saved, always fp32.
+    """Cosines and sines of positions, one row each; never saved, always fp32. It grows with what
+    is reserved: a model may say that it takes more positions than anybody uses.
 
     Args:
-        frequencies: fp32 ``[pairs]``, see :func:`inverse_frequencies`; or angles ``[positions,
-            pairs]``.
-        max_sequence_length: number of rows.
+        frequencies: fp32 ``[pairs]``, see :func:`inverse_frequencies`; or a function of a number of
+            rows that returns angles ``[rows, pairs]``.
+        max_sequence_length: most rows.
         interpolation: positions are divided by it (linear interpolation).
         factor: cosines and sines are multiplied by it.
 
@@ -93,7 +99,7 @@ class RotaryTable(torch.nn.Module):
 
     def __init__(
         self,
-        frequencies: Tensor,
+        frequencies: Tensor | Callable[[int], Tensor],
         max_sequence_length: int,
         interpolation: float = 1.0,
         factor: float = 1.0,
@@ -101,12 +107,34 @@ class RotaryTable(torch.nn.Module):
         super().__init__()
         self.long = self.limit = None
         # On the CPU for every device, so that all devices rotate by the same bits.
-        angles = frequencies.detach().to("cpu", torch.float32)
-        if angles.dim() == 1:
-            positions = torch.arange(max_sequence_length, dtype=torch.float32) / interpolation
-            angles = torch.outer(positions, angles)
-        table = torch.stack((angles.cos(), angles.sin()), dim=1) * factor
+        if isinstance(frequencies, Tensor):
+            frequencies = frequencies.detach().to("cpu", torch.float32)
+        self._frequencies = frequencies
+        self._interpolation, self._factor = interpolation, factor
+        self._most = max_sequence_length
+        self._outgrown: list[Tensor] = []
+        table = self._rows(min(max_sequence_length, FIRST_ROWS))
         self.register_buffer("cos_sin", table, persistent=False)
+
+    def _rows(self, count: int) -> Tensor:
+        if isinstance(self._frequencies, Tensor):
+            positions = torch.arange(count, dtype=torch.float32) / self._interpolation
+            angles = torch.outer(positions, self._frequencies)
+        else:
+            angles = self._frequencies(count)
+        return torch.stack((angles.cos(), angles.sin()), dim=1) * self._factor
+
+    def reserve(self, length: int) -> bool:
+        """Have rows for ``length`` positions, or all that there may be; whether it has grown."""
+        if self.long is not None:
+            self.long.reserve(length)
+        length = min(length, self._most)
+        if length <= len(self.cos_sin):
+            return False
+        # Captured graphs read the table that they were captured with.
+        self._outgrown.append(self.cos_sin)
+        self.cos_sin = self._rows(length).to(self.cos_sin.device)
+        return True
 
     @classmethod
     def from_config(cls, config: ModelConfig, *, sliding: bool = False) -> RotaryTable:
@@ -121,7 +149,7 @@ class RotaryTable(torch.nn.Module):
         dim, length = config.rotary_dim, config.max_sequence_length
         factor = 1.0 if scaling is None else scaling.attention_factor
         if scaling is not None and scaling.kind == "dynamic":
-            return cls(_dynamic_angles(dim, theta, scaling, length), length)
+            return cls(functools.partial(_dynamic_angles, dim, theta, scaling), length)
         table = cls(inverse_frequencies(dim, theta, scaling), length, factor=factor)
         original = None if scaling is None else scaling.original_max_position_embeddings
         if scaling is not None and scaling.kind == "longrope" and original and original < length:
@@ -152,6 +180,7 @@ class RotaryTable(torch.nn.Module):
         """Cosines and sines, fp32 ``[length, pairs]`` each, of the positions 0, 1, 2, ..."""
         if self.long is not None and self.limit is not None and length > self.limit:
             return self.long.prefix(length)
+        self.reserve(length)
         cos_sin = self.cos_sin[:length]
         return cos_sin[:, 0], cos_sin[:, 1]
 

@@ -82,6 +82,7 @@ class GPTInferenceWrapper:
         )
         self._fused: FusedDecoder | None = None
         self._fused_mtp: FusedMtp | None = None
+        self._outgrown: list[FusedDecoder | FusedMtp | None] = []
         self._rows: set[int] = set()
         if self._coverage.off is None:
             self._fused = FusedDecoder(self.model)
@@ -109,6 +110,18 @@ class GPTInferenceWrapper:
     def fused_decode_off(self) -> str | None:
         """Why no layer decodes in fused kernels; None if one does."""
         return self._coverage.off
+
+    def reserve_positions(self, length: int) -> None:
+        """Have rotary embeddings for ``length`` positions; called before steps are captured."""
+        tables = self.model.rotary, getattr(self.model, "sliding_rotary", None)
+        if any([table.reserve(length) for table in tables if table is not None]):
+            # Steps that another engine has captured go on with the old ones.
+            self._outgrown.extend((self._fused, self._fused_mtp))
+            self._fused_mtp = None
+            if self._fused is not None:
+                self._fused = FusedDecoder(self.model)
+        if self.draft_model is not None:
+            self.draft_model.reserve_positions(length)
 
     def prepare(self, rows: list[int], context: Any) -> None:
         """Compile what decoding so many rows needs, ahead of their capture."""

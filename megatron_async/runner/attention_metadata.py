@@ -23,6 +23,8 @@ class AttentionMetadata(NamedTuple):
         chunks: int32 [N, 4], the prefill chunks: slot, first token, number of tokens, first
             position; entries without tokens come last. None in a decode step.
         last_token_index: int64 [R], the token whose logits row r wants; None means token r.
+        window: of a decode step whose rows bring so many tokens each, one row after the other, of
+            consecutive positions but for padding behind the last ones; None says nothing.
     """
 
     position_ids: torch.Tensor
@@ -33,6 +35,7 @@ class AttentionMetadata(NamedTuple):
     decode_lengths_host: list[int] | None = None
     chunks: torch.Tensor | None = None
     last_token_index: torch.Tensor | None = None
+    window: int | None = None
 
 
 def no_tokens(device: torch.device) -> AttentionMetadata:
@@ -51,11 +54,13 @@ def metadata_of_tokens(
     chunks: torch.Tensor | None = None,
     last_token_index: torch.Tensor | None = None,
     read_lengths: bool = False,
+    window: int | None = None,
 ) -> AttentionMetadata:
     """Metadata of T tokens from their slots and positions, int64 [T]; padding has the null slot.
 
     Args:
         read_lengths: the device may be read by the caller, so lengths may steer shapes.
+        window: see :class:`AttentionMetadata`.
     """
     token_slots = token_slots.contiguous()
     blocks = state.block_table[token_slots, positions // block_size]
@@ -71,6 +76,7 @@ def metadata_of_tokens(
         lengths.tolist() if read_lengths else None,
         chunks,
         last_token_index,
+        window,
     )
 
 

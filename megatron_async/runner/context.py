@@ -234,6 +234,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         chunks: torch.Tensor | None = None,
         last_token_index: torch.Tensor | None = None,
         read_lengths: bool = False,
+        window: int | None = None,
     ) -> None:
         """:meth:`begin` of T tokens: see
         :func:`~megatron_async.runner.attention_metadata.metadata_of_tokens`."""
@@ -247,6 +248,7 @@ class DynamicInferenceContext(BaseInferenceContext):
                 chunks=chunks,
                 last_token_index=last_token_index,
                 read_lengths=read_lengths,
+                window=window,
             )
         )
 
@@ -280,6 +282,14 @@ class DynamicInferenceContext(BaseInferenceContext):
     def slot_mapping(self) -> torch.Tensor:
         """Where each token's keys and values go: block * block size + offset, int64 [T]."""
         return self._metadata.slot_mapping
+
+    @property
+    def window(self) -> int | None:
+        """Tokens of each row of the decode step that runs now, one row after the other, of
+        consecutive positions; None where tokens of one row may come in any other way."""
+        if self._metadata.window is None and self.num_speculative_tokens == 0:
+            return 1
+        return self._metadata.window
 
     @property
     def last_token_index(self) -> torch.Tensor | None:
@@ -322,7 +332,8 @@ class DynamicInferenceContext(BaseInferenceContext):
         heads = None if limits else self._decode_heads(packed, cos_sin, q_weight, k_weight)
         if heads is not None:
             capacity = self.max_blocks_per_request * self.block_size_tokens
-            attention = self._decode_attentions.get(heads, packed.shape[0], capacity)
+            rows = packed.shape[0] // heads.window
+            attention = self._decode_attentions.get(heads, rows, capacity)
             out = packed.new_empty(packed.shape[0], heads.kv_heads * heads.group, heads.head_dim)
             attention(
                 packed.contiguous(), keys, values, self.block_table, self.token_slots,
@@ -354,9 +365,10 @@ class DynamicInferenceContext(BaseInferenceContext):
         is_plain_decode = (
             self._metadata.chunks is None and self._metadata.decode_lengths_host is None
         )
-        if not is_plain_decode or self.batch_invariant or self.num_speculative_tokens:
+        window = self.window
+        if not is_plain_decode or self.batch_invariant or window is None:
             return None
-        return heads_of(packed, self.kv_cache, cos_sin, q_weight, k_weight)
+        return heads_of(packed, self.kv_cache, cos_sin, q_weight, k_weight, window)
 
     def _attend_appended(
         self,

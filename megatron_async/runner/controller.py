@@ -49,7 +49,9 @@ class TextGenerationController:
             RequestError: the model came without a tokenizer, or it knows no begin token.
         """
         if self.tokenizer is None:
-            raise RequestError("the model has no tokenizer; give the prompt as token ids")
+            raise RequestError(
+                "the model has no tokenizer; give the prompt as token ids, or a tokenizer_model"
+            )
         ids = list(self.tokenizer.tokenize(prompt))
         if add_BOS:
             bos = getattr(self.tokenizer, "bos", None)
@@ -78,6 +80,9 @@ class TextGenerationController:
             )
         self._check_suits(context)
         self._attached = context.attached = True
+        reserve = getattr(self.inference_wrapped_model, "reserve_positions", None)
+        if reserve is not None:
+            reserve(context.max_sequence_length)
         return ModelRunner(
             device,
             context,

@@ -1,18 +1,20 @@
-"""Graphs of a step: for each row bucket S alone, H2D -> F, all three in one, and these behind C,
-those with an S in them in a plain and in an extended variant; for each token bucket H2D -> F of a
-step with prefill chunks."""
+"""Graphs of a step: for each row bucket and window S alone, H2D -> F, all three in one, and these
+behind C, those with an S in them in a plain and in an extended variant; for each token bucket and
+window H2D -> F of a step with prefill chunks."""
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
 from functools import partial
+from itertools import product
 
 from megatron_async.device.protocol import Device, Graph
 from megatron_async.runner.padding import CPU_ROW_MULTIPLE, padded_tokens
 from megatron_async.runner.prompt_log_probs import PromptTargets
 from megatron_async.runner.step_program import StepProgram
 from megatron_async.step.packet import StepShape
+from megatron_async.step.plan import SampleShape
 
 LEAST_TOKENS = 64
 """The smallest token bucket and the least distance of two: with fewer tokens a forward takes as
@@ -74,6 +76,7 @@ class StepGraphs:
     Args:
         buckets: padded row counts, see :func:`row_buckets`.
         token_buckets: padded token counts of steps with prefill chunks.
+        windows: those that steps may have, ascending from 1.
         extended: the variants of S.
         capture_mixed: capture those steps too, up to MAX_CAPTURED_TOKENS tokens. The others
             launch the same kernels one by one.
@@ -85,6 +88,7 @@ class StepGraphs:
         program: StepProgram,
         buckets: list[int],
         token_buckets: list[int],
+        windows: tuple[int, ...],
         *,
         extended: tuple[bool, ...],
         capture_mixed: bool,
@@ -97,79 +101,91 @@ class StepGraphs:
         self._device = device
         self._program = program
         self._extended = extended
-        self._sample: dict[tuple[int, bool], Graph] = {}
-        self._forward: dict[int, Graph] = {}
-        self._step: dict[tuple[int, bool], Graph] = {}
-        self._controlled_step: dict[tuple[int, bool], Graph] = {}
+        self._windows = windows
+        self._sample: dict[SampleShape, Graph] = {}
+        self._forward: dict[tuple[int, int], Graph] = {}
+        self._step: dict[SampleShape, Graph] = {}
+        self._controlled_step: dict[SampleShape, Graph] = {}
         self._control: Graph | None = None
-        self._mixed: dict[int, Graph] = {}
+        self._mixed: dict[tuple[int, int], Graph] = {}
 
     def bucket(self, rows: int) -> int:
         """The smallest bucket that holds ``rows`` rows."""
         return self.buckets[bisect.bisect_left(self.buckets, rows)]
 
-    def mixed_shape(self, rows: int, tokens: int) -> StepShape:
+    def mixed_shape(self, rows: int, tokens: int, window: int) -> StepShape:
         """The shape of a step with prefill chunks. Where shapes are captured its rows follow from
         its tokens, so that there is one graph for each token bucket."""
         tokens = self.token_buckets[bisect.bisect_left(self.token_buckets, tokens)]
         # Elsewhere it is the rows of logits that are padded.
         captures = self._device.captures
         rows = min(tokens, self.buckets[-1]) if captures else padded_tokens(rows)
-        return StepShape(self.bucket(rows), tokens)
+        return StepShape(self.bucket(rows), tokens, window)
 
     @property
     def capture_count(self) -> int:
         """How often :meth:`capture` yields."""
-        return len(self.buckets) + len(self._captured_tokens)
+        return (len(self.buckets) + len(self._captured_tokens)) * len(self._windows)
 
     @property
     def graph_count(self) -> int:
-        """Graphs that :meth:`capture` makes: for each row bucket H2D -> F and three of each variant
-        of S, one for each token bucket of steps with prefill chunks, and C."""
-        of_bucket = 1 + 3 * len(self._extended)
-        return of_bucket * len(self.buckets) + len(self._captured_tokens) + 1
+        """Graphs that :meth:`capture` makes: for each row bucket and window H2D -> F and three of
+        each variant of S, and a further S for windows below the largest; for each token bucket and
+        window one of steps with prefill chunks; and C."""
+        windows = len(self._windows)
+        of_bucket = windows + (4 * windows - 1) * len(self._extended)
+        return of_bucket * len(self.buckets) + len(self._captured_tokens) * windows + 1
 
     def capture(self) -> Iterator[int]:
         """Capture bucket after bucket, the largest first (it sizes the shared memory pool);
         yields each when it is done. Nothing may be in flight."""
-        for tokens in reversed(self._captured_tokens):
-            work = partial(self._mixed_work, self.mixed_shape(0, tokens))
-            self._mixed[tokens] = self._device.capture(work, MIXED)
+        windows = self._windows[::-1]
+        for tokens, window in product(reversed(self._captured_tokens), windows):
+            work = partial(self._mixed_work, self.mixed_shape(0, tokens, window))
+            self._mixed[tokens, window] = self._device.capture(work, MIXED)
             yield tokens
-        for rows in reversed(self.buckets):
-            capture = self._device.capture
-            self._forward[rows] = capture(partial(self._forward_work, rows), "H2D F")
-            for extended in self._extended:
-                of, s = (rows, extended), "S+" if extended else "S"
-                self._sample[of] = capture(partial(self._program.sample, *of), s)
-                self._step[of] = capture(partial(self._step_work, *of), f"{s} H2D F")
-                controlled = partial(self._controlled_work, *of)
-                self._controlled_step[of] = capture(controlled, f"C {s} H2D F")
+        for rows, window in product(reversed(self.buckets), windows):
+            self._capture_rows(rows, window)
             yield rows
         self._control = self._device.capture(self._program.load_control, "C")
+
+    def _capture_rows(self, rows: int, window: int) -> None:
+        """The graphs of decode steps of a window, and of what follows a step of it."""
+        capture = self._device.capture
+        self._forward[rows, window] = capture(partial(self._forward_work, rows, window), "H2D F")
+        for extended in self._extended:
+            of = SampleShape(rows, window, window - 1, extended)
+            s = "S+" if extended else "S"
+            # The next window is the same one, or the largest.
+            for drafts in {window - 1, self._windows[-1] - 1}:
+                alone = of._replace(drafts=drafts)
+                self._sample[alone] = capture(partial(self._program.sample, alone), s)
+            self._step[of] = capture(partial(self._step_work, of), f"{s} H2D F")
+            controlled = partial(self._controlled_work, of)
+            self._controlled_step[of] = capture(controlled, f"C {s} H2D F")
 
     def control(self) -> Graph:
         """C alone, in front of steps that replay more than one graph."""
         assert self._control is not None
         return self._control
 
-    def sample(self, rows: int, *, extended: bool) -> Graph:
-        """S of the pending logits of a forward with this row bucket."""
-        return self._sample[rows, extended]
+    def sample(self, shape: SampleShape) -> Graph:
+        """S of the pending logits."""
+        return self._sample[shape]
 
-    def forward(self, rows: int) -> Graph:
+    def forward(self, rows: int, window: int) -> Graph:
         """H2D -> F of a decode step."""
-        return self._forward[rows]
+        return self._forward[rows, window]
 
-    def step(self, rows: int, *, extended: bool, controlled: bool) -> Graph:
-        """S -> H2D -> F: the full decode iteration, when the bucket is that of the step before;
-        with control C -> S -> H2D -> F."""
-        return (self._controlled_step if controlled else self._step)[rows, extended]
+    def step(self, sampled: SampleShape, *, controlled: bool) -> Graph:
+        """S -> H2D -> F: the full decode iteration, when rows and window are those of the step
+        before, which is sampled; with control C -> S -> H2D -> F."""
+        return (self._controlled_step if controlled else self._step)[sampled]
 
     def launch_mixed(self, shape: StepShape, targets: PromptTargets | None) -> None:
         """H2D -> F of a step with prefill chunks, from its graph if it has one. There is none for
         steps with log-probabilities of prompts."""
-        graph = self._mixed.get(shape.tokens) if targets is None else None
+        graph = self._mixed.get((shape.tokens, shape.window)) if targets is None else None
         if graph is not None:
             graph.replay()
         else:
@@ -187,14 +203,14 @@ class StepGraphs:
         self._program.load_mixed(shape)
         self._program.forward_mixed(shape, targets)
 
-    def _forward_work(self, rows: int) -> None:
+    def _forward_work(self, rows: int, window: int) -> None:
         self._program.load_decode(rows)
-        self._program.forward_decode(rows)
+        self._program.forward_decode(rows, window)
 
-    def _step_work(self, rows: int, extended: bool) -> None:
-        self._program.sample(rows, extended)
-        self._forward_work(rows)
+    def _step_work(self, sampled: SampleShape) -> None:
+        self._program.sample(sampled)
+        self._forward_work(sampled.rows, sampled.window)
 
-    def _controlled_work(self, rows: int, extended: bool) -> None:
+    def _controlled_work(self, sampled: SampleShape) -> None:
         self._program.load_control()
-        self._step_work(rows, extended)
+        self._step_work(sampled)

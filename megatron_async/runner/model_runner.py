@@ -20,7 +20,7 @@ from megatron_async.runner.sampling_stage import SamplingExtras
 from megatron_async.runner.step_program import RowProcessor, StepProgram
 from megatron_async.step.extras import LOG_PROB_WORDS
 from megatron_async.step.packet import PacketLayout, StepShape, write_control, write_packet
-from megatron_async.step.plan import Plan, Ticket
+from megatron_async.step.plan import Plan, SampleShape, Ticket
 from megatron_async.step.records import RECORD_HEAD, StepResult, record_width
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ class ModelRunner:
         capture_mixed: capture steps with prefill chunks too.
         progress: shows the capture of graphs.
         make_drafter: from the context and the most rows of a step.
+        windows: those that plans may have, ascending; the last one holds the context's drafts.
         synthetic_acceptance: drafts count as right at this rate, and tokens mean nothing.
 
     Attributes:
@@ -68,6 +69,7 @@ class ModelRunner:
         capture_mixed: bool,
         progress: Progress | None,
         make_drafter: Callable[[DynamicInferenceContext, int], Drafter | None],
+        windows: tuple[int, ...] = (1,),
         synthetic_acceptance: float | None = None,
     ) -> None:
         self.device = device
@@ -75,25 +77,28 @@ class ModelRunner:
         self.launching = False
         self.last_graph_rows: int | None = None
         self._context = context
-        self._window = 1 + context.num_speculative_tokens
         buckets = row_buckets(
             context.max_requests,
             captures=device.captures,
             count=context.num_cuda_graphs,
-            window=self._window,
+            window=windows[-1],
         )
         tokens = token_buckets(max_tokens, captures=device.captures)
         max_rows = buckets[-1]
         self._layout = PacketLayout(
-            max_rows, tokens[-1], max_assignments, context.slot_count, self._window
+            max_rows, tokens[-1], max_assignments, context.slot_count, windows[-1]
         )
         # A packet is consumed and a result taken before its ticket is committed, and no more than
         # depth + 1 tickets are ever in flight: the rings never wrap onto a live entry.
         entries = depth + 2
         self._packets = device.packet_ring(entries, self._layout.width)
         self._controls = device.packet_ring(entries, self._layout.control_size)
-        self._record_widths = [record_width(self._window, extended=each) for each in (False, True)]
-        width = self._record_widths[extras] * max_rows
+        self._record_widths = {
+            (window, extended): record_width(window, extended=extended)
+            for window in windows
+            for extended in (False, True)
+        }
+        width = self._record_widths[windows[-1], extras] * max_rows
         self._results = device.result_ring(entries, width)
         on = device.torch_device
         self._extended_slots: set[int] = set()
@@ -125,6 +130,7 @@ class ModelRunner:
             self._program,
             buckets,
             tokens,
+            windows,
             extended=(False, True) if extras else (False,),
             capture_mixed=capture_mixed,
         )
@@ -133,7 +139,7 @@ class ModelRunner:
         self._on_span: OnSpan | None = None
         prepare = getattr(model, "prepare", None)
         if prepare is not None:
-            prepare([rows * self._window for rows in buckets], context)
+            prepare(sorted({rows * window for rows in buckets for window in windows}), context)
         # What has been allocated is filled on another stream than that of the graphs.
         device.synchronize()
         captured: Iterable[int] = self._graphs.capture()
@@ -148,6 +154,11 @@ class ModelRunner:
     def graph_count(self) -> int:
         """Graphs that were captured."""
         return self._graphs.graph_count
+
+    @property
+    def row_buckets(self) -> list[int]:
+        """Padded row counts, ascending."""
+        return self._graphs.buckets
 
     def _extras_tables(self, vocab_size: int) -> ExtrasTables:
         # Token counts are by far the most of them.
@@ -176,6 +187,17 @@ class ModelRunner:
         if self._extras is not None:
             self._extras.tables.reset()
 
+    def restart(self) -> None:
+        """As before the first launch: tickets begin at 0. All have been taken."""
+        self.device.synchronize()
+        for ring in (self._packets, self._results):
+            ring.restart()
+        self._program.restart()
+        self.pending = self.last_graph_rows = None
+        self.wait_ns = 0
+        self.device.enqueue(self._reset, "reset")
+        self.device.synchronize()
+
     def launch(self, plan: Plan) -> Ticket:
         """Queue C if there is control, S of the pending logits, H2D and F of ``plan``; returns at
         once."""
@@ -183,10 +205,10 @@ class ModelRunner:
         rows = graphs.bucket(len(plan.rows.slots))
         # A decode step's packet has room for one block assignment a row.
         is_decode = not plan.prefills and len(plan.assignments) <= rows
-        shape = StepShape(rows, rows)
+        shape = StepShape(rows, rows * plan.window, plan.window)
         if not is_decode:
-            drafts = plan.decode_rows * (self._window - 1)
-            shape = graphs.mixed_shape(rows, plan.num_tokens + drafts)
+            drafts = plan.decode_tokens - plan.decode_rows
+            shape = graphs.mixed_shape(rows, plan.num_tokens + drafts, plan.window)
         tokens = None if is_decode else shape.tokens
         packet = self._packets.claim(plan.number)
         write_packet(packet, self._layout, plan, shape.rows, tokens, self._context.null_slot)
@@ -203,19 +225,20 @@ class ModelRunner:
             self._on_span("pack", plan.number, started, time.perf_counter_ns())
         self.last_graph_rows = rows if is_decode else None
         pending = self.pending
-        self.pending = ticket = Ticket(plan.number, plan, shape.rows)
-        if is_decode and pending is not None and pending.row_bucket == rows:
-            extended = pending.plan.extended
-            graphs.step(rows, extended=extended, controlled=bool(plan.control)).replay()
+        sampled = SampleShape(shape.rows, plan.window, plan.drafts, plan.extended)
+        self.pending = ticket = Ticket(plan.number, plan, sampled)
+        steady = (rows, plan.window, plan.window - 1)
+        if is_decode and pending is not None and pending.sampled[:3] == steady:
+            graphs.step(pending.sampled, controlled=bool(plan.control)).replay()
             return ticket
         if plan.control:
             graphs.control().replay()
         if pending is not None:
             self._sample(pending)
         if is_decode:
-            graphs.forward(rows).replay()
+            graphs.forward(rows, plan.window).replay()
         else:
-            graphs.launch_mixed(shape, PromptTargets.of(plan, self._window))
+            graphs.launch_mixed(shape, PromptTargets.of(plan))
         return ticket
 
     def take(self, ticket: Ticket) -> StepResult:
@@ -224,8 +247,8 @@ class ModelRunner:
         if self.pending is ticket:
             self._sample(ticket)
             self.pending = None
-        window, extended = self._window, ticket.plan.extended
-        rows, fields = ticket.row_bucket, self._record_widths[extended]
+        rows, window, _, extended = ticket.sampled
+        fields = self._record_widths[window, extended]
         started = time.perf_counter_ns()
         values = self._results.wait(ticket.number, fields * rows)
         ended = time.perf_counter_ns()
@@ -239,7 +262,7 @@ class ModelRunner:
             log_probs = records[head:].T.reshape(-1, window, LOG_PROB_WORDS)
             records = records[:head]
         if ticket.plan.prefills:
-            targets = PromptTargets.of(ticket.plan, window)
+            targets = PromptTargets.of(ticket.plan)
             if targets is not None:
                 prompt_log_probs = self._prompt_log_probs.take(targets)
         columns = records.tolist()
@@ -262,8 +285,8 @@ class ModelRunner:
         self.device.synchronize()
         # In the caller's thread: it holds the step lock, and gets what interrupts a function.
         with self.device.inline():
-            processed = self._program.process(ticket.row_bucket, processors)
-        work = partial(self._program.sample_processed, ticket.row_bucket, processed)
+            processed = self._program.process(ticket.sampled, processors)
+        work = partial(self._program.sample_processed, ticket.sampled, processed)
         self.launching = True
         self.device.enqueue(work, "S+ processed")
         self.pending = None
@@ -315,6 +338,6 @@ class ModelRunner:
 
     def _sample(self, pending: Ticket) -> None:
         started = time.perf_counter_ns()
-        self._graphs.sample(pending.row_bucket, extended=pending.plan.extended).replay()
+        self._graphs.sample(pending.sampled).replay()
         if self._on_span is not None:
             self._on_span("sample", pending.number, started, time.perf_counter_ns())

@@ -24,13 +24,13 @@ class PromptTargets(NamedTuple):
     ids: tuple[int, ...]
 
     @classmethod
-    def of(cls, plan: Plan, window: int) -> PromptTargets | None:
+    def of(cls, plan: Plan) -> PromptTargets | None:
         """Those that a plan asks for; None if it asks for none."""
         if not any(chunk.targets for chunk in plan.prefills):
             return None
         tokens: list[int] = []
         ids: list[int] = []
-        at = plan.decode_rows * window
+        at = plan.decode_tokens
         for chunk in plan.prefills:
             tokens += range(at, at + len(chunk.targets))
             ids += chunk.targets

@@ -20,12 +20,8 @@ from megatron_async.runner.synthetic_acceptance import synthetic_bits, threshold
 from megatron_async.sampling.log_probs import pack, processed_log_probs, token_log_probs
 from megatron_async.sampling.process_logits import advance, process_logits
 from megatron_async.step import packet
-from megatron_async.step.extras import (
-    FEATURE_GUIDED,
-    LOG_PROB_WORDS,
-    PROCESSED_LOG_PROBS,
-    RAW_LOG_PROBS,
-)
+from megatron_async.step.extras import LOG_PROB_WORDS, PROCESSED_LOG_PROBS, RAW_LOG_PROBS
+from megatron_async.step.plan import SampleShape
 from megatron_async.step.records import ENDED, FAILED, RUNNING
 
 
@@ -52,7 +48,7 @@ class SamplingExtras(NamedTuple):
 
 
 class SamplingStage:
-    """S in torch, plain and extended, for rows that bring up to ``window`` tokens.
+    """S in torch, plain and extended, for rows that bring one token or a window of them.
 
     Args:
         row_records: int32 ``[max_rows, ROW_WIDTH]``, the row map of the pending logits.
@@ -66,7 +62,6 @@ class SamplingStage:
         row_records: torch.Tensor,
         context: DynamicInferenceContext,
         model: Model,
-        window: int,
         drafter: Drafter | None,
         results: ResultRing,
         extras: SamplingExtras | None,
@@ -76,25 +71,29 @@ class SamplingStage:
         self._context = context
         self._state = context.slots
         self._model = model
-        self._window = window
         self._drafter = drafter
         self._results = results
         self._extras = extras
         self._synthetic_acceptance = synthetic_acceptance
-        self._offsets = torch.arange(window, device=row_records.device)
+        widest = 1 + context.num_speculative_tokens
+        self._offsets = torch.arange(widest, device=row_records.device)
         self._sampled = 0
         """How often S has run: where it is not captured, the number of its ticket."""
+
+    def restart(self) -> None:
+        """The next S is that of ticket 0."""
+        self._sampled = 0
 
     def sample(
         self,
         logits: torch.Tensor,
-        rows: int,
-        extended: bool,
+        shape: SampleShape,
         processed: torch.Tensor | None = None,
     ) -> None:
         """Sample ``logits`` ``[rows * window, vocabulary]``, those of row r's window from
         ``r * window`` on; with ``processed`` these in their place."""
-        state, window, offsets = self._state, self._window, self._offsets
+        state, (rows, window, drafts, extended) = self._state, shape
+        offsets = self._offsets[:window]
         records = self._row_records[:rows]
         slots = records[:, packet.ROW_SLOT].long()
         samples = records[:, packet.ROW_SAMPLES]
@@ -102,7 +101,7 @@ class SamplingStage:
         each = slots.repeat_interleave(window)
         sampled = logits if processed is None else processed
         if extended:
-            sampled = self._process(sampled, rows, each, positions.flatten())
+            sampled = self._process(sampled, window, each, positions.flatten())
         tokens = sample_tokens(
             sampled,
             state.inverse_temperature[each],
@@ -113,15 +112,13 @@ class SamplingStage:
             vocab_size=self._model.vocab_size,
         ).view(rows, window)
         live = (samples != 0) & ~state.finished[slots]
-        # A draft is accepted while it is what was sampled in its place.
-        right = tokens[:, :-1] == state.drafts[slots]
+        # A draft of the row is accepted while it is what was sampled in its place.
+        right = tokens[:, :-1] == state.drafts[slots, : window - 1]
         if self._synthetic_acceptance is not None:
             bits = synthetic_bits(positions[:, 1:], state.seed[slots])
             right = bits < threshold(self._synthetic_acceptance)
         right &= offsets[1:] < samples[:, None]
         accepted = right.long().cumprod(1).sum(1)
-        if extended and window > 1:
-            accepted = self._accepted_of_guided(accepted, slots)
         is_nan = tokens < 0
         is_stop = (tokens[:, :, None] == state.stop_ids[slots][:, None, :]).any(dim=2) & ~is_nan
         is_last = is_stop | is_nan | (positions + 1 >= state.max_total[slots][:, None])
@@ -152,15 +149,15 @@ class SamplingStage:
         if self._drafter is not None:
             first = positions[:, 0]
             sampled_rows = SampledRows(target, tokens.clamp(min=0), counted, first)
-            state.drafts[target] = self._drafter.draft(sampled_rows)
+            state.drafts[:, :drafts][target] = self._drafter.draft(sampled_rows, drafts)
 
     def _process(
-        self, logits: torch.Tensor, rows: int, each: torch.Tensor, positions: torch.Tensor
+        self, logits: torch.Tensor, window: int, each: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
         """Float32 logits as the slots' extras want them; the slots are ``each`` of the windows'
         positions ``[rows * window]``."""
         assert self._extras is not None
-        window, state = self._window, self._state
+        state, rows = self._state, len(each) // window
         masks = masked = ahead = None
         if not logits.is_cuda:
             masks, masked = self._extras.masks.entry(self._sampled)
@@ -168,8 +165,9 @@ class SamplingStage:
             masked = masked[:rows].repeat_interleave(window).bool()
         if window > 1:
             # Position j of a window comes behind the drafts before it, if it counts at all.
-            j = self._offsets.repeat(rows)[:, None]
-            ahead = torch.where(self._offsets[: window - 1] < j, state.drafts[each], -1)
+            j = self._offsets[:window].repeat(rows)[:, None]
+            drafted = state.drafts[each, : window - 1]
+            ahead = torch.where(self._offsets[: window - 1] < j, drafted, -1)
         return process_logits(
             logits[:, : self._model.vocab_size],
             self._extras.tables,
@@ -180,12 +178,6 @@ class SamplingStage:
             masked,
             ahead,
         )
-
-    def _accepted_of_guided(self, accepted: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """A guided row has a mask for the first position of its window alone: no draft counts."""
-        assert self._extras is not None
-        guided = (self._extras.tables.features[slots] & FEATURE_GUIDED) != 0
-        return accepted.masked_fill(guided, 0)
 
     def _log_probs(
         self,

@@ -23,6 +23,7 @@ from megatron_async.runner.prompt_log_probs import PromptLogProbs, PromptTargets
 from megatron_async.runner.sampling_stage import Model, SamplingExtras, SamplingStage
 from megatron_async.step import packet
 from megatron_async.step.packet import PacketLayout, StepShape
+from megatron_async.step.plan import SampleShape
 from megatron_async.step.slot_fields import Source
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ class StepProgram:
     log-probabilities to the records.
 
     ``row_records`` is the row map of the last forward until the next H2D overwrites it (WAR: S of
-    the pending logits comes before it in stream order). ``pending_logits`` belong to that row map:
-    those of row r's window from ``r * window`` on.
+    the pending logits comes before it in stream order). ``pending_logits`` belong to that row map,
+    and to the window of that forward: those of row r from ``r * window`` on.
 
     On CUDA what is around the model in a decode step without drafts runs in the kernels of
     ``kernels/sampling/step_state.py``; the torch code here is their reference.
@@ -69,7 +70,6 @@ class StepProgram:
         self._state = context.slots
         self._model = model
         self._layout = layout
-        self._window = layout.window
         self._packets = packets
         self._controls = controls
         self._prompt_log_probs = prompt_log_probs
@@ -80,19 +80,18 @@ class StepProgram:
         self._packet = torch.zeros(layout.width, dtype=torch.int32, device=on)
         self._row_records = self._packet[: layout.admissions].view(-1, packet.ROW_WIDTH)
         self._row_records[:, packet.ROW_SLOT] = context.null_slot
-        self._offsets = torch.arange(self._window, device=on)
+        self._offsets = torch.arange(layout.window, device=on)
         self._pending_logits = torch.zeros(
-            layout.max_rows * self._window, model.vocab_size, dtype=logits_dtype, device=on
+            layout.max_rows * layout.window, model.vocab_size, dtype=logits_dtype, device=on
         )
         self._stage = SamplingStage(
-            self._row_records, context, model, self._window, drafter, results, extras,
-            synthetic_acceptance,
-        )  # fmt: skip
+            self._row_records, context, model, drafter, results, extras, synthetic_acceptance
+        )
         self._kernels: StepKernels | None = None
         if isinstance(packets, CudaPacketRing) and isinstance(results, CudaResultRing):
             from megatron_async.kernels.sampling.step_state import StepKernels
 
-            if self._window == 1:
+            if layout.window == 1:
                 self._kernels = StepKernels(
                     self._row_records, context.slots, context.block_size_tokens, packets, results,
                     *(extras or (None, None)),
@@ -119,33 +118,36 @@ class StepProgram:
 
     # --- S ------------------------------------------------------------------------------------
 
-    def sample(self, rows: int, extended: bool = False) -> None:
-        """Sample the pending logits of the last forward's ``rows`` rows and hand the records
-        out."""
-        logits = self._pending_logits[: rows * self._window]
-        self._run_sample(logits, rows, extended, None)
+    def sample(self, shape: SampleShape) -> None:
+        """Sample the pending logits of the last forward, hand the records out, and draft."""
+        logits = self._pending_logits[: shape.rows * shape.window]
+        self._run_sample(logits, shape, None)
         if self._poison:
             logits.fill_(float("nan") if logits.is_floating_point() else -1)
 
-    def process(self, rows: int, processors: Mapping[int, RowProcessor]) -> torch.Tensor:
+    def restart(self) -> None:
+        """The next S is that of ticket 0."""
+        self._stage.restart()
+
+    def process(self, shape: SampleShape, processors: Mapping[int, RowProcessor]) -> torch.Tensor:
         """The pending logits ``[rows * window, vocabulary]``, some rows as functions want them."""
-        processed = self._pending_logits[: rows * self._window].clone()
+        processed = self._pending_logits[: shape.rows * shape.window].clone()
         for row, process in processors.items():
-            at = row * self._window
+            at = row * shape.window
             processed[at] = process(processed[at].clone())
         return processed
 
-    def sample_processed(self, rows: int, processed: torch.Tensor) -> None:
+    def sample_processed(self, shape: SampleShape, processed: torch.Tensor) -> None:
         """The extended :meth:`sample` of what :meth:`process` returned. Log-probabilities of the
         model stay the model's."""
-        self._run_sample(self._pending_logits[: rows * self._window], rows, True, processed)
+        self._run_sample(self._pending_logits[: shape.rows * shape.window], shape, processed)
 
     def _run_sample(
-        self, logits: torch.Tensor, rows: int, extended: bool, processed: torch.Tensor | None
+        self, logits: torch.Tensor, shape: SampleShape, processed: torch.Tensor | None
     ) -> None:
         if self._kernels is None:
-            self._stage.sample(logits, rows, extended, processed)
-        elif extended:
+            self._stage.sample(logits, shape, processed)
+        elif shape.extended:
             self._kernels.sample_extended(logits, processed)
         else:
             self._kernels.sample(logits)
@@ -190,21 +192,26 @@ class StepProgram:
 
     # --- F ------------------------------------------------------------------------------------
 
-    def forward_decode(self, rows: int) -> None:
-        """Each row's last token at its slot's length, and its drafts behind it."""
-        context, state, window = self._context, self._state, self._window
+    def forward_decode(self, rows: int, window: int = 1) -> None:
+        """Each row's last token at its slot's length, and its drafts behind it; what a row has less
+        than ``window`` is padding."""
+        context, state = self._context, self._state
         if self._kernels is not None:
             batch = self._kernels.batch(rows)
             context.begin_decode(batch.slots, batch.position_ids, batch.slot_mapping, batch.lengths)
-            self._forward(rows, batch.token_ids, batch.position_ids)
+            logits = self._pending_logits[:rows]
+            self._forward(logits, batch.token_ids, batch.position_ids)
             return
-        slots = self._row_records[:rows, packet.ROW_SLOT].long()
+        records = self._row_records[:rows]
+        slots = records[:, packet.ROW_SLOT].long()
         lengths = state.kv_length[slots]
         token_slots, positions, ids = slots, lengths, state.last_token[slots]
         if window > 1:
-            token_slots = slots.repeat_interleave(window)
-            positions = (lengths[:, None] + self._offsets).flatten()
-            ids = torch.cat([ids[:, None], state.drafts[slots]], dim=1).flatten()
+            offsets = self._offsets[:window]
+            is_drafted = offsets < records[:, packet.ROW_SAMPLES, None]
+            token_slots = torch.where(is_drafted, slots[:, None], context.null_slot).flatten()
+            positions = (lengths[:, None] + offsets).flatten()
+            ids = torch.cat([ids[:, None], state.drafts[slots, : window - 1]], dim=1).flatten()
             token_slots, positions = self._within(token_slots, positions)
         if not self._device.captures:
             further = padded_tokens(len(ids)) - len(ids)
@@ -215,9 +222,10 @@ class StepProgram:
             positions,
             decode_rows=len(ids),
             read_lengths=not self._device.captures,
+            window=window,
         )
         hidden = None if self._drafter is None else self._drafter.hidden_states(len(ids))
-        self._forward(rows, ids, positions, hidden)
+        self._forward(self._pending_logits[: rows * window], ids, positions, hidden)
         state.kv_length[slots] = lengths + (~state.finished[slots]).long()
 
     def forward_mixed(self, shape: StepShape, targets: PromptTargets | None = None) -> None:
@@ -235,14 +243,15 @@ class StepProgram:
         ids = torch.where(decodes, state.last_token[token_slots], ids)
         positions = torch.where(decodes, state.kv_length[token_slots] + draft, positions)
         last_token_index = records[:, packet.ROW_LAST_TOKEN].long()
-        if self._window > 1:
+        if layout.window > 1:
             # The drafts of a slot, with what is before them in column 0.
             columns = pad(state.drafts, (1, 0))
             drafted = columns[token_slots, draft.clamp(min=0)]
             ids = torch.where(decodes & (draft > 0), drafted, ids)
             token_slots, positions = self._within(token_slots, positions)
-            is_window = records[:, packet.ROW_SAMPLES] > 1
-            further = torch.where(is_window[:, None], self._offsets, 0)
+            # What a row has less than the window repeats its last token.
+            drafts = (records[:, packet.ROW_SAMPLES].long() - 1).clamp(min=0)
+            further = torch.minimum(self._offsets[: shape.window], drafts[:, None])
             last_token_index = (last_token_index[:, None] + further).flatten()
         metadata = metadata_of_mixed(
             state,
@@ -255,11 +264,12 @@ class StepProgram:
             null_slot=context.null_slot,
             read_lengths=not self._device.captures,
         )
+        logits = self._pending_logits[: shape.rows * shape.window]
         if targets is None:
             context.begin(metadata)
-            self._forward(shape.rows, ids, positions)
+            self._forward(logits, ids, positions)
         else:
-            self._forward_with_targets(shape.rows, ids, positions, metadata, targets)
+            self._forward_with_targets(logits, ids, positions, metadata, targets)
         if self._drafter is not None:
             hidden = getattr(self._model, "hidden_states", None)
             self._drafter.prefill(
@@ -274,7 +284,7 @@ class StepProgram:
 
     def _forward_with_targets(
         self,
-        rows: int,
+        pending: torch.Tensor,
         ids: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
@@ -287,27 +297,27 @@ class StepProgram:
         index = torch.cat([metadata.last_token_index, index])
         self._context.begin(metadata._replace(last_token_index=index))
         logits = self._model.forward(ids, positions, self._context)
-        pending = rows * self._window
-        self._pending_logits[:pending].copy_(logits[:pending])
-        self._prompt_log_probs.publish(targets, logits[pending:, : self._model.vocab_size])
+        count = len(pending)
+        pending.copy_(logits[:count])
+        self._prompt_log_probs.publish(targets, logits[count:, : self._model.vocab_size])
 
     def _within(
         self, token_slots: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Slots and positions [T], where drafts behind the last token but one of a request, which
-        has no blocks for them, become padding."""
+        has no blocks for them, become padding like those of the null slot."""
         beyond = positions + 1 >= self._state.max_total[token_slots]
         null_slot = self._context.null_slot
         return torch.where(beyond, null_slot, token_slots), torch.where(beyond, 0, positions)
 
     def _forward(
         self,
-        rows: int,
+        logits: torch.Tensor,
         ids: torch.Tensor,
         positions: torch.Tensor,
         hidden_states: torch.Tensor | None = None,
     ) -> None:
-        logits = self._pending_logits[: rows * self._window]
+        """Logits ``[rows * window, vocabulary]`` of these tokens."""
         into = getattr(self._model, "forward_into", None)
         if into is not None:
             into(logits, ids, positions, self._context, hidden_states)

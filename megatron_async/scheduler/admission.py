@@ -36,7 +36,7 @@ class PromptPlanner:
         """Fill the token budget of step ``number`` with whole chunks, prompts under way first.
         Appends to the three lists, and returns the rows with those of the chunks."""
         limits, table = self._limits, self._table
-        budget = limits.max_tokens - len(decode_rows) * limits.window
+        budget = limits.max_tokens - (sum(decode_rows.windows) or len(decode_rows))
         row = len(decode_rows)
         launched: list[Sequence] = []
         under_way = deque(table.prefilling)
@@ -71,10 +71,12 @@ class PromptPlanner:
         for sequence in launched:
             table.register_blocks(sequence, sequence.prefilled)
         added = row_map(launched)
+        windows = decode_rows.windows
         return RowMap(
             decode_rows.slots + added.slots,
             decode_rows.epochs + added.epochs,
             decode_rows.keys + added.keys,
+            windows + (1,) * len(launched) if windows else (),
         )
 
     def _admit_next(

@@ -12,12 +12,13 @@ class Limits:
     There are more slots than rows: a slot comes back only when its last ticket has retired, and
     until then another one serves the request that takes over the row. ``max_assignments`` bounds
     the block assignments of one packet and holds a longest request next to full decode rows.
-    ``window`` is the number of tokens that a decode row may bring; blocks are given for
-    ``lookahead`` positions more, to which drafting may write. ``priority_step`` is the number of
-    tickets by which one step of priority goes ahead. ``admit_tokens``: admissions bring the
-    request's tokens. Requests of more than ``rotation_limit`` tokens are computed with other
-    rotations (longrope): one that reaches it is computed again as a whole. Tokens attend to no
-    more than ``attention_window`` tokens, their own included: blocks behind it come free.
+    ``windows`` are the numbers of tokens that the decode rows of a step may bring, ascending from
+    1; blocks are given for ``lookahead`` positions more, to which drafting may write.
+    ``priority_step`` is the number of tickets by which one step of priority goes ahead.
+    ``admit_tokens``: admissions bring the request's tokens. Requests of more than
+    ``rotation_limit`` tokens are computed with other rotations (longrope): one that reaches it is
+    computed again as a whole. Tokens attend to no more than ``attention_window`` tokens, their own
+    included: blocks behind it come free.
     """
 
     max_requests: int
@@ -29,11 +30,21 @@ class Limits:
     max_assignments: int
     enable_prefix_caching: bool = True
     priority_step: int = 1000
-    window: int = 1
+    windows: tuple[int, ...] = (1,)
     lookahead: int = 0
     admit_tokens: bool = False
     rotation_limit: int | None = None
     attention_window: int | None = None
+
+    @property
+    def window(self) -> int:
+        """Most tokens that a decode row may bring."""
+        return self.windows[-1]
+
+    def window_of(self, drafts: int | None) -> int:
+        """Most tokens that the rows of a request may bring, which wants so many drafts; None for
+        all."""
+        return self.window if drafts is None else min(1 + drafts, self.window)
 
     @property
     def blocks_per_row(self) -> int:

@@ -82,6 +82,7 @@ class Sequence:
         "tokens",
         "values",
         "watched",
+        "window",
     )
 
     def __init__(
@@ -113,6 +114,8 @@ class Sequence:
         self.prompt_log_probs = 0 if prompt_log_probs else NO_PROMPT_LOG_PROBS
         """Prompt tokens before which all log-probabilities that are wanted have been taken."""
         self.watched = watched
+        self.window = 1
+        """Tokens that a row of it may bring, where the step's window holds them."""
         self.fork_of = fork_of
         """Key of a request whose prefill of the same prompt this one waits for."""
         self.ended_by_host = False
@@ -132,6 +135,12 @@ class Sequence:
         self.last_ticket = -1
         self.evictions = 0
         self.reason: FinishReason | None = None
+
+    def take_window(self, window: int) -> None:
+        """Its rows may bring so many tokens from now on; those of a guided request bring one, since
+        S knows the mask of one position."""
+        is_guided = self.extras is not None and self.extras.guided
+        self.window = 1 if is_guided else window
 
     @property
     def committed(self) -> int:

@@ -107,8 +107,10 @@ class RequestTable:
         self.finish(sequence, reason)
         self.retire(self.retired_ticket)
 
-    def update_values(self, sequence: Sequence, values: Values) -> None:
-        """New values of the REQUEST slot fields, from the next launch on."""
+    def update_values(self, sequence: Sequence, values: Values, window: int) -> None:
+        """New values of the REQUEST slot fields, and another window, from the next launch on."""
+        sequence.take_window(window)
+        self.row_map = None
         sequence.values = values
         if sequence.slot >= 0:  # one that is evicted may have rows in flight
             self.control[sequence.slot] = SlotUpdate(sequence.slot, False, values)
@@ -267,11 +269,12 @@ class RequestTable:
         return [s for s in self.sequences.values() if s.state in EVICTABLE]
 
 
-def row_map(sequences: Iterable[Sequence]) -> RowMap:
-    """Rows for ``sequences``, in their order."""
+def row_map(sequences: Iterable[Sequence], window: int = 1) -> RowMap:
+    """Rows for ``sequences``, in their order, in a step of this window."""
     listed = list(sequences)
     return RowMap(
         tuple([s.slot for s in listed]),
         tuple([s.epoch for s in listed]),
         tuple([s.key for s in listed]),
+        tuple([min(window, s.window) for s in listed]) if window > 1 else (),
     )

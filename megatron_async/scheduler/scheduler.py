@@ -12,6 +12,12 @@ from megatron_async.cache.block_allocator import BlockAllocator
 from megatron_async.errors import IntegrityError
 from megatron_async.request import DEVICE_ENDS, FinishReason
 from megatron_async.scheduler.admission import PromptPlanner
+from megatron_async.scheduler.draft_control import (
+    DraftControl,
+    StepCosts,
+    WindowChoice,
+    WindowReason,
+)
 from megatron_async.scheduler.events import Change, Commit, Event
 from megatron_async.scheduler.limits import Limits
 from megatron_async.scheduler.preemption import Preemption
@@ -25,6 +31,8 @@ from megatron_async.scheduler.request_table import RequestTable, row_map
 from megatron_async.step.plan import Admission, BlockAssignment, Plan, PrefillChunk, RowMap
 from megatron_async.step.records import ENDED, FAILED, LogProbs, StepResult
 from megatron_async.step.slot_fields import Values
+
+NOTHING_DRAFTED = WindowChoice(1, WindowReason.NO_DRAFTS)
 
 
 class HostEnds(Protocol):
@@ -44,10 +52,16 @@ class Scheduler:
 
     Args:
         ends: asked about the tokens of watched requests; None if there are none.
+        costs: what decode steps cost, to leave out drafts that do not pay; None drafts all.
     """
 
     def __init__(
-        self, limits: Limits, ends: HostEnds | None = None, *, debug: bool = False
+        self,
+        limits: Limits,
+        ends: HostEnds | None = None,
+        *,
+        costs: StepCosts | None = None,
+        debug: bool = False,
     ) -> None:
         self.limits = limits
         self.table = RequestTable(limits)
@@ -55,16 +69,24 @@ class Scheduler:
         self._preemption = Preemption(self.table, limits)
         self._prompts = PromptPlanner(self.table, self._preemption, limits)
         self._ends = ends
+        self._most_drafts = limits.window - 1
+        self._drafts = DraftControl(limits.windows, costs)
+        self._choice = NOTHING_DRAFTED
+        """Window of the next step: the S before it must draft for it."""
+        self._mapped = 1
+        """Window of the row map that the table keeps."""
         self._debug = debug
 
     # --- what commands do, between two plans --------------------------------------------------
 
-    def add(self, sequence: Sequence, priority: int = 0) -> None:
+    def add(self, sequence: Sequence, priority: int = 0, drafts: int | None = None) -> None:
         """Queue a request; the caller has checked that it can fit an empty cache.
 
         A lower ``priority`` goes first. One step of it is worth ``priority_step`` tickets of
-        waiting, so what overtakes a request is bounded.
+        waiting, so what overtakes a request is bounded. A row of it has at most so many ``drafts``;
+        None for the engine's.
         """
+        sequence.take_window(self.limits.window_of(drafts))
         at = self.next_ticket + priority * self.limits.priority_step
         sequence.priority_key = (at, sequence.key)
         self.table.add(sequence)
@@ -113,12 +135,13 @@ class Scheduler:
         for sequence in self.table.evictable():
             self.table.evict(sequence)
 
-    def update_values(self, key: int, values: Values) -> bool:
-        """New values of the REQUEST slot fields, for what the next launch samples and after."""
+    def update_values(self, key: int, values: Values, drafts: int | None = None) -> bool:
+        """New values of the REQUEST slot fields, for what the next launch samples and after, and
+        at most so many drafts for a row; None for the engine's."""
         sequence = self._unfinished(key)
         if sequence is None:
             return False
-        self.table.update_values(sequence, values)
+        self.table.update_values(sequence, values, self.limits.window_of(drafts))
         return True
 
     def _unfinished(self, key: int) -> Sequence | None:
@@ -182,22 +205,38 @@ class Scheduler:
         self.next_ticket = number + 1
         control = tuple(table.control.values())
         table.control.clear()
+        window, drafts, reason = 1, 0, ""
+        if self._most_drafts:
+            window, drafts, reason = self._choose_drafts(rows)
         return Plan(
             number, rows, decode_rows, tuple(assignments), tuple(prefills), tuple(admissions),
-            control, table.extended > 0,
+            control, table.extended > 0, window, drafts, reason,
         )  # fmt: skip
+
+    def _choose_drafts(self, rows: RowMap) -> tuple[int, int, str]:
+        """The window that a planned step needs and why; and the drafts that its S makes, for the
+        step behind it, whose window is chosen here."""
+        window, reason = self._drafts.holding(max(rows.windows, default=1)), self._choice.reason
+        if window == 1 < self._choice.window:
+            reason = WindowReason.NO_DRAFTS
+        wanted = [sequence.window for sequence in self.table.decoding.values()]
+        self._choice = self._drafts.choose(self.next_ticket, wanted)
+        # A window that grows may be any: all drafts are made for it.
+        grows = self._choice.window > window
+        return window, self._most_drafts if grows else window - 1, reason.value
 
     def _plan_decode(self, number: int, assignments: list[BlockAssignment]) -> RowMap:
         """Advance every decoding sequence by one row; those whose end is known stay out."""
-        table, window = self.table, self.limits.window
+        table, window = self.table, self._choice.window
         if self.limits.rotation_limit is not None:
             self._evict_grown(self.limits.rotation_limit)
         stalled_before = set(table.stalled)
         if stalled_before:
             self._preemption.unstall()
-        size, reach = self.limits.block_size, window + self.limits.lookahead
+        size, lookahead = self.limits.block_size, self.limits.lookahead
         needy: dict[Sequence, int] = {}
         for sequence in table.decoding.values():
+            reach = min(window, sequence.window) + lookahead
             if sequence.kv_bound + reach > len(sequence.blocks) * size:
                 short = sequence.blocks_short(reach, size)
                 if short > 0:
@@ -210,11 +249,12 @@ class Scheduler:
                 for _ in range(needy[sequence]):
                     assignments.append(table.assign_block(sequence))
         rows = table.row_map
-        if rows is None:
-            rows = table.row_map = row_map(table.decoding.values())
+        if rows is None or self._mapped != window:
+            rows = table.row_map = row_map(table.decoding.values(), window)
+            self._mapped = window
         complete = []
         for sequence in table.decoding.values():
-            sequence.kv_bound += window
+            sequence.kv_bound += min(window, sequence.window)
             sequence.launched += 1
             sequence.last_ticket = number
             if sequence.launched >= sequence.max_new:
@@ -246,8 +286,9 @@ class Scheduler:
         if result.prompt_log_probs is not None:
             prompt_log_probs = self._take_prompt_log_probs(plan, result.prompt_log_probs)
         counts, statuses, windows = result.counts, result.statuses, result.tokens
-        rows = zip(keys, slots, row_epochs, counts, statuses, windows, strict=True)
-        for key, slot, epoch, count, status, window in (
+        reserved = plan.rows.windows or (1,) * len(keys)
+        rows = zip(keys, slots, row_epochs, counts, statuses, windows, reserved, strict=True)
+        for key, slot, epoch, count, status, window, bound in (
             plan.sampled(rows) if plan.prefills else rows
         ):
             if epoch != epochs[slot]:
@@ -259,7 +300,7 @@ class Scheduler:
             sequence = sequences[key]
             tokens = sequence.tokens
             if count != 1 or len(window) != 1:
-                window = self._cut(sequence, window[:count])
+                window = self._cut(sequence, window[:count], bound)
             ends_here = False
             if sequence.watched and window and self._ends is not None:
                 keep = self._ends.keep(key, window)
@@ -291,6 +332,8 @@ class Scheduler:
                 else:
                     table.finish(sequence, reason)
         table.retire(plan.number)
+        if plan.window > 1:
+            self._drafts.committed(plan, result)
         log_probs = result.log_probs
         if plan.prefills:
             keys = tuple(plan.sampled(keys))
@@ -318,9 +361,9 @@ class Scheduler:
             taken[key] = (chunk.start + 1, rows)
         return taken
 
-    def _cut(self, sequence: Sequence, window: tuple[int, ...]) -> tuple[int, ...]:
+    def _cut(self, sequence: Sequence, window: tuple[int, ...], bound: int) -> tuple[int, ...]:
         """The tokens of a row up to the end of the request; brings the launch-side bounds, which
-        took the row for a full window and for one token, to what it brought."""
+        took the row for ``bound`` tokens and for one, to what it brought."""
         room = sequence.max_total - len(sequence.tokens)
         for index, token in enumerate(window[:room]):
             if token in sequence.stop_ids:
@@ -328,10 +371,7 @@ class Scheduler:
                 break
         window = window[:room]
         sequence.launched += len(window) - 1
-        in_flight = sequence.launched - sequence.committed - len(window)
-        written = len(sequence.tokens) + len(window) - 1
-        if sequence.prefilled == sequence.prefill_end:
-            sequence.kv_bound = written + in_flight * self.limits.window
+        sequence.kv_bound -= bound - len(window)
         if sequence.state is State.DECODING and sequence.launched >= sequence.max_new:
             self.table.leave(sequence, State.ENDING)
         return window

@@ -22,6 +22,7 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         model: a model directory, or ``"tiny"``.
+        tokenizer_model: a ``tokenizer.json``, or its directory, instead of the model's own.
         chat_template: a file with a Jinja template instead of the model's own.
         tool_call_format: how the model writes tool calls; None for what its template says.
         skip_tokenizer_init: token ids alone are served, and the model needs no tokenizer.
@@ -32,6 +33,7 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     endpoint: Endpoint
     config: ServerConfig
+    tokenizer_model: str | None = None
     chat_template: str | None = None
     tool_call_format: str | None = None
     skip_tokenizer_init: bool = False
@@ -78,20 +80,26 @@ class Text(NamedTuple):
 
 
 def _text_of(settings: FrontendSettings) -> Text:
-    from megatron_async.checkpoint.path import load_tokenizer, model_directory, random_shape
+    from megatron_async.checkpoint.path import (
+        load_tokenizer,
+        model_directory,
+        random_shape,
+        tokenizer_directory,
+    )
     from megatron_async.tokenizer import TOKENIZER_FILE
 
     if random_shape(settings.model) is None:
         directory = model_directory(settings.model)
-        if not (directory / TOKENIZER_FILE).is_file():
+        if tokenizer_directory(directory, settings.tokenizer_model) is None:
             raise ConfigError(
-                f"{directory} has no {TOKENIZER_FILE}; with --skip-tokenizer-init clients can send "
-                "token ids and get token ids"
+                f"{directory} has no {TOKENIZER_FILE}; give --tokenizer-model PATH, or with "
+                "--skip-tokenizer-init clients can send token ids and get token ids"
             )
-    tokenizer = load_tokenizer(settings.model)
+    tokenizer = load_tokenizer(settings.model, settings.tokenizer_model)
     chat = Chat.from_directory(
         settings.model,
         chat_template=settings.chat_template,
+        tokenizer_model=settings.tokenizer_model,
         tool_format=settings.tool_call_format,
     )
     return Text(tokenizer, chat, TokenNames(tokenizer))

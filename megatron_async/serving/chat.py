@@ -146,12 +146,15 @@ class Chat:
         path: str | Path,
         *,
         chat_template: str | None = None,
+        tokenizer_model: str | None = None,
         tool_format: str | None = None,
     ) -> Chat:
         """That of a model directory; raises CheckpointError."""
         from megatron_async.serving.chat_template import ChatTemplates
 
-        templates = ChatTemplates.from_directory(path, chat_template=chat_template)
+        templates = ChatTemplates.from_directory(
+            path, chat_template=chat_template, tokenizer_model=tokenizer_model
+        )
         return cls(templates, tool_format=tool_format)
 
     def prompt(

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async.checkpoint.json_file import one_line, read_json
-from megatron_async.checkpoint.path import model_directory, random_shape
+from megatron_async.checkpoint.path import model_directory, random_shape, tokenizer_directory
+from megatron_async.checkpoint.regular_files import is_regular_file, read_file
 from megatron_async.errors import CheckpointError, RequestError
 from megatron_async.parameter_checks import shown
 from megatron_async.serving.chat_messages import checked_messages, fitted_messages, plain
@@ -18,6 +19,7 @@ TEMPLATE_FILE = "chat_template.jinja"
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 """Of models with random weights."""
 TEMPLATE_FOLDER = "chat_templates"
+MOST_TEMPLATE_BYTES = 2**24
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
 DEFAULT, FOR_TOOLS = "default", "tool_use"
 """Names of templates that are taken without being asked for, the second one where there are tools.
@@ -55,13 +57,18 @@ class ChatTemplates:
 
     @classmethod
     def from_directory(
-        cls, path: str | Path, *, chat_template: str | Path | None = None
+        cls,
+        path: str | Path,
+        *,
+        chat_template: str | Path | None = None,
+        tokenizer_model: str | Path | None = None,
     ) -> ChatTemplates:
         """Those of a model directory, or of "tiny", as transformers finds them: files of their own
         go before ``tokenizer_config.json``. There may be none.
 
         Args:
             chat_template: a file whose template is taken instead.
+            tokenizer_model: a ``tokenizer.json``, or its directory, instead of the model's own.
 
         Raises:
             CheckpointError: a file is corrupt, or a template has a syntax error.
@@ -70,14 +77,15 @@ class ChatTemplates:
             given = None if chat_template is None else _read(Path(chat_template))
             return cls({DEFAULT: given or PLAIN_TEMPLATE})
         directory = model_directory(path)
+        directory = tokenizer_directory(directory, tokenizer_model) or directory
         config_file = directory / TOKENIZER_CONFIG_FILE
-        config = read_json(config_file) if config_file.is_file() else {}
+        config = read_json(config_file) if is_regular_file(config_file) else {}
         if chat_template is not None:
             templates = {DEFAULT: _read(Path(chat_template))}
         else:
             templates = _template_files(directory) or _of_config(config_file, config)
         tokens_file = directory / SPECIAL_TOKENS_FILE
-        tokens = (read_json(tokens_file) if tokens_file.is_file() else {}) | config
+        tokens = (read_json(tokens_file) if is_regular_file(tokens_file) else {}) | config
         try:
             return cls(templates, _special_tokens(tokens))
         except CheckpointError as error:
@@ -218,11 +226,19 @@ def _read(file: Path) -> str:
         raise CheckpointError(f"{file}: cannot be read: {one_line(error)}") from error
 
 
+def _read_own(file: Path) -> str:
+    """Of a model directory: a regular file. A user's own may be a pipe."""
+    try:
+        return read_file(file, MOST_TEMPLATE_BYTES).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{file}: cannot be read: {one_line(error)}") from error
+
+
 def _template_files(directory: Path) -> dict[str, str]:
     file = directory / TEMPLATE_FILE
-    found = {DEFAULT: _read(file)} if file.is_file() else {}
+    found = {DEFAULT: _read_own(file)} if is_regular_file(file) else {}
     others = sorted((directory / TEMPLATE_FOLDER).glob("*.jinja"))
-    return found | {other.name.removesuffix(".jinja"): _read(other) for other in others}
+    return found | {other.name.removesuffix(".jinja"): _read_own(other) for other in others}
 
 
 def _of_config(file: Path, config: Mapping[str, Any]) -> dict[str, str]:

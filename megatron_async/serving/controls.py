@@ -306,9 +306,11 @@ def _kind_of(error: Exception) -> str:
 
 def _replaces_all(path: str, engine: DynamicInferenceEngine) -> bool:
     """A file may have some of the parameters alone; a model directory has all."""
-    if not path.endswith(".safetensors") or not Path(path).is_file():
+    if not path.endswith(".safetensors"):
         return True
     try:
+        if not Path(path).is_file():
+            return True
         with safe_open(path, "pt") as file:
             names = set(file.keys())
     except (OSError, SafetensorError):

@@ -139,6 +139,7 @@ class SamplingFields(Body):
     guided_json_object: bool | None = None
     guided_whitespace_pattern: str | None = None
     structured_outputs: dict[str, Any] | None = None
+    num_speculative_tokens: Annotated[Integer | None, range_of(0)] = None
 
     names: ClassVar[dict[str, str]] = {}
 
@@ -243,6 +244,7 @@ class SamplingFields(Body):
             ignore_eos=bool(self.ignore_eos),
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
             n=self.num_choices,
+            num_speculative_tokens=self.num_speculative_tokens,
             structured_outputs=structure,
         )
 

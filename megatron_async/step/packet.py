@@ -19,8 +19,8 @@ from megatron_async.cache.block_allocator import NULL_BLOCK
 from megatron_async.step.plan import Plan, SlotUpdate
 from megatron_async.step.slot_fields import Source, fields_from, word_count, words_of
 
-# Columns of a row record. ``ROW_SAMPLES`` counts the positions that S samples: none, one, or the
-# whole window of drafts.
+# Columns of a row record. ``ROW_SAMPLES`` counts the positions that S samples: none, or one and the
+# row's drafts.
 ROW_SLOT, ROW_SAMPLES, ROW_ASSIGNED_SLOT, ROW_ASSIGNED_COLUMN, ROW_ASSIGNED_BLOCK = range(5)
 ROW_QUERY_LENGTH, ROW_LAST_TOKEN = 5, 6
 ROW_WIDTH = 8
@@ -50,7 +50,7 @@ Ints = npt.NDArray[np.int32]
 class PacketLayout:
     """Offsets, in int32 elements, of the sections of a step packet; sizes of a control packet.
 
-    ``window`` is the number of tokens that a decode row may bring: 1 without drafts.
+    ``window`` is the most tokens that a decode row may bring: 1 without drafts.
     """
 
     max_rows: int
@@ -94,10 +94,12 @@ class PacketLayout:
 
 
 class StepShape(NamedTuple):
-    """Rows and tokens of a forward, padding included: all that distinguishes its graph."""
+    """Rows and tokens of a forward, padding included, and the window of its decode rows: all that
+    distinguishes its graph. Row r has pending logits from ``r * window`` on."""
 
     rows: int
     tokens: int
+    window: int = 1
 
 
 def write_packet(
@@ -114,7 +116,7 @@ def write_packet(
     count, decode_rows = len(plan.rows.slots), plan.decode_rows
     records[:] = _empty_row(null_slot)
     records[:count, ROW_SLOT] = plan.rows.slots
-    records[:decode_rows, ROW_SAMPLES] = layout.window
+    records[:decode_rows, ROW_SAMPLES] = plan.rows.windows[:decode_rows] or 1
     if tokens is not None:
         _write_sections(packet, layout, plan, records, tokens, null_slot)
     elif plan.assignments:
@@ -149,15 +151,16 @@ def _empty_row(null_slot: int) -> Ints:
 def _write_sections(
     packet: Ints, layout: PacketLayout, plan: Plan, records: Ints, size: int, null_slot: int
 ) -> None:
-    rows, decode_rows, window = len(records), plan.decode_rows, layout.window
-    at = decode_rows * window
+    rows, decode_rows, at = len(records), plan.decode_rows, plan.decode_tokens
+    windows = records[:decode_rows, ROW_SAMPLES]
+    firsts = np.cumsum(windows) - windows
     records[:decode_rows, ROW_QUERY_LENGTH] = 1
-    records[:decode_rows, ROW_LAST_TOKEN] = np.arange(0, at, window)
+    records[:decode_rows, ROW_LAST_TOKEN] = firsts
 
     tokens = packet[layout.tokens :][: size * TOKEN_WIDTH].reshape(-1, TOKEN_WIDTH)
     tokens[:] = (-1, null_slot, -1)
-    tokens[:at, TOKEN_SLOT] = np.repeat(plan.rows.slots[:decode_rows], window)
-    tokens[:at, TOKEN_POSITION] = np.tile(np.arange(-1, -1 - window, -1), decode_rows)
+    tokens[:at, TOKEN_SLOT] = np.repeat(plan.rows.slots[:decode_rows], windows)
+    tokens[:at, TOKEN_POSITION] = np.repeat(firsts, windows) - np.arange(at) - 1
     chunks = packet[layout.chunks :][: rows * CHUNK_WIDTH].reshape(-1, CHUNK_WIDTH)
     chunks[:] = (null_slot, size, 0, 0)
     for index, chunk in enumerate(plan.prefills):

@@ -59,15 +59,17 @@ class SlotUpdate(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RowMap:
-    """Which request each row of a forward holds; the three tuples are parallel.
+    """Which request each row of a forward holds; the tuples are parallel.
 
     ``epochs[i]`` is the generation of ``slots[i]`` at launch: a row whose epoch is older than its
-    slot's is dead. ``keys[i]`` is the scheduler's own number of the request.
+    slot's is dead. ``keys[i]`` is the scheduler's own number of the request. ``windows[i]`` is how
+    many tokens the row may bring, 1 and its drafts; empty where no row drafts.
     """
 
     slots: tuple[int, ...]
     epochs: tuple[int, ...]
     keys: tuple[int, ...]
+    windows: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -77,7 +79,9 @@ class Plan(NamedTuple):
     """The host's decision for one step. Pure data: rows ``0 .. decode_rows`` decode, the rows after
     them prefill one chunk each, in the order of ``prefills``. ``control`` reaches the S at the head
     of this launch. ``extended``: a request with extras holds a slot, so the S of this step's logits
-    is the extended one."""
+    is the extended one. ``window`` is that of the forward's decode rows, of which a row may use
+    less; ``drafts`` are what the S of its logits makes for each row; ``reason`` says why so
+    many."""
 
     number: int
     rows: RowMap
@@ -87,6 +91,9 @@ class Plan(NamedTuple):
     admissions: tuple[Admission, ...] = ()
     control: tuple[SlotUpdate, ...] = ()
     extended: bool = False
+    window: int = 1
+    drafts: int = 0
+    reason: str = ""
 
     @property
     def is_decode_only(self) -> bool:
@@ -98,6 +105,11 @@ class Plan(NamedTuple):
         """Tokens of the forward, without padding and drafts."""
         return self.decode_rows + sum(len(chunk.tokens) for chunk in self.prefills)
 
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens of the decode rows, drafts included."""
+        return sum(self.rows.windows[: self.decode_rows]) or self.decode_rows
+
     def sampled(self, rows: Iterable[T]) -> Iterable[T]:
         """Those of ``rows``, one for each row of the forward, whose logits are sampled."""
         if not self.prefills:
@@ -106,10 +118,20 @@ class Plan(NamedTuple):
         return compress(rows, chain(repeat(True, self.decode_rows), last_chunks))
 
 
+class SampleShape(NamedTuple):
+    """Rows and window of the forward whose logits an S samples, and how many drafts it makes for
+    the next one: with its variant all that distinguishes its graph."""
+
+    rows: int
+    window: int = 1
+    drafts: int = 0
+    extended: bool = False
+
+
 class Ticket(NamedTuple):
     """Launch-time snapshot of one launched step. The forward of ticket n is over on the device
     when the tokens sampled from its logits are on the host: its commit is its retirement."""
 
     number: int
     plan: Plan
-    row_bucket: int
+    sampled: SampleShape

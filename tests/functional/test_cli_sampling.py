@@ -86,12 +86,14 @@ def test_every_option_reaches_its_parameter(
     line = {name: value for name, value in expected.items() if name in SAMPLING}
     line |= {"stop": ["\n\n", "end"], "max_new_tokens": 6}
     file = tmp_path / "prompts.jsonl"
-    file.write_text(f'{json.dumps({"prompt": "a", **line})}\n{{"prompt": "b", "n": null}}\n')
+    other = {"prompt": "b", "n": None, "num_speculative_tokens": 0}
+    file.write_text(f"{json.dumps({'prompt': 'a', **line})}\n{json.dumps(other)}\n")
     assert call(capsys, "--prompt", "a", *options)[0] == 0
     assert call(capsys, "--prompt-file", str(file))[0] == 0
     by_option, by_line, without = (params.checked() for params in asked)
     assert by_option == by_line == SamplingParams(**expected).checked()
-    assert without == SamplingParams(temperature=0.0, num_tokens_to_generate=6).checked()
+    own = SamplingParams(temperature=0.0, num_tokens_to_generate=6, num_speculative_tokens=0)
+    assert without == own.checked()
     assert {name.replace("_schema", "") for name in STRUCTURES} == {
         *("json", "json_object", "regex", "choice", "grammar")
     }

@@ -78,7 +78,7 @@ def test_wheel_metadata(wheel: Path) -> None:
     assert metadata["Requires-Python"] == ">=3.11"
     assert "megatron-core==0.16.1" in metadata.get_all("Requires-Dist", [])
     entry_points = archive.read(f"{info}/entry_points.txt").decode()
-    assert "megatron-async = megatron_async.inference.cli.main:main" in entry_points
+    assert "megatron-async = megatron_async.__main__:main" in entry_points
 
 
 def test_installed_wheel_runs_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:

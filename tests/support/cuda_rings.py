@@ -47,6 +47,9 @@ class CudaPackets:
             entry.fill_(POISON)
         host.counter += 1
 
+    def restart(self) -> None:
+        self.host.restart()
+
 
 class CudaResults:
     """As :class:`CudaPackets`."""
@@ -66,3 +69,6 @@ class CudaResults:
 
     def put_back(self, number: int) -> None:
         self.host.put_back(number)
+
+    def restart(self) -> None:
+        self.host.restart()

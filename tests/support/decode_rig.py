@@ -49,8 +49,8 @@ class DecodeRig:
         tokens = torch.randint(0, config.vocab_size, (rows, TOKENS), generator=generator)
         self.tokens = tokens.to(device)
 
-    def context(self, block_size: int = BLOCK_SIZE) -> DynamicInferenceContext:
-        """An empty cache; row r is in a slot of its own."""
+    def context(self, block_size: int = BLOCK_SIZE, window: int = 1) -> DynamicInferenceContext:
+        """An empty cache for steps of ``window`` tokens a row; row r is in a slot of its own."""
         columns = -(-TOKENS // block_size)
         context = DynamicInferenceContext(
             params_dtype=torch.bfloat16,
@@ -62,6 +62,7 @@ class DecodeRig:
             max_requests=self.rows,
             block_size_tokens=block_size,
             device=self.device,
+            num_speculative_tokens=window - 1,
         )
         blocks = torch.arange(self.rows * columns, device=self.device).flip(0) + 1
         context.block_table[: self.rows] = blocks.view(self.rows, columns)
@@ -84,6 +85,28 @@ class DecodeRig:
             forward(self.tokens[:, step].contiguous(), positions, context, logits)
             steps.append(logits)
         return torch.stack(steps, 1)
+
+    @torch.no_grad()
+    def decode_windows(self, forward: Forward, context: DynamicInferenceContext) -> Tensor:
+        """As :meth:`decode`, a window of each row in a call; behind a row's last token is
+        padding."""
+        window, slots = context.num_speculative_tokens + 1, torch.arange(self.rows)
+        context.finished[: self.rows] = False
+        steps = []
+        for first in range(0, TOKENS, window):
+            positions = first + torch.arange(window).expand(self.rows, -1)
+            inside = positions < TOKENS
+            ids = self.tokens[:, positions[0].clamp(max=TOKENS - 1)]
+            positions = torch.where(inside, positions, 0).flatten().to(self.device)
+            token_slots = torch.where(inside, slots[:, None], context.null_slot).flatten()
+            context.begin_forward(
+                token_slots.to(self.device), positions, decode_rows=ids.numel(), window=window
+            )
+            shape = (ids.numel(), self.config.vocab_size)
+            logits = torch.full(shape, float("nan"), device=self.device).bfloat16()
+            forward(ids.flatten(), positions, context, logits)
+            steps.append(logits.view(self.rows, window, -1)[:, : TOKENS - first])
+        return torch.cat(steps, 1)
 
     def error(self, logits: Tensor, state: dict[str, Tensor]) -> float:
         """The largest relative error of a row's logits against a float64 forward of ``state``."""

@@ -87,6 +87,9 @@ class HashDrafter:
     def prefill(self, tokens: MixedTokens, hidden_states: torch.Tensor | None) -> None:
         pass
 
-    def draft(self, rows: SampledRows) -> torch.Tensor:
+    def draft(self, rows: SampledRows, count: int) -> torch.Tensor:
         model, context = self._model, self._context
-        return torch.tensor([model.draft_row(context, slot) for slot in rows.slots.tolist()])
+        if not count:
+            return rows.tokens[:, :0]
+        drafts = [model.draft_row(context, slot)[:count] for slot in rows.slots.tolist()]
+        return torch.tensor(drafts)

@@ -37,7 +37,7 @@ from megatron_async.scheduler.request_table import RequestTable, row_map
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.scheduler.slots import SlotTable
 from megatron_async.step.packet import ROW_SLOT
-from megatron_async.step.plan import Plan, SlotUpdate, Ticket
+from megatron_async.step.plan import Plan, SampleShape, SlotUpdate, Ticket
 from megatron_async.step.records import StepResult
 from megatron_async.step.slot_fields import Values
 from tests.support.cuda_rings import CudaPackets, CudaResults, CudaRingsDevice
@@ -313,18 +313,18 @@ def row_map_of_the_step_before(original: Any) -> Any:
 
 @mutant(StepGraphs, "_step_work", "IntegrityError", "WrongTokensError", least_depth=1)
 def packet_taken_before_the_pending_logits_are_sampled(original: Any) -> Any:
-    def step_work(self: StepGraphs, rows: int, extended: bool) -> None:
-        self._program.load_decode(rows)
-        self._program.sample(rows, extended)
-        self._program.forward_decode(rows)
+    def step_work(self: StepGraphs, sampled: SampleShape) -> None:
+        self._program.load_decode(sampled.rows)
+        self._program.sample(sampled)
+        self._program.forward_decode(sampled.rows, sampled.window)
 
     return step_work
 
 
 @mutant(StepProgram, "forward_decode", "IntegrityError", "WrongTokensError")
 def length_not_advanced_at_a_block_boundary(original: Any) -> Any:
-    def forward_decode(self: StepProgram, rows: int) -> None:
-        original(self, rows)
+    def forward_decode(self: StepProgram, rows: int, window: int) -> None:
+        original(self, rows, window)
         lengths = self._context.kv_length
         lengths -= (lengths % self._context.block_size_tokens == 0).long() * (lengths > 0)
 
@@ -345,10 +345,10 @@ def noise_at_the_position_the_host_knows(original: Any) -> Any:
 
 @mutant(StepProgram, "sample", "IntegrityError", "DeadRowLivedError", least_depth=1)
 def end_marked_a_step_late(original: Any) -> Any:
-    def sample(self: StepProgram, rows: int, extended: bool = False) -> None:
-        slots = self._row_records[:rows, ROW_SLOT].long()
+    def sample(self: StepProgram, shape: SampleShape) -> None:
+        slots = self._row_records[: shape.rows, ROW_SLOT].long()
         before = self._context.finished[slots]
-        original(self, rows, extended)
+        original(self, shape)
         self._context.finished[slots] = before
 
     return sample
@@ -372,11 +372,11 @@ def forward_ignores_the_end(original: Any) -> Any:
 def control_applied_a_launch_late(original: Any) -> Any:
     """After the S of its own launch."""
 
-    def controlled_work(self: StepGraphs, rows: int, extended: bool) -> None:
-        self._program.sample(rows, extended)
+    def controlled_work(self: StepGraphs, sampled: SampleShape) -> None:
+        self._program.sample(sampled)
         self._program.load_control()
-        self._program.load_decode(rows)
-        self._program.forward_decode(rows)
+        self._program.load_decode(sampled.rows)
+        self._program.forward_decode(sampled.rows, sampled.window)
 
     return controlled_work
 
@@ -388,9 +388,9 @@ def control_behind_the_next_lone_sample(original: Any) -> Any:
     def control(self: StepGraphs) -> Any:
         late, sample = original(self), self.sample
 
-        def sample_before(rows: int, **variant: Any) -> Any:
+        def sample_before(shape: SampleShape) -> Any:
             vars(self).pop("sample", None)
-            return _InTurn(sample(rows, **variant), late)
+            return _InTurn(sample(shape), late)
 
         self.sample = sample_before  # type: ignore[method-assign]
         return _InTurn()
@@ -436,9 +436,9 @@ def end_of_an_abort_never_sent(original: Any) -> Any:
 def sampling_update_lost_on_eviction(original: Any) -> Any:
     """The slot has the new values, and the admission that follows an eviction brings the old."""
 
-    def update_values(self: RequestTable, sequence: Sequence, values: Values) -> None:
+    def update_values(self: RequestTable, sequence: Sequence, values: Values, window: int) -> None:
         admitted_with = sequence.values
-        original(self, sequence, values)
+        original(self, sequence, values, window)
         if sequence.slot >= 0:
             sequence.values = admitted_with
 
@@ -472,10 +472,12 @@ def last_token_of_a_window_left(original: Any) -> Any:
 def bounds_not_corrected_at_commit(original: Any) -> Any:
     """Each window takes blocks as if the ones before had been accepted to their ends."""
 
-    def cut(self: Scheduler, sequence: Sequence, window: tuple[int, ...]) -> tuple[int, ...]:
-        bound = sequence.kv_bound
-        kept: tuple[int, ...] = original(self, sequence, window)
-        sequence.kv_bound = bound
+    def cut(
+        self: Scheduler, sequence: Sequence, window: tuple[int, ...], bound: int
+    ) -> tuple[int, ...]:
+        before = sequence.kv_bound
+        kept: tuple[int, ...] = original(self, sequence, window, bound)
+        sequence.kv_bound = before
         return kept
 
     return cut
@@ -485,17 +487,20 @@ def bounds_not_corrected_at_commit(original: Any) -> Any:
 def drafts_accepted_without_comparing(original: Any) -> Any:
     """What is sampled behind a wrong draft counts."""
 
-    def sample(self: SamplingStage, logits: torch.Tensor, rows: int, *extended: Any) -> None:
-        slots = self._row_records[:rows, ROW_SLOT].long()
+    def sample(
+        self: SamplingStage, logits: torch.Tensor, shape: SampleShape, *processed: Any
+    ) -> None:
+        slots = self._row_records[: shape.rows, ROW_SLOT].long()
         sample_tokens = stage.sample_tokens
 
         def agreeing(*args: Any, **options: Any) -> torch.Tensor:
             tokens = sample_tokens(*args, **options)
-            self._state.drafts[slots] = tokens.view(rows, WINDOW)[:, :-1]
+            windows = tokens.view(shape.rows, shape.window)
+            self._state.drafts[:, : shape.window - 1][slots] = windows[:, :-1]
             return tokens
 
         with patch.object(stage, "sample_tokens", agreeing):
-            original(self, logits, rows, *extended)
+            original(self, logits, shape, *processed)
 
     return sample
 

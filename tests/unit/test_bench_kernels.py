@@ -23,9 +23,13 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("bench_kernels")
 
 
-@on_both("rows", gpu=[(40,)], small=[(34,)])
+@on_both("rows", "window", gpu=[(40, 1), (40, 3)], small=[(34, 1), (8, 3)])
 def test_one_kernel_and_three_attend_alike(
-    device: torch.device, rows: int, script: ModuleType, monkeypatch: pytest.MonkeyPatch
+    device: torch.device,
+    rows: int,
+    window: int,
+    script: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(script, "MOST_COPIES", 2)
     monkeypatch.setattr(script, "CAPACITY", 128)
@@ -33,7 +37,7 @@ def test_one_kernel_and_three_attend_alike(
         monkeypatch.setattr(cuda, "unavailable", lambda index: None)
         monkeypatch.setattr(rope_append, "rope_append", rope_append.rope_append_reference)
     lengths = [(37 * row) % 101 for row in range(rows)]
-    calls, byte_count = script.attention_calls(lengths, (4, 2, 32), device)
+    calls, byte_count = script.attention_calls(lengths, (4, 2, 32), device, window)
     assert byte_count == sum(lengths) * 2 * 2 * 32 * 2
     first, other = (calls["three"](number).double() for number in (0, 1))
     assert relative_error(calls["one"](0), first) < LIMIT

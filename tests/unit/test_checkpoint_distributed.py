@@ -14,12 +14,15 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async.checkpoint import load_pretrained, save_distributed
+from megatron_async.checkpoint import describe_pretrained, load_pretrained, save_distributed
 from megatron_async.checkpoint.distributed_metadata import read_metadata
 from megatron_async.checkpoint.native import write_config
+from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import CheckpointError
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig
+from megatron_async.sampling_params import SamplingParams
+from tests.support.engines import config_at
 from tests.support.patience import PATIENCE_SECONDS
 
 from megatron.core.transformer.enums import LayerType  # isort: skip
@@ -44,40 +47,83 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 # A program of a megatron user: stock model, stock save, nothing of this package.
 STOCK = """
-import os, sys
+import argparse, contextlib, os, sys
 import torch
 if not torch.cuda.is_available():
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.synchronize = lambda device=None: None
 from megatron.core import jit
 jit.disable_jit_fuser()
-from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec, get_gpt_mtp_block_spec)
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-def build():
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
+torch.distributed.init_process_group(
+    "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+parallel_state.initialize_model_parallel()
+
+def build(mtp_num_layers=None):
     config = TransformerConfig(
         num_layers=2, hidden_size=32, num_attention_heads=4, num_query_groups=2, kv_channels=8,
         ffn_hidden_size=48, normalization="RMSNorm", qk_layernorm=True, add_bias_linear=False,
         gated_linear_unit=True, activation_func=torch.nn.functional.silu,
         use_cpu_initialization=True, bias_activation_fusion=False, bias_dropout_fusion=False,
-        masked_softmax_fusion=False, gradient_accumulation_fusion=False)
-    return GPTModel(
-        config=config, vocab_size=64, max_sequence_length=128, position_embedding_type="none",
-        transformer_layer_spec=get_gpt_layer_local_spec(
-            qk_layernorm=True, normalization="RMSNorm"),
+        masked_softmax_fusion=False, gradient_accumulation_fusion=False,
+        hidden_dropout=0.0, attention_dropout=0.0, mtp_num_layers=mtp_num_layers)
+    layer = get_gpt_layer_local_spec(qk_layernorm=True, normalization="RMSNorm")
+    mtp = mtp_num_layers and get_gpt_mtp_block_spec(config, layer, use_transformer_engine=False)
+    model = GPTModel(
+        config=config, vocab_size=64, max_sequence_length=128, transformer_layer_spec=layer,
+        position_embedding_type="learned_absolute" if mtp else "none", mtp_block_spec=mtp,
         share_embeddings_and_output_weights=False)
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.randn_like(parameter) * (0.3 if mtp else 1))
+    return model
+
+ARGUMENTS = argparse.Namespace(
+    num_layers=2, hidden_size=32, num_attention_heads=4, group_query_attention=True,
+    num_query_groups=2, kv_channels=8, ffn_hidden_size=48, normalization="RMSNorm",
+    norm_epsilon=1e-5, qk_layernorm=True, add_bias_linear=False, add_qkv_bias=False, swiglu=True,
+    position_embedding_type="learned_absolute", max_position_embeddings=128, rotary_percent=1.0,
+    untie_embeddings_and_output_weights=True, padded_vocab_size=64, vocab_size=60, mtp_num_layers=2,
+    params_dtype=torch.float32, attention_backend=AttnBackend.auto, num_experts=None, seed=1234,
+    tokenizer_type="HuggingFaceTokenizer", tokenizer_model="/nowhere/at/all", data_path=["a", "b"])
+
+def save_with_mtp(root):
+    # Under the names of both layer specs, with the logits that training sees.
+    model = build(mtp_num_layers=2).eval()
+    outputs = []
+    tensor_parallel.get_cuda_rng_tracker().fork = contextlib.nullcontext
+    model.output_layer.register_forward_hook(
+        lambda module, given, out: outputs.append(out[0].detach()[:, 0].clone()))
+    ids = torch.arange(40)[None] * 7 % 64
+    mask = torch.ones(1, 1, 40, 40).triu(1).bool()
+    model(ids, torch.arange(40)[None], mask, labels=ids)
+    # In training the MTP layers come first.
+    torch.save(outputs, f"{root}/mtp_logits.pt")
+    for name, has_map in (("mtp_te", True), ("mtp_local", False)):
+        if not has_map:
+            for module in model.modules():
+                if hasattr(module, "submodules_config"):
+                    module.submodules_config.sharded_state_dict_keys_map = {}
+        sharded = model.sharded_state_dict()
+        for layer in ("decoder.layers", "mtp.layers.1.transformer_layer"):
+            key = f"{layer}.self_attention.core_attention._extra_state"
+            sharded[key] = ShardedObject(key, torch.zeros(8), (1,), (0,))
+        sharded |= {"args": ARGUMENTS, "checkpoint_version": 3.0, "iteration": 7}
+        os.makedirs(f"{root}/{name}/iter_0000007")
+        dist_checkpointing.save(sharded, f"{root}/{name}/iter_0000007")
+        open(f"{root}/{name}/latest_checkpointed_iteration.txt", "w").write("7")
 
 if __name__ == "__main__":
     root = sys.argv[1]
     model = build()
-    for parameter in model.parameters():
-        parameter.data.copy_(torch.randn_like(parameter))
     torch.save(dict(model.named_parameters()), f"{root}/stock.pt")
+    save_with_mtp(root)
     for name, metadata in (("stacked", {}), ("single", {"singleton_local_shards": True})):
         sharded = model.sharded_state_dict(metadata=metadata)
         sharded["args"] = {"iteration": 3}
@@ -116,9 +162,11 @@ def test_roundtrip_is_exact(tmp_path: Path, name: str) -> None:
     assert_same(dict(model.named_parameters()), dict(loaded.model.named_parameters()))
 
 
-def test_stock_megatron_and_we_load_each_other_exactly(tmp_path: Path) -> None:
-    ours = build(CONFIG)
-    save_distributed(tmp_path / "ours", ours, CONFIG)
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the stock program saved, and what it loaded of ours."""
+    tmp_path = tmp_path_factory.mktemp("stock")
+    save_distributed(tmp_path / "ours", build(CONFIG), CONFIG)
     program = tmp_path / "stock.py"
     program.write_text(STOCK)
     subprocess.run(
@@ -128,12 +176,53 @@ def test_stock_megatron_and_we_load_each_other_exactly(tmp_path: Path) -> None:
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    loaded = torch.load(tmp_path / "loaded.pt", weights_only=True)
-    assert_same(dict(ours.named_parameters()), loaded)
-    stock = torch.load(tmp_path / "stock.pt", weights_only=True)
+    return tmp_path
+
+
+def test_stock_megatron_and_we_load_each_other_exactly(stock: Path) -> None:
+    loaded = torch.load(stock / "loaded.pt", weights_only=True)
+    assert_same(dict(build(CONFIG).named_parameters()), loaded)
+    saved = torch.load(stock / "stock.pt", weights_only=True)
     for name in ("stacked", "single"):
-        write_config(tmp_path / name, CONFIG)
-        assert_same(stock, dict(load_pretrained(tmp_path / name).model.named_parameters()))
+        write_config(stock / name, CONFIG)
+        assert_same(saved, dict(load_pretrained(stock / name).model.named_parameters()))
+
+
+@pytest.mark.parametrize("name", ("mtp_te", "mtp_local"))
+@torch.no_grad()
+def test_mtp_layers_as_training_saves_them_draft_what_training_sees(stock: Path, name: str) -> None:
+    """And is loaded from its root, by the arguments that training keeps."""
+    changes = {"mtp_num_layers": 2, "position_embedding": "learned_absolute"}
+    assert describe_pretrained(stock / name).config == ModelConfig(
+        **{**CONFIG.to_dict(), **changes}
+    )
+    stored = read_metadata(stock / name / "iter_0000007")
+    assert ("mtp.layers.1.transformer_layer.input_layernorm.weight" in stored) == (
+        name == "mtp_local"
+    )
+    model: Any = load_pretrained(stock / name).model
+    first, second, target = torch.load(stock / "mtp_logits.pt", weights_only=True)
+    ids, positions = torch.arange(40)[None] * 7 % 64, torch.arange(40)[None]
+    torch.testing.assert_close(model(ids, positions, None)[0], target, atol=1e-4, rtol=1e-4)
+    hidden = model.decoder_hidden_states
+    for layer, expected in enumerate((first, second)):
+        at = layer + 1
+        hidden = model.mtp_hidden_states(layer, hidden[:-1], ids[:, at:], positions[:, at:])
+        torch.testing.assert_close(model.logits(hidden)[0], expected[:-at], atol=1e-4, rtol=1e-4)
+    assert drafted(stock / name, depth=1, drafts=2) == drafted(stock / name, depth=0, drafts=0)
+
+
+def drafted(path: Path, depth: int, drafts: int) -> list[list[int]]:
+    """Tokens of an engine over ``path``."""
+    config = config_at(depth, device="cpu", num_speculative_tokens=drafts, max_requests=2)
+    params = [
+        SamplingParams(num_tokens_to_generate=16, temperature=t, seed=1, termination_id=-1)
+        for t in (0.0, 0.8)
+    ]
+    with DynamicInferenceEngine.from_pretrained(path, config) as engine:
+        requests = engine.generate([[1, 2, 3], [7]], params)
+        assert (engine.counters.tokens_drafted > 0) == (drafts > 0)
+    return [request.generated_tokens for request in requests]
 
 
 @pytest.fixture
@@ -221,7 +310,7 @@ def test_optimizer_state_is_skipped(saved: Path) -> None:
         ("common.pt", r"common\.pt: cannot be read: No such file"),
         ("metadata.json", r"metadata\.json: cannot be read"),
         ("*.distcp", "cannot be read: No such file"),
-        ("config.json", r"needs a config\.json.*write_config"),
+        ("config.json", r"common\.pt: has no args of Megatron.*config\.json.*write_config"),
     ],
 )
 def test_missing_file_is_named(saved: Path, name: str, message: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pickle
 from pathlib import Path
@@ -13,8 +12,9 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from megatron_async.checkpoint import load_pretrained, save_distributed
-from megatron_async.checkpoint.distributed_metadata import _RecordUnpickler
 from megatron_async.checkpoint.native import write_config
+from megatron_async.checkpoint.pickle_reader import PickleReader, PickleReadError
+from megatron_async.checkpoint.torch_archive import FUNCTIONS
 from megatron_async.errors import CheckpointError
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig
@@ -105,13 +105,20 @@ def test_hand_made_metadata_is_refused(
     assert not (saved.parent / "ran").exists()
 
 
-def test_getattr_in_metadata_names_a_member_and_reads_no_attribute() -> None:
+def test_getattr_in_a_pickle_names_a_member_and_reads_no_attribute() -> None:
     """As an enumeration's member is pickled by Python up to 3.11.3."""
     head = b"cbuiltins\ngetattr\n(ctorch.distributed.checkpoint.planner\nWriteItemType\n"
-    for name in ("TENSOR", "__class__", "__init__"):
-        pickled = head + f"S'{name}'\ntR.".encode()
-        found = _RecordUnpickler(io.BytesIO(pickled)).load()
-        assert type(found).__name__ == "WriteItemType" and found.args == (name,)
+
+    def read(name: bytes) -> Any:
+        return PickleReader(head + b"V" + name + b"\ntR.", lambda name: True, FUNCTIONS).load()
+
+    assert (read(b"TENSOR").name.rpartition(".")[2], read(b"TENSOR").args) == (
+        "WriteItemType",
+        ("TENSOR",),
+    )
+    for name in (b"__class__", b"__init__"):
+        with pytest.raises(PickleReadError, match="getattr is not allowed"):
+            read(name)
 
 
 @pytest.mark.parametrize("archive", [True, False])

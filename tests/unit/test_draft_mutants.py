@@ -92,13 +92,18 @@ def check_tokens(tiny: DynamicInferenceEngine) -> None:
         raise WrongTokensError(f"{got} != {wanted}")
 
 
-def steps_of(engine: DynamicInferenceEngine, prompt: str) -> Iterator[tuple[list[int], int, int]]:
+def steps_of(
+    engine: DynamicInferenceEngine, prompt: str, undrafted: int = 0
+) -> Iterator[tuple[list[int], int, int]]:
     """Tokens, slot and room of a request behind each step that brought some of it; what is drafted
-    beyond the room is nobody's token, and is computed without blocks."""
+    beyond the room is nobody's token, and is computed without blocks. Its first tokens come without
+    drafts."""
     tokens = engine.controller.tokenize_prompt(prompt)
     total = len(tokens) + 18
-    engine.add_request(1, prompt, params(18))
+    engine.add_request(1, prompt, params(18, num_speculative_tokens=0 if undrafted else None))
     while engine.has_unfinished_requests():
+        if len(tokens) == total - 18 + undrafted:
+            engine.update_sampling_params(1, num_speculative_tokens=None)
         outputs = engine.step_modern()["tokens"]
         new = [output.token_id for output in outputs if output.request_id == 1]
         tokens += new
@@ -112,17 +117,18 @@ def steps_of(engine: DynamicInferenceEngine, prompt: str) -> Iterator[tuple[list
 
 
 def check_mtp_drafts(tiny: DynamicInferenceEngine) -> None:
-    """Logits of all drafts: of a prompt in chunks, with a neighbour, and of the same prompt found
-    in the cache. Drafts themselves may be the same with a fault in what they come from."""
+    """Logits of all drafts: of a prompt in chunks, with a neighbour, of the same prompt found in
+    the cache, and behind steps without drafts. Drafts themselves may be the same with a fault in
+    what they come from."""
     plain = Plain(tiny.controller.inference_wrapped_model.model)
     slots: list[int] = []
     logits: list[torch.Tensor] = []
     draft, sample_tokens = MtpDrafter.draft, mtp.sample_tokens
 
-    def watched(self: MtpDrafter, rows: SampledRows) -> torch.Tensor:
+    def watched(self: MtpDrafter, rows: SampledRows, count: int) -> torch.Tensor:
         slots[:] = rows.slots.tolist()
         logits.clear()
-        return draft(self, rows)
+        return draft(self, rows, count)
 
     def watched_sample(of: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         logits.append(of.clone())
@@ -135,16 +141,18 @@ def check_mtp_drafts(tiny: DynamicInferenceEngine) -> None:
     ):
         engine.add_request(0, "import sys", params(26))
         cached = 0
-        for _ in range(2):
+        for undrafted in (0, 0, 7):
             compared = 0
-            for tokens, slot, room in steps_of(engine, PROMPT * 2):
+            for tokens, slot, room in steps_of(engine, PROMPT * 2, undrafted):
+                if not logits:
+                    continue
                 row = slots.index(slot)
                 for got, wanted in zip(logits[:room], plain.logits(tokens, 4), strict=False):
                     error = (got[row, : len(wanted)] - wanted).abs().max()
                     if not error < 2e-3:
                         raise WrongDraftsError(f"logits differ by {error}")
                     compared += 1
-            assert compared > 12
+            assert compared > (6 if undrafted else 12)
             cached, before = engine.counters.tokens_cached, cached
         assert cached > before + 30
 
@@ -177,7 +185,10 @@ def check_writes(tiny: DynamicInferenceEngine) -> None:
             allowed.update((sequence.slot, block) for block in sequence.blocks)
         return commit(self, *args)
 
-    asked = [(PROMPT * (i % 3 + 1), params(5 + i % 4)) for i in range(8)]
+    asked = [
+        (PROMPT * (i % 3 + 1), params(5 + i % 4, num_speculative_tokens=(None, 1)[i % 2]))
+        for i in range(8)
+    ]
     with (
         patch.object(DynamicInferenceContext, "begin", watched),
         patch.object(Scheduler, "commit", watched_commit),
@@ -196,7 +207,19 @@ def check_writes(tiny: DynamicInferenceEngine) -> None:
                 raise StrayWriteError(f"slots and blocks {sorted(stray)}")
 
 
-CHECKS = (check_tokens, check_mtp_drafts, check_ngram_drafts, check_writes)
+def check_counts(tiny: DynamicInferenceEngine) -> None:
+    """No row brings more than its request wants."""
+    with drafting(tiny, 1, 4) as engine:
+        wants = [0, 2, None]
+        each = [params(20, num_speculative_tokens=count) for count in wants]
+        requests = engine.generate([PROMPT] * 3, each)
+    for request, count in zip(requests, wants, strict=True):
+        rows = request.counters.launched - request.counters.discarded - 1
+        if count is not None and request.counters.accepted > count * rows:
+            raise WrongTokensError(f"{request.counters.accepted} of {rows} rows")
+
+
+CHECKS = (check_tokens, check_mtp_drafts, check_ngram_drafts, check_writes, check_counts)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
@@ -250,9 +273,14 @@ FAULTS = (
     Fault("decode rows cut by padding before them", attention_metadata, "metadata_of_mixed",
           "int(held[-1]) + 1 if len(held) else 0", "len(held)", check_tokens),
     Fault("window's last draft not in mixed steps", StepProgram, "forward_mixed",
-          "torch.where(is_window[:, None], self._offsets, 0)", "0 * self._offsets", check_tokens),
+          "torch.minimum(self._offsets[: shape.window], drafts[:, None])",
+          "0 * self._offsets[: shape.window]", check_tokens),
     Fault("tails of chunks not kept", MtpDrafter, "prefill",
           "self._tails[target, layer] = hidden[lasts]", "pass", check_mtp_drafts),
+    Fault("tokens without drafts not seen", MtpDrafter, "draft",
+          "for draft in range(passes)", "for draft in range(count)", check_mtp_drafts),
+    Fault("drafts of the step accepted, not the row's", SamplingStage, "sample",
+          "offsets[1:] < samples[:, None]", "offsets[1:] < window", check_counts),
     Fault("tails of windows not kept", mtp, "hidden_before",
           "of.tails[of.slots, draft] = hidden[:, window - draft]", "pass", check_mtp_drafts),
     Fault("tail of the row before the last", mtp, "hidden_before",

@@ -106,8 +106,8 @@ def log_probabilities_of_the_next_row(original: Any) -> Any:
 
 
 def log_probabilities_of_the_prompt_token_before(original: Any) -> Any:
-    def of(plan: Plan, window: int) -> Any:
-        found = original(plan, window)
+    def of(plan: Plan) -> Any:
+        found = original(plan)
         return found and found._replace(tokens=tuple(max(at - 1, 0) for at in found.tokens))
 
     return staticmethod(of)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_async.kernels.attention import decode_attention
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.fused import coverage
 from megatron_async.models.fused.decoder import FusedDecoder
@@ -152,6 +153,38 @@ def test_a_block_size_that_attention_does_not_read_leaves_the_mlps_fused(
     (fallback,) = covered.fallbacks
     assert str(fallback) == "attention of layers 1-2: block size 8 is not a multiple of 16"
     assert rig.error(rig.decode(fused.forward, context), state_of(model)) < LIMIT
+
+
+@on_both(
+    "name",
+    "window",
+    "fused_windows",
+    gpu=((name, w, f) for name in NAMES for w in (2, 3, 4) for f in (True, False)),
+    small=[("qwen3", 2, True)],
+)
+def test_rows_of_several_tokens(
+    device: torch.device,
+    name: str,
+    window: int,
+    fused_windows: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Windows of drafts in one kernel, or appended first and attended token by token."""
+    monkeypatch.setattr(decode_attention, "FUSED_WINDOWS", fused_windows)
+    config = small(name)
+    model = bfloat16_model(config, device)
+    fused, rig = FusedDecoder(model), DecodeRig(config, device, rows=2)
+    by_token: list[int] = []
+    context = rig.context(window=window)
+    right = context.attend_packed
+
+    def attend_packed(layer: int, *values: Any) -> Tensor:
+        by_token.append(layer)
+        return right(layer, *values)
+
+    monkeypatch.setattr(context, "attend_packed", attend_packed)
+    assert rig.error(rig.decode_windows(fused.forward, context), state_of(model)) < LIMIT
+    assert bool(by_token) != fused_windows
 
 
 @on_both("name", gpu=[(name,) for name in NAMES], small=[("qwen3",)])

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_async.kernels import compile as cuda
+from megatron_async.kernels.attention import decode_attention
 from megatron_async.kernels.attention.decode_attention import DecodeAttentions, Heads
 from megatron_async.kernels.gemm.tile_config import (
     ADD,
@@ -28,7 +30,7 @@ from megatron_async.kernels.gemm.tile_config import (
 from megatron_async.models.fused import coverage, embedding, gemms
 from megatron_async.models.fused.decoder import FusedDecoder
 from tests.support import emulator
-from tests.support.decode_rig import BLOCK_SIZE, DecodeRig, bfloat16_model, small
+from tests.support.decode_rig import BLOCK_SIZE, TOKENS, DecodeRig, bfloat16_model, small
 
 Call = tuple[str, tuple[Any, ...], dict[str, Any]]
 """A kernel, what it is built for, and its arguments, with tensors by their names."""
@@ -215,6 +217,41 @@ def test_a_model_whose_blocks_are_all_fused_launches_these_kernels_in_this_order
     assert len(expected) == 2 + 5 * config.num_layers
     for found, wanted in zip(recorder.calls, expected, strict=True):
         assert found == wanted
+
+
+@pytest.mark.parametrize(
+    ("window", "fused_windows", "by_token"), [(3, True, False), (3, False, True), (17, True, True)]
+)
+def test_a_window_of_drafts_is_a_row_of_the_attention_and_several_of_the_gemms(
+    window: int, fused_windows: bool, by_token: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is compiled ahead is what a step launches."""
+    monkeypatch.setattr(decode_attention, "FUSED_WINDOWS", fused_windows)
+    config, device = small("qwen3"), torch.device("cpu")
+    model = bfloat16_model(config, device)
+    recorder, compiled = Recorder(monkeypatch, {}), []
+    monkeypatch.setattr(cuda, "compile_together", lambda work, _: compiled.extend(work))
+    fused, rig = FusedDecoder(model), DecodeRig(config, device, rows=1)
+    context = rig.context(window=window)
+    packed: list[int] = []
+
+    def attend_packed(layer: int, qkv: torch.Tensor, *_: Any) -> torch.Tensor:
+        packed.append(qkv.shape[0])
+        return qkv.new_zeros(qkv.shape[0], config.num_attention_heads, config.head_dim)
+
+    monkeypatch.setattr(context, "attend_packed", attend_packed)
+    rig.decode_windows(fused.forward, context)
+    steps = -(-TOKENS // window) * config.num_layers
+    attentions = [built for kernel, built, _ in recorder.calls if kernel == "attention"]
+    assert packed == [window] * (steps if by_token else 0)
+    assert len(attentions) == steps - len(packed)
+    assert {built[2] for kernel, built, _ in recorder.calls if kernel == "gemm"} == {padded(window)}
+    fused.compile([window], context)
+    made = [macros for source, macros in compiled if source == "attention"]
+    for heads, rows, capacity in attentions:
+        assert (heads.window, rows) == (window, 1)
+        assert made == [heads.defines(padded(rows), capacity, emulator.SM_COUNT)]
+    assert bool(made) == bool(attentions)
 
 
 def test_hidden_states_that_nobody_wants_cost_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

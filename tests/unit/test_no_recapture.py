@@ -59,6 +59,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "detokenize": (False,),
     "n": (2, 3),
     "best_of": (2, 4),
+    "num_speculative_tokens": (0,),
     "structured_outputs": ({"regex": "[a-f]{3,9}[0-9]+"}, {"choice": ["ab", "null"]}, SCHEMA),
     "logits_processors": ([only_even], [only_even, only_even]),
 }  # fmt: skip

@@ -319,7 +319,8 @@ def test_a_record_that_cannot_be_written_is_refused_before_anything_starts(tmp_p
 
 
 def test_nothing_is_recorded_that_nobody_asked_for(tmp_path: Path) -> None:
-    file = RunFile(tmp_path / "run", hash_config(), "hash")
+    file = RunFile(tmp_path / "run")
+    file.begin(hash_config(), "hash")
     entries: list[dict[str, Any]] = []
     with hash_engine(1, **SIZES) as engine:
         assert engine.loop.recorder is None

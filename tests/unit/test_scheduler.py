@@ -484,10 +484,10 @@ def take(chain: Chain, count: int, status: int, *tokens: int) -> tuple[Any, ...]
 def windows(max_new: int = 20, depth: int = 0, **values: Any) -> Chain:
     """A request with its first token, then decode rows that may bring three, ``depth`` + 1 of them
     in flight."""
-    chain = Chain(depth, window=3, max_requests=1, **values)
+    chain = Chain(depth, windows=(1, 3), max_requests=1, **values)
     chain.add(sequence(1, max_new=max_new))
     chain.launch()
-    assert take(chain, 1, RUNNING, 7, -1, -1) == ((7,), None, False)
+    assert take(chain, 1, RUNNING, 7) == ((7,), None, False)
     for _ in range(depth + 1):
         chain.launch()
     return chain

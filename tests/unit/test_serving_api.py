@@ -121,6 +121,7 @@ def test_fields_become_sampling_parameters() -> None:
             "allowed_token_ids": [1, 2, 4],
             "bad_words": ["no"],
             "include_stop_str_in_output": True,
+            "num_speculative_tokens": 2,
             "guided_choice": ["a", "b"],
             "who_knows": 1,
         }
@@ -146,6 +147,7 @@ def test_fields_become_sampling_parameters() -> None:
         allowed_token_ids=(1, 2, 4),
         bad_words=("no",),
         include_stop_str_in_output=True,
+        num_speculative_tokens=2,
         structured_outputs={"choice": ["a", "b"]},
     )
 
@@ -576,6 +578,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "logit_bias": ([], {"a": 1}, {"999": 1}, {"1": "x"}, {str(i): 1 for i in range(2000)}),
     "max_tokens": (-1, 0, 1000, 1.5),
     "min_tokens": (-1, 100),
+    "num_speculative_tokens": (-1, 3, "x"),
     "stop_token_ids": ([-1], [999], 5),
     "allowed_token_ids": ([], [999]),
     "bad_words": ([""], "x"),

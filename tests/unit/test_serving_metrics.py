@@ -27,7 +27,7 @@ def test_the_engines_counters_and_gauges_are_those_of_the_last_snapshot() -> Non
     counters = EngineCounters()
     counters.tokens_committed, counters.step_ns = 41, 2_500_000_000
     counters.not_overlapped["serial: depth 0"] = 3
-    counters.verified([(1, 2, 3), (1,), (), (4, 5)], 2)
+    counters.verified([(1, 2, 3), (1,), (), (4, 5)], [3] * 4)
     gauges = {"requests_running": 2, "requests_waiting": 1, "blocks_free": 25, "blocks_total": 100}
     snapshots = [None, Snapshot(0.0, counters.to_dict(), gauges)]
     metrics = ServerMetrics("tiny", lambda: snapshots[-1], lambda: False)

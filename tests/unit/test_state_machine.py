@@ -70,6 +70,7 @@ class Part:
                 "jitter_seed": st.integers(0, 1000),
                 "window": st.sampled_from(self.windows),
                 "error_rate": st.sampled_from((0.0, 0.3, 0.3, 1.0)),
+                "adaptive_speculation": st.booleans() if self.drafts else st.just(False),
             }
         ).map(self._with_block_count)
 
@@ -78,6 +79,7 @@ class Part:
         return {**values, "block_count": int(smallest * (1 + values["spare"]))}
 
 
+STEP_COSTS = tuple((8, window, 1 + 0.2 * window) for window in range(1, 5))
 SMALL, LARGE, ANY = (1, 2, 3), (3, 4, 5, 8), (1, 2, 3, 4, 8, 64)
 DRAFTS = (2, 3, 4, 4)
 PARTS = {
@@ -190,6 +192,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.block_count = values["block_count"]
         self.window = values.pop("window")
         model = DraftingHashModel(self.window - 1, values.pop("error_rate"))
+        if values["adaptive_speculation"]:
+            values["speculative_step_costs"] = STEP_COSTS
         self.engine = hash_engine(
             self.part.depth, model=model, tokenizer=hash_tokenizer(), **values
         )
@@ -233,7 +237,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.futures[request_id] = self.engine.add_request(
                 request_id,
                 list(ask.prompt),
-                sampling_params(ask, **log_probs),
+                sampling_params(ask, **log_probs, **self.draw_drafts(data)),
                 priority=priority,
             )
             self.records[request_id] = self.engine.get_request(request_id)
@@ -256,7 +260,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.evict_request(self.draw_request(data))
 
     def update_sampling(self, data: st.DataObject) -> None:
-        self.engine.update_sampling_params(self.draw_request(data), **data.draw(changes))
+        new = data.draw(changes) | self.draw_drafts(data)
+        self.engine.update_sampling_params(self.draw_request(data), **new)
 
     def suspend(self, data: st.DataObject) -> None:
         self.engine.suspend()
@@ -279,6 +284,11 @@ class EngineMachine(RuleBasedStateMachine):
         self.cut |= cut
         self.aborted |= cut
         self.done |= cut
+
+    def draw_drafts(self, data: st.DataObject) -> dict[str, int]:
+        """Fewer drafts than the engine's, or none, in one of three draws."""
+        drafts = data.draw(st.sampled_from((None,) * 4 + (0, 1))) if self.part.drafts else None
+        return {} if drafts is None else {"num_speculative_tokens": drafts}
 
     def draw_request(self, data: st.DataObject) -> int:
         """Mostly one that has been admitted and has not ended, now and then any, or an id that
@@ -347,6 +357,8 @@ class EngineMachine(RuleBasedStateMachine):
                 "steps_with_extras",
             ):
                 self.totals[name] += getattr(counters, name)
+            steps = counters.steps_by_window
+            self.totals["narrow_steps"] += sum(n for w, n in steps.items() if w < self.window)
         assert sum(counters.tokens_committed for counters in self.counted) == sum(
             len(future.result(timeout=0).generated_tokens) for future in self.futures.values()
         )
@@ -422,7 +434,7 @@ def test_any_order_of_events_equals_the_oracle(part: Part, request: pytest.Fixtu
         assert totals[name] > 0, (name, totals)
     if part.drafts:
         assert totals["tokens_accepted"] >= steps / 10, totals
-        assert totals["ends_inside_windows"] > 0, totals
+        assert totals["ends_inside_windows"] > 0 and totals["narrow_steps"] > 0, totals
     else:
         assert totals["tokens_accepted"] == 0, totals
     if part.depth:

@@ -27,6 +27,7 @@ from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.step_program import StepProgram
 from megatron_async.step import packet
 from megatron_async.step.packet import PacketLayout
+from megatron_async.step.plan import SampleShape
 from megatron_async.step.records import ENDED, FAILED, RECORD_HEAD, RUNNING
 from megatron_async.step.slot_fields import SLOT_FIELDS
 from tests.support.engines import hash_engine, random_ask, sampling_params
@@ -163,7 +164,7 @@ def reference_steps(case: Case) -> list[dict[str, torch.Tensor]]:
     program._pending_logits[: case.rows] = case.logits[0]
     for _ in range(STEPS):
         snapshots.append({})
-        program.sample(case.rows)
+        program.sample(SampleShape(case.rows))
         program.load_decode(case.rows)
         program.forward_decode(case.rows)
         snapshots[-1].update(state_of(context))

@@ -11,10 +11,15 @@
 //   most
 //   MIN_SHARED  bytes of shared memory to take at least: they decide how many CTAs fit on an SM
 //   NORM 1: RMSNorm of each query head and key; ROPE 1: rotation of pairs (i, i + D / 2)
+//   WINDOW tokens of each row, of consecutive positions; those behind the row's end are padding, which
+//   has a position, a cache slot, and a finite result, all without meaning
+//   SHARES: the heads of a group are divided into so many items, each of which reads the keys and values
 //
 // A warp takes tiles of 16 tokens: scores[16 tokens x 8 heads] and out[D x 8 heads] with m16n8k16, for
-// each eight heads of the group, online softmax in base 2. Tokens before this one were written by
-// earlier steps, so their copies start before the projection is there. The CTAs are persistent: the
+// each eight queries (heads of a token), online softmax in base 2. Tokens before these were written by
+// earlier steps, so their copies start before the projection is there. A window's own keys and values
+// come from the projection, not from the cache: nobody waits for another CTA's append. They are the last
+// tile, in which a query sees the tokens up to its own. The CTAs are persistent: the
 // splits of all rows and heads go round the clusters, which find them from the lengths. Of many rows,
 // whose lengths differ, a dynamic scheduler gives a CTA that is done the next split (DYNAMIC).
 
@@ -25,21 +30,37 @@
 #define TILE_BYTES (16 * ROW_BYTES)
 #define STAGE_BYTES (2 * TILE_BYTES)       // keys, values
 #define RING_BYTES (ST * STAGE_BYTES)
-#define EIGHTS ((GROUP + 7) / 8)           // of heads
+#define HEADS (GROUP / SHARES)             // of an item
+#define ITEM_HEADS (KV_HEADS * SHARES)     // items of a split
+#define QUERIES (WINDOW * HEADS)           // of an item: those of a token come one after the other
+#define EIGHTS ((QUERIES + 7) / 8)         // of queries
 #define Q_ROW (ROW_BYTES + 16)
+#define Q_ROWS ((EIGHTS + 1) / 2 * 16)
+#define Q_IN_SHARED (WINDOW > 1 && EIGHTS > 1)  // not in registers: two CTAs would leave none
+#define NEW_ROWS (WINDOW > 8 ? 16 : WINDOW > 4 ? 8 : WINDOW > 2 ? 4 : WINDOW)
+#define STEPS ((D / 2 + 31) / 32)          // of a warp over a vector's pairs
+#define AHEAD (STEPS > 3 ? 3 : STEPS > 1 ? 6 : 12)  // vectors that a warp reads at once
 
-#define NEW_AT (WARPS * RING_BYTES)        // this step's key and value: a tile of one token
-#define Q_AT (NEW_AT + 2 * ROW_BYTES)
-#define PARTS_AT (Q_AT + 16 * Q_ROW)       // [WARPS][GROUP][D] fp32
-#define PART_STATS_AT (PARTS_AT + WARPS * GROUP * D * 4)
-#define WEIGHTS_AT (PART_STATS_AT + WARPS * GROUP * 8)  // of splits
-#define BEFORE_AT (WEIGHTS_AT + GROUP * MAX_SPLITS * 4)
+#define NEW_AT (WARPS * RING_BYTES)        // this step's keys and values: a tile of NEW_ROWS tokens
+#define NEW_VALUES_AT (NEW_AT + NEW_ROWS * ROW_BYTES)
+#define Q_AT (NEW_VALUES_AT + NEW_ROWS * ROW_BYTES)
+#define PARTS_AT (Q_AT + Q_ROWS * Q_ROW)   // [WARPS][QUERIES][D] fp32
+#define PARTS_BYTES (WARPS * QUERIES * D * 4)
+// Each warp's is in its ring where there is no room next to it: two CTAs shall fit on an SM, and few
+// rows, which give a CTA one split, shall leave the next kernel what they leave it with one token each.
+#define SUMS_BYTES (PARTS_BYTES + (CLUSTER > 1 ? QUERIES * D * 8 : 0))
+#define PARTS_IN_RING (WINDOW > 1 && WARPS * RING_BYTES + SUMS_BYTES > (LANE_ROWS > 1 ? 96 : 72) * 1024)
+#define PART_GAP (PARTS_IN_RING ? RING_BYTES - QUERIES * D * 4 : 0)  // behind a warp's part
+#define PART_STATS_AT (PARTS_AT + (PARTS_IN_RING ? 0 : PARTS_BYTES))
+#define WEIGHTS_AT (PART_STATS_AT + WARPS * QUERIES * 8)  // of splits
+#define BEFORE_AT (WEIGHTS_AT + QUERIES * MAX_SPLITS * 4)
 #define NEXT_AT (BEFORE_AT + 4)             // the split that comes next
-#define SENT_AT ((BEFORE_AT + 16 + 15) / 16 * 16)
-#define QUADS (GROUP * D / 4)              // of elements of the result
+#define BROKEN_AT (BEFORE_AT + 16)          // [WINDOW]: a new value is not finite
+#define SENT_AT ((BEFORE_AT + 16 + (WINDOW > 1 ? WINDOW * 4 : 0) + 15) / 16 * 16)
+#define QUADS (QUERIES * D / 4)            // of elements of the result
 #define OWN_QUADS ((QUADS + CLUSTER - 1) / CLUSTER)
 #define SENT_PARTS (CLUSTER * OWN_QUADS * 16)            // [CLUSTER][OWN_QUADS] and statistics:
-#define SENT_BYTES (SENT_PARTS + CLUSTER * GROUP * 8)    // [CLUSTER][GROUP]
+#define SENT_BYTES (SENT_PARTS + CLUSTER * QUERIES * 8)  // [CLUSTER][QUERIES]
 // One split's may come while that of the split before is read.
 #define ALL_SENT_AT (SENT_AT + (CLUSTER > 1 ? 2 * SENT_BYTES : 0))
 #define SHARED_BYTES (ALL_SENT_AT + 16)
@@ -47,6 +68,8 @@
 #define DYNAMIC (LANE_ROWS > 1 && CLUSTER == 1)
 
 static_assert(D % 16 == 0 && D <= 256 && GROUP <= 16 && BLOCK % 16 == 0, "shape");
+static_assert(WINDOW <= 16 && GROUP % SHARES == 0 && (WINDOW > 1 || SHARES == 1), "window");
+static_assert(!PARTS_IN_RING || QUERIES * D * 4 <= RING_BYTES, "a warp's part takes its ring");
 static_assert(MAX_SPLITS <= 32, "a lane for each split");
 static_assert(LANE_ROWS <= 32, "a lane for each row of a lane");
 static_assert(PARTS_AT % 16 == 0 && (CLUSTER == 1 || SENT_BYTES % 16 == 0), "four at a time");
@@ -56,6 +79,7 @@ extern "C" __device__ const int shared_bytes = SHARED_BYTES > MIN_SHARED ? SHARE
 extern __shared__ __align__(128) char shared[];
 
 #define MINUS_INF __uint_as_float(0xff800000u)
+#define NOT_A_NUMBER __uint_as_float(0x7fc00000u)
 
 __device__ __forceinline__ u32 place(int row, int chunk) {
   return row * ROW_BYTES + ((chunk ^ (row & 7)) * 16);
@@ -63,6 +87,9 @@ __device__ __forceinline__ u32 place(int row, int chunk) {
 __device__ __forceinline__ void add(float4& sum, float weight, float4 part) {
   sum.x += weight * part.x, sum.y += weight * part.y;
   sum.z += weight * part.z, sum.w += weight * part.w;
+}
+__device__ __forceinline__ bool is_finite(float v) {
+  return (__float_as_uint(v) & 0x7f800000u) != 0x7f800000u;
 }
 __device__ __forceinline__ float weight_of(float m, float of) {
   return m == MINUS_INF ? 0.f : exp2f(m - of);
@@ -80,7 +107,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   const u32 ring = base + warp * RING_BYTES;
 
   // --- which split ---------------------------------------------------------------------------------
-  auto tokens_of = [&](int row) { return row < rows ? (int)load_l2(positions + row) : 0; };
+  auto tokens_of = [&](int row) { return row < rows ? (int)load_l2(positions + row * WINDOW) : 0; };
   auto splits_of = [&](int row, int tokens) {
     const int tiles = (tokens + 15) / 16;
     const int split_tiles =
@@ -101,15 +128,19 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll
   for (int j = 0; j < LANE_ROWS; j++) own_splits += splits_of(lane * LANE_ROWS + j, length[j]);
   const int until = up_to_this_lane(own_splits);  // splits of all rows up to those of this lane
-  const int all_splits = __shfl_sync(~0u, until, 31), items = all_splits * KV_HEADS;
+  const int all_splits = __shfl_sync(~0u, until, 31), items = all_splits * ITEM_HEADS;
   struct Item {
-    int row, head, split, splits, position, first, count;
+    int row, head, share, split, splits, position, first, count;
     const i64* table;
+    // Of token `lane` of the window; of the last one in all lanes behind it.
+    int own_position;
+    i64 own_slot;  // of the cache
   };
   auto find = [&](int number) {
     Item item;
-    const int which = number / KV_HEADS;
-    item.head = number % KV_HEADS;
+    const int which = number / ITEM_HEADS;
+    item.head = number % ITEM_HEADS / SHARES;
+    item.share = number % SHARES;
     if (LANE_ROWS > 1 && all_splits == rows) {
       item.row = which, item.split = 0, item.splits = 1;
       item.position = tokens_of(which);
@@ -138,7 +169,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const int end = begin + these * (rank + 1) / CLUSTER;
     item.first = begin + these * rank / CLUSTER + warp;
     item.count = item.first < end ? (end - item.first + WARPS - 1) / WARPS : 0;
-    item.table = block_table + load_l2(slots + item.row) * columns;
+    item.table = block_table + load_l2(slots + item.row * WINDOW) * columns;
+    if (WINDOW > 1) {
+      const int token = item.row * WINDOW + min(lane, WINDOW - 1);
+      item.own_position = (int)load_l2(positions + token);
+      item.own_slot = load_l2(slot_mapping + token);
+    }
     return item;
   };
 
@@ -166,15 +202,19 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       if (s < item.count) issue(item, s);
       commit_copies();
     }
-    if (ROPE && threadIdx.x < D / 32)
+    if (ROPE && WINDOW == 1 && threadIdx.x < D / 32)
       touch(cos_sin + (size_t)item.position * D + threadIdx.x * 32);
+    for (int token = 0; ROPE && WINDOW > 1 && token < WINDOW; token++) {
+      const int of = __shfl_sync(~0u, item.own_position, token);
+      if (threadIdx.x < D / 32) touch(cos_sin + (size_t)of * D + threadIdx.x * 32);
+    }
   };
 
   int number = blockIdx.x / CLUSTER;
   if (number >= items) return;
   const int own_quads = max(0, min(OWN_QUADS, QUADS - rank * OWN_QUADS));
   auto expect_parts = [&](int turn) {
-    expect_bytes(base + ALL_SENT_AT + turn * 8, CLUSTER * (own_quads * 16 + GROUP * 8));
+    expect_bytes(base + ALL_SENT_AT + turn * 8, CLUSTER * (own_quads * 16 + QUERIES * 8));
   };
   if (CLUSTER > 1) {
     if (threadIdx.x == 0) {
@@ -187,9 +227,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   }
   Item item = find(number);
   start(item);
-  // Heads beyond the group are zeros.
-  for (int i = threadIdx.x; i < Q_ROW; i += THREADS)
-    store_shared(base + Q_AT + i * 16, Vec{0, 0, 0, 0});
+  // Queries and new tokens that do not exist are zeros.
+  const int zeros_at = WINDOW > 1 ? NEW_AT : Q_AT;
+  for (int i = threadIdx.x; i < (PARTS_AT - zeros_at) / 16; i += THREADS)
+    store_shared(base + zeros_at + i * 16, Vec{0, 0, 0, 0});
   __syncthreads();
 
   if (NORM && threadIdx.x < (D + 63) / 64) {
@@ -203,71 +244,16 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   int turn = 0;
   u32 passed = 0;  // turns of both barriers, by parity
   for (bool first = true, goes_on = true; goes_on; first = false) {
-    // --- queries, and by the cluster's last CTA the key and the value ------------------------------
-    u32* all_taken = arrivals + rows * KV_HEADS;
+    // --- queries, and by the cluster's last CTA keys and values ------------------------------------
+    u32* all_taken = arrivals + rows * ITEM_HEADS;
     u32 taken = 0;
     if (DYNAMIC && threadIdx.x == 0) taken = add_one_in_order(all_taken);
     const int position = item.position;
-    const size_t row_head = (size_t)item.row * KV_HEADS + item.head;
-    const bool appends = rank == CLUSTER - 1 && item.split == item.splits - 1;
-    const size_t append_at = ((size_t)load_l2(slot_mapping + item.row) * KV_HEADS + item.head) * D;
-    const u16* packed = qkv + row_head * (GROUP + 2) * D;
-    for (int vector = warp; vector < GROUP + 1 + appends; vector += WARPS) {
-      if (vector == GROUP && !appends) continue;
-      const u16* from = packed + vector * D;
-      if (vector == GROUP + 1) {  // the value
-        if (lane < CHUNKS) {
-          Vec v = load_l2_vec(from + lane * 8);
-          store_shared(base + NEW_AT + ROW_BYTES + place(0, lane), v);
-          *(Vec*)(values + append_at + lane * 8) = v;
-        }
-        continue;
-      }
-      const int steps = (D / 2 + 31) / 32;
-      float a[steps], b[steps], squares = 0.f;
-#pragma unroll
-      for (int j = 0; j < steps; j++) {
-        int i = lane + 32 * j;
-        bool in = i < D / 2;
-        a[j] = in ? widen(load_l2(from + i)) : 0.f;
-        b[j] = in ? widen(load_l2(from + i + D / 2)) : 0.f;
-        squares += a[j] * a[j] + b[j] * b[j];
-      }
-      if (NORM) {
-#pragma unroll
-        for (int d = 16; d; d >>= 1) squares += __shfl_xor_sync(~0u, squares, d);
-        const float factor = 1.f / sqrtf(squares / D + eps);
-        const u16* weight = vector == GROUP ? k_weight : q_weight;
-#pragma unroll
-        for (int j = 0; j < steps; j++) {
-          int i = lane + 32 * j;
-          if (i >= D / 2) continue;
-          a[j] = widen(narrow(a[j] * factor * widen(weight[i])));
-          b[j] = widen(narrow(b[j] * factor * widen(weight[i + D / 2])));
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < steps; j++) {
-        int i = lane + 32 * j;
-        if (i >= D / 2) continue;
-        u16 x = narrow(a[j]), y = narrow(b[j]);
-        if (ROPE) {
-          float c = cos_sin[(size_t)position * D + i], s = cos_sin[(size_t)position * D + D / 2 + i];
-          x = narrow(a[j] * c - b[j] * s);
-          y = narrow(b[j] * c + a[j] * s);
-        }
-        if (vector < GROUP) {
-          u16* q = (u16*)(shared + Q_AT + vector * Q_ROW);
-          q[i] = x, q[i + D / 2] = y;
-        } else {
-          char* k = shared + NEW_AT;
-          *(u16*)(k + place(0, i / 8) + i % 8 * 2) = x;
-          *(u16*)(k + place(0, (i + D / 2) / 8) + (i + D / 2) % 8 * 2) = y;
-          keys[append_at + i] = x;
-          keys[append_at + i + D / 2] = y;
-        }
-      }
-    }
+#if WINDOW == 1
+#include "attention_token.cuh"
+#else
+#include "attention_window.cuh"
+#endif
     if (DYNAMIC && threadIdx.x == 0) {
       *(u32*)(shared + NEXT_AT) = gridDim.x + taken;
       if (taken == items - 1) *all_taken = 0;  // the last of all, for the next launch
@@ -285,7 +271,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       }
 
     // --- tiles ---------------------------------------------------------------------------------------
-    // Of heads 2t and 2t + 1 of each eight: elements g and g + 8 of every 16 of the output.
+    // Of queries 2t and 2t + 1 of each eight: elements g and g + 8 of every 16 of the output.
     float o[D / 16][EIGHTS][4];
     float most[EIGHTS][2], total[EIGHTS][2];
 #pragma unroll
@@ -298,8 +284,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       for (int j = 0; j < 2; j++) most[e][j] = MINUS_INF, total[e][j] = 0.f;
     }
 
-    // Tokens from `valid` on weigh nothing. A tile of one token has `rows` 0: its row stands for all.
-    auto attend = [&](u32 tile, u32 value_tile, int rows, int valid) {
+    // Tokens from `valid` on weigh nothing; of the new ones those behind a query's own. A tile of one
+    // token has `rows` 0: its row stands for all.
+    auto attend = [&](u32 tile, u32 value_tile, int rows, int valid, bool is_new) {
       float s[EIGHTS][4];  // tokens g and g + 8
 #pragma unroll
       for (int e = 0; e < EIGHTS; e++)
@@ -310,7 +297,15 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         u32 a[4];
         load_matrices(a, tile + place((lane / 8 % 2 * 8 + lane % 8) & rows, k * 2 + lane / 16));
 #pragma unroll
-        for (int e = 0; e < EIGHTS; e++)
+        for (int e = 0; Q_IN_SHARED && e < EIGHTS; e += 2) {
+          u32 b[4];
+          load_matrices(b, base + Q_AT + ((e + lane / 16) * 8 + lane % 8) * Q_ROW +
+                               (k * 2 + lane / 8 % 2) * 16);
+          mma(s[e], a[0], a[1], a[2], a[3], b[0], b[1]);
+          if (e + 1 < EIGHTS) mma(s[e + 1], a[0], a[1], a[2], a[3], b[2], b[3]);
+        }
+#pragma unroll
+        for (int e = 0; !Q_IN_SHARED && e < EIGHTS; e++)
           mma(s[e], a[0], a[1], a[2], a[3], q[k][e][0], q[k][e][1]);
       }
       float high[EIGHTS][2];
@@ -321,8 +316,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         for (int j = 0; j < 2; j++) {
           float& upper = s[e][j];
           float& lower = s[e][j + 2];
-          upper = g < valid ? upper * scale_log2 : MINUS_INF;
-          lower = g + 8 < valid ? lower * scale_log2 : MINUS_INF;
+          const int seen = WINDOW > 1 && is_new ? (e * 8 + 2 * t + j) / HEADS + 1 : valid;
+          upper = g < seen ? upper * scale_log2 : MINUS_INF;
+          lower = g + 8 < seen ? lower * scale_log2 : MINUS_INF;
           float m = fmaxf(upper, lower);
 #pragma unroll
           for (int d = 4; d < 32; d <<= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, d));
@@ -366,24 +362,36 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       await_copies<ST - 1>();
       __syncwarp();
       const u32 tile = ring + i % ST * STAGE_BYTES;
-      attend(tile, tile + TILE_BYTES, 15, position - (item.first + i * WARPS) * 16);
+      attend(tile, tile + TILE_BYTES, 15, position - (item.first + i * WARPS) * 16, false);
       __syncwarp();
       if (i + ST < item.count) issue(item, i + ST);
       commit_copies();
     }
-    if (appends && warp == WARPS - 1) attend(base + NEW_AT, base + NEW_AT + ROW_BYTES, 0, 1);
+    if (takes_new && warp == WARPS - 1) {
+      attend(base + NEW_AT, base + NEW_VALUES_AT, NEW_ROWS - 1, 1, true);
+      if (WINDOW > 1) {
+        // Who sees a value that is not finite gets none either; for the others it was a zero.
+        const u32 broken =
+            __ballot_sync(~0u, lane < WINDOW && ((const u32*)(shared + BROKEN_AT))[lane % WINDOW]);
+#pragma unroll
+        for (int e = 0; e < EIGHTS; e++)
+#pragma unroll
+          for (int j = 0; j < 2; j++)
+            if (broken << (31 - min((e * 8 + 2 * t + j) / HEADS, 31))) total[e][j] = NOT_A_NUMBER;
+      }
+    }
 
-    // The next split is on its way while this one is summed up.
+    // The next split is on its way while this one is summed up, unless the sums take its place.
     const int split = item.split, splits = item.splits;
     number = DYNAMIC ? *(const u32*)(shared + NEXT_AT) : number + gridDim.x / CLUSTER;
     goes_on = number < items;
     if (goes_on) {
       item = find(number);
-      start(item);
+      if (!PARTS_IN_RING) start(item);
     }
 
     // --- the warps' parts, then the cluster's, then the KV splits' -----------------------------------
-    float* parts = (float*)(shared + PARTS_AT);
+    float* parts = (float*)(shared + (PARTS_IN_RING ? 0 : PARTS_AT));
     float2* part_stats = (float2*)(shared + PART_STATS_AT);
 #pragma unroll
     for (int e = 0; e < EIGHTS; e++)
@@ -392,20 +400,25 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll
         for (int d = 4; d < 32; d <<= 1) total[e][j] += __shfl_xor_sync(~0u, total[e][j], d);
         const int r = e * 8 + 2 * t + j;
-        if (r >= GROUP) continue;
-        float* into = parts + (warp * GROUP + r) * D + g;
+        if (r >= QUERIES) continue;
+        float* into = parts + (warp * QUERIES + r) * D + warp * (PART_GAP / 4) + g;
 #pragma unroll
         for (int n = 0; n < D / 16; n++) into[n * 16] = o[n][e][j], into[n * 16 + 8] = o[n][e][j + 2];
-        if (g == 0) part_stats[warp * GROUP + r] = make_float2(most[e][j], total[e][j]);
+        if (g == 0) part_stats[warp * QUERIES + r] = make_float2(most[e][j], total[e][j]);
       }
     __syncthreads();
-    u16* row_out = out + row_head * GROUP * D;
+    // A query's place in the output.
+    auto at_of = [](int quad) {
+      return WINDOW == 1 ? quad * 4
+                         : quad / (HEADS * D / 4) * (KV_HEADS * GROUP * D) + quad % (HEADS * D / 4) * 4;
+    };
+    u16* row_out = out + out_head * HEADS * D;
     float4* split_out = splits_out + (row_head * MAX_SPLITS + split) * QUADS;
-    float2* split_stats = splits_stats + (row_head * MAX_SPLITS + split) * GROUP;
+    float2* split_stats = splits_stats + (row_head * MAX_SPLITS + split) * QUERIES;
     auto emit = [&](int quad, float4 sum, float m, float l) {
       if (splits == 1) {
-        *(u32*)(row_out + quad * 4) = pack(sum.x / l, sum.y / l);
-        *(u32*)(row_out + quad * 4 + 2) = pack(sum.z / l, sum.w / l);
+        *(u32*)(row_out + at_of(quad)) = pack(sum.x / l, sum.y / l);
+        *(u32*)(row_out + at_of(quad) + 2) = pack(sum.z / l, sum.w / l);
       } else {
         split_out[quad] = sum;
         if (quad % (D / 4) == 0) split_stats[quad / (D / 4)] = make_float2(m, l);
@@ -418,13 +431,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       float m = MINUS_INF, l = 0.f;
       float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
-      for (int w = 0; w < WARPS; w++) m = fmaxf(m, part_stats[w * GROUP + r].x);
+      for (int w = 0; w < WARPS; w++) m = fmaxf(m, part_stats[w * QUERIES + r].x);
 #pragma unroll
       for (int w = 0; w < WARPS; w++) {
-        const float2 stat = part_stats[w * GROUP + r];
+        const float2 stat = part_stats[w * QUERIES + r];
         const float weight = weight_of(stat.x, m);
         l += weight * stat.y;
-        add(sum, weight, ((const float4*)parts)[w * QUADS + quad]);
+        add(sum, weight, ((const float4*)parts)[w * (QUADS + PART_GAP / 16) + quad]);
       }
       if (CLUSTER == 1) {
         emit(quad, sum, m, l);
@@ -434,9 +447,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
              peer_address(all_sent, owner));
         if (quad % (D / 4) == 0)
           for (int peer = 0; peer < CLUSTER; peer++)
-            send(peer_address(sent + SENT_PARTS + (rank * GROUP + r) * 8, peer), make_float2(m, l),
+            send(peer_address(sent + SENT_PARTS + (rank * QUERIES + r) * 8, peer), make_float2(m, l),
                  peer_address(all_sent, peer));
       }
+    }
+    if (PARTS_IN_RING && goes_on) {
+      __syncthreads();
+      start(item);
     }
     if (CLUSTER > 1) {
       await_sent(all_sent, passed);
@@ -447,11 +464,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
         const float2* stats = (const float2*)(all + SENT_PARTS) + r;
 #pragma unroll
-        for (int c = 0; c < CLUSTER; c++) m = fmaxf(m, stats[c * GROUP].x);
+        for (int c = 0; c < CLUSTER; c++) m = fmaxf(m, stats[c * QUERIES].x);
 #pragma unroll
         for (int c = 0; c < CLUSTER; c++) {
-          const float weight = weight_of(stats[c * GROUP].x, m);
-          l += weight * stats[c * GROUP].y;
+          const float weight = weight_of(stats[c * QUERIES].x, m);
+          l += weight * stats[c * QUERIES].y;
           add(sum, weight, ((const float4*)all)[c * OWN_QUADS + own]);
         }
         emit(quad, sum, m, l);
@@ -471,10 +488,10 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       __syncthreads();
       if (before == splits * CLUSTER - 1) {
         // Lane c has the statistics of split c.
-        float* weights = (float*)(shared + WEIGHTS_AT);  // [GROUP][MAX_SPLITS]
-        for (int r = warp; r < GROUP; r += WARPS) {
+        float* weights = (float*)(shared + WEIGHTS_AT);  // [QUERIES][MAX_SPLITS]
+        for (int r = warp; r < QUERIES; r += WARPS) {
           float2 stat = make_float2(MINUS_INF, 0.f);
-          if (lane < splits) stat = load_l2(splits_stats + (row_head * MAX_SPLITS + lane) * GROUP + r);
+          if (lane < splits) stat = load_l2(splits_stats + (row_head * MAX_SPLITS + lane) * QUERIES + r);
           float m = stat.x;
 #pragma unroll
           for (int d = 16; d; d >>= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, d));
@@ -491,8 +508,8 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 #pragma unroll 8
           for (int c = 0; c < splits; c++)
             add(sum, weights[quad / (D / 4) * MAX_SPLITS + c], load_l2(from + (size_t)c * QUADS + quad));
-          *(u32*)(row_out + quad * 4) = pack(sum.x, sum.y);
-          *(u32*)(row_out + quad * 4 + 2) = pack(sum.z, sum.w);
+          *(u32*)(row_out + at_of(quad)) = pack(sum.x, sum.y);
+          *(u32*)(row_out + at_of(quad) + 2) = pack(sum.z, sum.w);
         }
       }
     }

@@ -29,12 +29,21 @@ MAX_SPLITS = 32
 LANES = 32
 MOST_ROWS = LANES * LANES
 """Of a batch: each lane of a warp handles several when it looks for a split."""
+FUSED_WINDOWS = True
+"""Whether the kernel takes windows of several tokens a row. If not, keys and values of all tokens
+are appended first, and each token attends as a row of its own (``context.attend_packed``)."""
+MAX_WINDOW = 16
+"""The new tokens of a row are one tile."""
+MAX_QUERIES = 32
+"""Of a window's tokens and the heads of an item: a warp's sums of them fit into its ring."""
 
 
-def unsupported(head_dim: int, group: int, block_size: int, rotated: int) -> str | None:
+def unsupported(
+    head_dim: int, group: int, block_size: int, rotated: int, window: int = 1
+) -> str | None:
     """Why the attention kernel does not take this shape; None if it does.
 
-    ``rotated`` elements of each head are rotated.
+    ``rotated`` elements of each head are rotated. Each row has ``window`` tokens.
     """
     if head_dim % 16 or not MAX_SPLITS <= head_dim <= 256:
         return f"head dimension {head_dim} is not a multiple of 16 from {MAX_SPLITS} to 256"
@@ -44,12 +53,33 @@ def unsupported(head_dim: int, group: int, block_size: int, rotated: int) -> str
         return f"block size {block_size} is not a multiple of 16"
     if rotated not in (0, head_dim):
         return f"{rotated} of {head_dim} elements of a head are rotated, not all or none"
+    if window > 1 and not FUSED_WINDOWS:
+        return "windows are switched off (FUSED_WINDOWS)"
+    if window > MAX_WINDOW:
+        return f"a window has {window} tokens, more than {MAX_WINDOW}"
+    if window > 1 and not _takes(head_dim, window):
+        return f"a window of {window} tokens of heads of {head_dim} elements does not fit"
     return None
 
 
-def cluster_size(rows: int, kv_heads: int, sm_count: int) -> int:
-    """CTAs that share the tokens of a row: a power of two that fills the GPU."""
-    wanted = CTAS_PER_SM * sm_count // (rows * kv_heads)
+def _takes(head_dim: int, queries: int) -> bool:
+    """Whether an item may have so many queries: heads of each token of a window."""
+    return queries <= MAX_QUERIES and head_dim * queries <= MAX_ELEMENTS
+
+
+def head_shares(head_dim: int, group: int, window: int) -> int:
+    """Into how many items the heads of a group are divided, so that a window's queries fit; each
+    reads the keys and values."""
+    if window == 1:
+        return 1
+    shares = (n for n in range(1, group + 1) if group % n == 0)
+    return next(n for n in shares if _takes(head_dim, group // n * window))
+
+
+def cluster_size(rows: int, items: int, sm_count: int) -> int:
+    """CTAs that share the tokens of a row, which has so many items: a power of two that fills the
+    GPU."""
+    wanted = CTAS_PER_SM * sm_count // (rows * items)
     return min(MAX_CLUSTER, 1 << max(0, wanted.bit_length() - 1))
 
 
@@ -83,7 +113,7 @@ class AttentionArguments(NamedTuple):
 
 class Heads(NamedTuple):
     """What the attention of a model's layers is like: ``group`` query heads of each KV head, norms
-    of heads, rotation."""
+    of heads, rotation; ``window`` tokens of each row."""
 
     head_dim: int
     group: int
@@ -91,13 +121,19 @@ class Heads(NamedTuple):
     block_size: int
     norm: bool
     rope: bool
+    window: int = 1
+
+    @property
+    def shares(self) -> int:
+        """Items of a KV head, see :func:`head_shares`."""
+        return head_shares(self.head_dim, self.group, self.window)
 
     def defines(
         self, rows: int, capacity: int, sm_count: int, *, cluster: int | None = None,
         split_tokens: int | None = None,
     ) -> dict[str, int]:  # fmt: skip
         """Macros of ``attention.cu`` for padded ``rows`` of up to ``capacity`` tokens."""
-        cluster = cluster or cluster_size(rows, self.kv_heads, sm_count)
+        cluster = cluster or cluster_size(rows, self.kv_heads * self.shares, sm_count)
         if split_tokens is None:
             split_tokens = SPLIT_TOKENS if rows <= LANES else WIDE_SPLIT_TOKENS
         lane_rows = 1 << (-(-rows // LANES) - 1).bit_length()
@@ -105,12 +141,14 @@ class Heads(NamedTuple):
         if rows > LANES:  # their partial sums take memory for each row
             needed = kv_splits(capacity, cluster, split_tokens)
             max_splits = 1 << (needed - 1).bit_length()
-        warps = WARPS if self.head_dim * self.group <= MAX_ELEMENTS else WARPS // 2
+        queries = self.group // self.shares * self.window
+        warps = WARPS if self.head_dim * queries <= MAX_ELEMENTS else WARPS // 2
         return {
             "D": self.head_dim, "GROUP": self.group, "KV_HEADS": self.kv_heads,
             "BLOCK": self.block_size, "NORM": int(self.norm), "ROPE": int(self.rope),
             "CLUSTER": cluster, "WARPS": warps, "ST": STAGES, "MIN_SHARED": MIN_SHARED_BYTES,
             "SPLIT_TOKENS": split_tokens, "MAX_SPLITS": max_splits, "LANE_ROWS": lane_rows,
+            "WINDOW": self.window, "SHARES": self.shares,
         }  # fmt: skip
 
 
@@ -120,27 +158,33 @@ def heads_of(
     cos_sin: Tensor | None,
     q_weight: Tensor | None,
     k_weight: Tensor | None,
+    window: int = 1,
 ) -> Heads | None:
     """What the kernel takes a decode step's packed projection as; None if it does not take it.
 
     Args:
-        packed: ``[R, kv_heads * (group + 2) * head_dim]``.
+        packed: ``[R * window, kv_heads * (group + 2) * head_dim]``.
         kv_cache: ``[layers, 2, blocks, block_size, kv_heads, head_dim]``.
         cos_sin: fp32 ``[positions, 2, pairs]``.
+        window: tokens of each row.
     """
-    rows, width = packed.shape
+    tokens, width = packed.shape
     block_size, kv_heads, head_dim = kv_cache.shape[3:]
     tensors = (packed, kv_cache, q_weight, k_weight)
-    if any(x is not None and x.dtype != torch.bfloat16 for x in tensors) or rows > MOST_ROWS:
+    if any(x is not None and x.dtype != torch.bfloat16 for x in tensors):
+        return None
+    if tokens % window or tokens // window > MOST_ROWS:
         return None
     group = width // (kv_heads * head_dim) - 2
     rotated = 0 if cos_sin is None else 2 * cos_sin.shape[2]
     if (
         cuda.unavailable(packed.device.index or 0) is not None
-        or unsupported(head_dim, group, block_size, rotated) is not None
+        or unsupported(head_dim, group, block_size, rotated, window) is not None
     ):
         return None
-    return Heads(head_dim, group, kv_heads, block_size, q_weight is not None, cos_sin is not None)
+    return Heads(
+        head_dim, group, kv_heads, block_size, q_weight is not None, cos_sin is not None, window
+    )
 
 
 class DecodeAttention:
@@ -171,9 +215,12 @@ class DecodeAttention:
         self._kernel = kernel("attention", macros, device)
         splits = kv_splits(capacity, self._cluster, macros["SPLIT_TOKENS"])
         resident = max(1, CTAS_PER_SM * sm_count // self._cluster)
-        self._clusters = min(resident, rows * heads.kv_heads * splits)
-        parts = rows * heads.kv_heads * heads.group * macros["MAX_SPLITS"] if splits > 1 else 0
-        sizes = (parts * heads.head_dim, parts * 2, rows * heads.kv_heads + 1)
+        self._window = heads.window
+        items = rows * heads.kv_heads * heads.shares
+        self._clusters = min(resident, items * splits)
+        queries = rows * heads.kv_heads * heads.group * heads.window
+        parts = queries * macros["MAX_SPLITS"] if splits > 1 else 0
+        sizes = (parts * heads.head_dim, parts * 2, items + 1)
         self.workspace: tuple[Tensor, Tensor, Tensor]
         """What the KV splits of each row and head leave for the last of them: sums, statistics, and
         how many are done (none between launches); behind these how many splits are taken."""
@@ -207,18 +254,22 @@ class DecodeAttention:
     ) -> None:
         """Append the tokens' keys and values and attend: all bfloat16, contiguous.
 
+        With windows T is R * window: those of a row come one after the other, of consecutive
+        positions. The last ones may be padding, whose cache slot is in the null block and whose
+        position is any that the block table and ``cos_sin`` have; so may be whole rows.
+
         Args:
-            qkv: ``[R, kv_heads * (group + 2) * head_dim]`` in megatron's order.
+            qkv: ``[T, kv_heads * (group + 2) * head_dim]`` in megatron's order.
             keys, values: ``[blocks, block_size, kv_heads, head_dim]`` of one layer.
             block_table: int64 ``[slots, columns]``.
-            slots, position_ids, slot_mapping: int64 ``[R]``.
-            out: ``[R, kv_heads * group * head_dim]``.
+            slots, position_ids, slot_mapping: int64 ``[T]``.
+            out: ``[T, kv_heads * group * head_dim]``; of padding anything finite.
             cos_sin: fp32 ``[positions, 2, head_dim / 2]``.
         """
         arguments = AttentionArguments(
             qkv, keys, values, block_table, block_table.stride(0), slots, position_ids,
             slot_mapping, cos_sin, q_weight, k_weight, float(eps),
-            float(scale * 1.4426950408889634), out, qkv.shape[0], *self.workspace,
+            float(scale * 1.4426950408889634), out, qkv.shape[0] // self._window, *self.workspace,
         )  # fmt: skip
         self._kernel.launch((self._cluster * self._clusters, 1, 1), arguments)
 

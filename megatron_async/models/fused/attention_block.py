@@ -2,10 +2,16 @@
 
 QKV projection (norm inside) -> attention (norms of heads, rotation, append inside) -> output
 projection (adds to the residual stream)
+
+Windows of drafts are rows of several tokens. The GEMMs see all tokens as rows. The attention reads
+a row's keys and values once for its window; shapes that it does not take, and steps whose tokens
+come in another way, go to ``context.attend_packed``.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +24,13 @@ from megatron_async.models.fused.gemms import SkinnyGemms, Work, missing
 from megatron_async.models.fused.parts import norm_kind, norm_of
 from megatron_async.models.fused.residual import HALF, AllReduce, Norm, Step
 from megatron_async.models.fused.row_parallel import RowParallel
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def _log_no_windows(reason: str) -> None:
+    logger.info("windows of drafts are appended first and attended token by token: %s", reason)
 
 
 class AttentionBlock:
@@ -83,14 +96,15 @@ class AttentionBlock:
             norm=self.norm.parameters, statistics=given,
         )  # fmt: skip
         q_weight, k_weight, eps = self._head_norms
-        if getattr(context, "num_speculative_tokens", 0):
-            # The tokens of a window attend to each other: keys and values are all there first.
+        window = getattr(context, "window", 1)
+        if window is None or rows % window or self._unsupported(context, window) is not None:
             out = context.attend_packed(
                 self._index, qkv, self._scale, self._rotary, q_weight, k_weight, eps
             )
             return self._projection(out.flatten(1), residual, reader)
         keys, values = context.kv_cache[self._index]
-        self._attentions.get(self._heads_in(context), rows, capacity(context))(
+        heads = self._heads_in(context, window)
+        self._attentions.get(heads, rows // window, capacity(context))(
             qkv, keys, values, context.block_table, context.token_slots, step.position_ids,
             context.slot_mapping, attended, scale=self._scale, cos_sin=self._rotary,
             q_weight=q_weight, k_weight=k_weight, eps=eps,
@@ -98,27 +112,39 @@ class AttentionBlock:
         return self._projection(attended, residual, reader)
 
     def work(self, rows: int, context: Any, reader: Norm | None) -> Iterator[Work]:
-        """What is compiled for padded ``rows``. A step of more rows than the GEMMs take has its
+        """What is compiled for ``rows`` tokens. A step of more of them than the GEMMs take has its
         attention in the same kernel (``runner/context.py``), so that comes by itself."""
         if self._unsupported(context) is not None:
             return
-        heads, sm_count = self._heads_in(context), self._kernels.sm_count
-        yield "attention", heads.defines(rows, capacity(context), sm_count)
-        if missing(self._gemms, rows) is None:
-            yield self._kernels.work(self._qkv_gemm, rows)
-            yield self._projection.work(rows, reader)
+        window, most = window_of(context), padded(rows)
+        reason = self._unsupported(context, window)
+        if reason is None:
+            heads, sm_count = self._heads_in(context, window), self._kernels.sm_count
+            yield "attention", heads.defines(padded(rows // window), capacity(context), sm_count)
+        else:
+            _log_no_windows(reason)
+        if missing(self._gemms, most) is None:
+            yield self._kernels.work(self._qkv_gemm, most)
+            yield self._projection.work(most, reader)
 
-    def _unsupported(self, context: Any) -> str | None:
+    def _unsupported(self, context: Any, window: int = 1) -> str | None:
         rotated = 0 if self._rotary is None else 2 * self._rotary.shape[2]
+        group = self._heads // self._kv_heads
         return decode_attention.unsupported(
-            self._head_dim, self._heads // self._kv_heads, context.block_size_tokens, rotated
+            self._head_dim, group, context.block_size_tokens, rotated, window
         )
 
-    def _heads_in(self, context: Any) -> Heads:
+    def _heads_in(self, context: Any, window: int) -> Heads:
         return Heads(
             self._head_dim, self._heads // self._kv_heads, self._kv_heads,
             context.block_size_tokens, self._head_norms[0] is not None, self._rotary is not None,
+            window,
         )  # fmt: skip
+
+
+def window_of(context: Any) -> int:
+    """Tokens that a row brings to each decode step of such a context."""
+    return 1 + int(getattr(context, "num_speculative_tokens", 0))
 
 
 def capacity(context: Any) -> int:

@@ -27,7 +27,7 @@ from megatron_async.kernels.gemm.tile_config import (
     padded,
 )
 from megatron_async.models.fused import coverage
-from megatron_async.models.fused.attention_block import AttentionBlock
+from megatron_async.models.fused.attention_block import AttentionBlock, window_of
 from megatron_async.models.fused.embedding import EmbeddingBlock
 from megatron_async.models.fused.gemms import Gemm, SkinnyGemms, Work, defines_of
 from megatron_async.models.fused.head import HeadBlock
@@ -70,7 +70,7 @@ class Place:
         return self.fused.why_not(rows, context)
 
     def work(self, rows: int, context: Any, reader: Norm | None) -> Iterator[Work]:
-        """What is compiled for padded ``rows``."""
+        """What is compiled for ``rows`` tokens."""
         return iter(()) if self.fused is None else self.fused.work(rows, context, reader)
 
 
@@ -148,12 +148,13 @@ class FusedDecoder:
         return defines_of(gemm, rows, reader, tiling)
 
     def compile(self, rows: list[int], context: Any) -> None:
-        """Compile what forwards of so many rows need, side by side; later calls find it."""
+        """Compile what forwards of so many tokens need, side by side; later calls find it."""
         work: dict[tuple[str, tuple[tuple[str, int], ...]], Work] = {}
-        for most in {padded(r) for r in rows if r <= decode_attention.MOST_ROWS}:
-            readers = [block.norm for block in self._choose(most, context)[1:]]
+        most = decode_attention.MOST_ROWS * window_of(context)
+        for tokens in {r for r in rows if r <= most}:
+            readers = [block.norm for block in self._choose(padded(tokens), context)[1:]]
             for place, reader in zip(self._places, [*readers, None], strict=True):
-                for source, macros in place.work(most, context, reader):
+                for source, macros in place.work(tokens, context, reader):
                     work[source, tuple(sorted(macros.items()))] = source, macros
         cuda.compile_together(list(work.values()), cuda.architecture(self._index))
 

@@ -53,6 +53,7 @@ class HeadBlock:
             step.hidden_states.copy_(self._model.decoder.final_layernorm(residual.hidden))
 
     def work(self, rows: int, context: Any, reader: Norm | None) -> Iterator[Work]:
-        """What is compiled for padded ``rows``."""
-        if self.why_not(rows, context) is None:
-            yield self._kernels.work(self._gemm, rows)
+        """What is compiled for ``rows`` tokens."""
+        most = padded(rows)
+        if self.why_not(most, context) is None:
+            yield self._kernels.work(self._gemm, most)

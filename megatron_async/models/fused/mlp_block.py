@@ -60,7 +60,8 @@ class MlpBlock:
         return self._fc2.statistic_rows(rows)
 
     def work(self, rows: int, context: Any, reader: Norm | None) -> Iterator[Work]:
-        """What is compiled for padded ``rows``."""
-        if missing(self._gemms, rows) is None:
-            yield self._kernels.work(self._fc1_gemm, rows)
-            yield self._fc2.work(rows, reader)
+        """What is compiled for ``rows`` tokens."""
+        most = padded(rows)
+        if missing(self._gemms, most) is None:
+            yield self._kernels.work(self._fc1_gemm, most)
+            yield self._fc2.work(most, reader)

@@ -1,0 +1,69 @@
+"""What a model's configuration says against what its weights hold, before memory is spent on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from megatron_async.errors import CheckpointError
+from megatron_async.models.config import ModelConfig
+
+_SIZES = (
+    "num_layers",
+    "hidden_size",
+    "ffn_hidden_size",
+    "num_attention_heads",
+    "num_kv_heads",
+    "head_dim",
+    "vocab_size",
+    "mtp_num_layers",
+)
+SLACK = 2
+"""A model of up to so many times what is stored is built: its error then names a tensor."""
+
+
+def least_parameters(config: ModelConfig) -> int:
+    """Elements of the large matrices that each architecture has: fewer than all."""
+    attention = 2 * (config.num_attention_heads + config.num_kv_heads) * config.head_dim
+    layer = config.hidden_size * (attention + 2 * config.ffn_hidden_size)
+    embedded = config.vocab_size
+    if config.position_embedding == "learned_absolute":
+        embedded += config.max_sequence_length
+    return config.hidden_size * embedded + (config.num_layers + config.mtp_num_layers) * layer
+
+
+def check_stored_size(
+    directory: Path, config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Check that weights of ``shapes`` may be those of ``config``, by their number alone.
+
+    Raises:
+        CheckpointError: the configuration describes a model far larger than what is stored.
+    """
+    stored = sum(map(math.prod, shapes.values()))
+    least = least_parameters(config)
+    if least > SLACK * stored:
+        sizes = [f"{name}={getattr(config, name)}" for name in _SIZES]
+        if config.position_embedding == "learned_absolute":
+            sizes.append(f"max_sequence_length={config.max_sequence_length}")
+        raise CheckpointError(
+            f"{directory}: the configuration describes a model of at least {least:,} parameters "
+            f"({', '.join(sizes)}), and the weights have {stored:,}"
+        )
+    most_layers = _most_layers(shapes.items())
+    if config.num_layers > most_layers:
+        raise CheckpointError(
+            f"{directory}: num_layers={config.num_layers}, and the weights have tensors for "
+            f"{most_layers} layers at most"
+        )
+
+
+def _most_layers(shapes: Iterable[tuple[str, tuple[int, ...]]]) -> int:
+    """Layers that tensors can be for: each has one at least, or its part of a stacked one."""
+    alone = stacked = 0
+    for name, shape in shapes:
+        alone += 1
+        if name.startswith("decoder.layers.") and shape:
+            stacked = max(stacked, shape[0])
+    return max(alone, stacked)

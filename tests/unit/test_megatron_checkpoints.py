@@ -1,0 +1,219 @@
+"""Directories of Megatron-LM's training, without a file of this package's own.
+
+What stock megatron writes itself is loaded in ``test_checkpoint_distributed``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_async.checkpoint import describe_pretrained, load_pretrained, save_distributed
+from megatron_async.checkpoint.path import load_tokenizer
+from megatron_async.errors import CheckpointError
+from megatron_async.inference.cli.main import main
+from megatron_async.models.build import build_model
+from megatron_async.models.config import ModelConfig, RopeScaling
+
+from megatron.core.enums import ModelType  # isort: skip
+
+TINY = Path(__file__).parents[2] / "megatron_async/assets/tiny"
+CONFIG = ModelConfig(
+    num_layers=1,
+    hidden_size=16,
+    num_attention_heads=2,
+    num_kv_heads=2,
+    head_dim=8,
+    ffn_hidden_size=24,
+    vocab_size=384,
+    max_sequence_length=64,
+)
+LEARNED = "learned_absolute"
+ARGUMENTS: dict[str, Any] = {
+    "num_layers": 1,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "group_query_attention": False,
+    "num_query_groups": 1,
+    "kv_channels": 8,
+    "ffn_hidden_size": 24,
+    "normalization": "RMSNorm",
+    "norm_epsilon": 1e-5,
+    "add_bias_linear": False,
+    "swiglu": True,
+    "position_embedding_type": "rope",
+    "rotary_base": 10000,
+    "rotary_percent": 1.0,
+    "max_position_embeddings": 64,
+    "untie_embeddings_and_output_weights": True,
+    "padded_vocab_size": 512,
+    "vocab_size": 380,
+    "params_dtype": torch.bfloat16,
+    "model_type": ModelType.encoder_or_decoder,
+    "exit_signal": signal.SIGTERM,
+    "mtp_hsm": False,
+}
+
+
+def write_arguments(directory: Path, **changes: Any) -> None:
+    args = argparse.Namespace(**{**ARGUMENTS, **changes})
+    torch.save({"args": args, "checkpoint_version": 3.0, "iteration": 20}, directory / "common.pt")
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("kept")
+    save_distributed(path / "d", build_model(CONFIG, device="cpu", dtype=torch.float32), CONFIG)
+    (path / "d" / "config.json").unlink()
+    write_arguments(path / "d")
+    return path / "d"
+
+
+@pytest.fixture
+def root(kept: Path, tmp_path: Path) -> Path:
+    shutil.copytree(kept, tmp_path / "iter_0000020")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("20\n")
+    return tmp_path
+
+
+def test_root_is_its_last_iteration(root: Path) -> None:
+    loaded = load_pretrained(root)
+    assert (loaded.config, loaded.name, loaded.tokenizer) == (CONFIG, root.name, None)
+    assert load_pretrained(root / "iter_0000020").config == CONFIG
+    (root / "iter_0000020").rename(root / "release")
+    (root / "latest_checkpointed_iteration.txt").write_text("release")
+    described = describe_pretrained(root)
+    assert (described.config, described.dtype) == (CONFIG, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("21", r"iteration\.txt: names iter_0000021, which is not there"),
+        ("", "'' is neither an iteration nor release"),
+        ("../../x", "'../../x' is neither"),
+        ("9" * 5000, "has 5,000 bytes; the most is 64"),
+    ],
+)
+def test_tracker_that_names_nothing_is_refused(root: Path, text: str, reason: str) -> None:
+    (root / "latest_checkpointed_iteration.txt").write_text(text)
+    with pytest.raises(CheckpointError, match=reason):
+        load_pretrained(root)
+
+
+def test_legacy_checkpoint_says_how_to_convert(tmp_path: Path) -> None:
+    for folder in ("iter_0000007/mp_rank_00", "iter_0000007/mp_rank_01"):
+        os.makedirs(tmp_path / folder)
+        (tmp_path / folder / "model_optim_rng.pt").touch()
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    for path in (tmp_path, tmp_path / "iter_0000007"):
+        with pytest.raises(CheckpointError, match=r"mp_rank_00.*--ckpt-convert-format torch_dist"):
+            load_pretrained(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({"group_query_attention": True}, {"num_kv_heads": 1}),
+        ({"add_qkv_bias": True}, {"qkv_bias": True}),
+        (
+            {"add_bias_linear": True, "swiglu": False, "normalization": "LayerNorm"},
+            {
+                "qkv_bias": True,
+                "attention_output_bias": True,
+                "mlp_bias": True,
+                "activation": "gelu_tanh",
+                "normalization": "LayerNorm",
+            },
+        ),
+        ({"swiglu": False}, {"activation": "gelu"}),
+        ({"qk_layernorm": True}, {"qk_norm": True}),
+        ({"untie_embeddings_and_output_weights": False}, {"tie_word_embeddings": True}),
+        (
+            {"position_embedding_type": "learned_absolute"},
+            {"position_embedding": "learned_absolute"},
+        ),
+        ({"rotary_base": 5e5}, {"rope_theta": 5e5}),
+        ({"mtp_num_layers": 2, "mtp_hsm": True}, {"mtp_num_layers": 2}),
+        (
+            {"use_rope_scaling": True, "rope_scaling_factor": 4.0},
+            {
+                "rope_scaling": RopeScaling(
+                    factor=4.0,
+                    low_freq_factor=1.0,
+                    high_freq_factor=4.0,
+                    original_max_position_embeddings=8192,
+                )
+            },
+        ),
+    ],
+)
+def test_arguments_of_a_training_describe_the_model(
+    root: Path, changes: dict[str, Any], fields: dict[str, Any]
+) -> None:
+    write_arguments(root / "iter_0000020", **changes)
+    expected = {**CONFIG.to_dict(), **fields}
+    assert describe_pretrained(root).config == ModelConfig(**expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_experts": 8}, "args.num_experts=8 is not supported; supported: None or 0"),
+        ({"multi_latent_attention": True}, "args.multi_latent_attention=True is not supported"),
+        (
+            {"position_embedding_type": "mrope"},
+            "position_embedding_type='mrope'.* rope",
+        ),
+        ({"window_size": (127, 0)}, "args.window_size=<a tuple of 2> is not supported"),
+        ({"hidden_size": None}, "args.hidden_size=None must be an integer"),
+        ({"num_layers": 10**6}, "the configuration describes|num_layers=1000000, and the weights"),
+        ({"num_layers": 10**5000}, "num_layers=a number of too many digits must be a positive"),
+        ({"swiglu": np.array([True, False])}, "args.swiglu=<numpy.* must be True or False"),
+        ({"softmax_type": np.array(["vanilla"])}, "args.softmax_type=<numpy.* is not supported"),
+        ({"normalization": "x" * 2**20}, r"args\.normalization='x+\.\.\. is not supported"),
+        ({"params_dtype": torch.int8}, "args.params_dtype=<torch.int8> is not supported"),
+        ({"norm_epsilon": "small"}, "args.norm_epsilon='small' must be a number"),
+    ],
+)
+def test_argument_that_is_not_supported_is_named(
+    root: Path, changes: dict[str, Any], reason: str
+) -> None:
+    write_arguments(root / "iter_0000020", **changes)
+    with pytest.raises(CheckpointError, match=reason):
+        load_pretrained(root)
+
+
+def test_tokenizer_is_found_by_its_stored_name(root: Path, tmp_path_factory: Any) -> None:
+    iteration = root / "iter_0000020"
+    elsewhere = tmp_path_factory.mktemp("tokenizer")
+    shutil.copy(TINY / "tokenizer.json", elsewhere)
+    for stored in (elsewhere, elsewhere / "tokenizer.json", elsewhere / "tokenizer.model"):
+        write_arguments(iteration, tokenizer_model=str(stored))
+        assert load_pretrained(root).tokenizer is not None
+        assert load_tokenizer(root).tokenize("a") == load_tokenizer("tiny").tokenize("a")
+    for stored in ("no/where", "x" * 300, "a\0b", 7, "org/not-in-the-cache"):
+        write_arguments(iteration, tokenizer_model=stored)
+        assert load_pretrained(root).tokenizer is None
+    # As later versions of Megatron-LM save it.
+    os.mkdir(iteration / "tokenizer")
+    shutil.copy(TINY / "tokenizer.json", iteration / "tokenizer")
+    assert load_pretrained(root).tokenizer is not None
+
+
+def test_tokenizer_is_taken_as_given(root: Path) -> None:
+    for given in (TINY, TINY / "tokenizer.json"):
+        assert load_pretrained(root, tokenizer_model=given).tokenizer is not None
+    arguments = ["--prompt", "a", "--max-new-tokens", "2", "--device", "cpu"]
+    assert main(["generate", "--model", str(root), "--tokenizer-model", str(TINY), *arguments]) == 0
+    for given in (root, TINY / "config.json", "x" * 300):
+        with pytest.raises(CheckpointError, match=r"tokenizer|File name too long"):
+            load_pretrained(root, tokenizer_model=given)

@@ -1,0 +1,289 @@
+"""Decode attention of windows: several tokens of a row in one kernel, next to each other."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_async.kernels import compile as cuda
+from megatron_async.kernels.attention import decode_attention
+from megatron_async.kernels.attention.decode_attention import Heads, head_shares, unsupported
+from megatron_async.kernels.gemm.tile_config import SHARED_BYTES
+from megatron_async.runner.attention_metadata import AttentionMetadata
+from megatron_async.runner.context import DynamicInferenceContext
+from megatron_async.sampling_params import SamplingParams
+from tests.support import emulator
+from tests.support.cuda_kernels import device, emulated, on_both, relative_error
+from tests.support.decode_rig import small
+from tests.support.drafting_model import DraftingHashModel
+from tests.support.engines import hash_engine, sampling_params
+from tests.support.oracle import Ask
+from tests.support.window_cases import Row, WindowCase
+from tests.unit.test_forward_accuracy import TOLERANCE, Rig
+
+__all__ = ["device"]
+
+
+def rows_of(window: int, lengths: list[int]) -> list[Row]:
+    """Whole windows, windows of which less and less is left, a dead row, and padding."""
+    rows = [Row(length, window) for length in lengths]
+    rows += [Row(length, 1 + n % window) for n, length in enumerate(lengths[:window])]
+    return [*rows, Row(lengths[-1], window, dead=True), Row(0, 0), Row(lengths[-1], 0)]
+
+
+_LENGTHS = [0, 1, 15, 16, 17, 63, 64, 200, 700, 1]
+_BORDERS = [0, 13, 15, 16, 127, 128, 129, 260]
+"""Of blocks and tiles, and of KV splits of 128 tokens; a window of 4 crosses each of them."""
+_WIDE = [(37 * row) % 611 for row in range(90)]
+_GPU = [
+    ((head_dim, group, block_size, norm, True), window, cluster, split_tokens, lengths)
+    for head_dim, group, block_size, norm in (
+        (64, 1, 16, True),
+        (64, 8, 64, False),
+        (80, 2, 16, True),
+        (80, 4, 64, False),
+        (128, 2, 64, True),
+        (128, 4, 16, False),
+        (128, 8, 64, False),
+        (256, 1, 16, False),
+    )
+    for window in (1, 2, 3, 4, 5)
+    for cluster, split_tokens, lengths in (
+        *((1, 2048, _LENGTHS), (8, 2048, _LENGTHS), (2, 64, _BORDERS), (1, 64, _WIDE)),
+    )
+]
+CLOSE = 5e-3
+"""Error that rounding of the weights and of the output brings."""
+SMALL = (32, 3, 16, True, True)
+WIDE_SMALL, WIDE_LENGTHS = (32, 1, 16, False, True), [(7 * row) % 33 for row in range(31)]
+
+
+@on_both(
+    *("shape", "window", "cluster", "split_tokens", "lengths"),
+    gpu=_GPU,
+    small=[
+        ((128, 4, 16, False, True), 4, 2, 2048, [33]),
+        ((80, 8, 64, False, False), 5, 1, 64, [126]),
+        (SMALL, 4, 4, 16, [14, 63]),
+        (WIDE_SMALL, 2, 1, 1024, WIDE_LENGTHS),
+    ],
+)
+class TestWindows:
+    def test_equal_float64_and_append_what_counts(
+        self,
+        device: torch.device,
+        shape: tuple[int, int, int, bool, bool],
+        window: int,
+        cluster: int,
+        split_tokens: int,
+        lengths: list[int],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        if device.type == "cpu":  # each cluster has one item after the other
+            monkeypatch.setattr(cuda, "sm_count", lambda index: 1)
+        case = WindowCase(device, shape, window, rows_of(window, lengths))
+        before, (wanted, cache) = case.cache.clone(), case.wanted()
+        out, counted = case.attend(case.kernel(cluster, split_tokens)), case.counted
+        assert out.isfinite().all(), "padding too"
+        for token in counted.nonzero().flatten().tolist():
+            assert relative_error(out[token], wanted[token]) < CLOSE, token
+        flat, mapping = case.cache.flatten(1, 2), case.mapping[counted]
+        appended = cache.flatten(1, 2)[:, mapping].double()
+        assert relative_error(flat[:, mapping], appended) < CLOSE
+        untouched = torch.ones(flat.shape[1], dtype=torch.bool, device=device)
+        untouched[mapping] = untouched[: shape[2]] = False
+        kept = before.flatten(1, 2)[:, untouched].view(torch.int16)
+        assert torch.equal(flat[:, untouched].view(torch.int16), kept)
+
+    def test_bits_of_a_token_are_its_own(
+        self,
+        device: torch.device,
+        shape: tuple[int, int, int, bool, bool],
+        window: int,
+        cluster: int,
+        split_tokens: int,
+        lengths: list[int],
+    ) -> None:
+        """Neither another row nor a token behind it in its window can change them, not with NaN."""
+        case = WindowCase(device, shape, window, rows_of(window, lengths))
+        kernel = case.kernel(cluster, split_tokens)
+        first = case.attend(kernel)
+        assert torch.equal(case.attend(kernel), first), "what one launch counts is gone"
+        token = torch.arange(len(case.packed), device=device)
+        row, place = token // window, token % window
+        changed = (row % 3 == 1) & (place > 0) | (row % 3 == 2) | ~case.valid
+        group = shape[1]
+        parts = case.packed.unflatten(1, (2, group + 2, -1))
+        for part in (slice(None), slice(group + 1, group + 2)):
+            kept = parts.clone()
+            parts[changed, :, part] = math.nan
+            case.positions[row % 3 == 2] //= 2
+            again = case.attend(kernel)
+            parts.copy_(kept)
+            assert torch.equal(again[~changed], first[~changed])
+            broken = changed & case.counted & (row % 3 == 1)
+            assert again[broken].isnan().all()
+
+
+def test_windows_of_a_step_are_what_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One slot a row, consecutive positions, padding behind them: also at the ends of requests."""
+    window, steps, padding = 3, [], []
+    begin = DynamicInferenceContext.begin_forward
+
+    def begin_forward(
+        self: DynamicInferenceContext, each: Tensor, at: Tensor, **values: Any
+    ) -> None:
+        if values.get("chunks") is None:
+            assert values["window"] == window
+            whole = len(each) // window * window
+            slots, positions = each[:whole].view(-1, window), at[:whole].view(-1, window)
+            inside = slots != self.null_slot
+            assert torch.equal(inside, inside.sum(1, keepdim=True) > torch.arange(window))
+            assert (slots[inside] == slots[:, :1].expand_as(slots)[inside]).all()
+            expected = positions[:, :1] + torch.arange(window)
+            assert torch.equal(positions[inside], expected[inside])
+            assert (positions[~inside] < self.max_sequence_length).all()
+            padding.append(int((~inside)[inside[:, 0]].sum()))
+            steps.append(1)
+        begin(self, each, at, **values)
+
+    monkeypatch.setattr(DynamicInferenceContext, "begin_forward", begin_forward)
+    asks = [Ask(prompt=(1, 2, 3), max_new=20 + n) for n in range(3)]
+    with hash_engine(1, model=DraftingHashModel(window - 1, 0.3), max_requests=3) as engine:
+        engine.generate([list(ask.prompt) for ask in asks], [*map(sampling_params, asks)])
+    assert len(steps) > 5 and sum(padding) > 0
+
+
+@on_both("lengths", gpu=[(_WIDE,)], small=[(WIDE_LENGTHS,)])
+def test_a_models_own_forward_takes_windows_to_the_kernel(
+    device: torch.device, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of more tokens than the fused GEMMs take."""
+    if device.type == "cpu":
+        emulator.install(monkeypatch, sm_count=2)
+        monkeypatch.setattr(cuda, "unavailable", lambda index: None)
+    case = WindowCase(device, WIDE_SMALL, 2, rows_of(2, lengths))
+    context = DynamicInferenceContext(
+        params_dtype=torch.bfloat16, num_layers=1, kv_channels=32, num_attention_heads=2,
+        max_sequence_length=case.capacity, block_count=1, block_size_tokens=16, device=device,
+        num_speculative_tokens=1,
+    )  # fmt: skip
+    context.take_cache(case.cache[None])
+    context.block_table = case.table
+    metadata = AttentionMetadata(
+        case.positions, case.slots, case.mapping, len(case.packed), case.positions + 1, window=2
+    )
+    given = case.packed, case.cos_sin, None, None
+    context.begin(metadata._replace(window=None))
+    assert context._decode_heads(*given) is None, "tokens of a row in another way"
+    context.begin(metadata)
+    with monkeypatch.context() as patch:
+        patch.setattr(decode_attention, "FUSED_WINDOWS", False)
+        assert context._decode_heads(*given) is None
+    wanted, _ = case.wanted()
+    out = context.attend_packed(0, case.packed, case.scale, case.cos_sin, None, None, 0.0)
+    assert relative_error(out[case.counted], wanted[case.counted]) < CLOSE
+
+
+@on_both("window", gpu=[(2,), (3,), (5,)], small=[])
+def test_an_engine_with_drafts_decodes_its_windows_in_fused_kernels(
+    device: torch.device, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In captured graphs: each token is the best one of a float64 forward, or next to it."""
+    windows, attend = set(), decode_attention.DecodeAttention.__call__
+
+    def noted(self: decode_attention.DecodeAttention, *values: Any, **given: Any) -> None:
+        windows.add(self._window)
+        attend(self, *values, **given)
+
+    monkeypatch.setattr(decode_attention.DecodeAttention, "__call__", noted)
+    drafts = {"num_speculative_tokens": window - 1, "speculative_method": "ngram"}
+    rig = Rig(small("qwen3"), torch.bfloat16, str(device), 3, num_cuda_graphs=1, **drafts)
+    generator = torch.Generator().manual_seed(1)
+    prompts = [
+        torch.randint(0, rig.vocab_size, (9 + n,), generator=generator).repeat(2) for n in range(3)
+    ]
+    params = [
+        SamplingParams(temperature=0, num_tokens_to_generate=n, termination_id=-1)
+        for n in (14, 17, 12)
+    ]
+    with rig.engine as engine:
+        requests = engine.generate([prompt.tolist() for prompt in prompts], params)
+        assert engine.counters.tokens_accepted > 0
+    assert windows == {window}
+    for prompt, request in zip(prompts, requests, strict=True):
+        tokens = request.generated_tokens
+        sequence = torch.tensor([*prompt.tolist(), *tokens[:-1]], device=device)
+        logits = rig.reference.logits(sequence)[len(prompt) - 1 :]
+        short = logits.amax(1) - logits[range(len(tokens)), tokens]
+        assert (short < TOLERANCE[torch.bfloat16] * logits.norm(dim=1)).all()
+
+
+@emulated
+@pytest.mark.parametrize(
+    ("there", "instead"),
+    [
+        ("(e * 8 + 2 * t + j) / HEADS + 1 : valid", "WINDOW : valid"),
+        ("rotate(i, own_position,", "rotate(i, position,"),
+        ("if (is_broken) x = y = 0;", ";"),
+    ],
+)
+def test_the_emulator_notices(there: str, instead: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That the tests above can fail."""
+    text = emulator.source_text("attention")
+    assert there in text
+    emulator.install(monkeypatch, sm_count=1)
+    monkeypatch.setattr(emulator, "source_text", lambda _: text.replace(there, instead))
+    build = emulator.EmulatedKernel
+    monkeypatch.setattr(decode_attention, "kernel", lambda source, macros, _: build(source, macros))
+    case = WindowCase(torch.device("cpu"), SMALL, 2, rows_of(2, [14, 40]))
+    wanted, _ = case.wanted()
+    case.packed.unflatten(1, (2, 5, -1))[1, :, 4] = math.nan
+    counted = case.counted.clone()
+    counted[1] = False
+    kernel = case.kernel(1, 2048)
+    out = case.attend(kernel)
+    assert not relative_error(out[counted], wanted[counted]) < 2 * CLOSE
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "group", "window", "shares"),
+    [(128, 4, 4, 1), (128, 8, 3, 1), (128, 8, 4, 2), (128, 7, 5, 7), (256, 16, 1, 1)],
+)
+def test_heads_are_divided_where_a_windows_queries_are_many(
+    head_dim: int, group: int, window: int, shares: int
+) -> None:
+    assert head_shares(head_dim, group, window) == shares
+
+
+def test_windows_that_are_not_taken_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert unsupported(128, 4, 64, 128, window=16) is None
+    assert "17 tokens, more than 16" in str(unsupported(128, 4, 64, 128, window=17))
+    assert "does not fit" in str(unsupported(256, 4, 64, 256, window=16))
+    assert "block size 8" in str(unsupported(128, 4, 8, 128, window=2))
+    monkeypatch.setattr(decode_attention, "FUSED_WINDOWS", False)
+    assert "switched off" in str(unsupported(128, 4, 64, 128, window=2))
+    assert unsupported(128, 4, 64, 128) is None
+
+
+@emulated
+def test_every_window_fits_into_shared_memory() -> None:
+    defines = [
+        Heads(head_dim, group, 8, 16, norm=True, rope=True, window=window).defines(
+            rows, 131072, emulator.SM_COUNT, cluster=cluster
+        )
+        for head_dim in (64, 80, 128, 256)
+        for group in (1, 4, 8, 16)
+        for window in (2, 4, 5, 16)
+        for rows, cluster in ((1, 8), (64, 1))
+        if unsupported(head_dim, group, 16, head_dim, window) is None
+    ]
+    assert max(emulator.shared_bytes("attention", defines)) <= SHARED_BYTES
+    ours = [each for each in defines if each["D"] == 128 and each["GROUP"] == 4]
+    ours = [each for each in ours if each["WINDOW"] <= 4]
+    two = SHARED_BYTES // 2
+    assert max(emulator.shared_bytes("attention", ours)) <= two, "two CTAs on an SM"
