@@ -228,11 +228,11 @@ class Scheduler:
     def _plan_decode(self, number: int, assignments: list[BlockAssignment]) -> RowMap:
         """Advance every decoding sequence by one row; those whose end is known stay out."""
         table, window = self.table, self._choice.window
-        if self.limits.rotation_limit is not None:
-            self._evict_grown(self.limits.rotation_limit)
         stalled_before = set(table.stalled)
         if stalled_before:
             self._preemption.unstall()
+        if self.limits.rotation_limit is not None:
+            self._evict_grown(self.limits.rotation_limit)
         size, lookahead = self.limits.block_size, self.limits.lookahead
         needy: dict[Sequence, int] = {}
         for sequence in table.decoding.values():

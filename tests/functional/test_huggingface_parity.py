@@ -149,3 +149,29 @@ class _WithoutWindow(GPTInferenceWrapper):
     """A model whose scheduler knows of no window."""
 
     attention_window = None
+
+
+def test_longrope_request_that_is_paused_at_the_border_is_computed_again(tmp_path: Path) -> None:
+    model = random_model("phi3-longrope")
+    model.save_pretrained(tmp_path)
+    prompt = list(range(1, 45))
+    params = SamplingParams(temperature=0, num_tokens_to_generate=NEW_TOKENS, termination_id=-1)
+    config = config_at(1, max_requests=2, block_size_tokens=4, block_count=60, debug=True)
+    found = set()
+    with DynamicInferenceEngine.from_pretrained(tmp_path, config) as engine:
+        for pause_at in range(8):
+            future = engine.add_request(pause_at, prompt, params)
+            for _ in range(pause_at):
+                engine.step_modern()
+            engine.pause_request(pause_at)
+            for _ in range(3):
+                engine.step_modern()
+            engine.resume_request(pause_at)
+            while engine.has_unfinished_requests():
+                engine.step_modern()
+            found.add(tuple(future.result().generated_tokens))
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False
+    )
+    assert found == {tuple(out[0, len(prompt) :].tolist())}
