@@ -155,9 +155,15 @@ def test_longrope_request_that_is_paused_at_the_border_is_computed_again(tmp_pat
     model = random_model("phi3-longrope")
     model.save_pretrained(tmp_path)
     prompt = list(range(1, 45))
-    params = SamplingParams(temperature=0, num_tokens_to_generate=NEW_TOKENS, termination_id=-1)
+    params = SamplingParams(
+        temperature=0,
+        num_tokens_to_generate=NEW_TOKENS,
+        termination_id=-1,
+        return_log_probs=True,
+        skip_prompt_log_probs=True,
+    )
     config = config_at(1, max_requests=2, block_size_tokens=4, block_count=60, debug=True)
-    found = set()
+    found = []
     with DynamicInferenceEngine.from_pretrained(tmp_path, config) as engine:
         for pause_at in range(8):
             future = engine.add_request(pause_at, prompt, params)
@@ -169,9 +175,8 @@ def test_longrope_request_that_is_paused_at_the_border_is_computed_again(tmp_pat
             engine.resume_request(pause_at)
             while engine.has_unfinished_requests():
                 engine.step_modern()
-            found.add(tuple(future.result().generated_tokens))
-    ids = torch.tensor([prompt])
-    out = model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False
-    )
-    assert found == {tuple(out[0, len(prompt) :].tolist())}
+            found.append(future.result())
+    tokens, log_probs = found[0].generated_tokens, torch.tensor(found[0].generated_log_probs)
+    for request in found:
+        assert request.generated_tokens == tokens
+        torch.testing.assert_close(torch.tensor(request.generated_log_probs), log_probs)
