@@ -117,6 +117,10 @@ GATED = ("swiglu", "geglu", "geglu_tanh")
 """Activations of which the first linear layer holds a gate and an up projection."""
 
 
+def _json_object(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: list(x) if isinstance(x, tuple) else x for name, x in fields}
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
     """Architecture of a dense megatron-core ``GPTModel``.
@@ -244,7 +248,7 @@ class ModelConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, the inverse of :meth:`from_dict`."""
-        return dataclasses.asdict(self)
+        return dataclasses.asdict(self, dict_factory=_json_object)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
