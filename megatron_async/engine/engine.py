@@ -118,7 +118,6 @@ class DynamicInferenceEngine:
             eos_token_ids=eos_token_ids,
             grammars=grammars,
             extras_enabled=config.enable_sampling_extras,
-            guides=limits.window == 1 or context.device.type == "cpu",
         )
         self._run_file = None if config.record is None else RunFile(config.record)
         self.device = device or open_device(context.device, config)

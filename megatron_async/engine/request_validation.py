@@ -87,9 +87,7 @@ class RequestValidator:
         eos_token_ids: tuple[int, ...] | None,
         grammars: Grammars,
         extras_enabled: bool,
-        guides: bool,
     ) -> None:
-        self._guides = guides
         self._grammars = grammars
         self._extras_enabled = extras_enabled
         self._tokenizer = tokenizer
@@ -330,11 +328,6 @@ class RequestValidator:
                 f"{', '.join(asked)} cannot be served with enable_sampling_extras=False in the "
                 "engine's configuration; turn it on, or ask for none of penalties, filters, "
                 "log-probabilities, structured outputs and logits processors"
-            )
-        if extras.guided and not self._guides:
-            raise RequestError(
-                "structured_outputs and logits_processors do not go together with drafts on a GPU; "
-                "leave them out, or serve the model with num_speculative_tokens=0"
             )
 
     def _allowed(self, params: SamplingParams) -> tuple[int, ...] | None:

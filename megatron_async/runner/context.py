@@ -258,10 +258,15 @@ class DynamicInferenceContext(BaseInferenceContext):
         positions: torch.Tensor,
         slot_mapping: torch.Tensor,
         lengths: torch.Tensor,
+        window: int = 1,
     ) -> None:
-        """:meth:`begin` of one token a row, from int64 [R] each that stay as they are:
+        """:meth:`begin` of ``window`` tokens a row, from int64 [T] each that stay as they are:
         ``slot_mapping`` is block * block size + offset, ``lengths`` are positions + 1."""
-        self.begin(AttentionMetadata(positions, slots, slot_mapping, slots.shape[0], lengths))
+        self.begin(
+            AttentionMetadata(
+                positions, slots, slot_mapping, slots.shape[0], lengths, window=window
+            )
+        )
 
     @property
     def position_ids(self) -> torch.Tensor:

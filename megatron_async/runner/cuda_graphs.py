@@ -204,7 +204,7 @@ class StepGraphs:
         self._program.forward_mixed(shape, targets)
 
     def _forward_work(self, rows: int, window: int) -> None:
-        self._program.load_decode(rows)
+        self._program.load_decode(rows, window)
         self._program.forward_decode(rows, window)
 
     def _step_work(self, sampled: SampleShape) -> None:

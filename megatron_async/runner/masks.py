@@ -39,6 +39,13 @@ class MaskRing:
         entry = number % len(self.masks)
         return self.masks[entry], self.masked[entry]
 
+    def copied(self, number: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """``masks`` and ``masked`` of a ticket whose number, int64 [1], the device alone knows. All
+        entries are copied: the kernels read what they need by themselves."""
+        entry, on = number % len(self.masks), number.device
+        masks, masked = (each.to(on, non_blocking=True) for each in (self.masks, self.masked))
+        return masks[entry][0], masked[entry][0]
+
     def claim(self, number: int) -> tuple[Mask, Mask]:
         """Host: ``masks`` and ``masked`` of ticket ``number``, none of which counts yet, to fill
         before its S is launched."""

@@ -1,7 +1,7 @@
 """S: samples pending logits, finds the ends that the device can see, and hands out records.
 
-On CUDA without drafts the kernels of ``kernels/sampling`` do the same; this is their reference.
-With drafts on CUDA it runs there itself, and knows no masks: no request is guided then.
+On CUDA the kernels of ``kernels/sampling`` do the same; this is their reference, which can run
+there too.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from megatron_async.device.cuda import CudaResultRing
 from megatron_async.device.protocol import ResultRing
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.drafter import Drafter, SampledRows
@@ -147,9 +148,13 @@ class SamplingStage:
         self._results.publish(record.flatten())
         self._sampled += 1
         if self._drafter is not None:
-            first = positions[:, 0]
-            sampled_rows = SampledRows(target, tokens.clamp(min=0), counted, first)
-            state.drafts[:, :drafts][target] = self._drafter.draft(sampled_rows, drafts)
+            rows_sampled = SampledRows(target, tokens.clamp(min=0), counted, positions[:, 0])
+            self.draft(rows_sampled, drafts)
+
+    def draft(self, rows: SampledRows, count: int) -> None:
+        """Have ``count`` drafts of the next windows of ``rows`` made, behind their records."""
+        assert self._drafter is not None
+        self._state.drafts[:, :count][rows.slots] = self._drafter.draft(rows, count)
 
     def _process(
         self, logits: torch.Tensor, window: int, each: torch.Tensor, positions: torch.Tensor
@@ -158,11 +163,14 @@ class SamplingStage:
         positions ``[rows * window]``."""
         assert self._extras is not None
         state, rows = self._state, len(each) // window
-        masks = masked = ahead = None
-        if not logits.is_cuda:
-            masks, masked = self._extras.masks.entry(self._sampled)
-            masks = masks[:rows].repeat_interleave(window, 0)
-            masked = masked[:rows].repeat_interleave(window).bool()
+        ring = self._extras.masks
+        if isinstance(self._results, CudaResultRing):
+            masks, masked = ring.copied(self._results.counter)
+        else:
+            masks, masked = ring.entry(self._sampled)
+        masks = masks[:rows].repeat_interleave(window, 0)
+        masked = masked[:rows].repeat_interleave(window).bool()
+        ahead = None
         if window > 1:
             # Position j of a window comes behind the drafts before it, if it counts at all.
             j = self._offsets[:window].repeat(rows)[:, None]

@@ -17,7 +17,7 @@ from megatron_async.device.cuda import CudaPacketRing, CudaResultRing
 from megatron_async.device.protocol import Device, PacketRing, ResultRing
 from megatron_async.runner.attention_metadata import AttentionMetadata, metadata_of_mixed
 from megatron_async.runner.context import DynamicInferenceContext
-from megatron_async.runner.drafter import Drafter, MixedTokens
+from megatron_async.runner.drafter import Drafter, MixedTokens, SampledRows
 from megatron_async.runner.padding import padded_tokens
 from megatron_async.runner.prompt_log_probs import PromptLogProbs, PromptTargets
 from megatron_async.runner.sampling_stage import Model, SamplingExtras, SamplingStage
@@ -27,8 +27,11 @@ from megatron_async.step.plan import SampleShape
 from megatron_async.step.slot_fields import Source
 
 if TYPE_CHECKING:
-    from megatron_async.kernels.sampling.step_state import StepKernels
+    from megatron_async.kernels.sampling.step_kernels import StepKernels
 
+
+WINDOW_KERNELS_ON = True
+"""Engines made from now on run steps with drafts in kernels on CUDA; False takes the torch code."""
 
 RowProcessor = Callable[[torch.Tensor], torch.Tensor]
 """Logits of a row ``[vocabulary]`` to others."""
@@ -44,8 +47,8 @@ class StepProgram:
     the pending logits comes before it in stream order). ``pending_logits`` belong to that row map,
     and to the window of that forward: those of row r from ``r * window`` on.
 
-    On CUDA what is around the model in a decode step without drafts runs in the kernels of
-    ``kernels/sampling/step_state.py``; the torch code here is their reference.
+    On CUDA what is around the model in a decode step runs in ``kernels/sampling/step_kernels.py``;
+    the torch code here is the reference. ``WINDOW_KERNELS_ON`` is about steps with drafts.
     """
 
     def __init__(
@@ -89,12 +92,14 @@ class StepProgram:
         )
         self._kernels: StepKernels | None = None
         if isinstance(packets, CudaPacketRing) and isinstance(results, CudaResultRing):
-            from megatron_async.kernels.sampling.step_state import StepKernels
+            from megatron_async.kernels.sampling.step_kernels import StepKernels
 
-            if layout.window == 1:
+            # The kernels verify drafts by tokens alone.
+            by_tokens = synthetic_acceptance is None
+            if layout.window == 1 or (WINDOW_KERNELS_ON and by_tokens):
                 self._kernels = StepKernels(
                     self._row_records, context.slots, context.block_size_tokens, packets, results,
-                    *(extras or (None, None)),
+                    *(extras or (None, None)), window=layout.window,
                 )  # fmt: skip
 
     @property
@@ -147,17 +152,21 @@ class StepProgram:
     ) -> None:
         if self._kernels is None:
             self._stage.sample(logits, shape, processed)
-        elif shape.extended:
-            self._kernels.sample_extended(logits, processed)
+            return
+        if shape.extended:
+            self._kernels.sample_extended(logits, processed, window=shape.window)
         else:
-            self._kernels.sample(logits)
+            self._kernels.sample(logits, window=shape.window)
+        if self._drafter is not None:
+            sampled = self._kernels.sampled(shape.rows, shape.window)
+            self._stage.draft(SampledRows(*sampled), shape.drafts)
 
     # --- H2D ----------------------------------------------------------------------------------
 
-    def load_decode(self, rows: int) -> None:
+    def load_decode(self, rows: int, window: int = 1) -> None:
         """Take the packet of a step that decodes in each of ``rows`` rows."""
         if self._kernels is not None:
-            self._kernels.begin(rows)
+            self._kernels.begin(rows, window)
             return
         self._packets.read(self._packet, rows * packet.ROW_WIDTH)
         records = self._row_records[:rows]
@@ -197,10 +206,13 @@ class StepProgram:
         than ``window`` is padding."""
         context, state = self._context, self._state
         if self._kernels is not None:
-            batch = self._kernels.batch(rows)
-            context.begin_decode(batch.slots, batch.position_ids, batch.slot_mapping, batch.lengths)
-            logits = self._pending_logits[:rows]
-            self._forward(logits, batch.token_ids, batch.position_ids)
+            batch = self._kernels.batch(rows, window)
+            context.begin_decode(
+                batch.slots, batch.position_ids, batch.slot_mapping, batch.lengths, window
+            )
+            hidden = self._hidden_states(rows * window)
+            logits = self._pending_logits[: rows * window]
+            self._forward(logits, batch.token_ids, batch.position_ids, hidden)
             return
         records = self._row_records[:rows]
         slots = records[:, packet.ROW_SLOT].long()
@@ -224,7 +236,7 @@ class StepProgram:
             read_lengths=not self._device.captures,
             window=window,
         )
-        hidden = None if self._drafter is None else self._drafter.hidden_states(len(ids))
+        hidden = self._hidden_states(len(ids))
         self._forward(self._pending_logits[: rows * window], ids, positions, hidden)
         state.kv_length[slots] = lengths + (~state.finished[slots]).long()
 
@@ -309,6 +321,9 @@ class StepProgram:
         beyond = positions + 1 >= self._state.max_total[token_slots]
         null_slot = self._context.null_slot
         return torch.where(beyond, null_slot, token_slots), torch.where(beyond, 0, positions)
+
+    def _hidden_states(self, count: int) -> torch.Tensor | None:
+        return None if self._drafter is None else self._drafter.hidden_states(count)
 
     def _forward(
         self,

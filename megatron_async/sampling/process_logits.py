@@ -129,7 +129,7 @@ def advance(
     Args:
         slots: int64 ``[R]``, distinct but for those that ask for nothing, of which nothing is
             noted: the null slot is one.
-        tokens: int64 ``[R, w]``, ``w`` at most ``RECENT``.
+        tokens: int64 ``[R, w]``.
         counts: int64 ``[R]``; the first so many tokens of each row count.
         positions: int64 ``[R]``, the index of the first token of each row in its sequence.
     """
@@ -141,9 +141,12 @@ def advance(
     flat = at * tables.counts.shape[1] + tokens.clamp(min=0)
     tables.counts.view(-1).index_add_(0, flat.flatten(), penalized.flatten().to(torch.int32))
     columns = (positions[:, None] + offsets) % RECENT
-    # Slots that several rows have are written with what they hold.
-    noted = torch.where(counted, tokens.to(torch.int32), tables.recent[at, columns])
-    tables.recent.index_put_((at, columns), noted)
+    for first in range(0, tokens.shape[1], RECENT):  # columns of their own
+        some = slice(first, first + RECENT)
+        cells = at[:, some], columns[:, some]
+        # Slots that several rows have are written with what they hold.
+        noted = torch.where(counted[:, some], tokens[:, some].to(torch.int32), tables.recent[cells])
+        tables.recent.index_put_(cells, noted)
 
 
 def _processed(x: Tensor, features: Tensor, rows: _Rows) -> Tensor:

@@ -303,9 +303,9 @@ def end_decided_from_what_has_been_launched(original: Any) -> Any:
 
 @mutant(StepProgram, "load_decode", "IntegrityError", "WrongTokensError")
 def row_map_of_the_step_before(original: Any) -> Any:
-    def load_decode(self: StepProgram, rows: int) -> None:
+    def load_decode(self: StepProgram, rows: int, window: int = 1) -> None:
         stale = self._row_records[:rows, ROW_SLOT].clone()
-        original(self, rows)
+        original(self, rows, window)
         self._row_records[:rows, ROW_SLOT] = stale
 
     return load_decode
@@ -314,7 +314,7 @@ def row_map_of_the_step_before(original: Any) -> Any:
 @mutant(StepGraphs, "_step_work", "IntegrityError", "WrongTokensError", least_depth=1)
 def packet_taken_before_the_pending_logits_are_sampled(original: Any) -> Any:
     def step_work(self: StepGraphs, sampled: SampleShape) -> None:
-        self._program.load_decode(sampled.rows)
+        self._program.load_decode(sampled.rows, sampled.window)
         self._program.sample(sampled)
         self._program.forward_decode(sampled.rows, sampled.window)
 
@@ -375,7 +375,7 @@ def control_applied_a_launch_late(original: Any) -> Any:
     def controlled_work(self: StepGraphs, sampled: SampleShape) -> None:
         self._program.sample(sampled)
         self._program.load_control()
-        self._program.load_decode(sampled.rows)
+        self._program.load_decode(sampled.rows, sampled.window)
         self._program.forward_decode(sampled.rows, sampled.window)
 
     return controlled_work

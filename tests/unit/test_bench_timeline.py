@@ -106,11 +106,15 @@ def test_percentile_of_few_values() -> None:
 def test_kernels_that_mark_steps_exist() -> None:
     pytest.importorskip("triton", reason="the kernels need triton")
     from megatron_async.kernels import rings
-    from megatron_async.kernels.sampling import step_state
+    from megatron_async.kernels.sampling import step_state, window_state
 
     decode = [step_state._finish_and_publish_kernel, step_state._read_packet_and_begin_kernel]
+    drafted = [
+        window_state._finish_and_publish_windows_kernel,
+        window_state._read_packet_and_begin_windows_kernel,
+    ]
     mixed = [rings._publish_kernel, rings._read_packet_kernel]
-    for kernels in (decode, mixed):
+    for kernels in (decode, drafted, mixed):
         names = [kernel.__name__ for kernel in kernels]
         for marker in STEP_MARKERS:
             assert sum(marker in name for name in names) == 1, (marker, names)

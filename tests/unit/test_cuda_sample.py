@@ -25,12 +25,17 @@ Cut = tuple[int, int, int]
 
 
 def tokens_of(
-    logits: Tensor, parameters: tuple[Tensor, ...], cut: Cut | None, index: Tensor | None = None
+    logits: Tensor,
+    parameters: tuple[Tensor, ...],
+    cut: Cut | None,
+    index: Tensor | None = None,
+    window: int = 1,
 ) -> Tensor:
     clusters, blocks, threads = cut or (None, sample.BLOCKS, sample.THREADS)
     best = sample.best_of_rows(
-        logits, parameters, index, clusters=clusters, blocks=blocks, threads=threads
-    )
+        logits, parameters, index, window=window, clusters=clusters, blocks=blocks,
+        threads=threads,
+    )  # fmt: skip
     packed = best.amax(1)
     ids = (packed & ID_MASK) ^ ID_MASK
     return torch.where(packed >> 32 == NAN_KEY, -1, ids).cpu()
@@ -111,22 +116,25 @@ def test_a_nan_anywhere_in_a_row_is_no_token(
     assert torch.equal(tokens_of(logits.to(device), on(device, parameters), cut), expected)
 
 
-@on_both("vocabulary", gpu=[(4_001,), (4_000,)], small=[(601,), (600,)])
-def test_strided_rows_and_parameters_by_index(vocabulary: int, device: torch.device) -> None:
+@on_both("vocabulary", "window", gpu=[(4_001, 1), (4_000, 3)], small=[(601, 1), (600, 3)])
+def test_strided_rows_and_parameters_by_index(
+    vocabulary: int, window: int, device: torch.device
+) -> None:
     generator = torch.Generator().manual_seed(vocabulary)
     rows, slots = 6, 11
-    padded = torch.full((rows, vocabulary + 7), 100.0).bfloat16()
-    padded[:, :vocabulary] = torch.randn(rows, vocabulary, generator=generator).bfloat16()
+    padded = torch.full((rows * window, vocabulary + 7), 100.0).bfloat16()
+    padded[:, :vocabulary] = torch.randn(len(padded), vocabulary, generator=generator).bfloat16()
     parameters = random_parameters(slots, vocabulary, generator)
     records = torch.randint(slots, (rows, 3), generator=generator, dtype=torch.int32)
     index = records[:, 1]
-    expected = sample_tokens_reference(
-        padded[:, :vocabulary], *(p[index.long()] for p in parameters)
-    )
+    *others, positions = (p[index.long()].repeat_interleave(window) for p in parameters)
+    positions = positions + torch.arange(window).repeat(rows)
+    expected = sample_tokens_reference(padded[:, :vocabulary], *others, positions)
     cut = (1, 2, 64) if device.type == "cpu" else None
     got = tokens_of(
-        padded.to(device)[:, :vocabulary], on(device, parameters), cut, records.to(device)[:, 1]
-    )
+        padded.to(device)[:, :vocabulary], on(device, parameters), cut, records.to(device)[:, 1],
+        window,
+    )  # fmt: skip
     assert torch.equal(got, expected)
 
 
@@ -143,7 +151,7 @@ def test_shared_memory_is_what_the_wrapper_thinks() -> None:
         for wide in (0, 1):
             defines = {
                 "WIDE": wide, "VECTORS": sample.pieces(vocabulary), "LEAST": 0,
-                "C": sample.BLOCKS, "G": 1, "THREADS": sample.THREADS,
+                "C": sample.BLOCKS, "G": 1, "THREADS": sample.THREADS, "WINDOW": 1,
             }  # fmt: skip
             (taken,) = emulator.shared_bytes("sample", [defines])
             assert taken <= SHARED_BYTES and sample.fits(vocabulary, 4 if wide else 2)

@@ -18,6 +18,7 @@ from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.recording import read_run
 from megatron_async.engine.replay import replay
 from megatron_async.request import DynamicInferenceRequest
+from megatron_async.runner import step_program
 from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import config_at
 
@@ -76,8 +77,11 @@ def plain() -> DynamicInferenceEngine:
 
 
 def engine_config(depth: int, drafts: int, **values: Any) -> Any:
-    values = {"max_requests": 6, "batch_invariant": True, "max_sequence_length": 128, **values}
-    return config_at(depth, device="cpu", num_speculative_tokens=drafts, **values)
+    values = {
+        "max_requests": 6, "batch_invariant": True, "max_sequence_length": 128, "device": "cpu",
+        **values,
+    }  # fmt: skip
+    return config_at(depth, num_speculative_tokens=drafts, **values)
 
 
 def shown(request: DynamicInferenceRequest) -> Any:
@@ -192,6 +196,27 @@ def test_features(depth: int, drafts: int, block: int, chunk: int, event: str, m
         assert shown(request) == wanted[i], names[i]
     assert counters.tokens_accepted == sum(counters.accepted_by_position) > 0
     assert event == "none" or counters.evictions > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("window_kernels", (False, True))
+def test_features_on_a_gpu(window_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of guided requests too, in the kernels and in the torch code, which are captured."""
+    monkeypatch.setattr(step_program, "WINDOW_KERNELS_ON", window_kernels)
+    gpu = {"device": "cuda", "dtype": "bfloat16", "debug": True}
+    params = params_of()
+    prompts = [prompt_of(i) for i in range(len(params))]
+    alone = engine_config(0, 0, **gpu)
+    with DynamicInferenceEngine.from_pretrained("tiny", alone) as engine:
+        wanted = [shown(request) for request in engine.generate(prompts, params)]
+        for depth, drafts, method in ((0, 2, "mtp"), (1, 3, "ngram"), (2, 4, "mtp")):
+            config = engine_config(depth, drafts, speculative_method=method, **gpu)
+            with engine.with_config(config) as drafting:
+                requests = drafting.generate(prompts, params)
+                assert drafting.counters.tokens_accepted > 0
+            for name, request, want in zip(FEATURES, requests, wanted, strict=True):
+                assert shown(request) == want, (name, depth, drafts, method)
 
 
 # --- ends -------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="the kernels need triton")
 
 from megatron_async.kernels.pdl import uses_pdl
 from megatron_async.kernels.sampling import process_logits as kernels
-from megatron_async.kernels.sampling.step_state import StepKernels
+from megatron_async.kernels.sampling.step_kernels import StepKernels
 from megatron_async.runner.extras_tables import ExtrasTables
 from megatron_async.runner.slot_state import SlotState
 from megatron_async.sampling.log_probs import pack, processed_log_probs, token_log_probs

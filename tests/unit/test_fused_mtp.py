@@ -108,7 +108,8 @@ class DraftRig:
             drafter._pending[: self.rows * window] = hidden.to(self.device)
             tokens = torch.randint(0, vocab, (self.rows, window), generator=generator)
             slots = torch.arange(self.rows)
-            drafter.draft(SampledRows(*(x.to(self.device) for x in (slots, tokens, last, first))))
+            step = SampledRows(*(x.to(self.device) for x in (slots, tokens, last, first)))
+            drafter.draft(step, self.count)
             first = first + last + 1
         return [*self.logits, *drafter._tails[: self.rows, 1:].unbind(1)]
 

@@ -486,3 +486,17 @@ def test_an_admission_does_not_synchronise(device: torch.device) -> None:
         wanted.admit(slot, each)
     wanted.clear(2)
     assert_tables_equal(tables, wanted)
+
+
+def test_a_window_of_many_tokens_is_noted_like_one_after_the_other() -> None:
+    slot = SlotExtras(Extras(bad_words=((1, 2),), frequency_penalty=0.1), 1, (5, 6))
+    at_once, singly = (ExtrasTables(1, VOCAB, 100, CPU) for _ in range(2))
+    tokens = torch.arange(20, 20 + 2 * RECENT)[None]
+    count, slots = RECENT + 3, torch.zeros(1, dtype=torch.int64)
+    for tables in (at_once, singly):
+        tables.admit(0, slot)
+    advance(at_once, slots, tokens, torch.tensor([count]), torch.tensor([2]))
+    for place in range(count):
+        one = tokens[:, place : place + 1]
+        advance(singly, slots, one, torch.tensor([1]), torch.tensor([2 + place]))
+    assert_tables_equal(at_once, singly)

@@ -73,7 +73,7 @@ def validator(tokenizer: Any = None, **values: Any) -> RequestValidator:
         max_assignments=64,
     )
     controller = SimpleNamespace(tokenizer=tokenizer, tokenize_prompt=tokenize_prompt)
-    own = {"grammars": Grammars(tokenizer, VOCABULARY), "extras_enabled": True, "guides": True}
+    own = {"grammars": Grammars(tokenizer, VOCABULARY), "extras_enabled": True}
     values = {"random_seed": 0, "eos_token_ids": None, **own, **values}
     return RequestValidator(
         controller, limits, vocab_size=VOCABULARY, max_sequence_length=64, **values

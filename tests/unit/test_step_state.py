@@ -22,7 +22,7 @@ from megatron_async.device.cuda import CudaPacketRing, CudaResultRing
 from megatron_async.kernels.pdl import uses_pdl
 from megatron_async.kernels.sampling import sample_triton as sample_kernel
 from megatron_async.kernels.sampling import step_state
-from megatron_async.kernels.sampling.step_state import StepKernels
+from megatron_async.kernels.sampling.step_kernels import StepKernels
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.step_program import StepProgram
 from megatron_async.step import packet

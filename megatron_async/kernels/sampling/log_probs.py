@@ -2,7 +2,8 @@
 
 They run behind those of ``process_logits``, which leave the maxima, and behind the sampler: a
 kernel over tiles of rows adds up masses and lists the most likely ids, then one program a row joins
-the tiles, writes the row's words of the record, and notes the sampled token in the tables.
+the tiles, writes the row's words of the record, and notes the sampled token in the tables. With
+drafts each position of a window is a row here, and its token is noted if it counts.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -39,9 +40,11 @@ from megatron_async.kernels.sampling.sample_triton import (
     order_key,
     scale,
 )
+from megatron_async.kernels.sampling.verify import load_bounds, verify
 from megatron_async.sampling import exact_math
 from megatron_async.sampling.process_logits import Tables
 from megatron_async.step import packet
+from megatron_async.step.extras import LOG_PROB_WORDS as LOG_PROB_WORDS_
 
 MASS_UNIT = tl.constexpr(2.0**-exact_math.MASS_BITS)
 EMPTY = tl.constexpr(-(2**63))  # below every candidate
@@ -50,6 +53,7 @@ PLACES = tl.constexpr(triton.next_power_of_2(TOP.value))
 WIDTH = tl.constexpr(packet.ROW_WIDTH)
 SLOT = tl.constexpr(packet.ROW_SLOT)
 SAMPLES = tl.constexpr(packet.ROW_SAMPLES)
+LOG_PROB_WORDS = tl.constexpr(LOG_PROB_WORDS_)
 MERGE_WARPS = 4
 
 
@@ -79,12 +83,12 @@ def _log_prob(x, factor, scaled_max, log_total):
 def _tiles_kernel(
     logits, logits_stride, processed, processed_stride, index, index_stride, log_probs_ptr,
     inverse_temperature_ptr, largest_ptr, least_listed_ptr, threshold_ptr, masses, candidates,
-    vocab_size, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    vocab_size, WINDOW: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_enter(PDL)
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
-    slot = tl.load(index + row * index_stride).to(tl.int64)
+    slot = tl.load(index + row // WINDOW * index_stride).to(tl.int64)
     mode = tl.load(log_probs_ptr + slot)
     if mode != NO_LOG_PROBS:
         largest = tl.load(largest_ptr + row)
@@ -120,16 +124,54 @@ def _tiles_kernel(
 
 
 @triton.jit
+def _note_of_window(
+    counts, recent, features, packed, row, splits, slot, samples, length, max_total, stop_ids,
+    drafts, draft_width, finished, vocab_size,
+    STOPS: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, WINDOW_PLACES: tl.constexpr,
+):  # fmt: skip
+    """Note the token of one position of a live row's window. Its other positions, which other
+    programs note, may have the same token."""
+    only = row // WINDOW + tl.arange(0, 1)
+    exists = only >= 0
+    none = tl.zeros([1], tl.int32)
+    draft, stops, limit = load_bounds(
+        slot + none, exists, samples + none, max_total, stop_ids, drafts, draft_width,
+        STOPS, WINDOW, WINDOW_PLACES,
+    )  # fmt: skip
+    token, final, _, failed = verify(
+        packed, only, exists, splits, length + none, draft, stops, limit,
+        SPLITS, WINDOW, WINDOW_PLACES,
+    )  # fmt: skip
+    count = tl.max(final + tl.where(failed, 0, 1), 0)
+    place = row % WINDOW
+    own = tl.arange(0, WINDOW_PLACES)[None, :] == place
+    token = tl.max(tl.max(tl.where(own, token, 0), 1), 0)
+    is_live = (samples != 0) & (tl.load(finished + slot) == 0)
+    notes = is_live & (place < count)
+    tl.atomic_add(
+        counts + slot * vocab_size + token, 1, mask=notes & ((features & PENALTIES) != 0),
+        sem="relaxed",
+    )  # fmt: skip
+    # Of a window with more tokens than are kept the last ones stay.
+    column = (length + place) & (LENGTH - 1)
+    tl.store(
+        recent + slot * LENGTH + column, token.to(tl.int32), mask=notes & (place + LENGTH >= count)
+    )
+
+
+@triton.jit
 def _merge_kernel(
     best, logits, logits_stride, processed, processed_stride, records, log_probs_ptr,
     inverse_temperature_ptr, largest_ptr, threshold_ptr, masses, candidates,
     out, counter, entries, entry_stride, offset,
-    features_ptr, counts, recent, position_ptr, finished, vocab_size, rows, splits, tiles,
-    TILES: tl.constexpr, CANDIDATES: tl.constexpr, SPLITS: tl.constexpr, PDL: tl.constexpr,
+    features_ptr, counts, recent, position_ptr, finished, max_total, stop_ids, drafts,
+    draft_width, vocab_size, rows, splits, tiles,
+    TILES: tl.constexpr, CANDIDATES: tl.constexpr, SPLITS: tl.constexpr, STOPS: tl.constexpr,
+    WINDOW: tl.constexpr, WINDOW_PLACES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_enter(PDL)
     row = tl.program_id(0).to(tl.int64)
-    record = records + row * WIDTH
+    record = records + row // WINDOW * WIDTH
     slot = tl.load(record + SLOT).to(tl.int64)
     only = row + tl.arange(0, 1)
     token = tl.max(best_token(best, only, only >= 0, splits, SPLITS), 0)
@@ -173,22 +215,33 @@ def _merge_kernel(
                 )
                 own = tl.where(kept, _log_prob(own, factor, scaled_max, log_total), NEG_INF)
                 token_bits = own.to(tl.int32, bitcast=True)
-    words = out + tl.load(counter) % entries * entry_stride + offset + row
+    words = out + tl.load(counter) % entries * entry_stride + offset + row // WINDOW
+    if WINDOW > 1:
+        words += row % WINDOW * LOG_PROB_WORDS * rows
     tl.store(words, token_bits)
     tl.store(words + (1 + place) * rows, top_ids, mask=place < TOP)
     tl.store(words + (1 + TOP + place) * rows, top_bits, mask=place < TOP)
 
     # Live rows have slots of their own; the null slot, which others share, stays finished.
     features = tl.load(features_ptr + slot)
-    is_live = (tl.load(record + SAMPLES) != 0) & (tl.load(finished + slot) == 0)
-    notes = is_live & (token >= 0) & (features != 0)
-    count = counts + slot * vocab_size + tl.maximum(token, 0)
-    before = tl.load(count)
-    position = tl.load(position_ptr + slot)
-    # WAR: the number is held by several threads; all of them have read it.
-    tl.debug_barrier()
-    tl.store(count, before + 1, mask=notes & ((features & PENALTIES) != 0))
-    tl.store(recent + slot * LENGTH + (position & (LENGTH - 1)), token.to(tl.int32), mask=notes)
+    if WINDOW > 1:
+        if features != 0:
+            _note_of_window(
+                counts, recent, features, best, row, splits, slot, tl.load(record + SAMPLES),
+                tl.load(position_ptr + slot), max_total, stop_ids, drafts, draft_width, finished,
+                vocab_size,
+                STOPS, SPLITS, WINDOW, WINDOW_PLACES,
+            )  # fmt: skip
+    else:
+        is_live = (tl.load(record + SAMPLES) != 0) & (tl.load(finished + slot) == 0)
+        notes = is_live & (token >= 0) & (features != 0)
+        count = counts + slot * vocab_size + tl.maximum(token, 0)
+        before = tl.load(count)
+        position = tl.load(position_ptr + slot)
+        # WAR: the number is held by several threads; all of them have read it.
+        tl.debug_barrier()
+        tl.store(count, before + 1, mask=notes & ((features & PENALTIES) != 0))
+        tl.store(recent + slot * LENGTH + (position & (LENGTH - 1)), token.to(tl.int32), mask=notes)
 
 
 def log_probs_and_advance(
@@ -203,6 +256,7 @@ def log_probs_and_advance(
     counter: Tensor,
     offset: int,
     *,
+    window: int = 1,
     pdl: bool = False,
 ) -> None:
     """Write what ``sampling.log_probs.pack`` gives for the rows to ``out[counter % entries,
@@ -212,28 +266,32 @@ def log_probs_and_advance(
     Args:
         best: int64 [R, splits] of ``sample_splits``, which sampled ``buffers.processed``.
         logits: [R, V], of the model.
-        records: int32 [R, ROW_WIDTH].
+        records: int32 [R / window, ROW_WIDTH].
         finished: uint8 by slot, before this step's tokens.
         buffers: as ``process_logits_gpu`` left them.
         out: int32 [entries, words], pinned or on the device; ``counter`` int64 [1] on the device.
     """
     rows, vocab_size = logits.shape
-    splits, tiles = best.shape[1], buffers.maxima.shape[1]
+    splits, tiles, stops = best.shape[1], buffers.maxima.shape[1], state.stop_ids.shape[1]
+    of_window: tuple[Tensor | None, Tensor | None, Tensor | None, int] = (None, None, None, 0)
+    if window > 1:
+        of_window = (state.max_total, state.stop_ids, state.drafts, state.drafts.shape[1])
     processed = buffers.processed
     index = records[:, packet.ROW_SLOT]
     inputs = (logits, logits.stride(0), processed, processed.stride(0))
     _tiles_kernel[(rows, tiles)](
         *inputs, index, index.stride(0), tables.log_probs, state.inverse_temperature,
         buffers.largest, buffers.least_listed, buffers.threshold, buffers.masses,
-        buffers.candidates, vocab_size, BLOCK=buffers.block, PDL=pdl,
+        buffers.candidates, vocab_size, WINDOW=window, BLOCK=buffers.block, PDL=pdl,
         num_warps=NUM_WARPS, enable_fp_fusion=False, launch_pdl=pdl,
     )  # fmt: skip
     _merge_kernel[(rows,)](
         best, *inputs, records, tables.log_probs, state.inverse_temperature, buffers.largest,
         buffers.threshold, buffers.masses, buffers.candidates, out, counter, *out.shape, offset,
-        tables.features, tables.counts, tables.recent, state.kv_length, finished, vocab_size, rows,
-        splits, tiles, TILES=triton.next_power_of_2(tiles),
+        tables.features, tables.counts, tables.recent, state.kv_length, finished, *of_window,
+        vocab_size, rows // window, splits, tiles, TILES=triton.next_power_of_2(tiles),
         CANDIDATES=triton.next_power_of_2(tiles * TOP.value),
-        SPLITS=triton.next_power_of_2(splits), PDL=pdl,
+        SPLITS=triton.next_power_of_2(splits), STOPS=stops, WINDOW=window,
+        WINDOW_PLACES=triton.next_power_of_2(window), PDL=pdl,
         num_warps=MERGE_WARPS, enable_fp_fusion=False, launch_pdl=pdl,
     )  # fmt: skip

@@ -71,6 +71,10 @@ class SamplingState(Protocol):
     inverse_temperature: Tensor
     top_k: Tensor
     top_p: Tensor
+    finished: Tensor
+    max_total: Tensor
+    stop_ids: Tensor
+    drafts: Tensor
 
 
 class RowBuffers(NamedTuple):
@@ -146,12 +150,18 @@ def _bits(words, start, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _matched_words(bad_words, recent, position):
-    """The last token of each of a slot's bad words whose others came just now, else -1: [WORDS]."""
+def _matched_words(bad_words, recent, drafts, position, ahead, WINDOW: tl.constexpr):
+    """The last token of each of a slot's bad words whose others came just now, else -1: [WORDS].
+    The last ``ahead`` tokens before the position are drafts."""
     word, column = tl.arange(0, WORDS)[:, None], tl.arange(0, LENGTH)
     tokens = tl.load(bad_words + word * LENGTH + column[None, :])
     at = position - (LENGTH - 1) + column
     before = tl.load(recent + (at & (LENGTH - 1)), mask=at >= 0, other=-1)
+    if WINDOW > 1:
+        draft = at - (position - ahead)
+        is_draft = (draft >= 0) & (draft < ahead)
+        drafted = tl.load(drafts + draft, mask=is_draft, other=-1)
+        before = tl.where(is_draft, drafted.to(tl.int32), before)
     is_last = (column == LENGTH - 1)[None, :]
     fits = is_last | (tokens < 0) | (tokens == before[None, :])
     last = tl.max(tl.where(is_last, tokens, -1), 1)
@@ -172,15 +182,18 @@ def _process_kernel(
     logits, logits_stride, raw, raw_stride, processed, processed_stride, raw_maxima, maxima,
     index, index_stride, position_ptr, features_ptr, min_total_ptr, repetition_ptr, presence_ptr,
     frequency_ptr, counts, recent, bias_ids, bias_values, bad_words, allowed, stops,
-    masks, masked, counter, mask_entries, mask_rows,
+    masks, masked, counter, mask_entries, mask_rows, drafts_ptr, draft_width,
     vocab_size, mask_size, HAS_MASKS: tl.constexpr,
-    HAS_RAW: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    HAS_RAW: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a row: all but min-p and the rule for rows without a candidate."""
+    """A tile of a row: all but min-p and the rule for rows without a candidate. A row is a position
+    of a window; the drafts before it are tokens of the output."""
     pdl_enter(PDL)
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
-    slot = tl.load(index + row * index_stride).to(tl.int64)
+    window = row // WINDOW
+    ahead = row % WINDOW
+    slot = tl.load(index + window * index_stride).to(tl.int64)
     features = tl.load(features_ptr + slot)
     start = tile * BLOCK
     ids = start + tl.arange(0, BLOCK)
@@ -197,7 +210,10 @@ def _process_kernel(
         of_raw = tl.max(tl.where(inside, tl.where(is_nan(y), NAN_KEY, order_key(y)), NO_KEY), 0)
     tl.store(raw_maxima + at, of_raw)
     if (features & OF_LOGITS) != 0:
-        position = tl.load(position_ptr + slot)
+        position = tl.load(position_ptr + slot) + ahead
+        drafts = drafts_ptr
+        if WINDOW > 1:
+            drafts += slot * draft_width
         if (features & ALLOWED) != 0:
             mask = _bits(allowed + slot * mask_size, start, mask_size, BLOCK)
             x = tl.where(mask, x, NEG_INF)
@@ -207,7 +223,7 @@ def _process_kernel(
                 # Over the bus. The host rewrites an entry between launches alone, and no cache
                 # keeps a kernel's reads of its memory for the next one. Volatile reads would be
                 # made thread by thread: a mask of 128,256 ids took 0.26 ms.
-                at_row = tl.load(counter) % mask_entries * mask_rows + row
+                at_row = tl.load(counter) % mask_entries * mask_rows + window
                 if tl.load(masked + at_row) != 0:
                     mask = _bits(masks + at_row * mask_size, start, mask_size, BLOCK)
                     x = tl.where(mask, x, NEG_INF)
@@ -222,8 +238,9 @@ def _process_kernel(
             tl.debug_barrier()
             if (features & BAD_WORDS) != 0:
                 last = _matched_words(
-                    bad_words + slot * (WORDS * LENGTH), recent + slot * LENGTH, position
-                )
+                    bad_words + slot * (WORDS * LENGTH), recent + slot * LENGTH, drafts, position,
+                    ahead, WINDOW,
+                )  # fmt: skip
                 hit = (last >= start) & (last < start + BLOCK) & (last < vocab_size)
                 tl.store(out + last, NEG_INF, mask=hit)
                 tl.debug_barrier()
@@ -242,6 +259,9 @@ def _process_kernel(
             tl.debug_barrier()
         if (features & PENALTIES) != 0:
             words = tl.load(counts + slot * vocab_size + ids, mask=inside, other=0)
+            if WINDOW > 1:
+                for draft in range(ahead):
+                    words += (ids == tl.load(drafts + draft)).to(tl.int32)
             x = _penalized(
                 x, words, tl.load(repetition_ptr + slot), tl.load(presence_ptr + slot),
                 tl.load(frequency_ptr + slot),
@@ -265,12 +285,13 @@ def _row_kernel(
     processed, processed_stride, raw_maxima, maxima, largest_ptr, least_listed_ptr, threshold_ptr,
     index, index_stride, features_ptr, log_probs_ptr, min_p_ptr, inverse_temperature_ptr,
     top_k_ptr, top_p_ptr, vocab_size, tiles,
-    TILES: tl.constexpr, BLOCK: tl.constexpr, SEARCH_BLOCK: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, SEARCH_BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Min-p, the rule for rows without a candidate, and what log-probabilities need of a row."""
     pdl_enter(PDL)
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(index + row * index_stride).to(tl.int64)
+    slot = tl.load(index + row // WINDOW * index_stride).to(tl.int64)
     features = tl.load(features_ptr + slot)
     mode = tl.load(log_probs_ptr + slot)
     inverse_temperature = tl.load(inverse_temperature_ptr + slot)
@@ -323,12 +344,14 @@ def process_logits_gpu(
     counter: Tensor | None = None,
     *,
     raw: Tensor | None = None,
+    window: int = 1,
     pdl: bool = False,
 ) -> Tensor:
     """``sampling.process_logits`` of ``logits`` [R, V], float32 [R, V] in the buffers.
 
     Args:
-        index: int32 [R], may be strided, the slot of each row.
+        index: int32 [R / window], may be strided: row r is position ``r % window`` of the window of
+            slot ``index[r // window]``, behind as many of its drafts.
         masks: of the rows' guides; they are in the entry ``counter % entries``.
         counter: int64 [1] on the device.
         raw: [R, V], whose raw log-probabilities are asked, where ``logits`` are others.
@@ -352,15 +375,16 @@ def process_logits_gpu(
         tables.features, tables.min_total, tables.repetition, tables.presence, tables.frequency,
         tables.counts, tables.recent, tables.bias_ids, tables.bias_values, tables.bad_words,
         tables.allowed, tables.stops,
-        *ring, vocab_size, count,
-        HAS_MASKS=has_masks, HAS_RAW=raw is not None, BLOCK=buffers.block, PDL=pdl,
+        *ring, *((state.drafts, state.drafts.shape[1]) if window > 1 else (None, 0)),
+        vocab_size, count,
+        HAS_MASKS=has_masks, HAS_RAW=raw is not None, WINDOW=window, BLOCK=buffers.block, PDL=pdl,
         num_warps=NUM_WARPS, enable_fp_fusion=False, launch_pdl=pdl,
     )  # fmt: skip
     _row_kernel[(rows,)](
         processed, processed.stride(0), buffers.raw_maxima, buffers.maxima, buffers.largest,
         buffers.least_listed, buffers.threshold, index, index.stride(0), tables.features,
         tables.log_probs, tables.min_p, state.inverse_temperature, state.top_k, state.top_p,
-        vocab_size, tiles, TILES=triton.next_power_of_2(tiles), BLOCK=ROW_BLOCK,
+        vocab_size, tiles, WINDOW=window, TILES=triton.next_power_of_2(tiles), BLOCK=ROW_BLOCK,
         SEARCH_BLOCK=SEARCH_BLOCK, PDL=pdl,
         num_warps=ROW_NUM_WARPS, enable_fp_fusion=False, launch_pdl=pdl,
     )  # fmt: skip

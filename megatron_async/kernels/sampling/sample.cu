@@ -2,6 +2,7 @@
 //
 //   WIDE 1: fp32 logits, 0: bf16    VECTORS pieces of eight logits for each thread of a cluster
 //   C blocks of THREADS threads (a cluster), G of them for each row
+//   WINDOW rows in turn share an entry of the index and have positions in turn
 //
 // A row without a filter is shared by all its clusters, and nothing is exchanged. One with a filter is
 // done by the first of them: it keeps the row in shared memory, as keys that order like the logits, and
@@ -377,13 +378,14 @@ extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(THREADS, 
 #pragma unroll
   for (int i = 0; i < AHEAD; i++)
     ahead[i] = load_piece(from, aligned, id_of(i * G + group), vocabulary);
-  const int at = index == nullptr ? row : index[(i64)row * index_stride];
+  const int entry = row / WINDOW;
+  const int at = index == nullptr ? entry : index[(i64)entry * index_stride];
   const float temperature = inverse_temperature[at];
   const bool sampled = temperature > 0.f;
   const float factor = temperature > SCALED_LIMIT ? SCALED_LIMIT : temperature;
   const int k = top_k[at];
   const float p = top_p[at];
-  const i64 seed = seeds[at], position = positions[at];
+  const i64 seed = seeds[at], position = positions[at] + row % WINDOW;
   const bool by_count = sampled && k > 0 && k < vocabulary;
   const bool by_mass = sampled && p > 0.f && p < 1.f;
 

@@ -52,6 +52,7 @@ def best_of_rows(
     parameters: Sequence[Tensor],
     index: Tensor | None = None,
     *,
+    window: int = 1,
     clusters: int | None = None,
     blocks: int = BLOCKS,
     threads: int = THREADS,
@@ -63,8 +64,9 @@ def best_of_rows(
         logits: ``[R, V]`` of one of ``DTYPES``; rows may be strided.
         parameters: inverse temperature, top-k, top-p, seed and position, as for
             ``sampling.sample_tokens``, contiguous.
-        index: int32 ``[R]``, may be strided: row r's parameters are those at ``index[r]``, at r
-            without it.
+        index: int32 ``[R / window]``, may be strided: row r's parameters are those at
+            ``index[r // window]``, at ``r // window`` without it.
+        window: rows of an entry of ``index``; row r's position is ``r % window`` further.
         clusters: that share a row without a filter; None fills the GPU.
         blocks, threads: of a cluster.
     """
@@ -78,7 +80,7 @@ def best_of_rows(
     best = torch.empty((rows, clusters * blocks), dtype=torch.int64, device=logits.device)
     defines = {
         "WIDE": int(logits.dtype == torch.float32), "VECTORS": own, "G": clusters, "C": blocks,
-        "THREADS": threads,
+        "THREADS": threads, "WINDOW": window,
     }  # fmt: skip
     kernel("sample", defines, logits.device).launch(
         (best.numel(), 1, 1), logits, logits.stride(0), vocabulary, *parameters, index,

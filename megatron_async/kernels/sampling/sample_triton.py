@@ -255,7 +255,8 @@ def filter_threshold(
 def _sample_kernel(
     logits_ptr, row_stride, inverse_temperature_ptr, top_k_ptr, top_p_ptr, seed_ptr, position_ptr,
     index_ptr, index_stride, out_ptr, vocab_size, split_size,
-    KEY_SHIFT: tl.constexpr, BLOCK: tl.constexpr, INDEXED: tl.constexpr, PDL: tl.constexpr,
+    KEY_SHIFT: tl.constexpr, BLOCK: tl.constexpr, INDEXED: tl.constexpr, WINDOW: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One row's slice per program: its best score and id, packed so that the maximum wins.
 
@@ -265,9 +266,9 @@ def _sample_kernel(
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     row_ptr = logits_ptr + row * row_stride
-    at = row
+    at = row // WINDOW
     if INDEXED:
-        at = tl.load(index_ptr + row * index_stride).to(tl.int64)
+        at = tl.load(index_ptr + row // WINDOW * index_stride).to(tl.int64)
     inverse_temperature = tl.load(inverse_temperature_ptr + at)
     top_k = tl.load(top_k_ptr + at)
     top_p = tl.load(top_p_ptr + at)
@@ -279,7 +280,7 @@ def _sample_kernel(
     if sampled:
         factor = tl.where(inverse_temperature > SCALED_LIMIT, SCALED_LIMIT, inverse_temperature)
         seed = tl.load(seed_ptr + at)
-        position = tl.load(position_ptr + at)
+        position = tl.load(position_ptr + at) + row % WINDOW
         threshold = tl.full([], NO_KEY, tl.int64)
         if ((top_k > 0) & (top_k < vocab_size)) | ((top_p > 0.0) & (top_p < 1.0)):
             begin = 0
@@ -340,21 +341,23 @@ def sample_splits(
     position: Tensor,
     index: Tensor | None = None,
     *,
+    window: int = 1,
     pdl: bool = False,
 ) -> Tensor:
     """The best of each slice of each row, [R, splits] int64 for :func:`best_token`.
 
-    Row r's parameters are those at ``index[r]`` ([R] integers, may be strided), at r without it.
+    Row r's parameters are those at ``index[r // window]`` ([R / window] integers, may be strided),
+    at r // window without it; its position is ``r % window`` further.
     """
     if logits.stride(1) != 1:
         logits = logits.contiguous()
     parameters = [t.contiguous() for t in (inverse_temperature, top_k, top_p, seed, position)]
     reason = cuda_sample.why_not(logits, index)
     if reason is None:
-        return cuda_sample.best_of_rows(logits, parameters, index)
+        return cuda_sample.best_of_rows(logits, parameters, index, window=window)
     if logits.is_cuda:
         _warn_of_slow_filters(reason)
-    return _triton_splits(logits, parameters, index, pdl=pdl)
+    return _triton_splits(logits, parameters, index, window=window, pdl=pdl)
 
 
 @functools.cache
@@ -363,7 +366,12 @@ def _warn_of_slow_filters(reason: str) -> None:
 
 
 def _triton_splits(
-    logits: Tensor, parameters: Sequence[Tensor], index: Tensor | None = None, *, pdl: bool = False
+    logits: Tensor,
+    parameters: Sequence[Tensor],
+    index: Tensor | None = None,
+    *,
+    window: int = 1,
+    pdl: bool = False,
 ) -> Tensor:
     rows, vocab_size = logits.shape
     tiles = triton.cdiv(vocab_size, BLOCK)
@@ -373,8 +381,8 @@ def _triton_splits(
     _sample_kernel[(rows, splits)](
         logits, logits.stride(0), *parameters, parameters[-1] if index is None else index,
         0 if index is None else index.stride(0), packed, vocab_size, tiles_per_split * BLOCK,
-        KEY_SHIFT=_KEY_SHIFT[logits.dtype], BLOCK=BLOCK, INDEXED=index is not None, PDL=pdl,
-        num_warps=NUM_WARPS, enable_fp_fusion=False, launch_pdl=pdl,
+        KEY_SHIFT=_KEY_SHIFT[logits.dtype], BLOCK=BLOCK, INDEXED=index is not None,
+        WINDOW=window, PDL=pdl, num_warps=NUM_WARPS, enable_fp_fusion=False, launch_pdl=pdl,
     )  # fmt: skip
     return packed
 

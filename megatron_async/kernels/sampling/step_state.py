@@ -1,7 +1,5 @@
-"""Triton kernels of a decode step around the model: S in two, H2D and the head of F in one.
-
-An extended S, of rows that ask for more than the sampler does, has the kernels of
-``process_logits`` and ``log_probs`` besides.
+"""Triton kernels of a decode step around the model: S behind the sampler, and H2D with the head of
+F, for rows of one token; ``window_state`` has them for rows with drafts.
 
 The reference is the torch code of ``runner.step_program.StepProgram``, which the CPU runs.
 ``finish`` and ``begin`` are one program each: a step's rows are few, and a barrier then orders what
@@ -19,25 +17,17 @@ import triton
 import triton.language as tl
 
 from megatron_async.cache.block_allocator import NULL_BLOCK as NULL_BLOCK_
-from megatron_async.kernels.pdl import pdl_enter, uses_pdl
+from megatron_async.kernels.pdl import pdl_enter
 from megatron_async.kernels.rings import release
-from megatron_async.kernels.sampling.log_probs import log_probs_and_advance
-from megatron_async.kernels.sampling.process_logits import Masks, RowBuffers, process_logits_gpu
-from megatron_async.kernels.sampling.sample_triton import best_token, sample_splits
-from megatron_async.sampling.process_logits import Tables
-from megatron_async.sampling.sample import candidates
+from megatron_async.kernels.sampling.sample_triton import best_token
 from megatron_async.step import packet
-from megatron_async.step.extras import LOG_PROB_WORDS
 from megatron_async.step.records import ENDED as ENDED_
 from megatron_async.step.records import FAILED as FAILED_
-from megatron_async.step.records import RECORD_HEAD
 from megatron_async.step.records import RUNNING as RUNNING_
 
 MAX_ROWS_AT_ONCE = 256
 MAX_WORDS_AT_ONCE = 4096
 NUM_WARPS = 4
-_RECORD_WORDS = RECORD_HEAD + 1
-"""Of a row in a record of one token."""
 
 NULL_BLOCK = tl.constexpr(NULL_BLOCK_)
 WIDTH = tl.constexpr(packet.ROW_WIDTH)
@@ -64,10 +54,11 @@ class SlotState(Protocol):
     seed: torch.Tensor
     max_total: torch.Tensor
     stop_ids: torch.Tensor
+    drafts: torch.Tensor
 
 
 class DecodeBatch(NamedTuple):
-    """What F needs to know of the rows of a decode step, each [R] int64."""
+    """What F needs to know of the tokens of a decode step, each [T] int64."""
 
     token_ids: torch.Tensor
     position_ids: torch.Tensor
@@ -132,15 +123,12 @@ def _finish_and_publish_kernel(
 
 
 @triton.jit
-def _read_packet_and_begin_kernel(
-    ring, counter, records, last_token, kv_length, finished, block_table,
-    token_ids, position_ids, slots, slot_mapping, lengths,
-    entries, stride, rows, columns,
-    BLOCK_SIZE: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+def take_packet(
+    entry, records, block_table, rows, columns,
+    WORDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """Copy the row records of a ring's entry and apply their block assignments."""
     # The packet is read, over the bus, while the kernel in front runs.
-    number = tl.load(counter)
-    entry = ring + number % entries * stride
     for first in range(0, rows * WIDTH, WORDS):
         word = first + tl.arange(0, WORDS)
         mask = word < rows * WIDTH
@@ -159,6 +147,18 @@ def _read_packet_and_begin_kernel(
         tl.store(block_table + slot * columns + column, block, mask=exists)
     # An assignment stands in any row's record: all are in the table before any row reads it.
     tl.debug_barrier()
+
+
+@triton.jit
+def _read_packet_and_begin_kernel(
+    ring, counter, records, last_token, kv_length, finished, block_table,
+    token_ids, position_ids, slots, slot_mapping, lengths,
+    entries, stride, rows, columns,
+    BLOCK_SIZE: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    number = tl.load(counter)
+    entry = ring + number % entries * stride
+    take_packet(entry, records, block_table, rows, columns, WORDS, BLOCK, PDL)
     for first in range(0, rows, BLOCK):
         row = first + tl.arange(0, BLOCK)
         exists = row < rows
@@ -221,8 +221,7 @@ def begin(
         packets.ring, packets.counter, records, state.last_token, state.kv_length,
         state.finished.view(torch.uint8), state.block_table, *batch,
         *packets.ring.shape, rows, state.block_table.shape[1],
-        BLOCK_SIZE=block_size,
-        WORDS=min(MAX_WORDS_AT_ONCE, triton.next_power_of_2(rows * width)),
+        BLOCK_SIZE=block_size, WORDS=words_at_once(rows * width),
         BLOCK=_rows_at_once(rows), PDL=pdl,
         num_warps=NUM_WARPS, launch_pdl=pdl,
     )  # fmt: skip
@@ -233,126 +232,6 @@ def _rows_at_once(rows: int) -> int:
     return rows_at_once
 
 
-class StepKernels:
-    """S, H2D and the head of F of a decode step in three kernels.
-
-    ``records`` [max_rows, ROW_WIDTH] int32 is the row map of the last forward until
-    :meth:`begin` overwrites it.
-
-    Args:
-        extras: what slots ask of an extended S; None if there is none. The results' entries then
-            have room for the words of log-probabilities.
-        masks: the ring of what guides allow; None if no row is guided.
-    """
-
-    def __init__(
-        self,
-        records: torch.Tensor,
-        state: SlotState,
-        block_size: int,
-        packets: Ring,
-        results: SequencedRing,
-        extras: Tables | None = None,
-        masks: Masks | None = None,
-    ) -> None:
-        self._records = records
-        self._state = state
-        self._block_size = block_size
-        self._packets = packets
-        self._results = results
-        self._pdl = uses_pdl(records.device)
-        shape = (len(DecodeBatch._fields), records.shape[0])
-        self._batch = torch.zeros(shape, dtype=torch.int64, device=records.device)
-        self._extras = extras
-        self._masks = masks
-        self._buffers: RowBuffers | None = None
-        if extras is not None:
-            rows, vocab_size = len(records), extras.counts.shape[1]
-            words = (_RECORD_WORDS + LOG_PROB_WORDS) * rows
-            if results.ring.shape[1] < words:
-                raise ValueError(
-                    f"extended records of {rows} rows have {words} words; an entry of the results "
-                    f"has {results.ring.shape[1]}"
-                )
-            self._buffers = RowBuffers.make(rows, vocab_size, records.device)
-
-    def sample(self, logits: torch.Tensor) -> None:
-        """S of the pending logits [R, vocabulary]."""
-        records = self._records[: logits.shape[0]]
-        state = self._state
-        packed = sample_splits(
-            candidates(logits),
-            state.inverse_temperature,
-            state.top_k,
-            state.top_p,
-            state.seed,
-            state.kv_length,
-            records[:, packet.ROW_SLOT],
-            pdl=self._pdl,
-        )
-        finish(packed, records, state, self._results, pdl=self._pdl)
-
-    def sample_extended(self, logits: torch.Tensor, sampled: torch.Tensor | None = None) -> None:
-        """The same for rows that may have extras: their logits are processed first, and behind the
-        record come the words of log-probabilities, [LOG_PROB_WORDS, R] int32.
-
-        Args:
-            sampled: what is processed and sampled in place of ``logits``, whose log-probabilities
-                are the model's.
-
-        Raises:
-            ValueError: it was made without ``extras``.
-        """
-        if self._extras is None or self._buffers is None:
-            raise ValueError("there are no tables of extras")
-        logits = candidates(logits)
-        records = self._records[: logits.shape[0]]
-        state, results, pdl = self._state, self._results, self._pdl
-        index = records[:, packet.ROW_SLOT]
-        processed = process_logits_gpu(
-            logits if sampled is None else candidates(sampled), self._extras, index, state,
-            self._buffers, self._masks, results.counter,
-            raw=None if sampled is None else logits, pdl=pdl,
-        )  # fmt: skip
-        packed = sample_splits(
-            processed,
-            state.inverse_temperature,
-            state.top_k,
-            state.top_p,
-            state.seed,
-            state.kv_length,
-            index,
-            pdl=pdl,
-        )
-        # What it writes is handed out with the record, and it reads the slots' state before the
-        # record's kernel changes it.
-        log_probs_and_advance(
-            packed,
-            logits,
-            self._extras,
-            records,
-            state,
-            state.finished.view(torch.uint8),
-            self._buffers,
-            results.ring,
-            results.counter,
-            _RECORD_WORDS * len(records),
-            pdl=pdl,
-        )
-        finish(packed, records, state, results, pdl=pdl)
-
-    def begin(self, rows: int) -> None:
-        """H2D and the head of F of a step that decodes one token in each of ``rows`` rows."""
-        begin(
-            self._records[:rows], self._state, self._block_size, self._packets, self.batch(rows),
-            pdl=self._pdl,
-        )  # fmt: skip
-
-    @property
-    def extended_bytes(self) -> int:
-        """Device memory of an extended S besides the tables: room for processed logits, mostly."""
-        return 0 if self._buffers is None else self._buffers.memory_bytes
-
-    def batch(self, rows: int) -> DecodeBatch:
-        """What the last :meth:`begin` of so many rows filled; the next one overwrites it."""
-        return DecodeBatch(*self._batch[:, :rows])
+def words_at_once(words: int) -> int:
+    """How many words of a packet are in registers together."""
+    return min(MAX_WORDS_AT_ONCE, int(triton.next_power_of_2(words)))
