@@ -100,6 +100,8 @@ class EngineConfig:
         allow_non_finite_weights: serve weights with NaN or infinite elements. Without it a model
             directory, and new weights, that have any are refused; the parameters of a model that
             was built in memory are its builder's business and are not looked at.
+        generation_config: requests without sampling parameters take those of the model's
+            ``generation_config.json``, and over HTTP fields that are left out do.
         random_seed: seed of the requests that bring none.
         num_speculative_tokens: tokens that are drafted for each row and step, at most 64, and
             verified by the next step. It changes no token.
@@ -148,6 +150,7 @@ class EngineConfig:
     track_paused_request_events: bool = False
     batch_invariant: bool = False
     allow_non_finite_weights: bool = False
+    generation_config: bool = False
     random_seed: int = 0
     num_speculative_tokens: int = 0
     speculative_method: str = "mtp"

@@ -125,6 +125,9 @@ def _sampling_params(
 ) -> SamplingParams:
     own = options.STRUCTURES if any(name in job.sampling for name in options.STRUCTURES) else ()
     values = {n: vars(args)[n] for n in options.SAMPLING if n not in ("seed", *own)} | job.sampling
+    defaults = getattr(engine.controller.inference_wrapped_model, "sampling_defaults", None) or {}
+    if values["max_new_tokens"] is None:
+        values["max_new_tokens"] = defaults.get("num_tokens_to_generate")
     if values["max_new_tokens"] is None:
         # What the model has room for; a prompt that is too long is the engine's to refuse.
         prompt = job.prompt
@@ -132,6 +135,7 @@ def _sampling_params(
         room = engine.max_sequence_length - len(tokens)
         values["max_new_tokens"] = max(1, min(DEFAULT_MAX_NEW_TOKENS, room))
     given = {k: value for k, value in values.items() if value is not None and value is not False}
+    given = {k: v for k, v in defaults.items() if k != "num_tokens_to_generate"} | given
     structure = {k.removesuffix("_schema"): given.pop(k) for k in options.STRUCTURES if k in given}
     several = [given.get(name, 1) for name in ("n", "best_of")] != [1, 1]
     sampled = several or any(map(given.get, ("top_k", "top_p", "min_p")))

@@ -52,7 +52,8 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser("info", help="versions, devices, optional parts", description=said)
     parser.set_defaults(run=run)
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    said = "also which blocks of this model's decode steps are fused here, and why others are not"
+    said = "also this model's features, which blocks of its decode steps are fused here, and why "
+    said += "others are not"
     parser.add_argument("--model", metavar="tiny|PATH", help=said)
 
 
@@ -78,6 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
         coverage = report["decode_coverage"]
         said = lines(coverage["off"], coverage) or ["all blocks are fused"]
+        print(f"\n{args.model}", *report["features"] or ["as Llama"], sep="\n  ")
         print(f"\ndecode steps of {args.model}", *said, sep="\n  ")
         print(f"\nKV cache of {args.model}", *map(_cache_line, report["kv_cache"]), sep="\n  ")
     return 0
@@ -100,14 +102,18 @@ def collect() -> dict[str, Any]:
 
 
 def _of_model(model: str) -> dict[str, Any]:
-    """Which blocks are fused, and what the KV cache takes: without drafts, and where the layers of
-    multi-token prediction draft."""
+    """Its features, which blocks are fused, and what the KV cache takes: without drafts, and where
+    the layers of multi-token prediction draft."""
     from megatron_async.config import EngineConfig
     from megatron_async.engine.build import load_parts
+    from megatron_async.models.features import features
 
     wrapper = load_parts(model, EngineConfig(max_requests=1)).controller.inference_wrapped_model
     spec = wrapper.kv_cache_spec
+    config = wrapper.model.model_config
+    assert config is not None
     return {
+        "features": features(config),
         "decode_coverage": {"off": wrapper.fused_decode_off, **wrapper.decode_coverage().to_dict()},
         "kv_cache": [
             {

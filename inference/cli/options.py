@@ -110,7 +110,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 _SAME = "inference_async_scheduling max_requests block_count prefill_chunk_tokens batch_invariant "
 _SAME += "enable_prefix_caching allow_non_finite_weights inference_logging_step_interval "
-_SAME += "num_speculative_tokens speculative_method draft_model tokenizer_model"
+_SAME += "num_speculative_tokens speculative_method draft_model generation_config "
+_SAME += "tokenizer_model"
 FLAGS = {name: f"--{name.replace('_', '-')}" for name in _SAME.split()} | {
     "max_tokens": "--inference-dynamic-batching-max-tokens",
     "paused_buffer_size_gb": "--inference-dynamic-batching-paused-buffer-size-gb",
@@ -289,6 +290,8 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: int) -> None
     add("--batch-invariant", action="store_true", help=said)
     said = "such as NaN; they are refused else"
     add("--allow-non-finite-weights", action="store_true", help=said)
+    said = "what a request leaves out is as the model's generation_config.json says"
+    add("--generation-config", action="store_true", help=said)
     said = "log the counters on stderr every N steps; 0 is never (default: 0)"
     add("--inference-logging-step-interval", type=integer(0), default=0, metavar="N", help=said)
     said = "tokens that are drafted for each request and step (default: 0)"

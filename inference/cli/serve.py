@@ -130,7 +130,15 @@ def _server_config(args: argparse.Namespace) -> ServerConfig:
         shutdown_timeout=args.shutdown_timeout,
         max_body_bytes=args.max_body_mib * MIB,
         stays_without_engine=args.keep_alive_on_engine_death,
+        sampling_defaults=_sampling_defaults(args),
     )
+
+
+def _sampling_defaults(args: argparse.Namespace) -> dict[str, float | int]:
+    from megatron_async.checkpoint.generation_config import sampling_defaults
+    from megatron_async.checkpoint.path import model_directory
+
+    return sampling_defaults(model_directory(args.model)) if args.generation_config else {}
 
 
 def _frontend_settings(

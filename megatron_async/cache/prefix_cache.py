@@ -8,6 +8,8 @@ from megatron_async.cache.block_allocator import BlockAllocator
 
 ROOT = 0
 """The node before the first block of every sequence."""
+LONG_ROOT = -1
+"""That of sequences computed with the rotations of long requests."""
 
 Key = tuple[int, tuple[int, ...]]
 
@@ -33,13 +35,13 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def match(self, tokens: Sequence[int], limit: int) -> tuple[list[int], int]:
+    def match(self, tokens: Sequence[int], limit: int, root: int = ROOT) -> tuple[list[int], int]:
         """Blocks that hold the longest known prefix of at most ``limit`` tokens, and its node.
 
         The blocks are not referenced: the caller shares them before anything else is allocated.
         """
         blocks: list[int] = []
-        node = ROOT
+        node = root
         if self.enabled:
             size = self._block_size
             for start in range(0, limit - size + 1, size):

@@ -2,39 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megatron_async.checkpoint import mimo
-from megatron_async.checkpoint.files import load_safetensors
+from megatron_async.checkpoint.family import Names
+from megatron_async.checkpoint.files import load_safetensors, stored_shapes
+from megatron_async.checkpoint.huggingface import family_of
+from megatron_async.checkpoint.json_file import read_json
 from megatron_async.checkpoint.targets import Target, TensorParallel
 from megatron_async.errors import IntegrityError
 from megatron_async.models.config import ModelConfig
 
-_EMBEDDING = "model.embed_tokens.weight"
-_LM_HEAD = "lm_head.weight"
+Arrange = Callable[[Tensor], Tensor]
+"""From a whole stored tensor to the same elements in the order of megatron's parameter."""
 
 
 class Targets(dict[str, Target]):
     """Targets by stored name; knows which parameters no stored tensor fills."""
 
-    def __init__(self, parameters: dict[str, torch.Tensor], parallel: TensorParallel) -> None:
+    def __init__(
+        self, parameters: dict[str, Tensor], parallel: TensorParallel, *, transposed: bool = False
+    ) -> None:
         self._parameters = parameters
         self._parallel = parallel
+        self._transposed = transposed
         self.unused = set(parameters)
 
-    def parameter(self, name: str) -> torch.Tensor:
+    def parameter(self, name: str) -> Tensor:
         self.unused.discard(name)
         if name not in self._parameters:
             raise IntegrityError(f"the model built for this config has no parameter {name}")
         return self._parameters[name].detach()
 
-    def whole(self, stored: str, name: str) -> None:
+    def whole(
+        self, stored: str, name: str, arrange: Arrange | None = None, groups: int = 1
+    ) -> None:
+        """``groups``: see :meth:`TensorParallel.target`."""
         parameter = self.parameter(name)
-        self[stored] = self._parallel.target(name, parameter, list(parameter.shape))
+        self._add(stored, name, parameter, list(parameter.shape), arrange, groups)
 
-    def rows(self, stored: dict[str, slice], name: str, lead: tuple[int, ...]) -> None:
+    def rows(
+        self,
+        stored: dict[str, slice],
+        name: str,
+        lead: tuple[int, ...],
+        arrange: dict[str, Arrange] | None = None,
+    ) -> None:
         """Split ``name`` along ``lead`` (its rows as sizes) and give each part to a tensor.
 
         ``lead`` is (groups, parts, rows): a stored tensor takes its slice of parts.
@@ -44,77 +61,177 @@ class Targets(dict[str, Target]):
         for stored_name, part in stored.items():
             view = grid[:, part]
             shape = [view.shape[:3].numel(), *parameter.shape[1:]]
-            self[stored_name] = self._parallel.target(name, view, shape)
+            self._add(stored_name, name, view, shape, (arrange or {}).get(stored_name))
+
+    def _add(
+        self,
+        stored: str,
+        name: str,
+        view: Tensor,
+        shape: list[int],
+        arrange: Arrange | None,
+        groups: int = 1,
+    ) -> None:
+        target = self._parallel.target(name, view, shape, groups)
+        is_linear = ".linear_" in name and len(target.shape) == 2
+        if self._transposed and is_linear:
+            rest, rows = arrange, target.shape[::-1]
+            target = Target(view, rows, _then(Tensor.t, _then(rest, target.select)))
+        elif arrange is not None:
+            target = Target(view, target.shape, _then(arrange, target.select))
+        self[stored] = target
 
 
-def _layer(
-    targets: Targets, config: ModelConfig, parallel: TensorParallel, theirs: str, ours: str
-) -> None:
-    """Targets of one layer, by the prefixes of its stored names and of its parameters.
+def _then(first: Arrange | None, second: Arrange) -> Arrange:
+    if first is None:
+        return second
+    return lambda stored: second(first(stored))
 
-    ``linear_qkv`` holds, for each key-value head, its query heads, its key, its value.
-    ``linear_fc1`` holds the gate's rows, then the up projection's.
-    """
-    queries = config.num_attention_heads // config.num_kv_heads
-    qkv_lead = (config.num_kv_heads // parallel.size, queries + 2, config.head_dim)
-    q, k, v = slice(0, queries), slice(queries, queries + 1), slice(queries + 1, queries + 2)
-    attention = f"{theirs}.self_attn"
-    targets.whole(f"{theirs}.input_layernorm.weight", f"{ours}.input_layernorm.weight")
-    targets.whole(f"{theirs}.post_attention_layernorm.weight", f"{ours}.pre_mlp_layernorm.weight")
-    if config.qk_norm:
-        for x in "qk":
-            targets.whole(
-                f"{attention}.{x}_norm.weight", f"{ours}.self_attention.{x}_layernorm.weight"
-            )
-    for kind in ("weight", "bias"):
-        bias = kind == "bias"
-        if config.qkv_bias or not bias:
-            targets.rows(
-                {
-                    f"{attention}.q_proj.{kind}": q,
-                    f"{attention}.k_proj.{kind}": k,
-                    f"{attention}.v_proj.{kind}": v,
-                },
-                f"{ours}.self_attention.linear_qkv.{kind}",
-                qkv_lead,
-            )
-        if config.attention_output_bias or not bias:
-            targets.whole(f"{attention}.o_proj.{kind}", f"{ours}.self_attention.linear_proj.{kind}")
-        if config.mlp_bias or not bias:
-            targets.rows(
-                {
-                    f"{theirs}.mlp.gate_proj.{kind}": slice(0, 1),
-                    f"{theirs}.mlp.up_proj.{kind}": slice(1, 2),
-                },
-                f"{ours}.mlp.linear_fc1.{kind}",
-                (1, 2, config.ffn_hidden_size // parallel.size),
-            )
-            targets.whole(f"{theirs}.mlp.down_proj.{kind}", f"{ours}.mlp.linear_fc2.{kind}")
+
+def half_split(stored: Tensor, config: ModelConfig) -> Tensor:
+    """Rows of heads whose rotated pairs are neighbours, with the pairs half the rotated part
+    apart: what ``models/rope.py`` rotates. ``stored`` is ``[heads * head_dim, ...]``."""
+    heads = stored.reshape(-1, config.head_dim, *stored.shape[1:])
+    rotated = config.rotary_dim
+    parts = [heads[:, 0:rotated:2], heads[:, 1:rotated:2], heads[:, rotated:]]
+    return torch.cat(parts, dim=1).reshape(stored.shape)
+
+
+def by_group(stored: Tensor, config: ModelConfig, interleaved: bool) -> Tensor:
+    """Rows of all queries, all keys, all values as those of each key-value head in turn: its
+    queries, its key, its value."""
+    sizes = [config.num_attention_heads, config.num_kv_heads, config.num_kv_heads]
+    parts = list(stored.split([n * config.head_dim for n in sizes]))
+    if interleaved:
+        parts[:2] = [half_split(part, config) for part in parts[:2]]
+    grouped = [part.reshape(config.num_kv_heads, -1, *stored.shape[1:]) for part in parts]
+    return torch.cat(grouped, dim=1).reshape(stored.shape)
 
 
 def weight_targets(
-    config: ModelConfig, parameters: dict[str, torch.Tensor], parallel: TensorParallel
+    config: ModelConfig, parameters: dict[str, Tensor], parallel: TensorParallel, names: Names
 ) -> dict[str, Target]:
-    """Target of every stored tensor of a Llama, Qwen2, Qwen3 or MiMo checkpoint.
+    """Target of every stored tensor of a checkpoint with ``names``.
 
     ``parameters`` are those of this tensor-parallel rank.
+
+    ``linear_qkv`` holds, for each key-value head, its query heads, its key, its value.
+    ``linear_fc1`` holds the gate's rows, then the up projection's.
 
     Raises:
         IntegrityError: ``parameters`` are not those of a model built from ``config``.
     """
-    targets = Targets(parameters, parallel)
-    targets.whole(_EMBEDDING, "embedding.word_embeddings.weight")
-    targets.whole("model.norm.weight", "decoder.final_layernorm.weight")
+    targets = Targets(parameters, parallel, transposed=names.transposed)
+    targets.whole(f"{names.embedding}.weight", "embedding.word_embeddings.weight")
+    if names.positions is not None:
+        targets.whole(f"{names.positions}.weight", "embedding.position_embeddings.weight")
     if not config.tie_word_embeddings:
-        targets.whole(_LM_HEAD, "output_layer.weight")
+        targets.whole(f"{names.head}.weight", "output_layer.weight")
+    for kind in _norm_parts(config):
+        targets.whole(f"{names.final_norm}.{kind}", f"decoder.final_layernorm.{kind}")
     for n in range(config.num_layers):
-        _layer(targets, config, parallel, f"model.layers.{n}", f"decoder.layers.{n}")
+        theirs, ours = names.layer.format(n), f"decoder.layers.{n}"
+        _layer(targets, config, names, theirs, ours, parallel.size)
     for mtp in mimo.mtp_layers(config.mtp_num_layers):
         mimo.mtp_targets(targets, mtp)
-        _layer(targets, config, parallel, mtp.theirs, mtp.inner)
+        _layer(targets, config, names, f"{mtp.theirs}.", mtp.inner, parallel.size)
     if targets.unused:
         raise IntegrityError(f"no stored tensor fills parameter {min(targets.unused)}")
     return targets
+
+
+def _layer(
+    targets: Targets, config: ModelConfig, names: Names, theirs: str, ours: str, ranks: int
+) -> None:
+    """Targets of one layer, by the prefixes of its stored names and of its parameters."""
+    for stored, name in _norms(config, names).items():
+        for kind in _norm_parts(config):
+            targets.whole(f"{theirs}{stored}.{kind}", f"{ours}.{name}.{kind}")
+    _head_norms(targets, config, names, theirs, ours)
+    _linears(targets, config, names, theirs, ours, ranks)
+
+
+def _norm_parts(config: ModelConfig) -> tuple[str, ...]:
+    has_bias = config.normalization == "LayerNorm" and config.norm_bias
+    return ("weight", "bias") if has_bias else ("weight",)
+
+
+def _norms(config: ModelConfig, names: Names) -> dict[str, str]:
+    """A layer's norms of the hidden size: stored names, and ours."""
+    found = {}
+    if config.norm_placement != "post":
+        found[names.input_norm] = "input_layernorm"
+        if config.parallel_residual != "one_norm":
+            found[names.pre_mlp_norm] = "pre_mlp_layernorm"
+    if config.norm_placement != "pre":
+        found[names.post_attention_norm] = "post_attention_layernorm"
+        found[names.post_mlp_norm] = "post_mlp_layernorm"
+    return found
+
+
+def _head_norms(
+    targets: Targets, config: ModelConfig, names: Names, theirs: str, ours: str
+) -> None:
+    if not config.qk_norm or config.qk_norm_kind == "l2":
+        return
+    for x, stored in (("q", names.q_norm), ("k", names.k_norm)):
+        heads = config.num_attention_heads if x == "q" else config.num_kv_heads
+        shape = {
+            "head": (config.head_dim,),
+            "projection": (heads * config.head_dim,),
+            "each_head": (heads, config.head_dim),
+        }[config.qk_norm_kind]
+
+        def arrange(weight: Tensor) -> Tensor:
+            return half_split(weight.flatten(), config)
+
+        parameter = targets.parameter(f"{ours}.self_attention.{x}_layernorm.weight")
+        select = {"select": arrange} if names.interleaved else {}
+        targets[f"{theirs}{stored}.weight"] = Target(parameter, shape, **select)
+
+
+def _linears(
+    targets: Targets, config: ModelConfig, names: Names, theirs: str, ours: str, ranks: int
+) -> None:
+    queries = config.num_attention_heads // config.num_kv_heads
+    lead = (config.num_kv_heads // ranks, queries + 2, config.head_dim)
+    q, k, v = slice(0, queries), slice(queries, queries + 1), slice(queries + 1, queries + 2)
+
+    def grouped(stored: Tensor) -> Tensor:
+        return by_group(stored, config, names.interleaved)
+
+    def split(stored: Tensor) -> Tensor:
+        return half_split(stored, config)
+
+    for kind in ("weight", "bias"):
+        bias = kind == "bias"
+        if config.qkv_bias or not bias:
+            qkv = f"{ours}.self_attention.linear_qkv.{kind}"
+            stored = [f"{theirs}{name}.{kind}" for name in names.qkv]
+            if len(stored) == 1:
+                by_head = names.qkv_layout == "by_head"
+                targets.whole(stored[0], qkv, None if by_head else grouped)
+            else:
+                pairs: dict[str, Arrange] = {}
+                if names.interleaved:
+                    pairs = dict.fromkeys(stored[:2], split)
+                targets.rows(dict(zip(stored, (q, k, v), strict=True)), qkv, lead, pairs)
+        if config.attention_output_bias or not bias:
+            projection = f"{ours}.self_attention.linear_proj.{kind}"
+            targets.whole(f"{theirs}{names.projection}.{kind}", projection)
+        if config.mlp_bias or not bias:
+            fc1 = f"{ours}.mlp.linear_fc1.{kind}"
+            stored = [f"{theirs}{name}.{kind}" for name in names.fc1]
+            if len(stored) == 1:
+                targets.whole(stored[0], fc1, groups=2 if config.gated else 1)
+            else:
+                parts = {name: slice(part, part + 1) for part, name in enumerate(stored)}
+                targets.rows(parts, fc1, (1, 2, config.ffn_hidden_size // ranks))
+            targets.whole(f"{theirs}{names.fc2}.{kind}", f"{ours}.mlp.linear_fc2.{kind}")
+
+
+def _without_prefix(targets: dict[str, Target], prefix: str) -> dict[str, Target]:
+    return {name.removeprefix(prefix): target for name, target in targets.items()}
 
 
 def load_weights(directory: Path, config: ModelConfig, model: torch.nn.Module) -> None:
@@ -123,9 +240,17 @@ def load_weights(directory: Path, config: ModelConfig, model: torch.nn.Module) -
     Raises:
         CheckpointError: see :func:`megatron_async.checkpoint.files.load_safetensors`.
     """
+    names = family_of(read_json(directory / "config.json")).names
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    targets = weight_targets(config, parameters, TensorParallel.current(), names)
+    embedding = f"{names.embedding}.weight"
+    stored = stored_shapes(directory) if names.prefix else {}
+    if names.prefix and not any(name.startswith(names.prefix) for name in stored):
+        targets = _without_prefix(targets, names.prefix)
+        embedding = embedding.removeprefix(names.prefix)
     load_safetensors(
         directory,
-        weight_targets(config, dict(model.named_parameters()), TensorParallel.current()),
-        copies={_LM_HEAD: _EMBEDDING} if config.tie_word_embeddings else None,
-        ignore=lambda name: name.endswith("rotary_emb.inv_freq"),
+        targets,
+        copies={f"{names.head}.weight": embedding} if config.tie_word_embeddings else None,
+        ignore=lambda name: name.endswith(names.ignored),
     )

@@ -40,7 +40,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "window_size": (None,),
     "no_rope_freq": (None,),
     "rotary_interleaved": (None, False),
-    "rotary_seq_len_interpolation_factor": (None, 1),
     "apply_residual_connection_post_layernorm": (None, False),
     "glu_linear_offset": (None, 0.0),
     "activation_func_clamp_value": (None,),
@@ -163,7 +162,7 @@ def _convert(args: _Arguments, embedding: tuple[int, ...]) -> ModelConfig:
         normalization=_one_of(args, "normalization", "LayerNorm", ("LayerNorm", "RMSNorm")),
         norm_epsilon=args.number("norm_epsilon", 1e-5),
         activation=_activation(args, biased),
-        qk_norm=args.flag("qk_layernorm"),
+        qk_norm=args.flag("qk_layernorm") or args.flag("qk_l2_norm"),
         qkv_bias=biased or args.flag("add_qkv_bias"),
         attention_output_bias=biased,
         mlp_bias=biased,
@@ -189,6 +188,11 @@ def _position(args: _Arguments) -> tuple[bool, RopeScaling | None]:
         args, "position_embedding_type", "learned_absolute", ("learned_absolute", "rope")
     )
     rotated = kind == "rope" or args.flag("use_rotary_position_embeddings")
+    interpolation = args.number("rotary_seq_len_interpolation_factor", 1.0)
+    if rotated and interpolation != 1:
+        if args.flag("use_rope_scaling"):
+            raise args.unsupported("rotary_seq_len_interpolation_factor", "1 with use_rope_scaling")
+        return rotated, RopeScaling(kind="linear", factor=interpolation)
     if not (rotated and args.flag("use_rope_scaling")):
         return rotated, None
     return rotated, RopeScaling(

@@ -129,7 +129,7 @@ def load_weights(directory: Path, config: ModelConfig, model: torch.nn.Module) -
         CheckpointError: see :func:`megatron_async.checkpoint.files.load_safetensors`.
     """
     parallel = TensorParallel.current()
-    gated = config.activation == "swiglu"
+    gated = config.gated
     targets = {
         name: parallel.target(
             name,

@@ -23,9 +23,9 @@ RANDOM = "random:"
 """Before the name of a shape: random weights, and a tokenizer of random words."""
 
 SUPPORTED = (
-    "supported are Hugging Face directories of Llama, Qwen2, Qwen3 and MiMo with safetensors "
-    "weights, this package's own, and megatron dist_checkpointing ones with the arguments of "
-    "Megatron-LM's training or this package's config.json"
+    "supported are Hugging Face directories with safetensors weights of the types in "
+    "docs/models.md, this package's own, and megatron dist_checkpointing ones with the arguments "
+    "of Megatron-LM's training or this package's config.json"
 )
 
 

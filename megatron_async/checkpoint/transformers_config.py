@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from megatron_async.errors import ConfigError
@@ -18,26 +19,7 @@ def transformers_config(config: ModelConfig) -> Any:
 
     names = ("vocab_size", "tie_word_embeddings")
     common: dict[str, Any] = {name: getattr(config, name) for name in names}
-    kind = config.position_embedding, config.normalization, config.activation
-    biased = config.qkv_bias or config.attention_output_bias or config.mlp_bias
-    if kind == ("rope", "RMSNorm", "swiglu") and not biased:
-        rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
-        if config.rope_scaling is not None:
-            rope |= {"rope_type": "llama3", **config.to_dict()["rope_scaling"]}
-        make = transformers.Qwen3Config if config.qk_norm else transformers.LlamaConfig
-        return make(
-            **common,
-            hidden_size=config.hidden_size,
-            intermediate_size=config.ffn_hidden_size,
-            num_hidden_layers=config.num_layers,
-            num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            max_position_embeddings=config.max_sequence_length,
-            rms_norm_eps=config.norm_epsilon,
-            rope_parameters=rope,
-        )
-    if kind == ("learned_absolute", "LayerNorm", "gelu_tanh") and config.qkv_bias:
+    if _differs(config, "learned_absolute") == _GPT2 and config.activation == "gelu_tanh":
         return transformers.GPT2Config(
             **common,
             n_positions=config.max_sequence_length,
@@ -47,4 +29,76 @@ def transformers_config(config: ModelConfig) -> Any:
             n_inner=config.ffn_hidden_size,
             layer_norm_epsilon=config.norm_epsilon,
         )
+    common |= {
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.ffn_hidden_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_sequence_length,
+        "rms_norm_eps": config.norm_epsilon,
+        "rope_parameters": _rope(config),
+    }
+    differs = _differs(config, "rope")
+    if not differs:
+        return transformers.LlamaConfig(**common)
+    if differs == {"qk_norm"}:
+        return transformers.Qwen3Config(**common)
+    if differs == {"qkv_bias"}:
+        return transformers.Qwen2Config(**common)
+    if differs == {"sliding_window"}:  # Phi-3 too, which stores the same parameters otherwise
+        return transformers.MistralConfig(**common, sliding_window=config.sliding_window)
+    if differs == _GEMMA2 and config.activation == "geglu_tanh" and config.attention_scale:
+        layers = range(config.num_layers)
+        kinds = {True: "full_attention", False: "sliding_attention"}
+        return transformers.Gemma2Config(
+            **common,
+            query_pre_attn_scalar=round(config.attention_scale**-2),
+            attn_logit_softcapping=config.attention_soft_cap,
+            final_logit_softcapping=config.logit_soft_cap,
+            sliding_window=config.sliding_window,
+            layer_types=[kinds[config.window_of(n) is None] for n in layers],
+        )
     raise ConfigError("transformers has no counterpart of this architecture that we know of")
+
+
+_SIZES = {
+    "num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "head_dim", "vocab_size",
+    "ffn_hidden_size", "max_sequence_length", "norm_epsilon", "tie_word_embeddings",
+    "position_embedding", "rope_theta", "rope_scaling", "mtp_num_layers",
+}  # fmt: skip
+_GPT2 = {"normalization", "activation", "qkv_bias", "attention_output_bias", "mlp_bias"}
+_GEMMA2 = {
+    "zero_centered_gamma", "norm_placement", "activation", "attention_scale", "logit_soft_cap",
+    "attention_soft_cap", "sliding_window", "sliding_layers", "embedding_multiplier",
+}  # fmt: skip
+
+
+def _differs(config: ModelConfig, position_embedding: str) -> set[str] | None:
+    """Features of the model that Llama does not have; None if its positions are others."""
+    if config.position_embedding != position_embedding:
+        return None
+    return {
+        field.name
+        for field in dataclasses.fields(config)
+        if field.name not in _SIZES and getattr(config, field.name) != field.default
+    }
+
+
+def _rope(config: ModelConfig) -> dict[str, Any]:
+    scaling = config.rope_scaling
+    if scaling is None:
+        return {"rope_type": "default", "rope_theta": config.rope_theta}
+    names = {
+        "linear": ("factor",),
+        "dynamic": ("factor",),
+        "yarn": ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast",
+                 "beta_slow", "truncate"),
+        "longrope": ("factor", "original_max_position_embeddings", "attention_factor",
+                     "short_factor", "long_factor"),
+        "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor",
+                   "high_freq_factor"),
+    }  # fmt: skip
+    rope = {"rope_type": scaling.kind, "rope_theta": config.rope_theta}
+    return rope | {name: getattr(scaling, name) for name in names[scaling.kind]}

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 
 from megatron_async.checkpoint import Pretrained, load_pretrained
+from megatron_async.checkpoint.generation_config import sampling_defaults
+from megatron_async.checkpoint.path import model_directory
 from megatron_async.config import EngineConfig, check_config, draft_windows
 from megatron_async.device.memory import GIB
 from megatron_async.drafting.choose import layers_draft
@@ -143,17 +145,30 @@ def limits_of(
     enable_chunked_prefill: bool,
     lookahead: int = 0,
     admit_tokens: bool = False,
+    rotation_limit: int | None = None,
+    attention_window: int | None = None,
 ) -> Limits:
     """The scheduler's limits; the context's sizes win over the configuration's.
 
     Args:
         lookahead: positions behind a window that get blocks with it.
         admit_tokens: admissions bring the tokens of their requests.
+        rotation_limit: tokens up to which the model rotates a request in one way.
+        attention_window: tokens that the layer with the largest window attends to; None where one
+            has none.
 
     Raises:
-        ConfigError: a chunk would not fit into a forward next to the decoding rows.
+        ConfigError: a chunk would not fit into a forward next to the decoding rows; drafts would
+            cross ``rotation_limit``.
     """
     window = 1 + context.num_speculative_tokens
+    if rotation_limit is not None and rotation_limit >= context.max_sequence_length:
+        rotation_limit = None
+    if rotation_limit is not None and window > 1:
+        raise ConfigError(
+            f"num_speculative_tokens={window - 1} needs a max_sequence_length of at most "
+            f"{rotation_limit} with this model, whose rotary embeddings change there"
+        )
     # No prompt is longer, so a larger chunk would only ask for memory.
     chunk = min(config.prefill_chunk_tokens, context.max_sequence_length)
     if not enable_chunked_prefill:
@@ -182,6 +197,9 @@ def limits_of(
         lookahead=lookahead,
         admit_tokens=admit_tokens,
         paused_block_count=context.paused_block_count,
+        rotation_limit=rotation_limit,
+        # Drafting writes behind the last token, and reads from there.
+        attention_window=attention_window if window == 1 else None,
     )
 
 
@@ -236,6 +254,8 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
         tokenizer_model=config.tokenizer_model,
     )
     wrapper = GPTInferenceWrapper(pretrained.model, batch_invariant=config.batch_invariant)
+    if config.generation_config:
+        wrapper.sampling_defaults = sampling_defaults(model_directory(path))
     if config.draft_model is not None:
         drafting = load_pretrained(
             config.draft_model,
@@ -295,8 +315,14 @@ def parts_over_same_weights(
             "again"
         )
     if isinstance(wrapper, GPTInferenceWrapper):
-        draft_model = wrapper.draft_model
+        draft_model, defaults = wrapper.draft_model, wrapper.sampling_defaults
         wrapper = GPTInferenceWrapper(wrapper.model, batch_invariant=config.batch_invariant)
+        if config.generation_config:
+            if defaults is None:
+                raise ConfigError(
+                    "generation_config is read with the model; give it to from_pretrained"
+                )
+            wrapper.sampling_defaults = defaults
         if config.draft_model is not None:
             if draft_model is None:
                 raise ConfigError(

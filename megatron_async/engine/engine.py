@@ -103,6 +103,8 @@ class DynamicInferenceEngine:
             enable_chunked_prefill=enable_chunked_prefill,
             lookahead=drafting.lookahead,
             admit_tokens=drafting.wants_tokens,
+            rotation_limit=getattr(model, "rotation_limit", None),
+            attention_window=getattr(model, "attention_window", None),
         )
         vocab_size = model.vocab_size
         grammars = Grammars(controller.tokenizer, vocab_size)

@@ -99,6 +99,9 @@ class RequestValidator:
             eod = getattr(tokenizer.tokenizer, "eod", None)
             eos_token_ids = () if eod is None else (int(eod),)
         self.eos_token_ids = eos_token_ids
+        wrapper = getattr(tokenizer, "inference_wrapped_model", None)
+        self.sampling_defaults: dict[str, Any] = getattr(wrapper, "sampling_defaults", None) or {}
+        """Of requests without parameters."""
 
     def add(
         self,
@@ -114,7 +117,7 @@ class RequestValidator:
         Raises:
             RequestError: names the value that cannot be served and what to change.
         """
-        params = params if params is not None else SamplingParams()
+        params = params if params is not None else SamplingParams(**self.sampling_defaults)
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params is a {type(params).__name__}, not SamplingParams")
         params = params.checked()

@@ -75,3 +75,45 @@ class GELUTanh(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return gelu_tanh(x)
+
+
+class GEGLU(torch.nn.Module):
+    """``[..., 2F] -> [..., F]``: exact GELU of the first half times the second."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return gelu(gate) * up
+
+
+class GEGLUTanh(torch.nn.Module):
+    """``[..., 2F] -> [..., F]``: GELU's tanh approximation of the first half times the second."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = x.chunk(2, dim=-1)
+        return gelu_tanh(gate) * up
+
+
+class ReLU(torch.nn.Module):
+    """``[..., F] -> [..., F]``."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x)
+
+
+class SquaredReLU(torch.nn.Module):
+    """``[..., F] -> [..., F]``: the square of ReLU (arXiv:2109.08668)."""
+
+    def __init__(self, config: Any = None) -> None:
+        super().__init__()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x).square()

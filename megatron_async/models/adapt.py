@@ -14,14 +14,13 @@ from megatron_async.models.rope import RotaryTable
 
 from megatron.core.models.gpt.gpt_model import GPTModel as MegatronGPTModel  # isort: skip
 from megatron.core.transformer.attention import SelfAttention  # isort: skip
+from megatron.core.transformer.utils import is_layer_window_attention  # isort: skip
 from megatron.core.utils import unwrap_model  # isort: skip
 
 # Config field, the value that is supported, what to do about any other.
 _REQUIRED: tuple[tuple[str, Any, str], ...] = (
     ("multi_latent_attention", False, "use grouped-query attention"),
     ("attention_output_gate", False, "build the model without the gate"),
-    ("window_size", None, "use full attention"),
-    ("no_rope_freq", None, "build the model with rotary embeddings in every layer"),
     ("rotary_interleaved", False, "permute the query and key weights to half-split pairs"),
     ("flash_decode", False, "set it to False: the context attends by itself"),
     ("context_parallel_size", 1, "load the model without context parallelism"),
@@ -65,6 +64,11 @@ def adapt_model(model: Any) -> GPTModel:
         value = getattr(config, name, supported)
         if value != supported:
             raise ConfigError(f"model config {name}={value!r} is not supported: {advice}")
+    window = getattr(config, "window_size", None)
+    if window is not None and tuple(window)[1:] not in ((0,), (-1,)):
+        raise ConfigError(
+            f"model config window_size={window!r} is not supported: use (tokens behind, 0)"
+        )
     softmax = getattr(getattr(config, "softmax_type", "vanilla"), "name", None)
     if (softmax or getattr(config, "softmax_type", "vanilla")) != "vanilla":
         raise ConfigError(
@@ -100,6 +104,8 @@ def adapt_model(model: Any) -> GPTModel:
         attach_rotary(model, table.to(next(model.parameters()).device))
         # GPTModel computes no rotary embeddings of its own from here on.
         model.position_embedding_type = "none"
+    for layer in layers:
+        _limit(layer.self_attention, config)
     adapted: GPTModel = model
     return adapted
 
@@ -112,3 +118,18 @@ def _turn_off_own_graphs(model: Any) -> None:
             config.cuda_graph_impl = "none"
         if hasattr(module, "cudagraph_manager"):
             del module.cudagraph_manager
+
+
+def _limit(attention: Any, config: Any) -> None:
+    """Give a layer its window, and take its rotation away, as megatron-core's config says.
+
+    ``window_size`` counts the tokens behind a token, ours the token itself too.
+    """
+    number = attention.layer_number
+    skipped = getattr(config, "no_rope_freq", None)
+    if isinstance(skipped, list) and number <= len(skipped) and skipped[number - 1]:
+        attention.attach(None)
+    window = getattr(config, "window_size", None)
+    frequency = getattr(config, "window_attn_skip_freq", None)
+    if window is not None and is_layer_window_attention(window, frequency, number):
+        attention.limit(window[0] + 1 if window[0] >= 0 else None, None, None)

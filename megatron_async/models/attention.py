@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
 from megatron_async.errors import ConfigError
-from megatron_async.models.norm import RMSNorm, fusable
+from megatron_async.kernels.attention.paged_attention import masked_attention
+from megatron_async.models.norm import AllHeads, RMSNorm, fusable
 from megatron_async.models.rope import RotaryTable, apply_rope
 
 from megatron.core.transformer.attention import SelfAttention  # isort: skip
@@ -29,13 +30,20 @@ class AttentionContext(Protocol):
     position_ids: Tensor
 
     def attend(
-        self, layer_index: int, q: Tensor, k: Tensor, v: Tensor, softmax_scale: float
+        self,
+        layer_index: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        softmax_scale: float,
+        **limits: Any,
     ) -> Tensor:
         """Store ``k``, ``v`` ``[T, kv_heads, head_dim]`` and attend with ``q`` ``[T, heads,
         head_dim]`` to all tokens of each row's own sequence up to its own position.
 
         ``layer_index`` counts this pipeline stage's layers from 0; multi-token prediction layers
-        come after the decoder's. Returns ``[T, heads, head_dim]``.
+        come after the decoder's. ``limits`` are ``window`` and ``soft_cap`` of a layer that has one
+        of them. Returns ``[T, heads, head_dim]``.
         """
         ...
 
@@ -51,7 +59,14 @@ class PagedSelfAttention(SelfAttention):  # type: ignore[misc]
     """Causal self-attention: over a whole sequence, or through an inference context.
 
     Projections, grouping and query/key norms are megatron's.
+
+    Attributes:
+        limits: ``window`` and ``soft_cap`` (see ``ModelConfig``) where the layer has them.
+        query_scaling: beta and tokens of ``ModelConfig.query_scaling_beta``; None without.
     """
+
+    limits: dict[str, Any]
+    query_scaling: tuple[float, int] | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -61,12 +76,29 @@ class PagedSelfAttention(SelfAttention):  # type: ignore[misc]
         """Take the model's rotary table (shared, not owned); None for no rotation."""
         # Not a submodule: the model owns and moves the one table that all its layers read.
         self.__dict__["rotary"] = rotary
+        self.limits = {}
+        self.query_scaling = None
         offset = 0
         if self.config.pipeline_model_parallel_size > 1:
             offset = get_transformer_layer_offset(self.config)
         self.layer_index = self.layer_number - 1 - offset
         scale = self.config.softmax_scale
         self.softmax_scale = 1 / math.sqrt(self.config.kv_channels) if scale is None else scale
+
+    @property
+    def rotary(self) -> RotaryTable | None:
+        """The table of this layer's rotation."""
+        table: RotaryTable | None = self.__dict__["rotary"]
+        return table
+
+    def limit(
+        self, window: int | None, soft_cap: float | None, query_scaling: tuple[float, int] | None
+    ) -> None:
+        """Attend within a window of tokens, cap the scores, scale queries by position; None is
+        without."""
+        limits = {"window": window, "soft_cap": soft_cap}
+        self.limits = {name: value for name, value in limits.items() if value is not None}
+        self.query_scaling = query_scaling
 
     def forward(
         self,
@@ -115,14 +147,24 @@ class PagedSelfAttention(SelfAttention):  # type: ignore[misc]
         return projected
 
     def _causal(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        rotary = self.__dict__["rotary"]
+        rotary, length = self.rotary, query.shape[0]
         if rotary is not None:
-            cos, sin = rotary.prefix(query.shape[0])
+            cos, sin = rotary.prefix(length)
             query, key = apply_rope(query, cos, sin), apply_rope(key, cos, sin)
+        positions = torch.arange(length, device=query.device)
+        if self.query_scaling is not None:
+            query = query * self._query_factors(positions)[:, None, None, None].to(query.dtype)
         groups = query.shape[2] // key.shape[2]
         if groups > 1:
             key, value = (x.repeat_interleave(groups, dim=2) for x in (key, value))
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        if self.limits:
+            mask = positions <= positions[:, None]
+            mask &= positions > positions[:, None] - self.limits.get("window", length)
+            output = masked_attention(
+                query, key, value, mask, self.softmax_scale, self.limits.get("soft_cap")
+            )
+            return output.permute(2, 0, 1, 3).contiguous()
         output = F.scaled_dot_product_attention(
             query,
             key,
@@ -137,12 +179,23 @@ class PagedSelfAttention(SelfAttention):  # type: ignore[misc]
         self, context: AttentionContext, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
         query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-        rotary = self.__dict__["rotary"]
+        rotary = self.rotary
         if rotary is not None:
-            cos, sin = rotary.lookup(context.position_ids)
+            is_long = getattr(context, "long_rotation", None) if rotary.long is not None else None
+            cos, sin = rotary.lookup(context.position_ids, is_long)
             query, key = apply_rope(query, cos, sin), apply_rope(key, cos, sin)
-        output = context.attend(self.layer_index, query, key, value, self.softmax_scale)
+        if self.query_scaling is not None:
+            query = query * self._query_factors(context.position_ids)[:, None, None].to(query.dtype)
+        output = context.attend(
+            self.layer_index, query, key, value, self.softmax_scale, **self.limits
+        )
         return output.unsqueeze(1)
+
+    def _query_factors(self, positions: Tensor) -> Tensor:
+        """fp32 factors of queries at int64 ``positions``, of the same shape."""
+        assert self.query_scaling is not None
+        beta, tokens = self.query_scaling
+        return 1 + beta * torch.log1p((positions // tokens).float())
 
     def _packs(self, context: AttentionContext, hidden_states: Tensor) -> bool:
         """Whether one kernel may take the packed projection to the cache."""
@@ -150,18 +203,21 @@ class PagedSelfAttention(SelfAttention):  # type: ignore[misc]
         same = all(x is None or isinstance(x, IdentityOp) for x in norms)
         if not same:
             same = all(isinstance(x, _RMS_NORMS) and x.eps is not None for x in norms)
+            same = same and not isinstance(norms[0], AllHeads)
             same = same and norms[0].eps == norms[1].eps
         return (
             fusable(hidden_states)
             and hasattr(context, "attend_packed")
             and same
+            and self.query_scaling is None
+            and (self.rotary is None or self.rotary.long is None)
             and self.hidden_size_per_attention_head % 2 == 0
             and self.config.num_query_groups >= self.world_size
         )
 
     def _with_packed(self, context: Any, hidden_states: Tensor) -> Tensor:
         packed, _ = self.linear_qkv(hidden_states)
-        rotary, norm = self.__dict__["rotary"], self.q_layernorm
+        rotary, norm = self.rotary, self.q_layernorm
         has_norm = isinstance(norm, _RMS_NORMS)
         output: Tensor = context.attend_packed(
             self.layer_index,
@@ -171,5 +227,6 @@ class PagedSelfAttention(SelfAttention):  # type: ignore[misc]
             norm.weight if has_norm else None,
             self.k_layernorm.weight if has_norm else None,
             norm.eps if has_norm else 0.0,
+            **self.limits,
         )
         return output.unsqueeze(1)

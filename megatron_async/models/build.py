@@ -15,6 +15,7 @@ from megatron_async.models.attention import PagedSelfAttention
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.gpt import GPTModel
 from megatron_async.models.rope import RotaryTable
+from megatron_async.models.scaled_layers import scale_embedding, scale_logits
 from megatron_async.models.spec import gpt_block_spec, link_norms, mtp_block_spec
 
 from megatron.core import parallel_state  # isort: skip
@@ -30,7 +31,8 @@ def transformer_config(
     Linear biases are not in it: the layer spec decides them (:mod:`megatron_async.models.spec`).
 
     Raises:
-        ConfigError: a size does not divide by the tensor-parallel size.
+        ConfigError: a size does not divide by the tensor-parallel size, or a norm of heads does
+            not work with one above 1.
     """
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     for name in ("num_attention_heads", "num_kv_heads", "ffn_hidden_size", "vocab_size"):
@@ -39,6 +41,11 @@ def transformer_config(
                 f"{name}={getattr(config, name)} does not divide by the tensor parallel size "
                 f"{tensor}: use a smaller one"
             )
+    if tensor > 1 and config.qk_norm and config.qk_norm_kind in ("projection", "each_head"):
+        raise ConfigError(
+            f"qk_norm_kind={config.qk_norm_kind!r} needs all heads on each rank: load the model "
+            "without tensor parallelism"
+        )
     on_cpu = torch.device(device).type == "cpu"
     return TransformerConfig(
         num_layers=config.num_layers,
@@ -50,9 +57,11 @@ def transformer_config(
         normalization=config.normalization,
         layernorm_epsilon=config.norm_epsilon,
         qk_layernorm=config.qk_norm,
+        layernorm_zero_centered_gamma=config.zero_centered_gamma,
+        softmax_scale=config.attention_scale,
         add_qkv_bias=config.qkv_bias,
         add_bias_linear=False,
-        gated_linear_unit=config.activation == "swiglu",
+        gated_linear_unit=config.gated,
         activation_func=F.silu if config.activation == "swiglu" else F.gelu,
         use_te_activation_func=True,  # the MLP takes its activation from the layer spec
         mtp_num_layers=config.mtp_num_layers or None,
@@ -117,8 +126,7 @@ def build_model(
         )
         model.model_config = config
         link_norms(list(model.decoder.layers), model.decoder.final_layernorm)
-        is_rotary = config.position_embedding == "rope"
-        attach_rotary(model, RotaryTable.from_config(config) if is_rotary else None)
+        attach_features(model, config)
         model.to(device=device, dtype=dtype)
         if initialize and not megatron_config.perform_initialization:
             _initialize_on_device(model, device)
@@ -140,9 +148,33 @@ def build_random_model(
     return model
 
 
+def attach_features(model: GPTModel, config: ModelConfig) -> None:
+    """Give attention layers, embedding and output layer what megatron's config does not say."""
+    is_rotary = config.position_embedding == "rope"
+    attach_rotary(model, RotaryTable.from_config(config) if is_rotary else None)
+    if is_rotary and config.sliding_rope_theta is not None:
+        model.sliding_rotary = RotaryTable.from_config(config, sliding=True)
+    query_scaling = None
+    if config.query_scaling_beta is not None:
+        scaling = config.rope_scaling
+        tokens = scaling and scaling.original_max_position_embeddings
+        query_scaling = config.query_scaling_beta, tokens or config.max_sequence_length
+    for module in model.modules():
+        if isinstance(module, PagedSelfAttention):
+            layer = module.layer_number - 1
+            window = config.window_of(layer)
+            rotary = model.rotary if window is None else model.sliding_rotary or model.rotary
+            module.attach(None if layer in config.nope_layers else rotary)
+            module.limit(window, config.attention_soft_cap, query_scaling)
+    if model.pre_process:
+        scale_embedding(model.embedding, config.embedding_multiplier)
+    if model.post_process:
+        scale_logits(model.output_layer, config.logit_multiplier, config.logit_soft_cap)
+
+
 def attach_rotary(model: GPTModel, rotary: RotaryTable | None) -> None:
     """Give the model its rotary table (None for no rotation), which all attention layers read."""
-    model.rotary = rotary
+    model.rotary, model.sliding_rotary = rotary, None
     for module in model.modules():
         if isinstance(module, PagedSelfAttention):
             module.attach(rotary)

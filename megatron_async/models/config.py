@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import sys
 from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megatron_async.config import MAX_COUNT
 from megatron_async.errors import CheckpointError, shown
@@ -13,6 +14,10 @@ from megatron_async.errors import CheckpointError, shown
 
 def _wanted(kind: Any, value: Any, least: int) -> str | None:
     """What a field of type ``kind`` must be, where ``value`` is not that."""
+    if get_origin(kind) in (Union, UnionType):
+        (kind,) = (inner for inner in get_args(kind) if inner is not NoneType)
+        wanted = None if value is None else _wanted(kind, value, least)
+        return wanted and f"{wanted} or None"
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if kind is float:
         # An integer of hundreds of digits is no float either.
@@ -25,51 +30,95 @@ def _wanted(kind: Any, value: Any, least: int) -> str | None:
     elif get_origin(kind) is Literal:
         known = isinstance(value, str) and value in get_args(kind)
         good, wanted = known, f"one of {', '.join(get_args(kind))}"
+    elif get_origin(kind) is tuple:
+        element = get_args(kind)[0]
+        is_list = isinstance(value, tuple)
+        good = is_list and all(_wanted(element, x, least=0) is None for x in value)
+        wanted = f"a list, each element {_wanted(element, None, least=0)}"
     else:
-        good, wanted = value is None or isinstance(value, RopeScaling), "a RopeScaling or None"
+        good, wanted = isinstance(value, kind), f"a {kind.__name__}"
     return None if good else wanted
 
 
 def _check_fields(config: RopeScaling | ModelConfig, may_be_zero: tuple[str, ...] = ()) -> None:
-    """Check each field by its type. Integers in float fields become floats: JSON does not tell
-    them apart.
+    """Check each field by its type. Integers in float fields become floats, lists become tuples:
+    JSON does not tell them apart.
 
     Raises:
         CheckpointError: a value is of another type, or out of range.
     """
     for name, kind in get_type_hints(type(config)).items():
         value = getattr(config, name)
+        if isinstance(value, list) and tuple in [get_origin(k) for k in (kind, *get_args(kind))]:
+            value = tuple(value)
+            object.__setattr__(config, name, value)
         wanted = _wanted(kind, value, least=0 if name in may_be_zero else 1)
         if wanted is not None:
             raise CheckpointError(f"model config: {name}={shown(value, 500)} must be {wanted}")
-        if kind is float:
+        if value is not None and float in (kind, *get_args(kind)) and not isinstance(value, tuple):
             object.__setattr__(config, name, float(value))
+
+
+_NEEDED_BY: dict[str, tuple[str, ...]] = {
+    "linear": (),
+    "dynamic": ("original_max_position_embeddings",),
+    "yarn": ("original_max_position_embeddings",),
+    "longrope": ("original_max_position_embeddings", "short_factor", "long_factor"),
+    "llama3": ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RopeScaling:
-    """Llama-3 frequency scaling of rotary position embeddings.
+    """Scaling of the frequencies of rotary position embeddings, computed in ``models/rope.py``.
 
-    Wavelengths longer than ``original_max_position_embeddings / low_freq_factor`` are stretched
-    by ``factor``, those shorter than ``original_max_position_embeddings / high_freq_factor`` are
-    kept, the ones between are interpolated.
+    Args:
+        kind: "linear" divides positions by ``factor``. "dynamic" (NTK-aware) raises theta with
+            the position, from ``original_max_position_embeddings`` on. "yarn" (arXiv:2309.00071)
+            interpolates long wavelengths, between ``beta_fast`` and ``beta_slow`` rotations.
+            "longrope" (arXiv:2402.13753) has a factor for each pair: ``short_factor`` for requests
+            of up to ``original_max_position_embeddings`` tokens, else ``long_factor``. "llama3"
+            stretches wavelengths above ``original_max_position_embeddings / low_freq_factor`` by
+            ``factor``, keeps those below the same over ``high_freq_factor``, and interpolates.
+        attention_factor: cosines and sines are multiplied by it.
+        truncate: "yarn" rounds the border of its ramp to whole pairs.
 
     Raises:
-        CheckpointError: a value is out of range or two values contradict each other.
+        CheckpointError: a value is missing, out of range, or two values contradict each other.
     """
 
     factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    kind: Literal["llama3", "linear", "dynamic", "yarn", "longrope"] = "llama3"
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factor: tuple[float, ...] | None = None
+    long_factor: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         _check_fields(self)
-        if self.high_freq_factor <= self.low_freq_factor:
-            raise CheckpointError(
-                f"model config: high_freq_factor={self.high_freq_factor} must be above "
-                f"low_freq_factor={self.low_freq_factor}"
-            )
+        for name in _NEEDED_BY[self.kind]:
+            if getattr(self, name) is None:
+                raise CheckpointError(f"model config: rope scaling {self.kind} needs {name}")
+        if self.kind == "llama3":
+            assert self.low_freq_factor is not None and self.high_freq_factor is not None
+            if self.high_freq_factor <= self.low_freq_factor:
+                raise CheckpointError(
+                    f"model config: high_freq_factor={self.high_freq_factor} must be above "
+                    f"low_freq_factor={self.low_freq_factor}"
+                )
+
+
+GATED = ("swiglu", "geglu", "geglu_tanh")
+"""Activations of which the first linear layer holds a gate and an up projection."""
+
+
+def _json_object(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: list(x) if isinstance(x, tuple) else x for name, x in fields}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +126,30 @@ class ModelConfig:
     """Architecture of a dense megatron-core ``GPTModel``.
 
     ``head_dim`` is megatron's ``kv_channels``, ``num_kv_heads`` its ``num_query_groups``.
-    ``vocab_size`` counts the rows of the embedding. All sizes are in elements.
+    ``vocab_size`` counts the rows of the embedding. All sizes are in elements, windows in tokens.
+    Layers count from 0.
+
+    Args:
+        norm_bias: LayerNorm has a bias.
+        zero_centered_gamma: norms multiply by 1 + their weight.
+        norm_placement: norms stand in front of attention and MLP ("pre"), behind them, before the
+            residual addition ("post"), or at both places.
+        parallel_residual: attention and MLP read the same hidden states: each through a norm of
+            its own ("two_norms"), or both through the first ("one_norm").
+        qk_norm_kind: what ``qk_norm`` norms: each head by the same weights ("head"), each by its
+            own ("each_head"), all heads as one vector ("projection"), or each without weights
+            ("l2").
+        attention_scale: of the scores; None is 1 / sqrt(head_dim).
+        attention_soft_cap: scores s become cap * tanh(s / cap); likewise ``logit_soft_cap``.
+        sliding_window: tokens that a layer of ``sliding_layers`` attends to, its own included;
+            None is full attention. ``sliding_layers`` None means all layers.
+        rotary_fraction: share of each head that is rotated (megatron's ``rotary_percent``).
+        nope_layers: layers without rotation.
+        sliding_rope_theta: of layers with a window; None takes ``rope_theta`` and
+            ``rope_scaling``. Their own scaling is ``sliding_rope_scaling``.
+        query_scaling_beta: the query of position p is multiplied by 1 + beta *
+            log(1 + floor(p / original_max_position_embeddings)) (Llama 4, Ministral 3).
+        residual_multiplier: of what attention and MLP add to the residual stream.
 
     Raises:
         CheckpointError: a value is out of range or two values contradict each other.
@@ -93,15 +165,35 @@ class ModelConfig:
     max_sequence_length: int
     normalization: Literal["RMSNorm", "LayerNorm"] = "RMSNorm"
     norm_epsilon: float = 1e-5
-    activation: Literal["swiglu", "gelu", "gelu_tanh"] = "swiglu"
+    norm_bias: bool = True
+    zero_centered_gamma: bool = False
+    norm_placement: Literal["pre", "post", "both"] = "pre"
+    parallel_residual: Literal["one_norm", "two_norms"] | None = None
+    activation: Literal[
+        "swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu", "squared_relu"
+    ] = "swiglu"
     qk_norm: bool = False
+    qk_norm_kind: Literal["head", "each_head", "projection", "l2"] = "head"
     qkv_bias: bool = False
     attention_output_bias: bool = False
     mlp_bias: bool = False
     tie_word_embeddings: bool = False
+    attention_scale: float | None = None
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
+    sliding_window: int | None = None
+    sliding_layers: tuple[int, ...] | None = None
     position_embedding: Literal["rope", "learned_absolute"] = "rope"
+    rotary_fraction: float = 1.0
+    nope_layers: tuple[int, ...] = ()
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
+    sliding_rope_theta: float | None = None
+    sliding_rope_scaling: RopeScaling | None = None
+    query_scaling_beta: float | None = None
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    logit_multiplier: float = 1.0
     mtp_num_layers: int = 0
 
     def __post_init__(self) -> None:
@@ -111,14 +203,52 @@ class ModelConfig:
                 f"model config: num_attention_heads={self.num_attention_heads} must be a multiple "
                 f"of num_kv_heads={self.num_kv_heads}"
             )
-        if self.position_embedding == "rope" and self.head_dim % 2:
+        if self.rotary_fraction > 1:
             raise CheckpointError(
-                f"model config: head_dim={self.head_dim} must be even for rotary embeddings"
+                f"model config: rotary_fraction={self.rotary_fraction} must be at most 1"
             )
+        if self.position_embedding == "rope" and (self.rotary_dim % 2 or not self.rotary_dim):
+            of = f" of which {self.rotary_dim} are rotated" if self.rotary_fraction < 1 else ""
+            raise CheckpointError(
+                f"model config: head_dim={self.head_dim}{of} must be even for rotary embeddings"
+            )
+        for scaling in (self.rope_scaling, self.sliding_rope_scaling):
+            if scaling is None:
+                continue
+            if scaling.kind == "yarn" and 1 in (self.rope_theta, self.sliding_rope_theta):
+                raise CheckpointError("model config: rope scaling yarn needs a theta other than 1")
+            if scaling.kind == "dynamic" and self.rotary_dim < 4:
+                raise CheckpointError(
+                    f"model config: rope scaling dynamic needs more than {self.rotary_dim} rotated "
+                    "elements of a head"
+                )
+            for factors in (scaling.short_factor, scaling.long_factor):
+                if factors is not None and (len(factors) != self.rotary_dim // 2 or 0 in factors):
+                    raise CheckpointError(
+                        f"model config: short_factor and long_factor must have "
+                        f"{self.rotary_dim // 2} elements above 0, one for each rotated pair"
+                    )
+        if self.qk_norm_kind == "l2" and self.normalization != "RMSNorm":
+            raise CheckpointError("model config: qk_norm_kind='l2' needs normalization='RMSNorm'")
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP's first linear layer holds a gate and an up projection."""
+        return self.activation in GATED
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of each head that are rotated, from the first on."""
+        return int(self.head_dim * self.rotary_fraction)
+
+    def window_of(self, layer: int) -> int | None:
+        """Tokens that ``layer`` attends to; None for all."""
+        slides = self.sliding_layers is None or layer in self.sliding_layers
+        return self.sliding_window if slides else None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, the inverse of :meth:`from_dict`."""
-        return dataclasses.asdict(self)
+        return dataclasses.asdict(self, dict_factory=_json_object)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
@@ -128,10 +258,10 @@ class ModelConfig:
             CheckpointError: a name is unknown or missing, or a value is invalid.
         """
         values = dict(values)
-        scaling = values.get("rope_scaling")
         try:
-            if scaling is not None:
-                values["rope_scaling"] = RopeScaling(**scaling)
+            for name in ("rope_scaling", "sliding_rope_scaling"):
+                if values.get(name) is not None:
+                    values[name] = RopeScaling(**values[name])
             return cls(**values)
         except TypeError as error:
             raise CheckpointError(f"model config: {error}") from error

@@ -24,12 +24,14 @@ class GPTModel(MegatronGPTModel):  # type: ignore[misc]
         decoder_hidden_states: of the last forward without labels, ``[T, 1, hidden]`` (or ``[S, B,
             hidden]``) after the final norm: what the first MTP layer drafts from.
         rotary: the table that all attention layers share; None without rotary embeddings.
+        sliding_rotary: that of layers with a window, where they have one of their own.
         model_config: what the model was built from; None if its user built it with megatron-core.
     """
 
     decoder_hidden_states: Tensor | None = None
     model_config: ModelConfig | None = None
     rotary: RotaryTable | None
+    sliding_rotary: RotaryTable | None
 
     def _postprocess(
         self,

@@ -25,7 +25,8 @@ def mtp_weight_bytes(config: ModelConfig, itemsize: int) -> int:
 
 
 def _norm_elements(config: ModelConfig) -> int:
-    return config.hidden_size * (2 if config.normalization == "LayerNorm" else 1)
+    has_bias = config.normalization == "LayerNorm" and config.norm_bias
+    return config.hidden_size * (2 if has_bias else 1)
 
 
 def _layer_elements(config: ModelConfig) -> int:
@@ -33,21 +34,29 @@ def _layer_elements(config: ModelConfig) -> int:
     hidden, ffn = config.hidden_size, config.ffn_hidden_size
     query = config.num_attention_heads * config.head_dim
     key_value = config.num_kv_heads * config.head_dim
-    fc1_rows = 2 * ffn if config.activation == "swiglu" else ffn
+    fc1_rows = 2 * ffn if config.gated else ffn
     layer = hidden * (query + 2 * key_value) + query * hidden + fc1_rows * hidden + hidden * ffn
-    layer += 2 * _norm_elements(config)
-    layer += 2 * config.head_dim if config.qk_norm else 0
+    norms = 4 if config.norm_placement == "both" else 2
+    layer += (norms - (config.parallel_residual == "one_norm")) * _norm_elements(config)
+    if config.qk_norm:
+        all_heads = config.qk_norm_kind in ("projection", "each_head")
+        layer += query + key_value if all_heads else 2 * config.head_dim
     layer += query + 2 * key_value if config.qkv_bias else 0
     layer += hidden if config.attention_output_bias else 0
     layer += fc1_rows + hidden if config.mlp_bias else 0
     return layer
 
 
-def kv_bytes(config: ModelConfig, itemsize: int, tokens: float, layers: int | None = None) -> float:
-    """Bytes of keys and values that attention over ``tokens`` tokens reads, in so many layers; None
-    is all of the decoder."""
-    layers = config.num_layers if layers is None else layers
-    return 2 * layers * config.num_kv_heads * config.head_dim * itemsize * tokens
+def kv_bytes(
+    config: ModelConfig, itemsize: int, batch_size: int, tokens: float, layers: int | None = None
+) -> float:
+    """Bytes of keys and values that attention of ``batch_size`` rows reads, each over ``tokens``
+    tokens or a layer's window, in so many layers; None is all of the decoder."""
+    row = 2 * config.num_kv_heads * config.head_dim * itemsize
+    windows = [config.window_of(n) for n in range(config.num_layers)]
+    if layers is not None:
+        windows = [None] * layers
+    return batch_size * row * sum(min(tokens, window or tokens) for window in windows)
 
 
 def floor_ms(
@@ -68,11 +77,11 @@ def floor_ms(
         drafts: so many times a layer for multi-token prediction and the output layer are read too,
             or all of ``draft_model``.
     """
-    tokens = batch_size * (prompt_tokens + new_tokens / 2)
-    read = weight_bytes(config, itemsize) + kv_bytes(config, itemsize, tokens)
+    load = batch_size, prompt_tokens + new_tokens / 2
+    read = weight_bytes(config, itemsize) + kv_bytes(config, itemsize, *load)
     if draft_model is None:
-        draft = mtp_weight_bytes(config, itemsize) + kv_bytes(config, itemsize, tokens, layers=1)
+        draft = mtp_weight_bytes(config, itemsize) + kv_bytes(config, itemsize, *load, layers=1)
     else:
-        draft = weight_bytes(draft_model, itemsize) + kv_bytes(draft_model, itemsize, tokens)
+        draft = weight_bytes(draft_model, itemsize) + kv_bytes(draft_model, itemsize, *load)
     read += drafts * draft
     return 1e3 * read / bandwidth

@@ -61,6 +61,44 @@ SHAPES: dict[str, ModelConfig] = {
     "qwen1.7b": _qwen(28, 2048, 16, 8, 128, 6144, tied=True),
     "qwen4b": _qwen(36, 2560, 32, 8, 128, 9728, tied=True),
     "qwen8b": _qwen(36, 4096, 32, 8, 128, 12288, tied=False),
+    "qwen2.5-7b": _shape(
+        *(28, 3584, 28, 4, 128, 18944),
+        vocab_size=152064,
+        max_sequence_length=32768,
+        norm_epsilon=1e-6,
+        qkv_bias=True,
+        rope_theta=1000000.0,
+    ),
+    # Mistral 7B v0.1
+    "mistral7b": _shape(
+        *(32, 4096, 32, 8, 128, 14336),
+        vocab_size=32000,
+        max_sequence_length=32768,
+        sliding_window=4096,
+    ),
+    # Phi-3 mini, of 4k tokens
+    "phi3-mini": _shape(
+        *(32, 3072, 32, 32, 96, 8192),
+        vocab_size=32064,
+        max_sequence_length=4096,
+        sliding_window=2047,
+    ),
+    "gemma2-9b": _shape(
+        *(42, 3584, 16, 8, 256, 14336),
+        vocab_size=256000,
+        max_sequence_length=8192,
+        norm_epsilon=1e-6,
+        zero_centered_gamma=True,
+        norm_placement="both",
+        activation="geglu_tanh",
+        tie_word_embeddings=True,
+        attention_scale=256**-0.5,
+        attention_soft_cap=50.0,
+        logit_soft_cap=30.0,
+        sliding_window=4096,
+        sliding_layers=tuple(range(0, 42, 2)),
+        embedding_multiplier=3584**0.5,
+    ),
     # GPT-2 124M
     "gpt2": _shape(
         *(12, 768, 12, 12, 64, 3072),

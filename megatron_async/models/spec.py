@@ -8,10 +8,24 @@ import torch
 from torch import Tensor
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
-from megatron_async.models.activation import GELU, GELUTanh, SwiGLU
+from megatron_async.models.activation import (
+    GEGLU,
+    GELU,
+    GEGLUTanh,
+    GELUTanh,
+    ReLU,
+    SquaredReLU,
+    SwiGLU,
+)
 from megatron_async.models.attention import NoCoreAttention, PagedSelfAttention
 from megatron_async.models.config import ModelConfig
-from megatron_async.models.norm import LayerNorm, RMSNorm, fusable, norm_class
+from megatron_async.models.general_layer import GeneralDecoderLayer
+from megatron_async.models.norm import (
+    Norm,
+    fusable,
+    head_norm_classes,
+    norm_class,
+)
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add  # isort: skip
 from megatron.core.tensor_parallel.layers import (  # isort: skip
@@ -37,8 +51,12 @@ from megatron.core.transformer.transformer_layer import (  # isort: skip
 
 _ACTIVATIONS: dict[str, type[torch.nn.Module]] = {
     "swiglu": SwiGLU,
+    "geglu": GEGLU,
+    "geglu_tanh": GEGLUTanh,
     "gelu": GELU,
     "gelu_tanh": GELUTanh,
+    "relu": ReLU,
+    "squared_relu": SquaredReLU,
 }
 
 
@@ -74,7 +92,7 @@ class DecoderLayer(TransformerLayer):  # type: ignore[misc]
             context = kwargs.get("inference_params")
         norm = self.pre_mlp_layernorm
         fuses = context is not None and fusable(hidden) and not self.training
-        if not fuses or not isinstance(norm, RMSNorm | LayerNorm):
+        if not fuses or not isinstance(norm, Norm):
             result: tuple[Tensor, Any] = super().forward(*args, **kwargs)
             return result
         attended, bias = self.self_attention(
@@ -83,7 +101,7 @@ class DecoderLayer(TransformerLayer):  # type: ignore[misc]
         hidden = norm.add(attended, bias, hidden)
         output, bias = self.mlp(norm(hidden))
         next_norm = self.__dict__.get("next_norm")
-        if isinstance(next_norm, RMSNorm | LayerNorm):
+        if isinstance(next_norm, Norm):
             return next_norm.add(output, bias, hidden), None
         return (output if bias is None else output + bias) + hidden, None
 
@@ -95,17 +113,46 @@ def link_norms(layers: list[DecoderLayer], final_norm: torch.nn.Module | None) -
         layer.attach(norm)
 
 
+def _norm(config: ModelConfig, device: torch.device | str) -> type:
+    return norm_class(
+        config.normalization,
+        torch.device(device),
+        zero_centered=config.zero_centered_gamma,
+        bias=config.norm_bias,
+    )
+
+
+def general_parts(config: ModelConfig, norm: type) -> dict[str, Any] | None:
+    """Arguments of :class:`GeneralDecoderLayer`; None where :class:`DecoderLayer` will do."""
+    parts: dict[str, Any] = {}
+    if config.norm_placement != "pre":
+        parts["post_norm"] = norm
+    if config.parallel_residual is not None:
+        parts["parallel_residual"] = config.parallel_residual
+    if config.residual_multiplier != 1:
+        parts["residual_multiplier"] = config.residual_multiplier
+    return parts or None
+
+
 def gpt_layer_spec(config: ModelConfig, device: torch.device | str = "cpu") -> ModuleSpec:
     """One transformer layer, with :class:`PagedSelfAttention` and megatron's own linears."""
-    norm = norm_class(config.normalization, torch.device(device))
+    norm = _norm(config, device)
     mlp_column = BiasedColumnParallelLinear if config.mlp_bias else ColumnParallelLinear
     mlp_row = BiasedRowParallelLinear if config.mlp_bias else RowParallelLinear
     attention_row = BiasedRowParallelLinear if config.attention_output_bias else RowParallelLinear
-    head_norm = norm if config.qk_norm else IdentityOp
+    q_norm, k_norm = IdentityOp, IdentityOp
+    if config.qk_norm:
+        # Norms of all heads are always ours.
+        of_heads = norm if config.qk_norm_kind == "head" else _norm(config, "cpu")
+        q_norm, k_norm = head_norm_classes(of_heads, config.qk_norm_kind)
+    has_input_norm = config.norm_placement != "post"
+    has_mlp_norm = has_input_norm and config.parallel_residual != "one_norm"
+    general = general_parts(config, norm)
     return ModuleSpec(
-        module=DecoderLayer,
+        module=DecoderLayer if general is None else GeneralDecoderLayer,
+        params=general or {},
         submodules=TransformerLayerSubmodules(
-            input_layernorm=norm,
+            input_layernorm=norm if has_input_norm else IdentityOp,
             self_attention=ModuleSpec(
                 module=PagedSelfAttention,
                 params={"attn_mask_type": AttnMaskType.causal},
@@ -113,12 +160,12 @@ def gpt_layer_spec(config: ModelConfig, device: torch.device | str = "cpu") -> M
                     linear_qkv=ColumnParallelLinear,
                     core_attention=NoCoreAttention,
                     linear_proj=attention_row,
-                    q_layernorm=head_norm,
-                    k_layernorm=head_norm,
+                    q_layernorm=q_norm,
+                    k_layernorm=k_norm,
                 ),
             ),
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=norm,
+            pre_mlp_layernorm=norm if has_mlp_norm else IdentityOp,
             mlp=ModuleSpec(
                 module=MLP,
                 submodules=MLPSubmodules(
@@ -138,7 +185,7 @@ def gpt_block_spec(
     """The decoder: ``num_layers`` layers (those of this pipeline stage) and the final norm."""
     return TransformerBlockSubmodules(
         layer_specs=[gpt_layer_spec(config, device)] * num_layers,
-        layer_norm=norm_class(config.normalization, torch.device(device)),
+        layer_norm=_norm(config, device),
     )
 
 
@@ -146,7 +193,7 @@ def mtp_block_spec(config: ModelConfig, device: torch.device | str = "cpu") -> M
     """The multi-token prediction layers (DeepSeek-V3, arXiv:2412.19437); None if there are none."""
     if config.mtp_num_layers == 0:
         return None
-    norm = norm_class(config.normalization, torch.device(device))
+    norm = _norm(config, device)
     layer = ModuleSpec(
         module=MultiTokenPredictionLayer,
         submodules=MultiTokenPredictionLayerSubmodules(

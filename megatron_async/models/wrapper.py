@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron_async.kernels.gemm.batch_invariant import batch_invariant_mode
 from megatron_async.kernels.gemm.tile_config import MAX_ROWS
 from megatron_async.models.adapt import adapt_model
+from megatron_async.models.attention import PagedSelfAttention
 from megatron_async.models.fused import coverage
 from megatron_async.models.fused.decoder import FusedDecoder
 from megatron_async.models.fused.mtp import FusedMtp
@@ -63,6 +64,8 @@ class GPTInferenceWrapper:
         self.inference_context = inference_context
         self.draft_model: GPTInferenceWrapper | None = None
         """A model over the same vocabulary that drafts for this one."""
+        self.sampling_defaults: dict[str, Any] | None = None
+        """Fields of ``SamplingParams`` for requests that bring none; None for megatron-core's."""
         self.batch_invariant = batch_invariant
         self.vocab_size: int = self.model.vocab_size
         self.max_sequence_length: int = self.model.max_sequence_length
@@ -87,14 +90,31 @@ class GPTInferenceWrapper:
             self._coverage.log()
 
     @property
+    def rotation_limit(self) -> int | None:
+        """Tokens up to which requests are rotated in one way, and longer ones in another
+        (longrope); None for one way alone."""
+        return self.model.rotary.limit if self.model.rotary is not None else None
+
+    @property
+    def attention_window(self) -> int | None:
+        """Tokens that the layer with the largest window attends to; None if one attends to all."""
+        windows = [
+            module.limits.get("window")
+            for module in self.model.modules()
+            if isinstance(module, PagedSelfAttention)
+        ]
+        known = [window for window in windows if window is not None]
+        return max(known) if windows and len(known) == len(windows) else None
+
+    @property
     def fused_decode_off(self) -> str | None:
         """Why no layer decodes in fused kernels; None if one does."""
         return self._coverage.off
 
     def reserve_positions(self, length: int) -> None:
         """Have rotary embeddings for ``length`` positions; called before steps are captured."""
-        rotary = self.model.rotary
-        if rotary is not None and rotary.reserve(length):
+        tables = self.model.rotary, getattr(self.model, "sliding_rotary", None)
+        if any([table.reserve(length) for table in tables if table is not None]):
             # Steps that another engine has captured go on with the old ones.
             self._outgrown.extend((self._fused, self._fused_mtp))
             self._fused_mtp = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+from typing import Any
 
 import torch
 
@@ -283,6 +284,11 @@ class DynamicInferenceContext(BaseInferenceContext):
         return self._metadata.token_slots
 
     @property
+    def long_rotation(self) -> torch.Tensor:
+        """Whether each token's request is rotated as a long one, int32 [T]."""
+        return self.slots.long_rotation[self.token_slots]
+
+    @property
     def slot_mapping(self) -> torch.Tensor:
         """Where each token's keys and values go: block * block size + offset, int64 [T]."""
         return self._metadata.slot_mapping
@@ -307,12 +313,14 @@ class DynamicInferenceContext(BaseInferenceContext):
         key: torch.Tensor,
         value: torch.Tensor,
         softmax_scale: float,
+        **limits: Any,
     ) -> torch.Tensor:
         """Append key and value [T, Hkv, D] to ``layer`` of the cache and attend with query
-        [T, Hq, D]. Returns [T, Hq, D]; rows of padding tokens hold anything finite."""
+        [T, Hq, D]. Returns [T, Hq, D]; rows of padding tokens hold anything finite. ``limits``
+        are ``window`` and ``soft_cap`` of the layer, see ``kernels/attention``."""
         keys, values = self.kv_cache[layer]
         paged_attention.append_kv(keys, values, key, value, self.slot_mapping)
-        return self._attend_appended(query, keys, values, softmax_scale)
+        return self._attend_appended(query, keys, values, softmax_scale, limits)
 
     def attend_packed(
         self,
@@ -323,6 +331,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         q_weight: torch.Tensor | None,
         k_weight: torch.Tensor | None,
         eps: float,
+        **limits: Any,
     ) -> torch.Tensor:
         """:meth:`attend` on CUDA from the packed projection, normed, rotated and appended by one
         kernel (``kernels/attention/rope_append.py``). Where one kernel takes all of a decode step's
@@ -330,7 +339,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         from megatron_async.kernels.attention.rope_append import rope_append
 
         keys, values = self.kv_cache[layer]
-        heads = self._decode_heads(packed, cos_sin, q_weight, k_weight)
+        heads = None if limits else self._decode_heads(packed, cos_sin, q_weight, k_weight)
         if heads is not None:
             capacity = self.max_blocks_per_request * self.block_size_tokens
             rows = packed.shape[0] // heads.window
@@ -353,7 +362,7 @@ class DynamicInferenceContext(BaseInferenceContext):
             k_weight,
             eps,
         )
-        return self._attend_appended(query, keys, values, softmax_scale)
+        return self._attend_appended(query, keys, values, softmax_scale, limits)
 
     def _decode_heads(
         self,
@@ -377,16 +386,18 @@ class DynamicInferenceContext(BaseInferenceContext):
         keys: torch.Tensor,
         values: torch.Tensor,
         softmax_scale: float,
+        limits: dict[str, Any],
     ) -> torch.Tensor:
         rows = self._metadata.decode_rows
         if self._metadata.chunks is None or self._each_token_is_a_row(query):
-            return self._attend_decode(query, keys, values, softmax_scale)
+            return self._attend_decode(query, keys, values, softmax_scale, limits)
         out = torch.zeros_like(query, memory_format=torch.contiguous_format)
         if rows:
-            out[:rows] = self._attend_decode(query[:rows], keys, values, softmax_scale)
+            out[:rows] = self._attend_decode(query[:rows], keys, values, softmax_scale, limits)
         paged_attention.paged_mixed_attention(
-            query, keys, values, self.block_table, self._metadata.chunks, softmax_scale, out
-        )
+            query, keys, values, self.block_table, self._metadata.chunks, softmax_scale, out,
+            **limits,
+        )  # fmt: skip
         return out
 
     def _each_token_is_a_row(self, query: torch.Tensor) -> bool:
@@ -395,29 +406,37 @@ class DynamicInferenceContext(BaseInferenceContext):
         return self.batch_invariant or (query.is_cuda and not paged_attention.has_kernel(query))
 
     def _attend_decode(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float,
+        limits: dict[str, Any],
     ) -> torch.Tensor:
         if self._each_token_is_a_row(query):
             # Decode rows and the tokens of chunks alike: each attends up to its own position.
             lengths = self.position_ids + 1
             if query.is_cuda:
                 return paged_attention.paged_decode_attention(
-                    query, keys, values, self.block_table, lengths, scale, self.token_slots
-                )
+                    query, keys, values, self.block_table, lengths, scale, self.token_slots,
+                    **limits,
+                )  # fmt: skip
             tables = self.block_table[self.token_slots]
             return paged_attention.paged_decode_attention_by_length(
-                query, keys, values, tables, lengths.tolist(), scale, self.token_slots.tolist()
-            )
+                query, keys, values, tables, lengths.tolist(), scale, self.token_slots.tolist(),
+                **limits,
+            )  # fmt: skip
         slots = self.token_slots[: self._metadata.decode_rows]
         if self._metadata.decode_lengths_host is not None:
             tables = self.block_table[slots]
             return paged_attention.paged_decode_attention_by_length(
                 query, keys, values, tables, self._metadata.decode_lengths_host, scale,
-                slots.tolist(),
+                slots.tolist(), **limits,
             )  # fmt: skip
         return paged_attention.paged_decode_attention(
-            query, keys, values, self.block_table, self._metadata.decode_lengths, scale, slots
-        )
+            query, keys, values, self.block_table, self._metadata.decode_lengths, scale, slots,
+            **limits,
+        )  # fmt: skip
 
     # --- what megatron-core's GPTModel and TransformerBlock ask -------------------------------
 

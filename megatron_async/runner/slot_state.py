@@ -23,6 +23,7 @@ class SlotState:
     computed_from: torch.Tensor
     kv_length: torch.Tensor
     max_total: torch.Tensor
+    long_rotation: torch.Tensor
     stop_ids: torch.Tensor
     inverse_temperature: torch.Tensor
     top_k: torch.Tensor

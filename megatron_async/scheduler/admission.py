@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from megatron_async.cache.prefix_cache import LONG_ROOT, ROOT
 from megatron_async.scheduler.events import Change, Event
 from megatron_async.scheduler.limits import Limits
 from megatron_async.scheduler.preemption import Preemption
@@ -102,7 +103,9 @@ class PromptPlanner:
         # The last token is always computed: its logits are what is sampled next. So are those whose
         # logits give wanted log-probabilities.
         limit = min(len(sequence.tokens) - 1, sequence.prompt_log_probs)
-        shared, node = table.prefixes.match(sequence.tokens, limit)
+        is_long = len(sequence.tokens) > (limits.rotation_limit or len(sequence.tokens))
+        root = LONG_ROOT if is_long else ROOT
+        shared, node = table.prefixes.match(sequence.tokens, limit, root)
         total = -(-len(sequence.tokens) // limits.block_size)
         need = total - len(shared) + sum(not allocator.references(b) for b in shared)
         # Leave each running request the blocks of its next row.
@@ -120,13 +123,16 @@ class PromptPlanner:
             return None
         self._failed_attempt = None
         self._enter(sequence, shared, node)
+        sequence.long_rotation = is_long
         slot = sequence.slot
         assignments.extend(BlockAssignment(slot, i, block) for i, block in enumerate(shared))
         while len(sequence.blocks) < total:
             assignments.append(table.assign_block(sequence))
         replayed = len(sequence.tokens) - cached if sequence.evictions else 0
         table.record(Event(sequence.key, Change.ADMIT, cached, replayed))
-        values = (cached, sequence.max_total, sequence.device_stop_ids, *sequence.values)
+        values = (
+            cached, sequence.max_total, int(is_long), sequence.device_stop_ids, *sequence.values,
+        )  # fmt: skip
         extras = None
         if sequence.extras is not None:
             extras = SlotExtras(sequence.extras, sequence.prompt_length, tuple(sequence.tokens))

@@ -15,8 +15,11 @@ class Limits:
     ``windows`` are the numbers of tokens that the decode rows of a step may bring, ascending from
     1; blocks are given for ``lookahead`` positions more, to which drafting may write.
     ``priority_step`` is the number of tickets by which one step of priority goes ahead.
-    ``admit_tokens``: admissions bring the request's tokens. ``paused_block_count``: blocks that
-    stalled requests may keep; None is all.
+    ``admit_tokens``: admissions bring the request's tokens. Requests of more than
+    ``rotation_limit`` tokens are computed with other rotations (longrope): one that reaches it is
+    computed again as a whole. Tokens attend to no more than ``attention_window`` tokens, their own
+    included: blocks behind it come free. ``paused_block_count``:
+    blocks that stalled requests may keep; None is all.
     """
 
     max_requests: int
@@ -32,6 +35,8 @@ class Limits:
     lookahead: int = 0
     admit_tokens: bool = False
     paused_block_count: int | None = None
+    rotation_limit: int | None = None
+    attention_window: int | None = None
 
     @property
     def window(self) -> int:

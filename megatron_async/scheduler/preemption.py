@@ -55,12 +55,15 @@ class Preemption:
         table = self._table
         coming = sum(self._private_blocks(h.blocks) for h in table.retiring)
         coming += sum(
-            self._private_blocks(s.blocks)
+            self._private_blocks(s.held_blocks)
             for s in table.sequences.values()
             if s.state is State.ENDING
         )
         for victim in choose_victims(
-            table.evictable(), need - coming, beneficiary, lambda s: self._private_blocks(s.blocks)
+            table.evictable(),
+            need - coming,
+            beneficiary,
+            lambda s: self._private_blocks(s.held_blocks),
         ):
             table.evict(victim)
 

@@ -59,11 +59,13 @@ class Sequence:
         "evictions",
         "extras",
         "fork_of",
+        "freed",
         "held",
         "key",
         "kv_bound",
         "last_ticket",
         "launched",
+        "long_rotation",
         "max_new",
         "max_total",
         "node",
@@ -123,7 +125,11 @@ class Sequence:
         self.prefill_end = 0
         self.launched = 0
         self.kv_bound = 0
+        self.long_rotation = False
+        """It holds a slot and is computed with the rotations of long requests."""
         self.blocks: list[int] = []
+        self.freed = 0
+        """Of ``blocks`` the first so many have been given back: no token attends to them."""
         self.node = 0
         self.registered = 0
         self.last_ticket = -1
@@ -141,6 +147,11 @@ class Sequence:
         """Generated tokens that the host has taken."""
         return len(self.tokens) - self.prompt_length
 
+    @property
+    def held_blocks(self) -> list[int]:
+        """The blocks that it holds a reference of."""
+        return self.blocks[self.freed :] if self.freed else self.blocks
+
     def worst_case_blocks(self, block_size: int) -> int:
         """Blocks of the longest this request can get; its last token is never written."""
         return -(-(self.max_total - 1) // block_size)
@@ -155,6 +166,6 @@ class Sequence:
         """Back to the queue: what was launched has been committed, what was cached is gone."""
         self.state = State.WAITING
         self.slot = self.epoch = -1
-        self.prefilled = self.prefill_end = self.kv_bound = 0
+        self.prefilled = self.prefill_end = self.kv_bound = self.freed = 0
         self.launched = self.committed
         self.node = self.registered = 0

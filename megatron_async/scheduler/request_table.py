@@ -124,7 +124,7 @@ class RequestTable:
         self.retire(self.retired_ticket)
 
     def _give_up(self, sequence: Sequence) -> None:
-        blocks, sequence.blocks = sequence.blocks, []
+        blocks, sequence.blocks, sequence.freed = sequence.held_blocks, [], 0
         self.retiring.push(sequence.last_ticket, Holding(sequence, sequence.slot, blocks))
 
     def retire(self, ticket: int) -> None:
@@ -203,6 +203,18 @@ class RequestTable:
             )
             sequence.registered += 1
 
+    def free_behind(self, sequence: Sequence, first: int) -> None:
+        """Give back the blocks of tokens before ``first``, which no forward that is in flight or to
+        come reads."""
+        count = min(first // self._block_size, len(sequence.blocks))
+        if self.prefixes.enabled:
+            count = min(count, sequence.registered)
+        if count > sequence.freed:
+            blocks = sequence.blocks[sequence.freed : count]
+            sequence.freed = count
+            self._freed_blocks += self.allocator.release(reversed(blocks))
+            self.has_news = True
+
     def forget_prefixes(self) -> None:
         """Forget all cached prefixes; requests that keep their blocks register none of them."""
         self.prefixes.clear()
@@ -237,7 +249,7 @@ class RequestTable:
             IntegrityError: one is lost, or held twice.
         """
         holders = [s for s in self.sequences.values() if s.state in HOLDING]
-        self.allocator.check([s.blocks for s in holders] + [h.blocks for h in self.retiring])
+        self.allocator.check([s.held_blocks for s in holders] + [h.blocks for h in self.retiring])
         self.slots.check([s.slot for s in holders] + [h.slot for h in self.retiring])
 
     def check_idle(self) -> None:

@@ -231,6 +231,8 @@ class Scheduler:
         stalled_before = set(table.stalled)
         if stalled_before:
             self._preemption.unstall()
+        if self.limits.rotation_limit is not None:
+            self._evict_grown(self.limits.rotation_limit)
         size, lookahead = self.limits.block_size, self.limits.lookahead
         needy: dict[Sequence, int] = {}
         for sequence in table.decoding.values():
@@ -261,6 +263,13 @@ class Scheduler:
             table.leave(sequence, State.ENDING)
         return rows
 
+    def _evict_grown(self, limit: int) -> None:
+        """Evict those whose next token is the first that needs the rotations of long requests."""
+        grown = [s for s in self.table.decoding.values() if s.kv_bound >= limit]
+        for sequence in grown:
+            if not sequence.long_rotation:
+                self.table.evict(sequence)
+
     # --- commit -------------------------------------------------------------------------------
 
     def commit(self, plan: Plan, result: StepResult) -> Commit:
@@ -271,6 +280,7 @@ class Scheduler:
         kept: list[tuple[int, ...]] = []
         epochs, sequences = table.slots.epochs, table.sequences
         is_caching, block_size = table.prefixes.enabled, self.limits.block_size
+        behind = self.limits.attention_window
         keys, slots, row_epochs = plan.rows.keys, plan.rows.slots, plan.rows.epochs
         prompt_log_probs = None
         if result.prompt_log_probs is not None:
@@ -312,6 +322,9 @@ class Scheduler:
             if is_caching and len(tokens) > (sequence.registered + 1) * block_size:
                 table.register_blocks(sequence, len(tokens) - 1)
             kept.append(window)
+            # Rows in flight and to come hold its newest token or later ones.
+            if reason is None and behind is not None and len(tokens) > behind:
+                table.free_behind(sequence, len(tokens) - behind)
             if reason is not None:
                 reasons[key] = reason
                 if by_host:

@@ -23,7 +23,7 @@ from megatron_async.serving.sse import DONE, EventStream, TextEvents, event, unt
 async def create_completion(front: Frontend, request: Request, body: CompletionRequest) -> Response:
     """Texts that continue one prompt or several, whole or as a stream."""
     model = front.check_model(body.model)
-    params = body.params(front.config.max_choices)
+    params = body.with_defaults(front.config.sampling_defaults).params(front.config.max_choices)
     jobs = await _jobs(front, body, params)
     log_jobs(request, jobs, model)
     head = {

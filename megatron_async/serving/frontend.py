@@ -36,6 +36,7 @@ class ServerConfig:
         max_body_bytes: of a request.
         max_choices: most texts of a prompt (``n``).
         max_prompts: most prompts of a request.
+        sampling_defaults: fields of ``SamplingParams`` where a request in OpenAI's shape has none.
 
     Raises:
         ConfigError: a value is out of range.
@@ -50,6 +51,7 @@ class ServerConfig:
     max_body_bytes: int = 16 * MIB
     max_choices: int = 128
     max_prompts: int = 1024
+    sampling_defaults: dict[str, float | int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):

@@ -6,7 +6,8 @@ Fields that are not here are ignored, as OpenAI's API does; values of a wrong ty
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
@@ -168,6 +169,15 @@ class SamplingFields(Body):
     def prompt_log_probs(self) -> int | None:
         """The same for the tokens of the prompt."""
         return self.prompt_logprobs
+
+    def with_defaults(self, defaults: Mapping[str, float | int]) -> Self:
+        """This with fields of ``SamplingParams`` in place of those that it leaves out."""
+        names = {"num_tokens_to_generate": "max_tokens"}
+        named = {names.get(name, name): value for name, value in defaults.items()}
+        given = {k: v for k, v in named.items() if getattr(self, k) is None}
+        if self.max_completion_tokens is not None:
+            given.pop("max_tokens", None)
+        return self.model_copy(update=given) if given else self
 
     def params(self, max_choices: int) -> SamplingParams:
         """What the engine is asked, checked.

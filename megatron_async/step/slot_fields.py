@@ -65,6 +65,7 @@ SLOT_FIELDS: tuple[SlotField, ...] = (
     SlotField("computed_from", "int64", Source.DEVICE),
     SlotField("kv_length", "int64", Source.ADMISSION),
     SlotField("max_total", "int64", Source.ADMISSION),
+    SlotField("long_rotation", "int32", Source.ADMISSION),
     SlotField("stop_ids", "int64", Source.ADMISSION, -1, MAX_STOP_TOKEN_IDS),
     SlotField(
         "inverse_temperature",

@@ -103,7 +103,9 @@ class ListContext:
         ends = torch.tensor(list(self.chunks.values())).cumsum(0) - 1
         return hidden_states[0, ends]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
+    ) -> Tensor:
         self.layers_seen.add(layer)
         outputs, start = [], 0
         for name, count in self.chunks.items():
@@ -111,17 +113,20 @@ class ListContext:
             old_k, old_v = self.cache.get((layer, name), (k[:0], v[:0]))
             all_k, all_v = torch.cat((old_k, k[rows])), torch.cat((old_v, v[rows]))
             self.cache[layer, name] = (all_k, all_v)
-            outputs.append(attend_by_definition(q[rows], all_k, all_v, scale))
+            outputs.append(attend_by_definition(q[rows], all_k, all_v, scale, window))
             start += count
         return torch.cat(outputs)
 
 
-def attend_by_definition(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def attend_by_definition(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
+) -> Tensor:
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
     scores = torch.einsum("qhd,khd->hqk", q, k) * scale
     first = k.shape[0] - q.shape[0]
-    hidden = torch.arange(k.shape[0]) > first + torch.arange(q.shape[0])[:, None]
+    own, keys = first + torch.arange(q.shape[0])[:, None], torch.arange(k.shape[0])
+    hidden = (keys > own) | (keys <= own - (window or len(keys)))
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
@@ -398,6 +403,9 @@ def stock_model(**changes: Any) -> Any:
         {"rope_scaling": True},
         {"position_embedding_type": "learned_absolute"},
         {"position_embedding_type": "none", "add_bias_linear": False},
+        {"window_size": (4, 0)},
+        {"window_size": (6, 0), "window_attn_skip_freq": 2},
+        {"no_rope_freq": 2},
     ],
 )
 def test_adapted_stock_model_keeps_its_logits(
@@ -413,6 +421,16 @@ def test_adapted_stock_model_keeps_its_logits(
             return contextlib.nullcontext()
 
     monkeypatch.setattr(tensor_parallel, "get_cuda_rng_tracker", NoTracker)
+    if "window_size" in changes:
+        from megatron.core.fusions import fused_softmax
+
+        # The stock function makes its mask on a GPU.
+        def window_mask(rows: int, columns: int, window: tuple[int, int]) -> torch.Tensor:
+            seen = torch.ones(rows, columns, dtype=torch.bool)
+            seen = seen.triu(columns - rows - window[0]).tril(columns - rows + window[1])
+            return ~seen
+
+        monkeypatch.setattr(fused_softmax, "get_sliding_window_causal_mask", window_mask)
     tokens, positions = torch.randint(0, 101, (1, 30)), torch.arange(30)
     mask = torch.ones(30, 30, dtype=torch.bool).triu(1)[None, None]
     with torch.no_grad():
@@ -430,7 +448,7 @@ def test_adapted_stock_model_keeps_its_logits(
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"window_size": (4, 0)}, "window_size"),
+        ({"window_size": (4, 4)}, "window_size"),
         ({"rotary_interleaved": True}, "rotary_interleaved"),
     ],
 )

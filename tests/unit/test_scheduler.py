@@ -464,7 +464,7 @@ def test_changed_values_go_with_the_next_launch_and_come_back_with_an_admission(
         plan = chain.step()
         if plan is not None:
             assert plan.control == ()
-            admitted += [admission.values[3:] for admission in plan.admissions]
+            admitted += [admission.values[4:] for admission in plan.admissions]
     assert admitted == [waiting, running]  # the row was free before the last token of 1 had come
 
 

@@ -152,6 +152,7 @@ def test_a_slot_field_may_be_read_by_the_sampler_too(
 VALUES = {
     "kv_length": 2**40 + 3,
     "max_total": 2**31,
+    "long_rotation": 1,
     "stop_ids": (5, 2**31 - 1),
     "inverse_temperature": 1.25,
     "top_k": 2**31 - 1,

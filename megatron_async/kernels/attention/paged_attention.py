@@ -57,6 +57,9 @@ def paged_decode_attention(
     lengths: torch.Tensor,
     scale: float,
     table_rows: torch.Tensor | None = None,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """One query token a row: query [R, Hq, D], lengths [R] int64, caches [blocks, bs, Hkv, D].
 
@@ -64,6 +67,9 @@ def paged_decode_attention(
     ``block_table[table_rows[r]]``; the table is [S, C], integers, and ``table_rows`` [R] int64 or
     None for row r itself. Returns [R, Hq, D]. All shapes are static, so this can be captured, and
     a row's bits do not depend on the other rows, nor on how many there are.
+
+    With a ``window`` a row attends to the last ``window`` of these positions alone, and reads no
+    others; with a ``soft_cap`` its scores are capped, see :func:`masked_attention`.
 
     On CUDA this is the Triton kernel where it applies, else
     :func:`paged_decode_attention_reference`.
@@ -74,11 +80,13 @@ def paged_decode_attention(
         )
 
         return paged_decode_attention_triton(
-            query, key_cache, value_cache, block_table, lengths, scale, table_rows
-        )
+            query, key_cache, value_cache, block_table, lengths, scale, table_rows,
+            window=window, soft_cap=soft_cap,
+        )  # fmt: skip
     return paged_decode_attention_reference(
-        query, key_cache, value_cache, block_table, lengths, scale, table_rows
-    )
+        query, key_cache, value_cache, block_table, lengths, scale, table_rows,
+        window=window, soft_cap=soft_cap,
+    )  # fmt: skip
 
 
 def paged_decode_attention_reference(
@@ -89,11 +97,17 @@ def paged_decode_attention_reference(
     lengths: torch.Tensor,
     scale: float,
     table_rows: torch.Tensor | None = None,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """:func:`paged_decode_attention` with PyTorch; it reads all C blocks of every row."""
     if table_rows is not None:
         block_table = block_table[table_rows]
-    out = _attend(query[:, None], key_cache, value_cache, block_table, lengths[:, None], 0, scale)
+    out = _attend(
+        query[:, None], key_cache, value_cache, block_table, lengths[:, None], 0, scale,
+        window, soft_cap,
+    )  # fmt: skip
     return out[:, 0]
 
 
@@ -105,38 +119,47 @@ def _attend(
     lengths: torch.Tensor,
     least: int,
     scale: float,
+    window: int | None,
+    soft_cap: float | None,
 ) -> torch.Tensor:
     """R sequences with n tokens each: query [R, n, Hq, D], block_table [R, C], lengths [R, n].
 
     Returns [R, n, Hq, D]. The first ``least`` positions belong to all of the sequences. A token's
-    bits depend neither on R nor on n.
+    bits depend neither on R nor, without a ``soft_cap``, on n.
     """
     rows, tokens, heads, head_dim = query.shape
     kv_heads = key_cache.shape[2]
     keys = key_cache[block_table].flatten(1, 2)
     values = value_cache[block_table].flatten(1, 2)
     positions = torch.arange(keys.shape[1], device=query.device)
-    # What lies beyond a sequence may be anything, NaN included, and 0 * NaN would spread.
+    # What no token of a sequence sees may be anything, NaN included, and 0 * NaN would spread.
     beyond = positions[least:] >= lengths.amax(1, keepdim=True)
     keys[:, least:].masked_fill_(beyond[:, :, None, None], 0)
     values[:, least:].masked_fill_(beyond[:, :, None, None], 0)
+    mask = positions < lengths[:, :, None]
+    if window is not None:
+        behind = positions < lengths.amin(1, keepdim=True) - window
+        keys.masked_fill_(behind[:, :, None, None], 0)
+        values.masked_fill_(behind[:, :, None, None], 0)
+        mask &= positions >= lengths[:, :, None] - window
     # The heads of a group are the queries of one attention. Padded to a multiple of 8, every
     # thread's scratch memory is aligned alike, and the CPU gives a row the same bits on any thread.
     group = heads // kv_heads
     padded = -(-group // QUERY_MULTIPLE) * QUERY_MULTIPLE
     grouped = query.new_zeros(rows, kv_heads, tokens, padded, head_dim)
     grouped[:, :, :, :group] = query.unflatten(2, (kv_heads, group)).transpose(1, 2)
-    mask = (positions < lengths[:, :, None])[:, None, :, None]
+    mask = mask[:, None, :, None]
     if tokens > 1:
         mask = mask.expand(-1, -1, -1, padded, -1)
     # A lone row may run outside of a parallel region, with other matrix kernels.
     shape = (max(rows, 2), -1, -1, -1)
-    out: torch.Tensor = scaled_dot_product_attention(
+    out: torch.Tensor = masked_attention(
         grouped.flatten(2, 3).expand(shape),
         keys.transpose(1, 2).expand(shape),
         values.transpose(1, 2).expand(shape),
-        attn_mask=mask.flatten(2, 3).expand(shape),
-        scale=scale,
+        mask.flatten(2, 3).expand(shape),
+        scale,
+        soft_cap,
     )
     out = out[:rows].unflatten(2, (tokens, padded))[:, :, :, :group]
     return out.transpose(1, 2).reshape(rows, tokens, heads, head_dim)
@@ -150,6 +173,9 @@ def paged_decode_attention_by_length(
     lengths: list[int],
     scale: float,
     sequences: list[int] | None = None,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """:func:`paged_decode_attention` for a device whose lengths the caller may read: rows of
     like length are attended together, over no more blocks than they have, a few at a time.
@@ -162,7 +188,9 @@ def paged_decode_attention_by_length(
         min(-(-length // (block_size * unit)) * unit, block_table.shape[1]) for length in lengths
     ]
     groups: dict[tuple[int, int], list[range]] = {}
-    for run in _runs(widths, sequences or range(len(lengths))):
+    if sequences is None or soft_cap is not None:
+        sequences = list(range(len(lengths)))
+    for run in _runs(widths, sequences):
         groups.setdefault((widths[run[0]], len(run)), []).append(run)
     out = torch.empty_like(query)
     for (width, tokens), members in groups.items():
@@ -177,6 +205,8 @@ def paged_decode_attention_by_length(
                 torch.tensor([[lengths[row] for row in run] for run in runs]),
                 min(max(lengths[row] for row in run) for run in runs),
                 scale,
+                window,
+                soft_cap,
             )
             if tokens > 1 and bool(found.isnan().any()):
                 # A row's NaN would be its neighbours', too.
@@ -188,6 +218,8 @@ def paged_decode_attention_by_length(
                     block_table[rows],
                     [lengths[row] for run in runs for row in run],
                     scale,
+                    window=window,
+                    soft_cap=soft_cap,
                 ).view_as(found)
             out[index] = found
     return out
@@ -215,6 +247,9 @@ def paged_mixed_attention(
     chunks: torch.Tensor,
     scale: float,
     out: torch.Tensor,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> None:
     """The prefill chunks of a step: query [T, Hq, D], caches [blocks, bs, Hkv, D].
 
@@ -232,9 +267,15 @@ def paged_mixed_attention(
             paged_mixed_attention_triton,
         )
 
-        paged_mixed_attention_triton(query, key_cache, value_cache, block_table, chunks, scale, out)
+        paged_mixed_attention_triton(
+            query, key_cache, value_cache, block_table, chunks, scale, out,
+            window=window, soft_cap=soft_cap,
+        )  # fmt: skip
         return
-    paged_mixed_attention_reference(query, key_cache, value_cache, block_table, chunks, scale, out)
+    paged_mixed_attention_reference(
+        query, key_cache, value_cache, block_table, chunks, scale, out,
+        window=window, soft_cap=soft_cap,
+    )  # fmt: skip
 
 
 def paged_mixed_attention_reference(
@@ -245,14 +286,18 @@ def paged_mixed_attention_reference(
     chunks: torch.Tensor,
     scale: float,
     out: torch.Tensor,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> None:
     """:func:`paged_mixed_attention` with PyTorch, chunk after chunk."""
     for slot, first, length, start in chunks.tolist():
         if length:
             tokens = slice(first, first + length)
             out[tokens] = paged_prefill_attention(
-                query[tokens], key_cache, value_cache, block_table[slot], start, scale
-            )
+                query[tokens], key_cache, value_cache, block_table[slot], start, scale,
+                window=window, soft_cap=soft_cap,
+            )  # fmt: skip
 
 
 def paged_prefill_attention(
@@ -262,6 +307,9 @@ def paged_prefill_attention(
     block_table: torch.Tensor,
     start: int,
     scale: float,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> torch.Tensor:
     """A chunk of one sequence: query [T, Hq, D] at positions ``start .. start + T``.
 
@@ -276,12 +324,44 @@ def paged_prefill_attention(
     values = value_cache[blocks].flatten(0, 1)[:length]
     positions = torch.arange(length, device=query.device)
     mask = positions[None, :] <= positions[start:, None]
-    out = scaled_dot_product_attention(
+    if window is not None:
+        mask &= positions[None, :] > positions[start:, None] - window
+        # What the first token does not see may be anything, NaN included.
+        unseen = (positions <= start - window)[:, None, None]
+        keys, values = keys.masked_fill(unseen, 0), values.masked_fill(unseen, 0)
+    out = masked_attention(
         query.transpose(0, 1)[None],
         keys.transpose(0, 1)[None],
         values.transpose(0, 1)[None],
-        attn_mask=mask[None, None],
-        scale=scale,
+        mask[None, None],
+        scale,
+        soft_cap,
         enable_gqa=True,
     )
     return out[0].transpose(0, 1)
+
+
+def masked_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    soft_cap: float | None = None,
+    *,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Attention of query ``[..., H, Q, D]`` over key and value ``[..., Hkv, K, D]`` where ``mask``
+    (bool, broadcast to ``[..., H, Q, K]``) is true. Scores s become ``soft_cap * tanh(s /
+    soft_cap)`` before the mask (Gemma 2, arXiv:2408.00118)."""
+    if soft_cap is None:
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
+        )
+    if enable_gqa:
+        group = query.shape[-3] // key.shape[-3]
+        key, value = (x.repeat_interleave(group, dim=-3) for x in (key, value))
+    scores = query.float() @ key.float().transpose(-1, -2) * scale
+    scores = torch.tanh(scores / soft_cap) * soft_cap
+    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    return (weights @ value.float()).to(query.dtype)

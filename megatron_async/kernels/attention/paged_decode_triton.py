@@ -32,10 +32,30 @@ NEG_INF = tl.constexpr(float("-inf"))
 
 
 @triton.jit
-def _row_splits(length_ptr, row, capacity, MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr):
-    """Length of a row, and the tokens of each of its splits."""
+def _row_splits(
+    length_ptr, row, capacity, window,
+    MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Length of a row, where its first split begins, and the tokens of each of its splits.
+
+    With a window the first split begins at most MIN_SPLIT - 1 tokens before it.
+    """
     length = tl.minimum(tl.load(length_ptr + row).to(tl.int32), capacity)
-    return length, tl.cdiv(length, MIN_SPLIT * MAX_SPLITS) * MIN_SPLIT
+    first = 0
+    if WINDOW:
+        first = tl.maximum(length - window, 0) // MIN_SPLIT * MIN_SPLIT
+    return length, first, tl.cdiv(length - first, MIN_SPLIT * MAX_SPLITS) * MIN_SPLIT
+
+
+@triton.jit
+def capped(score, SOFT_CAP: tl.constexpr):
+    """Scores in units of log2, as ``SOFT_CAP`` (the cap in the same units) times the tanh of
+    their share of it; 0 leaves them alone."""
+    if SOFT_CAP > 0:
+        # tanh(x) = 1 - 2 / (exp(2 x) + 1), which no x overflows.
+        doubled = tl.exp2(score * (2.0 * 1.4426950408889634 / SOFT_CAP))
+        score = SOFT_CAP - (2.0 * SOFT_CAP) / (doubled + 1.0)
+    return score
 
 
 @triton.jit
@@ -55,10 +75,11 @@ def accumulate(score, value, highest, mass, total, PRECISION: tl.constexpr):
 def _split_kernel(
     query_ptr, key_ptr, value_ptr, table_ptr, table_rows_ptr, length_ptr, partial_ptr, stats_ptr,
     query_row, query_head, key_block, key_token, key_head, value_block, value_token, value_head,
-    table_row, columns, splits, scale,
+    table_row, columns, splits, scale, window,
     BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, TILE: tl.constexpr, HAS_ROWS: tl.constexpr, PRECISION: tl.constexpr,
-    MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     """One split of one row for the heads of one group: unnormalised sum, maximum and mass.
 
@@ -67,11 +88,17 @@ def _split_kernel(
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
-    length, split_size = _row_splits(length_ptr, row, columns * BLOCK_SIZE, MIN_SPLIT, MAX_SPLITS)
-    begin = split * split_size
+    length, first, split_size = _row_splits(
+        length_ptr, row, columns * BLOCK_SIZE, window, MIN_SPLIT, MAX_SPLITS, WINDOW
+    )
+    begin = first + split * split_size
     if begin >= length:
         return
     end = tl.minimum(begin + split_size, length)
+    if WINDOW:
+        # No tile is without a token that is seen.
+        seen = tl.maximum(begin, length - window)
+        begin = seen // TILE * TILE
 
     member = tl.arange(0, GROUP_PAD)
     head = kv_head * GROUP + member
@@ -94,6 +121,8 @@ def _split_kernel(
     for start in range(begin, end, TILE):
         position = start + tl.arange(0, TILE)
         is_valid = position < end
+        if WINDOW:
+            is_valid = is_valid & (position >= seen)
         if BLOCK_SIZE % TILE == 0:
             block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
             token = start % BLOCK_SIZE + tl.arange(0, TILE)
@@ -101,7 +130,7 @@ def _split_kernel(
             block = tl.load(table_ptr + position // BLOCK_SIZE, mask=is_valid, other=0)
             block = block.to(tl.int64)
             token = position % BLOCK_SIZE
-        # Masked to zero: what lies beyond the length may be NaN, and 0 * NaN would spread.
+        # Masked to zero: what lies outside of the row's may be NaN, and 0 * NaN would spread.
         mask = is_valid[:, None]
         if D != D_PAD:
             mask = mask & in_head[None, :]
@@ -111,6 +140,7 @@ def _split_kernel(
         value = tl.load(value_ptr + value_at[:, None] + d[None, :], mask=mask, other=0.0)
 
         score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+        score = capped(score, SOFT_CAP)
         score = tl.where(is_valid[None, :], score, NEG_INF)
         highest, mass, total = accumulate(score, value, highest, mass, total, PRECISION)
 
@@ -126,15 +156,17 @@ def _split_kernel(
 
 @triton.jit
 def _combine_kernel(
-    partial_ptr, stats_ptr, length_ptr, out_ptr, capacity, splits,
+    partial_ptr, stats_ptr, length_ptr, out_ptr, capacity, splits, window,
     D: tl.constexpr, D_PAD: tl.constexpr, CHUNK: tl.constexpr,
-    MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr,
+    MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one head of one row, CHUNK at a time in their order."""
     row = tl.program_id(0).to(tl.int64)
     at = row * tl.num_programs(1) + tl.program_id(1)
-    length, split_size = _row_splits(length_ptr, row, capacity, MIN_SPLIT, MAX_SPLITS)
-    count = tl.cdiv(length, split_size)
+    length, first, split_size = _row_splits(
+        length_ptr, row, capacity, window, MIN_SPLIT, MAX_SPLITS, WINDOW
+    )
+    count = tl.cdiv(length - first, split_size)
     partial_ptr += at * splits * D
     stats_ptr += at * splits * 2
     every = tl.arange(0, MAX_SPLITS)
@@ -142,8 +174,8 @@ def _combine_kernel(
     d = tl.arange(0, D_PAD)
     mass = 0.0
     total = tl.zeros([D_PAD], tl.float32)
-    for first in range(0, count, CHUNK):
-        split = first + tl.arange(0, CHUNK)
+    for chunk in range(0, count, CHUNK):
+        split = chunk + tl.arange(0, CHUNK)
         exists = split < count
         weight = tl.exp2(tl.load(stats_ptr + split * 2, mask=exists, other=NEG_INF) - highest)
         mass += tl.sum(weight * tl.load(stats_ptr + split * 2 + 1, mask=exists, other=0.0), 0)
@@ -168,6 +200,9 @@ def paged_decode_attention_triton(
     lengths: Tensor,
     scale: float,
     table_rows: Tensor | None = None,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> Tensor:
     """``paged_attention.paged_decode_attention`` for bfloat16, float16 and float32, D <= 256.
 
@@ -204,9 +239,13 @@ def paged_decode_attention_triton(
                 lengths[some],
                 scale,
                 None if table_rows is None else table_rows[some],
+                window=window,
+                soft_cap=soft_cap,
             )
         return out
-    splits = min(MAX_SPLITS, triton.cdiv(capacity, MIN_SPLIT))
+    # A window has tokens of one split more than its size.
+    reach = capacity if window is None else min(capacity, window + MIN_SPLIT - 1)
+    splits = min(MAX_SPLITS, triton.cdiv(reach, MIN_SPLIT))
     partial = torch.empty((rows, heads, splits, head_dim), dtype=torch.float32, device=query.device)
     stats = torch.empty((rows, heads, splits, 2), dtype=torch.float32, device=query.device)
     group = heads // kv_heads
@@ -216,17 +255,18 @@ def paged_decode_attention_triton(
         block_table if table_rows is None else table_rows, lengths, partial, stats,
         query.stride(0), query.stride(1), key_cache.stride(0), key_cache.stride(1),
         key_cache.stride(2), value_cache.stride(0), value_cache.stride(1), value_cache.stride(2),
-        block_table.stride(0), columns, splits, scale * LOG2_E,
+        block_table.stride(0), columns, splits, scale * LOG2_E, window or 0,
         BLOCK_SIZE=block_size, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)),
         D=head_dim, D_PAD=head_pad, TILE=_tile_tokens(head_pad, query.dtype),
         HAS_ROWS=table_rows is not None,
         PRECISION="ieee" if query.dtype is torch.float32 else "tf32",
-        MIN_SPLIT=MIN_SPLIT, MAX_SPLITS=MAX_SPLITS,
+        MIN_SPLIT=MIN_SPLIT, MAX_SPLITS=MAX_SPLITS, WINDOW=window is not None,
+        SOFT_CAP=(soft_cap or 0.0) * LOG2_E,
         num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     _combine_kernel[(rows, heads)](
-        partial, stats, lengths, out, capacity, splits,
+        partial, stats, lengths, out, capacity, splits, window or 0,
         D=head_dim, D_PAD=head_pad, CHUNK=8, MIN_SPLIT=MIN_SPLIT, MAX_SPLITS=MAX_SPLITS,
-        num_warps=2,
+        WINDOW=window is not None, num_warps=2,
     )  # fmt: skip
     return out

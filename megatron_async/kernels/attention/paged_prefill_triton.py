@@ -18,7 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_async.kernels.attention.paged_decode_triton import LOG2_E, NEG_INF, accumulate
+from megatron_async.kernels.attention.paged_decode_triton import (
+    LOG2_E,
+    NEG_INF,
+    accumulate,
+    capped,
+)
 from megatron_async.step import packet
 
 KEY_TILE_BYTES = 16384
@@ -30,16 +35,20 @@ FIRST = tl.constexpr(packet.CHUNK_FIRST)
 LENGTH = tl.constexpr(packet.CHUNK_LENGTH)
 START = tl.constexpr(packet.CHUNK_START)
 NO_CHUNK = tl.constexpr(1 << 30)
+LOWEST = tl.constexpr(-1e30)
 
 
 @triton.jit
 def _attend_tile(
     start, query, position, end, highest, mass, total, key_ptr, value_ptr, table_ptr,
-    key_block, key_token, value_block, value_token, scale,
-    IS_DIAGONAL: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    TILE: tl.constexpr, PRECISION: tl.constexpr,
+    key_block, key_token, value_block, value_token, scale, window,
+    IS_EDGE: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    TILE: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
-    """Keys ``start .. start + TILE`` into the running maximum, mass and unnormalised sum."""
+    """Keys ``start .. start + TILE`` into the running maximum, mass and unnormalised sum.
+
+    IS_EDGE: not all of the tokens see all of the keys.
+    """
     d = tl.arange(0, D_PAD)
     place = start + tl.arange(0, TILE)
     if BLOCK_SIZE % TILE == 0:
@@ -51,9 +60,12 @@ def _attend_tile(
         token = place % BLOCK_SIZE
     key_at = (block * key_block + token * key_token)[:, None] + d[None, :]
     value_at = (block * value_block + token * value_token)[:, None] + d[None, :]
-    if IS_DIAGONAL:
-        # Masked to zero: what lies beyond the end may be NaN, and 0 * NaN would spread.
-        mask = (place < end)[:, None]
+    if IS_EDGE:
+        # Masked to zero: what no token sees may be NaN, and 0 * NaN would spread.
+        seen = place < end
+        if WINDOW:
+            seen = seen & (place > tl.min(position, 0) - window)
+        mask = seen[:, None]
         if D != D_PAD:
             mask = mask & (d < D)[None, :]
         key = tl.load(key_ptr + key_at, mask=mask, other=0.0)
@@ -67,8 +79,12 @@ def _attend_tile(
         value = tl.load(value_ptr + value_at)
 
     score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
-    if IS_DIAGONAL:
-        score = tl.where(place[None, :] <= position[:, None], score, NEG_INF)
+    score = capped(score, SOFT_CAP)
+    if IS_EDGE:
+        sees = place[None, :] <= position[:, None]
+        if WINDOW:
+            sees = sees & (place[None, :] > position[:, None] - window)
+        score = tl.where(sees, score, NEG_INF)
     return accumulate(score, value, highest, mass, total, PRECISION)
 
 
@@ -76,9 +92,10 @@ def _attend_tile(
 def _prefill_kernel(
     query_ptr, key_ptr, value_ptr, table_ptr, chunks_ptr, out_ptr, chunk_count,
     query_row, query_head, out_row, out_head, key_block, key_token, key_head,
-    value_block, value_token, value_head, table_row, scale,
+    value_block, value_token, value_head, table_row, scale, window,
     BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, CHUNKS_PAD: tl.constexpr, PRECISION: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
 ):  # fmt: skip
     """One tile of tokens of one chunk, for the heads of one group."""
     TOKENS: tl.constexpr = ROWS // GROUP
@@ -116,22 +133,36 @@ def _prefill_kernel(
     key_ptr += kv_head * key_head
     value_ptr += kv_head * value_head
 
-    highest = tl.full([ROWS], NEG_INF, tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, D_PAD], tl.float32)
     # Tiles that all of the tokens see, then those that only some do.
     seen = (begin + 1) // TILE * TILE
-    for start in range(0, seen, TILE):
+    highest = tl.full([ROWS], NEG_INF, tl.float32)
+    whole = 0
+    if WINDOW:
+        # Before them, those that the last tokens no longer see. A tile may have nothing for a
+        # token then, so its maximum begins with a number.
+        highest = tl.full([ROWS], LOWEST, tl.float32)
+        left = tl.maximum(begin + 1 - window, 0) // TILE * TILE
+        whole = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), TILE) * TILE, seen)
+        whole = tl.maximum(whole, left)
+        for start in range(left, whole, TILE):
+            highest, mass, total = _attend_tile(
+                start, query, position, end, highest, mass, total, key_ptr, value_ptr, table_ptr,
+                key_block, key_token, value_block, value_token, scale, window,
+                True, BLOCK_SIZE, D, D_PAD, TILE, PRECISION, WINDOW, SOFT_CAP,
+            )  # fmt: skip
+    for start in range(whole, seen, TILE):
         highest, mass, total = _attend_tile(
             start, query, position, end, highest, mass, total, key_ptr, value_ptr, table_ptr,
-            key_block, key_token, value_block, value_token, scale,
-            False, BLOCK_SIZE, D, D_PAD, TILE, PRECISION,
+            key_block, key_token, value_block, value_token, scale, window,
+            False, BLOCK_SIZE, D, D_PAD, TILE, PRECISION, WINDOW, SOFT_CAP,
         )  # fmt: skip
     for start in range(seen, end, TILE):
         highest, mass, total = _attend_tile(
             start, query, position, end, highest, mass, total, key_ptr, value_ptr, table_ptr,
-            key_block, key_token, value_block, value_token, scale,
-            True, BLOCK_SIZE, D, D_PAD, TILE, PRECISION,
+            key_block, key_token, value_block, value_token, scale, window,
+            True, BLOCK_SIZE, D, D_PAD, TILE, PRECISION, WINDOW, SOFT_CAP,
         )  # fmt: skip
     out = (total / mass[:, None]).to(out_ptr.dtype.element_ty)
     out_at = (token * out_row + head * out_head)[:, None] + d[None, :]
@@ -164,6 +195,9 @@ def paged_mixed_attention_triton(
     chunks: Tensor,
     scale: float,
     out: Tensor,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
 ) -> None:
     """``paged_attention.paged_mixed_attention`` for bfloat16, float16 and float32, D <= 256.
 
@@ -194,9 +228,10 @@ def paged_mixed_attention_triton(
         query.stride(0), query.stride(1), out.stride(0), out.stride(1),
         key_cache.stride(0), key_cache.stride(1), key_cache.stride(2),
         value_cache.stride(0), value_cache.stride(1), value_cache.stride(2),
-        block_table.stride(0), scale * LOG2_E,
+        block_table.stride(0), scale * LOG2_E, window or 0,
         BLOCK_SIZE=block_size, GROUP=group, D=head_dim, D_PAD=head_pad, ROWS=rows,
         TILE=config.keys, CHUNKS_PAD=triton.next_power_of_2(count),
         PRECISION="ieee" if query.dtype is torch.float32 else "tf32",
+        WINDOW=window is not None, SOFT_CAP=(soft_cap or 0.0) * LOG2_E,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip

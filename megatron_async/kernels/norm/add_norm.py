@@ -20,7 +20,7 @@ MAX_COLUMNS = 32768
 def _add_norm_kernel(
     x_ptr, x_bias_ptr, residual_ptr, weight_ptr, bias_ptr, hidden_ptr, out_ptr, columns, eps,
     BLOCK: tl.constexpr, HAS_X_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    CENTER: tl.constexpr,
+    CENTER: tl.constexpr, HAS_BIAS: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """One row. The sum is rounded before the statistics, which see what the next layer sees."""
     start = tl.program_id(0).to(tl.int64) * columns
@@ -37,8 +37,8 @@ def _add_norm_kernel(
     if CENTER:
         x = tl.where(mask, x - tl.sum(x, 0) / columns, 0.0)
     out = x * (1.0 / tl.sqrt(tl.sum(x * x, 0) / columns + eps))
-    out *= tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32)
-    if CENTER:
+    out *= tl.load(weight_ptr + column, mask=mask, other=0.0).to(tl.float32) + OFFSET
+    if HAS_BIAS:
         out += tl.load(bias_ptr + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + start + column, out.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -50,6 +50,9 @@ def add_norm(
     bias: Tensor | None,
     eps: float,
     x_bias: Tensor | None = None,
+    *,
+    center: bool | None = None,
+    offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """``hidden = x + x_bias + residual`` and its RMSNorm; with a ``bias``, its LayerNorm.
 
@@ -57,13 +60,18 @@ def add_norm(
         x, residual: ``[..., N]``. Without a residual ``x`` itself is normed, and returned.
         weight, bias: ``[N]``, of the norm.
         x_bias: ``[N]``, added to ``x`` only if there is a residual.
+        center: LayerNorm, not RMSNorm; None means that there is a bias.
+        offset: added to the weight in fp32.
 
     Returns:
         ``hidden`` and the normed ``hidden``, both like ``x``; a row's bits depend on it alone.
     """
     columns = x.shape[-1]
+    center = bias is not None if center is None else center
     if columns > MAX_COLUMNS:
-        return add_norm_reference(x, residual, weight, bias, eps, x_bias)
+        return add_norm_reference(
+            x, residual, weight, bias, eps, x_bias, center=center, offset=offset
+        )
     flat = x.contiguous()
     hidden = flat if residual is None else flat.new_empty(flat.shape)
     out = flat.new_empty(flat.shape)
@@ -74,7 +82,8 @@ def add_norm(
             flat if residual is None else residual.contiguous(), weight,
             weight if bias is None else bias, hidden, out, columns, eps,
             BLOCK=block, HAS_X_BIAS=x_bias is not None and residual is not None,
-            HAS_RESIDUAL=residual is not None, CENTER=bias is not None,
+            HAS_RESIDUAL=residual is not None, CENTER=center, HAS_BIAS=bias is not None,
+            OFFSET=offset,
             num_warps=max(1, min(16, block // 512)),
         )  # fmt: skip
     return hidden, out
@@ -87,11 +96,21 @@ def add_norm_reference(
     bias: Tensor | None,
     eps: float,
     x_bias: Tensor | None = None,
+    *,
+    center: bool | None = None,
+    offset: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """:func:`add_norm` with PyTorch."""
+    center = bias is not None if center is None else center
     hidden = x
     if residual is not None:
         hidden = (x.float() + residual + (0 if x_bias is None else x_bias.float())).to(x.dtype)
-    if bias is None:
-        return hidden, F.rms_norm(hidden, weight.shape, weight, eps)
-    return hidden, F.layer_norm(hidden, weight.shape, weight, bias, eps)
+    wide = hidden
+    if offset:
+        wide, weight = hidden.float(), weight.float() + offset
+        bias = None if bias is None else bias.float()
+    if center:
+        normed = F.layer_norm(wide, weight.shape, weight, bias, eps)
+    else:
+        normed = F.rms_norm(wide, weight.shape, weight, eps)
+    return hidden, normed.to(hidden.dtype)

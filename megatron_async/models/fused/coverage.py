@@ -211,7 +211,13 @@ def attention_why_not(layer: Any, model: Any) -> str | None:
             return "norms of the heads are not RMSNorm"
         if norms[0].eps != norms[1].eps:
             return "norms of queries and keys differ in epsilon"
-    rotary = getattr(model, "rotary", None)
+    if attention.limits:
+        return f"its attention has a {' and a '.join(attention.limits)}".replace("_", " ")
+    if attention.query_scaling is not None:
+        return "its queries are scaled by their position"
+    rotary = attention.rotary
+    if rotary is not None and rotary.long is not None:
+        return "its rotation depends on the request's length"
     group = attention.num_attention_heads_per_partition // attention.num_query_groups_per_partition
     return (
         _linears_why_not(attention.linear_qkv, attention.linear_proj)

@@ -107,8 +107,6 @@ class FusedDecoder:
         self, model: Any, device: torch.device, all_reduce: AllReduce | None
     ) -> list[Place]:
         first, *inner, last = self.coverage.blocks
-        rotary = getattr(model, "rotary", None)
-        cos_sin = None if rotary is None else rotary.cos_sin
         attentions = decode_attention.DecodeAttentions(device)
         places = []
         for layer, attention, mlp in zip(
@@ -119,6 +117,8 @@ class FusedDecoder:
                 continue
             fused_attention, fused_mlp = None, None
             if attention.reason is None:
+                rotary = layer.self_attention.rotary
+                cos_sin = None if rotary is None else rotary.cos_sin
                 fused_attention = AttentionBlock(
                     layer, cos_sin, self._gemms, attentions, all_reduce
                 )

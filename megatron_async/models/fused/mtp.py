@@ -95,7 +95,7 @@ class FusedMtp:
         projection, attention, mlp, head = blocks
         gemms, inner = self._gemms, layer.transformer_layer
         number: int = inner.layer_number
-        rotary = getattr(model, "rotary", None)
+        rotary = getattr(inner.self_attention, "rotary", None)
         cos_sin = None if rotary is None else rotary.cos_sin
 
         def place(block: Block, module: Any, make: Any, *args: Any) -> Place:

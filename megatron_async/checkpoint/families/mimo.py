@@ -1,0 +1,18 @@
+"""MiMo: Qwen2 with dense layers for multi-token prediction, which draft."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_async.checkpoint.families.qwen2 import DEFAULTS
+from megatron_async.checkpoint.families.qwen2 import config as qwen2
+from megatron_async.checkpoint.family import Family
+from megatron_async.checkpoint.fields import Fields
+from megatron_async.checkpoint.mimo import ARCHITECTURE, MODEL_TYPE, MTP_LAYERS
+
+
+def config(fields: Fields) -> dict[str, Any]:
+    return {**qwen2(fields), "mtp_num_layers": fields.read(MTP_LAYERS, int, 0)}
+
+
+FAMILY = Family(model_type=MODEL_TYPE, architecture=ARCHITECTURE, config=config, defaults=DEFAULTS)

@@ -1,0 +1,88 @@
+"""What sets a model apart from Llama, in words."""
+
+from __future__ import annotations
+
+from megatron_async.models.config import ModelConfig, RopeScaling
+
+
+def features(config: ModelConfig) -> list[str]:
+    """One phrase for each feature, in the order of a forward."""
+    found = [*_positions(config), *_attention(config), *_norms(config)]
+    if config.activation != "swiglu":
+        found.append(f"activation {config.activation}")
+    biased = {
+        "queries, keys and values": config.qkv_bias,
+        "the attention's output": config.attention_output_bias,
+        "the MLP": config.mlp_bias,
+    }
+    if any(biased.values()):
+        found.append(f"biases of {' and '.join(name for name, has in biased.items() if has)}")
+    for name in ("embedding", "residual", "logit"):
+        multiplier = getattr(config, f"{name}_multiplier")
+        if multiplier != 1:
+            found.append(f"{name} multiplier {multiplier:g}")
+    if config.logit_soft_cap is not None:
+        found.append(f"logits capped at {config.logit_soft_cap:g}")
+    if config.tie_word_embeddings:
+        found.append("tied embeddings")
+    if config.mtp_num_layers:
+        found.append(f"{config.mtp_num_layers} layers for multi-token prediction")
+    return found
+
+
+def _positions(config: ModelConfig) -> list[str]:
+    if config.position_embedding == "learned_absolute":
+        return ["learned positions"]
+    found = []
+    if config.rotary_fraction != 1:
+        found.append(f"rotation of {config.rotary_dim} of {config.head_dim} elements of a head")
+    if config.rope_scaling is not None:
+        found.append(f"rope scaling {_scaling(config.rope_scaling)}")
+    if config.nope_layers:
+        found.append(f"no rotation in {len(config.nope_layers)} of {config.num_layers} layers")
+    if config.sliding_rope_theta is not None:
+        theta = f"theta {config.sliding_rope_theta:g} in layers with a window"
+        found.append(f"{theta}, {config.rope_theta:g} in the others")
+    if config.query_scaling_beta is not None:
+        found.append("queries scaled by their position")
+    return found
+
+
+def _scaling(scaling: RopeScaling) -> str:
+    return f"{scaling.kind} by {scaling.factor:g}"
+
+
+def _attention(config: ModelConfig) -> list[str]:
+    found = []
+    if config.sliding_window is not None:
+        layers = sum(config.window_of(n) is not None for n in range(config.num_layers))
+        where = f"{layers} of {config.num_layers} layers"
+        found.append(f"a window of {config.sliding_window} tokens in {where}")
+    if config.attention_soft_cap is not None:
+        found.append(f"attention scores capped at {config.attention_soft_cap:g}")
+    if config.attention_scale is not None:
+        found.append(f"attention scale {config.attention_scale:g}")
+    if config.qk_norm:
+        kinds = {
+            "head": "each head's query and key",
+            "each_head": "each head's query and key, with weights of its own",
+            "projection": "all queries and all keys of a token",
+            "l2": "each head's query and key, without weights",
+        }
+        found.append(f"norms of {kinds[config.qk_norm_kind]}")
+    return found
+
+
+def _norms(config: ModelConfig) -> list[str]:
+    found = []
+    if config.normalization != "RMSNorm":
+        found.append(config.normalization + ("" if config.norm_bias else " without bias"))
+    if config.zero_centered_gamma:
+        found.append("norms multiply by 1 + weight")
+    if config.norm_placement != "pre":
+        where = "behind" if config.norm_placement == "post" else "before and behind"
+        found.append(f"norms {where} attention and MLP")
+    if config.parallel_residual is not None:
+        norms = "one norm" if config.parallel_residual == "one_norm" else "two norms"
+        found.append(f"attention and MLP side by side behind {norms}")
+    return found
