@@ -75,9 +75,9 @@ class Preemption:
         first = min(s.priority_key for s in running)
         kept = 0
         for sequence in sorted(table.stalled.values(), key=lambda s: s.priority_key):
-            kept += len(sequence.blocks)
+            kept += len(sequence.held_blocks)
             if kept > budget and sequence.priority_key > first:
-                kept -= len(sequence.blocks)
+                kept -= len(sequence.held_blocks)
                 table.evict(sequence)
 
     def _private_blocks(self, blocks: list[int]) -> int:
