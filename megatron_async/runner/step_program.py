@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from megatron_async.cache.block_allocator import NULL_BLOCK
 from megatron_async.device.cuda import CudaPacketRing, CudaResultRing
 from megatron_async.device.protocol import Device, PacketRing, ResultRing
+from megatron_async.kernels import trial
 from megatron_async.runner.attention_metadata import AttentionMetadata, metadata_of_mixed
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.drafter import Drafter, MixedTokens, SampledRows
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from megatron_async.kernels.sampling.step_kernels import StepKernels
 
 
-WINDOW_KERNELS_ON = True
+WINDOW_KERNELS_ON = trial.DRAFTING
 """Engines made from now on run steps with drafts in kernels on CUDA; False takes the torch code."""
 
 RowProcessor = Callable[[torch.Tensor], torch.Tensor]

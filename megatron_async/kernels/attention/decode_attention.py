@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.kernels import compile as cuda
+from megatron_async.kernels import trial
 from megatron_async.kernels.compile import Bf16, Fp32, Int32, Int64, kernel
 from megatron_async.kernels.gemm.tile_config import MAX_CLUSTER, padded
 
@@ -29,7 +30,7 @@ MAX_SPLITS = 32
 LANES = 32
 MOST_ROWS = LANES * LANES
 """Of a batch: each lane of a warp handles several when it looks for a split."""
-FUSED_WINDOWS = True
+FUSED_WINDOWS = trial.DRAFTING
 """Whether the kernel takes windows of several tokens a row. If not, keys and values of all tokens
 are appended first, and each token attends as a row of its own (``context.attend_packed``)."""
 MAX_WINDOW = 16
