@@ -51,7 +51,7 @@ def check_paused_buffer_size(gib: object) -> None:
         return
     if isinstance(gib, bool) or not isinstance(gib, (int, float)) or not 0 <= gib <= MAX_GIB:
         raise ConfigError(
-            f"paused_buffer_size_gb={gib!r} must be at least 0 and at most {MAX_GIB}, or None"
+            f"paused_buffer_size_gb={shown(gib)} must be at least 0 and at most {MAX_GIB}, or None"
         )
 
 

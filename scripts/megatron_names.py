@@ -117,7 +117,7 @@ def section(title: str, text: str, table: Table) -> str:
         rows[outcome(table[name]), table[name].note].append(f"`{name}`")
     lines = [f"## {title}\n"]
     if text:
-        lines.append(f"{text}\n")
+        lines.append(f"{textwrap.fill(text, 100, break_on_hyphens=False)}\n")
     lines += ["| name | | |", "|---|---|---|"]
     order = sorted(
         rows, key=lambda row: ("works", "accepted", "refused").index(row[0].partition(":")[0])

@@ -95,27 +95,8 @@ def add_command(commands: Any) -> None:
     add("--sampling-rows", type=integer(1), metavar="N", help="of so many rows (default: all)")
     add("--all-buckets", action="store_true", help="capture every row bucket, not just the batch")
 
-    add = parser.add_argument_group("workload ragged").add_argument
-    rates = "requests a second, Poisson; inf is all at once (default: inf)"
-    add("--requests", type=integer(1), metavar="N", help="default: 512")
-    add("--max-requests", type=integer(1, MAX_REQUESTS), metavar="N", help="at once (default: 128)")
-    add("--prompt-range", type=length_range, metavar="LOW,HIGH", help="tokens (default: 32,2048)")
-    add("--output-range", type=length_range, metavar="LOW,HIGH", help="tokens (default: 16,1024)")
-    add("--arrival-rate", type=several(_rate), metavar="R,...", help=rates)
-    add("--block-count", type=integer(1), metavar="N", help="KV blocks (default: room for all)")
-
-    add = parser.add_argument_group("a server's clients").add_argument
-    add("--server", metavar="URL", help="send the ragged load there")
-    add("--api-key", metavar="KEY", help=f"default: the first in {KEY_VARIABLE}")
-    add("--served-model-name", metavar="NAME", help="default: the server's first")
-    said = "prompts have token ids below N (default: the server's vocabulary, or 1000)"
-    add("--vocabulary", type=integer(1), metavar="N", help=said)
-    said = "streams at once (default: --max-requests)"
-    add("--concurrency", type=integer(1), metavar="N", help=said)
-    add("--endpoint", choices=("completions", "chat"), help="default: completions")
-    said = "processes that share the streams (default: 1)"
-    add("--client-processes", type=integer(1), metavar="N", help=said)
-
+    _add_ragged_options(parser)
+    _add_client_options(parser)
     add = parser.add_argument_group("measurement").add_argument
     depths = "steps in flight; 0 is serial (default: 0,1; ragged: 0,1,2)"
     marks = "mark each launch on the device's clock: the share of time inside steps"
@@ -135,6 +116,31 @@ def add_command(commands: Any) -> None:
     add("--startup", action="store_true", help="time the phases of two starts first")
     add("--baseline", type=several(_baseline), metavar="NAME,...", help=others)
     add("--json", metavar="FILE|-", help=report)
+
+
+def _add_ragged_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("workload ragged").add_argument
+    rates = "requests a second, Poisson; inf is all at once (default: inf)"
+    add("--requests", type=integer(1), metavar="N", help="default: 512")
+    add("--max-requests", type=integer(1, MAX_REQUESTS), metavar="N", help="at once (default: 128)")
+    add("--prompt-range", type=length_range, metavar="LOW,HIGH", help="tokens (default: 32,2048)")
+    add("--output-range", type=length_range, metavar="LOW,HIGH", help="tokens (default: 16,1024)")
+    add("--arrival-rate", type=several(_rate), metavar="R,...", help=rates)
+    add("--block-count", type=integer(1), metavar="N", help="KV blocks (default: room for all)")
+
+
+def _add_client_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("a server's clients").add_argument
+    add("--server", metavar="URL", help="send the ragged load there")
+    add("--api-key", metavar="KEY", help=f"default: the first in {KEY_VARIABLE}")
+    add("--served-model-name", metavar="NAME", help="default: the server's first")
+    said = "prompts have token ids below N (default: the server's vocabulary, or 1000)"
+    add("--vocabulary", type=integer(1), metavar="N", help=said)
+    said = "streams at once (default: --max-requests)"
+    add("--concurrency", type=integer(1), metavar="N", help=said)
+    add("--endpoint", choices=("completions", "chat"), help="default: completions")
+    said = "processes that share the streams (default: 1)"
+    add("--client-processes", type=integer(1), metavar="N", help=said)
 
 
 def resolve(args: argparse.Namespace) -> None:

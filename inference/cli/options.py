@@ -140,10 +140,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Which model, and where it runs."""
     add = parser.add_argument_group("model").add_argument
     said = "'tiny' is the embedded model, a byte-level GPT that writes Python-like code; or a "
-    said += (
-        "Hugging Face, native or megatron dist_checkpointing directory; random:SHAPE has random "
-    )
-    said += f"weights in the shape of {', '.join(SHAPES)} (default: tiny)"
+    said += "Hugging Face, native or megatron dist_checkpointing directory; random:SHAPE has "
+    said += f"random weights in the shape of {', '.join(SHAPES)} (default: tiny)"
     add("--model", "--load", default="tiny", metavar="tiny|PATH", help=said)
     said = "a tokenizer.json, or its directory (default: the model's, or the one that a checkpoint "
     said += "of Megatron-LM names)"
@@ -169,22 +167,10 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     said = "most tokens to generate (default: 128, or fewer where the model allows no more)"
     add("--max-new-tokens", "--num-tokens-to-generate", type=integer(1), metavar="N", help=said)
     add("--temperature", type=number(0), metavar="T", help="default: 0, or 1 with --top-k and such")
-    add(
-        "--top-k",
-        "--top_k",
-        type=integer(0),
-        default=0,
-        metavar="K",
-        help="sample from the K most likely",
-    )
-    add(
-        "--top-p",
-        "--top_p",
-        type=number(0, 1),
-        default=0.0,
-        metavar="P",
-        help="from P of the probability",
-    )
+    said = "sample from the K most likely"
+    add("--top-k", "--top_k", type=integer(0), default=0, metavar="K", help=said)
+    said = "from P of the probability"
+    add("--top-p", "--top_p", type=number(0, 1), default=0.0, metavar="P", help=said)
     add("--min-p", **real, help="sample from tokens at least X times as likely as the likeliest")
     said = "of the randomness; each prompt derives its own from it and its place (default: 0)"
     add("--seed", type=SEED, default=0, metavar="S", help=said)
@@ -294,6 +280,15 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: int) -> None
     add("--generation-config", action="store_true", help=said)
     said = "log the counters on stderr every N steps; 0 is never (default: 0)"
     add("--inference-logging-step-interval", type=integer(0), default=0, metavar="N", help=said)
+    _add_drafting_options(add)
+    said = "most batch sizes captured as CUDA graphs; -1 captures all (default)"
+    add(FLAGS["num_cuda_graphs"], dest="num_cuda_graphs", type=graph_count, metavar="N", help=said)
+    said = "capture no steps with prefill chunks: a faster start, slower prompts"
+    add(FLAGS["capture_mixed_steps"], dest="capture_mixed_steps", action="store_false", help=said)
+    add("--debug", action="store_true", help="check every step and spoil freed memory; slow")
+
+
+def _add_drafting_options(add: Callable[..., Any]) -> None:
     said = "tokens that are drafted for each request and step (default: 0)"
     add("--num-speculative-tokens", type=integer(0), default=0, metavar="K", help=said)
     said = "who drafts: the model's layers for multi-token prediction, or what followed when the "
@@ -303,11 +298,6 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: int) -> None
     add("--adaptive-speculation", action="store_true", help=said)
     said = "a model over the same vocabulary that drafts instead"
     add("--draft-model", metavar="tiny|PATH", help=said)
-    said = "most batch sizes captured as CUDA graphs; -1 captures all (default)"
-    add(FLAGS["num_cuda_graphs"], dest="num_cuda_graphs", type=graph_count, metavar="N", help=said)
-    said = "capture no steps with prefill chunks: a faster start, slower prompts"
-    add(FLAGS["capture_mixed_steps"], dest="capture_mixed_steps", action="store_false", help=said)
-    add("--debug", action="store_true", help="check every step and spoil freed memory; slow")
 
 
 def resolve_scheduling(asynchronous: bool | None, depth: int | None, *, default: bool) -> int:

@@ -7,10 +7,11 @@ from typing import Any
 
 from megatron_async.checkpoint.fields import Fields
 from megatron_async.checkpoint.json_file import read_json
+from megatron_async.checkpoint.regular_files import is_regular_file
 from megatron_async.errors import CheckpointError, RequestError
 from megatron_async.sampling_params import SamplingParams
 
-FILE = "generation_config.json"
+GENERATION_FILE = "generation_config.json"
 
 
 def sampling_defaults(directory: Path) -> dict[str, Any]:
@@ -22,9 +23,11 @@ def sampling_defaults(directory: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: there is no such file, or a value is of a wrong type or out of range.
     """
-    path = directory / FILE
-    if not path.is_file():
-        raise CheckpointError(f"{directory}: has no {FILE}; leave --generation-config out")
+    path = directory / GENERATION_FILE
+    if not is_regular_file(path):
+        raise CheckpointError(
+            f"{directory}: has no {GENERATION_FILE}; leave --generation-config out"
+        )
     fields = Fields(read_json(path))
     found: dict[str, Any] = {}
     try:

@@ -9,6 +9,7 @@ from megatron_async.checkpoint.families import families
 from megatron_async.checkpoint.family import Family
 from megatron_async.checkpoint.fields import Fields
 from megatron_async.checkpoint.files import Description, parse_dtype, parse_token_ids
+from megatron_async.checkpoint.generation_config import GENERATION_FILE
 from megatron_async.checkpoint.json_file import read_json
 from megatron_async.checkpoint.regular_files import is_regular_file
 from megatron_async.errors import CheckpointError
@@ -55,7 +56,7 @@ def describe(directory: Path, values: dict[str, Any]) -> Description:
     config = convert_config(path, values)
     dtype = values["dtype"] if values.get("dtype") is not None else values.get("torch_dtype")
     eos_path, eos = path, values.get("eos_token_id")
-    generation_path = directory / "generation_config.json"
+    generation_path = directory / GENERATION_FILE
     if is_regular_file(generation_path):
         generation_eos = read_json(generation_path).get("eos_token_id")
         if generation_eos is not None:

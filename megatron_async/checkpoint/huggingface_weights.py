@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_async.checkpoint import mimo
 from megatron_async.checkpoint.family import Names
 from megatron_async.checkpoint.files import load_safetensors, stored_shapes
 from megatron_async.checkpoint.huggingface import family_of
 from megatron_async.checkpoint.json_file import read_json
-from megatron_async.checkpoint.targets import Target, TensorParallel
+from megatron_async.checkpoint.mtp_weights import mtp_layers, mtp_targets
+from megatron_async.checkpoint.targets import EMBEDDING, OUTPUT, Target, TensorParallel
 from megatron_async.errors import IntegrityError
 from megatron_async.models.config import ModelConfig
 
@@ -122,18 +122,18 @@ def weight_targets(
         IntegrityError: ``parameters`` are not those of a model built from ``config``.
     """
     targets = Targets(parameters, parallel, transposed=names.transposed)
-    targets.whole(f"{names.embedding}.weight", "embedding.word_embeddings.weight")
+    targets.whole(f"{names.embedding}.weight", EMBEDDING)
     if names.positions is not None:
         targets.whole(f"{names.positions}.weight", "embedding.position_embeddings.weight")
     if not config.tie_word_embeddings:
-        targets.whole(f"{names.head}.weight", "output_layer.weight")
+        targets.whole(f"{names.head}.weight", OUTPUT)
     for kind in _norm_parts(config):
         targets.whole(f"{names.final_norm}.{kind}", f"decoder.final_layernorm.{kind}")
     for n in range(config.num_layers):
         theirs, ours = names.layer.format(n), f"decoder.layers.{n}"
         _layer(targets, config, names, theirs, ours, parallel.size)
-    for mtp in mimo.mtp_layers(config.mtp_num_layers):
-        mimo.mtp_targets(targets, mtp)
+    for mtp in mtp_layers(config.mtp_num_layers):
+        mtp_targets(targets, mtp)
         _layer(targets, config, names, f"{mtp.theirs}.", mtp.inner, parallel.size)
     if targets.unused:
         raise IntegrityError(f"no stored tensor fills parameter {min(targets.unused)}")

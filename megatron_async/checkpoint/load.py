@@ -64,6 +64,12 @@ class _Described(NamedTuple):
     own: bool
     distributed: Mapping[str, StoredTensor] | None
 
+    def shapes(self, directory: Path) -> Mapping[str, tuple[int, ...]]:
+        """Of the stored tensors of ``directory``, by name."""
+        if self.distributed is None:
+            return stored_shapes(directory)
+        return {name: tensor.shape for name, tensor in self.distributed.items()}
+
 
 def _describe(directory: Path) -> _Described:
     config_file = directory / CONFIG_FILE
@@ -137,12 +143,9 @@ def load_pretrained(
         made_up = load_tokenizer(path, tokenizer_model)
         return _random(str(path), shape, torch.device(device), dtype, made_up)
     directory = model_directory(path)
-    description, own, distributed = _describe(directory)
-    if distributed is None:
-        shapes = stored_shapes(directory)
-    else:
-        shapes = {name: tensor.shape for name, tensor in distributed.items()}
-    check_stored_size(directory, description.config, shapes)
+    described = _describe(directory)
+    description = described.model
+    check_stored_size(directory, description.config, described.shapes(directory))
     tokenizer = None
     place = tokenizer_directory(directory, tokenizer_model)
     if place is not None:
@@ -158,16 +161,7 @@ def load_pretrained(
     from megatron_async.models.build import build_model
 
     model = build_model(description.config, device=device, dtype=dtype, initialize=False)
-    if distributed is not None:
-        from megatron_async.checkpoint.distributed import load_weights as load_distributed
-
-        load_distributed(directory, model, distributed)
-    elif own:
-        native.load_weights(directory, description.config, model)
-    else:
-        from megatron_async.checkpoint.huggingface_weights import load_weights
-
-        load_weights(directory, description.config, model)
+    _load_weights(directory, described, model)
     if not allow_non_finite_weights:
         check_finite(str(path), ((n, p, p.dtype) for n, p in model.named_parameters()))
     return Pretrained(
@@ -177,6 +171,20 @@ def load_pretrained(
         eos_token_ids=eos_token_ids,
         name=(directory if path == EMBEDDED else Path(path)).resolve().name,
     )
+
+
+def _load_weights(directory: Path, described: _Described, model: Any) -> None:
+    config = described.model.config
+    if described.distributed is not None:
+        from megatron_async.checkpoint.distributed import load_weights as load_distributed
+
+        load_distributed(directory, model, described.distributed)
+    elif described.own:
+        native.load_weights(directory, config, model)
+    else:
+        from megatron_async.checkpoint.huggingface_weights import load_weights
+
+        load_weights(directory, config, model)
 
 
 def _random(

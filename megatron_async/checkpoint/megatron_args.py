@@ -16,10 +16,9 @@ import torch
 from megatron_async.checkpoint.common_file import COMMON_FILE, training_arguments
 from megatron_async.checkpoint.files import Description
 from megatron_async.checkpoint.pickle_reader import Global, Record
+from megatron_async.checkpoint.targets import EMBEDDING
 from megatron_async.errors import CheckpointError, shown
 from megatron_async.models.config import ModelConfig, RopeScaling
-
-EMBEDDING = "embedding.word_embeddings.weight"
 
 # What a model must not have, by the values that say that it has it not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {

@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+EMBEDDING = "embedding.word_embeddings.weight"
+OUTPUT = "output_layer.weight"
+"""Megatron's names of the two parameters that may be tied."""
+
 # The dimension that megatron's linears and embeddings split; other parameters are replicated.
 _SPLIT_DIMENSION = {
     "word_embeddings.weight": 0,

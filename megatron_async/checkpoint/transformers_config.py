@@ -58,7 +58,7 @@ def transformers_config(config: ModelConfig) -> Any:
             attn_logit_softcapping=config.attention_soft_cap,
             final_logit_softcapping=config.logit_soft_cap,
             sliding_window=config.sliding_window,
-            layer_types=[kinds[config.window_of(n) is None] for n in layers],
+            layer_types=[kinds[config.attention_window(n) is None] for n in layers],
         )
     raise ConfigError("transformers has no counterpart of this architecture that we know of")
 

@@ -14,15 +14,13 @@ import torch
 from megatron_async.checkpoint.finite import check_finite
 from megatron_async.checkpoint.json_file import one_line
 from megatron_async.checkpoint.regular_files import is_directory, is_regular_file
-from megatron_async.checkpoint.targets import same_values
+from megatron_async.checkpoint.targets import EMBEDDING, OUTPUT, same_values
 from megatron_async.errors import CheckpointError
 from megatron_async.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from megatron_async.models.gpt import GPTModel
 
-_EMBEDDING = "embedding.word_embeddings.weight"
-_OUTPUT = "output_layer.weight"
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Learned positions are compared by their shape; a table of rotations is the served model's own.
 _MAY_DIFFER = {"max_sequence_length"}
@@ -57,7 +55,7 @@ def read_weights(
     targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     tied = model.share_embeddings_and_output_weights
     if tied:
-        targets[_OUTPUT] = targets[_EMBEDDING]
+        targets[OUTPUT] = targets[EMBEDDING]
     # megatron-core's layers have an extra state each, which holds no weights.
     tensors = {k: v for k, v in loaded.items() if not str(k).endswith("_extra_state")}
     if not tensors:
@@ -68,11 +66,11 @@ def read_weights(
         _check_tensor(name, tensor, targets[name])
     if not allow_non_finite_weights:
         check_finite("the new weights", ((k, v, targets[k].dtype) for k, v in tensors.items()))
-    if tied and {_OUTPUT, _EMBEDDING} <= tensors.keys():
-        shared = targets[_EMBEDDING]
-        if not same_values(tensors[_OUTPUT].to(shared), tensors[_EMBEDDING].to(shared)):
+    if tied and {OUTPUT, EMBEDDING} <= tensors.keys():
+        shared = targets[EMBEDDING]
+        if not same_values(tensors[OUTPUT].to(shared), tensors[EMBEDDING].to(shared)):
             raise CheckpointError(
-                f"the new {_OUTPUT} differs from the new {_EMBEDDING}, to which the model ties it"
+                f"the new {OUTPUT} differs from the new {EMBEDDING}, to which the model ties it"
             )
     # A parameter given for another one would be overwritten before it is read.
     served = {target.untyped_storage().data_ptr() for target in targets.values()}

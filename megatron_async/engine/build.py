@@ -112,6 +112,12 @@ def build_context(
         further_token_bytes=further,
         device=device,
     )
+    _log_cache(context, spec, further)
+    return context
+
+
+def _log_cache(context: DynamicInferenceContext, spec: KVCacheSpec, further: int) -> None:
+    """``further``: bytes that a token takes in the cache of a model that drafts."""
     slots = (context.block_count + 1) * context.block_size_tokens
     logger.info(
         "the KV cache takes %.3f GiB: %d blocks of %d tokens in %d layers, %d of them of "
@@ -123,7 +129,6 @@ def build_context(
         spec.num_mtp_layers,
         f"; {further * slots / GIB:.3f} GiB are the draft model's" if further else "",
     )
-    return context
 
 
 def kv_cache_specs(wrapper: Any, config: EngineConfig) -> tuple[KVCacheSpec, KVCacheSpec | None]:

@@ -10,8 +10,8 @@ import torch
 from megatron_async.config import as_integer
 from megatron_async.engine.commands import AddRequest, UpdateSamplingParams
 from megatron_async.engine.guidance import Grammars
-from megatron_async.errors import RequestError, RequestTooLongError
-from megatron_async.parameter_checks import check_vocabulary, shown
+from megatron_async.errors import RequestError, RequestTooLongError, shown
+from megatron_async.parameter_checks import check_vocabulary
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.scheduler.limits import Limits
 from megatron_async.step.extras import (

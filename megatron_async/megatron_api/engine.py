@@ -99,13 +99,7 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
         if config is None:
             config = _config_of(settings, context, controller)
         check_config(config)
-        changes: dict[str, Any] = {}
-        if track_paused_request_events:
-            changes["track_paused_request_events"] = True
-        if inference_logging_step_interval:
-            changes["inference_logging_step_interval"] = inference_logging_step_interval
-        if not getattr(context, "use_cuda_graphs_for_non_decode_steps", True):
-            changes["capture_mixed_steps"] = False
+        changes = _changes(context, track_paused_request_events, inference_logging_step_interval)
         _fit_length(controller, context)
         chunk = _chunk(context, config, enable_chunked_prefill)
         if chunk is not None:
@@ -334,6 +328,18 @@ def _config_of(settings: EngineSettings, context: Any, controller: Any) -> Engin
         num_speculative_tokens=settings.num_speculative_tokens,
         random_seed=0 if seed is None else seed,
     )
+
+
+def _changes(context: Any, track_paused: bool, logging_interval: int) -> dict[str, Any]:
+    """Fields of :class:`EngineConfig` that arguments by name, and the context, say otherwise."""
+    changes: dict[str, Any] = {}
+    if track_paused:
+        changes["track_paused_request_events"] = True
+    if logging_interval:
+        changes["inference_logging_step_interval"] = logging_interval
+    if not getattr(context, "use_cuda_graphs_for_non_decode_steps", True):
+        changes["capture_mixed_steps"] = False
+    return changes
 
 
 def _fit_length(controller: Any, context: Any) -> None:

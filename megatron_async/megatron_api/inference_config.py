@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from megatron_async.errors import ConfigError
+from megatron_async.errors import ConfigError, shown
 from megatron_async.megatron_api.main_tables import INFERENCE_CONFIG
 from megatron_async.megatron_api.names import check_keywords
-from megatron_async.parameter_checks import shown
 
 
 class AsyncScheduleMode(str, Enum):

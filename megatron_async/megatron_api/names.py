@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_async.errors import ConfigError
-from megatron_async.parameter_checks import shown
+from megatron_async.errors import ConfigError, shown
 
 ANY = "any value"
 """Of a keyword whose every value is accepted."""

@@ -54,26 +54,27 @@ def adapt_model(model: Any) -> GPTModel:
     model = unwrapped(model)
     if isinstance(model, GPTModel):
         return model
+    layers = _attention_layers(model)
+    _turn_off_own_graphs(model)
+    for layer in layers:
+        layer.self_attention.__class__ = PagedSelfAttention
+    model.__class__ = GPTModel
+    _attach_own_rotary(model)
+    for layer in layers:
+        _limit(layer.self_attention, model.config)
+    adapted: GPTModel = model
+    return adapted
+
+
+def _attention_layers(model: Any) -> list[Any]:
+    """The layers of the decoder and of multi-token prediction; :class:`ConfigError` for a model
+    that cannot be served."""
     if type(model) is not MegatronGPTModel:
         raise ConfigError(
             f"model is a {type(model).__name__}, not megatron.core's GPTModel: pass the GPTModel "
             "itself"
         )
-    config = model.config
-    for name, supported, advice in _REQUIRED:
-        value = getattr(config, name, supported)
-        if value != supported:
-            raise ConfigError(f"model config {name}={value!r} is not supported: {advice}")
-    window = getattr(config, "window_size", None)
-    if window is not None and tuple(window)[1:] not in ((0,), (-1,)):
-        raise ConfigError(
-            f"model config window_size={window!r} is not supported: use (tokens behind, 0)"
-        )
-    softmax = getattr(getattr(config, "softmax_type", "vanilla"), "name", None)
-    if (softmax or getattr(config, "softmax_type", "vanilla")) != "vanilla":
-        raise ConfigError(
-            f"model config softmax_type={config.softmax_type!r} is not supported: use 'vanilla'"
-        )
+    _check_config(model.config)
     if model.position_embedding_type not in ("rope", "learned_absolute", "none"):
         raise ConfigError(
             f"position_embedding_type={model.position_embedding_type!r} is not supported: "
@@ -88,11 +89,28 @@ def adapt_model(model: Any) -> GPTModel:
                 f"layer {layer.layer_number} has {type(layer.self_attention).__name__}: build the "
                 "layers with megatron.core's SelfAttention, as get_gpt_layer_local_spec() does"
             )
+    return layers
 
-    _turn_off_own_graphs(model)
-    for layer in layers:
-        layer.self_attention.__class__ = PagedSelfAttention
-    model.__class__ = GPTModel
+
+def _check_config(config: Any) -> None:
+    for name, supported, advice in _REQUIRED:
+        value = getattr(config, name, supported)
+        if value != supported:
+            raise ConfigError(f"model config {name}={value!r} is not supported: {advice}")
+    window = getattr(config, "window_size", None)
+    if window is not None and tuple(window)[1:] not in ((0,), (-1,)):
+        raise ConfigError(
+            f"model config window_size={window!r} is not supported: use (tokens behind, 0)"
+        )
+    softmax = getattr(config, "softmax_type", "vanilla")
+    if getattr(softmax, "name", softmax) != "vanilla":
+        raise ConfigError(
+            f"model config softmax_type={config.softmax_type!r} is not supported: use 'vanilla'"
+        )
+
+
+def _attach_own_rotary(model: Any) -> None:
+    """Rotations by our table, in the place of megatron-core's."""
     attach_rotary(model, None)
     if model.position_embedding_type == "rope":
         rotary = model.rotary_pos_emb
@@ -104,10 +122,6 @@ def adapt_model(model: Any) -> GPTModel:
         attach_rotary(model, table.to(next(model.parameters()).device))
         # GPTModel computes no rotary embeddings of its own from here on.
         model.position_embedding_type = "none"
-    for layer in layers:
-        _limit(layer.self_attention, config)
-    adapted: GPTModel = model
-    return adapted
 
 
 def _turn_off_own_graphs(model: Any) -> None:

@@ -162,7 +162,7 @@ def attach_features(model: GPTModel, config: ModelConfig) -> None:
     for module in model.modules():
         if isinstance(module, PagedSelfAttention):
             layer = module.layer_number - 1
-            window = config.window_of(layer)
+            window = config.attention_window(layer)
             rotary = model.rotary if window is None else model.sliding_rotary or model.rotary
             module.attach(None if layer in config.nope_layers else rotary)
             module.limit(window, config.attention_soft_cap, query_scaling)

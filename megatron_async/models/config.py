@@ -241,7 +241,7 @@ class ModelConfig:
         """Elements of each head that are rotated, from the first on."""
         return int(self.head_dim * self.rotary_fraction)
 
-    def window_of(self, layer: int) -> int | None:
+    def attention_window(self, layer: int) -> int | None:
         """Tokens that ``layer`` attends to; None for all."""
         slides = self.sliding_layers is None or layer in self.sliding_layers
         return self.sliding_window if slides else None

@@ -55,7 +55,7 @@ def _scaling(scaling: RopeScaling) -> str:
 def _attention(config: ModelConfig) -> list[str]:
     found = []
     if config.sliding_window is not None:
-        layers = sum(config.window_of(n) is not None for n in range(config.num_layers))
+        layers = sum(config.attention_window(n) is not None for n in range(config.num_layers))
         where = f"{layers} of {config.num_layers} layers"
         found.append(f"a window of {config.sliding_window} tokens in {where}")
     if config.attention_soft_cap is not None:

@@ -53,7 +53,7 @@ def kv_bytes(
     """Bytes of keys and values that attention of ``batch_size`` rows reads, each over ``tokens``
     tokens or a layer's window, in so many layers; None is all of the decoder."""
     row = 2 * config.num_kv_heads * config.head_dim * itemsize
-    windows = [config.window_of(n) for n in range(config.num_layers)]
+    windows = [config.attention_window(n) for n in range(config.num_layers)]
     if layers is not None:
         windows = [None] * layers
     return batch_size * row * sum(min(tokens, window or tokens) for window in windows)

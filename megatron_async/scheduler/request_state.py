@@ -152,10 +152,6 @@ class Sequence:
         """The blocks that it holds a reference of."""
         return self.blocks[self.freed :] if self.freed else self.blocks
 
-    def worst_case_blocks(self, block_size: int) -> int:
-        """Blocks of the longest this request can get; its last token is never written."""
-        return -(-(self.max_total - 1) // block_size)
-
     def blocks_short(self, reach: int, block_size: int) -> int:
         """Blocks that ``reach`` further positions need besides those held. Behind
         the last token but one nothing is written."""

@@ -7,8 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_async.errors import RequestError
-from megatron_async.parameter_checks import shown
+from megatron_async.errors import RequestError, shown
 
 MAX_DEPTH = 64
 """Of lists and objects in each other, in messages and all else that a template gets."""

@@ -9,8 +9,7 @@ from typing import Any
 from megatron_async.checkpoint.json_file import one_line, read_json
 from megatron_async.checkpoint.path import model_directory, random_shape, tokenizer_directory
 from megatron_async.checkpoint.regular_files import is_regular_file, read_file
-from megatron_async.errors import CheckpointError, RequestError
-from megatron_async.parameter_checks import shown
+from megatron_async.errors import CheckpointError, RequestError, shown
 from megatron_async.serving.chat_messages import checked_messages, fitted_messages, plain
 from megatron_async.serving.template_sandbox import SandboxedTemplate
 from megatron_async.tokenizer import TOKENIZER_CONFIG_FILE, Tokenizer

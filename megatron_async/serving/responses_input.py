@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_async.parameter_checks import shown
+from megatron_async.errors import shown
 from megatron_async.serving.errors import ApiError
 
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
-from megatron_async.errors import RequestError
+from megatron_async.errors import RequestError, shown
 from megatron_async.grammar.spec import StructuredOutputs
-from megatron_async.parameter_checks import shown
 from megatron_async.serving.call_object import CallObject
 from megatron_async.serving.chat_messages import plain
 

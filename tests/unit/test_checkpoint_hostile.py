@@ -33,18 +33,9 @@ from megatron_async.models.config import ModelConfig
 from megatron_async.models.rope import FIRST_ROWS, RotaryTable
 from megatron_async.tokenizer import Tokenizer
 from tests.support.patience import PATIENCE_SECONDS
+from tests.unit.test_checkpoint_security import CONFIG
 
 TINY = Path(__file__).parents[2] / "megatron_async/assets/tiny"
-CONFIG = ModelConfig(
-    num_layers=1,
-    hidden_size=16,
-    num_attention_heads=2,
-    num_kv_heads=1,
-    head_dim=8,
-    ffn_hidden_size=24,
-    vocab_size=32,
-    max_sequence_length=64,
-)
 HUGGING_FACE = {
     "model_type": "llama",
     "architectures": ["LlamaForCausalLM"],

@@ -16,7 +16,7 @@ from torch.nn.functional import linear, silu
 
 from megatron_async.checkpoint import load_pretrained
 from megatron_async.checkpoint.huggingface_weights import Targets
-from megatron_async.checkpoint.mimo import mtp_layers, mtp_targets
+from megatron_async.checkpoint.mtp_weights import mtp_layers, mtp_targets
 from megatron_async.checkpoint.targets import TensorParallel
 from megatron_async.checkpoint.update import read_weights
 from megatron_async.engine.engine import DynamicInferenceEngine

@@ -37,6 +37,14 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), link
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_lines_are_wrapped(page: Path) -> None:
+    if page.name.startswith("performance"):
+        pytest.skip("it is a record of measurements, which is left as it was written")
+    lines = [line for line in page.read_text().splitlines() if not line.startswith("|")]
+    assert [line for line in lines if len(line) > 100] == []
+
+
 def test_the_three_pages_of_performance_link_to_each_other() -> None:
     names = {"benchmarking.md", "performance.md", "performance-log.md"}
     for name in names:

@@ -36,7 +36,6 @@ CONFIG = ModelConfig(
     vocab_size=384,
     max_sequence_length=64,
 )
-LEARNED = "learned_absolute"
 ARGUMENTS: dict[str, Any] = {
     "num_layers": 1,
     "hidden_size": 16,

@@ -24,7 +24,6 @@ from megatron_async.kernels.sampling import sample_triton as sample_kernel
 from megatron_async.kernels.sampling import step_state
 from megatron_async.kernels.sampling.step_kernels import StepKernels
 from megatron_async.runner.context import DynamicInferenceContext
-from megatron_async.runner.step_program import StepProgram
 from megatron_async.step import packet
 from megatron_async.step.packet import PacketLayout
 from megatron_async.step.plan import SampleShape
@@ -33,6 +32,7 @@ from megatron_async.step.slot_fields import SLOT_FIELDS
 from tests.support.engines import hash_engine, random_ask, sampling_params
 from tests.support.interpreter import compiled, interpreted, on_devices
 from tests.support.oracle import decode_alone
+from tests.support.step_programs import ReferenceProgram, kernel_ring
 from tests.unit.test_nan_logits import FailsAt, check_failed, failing, others
 
 ENTRIES = 3
@@ -131,45 +131,17 @@ def state_of(context: DynamicInferenceContext) -> dict[str, torch.Tensor]:
 
 def reference_steps(case: Case) -> list[dict[str, torch.Tensor]]:
     """S, H2D and the head of F, several times, by the step program's torch code."""
-    context = case.copied_context("cpu")
-    incoming = [torch.from_numpy(p) for p in case.packets]
-    published: list[torch.Tensor] = []
-    logits = [*case.logits[1:], case.logits[0]]
-    snapshots: list[dict[str, torch.Tensor]] = []
-
-    def forward(token_ids: torch.Tensor, position_ids: torch.Tensor, context: Any) -> torch.Tensor:
-        snapshots[-1].update(
-            token_ids=token_ids,
-            position_ids=position_ids,
-            slots=context.token_slots,
-            slot_mapping=context.slot_mapping,
-            lengths=context._metadata.decode_lengths,
-        )
-        return logits.pop(0)
-
-    program = StepProgram(
-        SimpleNamespace(torch_device=torch.device("cpu"), captures=True),  # type: ignore[arg-type]
-        context,
-        SimpleNamespace(vocab_size=case.vocab_size, forward=forward),
-        case.layout,
-        SimpleNamespace(read=lambda into, width: into[:width].copy_(incoming.pop(0)[:width])),  # type: ignore[arg-type]
-        SimpleNamespace(),  # type: ignore[arg-type]
-        SimpleNamespace(publish=published.append),  # type: ignore[arg-type]
-        SimpleNamespace(),  # type: ignore[arg-type]
-        None,
-        logits_dtype=torch.float32,
-        poison=False,
-    )
-    program._row_records[: case.rows] = case.records
-    program._pending_logits[: case.rows] = case.logits[0]
+    context, snapshots = case.copied_context("cpu"), []
+    reference = ReferenceProgram(context, case.layout, case.records, case.packets, case.logits)
+    program = reference.program
     for _ in range(STEPS):
-        snapshots.append({})
         program.sample(SampleShape(case.rows))
         program.load_decode(case.rows)
         program.forward_decode(case.rows)
-        snapshots[-1].update(state_of(context))
-        snapshots[-1]["records"] = program._row_records[: case.rows].clone()
-        snapshots[-1]["result"] = published[-1]
+        found = {**reference.batches[-1], **state_of(context)}
+        found["records"] = reference.records.clone()
+        found["result"] = reference.published[-1]
+        snapshots.append(found)
     return snapshots
 
 
@@ -178,15 +150,8 @@ def kernel_steps(case: Case, device: str, pdl: bool) -> list[dict[str, torch.Ten
     context = case.copied_context(device)
     on_gpu = device == "cuda"
 
-    def ring(width: int) -> SimpleNamespace:
-        return SimpleNamespace(
-            ring=torch.full((ENTRIES, width), -7, dtype=torch.int32, pin_memory=on_gpu),
-            counter=torch.full((1,), 4, dtype=torch.int64, device=device),
-            sequence=torch.full((1,), 4, dtype=torch.int32, pin_memory=on_gpu),
-        )
-
-    packets = ring(case.layout.width)
-    results = ring(RECORD_FIELDS * case.layout.max_rows)
+    packets = kernel_ring(ENTRIES, case.layout.width, 4, device)
+    results = kernel_ring(ENTRIES, RECORD_FIELDS * case.layout.max_rows, 4, device)
     records = torch.zeros(case.layout.max_rows, packet.ROW_WIDTH, dtype=torch.int32, device=device)
     records[: case.rows] = case.records.to(device)
     kernels = StepKernels(records, context.slots, BLOCK_SIZE, packets, results)

@@ -266,7 +266,7 @@ def test_windows_that_are_not_taken_are_named(monkeypatch: pytest.MonkeyPatch) -
     assert "does not fit" in str(unsupported(256, 4, 64, 256, window=16))
     assert "block size 8" in str(unsupported(128, 4, 8, 128, window=2))
     monkeypatch.setattr(decode_attention, "FUSED_WINDOWS", False)
-    assert "switched off" in str(unsupported(128, 4, 64, 128, window=2))
+    assert "on trial" in str(unsupported(128, 4, 64, 128, window=2))
     assert unsupported(128, 4, 64, 128) is None
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,6 @@ from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.drafter import SampledRows
 from megatron_async.runner.masks import MaskRing
 from megatron_async.runner.sampling_stage import SamplingExtras
-from megatron_async.runner.step_program import StepProgram
 from megatron_async.sampling.process_logits import RECENT
 from megatron_async.step import packet
 from megatron_async.step.extras import (
@@ -47,6 +45,7 @@ from tests.support.engines import hash_engine, random_ask, sampling_params
 from tests.support.hash_tokenizer import hash_tokenizer
 from tests.support.interpreter import compiled, interpreted, on_devices
 from tests.support.oracle import decode_alone
+from tests.support.step_programs import ReferenceProgram, kernel_ring
 from tests.unit.test_process_logits import Asking, random_masks, snapshot
 from tests.unit.test_step_state import InterpretedDevice
 
@@ -218,53 +217,27 @@ def state_of(context: DynamicInferenceContext) -> dict[str, Tensor]:
 def reference_steps(case: Case) -> list[dict[str, Tensor]]:
     """S, H2D and the head of F, several times, by the step program's torch code."""
     context, guesses = case.context_on("cpu"), Guesses(case)
-    incoming = [torch.from_numpy(p) for p in case.packets]
-    published: list[Tensor] = []
-    logits = [*case.logits[1:], case.logits[0]]
     snapshots: list[dict[str, Tensor]] = []
-
-    def forward(token_ids: Tensor, position_ids: Tensor, context: Any) -> Tensor:
-        snapshots[-1].update(
-            token_ids=token_ids,
-            position_ids=position_ids,
-            slots=context.token_slots,
-            slot_mapping=context.slot_mapping,
-            lengths=context._metadata.decode_lengths,
-        )
-        return logits.pop(0)
-
     extras = None
     if case.extended:
         masks = MaskRing(ENTRIES, case.rows + 1, case.vocab_size, torch.device("cpu"))
         extras = SamplingExtras(case.asking.tables(), masks)
-    program = StepProgram(
-        SimpleNamespace(torch_device=torch.device("cpu"), captures=True),  # type: ignore[arg-type]
-        context,
-        SimpleNamespace(vocab_size=case.vocab_size, forward=forward),
-        case.layout,
-        SimpleNamespace(read=lambda into, width: into[:width].copy_(incoming.pop(0)[:width])),  # type: ignore[arg-type]
-        SimpleNamespace(),  # type: ignore[arg-type]
-        SimpleNamespace(publish=published.append),  # type: ignore[arg-type]
-        SimpleNamespace(),  # type: ignore[arg-type]
-        extras,
-        logits_dtype=torch.float32,
-        poison=False,
-        drafter=guesses,  # type: ignore[arg-type]
+    reference = ReferenceProgram(
+        context, case.layout, case.records, case.packets, case.logits, extras, guesses
     )
-    program._row_records[: case.rows] = case.records
-    program._pending_logits[: case.rows * case.window] = case.logits[0]
+    program = reference.program
     for step in range(case.steps):
-        snapshots.append({})
         if extras is not None:
             case.fill_masks(extras.masks, step, step)
         program.sample(SampleShape(case.rows, case.window, case.most - 1, case.extended))
         program.load_decode(case.rows, case.window)
         program.forward_decode(case.rows, case.window)
-        snapshots[-1].update(state_of(context), **guesses.told)
-        snapshots[-1]["records"] = program._row_records[: case.rows].clone()
-        snapshots[-1]["result"] = published[-1]
+        found = {**reference.batches[-1], **state_of(context), **guesses.told}
+        found["records"] = reference.records.clone()
+        found["result"] = reference.published[-1]
         if extras is not None:
-            snapshots[-1].update(snapshot(extras.tables))
+            found.update(snapshot(extras.tables))
+        snapshots.append(found)
     return snapshots
 
 
@@ -273,17 +246,11 @@ def kernel_steps(case: Case, device: str, pdl: bool) -> list[dict[str, Tensor]]:
     context, guesses = case.context_on(device), Guesses(case)
     on_gpu, on, rows = device == "cuda", torch.device(device), case.rows
 
-    def ring(width: int) -> SimpleNamespace:
-        return SimpleNamespace(
-            ring=torch.full((ENTRIES, width), -7, dtype=torch.int32, pin_memory=on_gpu),
-            counter=torch.full((1,), BEGUN, dtype=torch.int64, device=device),
-            sequence=torch.full((1,), BEGUN, dtype=torch.int32, pin_memory=on_gpu),
-        )
-
     most = case.layout.max_rows
     fields = record_width(case.window, extended=case.extended)
     entry = record_width(case.most, extended=case.extended) * most
-    packets, results = ring(case.layout.width), ring(entry)
+    packets = kernel_ring(ENTRIES, case.layout.width, BEGUN, device)
+    results = kernel_ring(ENTRIES, entry, BEGUN, device)
     records = torch.zeros(most, packet.ROW_WIDTH, dtype=torch.int32, device=device)
     records[:rows] = case.records.to(device)
     tables, masks = None, MaskRing(ENTRIES, most, case.vocab_size, on)

@@ -8,11 +8,10 @@ from megatron_async.checkpoint.families.qwen2 import DEFAULTS
 from megatron_async.checkpoint.families.qwen2 import config as qwen2
 from megatron_async.checkpoint.family import Family
 from megatron_async.checkpoint.fields import Fields
-from megatron_async.checkpoint.mimo import ARCHITECTURE, MODEL_TYPE, MTP_LAYERS
 
 
 def config(fields: Fields) -> dict[str, Any]:
-    return {**qwen2(fields), "mtp_num_layers": fields.read(MTP_LAYERS, int, 0)}
+    return {**qwen2(fields), "mtp_num_layers": fields.read("num_nextn_predict_layers", int, 0)}
 
 
-FAMILY = Family(model_type=MODEL_TYPE, architecture=ARCHITECTURE, config=config, defaults=DEFAULTS)
+FAMILY = Family(model_type="mimo", architecture="MiMoForCausalLM", config=config, defaults=DEFAULTS)

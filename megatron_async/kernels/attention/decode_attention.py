@@ -55,7 +55,7 @@ def unsupported(
     if rotated not in (0, head_dim):
         return f"{rotated} of {head_dim} elements of a head are rotated, not all or none"
     if window > 1 and not FUSED_WINDOWS:
-        return "windows are switched off (FUSED_WINDOWS)"
+        return f"a window of {window} tokens is {trial.REASON}"
     if window > MAX_WINDOW:
         return f"a window has {window} tokens, more than {MAX_WINDOW}"
     if window > 1 and not _takes(head_dim, window):

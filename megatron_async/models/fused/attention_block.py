@@ -116,7 +116,7 @@ class AttentionBlock:
         attention in the same kernel (``runner/context.py``), so that comes by itself."""
         if self._unsupported(context) is not None:
             return
-        window, most = window_of(context), padded(rows)
+        window, most = tokens_of_row(context), padded(rows)
         reason = self._unsupported(context, window)
         if reason is None:
             heads, sm_count = self._heads_in(context, window), self._kernels.sm_count
@@ -142,8 +142,8 @@ class AttentionBlock:
         )  # fmt: skip
 
 
-def window_of(context: Any) -> int:
-    """Tokens that a row brings to each decode step of such a context."""
+def tokens_of_row(context: Any) -> int:
+    """Most tokens that a row brings to a decode step of such a context."""
     return 1 + int(getattr(context, "num_speculative_tokens", 0))
 
 

@@ -102,7 +102,7 @@ def mtp_blocks(model: Any, *, unwanted: str | None = None) -> tuple[Block, ...]:
         return ()
     off = unwanted or device_why_not(model) or model_why_not(model)
     if not trial.DRAFTING:
-        off = off or "its kernels have not run on a GPU yet"
+        off = off or trial.REASON
     found = []
     for layer in model.mtp.layers:
         inner = layer.transformer_layer

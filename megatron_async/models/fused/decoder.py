@@ -27,7 +27,7 @@ from megatron_async.kernels.gemm.tile_config import (
     padded,
 )
 from megatron_async.models.fused import coverage
-from megatron_async.models.fused.attention_block import AttentionBlock, window_of
+from megatron_async.models.fused.attention_block import AttentionBlock, tokens_of_row
 from megatron_async.models.fused.embedding import EmbeddingBlock
 from megatron_async.models.fused.gemms import Gemm, SkinnyGemms, Work, defines_of
 from megatron_async.models.fused.head import HeadBlock
@@ -150,7 +150,7 @@ class FusedDecoder:
     def compile(self, rows: list[int], context: Any) -> None:
         """Compile what forwards of so many tokens need, side by side; later calls find it."""
         work: dict[tuple[str, tuple[tuple[str, int], ...]], Work] = {}
-        most = decode_attention.MOST_ROWS * window_of(context)
+        most = decode_attention.MOST_ROWS * tokens_of_row(context)
         for tokens in {r for r in rows if r <= most}:
             readers = [block.norm for block in self._choose(padded(tokens), context)[1:]]
             for place, reader in zip(self._places, [*readers, None], strict=True):

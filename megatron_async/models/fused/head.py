@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_async.kernels.gemm.tile_config import STORE, padded
 from megatron_async.models.fused.gemms import SkinnyGemms, Work, missing
-from megatron_async.models.fused.parts import norm_of
+from megatron_async.models.fused.parts import norm_of, output_weight
 from megatron_async.models.fused.residual import Norm, Step
 
 
@@ -30,13 +30,7 @@ class HeadBlock:
 
     @property
     def _weight(self) -> Tensor:
-        model = self._model
-        weight: Tensor = (
-            model.shared_embedding_or_output_weight()
-            if model.share_embeddings_and_output_weights
-            else model.output_layer.weight
-        )
-        return weight
+        return output_weight(self._model)
 
     def why_not(self, rows: int, context: Any) -> str | None:
         """Why it does not run for padded ``rows``; None if it does."""

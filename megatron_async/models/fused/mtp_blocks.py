@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_async.kernels.drafting.mtp_input import DraftInput, hidden_before
 from megatron_async.kernels.gemm.tile_config import ADD, MAX_ROWS, NO_NORM, STORE, padded
 from megatron_async.models.fused.gemms import SkinnyGemms, Work, missing
-from megatron_async.models.fused.parts import norm_of
+from megatron_async.models.fused.parts import norm_of, output_weight
 from megatron_async.models.fused.residual import LAYER, Norm, Step
 
 if TYPE_CHECKING:
@@ -143,13 +143,7 @@ class DraftHeadBlock:
 
     @property
     def _weight(self) -> Tensor:
-        model = self._model
-        weight: Tensor = (
-            model.shared_embedding_or_output_weight()
-            if model.share_embeddings_and_output_weights
-            else model.output_layer.weight
-        )
-        return weight
+        return output_weight(self._model)
 
     def why_not(self, rows: int, context: Any) -> str | None:
         """Why it does not run for padded ``rows``, of one token each; None if it does."""

@@ -1,10 +1,11 @@
-"""As what the fused kernels take norms and activations."""
+"""As what the fused kernels take norms, activations and the output layer."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch.nn.functional as F
+from torch import Tensor
 
 from megatron_async.kernels.gemm.tile_config import (
     GELU,
@@ -35,6 +36,16 @@ def norm_kind(norm: Any) -> int | None:
     if getattr(norm, "weight", None) is None or getattr(norm, "eps", None) is None:
         return None
     return _NORMS.get(type(norm).__name__)
+
+
+def output_weight(model: Any) -> Tensor:
+    """What the output layer multiplies by, ``[vocab, hidden size]``; the embedding's where tied."""
+    weight: Tensor = (
+        model.shared_embedding_or_output_weight()
+        if model.share_embeddings_and_output_weights
+        else model.output_layer.weight
+    )
+    return weight
 
 
 def epilogue_of(mlp: Any, config: Any) -> int | None:

@@ -1,6 +1,7 @@
-"""MiMo (arXiv:2505.07608): Qwen2 with dense layers for multi-token prediction (MTP).
+"""Layers for multi-token prediction (MTP) in Hugging Face directories, under MiMo's names
+(arXiv:2505.07608): which stored tensor goes where.
 
-An MTP layer norms a hidden state and the embedding of the token that it meets, projects both,
+Such a layer norms a hidden state and the embedding of the token that it meets, projects both,
 runs a layer like the decoder's, and norms its output. It reads the model's own embedding and output
 layer.
 """
@@ -15,11 +16,6 @@ import torch
 
 from megatron_async.checkpoint.targets import Target
 
-MODEL_TYPE = "mimo"
-ARCHITECTURE = "MiMoForCausalLM"
-MTP_LAYERS = "num_nextn_predict_layers"
-"""The field of ``config.json`` that counts them."""
-
 
 class MtpLayer(NamedTuple):
     """Name prefixes of an MTP layer: ``theirs`` of all of it and of its inner layer alike, ``ours``
@@ -31,6 +27,7 @@ class MtpLayer(NamedTuple):
 
 
 def mtp_layers(count: int) -> Iterator[MtpLayer]:
+    """Of a model with ``count`` MTP layers."""
     for n in range(count):
         ours = f"mtp.layers.{n}"
         yield MtpLayer(f"model.mtp_layers.{n}", ours, f"{ours}.transformer_layer")
