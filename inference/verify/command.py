@@ -134,13 +134,13 @@ def _verify(
 ) -> list[Report]:
     """Load the model once and run what was asked for."""
     from ..cli.progress import progress_bar
-    from .reference import reference_config
+    from .reference import scenario_config
     from .run import run_scenarios
 
     reports = []
     first = configs[0]
     if RANDOM not in args.scenario:
-        first = reference_config(first, Sizes(blocks=MAX_LENGTH))
+        first = scenario_config(first, Sizes(rows=1, blocks=MAX_LENGTH))
     with options.load_engine(args.model, first) as serial:
         if RANDOM in args.scenario:
             reports.append(_verify_random(args, serial, configs[1:]))

@@ -63,7 +63,7 @@ def _pace(config: EngineConfig) -> tuple[Any, ...]:
     if not config.num_speculative_tokens:
         return (config.effective_depth,)
     costs = config.speculative_step_costs if config.adaptive_speculation else None
-    drafts = config.num_speculative_tokens, config.speculative_method
+    drafts = config.num_speculative_tokens, config.speculative_method, config.draft_model
     return (config.effective_depth, *drafts, config.adaptive_speculation, costs)
 
 

@@ -351,6 +351,14 @@ def test_verify_shows_a_line_for_each_scenario(model: str, capsys: Capture) -> N
     assert verdict == "equal at every depth"
 
 
+def test_scenarios_alone_load_the_model_that_drafts(model: str, capsys: Capture) -> None:
+    drafts = ("--num-speculative-tokens", "2", "--draft-model", model)
+    arguments = ("--model", model, "--depths", "1", "--scenario", "pause-and-resume", *drafts)
+    status, out, err = call(capsys, "verify", *arguments)
+    assert (status, err) == (0, "")
+    assert out.splitlines()[1].split()[:3] == ["pause-and-resume", "4", "0,1"]
+
+
 def test_verify_fails_when_a_scenario_does_not_show_its_witness(
     model: str, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

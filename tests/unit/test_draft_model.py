@@ -13,6 +13,8 @@ from megatron_async.checkpoint.native import save_native
 from megatron_async.checkpoint.path import model_directory
 from megatron_async.config import EngineConfig
 from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.engine.recording import read_run
+from megatron_async.engine.replay import replay
 from megatron_async.errors import ConfigError
 from megatron_async.models.build import build_random_model
 from megatron_async.sampling_params import SamplingParams
@@ -81,6 +83,20 @@ def test_another_model_changes_no_token(expected: list[list[int]], tmp_path: Pat
         assert tokens_of(engine) == expected
         accepted = engine.counters.accepted_by_position
     assert accepted[0] > accepted[1] > 0
+
+
+def test_a_run_is_repeated_by_tokens_where_another_drafts(tmp_path: Path) -> None:
+    """The model's own layers are not always right, so that plans differ."""
+    path = tmp_path / "run.jsonl"
+    params = SamplingParams(num_tokens_to_generate=NEW_TOKENS, temperature=1.0, termination_id=-1)
+    config = config_of(1, 2, record=str(path))
+    with DynamicInferenceEngine.from_pretrained("tiny", config) as engine:
+        engine.generate(PROMPTS[:2], params)
+        by_layers = dataclasses.replace(config, record=None, draft_model=None)
+        with engine.with_config(by_layers) as other:
+            result = replay(read_run(path), other)
+            assert 0 < other.counters.tokens_accepted < other.counters.tokens_drafted
+    assert (result.exact, result.differences) == (False, ())
 
 
 def test_what_does_not_suit_is_refused(tmp_path: Path) -> None:
