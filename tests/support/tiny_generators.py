@@ -44,6 +44,7 @@ def generator_model(name: str) -> Any:
         model = t.Qwen3ForCausalLM(t.Qwen3Config(**small))
     else:
         model = t.MistralForCausalLM(t.MistralConfig(**small, sliding_window=6))
+    model.set_attn_implementation("eager")  # hands attentions out
     return model.eval()
 
 

@@ -152,8 +152,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # What a named tuple has by its language's documentation.
 OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields", "_field_defaults", "_make"}
 
-# Names of the standard library's, torch's, transformers' and megatron-core's objects that look private, for which
-# they have no others.
+# Names of the standard library's, torch's, transformers' and megatron-core's objects that look
+# private, for which they have no others.
 OF_OTHERS = {
     "_beam_search",
     "_exit",

@@ -209,8 +209,6 @@ EVERYTHING = {
 @pytest.mark.parametrize("name", MODELS)
 def test_ids_and_all_that_is_recorded_are_those_of_stock(name: str, cache: str) -> None:
     model = generator_model(name)
-    if hasattr(model, "set_attn_implementation"):
-        model.set_attn_implementation("eager")
     longest = 6 if (name, cache) == ("mistral", "static") else 10
     for sample in (False, True):
         given = arguments(do_sample=sample, eos_token_id=[3, 5, 7, 9, 11, 13], streamer=False)

@@ -76,28 +76,39 @@ def mark(cache: Any) -> Mark:
     ]
 
 
-def roll_back(cache: Any, point: Mark, tokens: int) -> None:
-    """Return to ``point``, which is ``tokens`` decoded tokens ago. Nothing waits for the device."""
+def roll_back(cache: Any, point: Mark, tokens: int, next_position: Tensor | None = None) -> None:
+    """Return to ``point``, which is ``tokens`` decoded tokens ago. Nothing waits for the device.
+
+    ``next_position``: where the next token goes after that, int64 ``(1,)``, if the caller has it.
+    """
     if tokens == 0:
         return
     for layer, kept in zip(layers_of(cache), point, strict=True):
         if kept is not None:
             layer.keys, layer.values, layer.cumulative_length = kept
         elif isinstance(layer, StaticLayer):
-            crop_static(layer, tokens)
+            crop_static(layer, tokens, next_position)
         else:
             layer.crop(-tokens)  # a negative number is how many to remove, in 4.57 and in 5
 
 
-def crop_static(layer: Any, tokens: int) -> None:
-    """Zero the last ``tokens`` entries of a static layer that has never been full, in place."""
-    length = layer.get_seq_length() - tokens
+def crop_static(layer: Any, tokens: int, next_position: Tensor | None) -> None:
+    """Zero the last ``tokens`` entries of a static layer that has never been full, in place.
+
+    A layer of 4.57 has no count: it takes entries that are not zero for tokens, and those of a
+    padding token may be zero. ``next_position`` serves there.
+    """
+    counted = getattr(layer, "cumulative_length", None)
+    if counted is not None:
+        length = counted - tokens
+    else:
+        length = layer.get_seq_length() - tokens if next_position is None else next_position
     cut = torch.arange(layer.keys.shape[-2], device=layer.keys.device) >= length
     layer.keys.masked_fill_(cut[:, None], 0)
     layer.values.masked_fill_(cut[:, None], 0)
-    if isinstance(getattr(layer, "cumulative_length_int", None), int):
-        layer.cumulative_length_int -= tokens
-    if isinstance(counted := getattr(layer, "cumulative_length", None), Tensor):
+    if isinstance(counted, Tensor):
         counted.sub_(tokens)
     elif isinstance(counted, int):
         layer.cumulative_length = counted - tokens
+    if hasattr(layer, "cumulative_length_int"):
+        layer.cumulative_length_int -= tokens

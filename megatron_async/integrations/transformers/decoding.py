@@ -166,4 +166,5 @@ class Decoding:
         self.steps, self._is_last = point.step, False
         self._streams.set_rng_state(point.rng)
         if self._keeps_cache:
-            roll_back(find_cache(self.model_kwargs), point.cache, undone)
+            position = self.model_kwargs.get("cache_position")  # transformers 4.57
+            roll_back(find_cache(self.model_kwargs), point.cache, undone, position)
