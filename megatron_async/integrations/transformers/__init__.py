@@ -10,28 +10,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from megatron_async.integrations.transformers.batch import async_generate_batch
     from megatron_async.integrations.transformers.generate import (
         AsyncGenerate,
         async_generate,
         async_stopping,
     )
+    from megatron_async.integrations.transformers.manager import AsyncContinuousBatchingManager
     from megatron_async.integrations.transformers.stopping import (
         AsyncStoppingCriteriaList,
         reads_on_host,
     )
 
 HOMES = {
+    "AsyncContinuousBatchingManager": "manager",
     "AsyncGenerate": "generate",
     "AsyncStoppingCriteriaList": "stopping",
     "async_generate": "generate",
+    "async_generate_batch": "batch",
     "async_stopping": "generate",
     "reads_on_host": "stopping",
 }
 
 __all__ = [
+    "AsyncContinuousBatchingManager",
     "AsyncGenerate",
     "AsyncStoppingCriteriaList",
     "async_generate",
+    "async_generate_batch",
     "async_stopping",
     "reads_on_host",
 ]
