@@ -183,7 +183,7 @@ def test_async_finalize() -> None:
     streams = LateStreams(most_polls=100)
     criteria = AsyncStoppingCriteriaList([EosTokenCriteria(3)], streams)
     ids = torch.tensor([[1, 2], [4, 5]])
-    check = criteria.submit(ids, ids[:, -1], None, torch.ones(2, dtype=torch.long), None)
+    check = criteria.submit(ids, ids[:, -1], None, torch.ones(2, dtype=torch.long))
     gone = weakref.ref(check)
     assert criteria.outstanding == 1 and not criteria.oldest_ready()
     del check
@@ -444,6 +444,18 @@ def test_an_interrupt_in_the_middle_of_a_forward() -> None:
         hook.remove()
     assert streams.closed == 1 and not streams._queue
     assert_generates_as_stock(model, arguments(eos_token_id=[3, 5]))
+
+
+def test_probabilities_that_are_not_finite_are_the_error_of_stock() -> None:
+    class Spoils(LogitsProcessor):
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            return scores * float("nan") if input_ids.shape[1] == 8 else scores
+
+    model = generator_model("llama")
+    for custom in (None, AsyncGenerate(3, LateStreams())):
+        given = arguments(do_sample=True, logits_processor=[Spoils()], custom_generate=custom)
+        with pytest.raises(RuntimeError, match="probability tensor contains"):
+            model.generate(**given)
 
 
 def test_beams_go_to_stock() -> None:

@@ -17,6 +17,7 @@ from megatron_async.integrations.transformers.cache_rollback import (
 )
 from megatron_async.integrations.transformers.model_calls import ModelCalls, pad_token
 from megatron_async.integrations.transformers.recorded import Recorded
+from megatron_async.integrations.transformers.selection import select
 from megatron_async.integrations.transformers.stopping import AsyncStoppingCriteriaList, Check
 from megatron_async.integrations.transformers.streams import Streams
 
@@ -68,7 +69,8 @@ class Decoding:
         self._recorded = Recorded(config, model.config.is_encoder_decoder)
         self._pads = any(hasattr(c, "eos_token_id") for c in criteria)
         self._pad = pad_token(config, input_ids)
-        self._checks = bool(criteria.on_device or criteria.host_marked or streamer is not None)
+        looked_at = criteria.on_device or criteria.host_marked or config.do_sample
+        self._checks = bool(looked_at) or streamer is not None
         self._unfinished = torch.ones(input_ids.shape[0], dtype=torch.long, device=input_ids.device)
         self._unjoined: Check | None = None
         self._is_last = False
@@ -98,26 +100,18 @@ class Decoding:
         )
         scores = self._processor(self.input_ids, logits)
         self._recorded.add(outputs, logits, scores)
-        tokens = self._select(scores)
+        tokens, probabilities = select(scores, self._config.do_sample)
+        self._join()
+        if self._pads and self._pad is not None:
+            tokens = tokens * self._unfinished + self._pad * (1 - self._unfinished)
         self.input_ids = torch.cat([self.input_ids, tokens[:, None]], dim=-1)
         self.steps += 1
         self._is_last = self._criteria.known_at_launch(self.input_ids.shape[1])
         if self._checks:
             self._unjoined = self._criteria.submit(
-                self.input_ids, tokens, self._recorded.scores, self._unfinished, None
+                self.input_ids, tokens, self._recorded.scores, self._unfinished, probabilities
             )
             self._unjoined.data = self._point()
-
-    def _select(self, scores: Tensor) -> Tensor:
-        if self._config.do_sample:
-            probabilities = torch.nn.functional.softmax(scores, dim=-1)
-            tokens = torch.multinomial(probabilities, num_samples=1).squeeze(1)
-        else:
-            tokens = torch.argmax(scores, dim=-1)
-        self._join()
-        if self._pads and self._pad is not None:
-            tokens = tokens * self._unfinished + self._pad * (1 - self._unfinished)
-        return tokens
 
     def _join(self) -> None:
         if self._unjoined is not None:

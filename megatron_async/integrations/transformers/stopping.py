@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
 
+from megatron_async.integrations.transformers.selection import INVALID, is_invalid
 from megatron_async.integrations.transformers.streams import Copies, Streams, Ticket
 
 Scores = tuple[Tensor, ...] | None
@@ -49,13 +50,17 @@ class Check:
 
     ``length`` is the sequence length in tokens with that token. ``unfinished`` (int64,
     ``(batch,)``) is on the device, and valid for the main stream after a join. ``still`` (bool)
-    and ``tokens`` (int64), both ``(batch,)``, are host buffers, valid once the ticket is ready.
+    and ``tokens`` (int64), both ``(batch,)``, are host buffers, valid once the ticket is ready, and
+    so is ``invalid`` (bool, scalar): the probabilities were not finite. ``read`` is what the side
+    stream may still read: it lives until the check is joined.
     """
 
     length: int
     scores: Scores
     still: Tensor
     tokens: Tensor
+    invalid: Tensor
+    read: tuple[Tensor | None, ...]
     unfinished: Tensor | None = None
     ticket: Ticket | None = None
     data: Any = None
@@ -92,7 +97,7 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]
         super().__init__(criteria)
         self.streams = streams
         self._outstanding: deque[Check] = deque()
-        self._free: list[tuple[Tensor, Tensor]] = []
+        self._free: list[tuple[Tensor, Tensor, Tensor]] = []
         self._host: HostIds | None = None
 
     @property
@@ -138,31 +143,42 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]
         return any([bool(c(ids, None)[0]) for c in self if is_known_at_launch(c)])
 
     def submit(
-        self, input_ids: Tensor, tokens: Tensor, scores: Scores, unfinished: Tensor, data: Any
+        self,
+        input_ids: Tensor,
+        tokens: Tensor,
+        scores: Scores,
+        unfinished: Tensor,
+        probabilities: Tensor | None = None,
     ) -> Check:
         """Start the check of the last column of ``input_ids``, which is ``tokens``.
 
-        ``unfinished``: int64 ``(batch,)``, before that token. ``data`` is kept with the check.
+        ``unfinished``: int64 ``(batch,)``, before that token. ``probabilities``: what the tokens
+        were drawn from, float ``(batch, vocabulary)``.
         """
         if self.streams is None:
             raise RuntimeError("submit needs streams; on the CPU call the list instead")
-        still, host_tokens = self._free.pop() if self._free else self._buffers(tokens.shape[0])
-        check = Check(input_ids.shape[1], scores, still, host_tokens, data=data)
+        buffers = self._free.pop() if self._free else self._buffers(tokens.shape[0])
+        read = (input_ids, tokens, unfinished, probabilities)
+        check = Check(input_ids.shape[1], scores, *buffers, read=read)
         criteria = self.on_device
 
         def work() -> Copies:
             check.unfinished = unfinished & ~criteria(input_ids, scores) if criteria else unfinished
-            return (still, check.unfinished != 0), (host_tokens, tokens)
+            copies = [(check.still, check.unfinished != 0), (check.tokens, tokens.clone())]
+            if probabilities is not None:
+                copies.append((check.invalid, is_invalid(probabilities)))
+            return copies
 
         check.ticket = self.streams.submit(work)
         self._outstanding.append(check)
         return check
 
-    def _buffers(self, batch: int) -> tuple[Tensor, Tensor]:
+    def _buffers(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
         assert self.streams is not None
         return (
             self.streams.host_buffer((batch,), torch.bool),
             self.streams.host_buffer((batch,), torch.long),
+            self.streams.host_buffer((), torch.bool),
         )
 
     def oldest_ready(self) -> bool:
@@ -179,10 +195,16 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]
         ticket.wait()
 
     def settle(self) -> tuple[Check, Verdict, Tensor]:
-        """Take the oldest check: it, its verdict, and its tokens (a copy on the host)."""
+        """Take the oldest check: it, its verdict, and its tokens (a copy on the host).
+
+        Raises:
+            RuntimeError: probabilities were not finite, as ``torch.multinomial`` has it.
+        """
         check = self._outstanding.popleft()
+        if check.read[-1] is not None and check.invalid:
+            raise RuntimeError(INVALID)
         still, tokens = check.still.clone(), check.tokens.clone()
-        self._free.append((check.still, check.tokens))
+        self._free.append((check.still, check.tokens, check.invalid))
         if self._host is None:
             return check, Verdict(still, False), tokens
         host = self._host
@@ -197,7 +219,7 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]
         for check in self._outstanding:
             assert check.ticket is not None
             check.ticket.wait()  # WAR: the buffers are written until then
-            self._free.append((check.still, check.tokens))
+            self._free.append((check.still, check.tokens, check.invalid))
         self._outstanding.clear()
 
     def finalize(self) -> None:

@@ -67,8 +67,9 @@ class CudaTicket:
 class CudaStreams:
     """The current stream of a CUDA device, and one of high priority beside it.
 
-    No ``record_stream`` is needed: the main stream joins the check of a token before it selects
-    the next one, so memory that either stream frees is reused after the other has read it.
+    WAR: what ``work`` reads must be kept alive until it is joined, or the streams are closed; what
+    it copies to the host must be memory of its own. Then memory that either stream frees is reused
+    after the other has read it, without ``record_stream``.
     """
 
     def __init__(self, device: torch.device) -> None:
