@@ -156,6 +156,7 @@ OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields", "_field_defaults", "_make"}
 # private, for which they have no others.
 OF_OTHERS = {
     "_beam_search",
+    "_attn_implementation",
     "_exit",
     "_forward_hooks",
     "_forward_pre_hooks",

@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from megatron_async.integrations.transformers.batch import async_generate_batch
+    from megatron_async.integrations.transformers.captured import (
+        CapturedGenerate,
+        generate_captured,
+    )
     from megatron_async.integrations.transformers.generate import (
         AsyncGenerate,
         async_generate,
@@ -25,10 +29,12 @@ if TYPE_CHECKING:
 HOMES = {
     "AsyncContinuousBatchingManager": "manager",
     "AsyncGenerate": "generate",
+    "CapturedGenerate": "captured",
     "AsyncStoppingCriteriaList": "stopping",
     "async_generate": "generate",
     "async_generate_batch": "batch",
     "async_stopping": "generate",
+    "generate_captured": "captured",
     "reads_on_host": "stopping",
 }
 
@@ -36,9 +42,11 @@ __all__ = [
     "AsyncContinuousBatchingManager",
     "AsyncGenerate",
     "AsyncStoppingCriteriaList",
+    "CapturedGenerate",
     "async_generate",
     "async_generate_batch",
     "async_stopping",
+    "generate_captured",
     "reads_on_host",
 ]
 

@@ -58,9 +58,30 @@ class AsyncGenerate:
         **model_kwargs: Any,
     ) -> Any:
         """Called by ``generate`` in place of ``_sample``; returns the same."""
-        call = generate_arguments()
-        streamer = streamer if streamer is not None else call.get("streamer")
-        synced_gpus = bool(synced_gpus or call.get("synced_gpus"))
+        call = {"streamer": streamer, "synced_gpus": synced_gpus, **generate_arguments()}
+        return self.decode(
+            model,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            call,
+            model_kwargs,
+        )
+
+    def decode(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        call: dict[str, Any],
+        model_kwargs: dict[str, Any],
+    ) -> Any:
+        """The same with what ``generate`` keeps to itself in ``call``: ``streamer``,
+        ``synced_gpus``, ``assistant_model``."""
+        streamer, synced_gpus = call.get("streamer"), bool(call.get("synced_gpus"))
         mode = generation_config.get_generation_mode(call.get("assistant_model"))
         criteria = AsyncStoppingCriteriaList(stopping_criteria, self._streams(input_ids.device))
         stock = {

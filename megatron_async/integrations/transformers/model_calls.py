@@ -84,3 +84,13 @@ def is_own_cache_of_generate(model: Any, cache: Any) -> bool:
     if hasattr(model, "_prefill"):
         return not getattr(cache, "_is_user_defined", False)
     return cache is getattr(model, "_cache", None)
+
+
+def attention_kind(model: Any) -> str:
+    """The name of the attention implementation in use."""
+    return str(model.config._attn_implementation)
+
+
+def takes_cache_position(model: Any) -> bool:
+    """Whether a forward is told where its tokens go: in transformers 4.57 only."""
+    return not hasattr(model, "_prefill")
