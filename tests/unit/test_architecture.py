@@ -101,6 +101,23 @@ def test_arrows_point_one_way(folder: str) -> None:
                 )
 
 
+def test_nothing_imports_the_integrations() -> None:
+    for path in (*PACKAGE.rglob("*.py"), *(ROOT / "inference").rglob("*.py")):
+        if "integrations" not in path.relative_to(ROOT).parts:
+            assert not [n for n in imports_of(path) if "megatron_async.integrations" in n], path
+
+
+def test_asynchronous_stopping_needs_torch_and_transformers_alone() -> None:
+    pytest.importorskip("transformers")
+    code = (
+        "import sys, megatron_async.integrations.transformers as t\n"
+        "t.async_generate, t.AsyncStoppingCriteriaList\n"
+        "bad = [m for m in ('megatron', 'megatron_async.engine') if m in sys.modules]\n"
+        "assert not bad, bad\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=PATIENCE_SECONDS)
+
+
 def test_no_pickle_is_ever_loaded() -> None:
     """Only the restricted reader of megatron's checkpoints may touch pickle, and torch.load is
     always called with weights_only=True."""
@@ -135,14 +152,25 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 # What a named tuple has by its language's documentation.
 OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields", "_field_defaults", "_make"}
 
-# Names of the standard library's, torch's and megatron-core's objects that look private, for which
-# they have no others.
+# Names of the standard library's, torch's, transformers' and megatron-core's objects that look
+# private, for which they have no others.
 OF_OTHERS = {
+    "_beam_search",
+    "_attn_implementation",
     "_exit",
     "_forward_hooks",
     "_forward_pre_hooks",
+    "_get_initial_cache_position",
+    "_getframe",
+    "_optimize_model_for_decode",
+    "_pad_token_tensor",
+    "_prefill",
+    "_prefill_chunking",
     "_proj_and_transformer_layer",
     "_replace_state_dict_keys_with_sharded_keys",
+    "_sample",
+    "_update_model_kwargs_for_generation",
+    "_valid_auto_compile_criteria",
 }
 
 # Set to keep what it refers to alive, and for nothing else.

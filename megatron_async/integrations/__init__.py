@@ -1,0 +1,1 @@
+"""This package behind other libraries' interfaces. Nothing else imports it."""

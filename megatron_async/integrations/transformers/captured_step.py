@@ -1,0 +1,124 @@
+"""Forward, selection of the next token and the end check as one step over fixed memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import StaticCache
+
+from megatron_async.integrations.transformers.graphs import Graphs, Step
+from megatron_async.integrations.transformers.model_calls import (
+    attention_kind,
+    takes_cache_position,
+)
+from megatron_async.integrations.transformers.selection import is_invalid, select
+
+
+class CapturedStep:
+    """One captured decode step, for one shape of batch. It owns the cache that it was captured
+    over, so it can serve further calls with the same shape.
+
+    Args:
+        batch: rows. ``length``: tokens of the cache. ``ends``: how many end tokens there are.
+        processors: logits processors that look at the scores alone.
+
+    Attributes:
+        tokens, still, invalid: of each step, int64 and bool ``(length + 1, batch)`` and bool
+            ``(length + 1,)``; a step writes the row at ``cursor``, which no later step writes.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        batch: int,
+        length: int,
+        ends: int,
+        *,
+        sample: bool,
+        processors: Any,
+        device: torch.device,
+    ) -> None:
+        self.cache = StaticCache(config=model.config, max_cache_len=length)
+        self.tokens = torch.zeros((length + 1, batch), dtype=torch.long, device=device)
+        self.still = torch.zeros((length + 1, batch), dtype=torch.bool, device=device)
+        self.invalid = torch.zeros((length + 1,), dtype=torch.bool, device=device)
+        self._model = model
+        self._sample = sample
+        self._processors = processors
+        self._cursor = torch.zeros(1, dtype=torch.long, device=device)
+        self._token = torch.zeros((batch, 1), dtype=torch.long, device=device)
+        self._position = torch.zeros(1, dtype=torch.long, device=device)
+        self._position_ids = torch.zeros((batch, 1), dtype=torch.long, device=device)
+        self._unfinished = torch.ones(batch, dtype=torch.long, device=device)
+        self._allowed = torch.zeros((batch, 1, 1, length), dtype=torch.bool, device=device)
+        self._ends = torch.zeros(ends, dtype=torch.long, device=device)
+        self._pad = torch.zeros((), dtype=torch.long, device=device)
+        self._told = (
+            {"cache_position": self._position} if takes_cache_position(model) else {}
+        )  # transformers 4.57
+        self._replay: Step | None = None
+
+    def begin(self, input_ids: Tensor, mask: Tensor | None, ends: Tensor, pad: Tensor) -> None:
+        """Take a call's prompts ``(batch, prompt)``, their mask likewise, and its end tokens."""
+        prompt = input_ids.shape[1]
+        self._cursor.zero_()
+        self._unfinished.fill_(1)
+        self._ends.copy_(ends)
+        self._pad.copy_(pad)
+        self._position.fill_(prompt)
+        self._allowed.zero_()
+        if mask is None:
+            self._allowed[..., :prompt] = True
+            self._position_ids.fill_(prompt)
+        else:
+            self._allowed[:, 0, 0, :prompt] = mask.bool()
+            self._position_ids.copy_(mask.long().sum(dim=-1, keepdim=True))
+
+    def first(self, logits: Tensor) -> None:
+        """Select the first token from the prefill's logits ``(batch, vocabulary)``."""
+        self._take(logits)
+
+    def run(self, graphs: Graphs) -> None:
+        """The next token: the first time eagerly and then captured, later replayed."""
+        if self._replay is not None:
+            self._replay()
+            return
+        graphs.run(self._step)
+        self._replay = graphs.capture(self._step)
+
+    def _step(self) -> None:
+        self._allowed.index_fill_(3, self._position, True)
+        outputs = self._model(
+            input_ids=self._token,
+            attention_mask=self._mask(),
+            position_ids=self._position_ids,
+            past_key_values=self.cache,
+            use_cache=True,
+            return_dict=True,
+            **self._told,
+        )
+        self._take(outputs.logits[:, -1])
+        self._position.add_(1)
+        self._position_ids.add_(1)
+
+    def _mask(self) -> Tensor:
+        if attention_kind(self._model) == "sdpa":
+            return self._allowed
+        least = torch.finfo(self._model.dtype).min
+        zeros = torch.zeros_like(self._allowed, dtype=self._model.dtype)
+        return zeros.masked_fill(~self._allowed, least)
+
+    def _take(self, logits: Tensor) -> None:
+        scores = self._processors(self._token, logits.to(copy=True, dtype=torch.float32))
+        tokens, probabilities = select(scores, self._sample)
+        if self._ends.numel():
+            tokens = tokens * self._unfinished + self._pad * (1 - self._unfinished)
+            self._unfinished.mul_(~torch.isin(tokens, self._ends))
+        if probabilities is not None:
+            self.invalid.index_copy_(0, self._cursor, is_invalid(probabilities)[None])
+        self.tokens.index_copy_(0, self._cursor, tokens[None])
+        self.still.index_copy_(0, self._cursor, (self._unfinished != 0)[None])
+        self._token.copy_(tokens[:, None])
+        self._cursor.add_(1)

@@ -1,0 +1,96 @@
+"""The calls of a model that stock ``generate`` makes, in transformers 4.57 and 5."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor
+
+
+class ModelCalls:
+    """Prefill first, then one forward per token. All private names of transformers are here."""
+
+    def __init__(self, model: Any, config: Any) -> None:
+        self.model = model
+        self.config = config
+        self._prefilled = False
+        self._has_prefill = hasattr(model, "_prefill")  # transformers 5
+        self._forward: Any = None
+
+    def start(self, input_ids: Tensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Prepare for the first forward; returns the keyword arguments to go on with."""
+        model = self.model
+        if not self._has_prefill:
+            model_kwargs = model._get_initial_cache_position(
+                input_ids.shape[1], input_ids.device, model_kwargs
+            )
+        compiled = model._valid_auto_compile_criteria(model_kwargs, self.config)
+        self._forward = (
+            model.get_compiled_call(self.config.compile_config) if compiled else model.__call__
+        )
+        if not self._has_prefill and self.config.prefill_chunk_size is not None:
+            model_kwargs = model._prefill_chunking(input_ids, self.config, **model_kwargs)
+            self._prefilled = True
+        return model_kwargs
+
+    def forward(self, input_ids: Tensor, model_kwargs: dict[str, Any]) -> Any:
+        """The model's output for the next token; the first call is the prefill."""
+        first, self._prefilled = not self._prefilled, True
+        if first and self._has_prefill:
+            return self.model._prefill(input_ids, self.config, model_kwargs)
+        last = {}
+        if self._has_prefill:
+            last = {"next_sequence_length": 1 if model_kwargs["use_cache"] else None}
+        inputs = self.model.prepare_inputs_for_generation(input_ids, **last, **model_kwargs)
+        return (self.model if first else self._forward)(**inputs, return_dict=True)
+
+    def advance(self, outputs: Any, model_kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The keyword arguments of the next forward."""
+        updated: dict[str, Any] = self.model._update_model_kwargs_for_generation(
+            outputs, model_kwargs, is_encoder_decoder=self.model.config.is_encoder_decoder
+        )
+        return updated
+
+    def decoding(self) -> AbstractContextManager[Any]:
+        """Around all forwards after the prefill, as stock does."""
+        if hasattr(self.model, "_optimize_model_for_decode"):
+            context: AbstractContextManager[Any] = self.model._optimize_model_for_decode()
+            return context
+        return nullcontext()
+
+
+def stock_sample(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stock greedy decoding and sampling, also inside of ``async_stopping``."""
+    method = type(model)._sample
+    return getattr(method, "stock", method)(model, *args, **kwargs)
+
+
+def stock_beam_search(model: Any, *args: Any, **kwargs: Any) -> Any:
+    return type(model)._beam_search(model, *args, **kwargs)
+
+
+def pad_token(config: Any, input_ids: Tensor) -> Tensor | None:
+    """The padding token id on the device, as ``generate`` has prepared it."""
+    pad: Tensor | None = config._pad_token_tensor
+    return None if pad is None else pad.to(input_ids.device)
+
+
+def is_own_cache_of_generate(model: Any, cache: Any) -> bool:
+    """Whether ``generate`` made ``cache`` and will not hand it out by itself.
+
+    transformers 5 marks a user's cache. 4.57 does not, so there only its own static one is known.
+    """
+    if hasattr(model, "_prefill"):
+        return not getattr(cache, "_is_user_defined", False)
+    return cache is getattr(model, "_cache", None)
+
+
+def attention_kind(model: Any) -> str:
+    """The name of the attention implementation in use."""
+    return str(model.config._attn_implementation)
+
+
+def takes_cache_position(model: Any) -> bool:
+    """Whether a forward is told where its tokens go: in transformers 4.57 only."""
+    return not hasattr(model, "_prefill")
