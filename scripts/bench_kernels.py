@@ -107,10 +107,10 @@ def attention_calls(
     def three(number: int) -> torch.Tensor:
         cache, slots = context.kv_cache[number % layers], context.slot_mapping
         rotated = rope_append.rope_append(packed, *cache, slots, positions, cos_sin)
-        return context._attend_appended(rotated, *cache, scale)
+        return context._attend_appended(rotated, *cache, scale, {})
 
     def attention(number: int) -> torch.Tensor:
-        return context._attend_appended(query, *context.kv_cache[number % layers], scale)
+        return context._attend_appended(query, *context.kv_cache[number % layers], scale, {})
 
     return {"one": one, "three": three, "attention": attention}, byte_count
 

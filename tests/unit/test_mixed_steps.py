@@ -87,7 +87,7 @@ def test_packets_of_a_shape_are_written_to_the_end() -> None:
     layout = PacketLayout(max_rows=4, max_tokens=24, max_assignments=9, slot_count=9)
     rows = RowMap((3, 5, 6), (0, 0, 0), (1, 2, 3))
     chunks = (PrefillChunk(1, 5, 8, (11, 12, 13), False), PrefillChunk(2, 6, 0, (7,), True))
-    admission = Admission(6, (0, 40, (2,), 0.5, 3, 0.25, -9))
+    admission = Admission(6, (0, 40, 0, (2,), 0.5, 3, 0.25, -9))
     plan = Plan(0, rows, 1, (BlockAssignment(6, 0, 17),), chunks, (admission,))
     packets = []
     for garbage in (-77, 0):
