@@ -17,9 +17,9 @@ from megatron_async.runner.drafter import Drafter, SampledRows
 from megatron_async.runner.extras_tables import ExtrasTables
 from megatron_async.runner.masks import MaskRing
 from megatron_async.runner.sampler import sample_tokens
-from megatron_async.runner.synthetic_acceptance import synthetic_bits, threshold
 from megatron_async.sampling.log_probs import pack, processed_log_probs, token_log_probs
 from megatron_async.sampling.process_logits import advance, process_logits
+from megatron_async.sampling.synthetic_acceptance import synthetic_bits, threshold
 from megatron_async.step import packet
 from megatron_async.step.extras import LOG_PROB_WORDS, PROCESSED_LOG_PROBS, RAW_LOG_PROBS
 from megatron_async.step.plan import SampleShape

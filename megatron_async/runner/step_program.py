@@ -95,12 +95,11 @@ class StepProgram:
         if isinstance(packets, CudaPacketRing) and isinstance(results, CudaResultRing):
             from megatron_async.kernels.sampling.step_kernels import StepKernels
 
-            # The kernels verify drafts by tokens alone.
-            by_tokens = synthetic_acceptance is None
-            if layout.window == 1 or (WINDOW_KERNELS_ON and by_tokens):
+            if layout.window == 1 or WINDOW_KERNELS_ON:
                 self._kernels = StepKernels(
                     self._row_records, context.slots, context.block_size_tokens, packets, results,
                     *(extras or (None, None)), window=layout.window,
+                    synthetic_acceptance=synthetic_acceptance,
                 )  # fmt: skip
 
     @property

@@ -15,7 +15,7 @@ from megatron_async.inference.benchmark.loads import Load
 from megatron_async.inference.benchmark.model import BenchmarkModel
 from megatron_async.inference.benchmark.report import as_table
 from megatron_async.inference.cli.main import main
-from megatron_async.runner.synthetic_acceptance import synthetic_bits, threshold
+from megatron_async.sampling.synthetic_acceptance import synthetic_bits, threshold
 
 Capture = pytest.CaptureFixture[str]
 SMALL = ("--shape", "tiny-llama", "--device", "cpu", "--num-speculative-tokens")

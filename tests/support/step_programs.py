@@ -35,6 +35,7 @@ class ReferenceProgram:
         logits: Sequence[Tensor],
         extras: SamplingExtras | None = None,
         drafter: Any = None,
+        synthetic_acceptance: float | None = None,
     ) -> None:
         self.published: list[Tensor] = []
         """What each S has published."""
@@ -55,6 +56,7 @@ class ReferenceProgram:
             logits_dtype=torch.float32,
             poison=False,
             drafter=drafter,
+            synthetic_acceptance=synthetic_acceptance,
         )
         self.records = self.program._row_records[: len(records)]
         self.records.copy_(records)

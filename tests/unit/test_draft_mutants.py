@@ -39,18 +39,34 @@ PROMPT = "class Stack:\n    def push(self"
 REPEATED = "for i in range(3):\n    x = i\nfor i in range(3):\n    y = "
 
 
+class Tiny:
+    """The weights that all engines of this file share, and what is right, which no fault of it
+    touches and which is computed once."""
+
+    def __init__(self) -> None:
+        self.engine = DynamicInferenceEngine.from_pretrained("tiny", config_at(0, device="cpu"))
+        self._plain = Plain(self.engine.controller.inference_wrapped_model.model)
+        self._logits: dict[tuple[int, ...], list[torch.Tensor]] = {}
+        with drafting(self, 0, 0) as engine:
+            self.undrafted = [r.generated_tokens for r in engine.generate(*asked())]
+
+    def logits(self, tokens: list[int]) -> list[torch.Tensor]:
+        """Of four drafts of what follows ``tokens``."""
+        key = tuple(tokens)
+        if key not in self._logits:
+            self._logits[key] = self._plain.logits(tokens, 4)
+        return self._logits[key]
+
+
 @pytest.fixture(scope="module")
-def tiny() -> DynamicInferenceEngine:
-    """The weights that all engines of this file share."""
-    return DynamicInferenceEngine.from_pretrained("tiny", config_at(0, device="cpu"))
+def tiny() -> Tiny:
+    return Tiny()
 
 
-def drafting(
-    tiny: DynamicInferenceEngine, depth: int, drafts: int, **values: Any
-) -> DynamicInferenceEngine:
+def drafting(tiny: Tiny, depth: int, drafts: int, **values: Any) -> DynamicInferenceEngine:
     values = {"max_requests": 3, "max_sequence_length": 160, "block_count": 60, **values}
     values = {"block_size_tokens": 8, "prefill_chunk_tokens": 16, **values}
-    return tiny.with_config(
+    return tiny.engine.with_config(
         config_at(depth, device="cpu", num_speculative_tokens=drafts, debug=True, **values)
     )
 
@@ -76,20 +92,23 @@ class StrayWriteError(AssertionError):
     pass
 
 
-def check_tokens(tiny: DynamicInferenceEngine) -> None:
-    """Of requests that come, go and end beside each other, while prompts arrive in chunks."""
-    asked = [
+def asked() -> tuple[list[str], list[SamplingParams]]:
+    """Prompts and parameters of requests that come, go and end beside each other, while prompts
+    arrive in chunks."""
+    each = [
         (PROMPT, params(9)), ("x", params(14, 1.0, seed=3)), (REPEATED, params(7)),
         (PROMPT * 3, params(12, 0.8, seed=1)), ("import", params(20, 1.0, seed=2)),
         (REPEATED * 2, params(5)), (PROMPT, params(30, stop_token_ids=[ord("e")])),
     ]  # fmt: skip
-    prompts, each = [list(column) for column in zip(*asked, strict=True)]
-    with drafting(tiny, 0, 0) as engine:
-        wanted = [r.generated_tokens for r in engine.generate(prompts, each)]
+    prompts, sampling = zip(*each, strict=True)
+    return list(prompts), list(sampling)
+
+
+def check_tokens(tiny: Tiny) -> None:
     with drafting(tiny, 1, 4) as engine:
-        got = [r.generated_tokens for r in engine.generate(prompts, each)]
-    if got != wanted:
-        raise WrongTokensError(f"{got} != {wanted}")
+        got = [r.generated_tokens for r in engine.generate(*asked())]
+    if got != tiny.undrafted:
+        raise WrongTokensError(f"{got} != {tiny.undrafted}")
 
 
 def steps_of(
@@ -116,11 +135,10 @@ def steps_of(
             yield tokens, slot, total - len(tokens)
 
 
-def check_mtp_drafts(tiny: DynamicInferenceEngine) -> None:
+def check_mtp_drafts(tiny: Tiny) -> None:
     """Logits of all drafts: of a prompt in chunks, with a neighbour, of the same prompt found in
     the cache, and behind steps without drafts. Drafts themselves may be the same with a fault in
     what they come from."""
-    plain = Plain(tiny.controller.inference_wrapped_model.model)
     slots: list[int] = []
     logits: list[torch.Tensor] = []
     draft, sample_tokens = MtpDrafter.draft, mtp.sample_tokens
@@ -147,7 +165,7 @@ def check_mtp_drafts(tiny: DynamicInferenceEngine) -> None:
                 if not logits:
                     continue
                 row = slots.index(slot)
-                for got, wanted in zip(logits[:room], plain.logits(tokens, 4), strict=False):
+                for got, wanted in zip(logits[:room], tiny.logits(tokens), strict=False):
                     error = (got[row, : len(wanted)] - wanted).abs().max()
                     if not error < 2e-3:
                         raise WrongDraftsError(f"logits differ by {error}")
@@ -157,7 +175,7 @@ def check_mtp_drafts(tiny: DynamicInferenceEngine) -> None:
         assert cached > before + 30
 
 
-def check_ngram_drafts(tiny: DynamicInferenceEngine) -> None:
+def check_ngram_drafts(tiny: Tiny) -> None:
     compared = 0
     with drafting(tiny, 0, 3, max_requests=2, speculative_method="ngram") as engine:
         engine.add_request(0, "import sys", params(40))
@@ -169,7 +187,7 @@ def check_ngram_drafts(tiny: DynamicInferenceEngine) -> None:
     assert compared > 3
 
 
-def check_writes(tiny: DynamicInferenceEngine) -> None:
+def check_writes(tiny: Tiny) -> None:
     """Each slot writes to blocks of its request alone, when slots change hands."""
     written: set[tuple[int, int]] = set()
     allowed: set[tuple[int, int]] = set()
@@ -207,7 +225,7 @@ def check_writes(tiny: DynamicInferenceEngine) -> None:
                 raise StrayWriteError(f"slots and blocks {sorted(stray)}")
 
 
-def check_counts(tiny: DynamicInferenceEngine) -> None:
+def check_counts(tiny: Tiny) -> None:
     """No row brings more than its request wants."""
     with drafting(tiny, 1, 4) as engine:
         wants = [0, 2, None]
@@ -239,7 +257,7 @@ class Fault:
     function: str
     old: str
     new: str
-    check: Callable[[DynamicInferenceEngine], None]
+    check: Callable[[Tiny], None]
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -328,7 +346,7 @@ FAULTS = (
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_fault_is_caught(fault: Fault, tiny: DynamicInferenceEngine) -> None:
+def test_fault_is_caught(fault: Fault, tiny: Tiny) -> None:
     finders = (WrongDraftsError, WrongTokensError, StrayWriteError, IntegrityError)
     with fault.active(), pytest.raises(finders):
         fault.check(tiny)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -23,6 +24,7 @@ from tests.unit import test_extras_parity as extras
 from tests.unit import test_guided_requests as guided
 
 
+@functools.cache
 def extras_of(event: str) -> Callable[[int], None]:
     def check(depth: int) -> None:
         extras.check(extras.run(event, depth)[0])
@@ -127,10 +129,16 @@ FAULTS = (
 )
 
 
+@functools.cache
+def finds_nothing_without_a_fault(check: Callable[[int], None], depth: int) -> None:
+    """Several faults have the same check."""
+    check(depth)
+
+
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.make.__name__)
 def test_fault_is_found(fault: Fault) -> None:
     for depth in fault.depths:
-        fault.found_by(depth)  # without it nothing is
+        finds_nothing_without_a_fault(fault.found_by, depth)
         original = getattr(fault.target, fault.method)
         with (
             patch.object(fault.target, fault.method, fault.make(original)),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -90,19 +91,47 @@ _EVERY_TWO = [
     for g, group in enumerate(_GROUPS)
 ]
 """Every two values of different parameters, together."""
+_ADDED = ("nothing", "residual", "residual and bias")
+_SHAPES = ((1, 48), (7, 1000), (33, 4096))
+_NORM_SHAPES = ((1, 48), (7, 1, 1000), (33, 4096))
+_NORMS = (NO_NORM, RMS_NORM, LAYER_NORM)
+_SQUARE = [(i, j, (i + j) % 3, (i + 2 * j) % 3) for i in range(3) for j in range(3)]
+_ADD_NORMS = list(itertools.product(DTYPES, _NORM_SHAPES, _ADDED, (False, True)))
+_TWO_OF_ADD_NORMS = [
+    (DTYPES[i], _NORM_SHAPES[j], _ADDED[k], last == 1) for i, j, k, last in _SQUARE
+]
+_STATISTICS = list(itertools.product(DTYPES, _SHAPES, _ADDED, _NORMS))
+_TWO_OF_STATISTICS = [(DTYPES[i], _SHAPES[j], _ADDED[k], _NORMS[last]) for i, j, k, last in _SQUARE]
 
 
-def test_interpreted_cases_hold_every_two_values() -> None:
+@pytest.mark.parametrize(
+    ("chosen", "cases"),
+    (
+        (_EVERY_TWO, _APPENDS),
+        (_TWO_OF_ADD_NORMS, _ADD_NORMS),
+        (_TWO_OF_STATISTICS, _STATISTICS),
+    ),
+    ids=("append", "norm", "statistics"),
+)
+def test_interpreted_cases_hold_every_two_values(
+    chosen: list[tuple[object, ...]], cases: list[tuple[object, ...]]
+) -> None:
     for one, other in itertools.combinations(range(4), 2):
-        assert {(case[one], case[other]) for case in _EVERY_TWO} == {
-            (case[one], case[other]) for case in _APPENDS
+        assert {(case[one], case[other]) for case in chosen} == {
+            (case[one], case[other]) for case in cases
         }
+
+
+def interpreted_or_all(chosen: list[tuple[Any, ...]], cases: list[tuple[Any, ...]]) -> list[Any]:
+    """Parameters behind a device: ``chosen`` ones where Triton interprets, all on a GPU."""
+    return [pytest.param("cpu", *case, marks=interpreted) for case in chosen] + [
+        pytest.param("cuda", *case, marks=compiled) for case in cases
+    ]
 
 
 @pytest.mark.parametrize(
     ("device", "heads", "group", "has_norm", "dtype"),
-    [pytest.param("cpu", *case, marks=interpreted) for case in _EVERY_TWO]
-    + [pytest.param("cuda", *case, marks=compiled) for case in _APPENDS],
+    interpreted_or_all(_EVERY_TWO, _APPENDS),
 )
 def test_rope_append_equals_its_reference(
     device: str, heads: tuple[int, int], group: int, has_norm: bool, dtype: torch.dtype
@@ -134,13 +163,12 @@ def test_swiglu_equals_its_reference(
     assert torch.equal(swiglu(x[-1:]), out[-1:])
 
 
-@on_devices
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 48), (7, 1, 1000), (33, 4096)])
-@pytest.mark.parametrize("centered", (False, True))
-@pytest.mark.parametrize("added", ("nothing", "residual", "residual and bias"))
+@pytest.mark.parametrize(
+    ("device", "dtype", "shape", "added", "centered"),
+    interpreted_or_all(_TWO_OF_ADD_NORMS, _ADD_NORMS),
+)
 def test_add_norm_equals_its_reference(
-    device: str, dtype: torch.dtype, shape: tuple[int, ...], centered: bool, added: str
+    device: str, dtype: torch.dtype, shape: tuple[int, ...], added: str, centered: bool
 ) -> None:
     x = draw(*shape, dtype=dtype, device=device)
     weight = draw(shape[-1], dtype=dtype, device=device)
@@ -185,13 +213,12 @@ class Added:
         return self
 
 
-@on_devices
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(1, 48), (7, 1000), (33, 4096)])
-@pytest.mark.parametrize("norm", (NO_NORM, RMS_NORM, LAYER_NORM))
-@pytest.mark.parametrize("added", ("nothing", "residual", "residual and bias"))
+@pytest.mark.parametrize(
+    ("device", "dtype", "shape", "added", "norm"),
+    interpreted_or_all(_TWO_OF_STATISTICS, _STATISTICS),
+)
 def test_add_statistics_equals_its_reference(
-    device: str, dtype: torch.dtype, shape: tuple[int, int], norm: int, added: str
+    device: str, dtype: torch.dtype, shape: tuple[int, int], added: str, norm: int
 ) -> None:
     x = draw(*shape, dtype=dtype, device=device)
     residual = None if added == "nothing" else x.flip(0) * 3

@@ -72,8 +72,10 @@ class Case:
         extended: bool,
         steps: int = 3,
         most: int | None = None,
+        synthetic_acceptance: float | None = None,
     ) -> None:
         self.most = most or window
+        self.synthetic_acceptance = synthetic_acceptance
         self.rows, self.window, self.vocab_size, self.extended = rows, window, vocab_size, extended
         self.steps = steps
         rng = self.random = random.Random(seed)
@@ -223,8 +225,9 @@ def reference_steps(case: Case) -> list[dict[str, Tensor]]:
         masks = MaskRing(ENTRIES, case.rows + 1, case.vocab_size, torch.device("cpu"))
         extras = SamplingExtras(case.asking.tables(), masks)
     reference = ReferenceProgram(
-        context, case.layout, case.records, case.packets, case.logits, extras, guesses
-    )
+        context, case.layout, case.records, case.packets, case.logits, extras, guesses,
+        case.synthetic_acceptance,
+    )  # fmt: skip
     program = reference.program
     for step in range(case.steps):
         if extras is not None:
@@ -257,8 +260,9 @@ def kernel_steps(case: Case, device: str, pdl: bool) -> list[dict[str, Tensor]]:
     if case.extended:
         tables = case.asking.tables(on)
     kernels = StepKernels(
-        records, context.slots, BLOCK_SIZE, packets, results, tables, masks, window=case.most
-    )
+        records, context.slots, BLOCK_SIZE, packets, results, tables, masks, window=case.most,
+        synthetic_acceptance=case.synthetic_acceptance,
+    )  # fmt: skip
     kernels._pdl = pdl
     snapshots = []
     for step in range(case.steps):
@@ -336,6 +340,20 @@ def test_extended_steps_with_drafts_equal_the_torch_code(
     steps = 1 if window > RECENT else 2
     case = Case(rows, window, vocab_size, seed, extended=True, steps=steps, most=most)
     assert_steps_equal(case, device)
+
+
+@on_devices
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    ("rate", "extended"), [(0.0, False), (0.8, False), (1.0, False), (0.8, True)]
+)
+def test_drafts_accepted_at_a_rate_equal_the_torch_code(
+    rate: float, extended: bool, device: str
+) -> None:
+    case = Case(6, 4, 24, 3, extended=extended, most=5, steps=2, synthetic_acceptance=rate)
+    steps = assert_steps_equal(case, device)
+    accepted = sum(int(step["sampled last"].sum()) for step in steps)
+    assert (accepted == 0) == (rate == 0), accepted
 
 
 @pytest.mark.parametrize("pdl", (False, True))

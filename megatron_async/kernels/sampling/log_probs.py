@@ -126,8 +126,9 @@ def _tiles_kernel(
 @triton.jit
 def _note_of_window(
     counts, recent, features, packed, row, splits, slot, samples, length, max_total, stop_ids,
-    drafts, draft_width, finished, vocab_size,
+    drafts, draft_width, seeds, finished, vocab_size,
     STOPS: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, WINDOW_PLACES: tl.constexpr,
+    ACCEPT_BELOW: tl.constexpr,
 ):  # fmt: skip
     """Note the token of one position of a live row's window. Its other positions, which other
     programs note, may have the same token."""
@@ -135,12 +136,13 @@ def _note_of_window(
     exists = only >= 0
     none = tl.zeros([1], tl.int32)
     draft, stops, limit = load_bounds(
-        slot + none, exists, samples + none, max_total, stop_ids, drafts, draft_width,
-        STOPS, WINDOW, WINDOW_PLACES,
+        slot + none, exists, samples + none, length + none, max_total, stop_ids, drafts,
+        draft_width, seeds,
+        STOPS, WINDOW, WINDOW_PLACES, ACCEPT_BELOW,
     )  # fmt: skip
     token, final, _, failed = verify(
         packed, only, exists, splits, length + none, draft, stops, limit,
-        SPLITS, WINDOW, WINDOW_PLACES,
+        SPLITS, WINDOW, WINDOW_PLACES, ACCEPT_BELOW,
     )  # fmt: skip
     count = tl.max(final + tl.where(failed, 0, 1), 0)
     place = row % WINDOW
@@ -165,9 +167,10 @@ def _merge_kernel(
     inverse_temperature_ptr, largest_ptr, threshold_ptr, masses, candidates,
     out, counter, entries, entry_stride, offset,
     features_ptr, counts, recent, position_ptr, finished, max_total, stop_ids, drafts,
-    draft_width, vocab_size, rows, splits, tiles,
+    draft_width, seeds, vocab_size, rows, splits, tiles,
     TILES: tl.constexpr, CANDIDATES: tl.constexpr, SPLITS: tl.constexpr, STOPS: tl.constexpr,
-    WINDOW: tl.constexpr, WINDOW_PLACES: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, WINDOW_PLACES: tl.constexpr, ACCEPT_BELOW: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_enter(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -228,9 +231,9 @@ def _merge_kernel(
         if features != 0:
             _note_of_window(
                 counts, recent, features, best, row, splits, slot, tl.load(record + SAMPLES),
-                tl.load(position_ptr + slot), max_total, stop_ids, drafts, draft_width, finished,
-                vocab_size,
-                STOPS, SPLITS, WINDOW, WINDOW_PLACES,
+                tl.load(position_ptr + slot), max_total, stop_ids, drafts, draft_width, seeds,
+                finished, vocab_size,
+                STOPS, SPLITS, WINDOW, WINDOW_PLACES, ACCEPT_BELOW,
             )  # fmt: skip
     else:
         is_live = (tl.load(record + SAMPLES) != 0) & (tl.load(finished + slot) == 0)
@@ -257,6 +260,7 @@ def log_probs_and_advance(
     offset: int,
     *,
     window: int = 1,
+    accept_below: int | None = None,
     pdl: bool = False,
 ) -> None:
     """Write what ``sampling.log_probs.pack`` gives for the rows to ``out[counter % entries,
@@ -269,13 +273,15 @@ def log_probs_and_advance(
         records: int32 [R / window, ROW_WIDTH].
         finished: uint8 by slot, before this step's tokens.
         buffers: as ``process_logits_gpu`` left them.
+        accept_below: as for ``window_state.finish_windows``.
         out: int32 [entries, words], pinned or on the device; ``counter`` int64 [1] on the device.
     """
     rows, vocab_size = logits.shape
     splits, tiles, stops = best.shape[1], buffers.maxima.shape[1], state.stop_ids.shape[1]
-    of_window: tuple[Tensor | None, Tensor | None, Tensor | None, int] = (None, None, None, 0)
+    of_window: tuple[Tensor | int | None, ...] = (None, None, None, 0, None)
     if window > 1:
-        of_window = (state.max_total, state.stop_ids, state.drafts, state.drafts.shape[1])
+        seeds = None if accept_below is None else state.seed
+        of_window = (state.max_total, state.stop_ids, state.drafts, state.drafts.shape[1], seeds)
     processed = buffers.processed
     index = records[:, packet.ROW_SLOT]
     inputs = (logits, logits.stride(0), processed, processed.stride(0))
@@ -292,6 +298,6 @@ def log_probs_and_advance(
         vocab_size, rows // window, splits, tiles, TILES=triton.next_power_of_2(tiles),
         CANDIDATES=triton.next_power_of_2(tiles * TOP.value),
         SPLITS=triton.next_power_of_2(splits), STOPS=stops, WINDOW=window,
-        WINDOW_PLACES=triton.next_power_of_2(window), PDL=pdl,
+        WINDOW_PLACES=triton.next_power_of_2(window), ACCEPT_BELOW=accept_below, PDL=pdl,
         num_warps=MERGE_WARPS, enable_fp_fusion=False, launch_pdl=pdl,
     )  # fmt: skip

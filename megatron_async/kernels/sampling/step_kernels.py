@@ -23,6 +23,7 @@ from megatron_async.kernels.sampling.window_state import (
 )
 from megatron_async.sampling.process_logits import Tables
 from megatron_async.sampling.sample import candidates
+from megatron_async.sampling.synthetic_acceptance import threshold
 from megatron_async.step import packet
 from megatron_async.step.records import record_width
 
@@ -40,6 +41,7 @@ class StepKernels:
             have room for the words of log-probabilities.
         masks: the ring of what guides allow; None if no row is guided.
         window: most tokens that a row may bring; each call says its step's.
+        synthetic_acceptance: the rate at which drafts count as right, for ``bench``.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class StepKernels:
         masks: Masks | None = None,
         *,
         window: int = 1,
+        synthetic_acceptance: float | None = None,
     ) -> None:
         self._records = records
         self._state = state
@@ -64,6 +67,9 @@ class StepKernels:
         self._pdl = uses_pdl(on)
         rows, positions = len(records), len(records) * window
         self._batch = torch.zeros(len(DecodeBatch._fields), positions, dtype=torch.int64, device=on)
+        self._accept_below = (
+            None if synthetic_acceptance is None else threshold(synthetic_acceptance)
+        )
         self._sampled: SampledWindows | None = None
         if window > 1:
             self._sampled = SampledWindows.make(rows, window, on)
@@ -122,6 +128,7 @@ class StepKernels:
             results.counter,
             record_width(window, extended=False) * len(records),
             window=window,
+            accept_below=self._accept_below if window > 1 else None,
             pdl=pdl,
         )
         self._finish(best, records, window)
@@ -172,4 +179,6 @@ class StepKernels:
             finish(*to, pdl=self._pdl)
         else:
             sampled = self.sampled(len(records), window)
-            finish_windows(*to, sampled, self._null_slot, pdl=self._pdl)
+            finish_windows(
+                *to, sampled, self._null_slot, accept_below=self._accept_below, pdl=self._pdl
+            )

@@ -57,10 +57,10 @@ class SampledWindows(NamedTuple):
 @triton.jit
 def _finish_and_publish_windows_kernel(
     packed, records, last_token, kv_length, finished, max_total, stop_ids, drafts, draft_width,
-    target, tokens, last, first_position,
+    seeds, target, tokens, last, first_position,
     ring, sequence, counter, entries, stride, rows, splits, null_slot,
     STOPS: tl.constexpr, SPLITS: tl.constexpr, WINDOW: tl.constexpr, PLACES: tl.constexpr,
-    BLOCK: tl.constexpr, ON_DEVICE: tl.constexpr, PDL: tl.constexpr,
+    BLOCK: tl.constexpr, ACCEPT_BELOW: tl.constexpr, ON_DEVICE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     # What the sampling kernel does not write is read while that runs.
     number = tl.load(counter)
@@ -75,12 +75,13 @@ def _finish_and_publish_windows_kernel(
         live = (samples != 0) & (tl.load(finished + slot, mask=exists, other=1) == 0)
         length = tl.load(kv_length + slot, mask=exists, other=0)
         draft, stops, limit = load_bounds(
-            slot, exists, samples, max_total, stop_ids, drafts, draft_width, STOPS, WINDOW, PLACES
-        )
+            slot, exists, samples, length, max_total, stop_ids, drafts, draft_width, seeds,
+            STOPS, WINDOW, PLACES, ACCEPT_BELOW,
+        )  # fmt: skip
         pdl_enter(PDL)
         token, final, ended, failed = verify(
             packed, row.to(tl.int64), exists, splits, length, draft, stops, limit,
-            SPLITS, WINDOW, PLACES,
+            SPLITS, WINDOW, PLACES, ACCEPT_BELOW,
         )  # fmt: skip
         status = tl.where(ended, ENDED, RUNNING)
         status = tl.where(live, tl.where(failed, FAILED, status), ENDED)
@@ -161,20 +162,24 @@ def finish_windows(
     sampled: SampledWindows,
     null_slot: int,
     *,
+    accept_below: int | None = None,
     pdl: bool = False,
 ) -> None:
     """Verify the windows of ``packed`` [R * window, splits] (``sample.sample_splits``) for the row
     records [R, ROW_WIDTH] int32: last tokens, lengths, ends, and the records of ``step.records``,
-    which are published as the ring's next; fill ``sampled``."""
+    which are published as the ring's next; fill ``sampled``. With ``accept_below`` drafts are right
+    whose ``sampling.synthetic_acceptance.synthetic_bits`` are less."""
     rows, splits = len(records), packed.shape[1]
     window = packed.shape[0] // rows
     _finish_and_publish_windows_kernel[(1,)](
         packed, records, state.last_token, state.kv_length, state.finished.view(torch.uint8),
-        state.max_total, state.stop_ids, state.drafts, state.drafts.shape[1], *sampled,
+        state.max_total, state.stop_ids, state.drafts, state.drafts.shape[1],
+        None if accept_below is None else state.seed, *sampled,
         results.ring, results.sequence, results.counter, *results.ring.shape, rows, splits,
         null_slot, STOPS=state.stop_ids.shape[1], SPLITS=triton.next_power_of_2(splits),
         WINDOW=window, PLACES=triton.next_power_of_2(window), BLOCK=_rows_at_once(rows, window),
-        ON_DEVICE=packed.is_cuda, PDL=pdl, num_warps=NUM_WARPS, launch_pdl=pdl,
+        ACCEPT_BELOW=accept_below, ON_DEVICE=packed.is_cuda, PDL=pdl,
+        num_warps=NUM_WARPS, launch_pdl=pdl,
     )  # fmt: skip
 
 
