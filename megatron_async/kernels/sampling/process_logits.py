@@ -71,6 +71,7 @@ class SamplingState(Protocol):
     inverse_temperature: Tensor
     top_k: Tensor
     top_p: Tensor
+    seed: Tensor
     finished: Tensor
     max_total: Tensor
     stop_ids: Tensor
