@@ -215,7 +215,7 @@ def measure_startup(
         phases["cache"].append(one.cache_seconds)
         phases["capture"].append(one.capture_seconds)
         phases["rest"].append(one.seconds - one.cache_seconds - one.capture_seconds)
-        phases["first token"].append(_first_token_seconds(one.engine, model.config.vocab_size))
+        phases["first token"].append(_first_token_seconds(one.engine, model.wrapper.vocab_size))
         graphs = one.engine.runner.graph_count
         close_engines([one])
     started = time.perf_counter()

@@ -67,7 +67,7 @@ class Subject:
         self.title += drafts.said
         self.engine = start_engine(model, config, load).engine
         self._args = args
-        self._requests = load.requests(model.config.vocab_size, args.batch_size + 1)
+        self._requests = load.requests(model.wrapper.vocab_size, args.batch_size + 1)
 
     def run_once(self) -> None:
         """Decode the whole load unrecorded, so that no kernel is compiled while it is recorded."""

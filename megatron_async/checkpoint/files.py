@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from megatron_async.checkpoint.json_file import one_line, read_json
+from megatron_async.checkpoint.padded_vocabulary import PaddedVocabulary
 from megatron_async.checkpoint.regular_files import is_regular_file
 from megatron_async.checkpoint.targets import Target
 from megatron_async.config import MAX_COUNT
@@ -28,11 +29,15 @@ _STORED_DTYPES = ("F64", "F32", "BF16", "F16")
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What a model directory says about itself, apart from the weights."""
+    """What a model directory says about itself, apart from the weights.
+
+    ``vocabulary``: what it says of ids that are padding; None where it has none.
+    """
 
     config: ModelConfig
     eos_token_ids: tuple[int, ...]
     dtype: torch.dtype
+    vocabulary: PaddedVocabulary | None = None
 
 
 def parse_dtype(path: Path, value: Any) -> torch.dtype:

@@ -162,6 +162,10 @@ def load_pretrained(
 
     model = build_model(description.config, device=device, dtype=dtype, initialize=False)
     _load_weights(directory, described, model)
+    if description.vocabulary is not None:
+        model.token_count = description.vocabulary.token_count(
+            description.config.vocab_size, None if tokenizer is None else tokenizer.vocab_size
+        )
     if not allow_non_finite_weights:
         check_finite(str(path), ((n, p, p.dtype) for n, p in model.named_parameters()))
     return Pretrained(

@@ -15,6 +15,7 @@ import torch
 
 from megatron_async.checkpoint.common_file import COMMON_FILE, training_arguments
 from megatron_async.checkpoint.files import Description
+from megatron_async.checkpoint.padded_vocabulary import PaddedVocabulary
 from megatron_async.checkpoint.pickle_reader import Global, Record
 from megatron_async.checkpoint.targets import EMBEDDING
 from megatron_async.errors import CheckpointError, shown
@@ -125,8 +126,7 @@ def _told(value: Any) -> str:
 def describe(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Description:
     """Architecture and dtype of a checkpoint that has the arguments of its training.
 
-    The vocabulary is the embedding's, padding included: its rows are ids like all others, which
-    training has made unlikely.
+    The configuration's vocabulary is the embedding's, padding included.
 
     Args:
         shapes: of the stored tensors.
@@ -137,9 +137,19 @@ def describe(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Descript
     args = _Arguments(training_arguments(directory))
     try:
         args.check_neutral()
-        return Description(_convert(args, shapes.get(EMBEDDING, ())), (), args.dtype())
+        config = _convert(args, shapes.get(EMBEDDING, ()))
+        return Description(config, (), args.dtype(), _vocabulary(args))
     except CheckpointError as error:
         raise CheckpointError(f"{directory / COMMON_FILE}: {error}") from error
+
+
+def _vocabulary(args: _Arguments) -> PaddedVocabulary:
+    tokens = args.integer("vocab_size", 0)
+    if tokens and args.word("tokenizer_type", "").startswith("Null"):
+        tokens += 1  # its end is not counted
+    multiple = args.integer("make_vocab_size_divisible_by", 128)
+    ranks = args.integer("tensor_model_parallel_size", 1)
+    return PaddedVocabulary(tokens if tokens > 0 else None, max(multiple * ranks, 1))
 
 
 def _convert(args: _Arguments, embedding: tuple[int, ...]) -> ModelConfig:

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from megatron_async.config import EngineConfig
+import torch
+
+from megatron_async.config import MAX_COUNT, EngineConfig, check_buffer_size, check_integer
 from megatron_async.engine.build import CHUNKS_AT_ONCE
-from megatron_async.errors import ConfigError
+from megatron_async.errors import ConfigError, shown
 from megatron_async.megatron_api.inference_config import context_keywords
 from megatron_async.megatron_api.model import outside_inference_mode
 from megatron_async.megatron_api.names import check_keywords, no_attribute
@@ -252,11 +254,17 @@ def _max_requests(keywords: dict[str, Any]) -> Any:
         blocks = keywords["block_count"]
     elif any(keywords.get(name) is None for name in names):
         return 1  # the context says what is missing
+    elif not isinstance(keywords["params_dtype"], torch.dtype):
+        raise ConfigError(f"params_dtype={shown(keywords['params_dtype'])} must be a torch.dtype")
     else:
+        check_buffer_size(keywords["buffer_size_gb"])
+        for name in names[:3]:
+            check_integer(name, keywords[name], 1, MAX_COUNT)
         token_bytes = 2 * keywords["params_dtype"].itemsize
         for name in names[:3]:
             token_bytes *= keywords[name]
         size = keywords.get("block_size_tokens", context.DEFAULT_BLOCK_SIZE_TOKENS)
+        size = check_integer("block_size_tokens", size, 1, MAX_COUNT)
         blocks = int(keywords["buffer_size_gb"] * 2**30) // max(token_bytes * size, 1) - 1
     return max(1, min(blocks, MAX_DERIVED_REQUESTS))
 

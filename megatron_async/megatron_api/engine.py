@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
 import os
@@ -117,6 +118,7 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
         self.unified_memory_level = 0
         self.persist_cuda_graphs = True
         self.rank = 0
+        self._stopped: list[Callable[[], object]] = []
         self._capture = CaptureStats(progress)
         self._prefilled = PrefilledTokens()
         with outside_inference_mode():
@@ -205,14 +207,24 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
         return active, result["finished_request_records"], result["step_time"]
 
     async def run_engine(self, *, loop: asyncio.AbstractEventLoop | None = None) -> None:
-        """Step, in a thread of the engine's own, until the task that runs this is cancelled."""
+        """Step, in a thread of the engine's own, until the task that runs this is cancelled or
+        :meth:`stop` is called."""
+        stopped, own = asyncio.Event(), asyncio.get_running_loop()
         self.start()
+        self._stopped.append(lambda: own.call_soon_threadsafe(stopped.set))
         try:
-            await asyncio.get_running_loop().create_future()
+            await stopped.wait()
         except asyncio.CancelledError:
             pass
         finally:
             self.stop()
+
+    def stop(self) -> None:
+        """End the engine's thread after the step that runs now, and :meth:`run_engine`."""
+        super().stop()
+        while self._stopped:
+            with contextlib.suppress(RuntimeError):  # its loop is closed
+                self._stopped.pop()()
 
     # --- whole engine -------------------------------------------------------------------------
 

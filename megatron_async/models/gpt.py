@@ -26,10 +26,13 @@ class GPTModel(MegatronGPTModel):  # type: ignore[misc]
         rotary: the table that all attention layers share; None without rotary embeddings.
         sliding_rotary: that of layers with a window, where they have one of their own.
         model_config: what the model was built from; None if its user built it with megatron-core.
+        token_count: ids that may be sampled, where the rest of the vocabulary is padding; None for
+            all.
     """
 
     decoder_hidden_states: Tensor | None = None
     model_config: ModelConfig | None = None
+    token_count: int | None = None
     rotary: RotaryTable | None
     sliding_rotary: RotaryTable | None
 

@@ -67,7 +67,9 @@ class GPTInferenceWrapper:
         self.sampling_defaults: dict[str, Any] | None = None
         """Fields of ``SamplingParams`` for requests that bring none; None for megatron-core's."""
         self.batch_invariant = batch_invariant
-        self.vocab_size: int = self.model.vocab_size
+        self.logits_width: int = self.model.vocab_size
+        """Columns of the logits; those behind the vocabulary are padding, and never sampled."""
+        self.vocab_size: int = self.model.token_count or self.logits_width
         self.max_sequence_length: int = self.model.max_sequence_length
         self.device: torch.device = next(self.model.parameters()).device
         self.kv_cache_spec: KVCacheSpec = kv_cache_spec(self.model)

@@ -86,8 +86,13 @@ class StepProgram:
         self._row_records[:, packet.ROW_SLOT] = context.null_slot
         self._offsets = torch.arange(layout.window, device=on)
         self._pending_logits = torch.zeros(
-            layout.max_rows * layout.window, model.vocab_size, dtype=logits_dtype, device=on
+            layout.max_rows * layout.window,
+            getattr(model, "logits_width", model.vocab_size),
+            dtype=logits_dtype,
+            device=on,
         )
+        # Behind these there may be columns of padding.
+        self._candidates = self._pending_logits[:, : model.vocab_size]
         self._stage = SamplingStage(
             self._row_records, context, model, drafter, results, extras, synthetic_acceptance
         )
@@ -125,7 +130,7 @@ class StepProgram:
 
     def sample(self, shape: SampleShape) -> None:
         """Sample the pending logits of the last forward, hand the records out, and draft."""
-        logits = self._pending_logits[: shape.rows * shape.window]
+        logits = self._candidates[: shape.rows * shape.window]
         self._run_sample(logits, shape, None)
         if self._poison:
             logits.fill_(float("nan") if logits.is_floating_point() else -1)
@@ -136,7 +141,7 @@ class StepProgram:
 
     def process(self, shape: SampleShape, processors: Mapping[int, RowProcessor]) -> torch.Tensor:
         """The pending logits ``[rows * window, vocabulary]``, some rows as functions want them."""
-        processed = self._pending_logits[: shape.rows * shape.window].clone()
+        processed = self._candidates[: shape.rows * shape.window].clone()
         for row, process in processors.items():
             at = row * shape.window
             processed[at] = process(processed[at].clone())
@@ -145,7 +150,7 @@ class StepProgram:
     def sample_processed(self, shape: SampleShape, processed: torch.Tensor) -> None:
         """The extended :meth:`sample` of what :meth:`process` returned. Log-probabilities of the
         model stay the model's."""
-        self._run_sample(self._pending_logits[: shape.rows * shape.window], shape, processed)
+        self._run_sample(self._candidates[: shape.rows * shape.window], shape, processed)
 
     def _run_sample(
         self, logits: torch.Tensor, shape: SampleShape, processed: torch.Tensor | None

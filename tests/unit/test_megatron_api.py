@@ -25,6 +25,7 @@ from megatron_async import (
 from megatron_async.errors import ConfigError, RequestError, RequestTooLongError
 from megatron_async.megatron_api import EngineState
 from megatron_async.request import DynamicInferenceRequest, RequestFuture, Status
+from tests.support.patience import PATIENCE_SECONDS
 from tests.support.stock_model import (
     VOCAB,
     Tokenizer,
@@ -192,6 +193,40 @@ def test_asyncio_waits_for_futures_while_run_engine_steps(model: Any) -> None:
         engine.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("ends", ("stop", "close"))
+def test_stop_ends_run_engine(model: Any, ends: str) -> None:
+    async def main() -> None:
+        engine = build(model, EngineConfig(inference_async_scheduling=True))
+        stepping = asyncio.create_task(engine.run_engine())
+        await asyncio.wait([engine.add_request(1, "abc", GREEDY)])
+        await asyncio.to_thread(getattr(engine, ends))
+        await asyncio.wait_for(stepping, PATIENCE_SECONDS)
+        engine.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("buffer_size_gb", float("nan")),
+        ("buffer_size_gb", float("inf")),
+        ("buffer_size_gb", "1"),
+        ("params_dtype", "float32"),
+        ("num_layers", 2.5),
+        ("num_layers", 10**400),
+        ("block_size_tokens", None),
+    ],
+)
+def test_context_that_derives_its_rows_names_what_is_wrong(name: str, value: Any) -> None:
+    sizes: dict[str, Any] = dict(
+        params_dtype=torch.float32, num_layers=2, kv_channels=16, num_attention_heads=2,
+        max_sequence_length=64, buffer_size_gb=0.001,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=f"{name}="):
+        DynamicInferenceContext(**{**sizes, name: value})
 
 
 def test_a_removed_callback_of_an_event_loop_is_not_called() -> None:

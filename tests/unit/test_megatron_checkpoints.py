@@ -18,10 +18,13 @@ import torch
 
 from megatron_async.checkpoint import describe_pretrained, load_pretrained, save_distributed
 from megatron_async.checkpoint.path import load_tokenizer
-from megatron_async.errors import CheckpointError
+from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.errors import CheckpointError, RequestError
 from megatron_async.inference.cli.main import main
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig, RopeScaling
+from megatron_async.sampling_params import SamplingParams
+from tests.support.engines import config_at
 
 from megatron.core.enums import ModelType  # isort: skip
 
@@ -216,3 +219,61 @@ def test_tokenizer_is_taken_as_given(root: Path) -> None:
     for given in (root, TINY / "config.json", "x" * 300):
         with pytest.raises(CheckpointError, match=r"tokenizer|File name too long"):
             load_pretrained(root, tokenizer_model=given)
+
+
+@pytest.mark.parametrize(
+    ("changes", "tokenizer", "count"),
+    [
+        ({"vocab_size": 380}, None, 380),
+        ({"vocab_size": 380}, 383, 383),
+        ({"vocab_size": 380, "tokenizer_type": "NullTokenizer"}, None, 381),
+        ({"vocab_size": 384}, None, None),
+        ({"vocab_size": 999}, None, None),
+        ({"vocab_size": None}, None, None),
+        ({"vocab_size": None}, 300, 300),
+        ({"vocab_size": None}, 200, None),  # training had another one
+        ({"vocab_size": None, "make_vocab_size_divisible_by": 8}, 300, None),
+        ({"vocab_size": None, "make_vocab_size_divisible_by": 0}, 300, None),
+        ({"vocab_size": None, "tensor_model_parallel_size": 3}, 200, 200),
+    ],
+)
+def test_tokens_of_a_padded_vocabulary(
+    root: Path, changes: dict[str, Any], tokenizer: int | None, count: int | None
+) -> None:
+    write_arguments(root / "iter_0000020", **changes)
+    described = describe_pretrained(root)
+    assert described.vocabulary is not None
+    assert described.vocabulary.token_count(described.config.vocab_size, tokenizer) == count
+
+
+@pytest.mark.parametrize("depth", (0, 2))
+def test_padding_of_the_vocabulary_is_never_sampled(
+    depth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    model = build_model(CONFIG, device="cpu", dtype=torch.float32)
+    with torch.no_grad():
+        model.output_layer.weight[380:] *= 1000.0  # else the likeliest and the unlikeliest ids
+    save_distributed(tmp_path / "d", model, CONFIG)
+    (tmp_path / "d" / "config.json").unlink()
+    write_arguments(tmp_path / "d", vocab_size=380)
+    greedy = SamplingParams(temperature=0, num_tokens_to_generate=6, return_log_probs=True)
+    drawn = SamplingParams(temperature=1.5, seed=3, num_tokens_to_generate=20)
+    further = SamplingParams(
+        temperature=1.5, seed=4, num_tokens_to_generate=20, repetition_penalty=1.2
+    )
+    config = config_at(depth, max_requests=4, block_count=40, debug=True)
+    with DynamicInferenceEngine.from_pretrained(tmp_path / "d", config) as engine:
+        requests = engine.generate([[1, 2, 379]] * 3, [greedy, drawn, further])
+        with pytest.raises(RequestError, match=r"token id 380; the model's ids are 0 \.\. 379"):
+            engine.generate([[380]], greedy)
+    assert max(max(request.generated_tokens) for request in requests) < 380
+    tokens, expected = [1, 2, 379], []
+    for _ in range(6):
+        ids, places = torch.tensor([tokens]), torch.arange(len(tokens))[None]
+        logits = model(ids, places, None, runtime_gather_output=True)[0, -1]
+        assert logits.argmax() >= 380
+        tokens.append(int(logits[:380].argmax()))
+        expected.append(logits[:380].log_softmax(0).max().item())
+    assert requests[0].generated_tokens == tokens[3:]
+    assert requests[0].generated_log_probs == pytest.approx(expected, abs=1e-4)
