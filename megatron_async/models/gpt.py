@@ -21,8 +21,9 @@ class GPTModel(MegatronGPTModel):  # type: ignore[misc]
     forward with ``labels``) is megatron's.
 
     Attributes:
-        decoder_hidden_states: of the last forward without labels, ``[T, 1, hidden]`` (or ``[S, B,
-            hidden]``) after the final norm: what the first MTP layer drafts from.
+        decoder_hidden_states: of the last forward without labels and without a context, ``[S, B,
+            hidden]`` after the final norm: what the first MTP layer drafts from. A context gets
+            its own, ``[T, 1, hidden]``: others may run the model in other threads.
         rotary: the table that all attention layers share; None without rotary embeddings.
         sliding_rotary: that of layers with a window, where they have one of their own.
         model_config: what the model was built from; None if its user built it with megatron-core.
@@ -50,8 +51,8 @@ class GPTModel(MegatronGPTModel):  # type: ignore[misc]
                 hidden_states, input_ids, position_ids, labels, *args, **kwargs
             )
             return result
-        self.decoder_hidden_states = hidden_states
         context = kwargs.get("inference_context")
+        (self if context is None else context).decoder_hidden_states = hidden_states
         if context is not None and context.materialize_only_last_token_logits:
             rows = context.last_token_logits(hidden_states.transpose(0, 1))
             hidden_states = rows.unsqueeze(1)

@@ -86,6 +86,7 @@ class GPTInferenceWrapper:
         self._fused_mtp: FusedMtp | None = None
         self._outgrown: list[FusedDecoder | FusedMtp | None] = []
         self._rows: set[int] = set()
+        self._hidden_states: Tensor | None = None
         if self._coverage.off is None:
             self._fused = FusedDecoder(self.model)
         if self.device.type == "cuda" and unwanted is None:
@@ -213,14 +214,15 @@ class GPTInferenceWrapper:
                 inference_context=context,
                 runtime_gather_output=True,
             )
+        at = self.model if context is None else context
+        self._hidden_states = getattr(at, "decoder_hidden_states", None)
         return logits.squeeze(0)
 
     @property
     def hidden_states(self) -> Tensor:
         """Of the tokens of the last :meth:`forward`, ``[T, hidden]`` after the final norm."""
-        hidden = self.model.decoder_hidden_states
-        assert hidden is not None
-        return hidden.squeeze(1)
+        assert self._hidden_states is not None
+        return self._hidden_states.squeeze(1)
 
     @torch.no_grad()
     def mtp_forward(

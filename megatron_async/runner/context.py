@@ -127,6 +127,8 @@ class DynamicInferenceContext(BaseInferenceContext):
         self.num_cuda_graphs = num_cuda_graphs
         self.params_dtype = params_dtype
         self.batch_invariant = batch_invariant
+        self.decoder_hidden_states: torch.Tensor | None = None
+        """Of the last forward, ``[T, 1, hidden]``; the model sets it."""
         num_drafts = check_integer("num_speculative_tokens", num_speculative_tokens, 0, MAX_DRAFTS)
         self.num_speculative_tokens = num_drafts
 
