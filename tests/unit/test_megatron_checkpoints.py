@@ -253,7 +253,9 @@ def test_padding_of_the_vocabulary_is_never_sampled(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     model = build_model(CONFIG, device="cpu", dtype=torch.float32)
     with torch.no_grad():
-        model.output_layer.weight[380:] *= 1000.0  # else the likeliest and the unlikeliest ids
+        # Whatever the hidden state, one of the padded ids is the likeliest.
+        model.output_layer.weight[380:] *= 1000.0
+        model.output_layer.weight[381] = -model.output_layer.weight[380]
     save_distributed(tmp_path / "d", model, CONFIG)
     (tmp_path / "d" / "config.json").unlink()
     write_arguments(tmp_path / "d", vocab_size=380)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import logging
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -387,7 +388,10 @@ def test_what_cannot_be_deferred_is_stock_with_the_reason(
     if "synced_gpus" in more:
         model = generator_model("gpt2")
         given.pop("synced_gpus")
-        with caplog.at_level(logging.WARNING), pytest.raises(ValueError, match="process group"):
+        # Another test of this process may have made a process group: then stock generates.
+        has_group = torch.distributed.is_initialized()
+        fails = pytest.raises(ValueError, match="process group")
+        with caplog.at_level(logging.WARNING), nullcontext() if has_group else fails:
             custom = AsyncGenerate(2, streams)
             model.generate(**given, synced_gpus=True, custom_generate=custom)
     else:
