@@ -324,6 +324,13 @@ def engine_config(args: argparse.Namespace, depth: int, *, random_seed: int = 0)
     names = {field.name for field in dataclasses.fields(EngineConfig)} & vars(args).keys()
     given = {name: getattr(args, name) for name in names}
     given |= {"inference_async_scheduling": depth > 0, "depth": depth, "random_seed": random_seed}
+    if not given.get("num_speculative_tokens"):
+        for name, unset in (("adaptive_speculation", False), ("speculative_method", "mtp")):
+            if given.get(name, unset) != unset:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} drafts nothing without "
+                    f"{FLAGS['num_speculative_tokens']}; give that too"
+                )
     return EngineConfig(**given)
 
 

@@ -224,7 +224,7 @@ class DynamicInferenceEngine:
 
     @classmethod
     def _over(
-        cls, parts: EngineParts, config: EngineConfig, progress: Progress | None
+        cls, parts: EngineParts, config: EngineConfig, progress: Progress | None, **options: Any
     ) -> DynamicInferenceEngine:
         return cls(
             parts.controller,
@@ -233,6 +233,7 @@ class DynamicInferenceEngine:
             eos_token_ids=parts.eos_token_ids,
             model_name=parts.model_name,
             progress=progress,
+            **options,
         )
 
     # --- requests, from any thread ------------------------------------------------------------

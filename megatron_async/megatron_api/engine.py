@@ -11,7 +11,7 @@ import warnings
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from megatron_async.config import DEFAULT_ASYNC_DEPTH, MAX_DEPTH, EngineConfig, check_config
 from megatron_async.engine import engine
@@ -142,17 +142,10 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
 
     @classmethod
     def _over(
-        cls, parts: EngineParts, config: EngineConfig, progress: Progress | None
+        cls, parts: EngineParts, config: EngineConfig, progress: Progress | None, **options: Any
     ) -> DynamicInferenceEngine:
-        return cls(
-            parts.controller,
-            parts.context,
-            config=config,
-            eos_token_ids=parts.eos_token_ids,
-            model_name=parts.model_name,
-            progress=progress,
-            as_megatron=False,
-        )
+        made = super()._over(parts, config, progress, **{"as_megatron": False, **options})
+        return cast(DynamicInferenceEngine, made)
 
     # --- requests and steps -------------------------------------------------------------------
 

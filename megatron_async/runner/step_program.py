@@ -6,6 +6,7 @@ Nothing here reads a device value on the host.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,8 @@ from megatron_async.step.slot_fields import Source
 if TYPE_CHECKING:
     from megatron_async.kernels.sampling.step_kernels import StepKernels
 
+
+logger = logging.getLogger(__name__)
 
 WINDOW_KERNELS_ON = trial.DRAFTING
 """Engines made from now on run steps with drafts in kernels on CUDA; False takes the torch code."""
@@ -106,6 +109,11 @@ class StepProgram:
                     *(extras or (None, None)), window=layout.window,
                     synthetic_acceptance=synthetic_acceptance,
                 )  # fmt: skip
+            else:
+                logger.warning(
+                    "steps with drafts sample and take their packets in PyTorch's operations, "
+                    "which is slow: their kernels are on trial and have not run on a GPU yet"
+                )
 
     @property
     def extended_bytes(self) -> int:

@@ -109,6 +109,8 @@ def test_contradictory_scheduling_options_are_refused(asynchronous: bool, depth:
         (["verify", "--depths", "0"], ["'0'", "use 0,1"]),
         (["verify", "--depths", "1,x"], ["'x'"]),
         (["verify", "--requests", "0"], ["--requests", "'0'"]),
+        (["generate", "--prompt=a", "--adaptive-speculation"], ["--num-speculative-tokens"]),
+        (["verify", "--speculative-method", "ngram"], ["--num-speculative-tokens"]),
         (["demo", "--inference-async-scheduling", "--depth", "0"], ["--depth 0", "serial"]),
         ([], ["COMMAND", "--help"]),
         (["translate"], ["translate"]),
