@@ -17,7 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_async.kernels.mamba.layer import LayerStates, MambaParameters, StateRows
+from megatron_async.kernels.mamba.layer import (
+    GatedNorm,
+    LayerStates,
+    MambaParameters,
+    StateRows,
+)
 from megatron_async.kernels.pdl import uses_pdl
 
 NORM_BLOCK = tl.constexpr(2048)
@@ -397,10 +402,9 @@ def mix_rows_triton(
     why_not = unsupported(parameters)
     if why_not is not None:
         raise ValueError(f"{why_not}: use reference.mix_rows")
-    _check_layout(projected, parameters, states, out)
+    check_layout(projected, parameters, states, out)
     ring = states.inputs.shape[1]
     channels = min(tile.channels, triton.next_power_of_2(sizes.head_dim))
-    kind = NO_NORM if norm is None else NORM_BEFORE_GATE if norm.before_gate else NORM_AFTER_GATE
     pdl = uses_pdl(projected.device)
     grid = (sizes.heads * triton.cdiv(sizes.head_dim, channels), len(rows.slots))
     _mix_kernel[grid](
@@ -414,15 +418,23 @@ def mix_rows_triton(
         CONV=sizes.conv_width, CHANNELS=channels,
         STATE_PAD=triton.next_power_of_2(sizes.state_size),
         HAS_BIAS=parameters.conv_bias is not None, WIDE_D=parameters.d.numel() != sizes.heads,
-        NORM=kind, NORM_GROUP=sizes.inner if norm is None else norm.group_size,
+        NORM=norm_kind(norm), NORM_GROUP=sizes.inner if norm is None else norm.group_size,
         CHUNKS=chunks, WINDOWS=chunks or most > 1 or ring > sizes.conv_width, PDL=pdl,
         num_warps=tile.warps, launch_pdl=pdl,
     )  # fmt: skip
 
 
-def _check_layout(
+def norm_kind(norm: GatedNorm | None) -> int:
+    """As the kernels take it."""
+    if norm is None:
+        return NO_NORM
+    return NORM_BEFORE_GATE if norm.before_gate else NORM_AFTER_GATE
+
+
+def check_layout(
     projected: Tensor, parameters: MambaParameters, states: LayerStates, out: Tensor
 ) -> None:
+    """Raises ValueError for tensors that the kernels would read wrongly."""
     if projected.stride(1) != 1 or out.stride(1) != 1 or states.inputs.stride(2) != 1:
         raise ValueError("the last dimensions of projected, out and inputs must be contiguous")
     if not states.ssm[0].is_contiguous() or not parameters.conv_weight.is_contiguous():
