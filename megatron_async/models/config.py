@@ -10,6 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megatron_async.config import MAX_COUNT
 from megatron_async.errors import CheckpointError, shown
+from megatron_async.models.mamba.sizes import MambaSizes, check_hybrid
 
 
 def _wanted(kind: Any, value: Any, least: int) -> str | None:
@@ -123,7 +124,7 @@ def _json_object(fields: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """Architecture of a dense megatron-core ``GPTModel``.
+    """Architecture of a dense or hybrid megatron-core model.
 
     ``head_dim`` is megatron's ``kv_channels``, ``num_kv_heads`` its ``num_query_groups``.
     ``vocab_size`` counts the rows of the embedding. All sizes are in elements, windows in tokens.
@@ -150,6 +151,14 @@ class ModelConfig:
         query_scaling_beta: the query of position p is multiplied by 1 + beta *
             log(1 + floor(p / original_max_position_embeddings)) (Llama 4, Ministral 3).
         residual_multiplier: of what attention and MLP add to the residual stream.
+        position_embedding: "none" leaves the order of tokens to the causal mask and to Mamba.
+        hybrid_override_pattern: a letter for each layer, which is one part behind one norm: "M" a
+            Mamba-2 mixer (arXiv:2405.21060), "*" attention, "-" an MLP, "E" experts. None for
+            layers of attention and MLP.
+        mamba_num_heads: None is twice the hidden size over ``mamba_head_dim``. The next fields
+            are megatron's too; ``mamba_conv_kernel`` is its mixer's ``d_conv``.
+        mamba_chunk_size: tokens of a chunk of the scan, which rounds alike however a prompt is
+            divided.
 
     Raises:
         CheckpointError: a value is out of range or two values contradict each other.
@@ -183,7 +192,7 @@ class ModelConfig:
     logit_soft_cap: float | None = None
     sliding_window: int | None = None
     sliding_layers: tuple[int, ...] | None = None
-    position_embedding: Literal["rope", "learned_absolute"] = "rope"
+    position_embedding: Literal["rope", "learned_absolute", "none"] = "rope"
     rotary_fraction: float = 1.0
     nope_layers: tuple[int, ...] = ()
     rope_theta: float = 10000.0
@@ -195,9 +204,21 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     logit_multiplier: float = 1.0
     mtp_num_layers: int = 0
+    hybrid_override_pattern: str | None = None
+    mamba_state_dim: int = 128
+    mamba_head_dim: int = 64
+    mamba_num_groups: int = 8
+    mamba_num_heads: int | None = None
+    mamba_conv_kernel: int = 4
+    mamba_conv_bias: bool = True
+    mamba_proj_bias: bool = False
+    mamba_norm_epsilon: float = 1e-5
+    mamba_chunk_size: int = 128
 
     def __post_init__(self) -> None:
         _check_fields(self, may_be_zero=("mtp_num_layers",))
+        if self.hybrid_override_pattern is not None:
+            check_hybrid(self)
         if self.num_attention_heads % self.num_kv_heads:
             raise CheckpointError(
                 f"model config: num_attention_heads={self.num_attention_heads} must be a multiple "
@@ -240,6 +261,18 @@ class ModelConfig:
     def rotary_dim(self) -> int:
         """Elements of each head that are rotated, from the first on."""
         return int(self.head_dim * self.rotary_fraction)
+
+    def layers_of(self, letter: str) -> tuple[int, ...]:
+        """Layers of a kind of ``hybrid_override_pattern``; without one each layer attends ("*") and
+        has an MLP ("-")."""
+        if self.hybrid_override_pattern is None:
+            return tuple(range(self.num_layers)) if letter in "*-" else ()
+        return tuple(n for n, kind in enumerate(self.hybrid_override_pattern) if kind == letter)
+
+    @property
+    def mamba(self) -> MambaSizes:
+        """Sizes of the Mamba-2 layers."""
+        return MambaSizes.of(self)
 
     def attention_window(self, layer: int) -> int | None:
         """Tokens that ``layer`` attends to; None for all."""

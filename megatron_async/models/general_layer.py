@@ -41,6 +41,12 @@ class GeneralDecoderLayer(TransformerLayer):  # type: ignore[misc]
             self.post_attention_layernorm = post_norm(*arguments)
             self.post_mlp_layernorm = post_norm(*arguments)
 
+    @property
+    def first_norm(self) -> torch.nn.Module:
+        """The norm that reads the residual stream."""
+        norm: torch.nn.Module = self.input_layernorm
+        return norm
+
     def attach(self, next_norm: torch.nn.Module | None) -> None:
         """Nothing: no addition is computed together with the norm that follows it."""
 

@@ -20,6 +20,7 @@ from megatron_async.models.activation import (
 from megatron_async.models.attention import NoCoreAttention, PagedSelfAttention
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.general_layer import GeneralDecoderLayer
+from megatron_async.models.mamba.spec import hybrid_layer_specs
 from megatron_async.models.norm import (
     Norm,
     fusable,
@@ -80,6 +81,12 @@ class DecoderLayer(TransformerLayer):  # type: ignore[misc]
     """megatron's layer; in inference on CUDA each residual addition is one kernel with the norm
     that follows it, the next layer's or the final one included."""
 
+    @property
+    def first_norm(self) -> torch.nn.Module:
+        """The norm that reads the residual stream."""
+        norm: torch.nn.Module = self.input_layernorm
+        return norm
+
     def attach(self, next_norm: torch.nn.Module | None) -> None:
         """Take the norm that reads this layer's output; None leaves that addition alone."""
         # Not a submodule: it belongs to whoever applies it.
@@ -106,9 +113,9 @@ class DecoderLayer(TransformerLayer):  # type: ignore[misc]
         return (output if bias is None else output + bias) + hidden, None
 
 
-def link_norms(layers: list[DecoderLayer], final_norm: torch.nn.Module | None) -> None:
+def link_norms(layers: list[Any], final_norm: torch.nn.Module | None) -> None:
     """Tell each layer which norm reads its output."""
-    norms = [layer.input_layernorm for layer in layers[1:]] + [final_norm]
+    norms = [layer.first_norm for layer in layers[1:]] + [final_norm]
     for layer, norm in zip(layers, norms, strict=True):
         layer.attach(norm)
 
@@ -183,10 +190,12 @@ def gpt_block_spec(
     config: ModelConfig, num_layers: int, device: torch.device | str = "cpu"
 ) -> TransformerBlockSubmodules:
     """The decoder: ``num_layers`` layers (those of this pipeline stage) and the final norm."""
-    return TransformerBlockSubmodules(
-        layer_specs=[gpt_layer_spec(config, device)] * num_layers,
-        layer_norm=_norm(config, device),
-    )
+    norm = _norm(config, device)
+    if config.hybrid_override_pattern is None:
+        specs = [gpt_layer_spec(config, device)] * num_layers
+    else:
+        specs = hybrid_layer_specs(config, norm, lambda layer: gpt_layer_spec(config, device))
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
 
 
 def mtp_block_spec(config: ModelConfig, device: torch.device | str = "cpu") -> ModuleSpec | None:
