@@ -50,6 +50,11 @@ def transformer_config(
             "a model with a hybrid_override_pattern is not divided over tensor-parallel ranks: "
             "load it without tensor parallelism"
         )
+    if tensor > 1 and config.num_moe_experts is not None:
+        raise ConfigError(
+            f"num_moe_experts={config.num_moe_experts} needs all experts on each rank: load the "
+            "model without tensor parallelism"
+        )
     if tensor > 1 and config.qk_norm and config.qk_norm_kind in ("projection", "each_head"):
         raise ConfigError(
             f"qk_norm_kind={config.qk_norm_kind!r} needs all heads on each rank: load the model "
@@ -78,6 +83,7 @@ def transformer_config(
         mamba_head_dim=config.mamba_head_dim,
         mamba_num_groups=config.mamba_num_groups,
         mamba_num_heads=config.mamba_num_heads,
+        **_experts(config),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -91,6 +97,23 @@ def transformer_config(
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
     )
+
+
+def _experts(config: ModelConfig) -> dict[str, Any]:
+    """Fields of megatron's config that a model with experts has, under the same names."""
+    if config.num_moe_experts is None:
+        return {}
+    names = (
+        "num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_score_function",
+        "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk",
+        "moe_router_topk_scaling_factor", "moe_router_enable_expert_bias",
+        "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_latent_size",
+    )  # fmt: skip
+    kinds = config.moe_layer_freq
+    return {
+        **{name: getattr(config, name) for name in names},
+        "moe_layer_freq": 1 if kinds is None else list(kinds),
+    }
 
 
 def build_model(
@@ -216,7 +239,9 @@ def _initialize_on_device(model: GPTModel, device: torch.device) -> None:
         for name, parameter in model.named_parameters():
             if name.endswith("position_embeddings.weight"):
                 continue
-            if parameter.dim() == 2:
+            if "conv1d" in name:
+                continue
+            if name.endswith("weight") and parameter.dim() > 1 and "norm" not in name:
                 is_output = name.endswith(_OUTPUTS)
                 draw(parameter, output_std if is_output else std)
             elif ("linear" in name or "_proj" in name) and name.endswith(".bias"):

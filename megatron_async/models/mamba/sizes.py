@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from megatron_async.errors import CheckpointError
+from megatron_async.kernels.mamba.layer import MambaSizes
 
 if TYPE_CHECKING:
     from megatron_async.models.config import ModelConfig
@@ -13,42 +14,15 @@ MAMBA, ATTENTION, MLP, EXPERTS = LETTERS = "M*-E"
 """megatron-core's letters of the kinds of layers."""
 
 
-class MambaSizes(NamedTuple):
-    """Of a Mamba-2 mixer: ``heads`` of ``head_dim`` channels, each with a state ``[head_dim,
-    state_dim]``; ``groups`` of heads share their B and C."""
-
-    heads: int
-    head_dim: int
-    groups: int
-    state_dim: int
-    conv_kernel: int
-
-    @classmethod
-    def of(cls, config: ModelConfig) -> MambaSizes:
-        """Those that a configuration asks for."""
-        heads = config.mamba_num_heads or 2 * config.hidden_size // config.mamba_head_dim
-        return cls(
-            heads,
-            config.mamba_head_dim,
-            config.mamba_num_groups,
-            config.mamba_state_dim,
-            config.mamba_conv_kernel,
-        )
-
-    @property
-    def inner(self) -> int:
-        """Channels of x, and of the gate z."""
-        return self.heads * self.head_dim
-
-    @property
-    def conv(self) -> int:
-        """Channels of the convolution: x, B, C."""
-        return self.inner + 2 * self.groups * self.state_dim
-
-    @property
-    def projection(self) -> int:
-        """Rows of ``in_proj``: z, x, B, C, dt."""
-        return self.inner + self.conv + self.heads
+def mamba_sizes(config: ModelConfig) -> MambaSizes:
+    """Sizes of the Mamba-2 layers of a configuration."""
+    return MambaSizes(
+        heads=config.mamba_num_heads or 2 * config.hidden_size // config.mamba_head_dim,
+        head_dim=config.mamba_head_dim,
+        groups=config.mamba_num_groups,
+        state_size=config.mamba_state_dim,
+        conv_width=config.mamba_conv_kernel,
+    )
 
 
 def check_hybrid(config: ModelConfig) -> None:
@@ -66,6 +40,16 @@ def check_hybrid(config: ModelConfig) -> None:
             raise CheckpointError(
                 f"model config: {name}={value!r} is not supported with a hybrid_override_pattern"
             )
+    if EXPERTS in pattern and config.num_moe_experts is None:
+        raise CheckpointError(
+            f"model config: hybrid_override_pattern={pattern!r} with {EXPERTS!r} needs "
+            "num_moe_experts"
+        )
+    if config.moe_layer_freq is not None:
+        raise CheckpointError(
+            "model config: moe_layer_freq and hybrid_override_pattern exclude each other; the "
+            f"pattern has {EXPERTS!r} for layers of experts"
+        )
     if MAMBA not in pattern:
         return
     if config.mamba_num_heads is None and 2 * config.hidden_size % config.mamba_head_dim:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import torch
 
@@ -19,20 +19,20 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 def hybrid_layer_specs(
     config: ModelConfig,
     norm: type,
-    whole_layer: Callable[[int], ModuleSpec],
+    whole_layers: Sequence[ModuleSpec],
 ) -> list[ModuleSpec]:
     """One spec for each letter of the pattern.
 
     Args:
         norm: of a layer's input.
-        whole_layer: a layer's spec with attention and MLP, of which one part is taken.
+        whole_layers: with attention and MLP, of which one part is taken.
     """
     pattern = config.hybrid_override_pattern
     assert pattern is not None
     params = {"residual_multiplier": config.residual_multiplier}
 
     def attention(number: int) -> ModuleSpec:
-        whole = whole_layer(number).submodules
+        whole = whole_layers[number].submodules
         parts = TransformerLayerSubmodules(
             input_layernorm=whole.input_layernorm,
             self_attention=whole.self_attention,
@@ -41,7 +41,7 @@ def hybrid_layer_specs(
         return ModuleSpec(module=AttentionLayer, params=params, submodules=parts)
 
     def mlp(number: int) -> ModuleSpec:
-        whole = whole_layer(number).submodules
+        whole = whole_layers[number].submodules
         parts = TransformerLayerSubmodules(
             pre_mlp_layernorm=whole.pre_mlp_layernorm, mlp=whole.mlp, mlp_bda=whole.mlp_bda
         )
