@@ -28,6 +28,7 @@ from megatron_async.runner.attention_metadata import (
     metadata_of_tokens,
     no_tokens,
 )
+from megatron_async.runner.recurrent_states import RecurrentStates
 from megatron_async.runner.slot_state import SlotState
 from megatron_async.sampling_params import MAX_STOP_TOKEN_IDS
 
@@ -194,6 +195,10 @@ class DynamicInferenceContext(BaseInferenceContext):
             _warn_of_slow_attention(kv_channels)
 
         self.begin(no_tokens(self.device))
+        self.states: RecurrentStates | None = None
+        """Of a model with recurrent layers."""
+
+        self._metadata = no_tokens(self.device)
         self._decode_attentions = DecodeAttentions(self.device)
 
     def beside(self, spec: KVCacheSpec) -> DynamicInferenceContext:
@@ -285,6 +290,12 @@ class DynamicInferenceContext(BaseInferenceContext):
     def token_slots(self) -> torch.Tensor:
         """Slot of each token, int64 [T]."""
         return self._metadata.token_slots
+
+    @property
+    def live_tokens(self) -> torch.Tensor:
+        """Whether each token is one of a request that goes on: no padding, and not of a row that
+        has ended; bool [T]."""
+        return ~self.finished[self.token_slots]
 
     @property
     def long_rotation(self) -> torch.Tensor:

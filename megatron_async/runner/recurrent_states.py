@@ -1,0 +1,142 @@
+"""Recurrent state of all requests on the device: where it lives, and what a layer is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_async.device.memory import GIB, must_fit
+from megatron_async.models.recurrent_state_spec import RecurrentStateSpec
+
+ZEROS = -1
+"""In place of an entry: begin from a state of zeros."""
+
+
+class DecodeStates(NamedTuple):
+    """The R decode rows of a forward over T tokens, padding and rows that have ended included. Row
+    r brings a window of w tokens: 1, and its drafts.
+
+    A layer begins row r with entry ``first[r]`` of slot ``slots[r]``, or with zeros where that is
+    ``ZEROS``, and leaves the state after token j of the window in entry j of that slot. It reads
+    before it writes: they may be the same. States behind the row's own tokens are never used and
+    may be anything.
+
+    Args:
+        slots: int64 [R]; the null slot for rows that hold no live request. They may write there in
+            any order, and begin from zeros, so they stay finite.
+        first: int64 [R].
+        window: w.
+        tokens: int64 [R, w], which of the T tokens they are; T, one behind the last, for places
+            without a token: such a place reads anything, and its output goes nowhere. None: token j
+            of row r is token r * w + j, and those from R * w on are padding of the forward.
+    """
+
+    slots: Tensor
+    first: Tensor
+    window: int
+    tokens: Tensor | None = None
+
+
+class ChunkStates(NamedTuple):
+    """The prefill chunks of a forward, at most N; entries without tokens come last.
+
+    A layer begins chunk n with entry ``first[n]`` of slot ``slots[n]``, or with zeros where that is
+    ``ZEROS`` (the beginning of a prompt), and leaves the state after its last token in entry 0. An
+    entry without tokens has the null slot and may leave its zeros there.
+
+    Args:
+        slots, first: int64 [N].
+        offsets: int64 [N], the forward's token that is the chunk's first.
+        lengths: int64 [N], its tokens; 0 for entries without.
+    """
+
+    slots: Tensor
+    first: Tensor
+    offsets: Tensor
+    lengths: Tensor
+
+
+class StepStates(NamedTuple):
+    """What the recurrent layers of one forward are told; tokens of neither part are padding, whose
+    outputs may be anything finite. Without ``chunks`` it is a decode step."""
+
+    decode: DecodeStates
+    chunks: ChunkStates | None = None
+
+
+class RecurrentStates:
+    """The state pool, addressed by slot, and snapshots of states for the prefix cache.
+
+    Each tensor of the spec is ``[layers, slots + 1, entries, *shape]``; the last slot is the null
+    slot. An engine that drafts has as many entries as its largest window has tokens, any other
+    engine has one. A window's forward leaves a state behind each of its tokens. S then says how
+    many count, and the next forward of the row begins from the entry of the last one: a slot's
+    entry 0 is the state behind position ``base[slot]``, so it is entry ``position - 1 - base``. The
+    host knows nothing of it. A chunk and a restored snapshot leave one state, in entry 0.
+
+    A slot's states are whatever they were until a chunk that begins at position 0 (from zeros), or
+    a snapshot that is copied there, begins a request. Snapshots are ``[layers, count, *shape]``.
+
+    Args:
+        entries: states of a slot.
+        snapshot_count: 0 without a prefix cache.
+
+    Raises:
+        CacheTooLargeError: they do not fit into the device's memory.
+    """
+
+    def __init__(
+        self,
+        spec: RecurrentStateSpec,
+        slot_count: int,
+        *,
+        entries: int,
+        snapshot_count: int,
+        device: torch.device,
+    ) -> None:
+        self.spec = spec
+        self.null_slot = slot_count
+        self.entries = entries
+        self.snapshot_count = snapshot_count
+        slots = slot_count + 1
+        with must_fit(
+            device,
+            slots * entries * spec.state_bytes,
+            f"the recurrent state of {slots} slots, {entries} each",
+            "max_requests, depth or num_speculative_tokens",
+        ):
+            self._states = _allocate(spec, (slots, entries), device)
+            self._base = torch.zeros(slots, dtype=torch.int64, device=device)
+        with must_fit(
+            device,
+            snapshot_count * spec.state_bytes,
+            f"{snapshot_count} snapshots of recurrent state for the prefix cache",
+            "state_snapshot_count",
+        ):
+            self._snapshots = _allocate(spec, (snapshot_count,), device)
+        self.step: StepStates | None = None
+        """Of the forward that runs now."""
+
+    def layer(self, layer: int) -> Mapping[str, Tensor]:
+        """The states of recurrent layer ``layer`` by name, each ``[slots + 1, entries, *shape]``;
+        the layer reads and writes them in place."""
+        return {name: states[layer] for name, states in self._states.items()}
+
+    @property
+    def memory_gib(self) -> float:
+        """GiB of the states of all slots."""
+        return sum(states.nbytes for states in self._states.values()) / GIB
+
+
+def _allocate(
+    spec: RecurrentStateSpec, shape: tuple[int, ...], device: torch.device
+) -> dict[str, Tensor]:
+    return {
+        tensor.name: torch.zeros(
+            spec.num_layers, *shape, *tensor.shape, dtype=tensor.dtype, device=device
+        )
+        for tensor in spec.tensors
+    }
