@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
+from megatron_async.models.moe.layer import padding_mask
 from megatron_async.models.norm import Norm, fusable
 
 from megatron.core.transformer.module import MegatronModule  # isort: skip
@@ -82,8 +83,9 @@ class MlpLayer(_OnePart, TransformerLayer):  # type: ignore[misc]
         return norm
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        hidden, _ = _inputs(args, kwargs)
-        return self._add(self.mlp(self.pre_mlp_layernorm(hidden)), hidden)
+        hidden, context = _inputs(args, kwargs)
+        mask = padding_mask(self, context)
+        return self._add(self.mlp(self.pre_mlp_layernorm(hidden), **mask), hidden)
 
 
 class MambaLayer(_OnePart, MegatronModule):  # type: ignore[misc]
