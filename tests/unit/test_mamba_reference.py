@@ -14,7 +14,7 @@ def whole(
     projected: torch.Tensor, parameters: MambaParameters, states: LayerStates, slot: int = 0
 ) -> torch.Tensor:
     out = projected.new_zeros(len(projected), parameters.sizes.inner)
-    scan_chunks(projected, parameters, states, torch.tensor([[slot, 0, len(out), 0]]), out)
+    scan_chunks(projected, parameters, states, rows_of((slot, 0, len(out), 0, 0, len(out))), out)
     return out
 
 
@@ -56,7 +56,8 @@ def test_bits_depend_neither_on_chunks_nor_on_windows_nor_on_other_rows(
         border = 3 * slot + 1
         for start, end in ((0, border), (border, 13)):
             out = torch.zeros_like(wanted[slot])
-            chunk = torch.tensor([[slot, 2, end - start, start], [slots, 29, 0, 0]])
+            length = end - start
+            chunk = rows_of((slot, 2, length, start, 0, length), (slots, 29, 0, 0, 0, 0))
             scan_chunks(projected[slot, start - 2 :] if start > 2 else torch.cat(
                 [projected[slot, :2], projected[slot, start:]]
             ), parameters, states, chunk, out)  # fmt: skip

@@ -80,21 +80,15 @@ def scan_chunks(
     projected: Tensor,
     parameters: MambaParameters,
     states: LayerStates,
-    chunks: Tensor,
+    rows: StateRows,
     out: Tensor,
 ) -> None:
-    """The prefill chunks of a step, each from the state that its slot has.
-
-    Args:
-        chunks: integers ``[N, 4]``: slot, first token, number of tokens, first position, see
-            ``AttentionMetadata``. They are read on the host.
-        projected, states, out: see :func:`mix_rows`.
-    """
-    for slot, first, length, start in chunks.tolist():
-        if length and slot != states.null_slot:
-            columns = (slot, first, length, start, 0, length)
-            rows = StateRows(*torch.tensor(columns, device=projected.device)[:, None])
-            mix_rows(projected, parameters, states, rows, out, most=length)
+    """The prefill chunks of a step, see :func:`mix_rows`; the host reads how long they are."""
+    lengths = rows.lengths.tolist()
+    for row, length in enumerate(lengths):
+        if length:
+            chunk = StateRows(*(column[row : row + 1] for column in rows))
+            mix_rows(projected, parameters, states, chunk, out, most=length)
 
 
 def gated_norm(y: Tensor, z: Tensor, norm: GatedNorm | None) -> Tensor:
