@@ -23,6 +23,7 @@ from megatron_async.errors import ConfigError
 from megatron_async.kernels.attention import paged_attention
 from megatron_async.kernels.attention.decode_attention import DecodeAttentions, Heads, heads_of
 from megatron_async.models.kv_cache_spec import KVCacheSpec
+from megatron_async.models.recurrent_state_spec import RecurrentStateSpec
 from megatron_async.runner.attention_metadata import (
     AttentionMetadata,
     metadata_of_tokens,
@@ -214,6 +215,7 @@ class DynamicInferenceContext(BaseInferenceContext):
             cache = torch.zeros(shape, dtype=spec.dtype, device=self.device)
         other = copy.copy(self)
         other.take_cache(cache)
+        other.states = None
         return other
 
     def take_cache(self, kv_cache: torch.Tensor) -> None:
@@ -226,10 +228,30 @@ class DynamicInferenceContext(BaseInferenceContext):
     def reset(self) -> None:
         """Forget all slots; nothing may be in flight."""
         self.slots.reset()
+        if self.states is not None:
+            self.states.reset()
 
     def release(self) -> None:
         """Free the cache, which nobody uses any more."""
         self.kv_cache = self.kv_cache.new_empty(0)
+        self.states = None
+
+    def keep_states(
+        self, spec: RecurrentStateSpec, snapshot_count: int
+    ) -> RecurrentStates:
+        """Have room for the state of a model's recurrent layers in each slot, and for snapshots.
+
+        Raises:
+            CacheTooLargeError: they do not fit into the device's memory.
+        """
+        self.states = RecurrentStates(
+            spec,
+            self.slot_count,
+            entries=1 + self.num_speculative_tokens,
+            snapshot_count=snapshot_count,
+            device=self.device,
+        )
+        return self.states
 
     # --- one forward --------------------------------------------------------------------------
 
