@@ -137,6 +137,9 @@ class DynamicInferenceContext(BaseInferenceContext):
         token_bytes = 2 * num_layers * num_attention_heads * kv_channels * params_dtype.itemsize
         block_bytes = (token_bytes + further_token_bytes) * block_size_tokens
         size = f"block_count={block_count}"
+        self.max_blocks_per_request = -(-max_sequence_length // block_size_tokens)
+        if block_bytes == 0 and block_count is None:  # no layer attends: blocks count tokens alone
+            block_count = max_requests * self.max_blocks_per_request
         if block_count is None:
             size = f"buffer_size_gb={buffer_size_gb}"
             if buffer_size_gb is None:
@@ -154,9 +157,8 @@ class DynamicInferenceContext(BaseInferenceContext):
         self.block_count = block_count
         self.block_size_bytes = block_bytes
         self.paused_block_count: int | None = None
-        if paused_buffer_size_gb is not None:
+        if paused_buffer_size_gb is not None and block_bytes:
             self.paused_block_count = int(paused_buffer_size_gb * GIB) // block_bytes
-        self.max_blocks_per_request = -(-max_sequence_length // block_size_tokens)
         self.slot_count = slot_count or 2 * max_requests
         self.null_slot = self.slot_count
 

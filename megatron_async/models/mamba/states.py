@@ -14,6 +14,7 @@ from megatron_async.kernels.mamba.layer import (
     StateRows,
 )
 from megatron_async.kernels.mamba.reference import mix_rows, scan_chunks
+from megatron_async.kernels.mamba.rows import rows_of_chunks, rows_of_windows
 from megatron_async.models.recurrent_state_spec import StateTensor
 
 INPUTS, SSM = "inputs", "ssm"
@@ -24,17 +25,18 @@ def state_tensors(sizes: MambaSizes, dtype: torch.dtype) -> tuple[StateTensor, .
 
     The ring of inputs holds what a window's tokens leave, so one state is enough for any window.
     """
-    ring = sizes.ring(2) - sizes.ring(1), 2 * sizes.ring(1) - sizes.ring(2)
+    ring, growth = sizes.ring(1), sizes.ring(2) - sizes.ring(1)
     shape = (sizes.heads, sizes.head_dim, sizes.state_size)
     return (
-        StateTensor(INPUTS, (sizes.input_width,), dtype, entries=ring),
-        StateTensor(SSM, shape, torch.float32, is_sum=True, entries=(0, 1)),
+        StateTensor(INPUTS, (ring, sizes.input_width), dtype, window_growth=growth),
+        StateTensor(SSM, shape, torch.float32, is_sum=True),
     )
 
 
 class StepRows(NamedTuple):
-    """The rows of a forward, the same for all layers."""
+    """The rows of a forward, the same for all layers; ``of`` is what they were made of."""
 
+    of: Any
     decode: StateRows
     chunks: StateRows | None
 
@@ -52,7 +54,7 @@ def mix_step(projected: Tensor, parameters: MambaParameters, context: Any, layer
     """
     pool = context.states
     tensors = pool.layer(layer)
-    states = LayerStates(tensors[INPUTS], tensors[SSM][:, 0])
+    states = LayerStates(tensors[INPUTS][:, 0], tensors[SSM][:, 0])
     rows = _rows(context)
     out = projected.new_zeros(len(projected), parameters.sizes.inner)
     if len(rows.decode.slots):
@@ -67,29 +69,16 @@ def mix_step(projected: Tensor, parameters: MambaParameters, context: Any, layer
 
 def _rows(context: Any) -> StepRows:
     """Those of the forward that runs now; its first layer makes them."""
-    pool = context.states
-    if pool.prepared is None or pool.prepared[0] is not pool.step:
-        pool.prepared = pool.step, _rows_of(pool.step, context.position_ids)
-    rows: StepRows = pool.prepared[1]
+    step = context.states.step
+    rows: StepRows | None = getattr(context, "mamba_rows", None)
+    if rows is None or rows.of is not step:
+        positions, decode, chunks = context.position_ids, step.decode, step.chunks
+        rows = StepRows(
+            step,
+            rows_of_windows(decode.slots, decode.first, positions, decode.window, decode.tokens),
+            None
+            if chunks is None
+            else rows_of_chunks(chunks.slots, chunks.offsets, chunks.lengths, positions),
+        )
+        context.mamba_rows = rows
     return rows
-
-
-def _rows_of(step: Any, positions: Tensor) -> StepRows:
-    slots, first, window, tokens = step.decode
-    last = len(positions) - 1
-    # A slot's state is that behind its last window's first token; ``first`` of that window's other
-    # tokens are in front of this one.
-    behind = first.clamp(min=0)
-    if tokens is None:
-        begin = torch.arange(len(slots), device=slots.device) * window
-        lengths = torch.full_like(begin, window)
-    else:
-        begin, lengths = tokens[:, 0], (tokens <= last).sum(1)
-    starts = positions[begin.clamp(max=last)]
-    decode = StateRows(slots, begin, lengths, starts, behind, torch.ones_like(begin))
-    if step.chunks is None:
-        return StepRows(decode, None)
-    slots, first, offsets, lengths = step.chunks
-    starts = positions[offsets.clamp(max=last)]
-    behind = torch.zeros_like(first)
-    return StepRows(decode, StateRows(slots, offsets, lengths, starts, behind, lengths))
