@@ -17,10 +17,11 @@ class ExpertNames:
         expert: of expert n; the gate's and the up projection's name, or one for both, and the down
             projection's follow.
         stacked: prefix of the tensors of all experts in one, where they are stored so (in the
-            memory of transformers 5): ``gate_up_proj`` and ``down_proj``, ``[experts, out, in]``.
+            memory of transformers 5): ``stacked_fc1`` and ``stacked_fc2``, ``[experts, out, in]``.
             The router's name is then ``stacked_router``.
         shared_fc1, shared_fc2, shared_gate: of the shared experts.
         expert_bias: the whole name of what is added to scores for the choice of experts.
+        latent: prefix of the projections to and from experts of ``moe_latent_size``.
     """
 
     router: str = "mlp.gate"
@@ -28,11 +29,14 @@ class ExpertNames:
     fc1: tuple[str, ...] = ("gate_proj", "up_proj")
     fc2: str = "down_proj"
     stacked: str = "mlp.experts."
+    stacked_fc1: str = "gate_up_proj"
+    stacked_fc2: str = "down_proj"
     stacked_router: str = "mlp.gate"
     shared_fc1: tuple[str, ...] = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
     shared_fc2: str = "mlp.shared_expert.down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
     expert_bias: str = "mlp.gate.e_score_correction_bias"
+    latent: str = "mlp."
 
 
 def expert_targets(
@@ -50,7 +54,7 @@ def expert_targets(
         stored: names of the stored tensors; they decide whether experts are stacked.
     """
     stacked = f"{theirs}{names.stacked}"
-    is_stacked = f"{stacked}gate_up_proj" in stored
+    is_stacked = f"{stacked}{names.stacked_fc1}" in stored
     router = theirs + (names.stacked_router if is_stacked else names.router)
     targets.whole(f"{router}.weight", f"{ours}.mlp.router.weight")
     if config.moe_router_bias:
@@ -58,10 +62,13 @@ def expert_targets(
     if config.moe_router_enable_expert_bias:
         targets.whole(f"{theirs}{names.expert_bias}", f"{ours}.mlp.router.expert_bias")
     if is_stacked:
-        targets.whole(f"{stacked}gate_up_proj", f"{ours}.mlp.experts.linear_fc1.weight")
-        targets.whole(f"{stacked}down_proj", f"{ours}.mlp.experts.linear_fc2.weight")
+        targets.whole(f"{stacked}{names.stacked_fc1}", f"{ours}.mlp.experts.linear_fc1.weight")
+        targets.whole(f"{stacked}{names.stacked_fc2}", f"{ours}.mlp.experts.linear_fc2.weight")
     else:
         _each(targets, config, names, theirs, f"{ours}.mlp.experts")
+    if config.moe_latent_size is not None:
+        for name in ("fc1_latent_proj.weight", "fc2_latent_proj.weight"):
+            targets.whole(f"{theirs}{names.latent}{name}", f"{ours}.mlp.{name}")
     if config.moe_shared_expert_intermediate_size is not None:
         _shared(targets, config, names, theirs, f"{ours}.mlp.shared_experts")
 

@@ -45,6 +45,9 @@ class Names:
         prefix: of all names but ``head``; older files leave it out.
         ignored: ends of the names of tensors that hold no parameter.
         experts: names in layers of experts.
+        mamba: prefix of a Mamba-2 mixer.
+        parts: layers of a hybrid pattern that a stored layer is: 2 for a mixer and the MLP behind
+            it.
     """
 
     embedding: str = "model.embed_tokens"
@@ -68,6 +71,8 @@ class Names:
     prefix: str = ""
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     experts: ExpertNames = field(default_factory=ExpertNames)
+    mamba: str = "mamba"
+    parts: int = 1
 
 
 def nothing(fields: Fields) -> dict[str, Any]:

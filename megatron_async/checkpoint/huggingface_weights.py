@@ -13,10 +13,12 @@ from megatron_async.checkpoint.family import Names
 from megatron_async.checkpoint.files import load_safetensors, stored_shapes
 from megatron_async.checkpoint.huggingface import family_of
 from megatron_async.checkpoint.json_file import read_json
+from megatron_async.checkpoint.mamba_weights import mamba_targets
 from megatron_async.checkpoint.mtp_weights import mtp_layers, mtp_targets
 from megatron_async.checkpoint.targets import EMBEDDING, OUTPUT, Target, TensorParallel
 from megatron_async.errors import IntegrityError
 from megatron_async.models.config import ModelConfig
+from megatron_async.models.mamba.sizes import ATTENTION, EXPERTS, MAMBA
 
 Arrange = Callable[[Tensor], Tensor]
 """From a whole stored tensor to the same elements in the order of megatron's parameter."""
@@ -143,7 +145,10 @@ def weight_targets(
     for kind in _norm_parts(config):
         targets.whole(f"{names.final_norm}.{kind}", f"decoder.final_layernorm.{kind}")
     for n in range(config.num_layers):
-        theirs, ours = names.layer.format(n), f"decoder.layers.{n}"
+        theirs, ours = names.layer.format(n // names.parts), f"decoder.layers.{n}"
+        if config.hybrid_override_pattern is not None:
+            _one_part(targets, config, names, theirs, n, stored)
+            continue
         _layer(targets, config, names, theirs, ours, parallel.size)
         if config.has_experts(n):
             expert_targets(targets, config, names.experts, theirs, ours, stored)
@@ -168,6 +173,32 @@ def _layer(
             targets.whole(f"{theirs}{stored}.{kind}", f"{ours}.{name}.{kind}")
     _head_norms(targets, config, names, theirs, ours)
     _attention(targets, config, names, theirs, ours, ranks)
+
+
+def _one_part(
+    targets: Targets,
+    config: ModelConfig,
+    names: Names,
+    theirs: str,
+    layer: int,
+    stored: Collection[str],
+) -> None:
+    """Targets of a layer of a hybrid model."""
+    assert config.hybrid_override_pattern is not None
+    kind, ours = config.hybrid_override_pattern[layer], f"decoder.layers.{layer}"
+    norms = {MAMBA: (names.input_norm, "norm"), ATTENTION: (names.input_norm, "input_layernorm")}
+    norm, our_norm = norms.get(kind, (names.pre_mlp_norm, "pre_mlp_layernorm"))
+    for part in _norm_parts(config):
+        targets.whole(f"{theirs}{norm}.{part}", f"{ours}.{our_norm}.{part}")
+    if kind == MAMBA:
+        mamba_targets(targets, config, f"{theirs}{names.mamba}", f"{ours}.mixer")
+    elif kind == ATTENTION:
+        _head_norms(targets, config, names, theirs, ours)
+        _attention(targets, config, names, theirs, ours, ranks=1)
+    elif kind == EXPERTS:
+        expert_targets(targets, config, names.experts, theirs, ours, stored)
+    else:
+        _mlp(targets, config, names, theirs, ours, ranks=1)
 
 
 def _norm_parts(config: ModelConfig) -> tuple[str, ...]:

@@ -57,15 +57,12 @@ def scan(x: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> Tensor:
     decay = _chunks(decay, chunk, further).unflatten(3, (groups, heads // groups))
     b, c = _chunks(b, chunk, further), _chunks(c, chunk, further)
 
-    total = decay.cumsum(2)
-    ahead = total[:, :, :, None] - total[:, :, None]
-    is_past = torch.ones(chunk, chunk, dtype=torch.bool, device=x.device).tril()
-    kept = torch.exp(ahead.masked_fill(~is_past[:, :, None, None], float("-inf")))
+    kept = torch.exp(_between(decay))
     scores = torch.einsum("zclgn,zcsgn->zclsg", c, b)
     y = torch.einsum("zclsg,zclsgh,zcsghp->zclghp", scores, kept, x)
 
-    remaining = torch.exp(total[:, :, -1:] - total)
-    added = torch.einsum("zcsgn,zcsgh,zcsghp->zcghpn", b, remaining, x)
+    added = torch.einsum("zcsgn,zcsgh,zcsghp->zcghpn", b, kept[:, :, -1], x)
+    total = decay.cumsum(2)
     state = torch.zeros_like(added[:, 0])
     before = []
     for number in range(added.shape[1]):
@@ -75,6 +72,19 @@ def scan(x: Tensor, decay: Tensor, b: Tensor, c: Tensor) -> Tensor:
         "zclgn,zclgh,zcghpn->zclghp", c, torch.exp(total), torch.stack(before, dim=1)
     )
     return y.flatten(3, 4).flatten(1, 2)[:, :tokens]
+
+
+def _between(decay: Tensor) -> Tensor:
+    """``[z, c, l, s, ...]``: of a state behind token s until token l, minus infinity for l < s.
+
+    Each is a sum of its own: the difference of two long sums would be less exact.
+    """
+    chunk = decay.shape[2]
+    past = torch.ones(chunk, chunk, dtype=torch.bool, device=decay.device).tril()
+    past = past.view(chunk, chunk, *[1] * (decay.dim() - 3))
+    apart = past & ~torch.eye(chunk, dtype=torch.bool, device=decay.device).view(past.shape)
+    sums = torch.where(apart, decay[:, :, :, None], 0.0).cumsum(2)
+    return sums.masked_fill(~past, float("-inf"))
 
 
 def _chunks(x: Tensor, chunk: int, further: int) -> Tensor:
