@@ -26,14 +26,12 @@ SLACK = 2
 def least_parameters(config: ModelConfig) -> int:
     """Elements of the large matrices that each architecture has: fewer than all."""
     attention = 2 * (config.num_attention_heads + config.num_kv_heads) * config.head_dim
-    expert_layers = sum(map(config.has_experts, range(config.num_layers)))
-    dense_layers = config.num_layers - expert_layers
+    expert_layers = config.expert_layer_count
     if config.has_experts(config.num_layers):
         expert_layers += config.mtp_num_layers
-    else:
-        dense_layers += config.mtp_num_layers
-    layers = (dense_layers + expert_layers) * config.hidden_size * attention
-    layers += dense_layers * 2 * config.hidden_size * config.ffn_hidden_size
+    all_layers = config.num_layers + config.mtp_num_layers
+    layers = all_layers * config.hidden_size * attention
+    layers += (all_layers - expert_layers) * 2 * config.hidden_size * config.ffn_hidden_size
     if config.num_moe_experts is not None:
         size, ffn = config.moe_latent_size or config.hidden_size, config.moe_ffn_hidden_size or 0
         layers += expert_layers * config.num_moe_experts * 2 * size * ffn

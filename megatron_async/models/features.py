@@ -34,7 +34,7 @@ def features(config: ModelConfig) -> list[str]:
 def _experts(config: ModelConfig) -> list[str]:
     if config.num_moe_experts is None:
         return []
-    layers = sum(map(config.has_experts, range(config.num_layers)))
+    layers = config.expert_layer_count
     count = f"{config.num_moe_experts} experts of {config.moe_ffn_hidden_size}"
     where = f"in {layers} of {config.num_layers} layers"
     found = [f"{count} {where}, {config.moe_router_topk} a token by {_router(config)}"]
