@@ -11,6 +11,7 @@ import torch
 
 from megatron_async.checkpoint.load import load_pretrained
 from megatron_async.checkpoint.native import save_native
+from megatron_async.checkpoint.update import read_weights
 from megatron_async.engine.build import build_context, resolve_device
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import CheckpointError, ConfigError
@@ -245,6 +246,28 @@ def test_bias_of_experts_stays_in_fp32(tmp_path: Path) -> None:
         assert bias.dtype == torch.float32 and after.router.weight.dtype == torch.bfloat16
         assert torch.equal(bias, before.router.expert_bias)
         assert not torch.equal(bias, bias.bfloat16().float())
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    ["local_experts.{}.{}.weight", "{1}.weight{0}"],
+    ids=["SequentialMLP", "TEGroupedMLP"],
+)
+def test_new_weights_may_come_expert_by_expert(pattern: str) -> None:
+    model, new = model_of(CONFIG), {}
+    wanted = {name: torch.randn_like(p) for name, p in model.named_parameters()}
+    for name, tensor in wanted.items():
+        prefix, found, linear = name.partition("experts.linear_")
+        if not found or "shared" in prefix + found:
+            new[name] = tensor
+        elif name.endswith("weight"):
+            kind = "linear_" + linear.removesuffix(".weight")
+            for expert, part in enumerate(tensor):
+                new[prefix + "experts." + pattern.format(expert, kind)] = part
+    assert len(new) > len(wanted)
+    read_weights(model, new)()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, wanted[name]), name
 
 
 def test_features_name_what_is_there() -> None:
