@@ -75,7 +75,7 @@ def test_bits_depend_neither_on_chunks_nor_on_windows_nor_on_other_rows(
         rows += [(slots, 0, window, 5, 1, 1)]  # the row in front is padding
         step = torch.cat([torch.full((window, sizes.projection), float("nan")).to(dtype), *taken])
         out = torch.full((len(step), sizes.inner), -1.0).to(dtype)
-        mix_rows(step, parameters, states, rows_of(*rows), out, most=window, most_behind=window - 1)
+        mix_rows(step, parameters, states, rows_of(*rows), out, most=window)
         assert (out[:window] == -1).all()
         for row, slot in enumerate(live):
             real = int(got[slot][starts[slot], 0])
@@ -85,12 +85,3 @@ def test_bits_depend_neither_on_chunks_nor_on_windows_nor_on_other_rows(
             behind[slot] = real - 1
     for one, other in zip(got, wanted, strict=True):
         assert one.equal(other)
-
-
-def test_a_short_ring_is_refused() -> None:
-    states = pool_of(1, window=1)
-    with pytest.raises(ValueError, match=r"inputs of 4 tokens a slot are kept"):
-        mix_rows(
-            torch.zeros(4, SIZES.projection), parameters_of(), states,
-            rows_of((0, 0, 4, 0, 0, 1)), torch.zeros(4, SIZES.inner), most=4, most_behind=3,
-        )  # fmt: skip

@@ -25,7 +25,6 @@ def mix_rows(
     out: Tensor,
     *,
     most: int,
-    most_behind: int = 0,
 ) -> None:
     """Convolution, state update, gate and norm of rows of up to ``most`` tokens.
 
@@ -36,14 +35,11 @@ def mix_rows(
         states: read, and written: the tokens' inputs, and ``ssm`` after ``rows.keeps`` of them.
         out: ``[T, inner]``, filled for the tokens of rows that are not of the null slot; other
             tokens are left as they are.
-        most_behind: the most that a row is behind.
-
-    Raises:
-        ValueError: the pool's ring is too short for such rows.
     """
     sizes = parameters.sizes
     lead = sizes.conv_width - 1
-    _check_ring(states, lead + most_behind)
+    # The ring has room for a window that was accepted, its first token's lead and a new window.
+    most_behind = (states.inputs.shape[1] - sizes.conv_width) // 2
     steps = torch.arange(-most_behind, most, device=projected.device)
     live = rows.slots != states.null_slot
     active = (steps >= -rows.behind[:, None]) & (steps < rows.lengths[:, None]) & live[:, None]
@@ -110,15 +106,6 @@ def _silu(x: Tensor) -> Tensor:
 
 def _softplus(x: Tensor) -> Tensor:
     return torch.where(x > SOFTPLUS_LINEAR, x, torch.log1p(torch.exp(x)))
-
-
-def _check_ring(states: LayerStates, needed: int) -> None:
-    ring = states.inputs.shape[1]
-    if ring < needed:
-        raise ValueError(
-            f"inputs of {ring} tokens a slot are kept, and these rows need {needed}: make the pool "
-            "with MambaSizes.ring of the window"
-        )
 
 
 def _inputs(projected: Tensor, states: LayerStates, rows: StateRows, steps: Tensor) -> Tensor:
