@@ -1,7 +1,7 @@
 """Train the embedded models with megatron-core on Python's standard library.
 
 Byte-level models: ``tiny`` is a GPT with two multi-token prediction layers, ``tiny-moe`` a mixture
-of experts; one H200 needs a few minutes::
+of experts, ``tiny-hybrid`` has Mamba-2 layers and one of attention; one H200 needs a few minutes::
 
     PYTHONPATH=. python scripts/tiny/train.py --model tiny --out tiny
 
@@ -48,6 +48,11 @@ CONFIGS = {
     "tiny-moe": ModelConfig(
         num_layers=4, num_moe_experts=8, moe_ffn_hidden_size=64, moe_layer_freq=(0, 1, 1, 1),
         moe_shared_expert_intermediate_size=128, **_SIZES,
+    ),
+    "tiny-hybrid": ModelConfig(
+        num_layers=7, hybrid_override_pattern="MM*-MM-", mamba_num_heads=8, mamba_head_dim=64,
+        mamba_num_groups=1, mamba_state_dim=32, position_embedding="none",
+        **{**_SIZES, "ffn_hidden_size": 640},
     ),
 }  # fmt: skip
 """By the name of the embedded model."""

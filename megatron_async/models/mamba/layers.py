@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import dropout
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
 from megatron_async.models.moe.layer import padding_mask
@@ -23,6 +24,7 @@ class _OnePart:
     """What the layers have in common."""
 
     training: bool
+    hidden_dropout: float
     residual_multiplier: float = 1.0
 
     def attach(self, next_norm: torch.nn.Module | None) -> None:
@@ -37,6 +39,8 @@ class _OnePart:
         next_norm = self.__dict__.get("next_norm")
         if self.residual_multiplier != 1:
             x, bias = (x if bias is None else x + bias) * self.residual_multiplier, None
+        if self.training and self.hidden_dropout:
+            x, bias = dropout(x if bias is None else x + bias, self.hidden_dropout), None
         if isinstance(next_norm, Norm) and fusable(hidden) and not self.training:
             return next_norm.add(x, bias, hidden), None
         return hidden + (x if bias is None else x + bias), None
@@ -107,6 +111,7 @@ class MambaLayer(_OnePart, MegatronModule):  # type: ignore[misc]
     ) -> None:
         super().__init__(config=config)
         self.layer_number = layer_number
+        self.hidden_dropout = config.hidden_dropout
         self.residual_multiplier = residual_multiplier
         self.norm = norm(config, config.hidden_size, config.layernorm_epsilon)
         self.mixer = build_module(mixer, config=config, layer_number=layer_number)
