@@ -12,6 +12,7 @@ DEFAULT_ASYNC_DEPTH = 1
 MAX_DEPTH = 64
 MAX_REQUESTS = 2**16
 MAX_DRAFTS = 64
+RECURRENT_STATE_DTYPES = ("float32", "bfloat16")
 SPECULATIVE_METHODS = ("mtp", "ngram")
 MAX_GIB = 2**30
 MAX_COUNT = 2**31 - 1
@@ -92,6 +93,12 @@ class EngineConfig:
             ``max_sequence_length`` on it means whole prompts. Chunks depend on the prompt
             and on how much of it is cached, never on what else is running.
         enable_prefix_caching: requests with a common prefix share its KV blocks.
+        state_snapshot_count: of a model with recurrent layers, states that are kept for prompts
+            with a common prefix, which go on from the longest prefix that has one; None keeps four
+            for each of ``max_requests``, in at most 0.25 GiB on a CPU and 4 GiB on a GPU, and 0
+            none. It is memory of its own, beside ``buffer_size_gb``.
+        recurrent_state_dtype: "float32" or "bfloat16" for the states of recurrent layers that sum
+            over all tokens; None takes the model's, which is float32.
         inference_logging_step_interval: log the counters every so many steps; 0 is never. A logged
             step is a barrier for itself alone.
         track_paused_request_events: record pauses in the requests' events.
@@ -146,6 +153,8 @@ class EngineConfig:
     paused_buffer_size_gb: float | None = None
     prefill_chunk_tokens: int = 256
     enable_prefix_caching: bool = True
+    state_snapshot_count: int | None = None
+    recurrent_state_dtype: str | None = None
     inference_logging_step_interval: int = 0
     track_paused_request_events: bool = False
     batch_invariant: bool = False
@@ -173,6 +182,7 @@ class EngineConfig:
         self._check("prefill_chunk_tokens", 1, MAX_COUNT)
         self._check("max_sequence_length", 2, MAX_COUNT, optional=True)
         self._check("block_count", 1, MAX_COUNT, optional=True)
+        self._check("state_snapshot_count", 0, MAX_COUNT, optional=True)
         self._check("num_cuda_graphs", 1, optional=True)
         self._check("num_speculative_tokens", 0, MAX_DRAFTS)
         if self.draft_model is not None and self.speculative_method != "mtp":
@@ -221,6 +231,11 @@ class EngineConfig:
             raise ConfigError(
                 f"max_tokens={self.max_tokens} must be at least max_requests + "
                 f"prefill_chunk_tokens = {least}, so that a chunk fits beside the decoding rows"
+            )
+        state_dtype = self.recurrent_state_dtype
+        if state_dtype is not None and str(state_dtype) not in RECURRENT_STATE_DTYPES:
+            raise ConfigError(
+                f"recurrent_state_dtype={shown(state_dtype)} must be float32 or bfloat16"
             )
         names = ("float32", "bfloat16", "float16")
         if self.dtype is not None and not (isinstance(self.dtype, str) and self.dtype in names):

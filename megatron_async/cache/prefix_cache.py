@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_async.cache.block_allocator import BlockAllocator
+from megatron_async.cache.state_snapshots import StateSnapshots
 
 ROOT = 0
 """The node before the first block of every sequence."""
@@ -21,10 +22,21 @@ class PrefixCache:
     Keys and values of a token depend on all tokens before it and on nothing behind it, so a block
     may be shared by every sequence that begins with the same tokens. Blocks are shared without a
     copy: only full ones are in the tree, and nobody writes to a full block again.
+
+    The state of recurrent layers cannot be shared so: of a model that has some, a prefix is of use
+    up to a node whose state was kept, one of ``snapshots``.
     """
 
-    def __init__(self, allocator: BlockAllocator, block_size: int, *, enabled: bool) -> None:
+    def __init__(
+        self,
+        allocator: BlockAllocator,
+        block_size: int,
+        *,
+        enabled: bool,
+        snapshots: StateSnapshots | None = None,
+    ) -> None:
         self.enabled = enabled
+        self.snapshots = snapshots
         self._allocator = allocator
         self._block_size = block_size
         self._nodes: dict[Key, tuple[int, int]] = {}
@@ -52,6 +64,16 @@ class PrefixCache:
                 blocks.append(block)
         return blocks, node
 
+    def until_snapshot(self, blocks: list[int], root: int = ROOT) -> tuple[list[int], int]:
+        """The longest part of a match that ends at a snapshot, and its node; without one nothing,
+        and ``root``."""
+        assert self.snapshots is not None
+        for count in range(len(blocks), 0, -1):
+            node = self._nodes[self._key_of_block[blocks[count - 1]]][0]
+            if node in self.snapshots:
+                return blocks[:count], node
+        return [], root
+
     def insert(self, parent: int, tokens: tuple[int, ...], block: int) -> int:
         """Make a full, held ``block`` known as what follows ``parent``; returns its node.
 
@@ -75,6 +97,15 @@ class PrefixCache:
         self._nodes.clear()
         self._key_of_block.clear()
         self._allocator.forget_all()
+        if self.snapshots is not None:
+            self.snapshots.clear()
+
+    def check(self) -> None:
+        """Raises :class:`IntegrityError` unless each snapshot belongs to a node."""
+        if self.snapshots is not None:
+            self.snapshots.check(node for node, _ in self._nodes.values())
 
     def _forget(self, block: int) -> None:
-        del self._nodes[self._key_of_block.pop(block)]
+        node, _ = self._nodes.pop(self._key_of_block.pop(block))
+        if self.snapshots is not None:
+            self.snapshots.forget(node)

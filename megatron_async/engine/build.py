@@ -20,6 +20,7 @@ from megatron_async.drafting.choose import layers_draft
 from megatron_async.errors import CheckpointError, ConfigError
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.kv_cache_spec import KVCacheSpec
+from megatron_async.models.recurrent_state_spec import RecurrentStateSpec
 from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.controller import TextGenerationController
@@ -31,6 +32,8 @@ from megatron_async.scheduler.limits import Limits
 logger = logging.getLogger(__name__)
 
 DEFAULT_CACHE_GIB = {"cpu": 1.0, "cuda": 16.0}
+DEFAULT_SNAPSHOT_GIB = {"cpu": 0.25, "cuda": 4.0}
+SNAPSHOTS_PER_REQUEST = 4
 CHUNKS_AT_ONCE = 4
 """Prefill chunks that fit into a forward next to full decode rows, unless its size is given."""
 
@@ -90,7 +93,7 @@ def build_context(
     block_count = config.block_count
     if block_count is None and config.buffer_size_gb is None:
         per_request = -(-length // config.block_size_tokens)
-        block_bytes = (spec.token_bytes + further) * config.block_size_tokens
+        block_bytes = max(spec.token_bytes + further, 1) * config.block_size_tokens
         affordable = int(DEFAULT_CACHE_GIB[device.type] * GIB) // block_bytes
         block_count = max(per_request, min(config.max_requests * per_request, affordable))
     context = DynamicInferenceContext(
@@ -114,6 +117,42 @@ def build_context(
     )
     _log_cache(context, spec, further)
     return context
+
+
+def keep_states(wrapper: Any, config: EngineConfig, context: DynamicInferenceContext) -> None:
+    """Have room in a context for the state of a wrapped model's recurrent layers, if it has any.
+
+    Raises:
+        ConfigError: the model that drafts has recurrent layers.
+        CacheTooLargeError: the states do not fit into the device's memory.
+    """
+    draft_model = getattr(wrapper, "draft_model", None)
+    if getattr(draft_model, "recurrent_state_spec", None) is not None:
+        raise ConfigError(
+            "draft_model has recurrent layers, whose state nobody takes back behind wrong drafts; "
+            "give one that has attention layers alone, or speculative_method='ngram'"
+        )
+    spec: RecurrentStateSpec | None = getattr(wrapper, "recurrent_state_spec", None)
+    if spec is None:
+        return
+    dtype = config.recurrent_state_dtype
+    spec = spec.with_dtype(None if dtype is None else getattr(torch, dtype))
+    count = config.state_snapshot_count
+    if count is None:
+        affordable = int(DEFAULT_SNAPSHOT_GIB[context.device.type] * GIB) // spec.state_bytes
+        count = max(1, min(SNAPSHOTS_PER_REQUEST * context.max_requests, affordable))
+    states = context.keep_states(spec, count if config.enable_prefix_caching else 0)
+    logger.info(
+        "recurrent state takes %.3f GiB: %d slots, %d states each, %.3f MiB a state in %d layers; "
+        "%.3f GiB more are for %d snapshots of it, for prefixes",
+        states.state_bytes / GIB,
+        context.slot_count,
+        states.entries,
+        spec.state_bytes / 2**20,
+        spec.num_layers,
+        states.snapshot_bytes / GIB,
+        states.snapshot_count,
+    )
 
 
 def _log_cache(context: DynamicInferenceContext, spec: KVCacheSpec, further: int) -> None:
@@ -205,6 +244,7 @@ def limits_of(
         rotation_limit=rotation_limit,
         # Drafting writes behind the last token, and reads from there.
         attention_window=attention_window if window == 1 else None,
+        state_snapshots=None if context.states is None else context.states.snapshot_count,
     )
 
 

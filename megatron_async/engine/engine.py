@@ -13,6 +13,7 @@ from megatron_async.device.protocol import Device
 from megatron_async.drafting.choose import choose_drafting
 from megatron_async.engine.build import (
     EngineParts,
+    keep_states,
     limits_of,
     load_parts,
     parts_over_same_weights,
@@ -97,6 +98,7 @@ class DynamicInferenceEngine:
         self.eos_token_ids = eos_token_ids
         model = controller.inference_wrapped_model
         drafting = choose_drafting(model, context.num_speculative_tokens, config)
+        keep_states(model, config, context)
         limits = limits_of(
             context,
             config,

@@ -20,7 +20,7 @@ from megatron_async.runner.sampling_stage import SamplingExtras
 from megatron_async.runner.step_program import RowProcessor, StepProgram
 from megatron_async.step.extras import LOG_PROB_WORDS
 from megatron_async.step.packet import PacketLayout, StepShape, write_control, write_packet
-from megatron_async.step.plan import Plan, SampleShape, Ticket
+from megatron_async.step.plan import Plan, SampleShape, StateCopy, Ticket
 from megatron_async.step.records import RECORD_HEAD, StepResult, record_width
 
 logger = logging.getLogger(__name__)
@@ -221,6 +221,8 @@ class ModelRunner:
             for admission in plan.admissions:
                 work = partial(self._drafter.admit, admission.slot, admission.tokens)
                 self.device.enqueue(work, "drafts")
+        if plan.restores:
+            self._copy_states(plan.restores, "restore")
         if self._on_span is not None:
             self._on_span("pack", plan.number, started, time.perf_counter_ns())
         self.last_graph_rows = rows if is_decode else None
@@ -230,15 +232,17 @@ class ModelRunner:
         steady = (rows, plan.window, plan.window - 1)
         if is_decode and pending is not None and pending.sampled[:3] == steady:
             graphs.step(pending.sampled, controlled=bool(plan.control)).replay()
-            return ticket
-        if plan.control:
-            graphs.control().replay()
-        if pending is not None:
-            self._sample(pending)
-        if is_decode:
-            graphs.forward(rows, plan.window).replay()
         else:
-            graphs.launch_mixed(shape, PromptTargets.of(plan))
+            if plan.control:
+                graphs.control().replay()
+            if pending is not None:
+                self._sample(pending)
+            if is_decode:
+                graphs.forward(rows, plan.window).replay()
+            else:
+                graphs.launch_mixed(shape, PromptTargets.of(plan))
+        if plan.snapshots:
+            self._copy_states(plan.snapshots, "snapshot")
         return ticket
 
     def take(self, ticket: Ticket) -> StepResult:
@@ -330,6 +334,15 @@ class ModelRunner:
             elif slot in self._extended_slots:
                 self._extended_slots.remove(slot)
                 self.device.enqueue(partial(tables.clear, slot), "extras")
+
+    def _copy_states(self, copies: Iterable[StateCopy], name: str) -> None:
+        """Queue copies of recurrent state: restored into slots that nothing in flight names, since
+        the last ticket that did has retired; snapshots behind the forward that leaves them."""
+        states = self._context.states
+        assert states is not None
+        copy = states.restore if name == "restore" else states.take_snapshot
+        for each in copies:
+            self.device.enqueue(partial(copy, *each), name)
 
     def _write_control(self, plan: Plan) -> None:
         packet = self._controls.claim(self._control_count)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_async.device.memory import GIB, must_fit
+from megatron_async.device.memory import must_fit
 from megatron_async.models.recurrent_state_spec import RecurrentStateSpec
 
 ZEROS = -1
@@ -131,9 +131,77 @@ class RecurrentStates:
         return {name: states[layer] for name, states in self._states.items()}
 
     @property
-    def memory_gib(self) -> float:
-        """GiB of the states of all slots."""
-        return sum(states.nbytes for states in self._states.values()) / GIB
+    def state_bytes(self) -> int:
+        """Bytes of the states of all slots."""
+        return sum(states.nbytes for states in self._states.values())
+
+    @property
+    def snapshot_bytes(self) -> int:
+        """Bytes of all snapshots."""
+        return sum(states.nbytes for states in self._snapshots.values())
+
+    def reset(self) -> None:
+        """Forget all slots; nothing may be in flight."""
+        self._base.zero_()
+
+    # --- one forward, in stream order ---------------------------------------------------------
+
+    def decode_rows(
+        self,
+        slots: Tensor,
+        positions: Tensor,
+        finished: Tensor,
+        window: int,
+        tokens: Tensor | None = None,
+    ) -> DecodeStates:
+        """What the layers are told of decode rows, each of which begins behind the state of the
+        position before ``positions`` [R].
+
+        Args:
+            slots: int64 [R], rows that have ended and padding included.
+            finished: bool [slots + 1].
+            tokens: see :class:`DecodeStates`.
+        """
+        ended = finished[slots]
+        live = torch.where(ended, self.null_slot, slots)
+        if self.entries == 1:
+            first = torch.where(ended, ZEROS, 0)
+        else:
+            first = torch.where(ended, ZEROS, positions - 1 - self._base[slots])
+            self._base[live] = positions
+        return DecodeStates(live, first, window, tokens)
+
+    def chunks(
+        self, slots: Tensor, starts: Tensor, offsets: Tensor, lengths: Tensor, finished: Tensor
+    ) -> ChunkStates:
+        """What the layers are told of chunks: int64 [N], see :class:`ChunkStates`, with the
+        positions at which they start."""
+        runs = (lengths > 0) & ~finished[slots]
+        live = torch.where(runs, slots, self.null_slot)
+        first = torch.where(runs & (starts > 0), 0, ZEROS)
+        if self.entries > 1:
+            self._base[live] = starts + lengths - 1
+        return ChunkStates(live, first, offsets, lengths)
+
+    # --- snapshots, in stream order -----------------------------------------------------------
+
+    def restore(self, slot: int, place: int, length: int) -> None:
+        """The state of ``slot`` becomes that of snapshot ``place``, taken behind ``length``
+        tokens."""
+        for name, snapshots in self._snapshots.items():
+            self._states[name][:, slot, 0].copy_(snapshots[:, place])
+        self._base[slot].fill_(length - 1)
+
+    def take_snapshot(self, slot: int, place: int, length: int) -> None:
+        """Snapshot ``place`` becomes the state behind ``length`` tokens that the forward in front
+        has left in ``slot``."""
+        for name, snapshots in self._snapshots.items():
+            snapshots[:, place].copy_(self._states[name][:, slot, 0])
+
+    def poison(self, slots: list[int]) -> None:
+        """Fill the states of freed slots with garbage (debug mode)."""
+        for states in self._states.values():
+            states[:, slots] = float("nan") if states.is_floating_point() else -1
 
 
 def _allocate(

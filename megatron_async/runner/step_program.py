@@ -20,6 +20,7 @@ from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.drafter import Drafter, MixedTokens, SampledRows
 from megatron_async.runner.padding import padded_tokens
 from megatron_async.runner.prompt_log_probs import PromptLogProbs, PromptTargets
+from megatron_async.runner.recurrent_states import RecurrentStates, StepStates
 from megatron_async.runner.sampling_stage import Model, SamplingExtras, SamplingStage
 from megatron_async.step import packet
 from megatron_async.step.packet import PacketLayout, StepShape
@@ -215,6 +216,8 @@ class StepProgram:
             context.begin_decode(
                 batch.slots, batch.position_ids, batch.slot_mapping, batch.lengths, window
             )
+            if context.states is not None:
+                self._begin_decode(context.states, rows, batch.position_ids[::window], window)
             hidden = self._hidden_states(rows * window)
             logits = self._pending_logits[: rows * window]
             self._forward(logits, batch.token_ids, batch.position_ids, hidden)
@@ -241,6 +244,8 @@ class StepProgram:
             read_lengths=not self._device.captures,
             window=window,
         )
+        if context.states is not None:
+            self._begin_decode(context.states, rows, lengths, window)
         hidden = self._hidden_states(len(ids))
         self._forward(self._pending_logits[: rows * window], ids, positions, hidden)
         state.kv_length[slots] = lengths + (~state.finished[slots]).long()
@@ -281,6 +286,8 @@ class StepProgram:
             null_slot=context.null_slot,
             read_lengths=not self._device.captures,
         )
+        if context.states is not None:
+            self._begin_mixed(context.states, shape, decodes, chunks[: shape.rows])
         logits = self._pending_logits[: shape.rows * shape.window]
         if targets is None:
             context.begin(metadata)
@@ -317,6 +324,46 @@ class StepProgram:
         count = len(pending)
         pending.copy_(logits[:count])
         self._prompt_log_probs.publish(targets, logits[count:, : self._model.vocab_size])
+
+    def _begin_decode(
+        self, states: RecurrentStates, rows: int, positions: torch.Tensor, window: int
+    ) -> None:
+        """Tell the recurrent layers of a decode step; ``positions`` [rows] are the first ones."""
+        slots = self._row_records[:rows, packet.ROW_SLOT].long()
+        states.step = StepStates(
+            states.decode_rows(slots, positions, self._state.finished, window)
+        )
+
+    def _begin_mixed(
+        self,
+        states: RecurrentStates,
+        shape: StepShape,
+        decodes: torch.Tensor,
+        chunks: torch.Tensor,
+    ) -> None:
+        """Tell the recurrent layers of a forward with chunks; ``decodes`` as in
+        :func:`metadata_of_mixed`."""
+        state, null_slot = self._state, self._context.null_slot
+        records = self._row_records[: shape.rows]
+        firsts = records[:, packet.ROW_LAST_TOKEN].long()
+        slots = torch.where(decodes[firsts], records[:, packet.ROW_SLOT].long(), null_slot)
+        offsets = self._offsets[: shape.window]
+        held = (offsets < records[:, packet.ROW_SAMPLES, None]) & (slots != null_slot)[:, None]
+        tokens = torch.where(held, firsts[:, None] + offsets, shape.tokens)
+        decode = states.decode_rows(
+            slots, state.kv_length[slots], state.finished, shape.window, tokens
+        )
+        columns = chunks.long()
+        states.step = StepStates(
+            decode,
+            states.chunks(
+                columns[:, packet.CHUNK_SLOT],
+                columns[:, packet.CHUNK_START],
+                columns[:, packet.CHUNK_FIRST],
+                columns[:, packet.CHUNK_LENGTH],
+                state.finished,
+            ),
+        )
 
     def _within(
         self, token_slots: torch.Tensor, positions: torch.Tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 from megatron_async.cache.prefix_cache import LONG_ROOT, ROOT
 from megatron_async.scheduler.events import Change, Event
@@ -11,13 +12,27 @@ from megatron_async.scheduler.preemption import Preemption
 from megatron_async.scheduler.request_state import Sequence, State
 from megatron_async.scheduler.request_table import RequestTable, row_map
 from megatron_async.step.extras import SlotExtras
-from megatron_async.step.plan import Admission, BlockAssignment, PrefillChunk, RowMap
+from megatron_async.step.plan import Admission, BlockAssignment, PrefillChunk, RowMap, StateCopy
+
+
+class PromptWork(NamedTuple):
+    """What prompts add to a step: see :class:`~megatron_async.step.plan.Plan`."""
+
+    assignments: list[BlockAssignment]
+    prefills: list[PrefillChunk]
+    admissions: list[Admission]
+    restores: list[StateCopy]
+    snapshots: list[StateCopy]
 
 
 class PromptPlanner:
     """Fills a step with prefill chunks. A request is admitted when a row, a slot and the blocks of
     its prompt are free, with spare blocks for each running request; the head of the queue is never
-    overtaken."""
+    overtaken.
+
+    Of a model with recurrent layers chunks also end where a snapshot of their state is wanted: at
+    the last full block that another prompt can share, and at the last block of a prefix that was
+    computed before and has no snapshot, since it is asked for a second time."""
 
     def __init__(self, table: RequestTable, preemption: Preemption, limits: Limits) -> None:
         self._table = table
@@ -29,12 +44,10 @@ class PromptPlanner:
         self,
         number: int,
         decode_rows: RowMap,
-        assignments: list[BlockAssignment],
-        prefills: list[PrefillChunk],
-        admissions: list[Admission],
+        work: PromptWork,
     ) -> RowMap:
         """Fill the token budget of step ``number`` with whole chunks, prompts under way first.
-        Appends to the three lists, and returns the rows with those of the chunks."""
+        Appends to the lists of ``work``, and returns the rows with those of the chunks."""
         limits, table = self._limits, self._table
         budget = limits.max_tokens - (sum(decode_rows.windows) or len(decode_rows))
         row = len(decode_rows)
@@ -44,21 +57,21 @@ class PromptPlanner:
             if under_way:
                 sequence = under_way.popleft()
             else:
-                admitted = self._admit_next(number, budget, assignments, admissions)
+                admitted = self._admit_next(number, budget, work)
                 if admitted is None:
                     break
                 sequence = admitted
             start = sequence.prefilled
-            length = min(limits.prefill_chunk_tokens, sequence.prefill_end - start)
+            end = self._chunk_end(sequence)
+            length = end - start
             if length > budget:
                 break
-            end = start + length
             last = end == sequence.prefill_end
             targets: tuple[int, ...] = ()
             if end > sequence.prompt_log_probs:
                 targets = tuple(sequence.tokens[start + 1 : min(end + 1, sequence.prompt_length)])
             tokens = tuple(sequence.tokens[start:end])
-            prefills.append(PrefillChunk(row, sequence.slot, start, tokens, last, targets))
+            work.prefills.append(PrefillChunk(row, sequence.slot, start, tokens, last, targets))
             sequence.prefilled = sequence.kv_bound = end
             sequence.last_ticket = number
             launched.append(sequence)
@@ -70,6 +83,8 @@ class PromptPlanner:
         # Known from here on: a block written by this step may be shared from the next one.
         for sequence in launched:
             table.register_blocks(sequence, sequence.prefilled)
+            if limits.state_snapshots:
+                self._take_snapshot(sequence, work.snapshots)
         added = row_map(launched)
         windows = decode_rows.windows
         return RowMap(
@@ -79,13 +94,29 @@ class PromptPlanner:
             windows + (1,) * len(launched) if windows else (),
         )
 
-    def _admit_next(
-        self,
-        number: int,
-        budget: int,
-        assignments: list[BlockAssignment],
-        admissions: list[Admission],
-    ) -> Sequence | None:
+    def _chunk_end(self, sequence: Sequence) -> int:
+        """Where the next chunk of a prompt ends."""
+        start = sequence.prefilled
+        end = min(start + self._limits.prefill_chunk_tokens, sequence.prefill_end)
+        if self._limits.state_snapshots:
+            wanted = (p for p in self._snapshots_wanted(sequence) if start < p < end)
+            return min(wanted, default=end)
+        return end
+
+    def _snapshots_wanted(self, sequence: Sequence) -> tuple[int, int]:
+        """Lengths of the prompt, whole blocks, at which snapshots are wanted: see the class."""
+        size = self._limits.block_size
+        return sequence.branch, (sequence.prefill_end - 1) // size * size
+
+    def _take_snapshot(self, sequence: Sequence, snapshots: list[StateCopy]) -> None:
+        """Keep the state behind the chunk just planned, if it is wanted and there is none yet."""
+        known, end = self._table.prefixes.snapshots, sequence.prefilled
+        is_registered = sequence.registered * self._limits.block_size == end
+        is_wanted = end == sequence.prefill_end or end in self._snapshots_wanted(sequence)
+        if known is not None and is_registered and is_wanted and sequence.node not in known:
+            snapshots.append(StateCopy(sequence.slot, known.take(sequence.node), end))
+
+    def _admit_next(self, number: int, budget: int, work: PromptWork) -> Sequence | None:
         """Admit the head of the queue if everything it needs is there."""
         limits, table = self._limits, self._table
         allocator = table.allocator
@@ -106,6 +137,9 @@ class PromptPlanner:
         is_long = len(sequence.tokens) > (limits.rotation_limit or len(sequence.tokens))
         root = LONG_ROOT if is_long else ROOT
         shared, node = table.prefixes.match(sequence.tokens, limit, root)
+        if limits.state_snapshots is not None:
+            sequence.branch = len(shared) * limits.block_size
+            shared, node = table.prefixes.until_snapshot(shared, root)
         total = -(-len(sequence.tokens) // limits.block_size)
         need = total - len(shared) + sum(not allocator.references(b) for b in shared)
         # Leave each running request the blocks of its next row.
@@ -118,16 +152,19 @@ class PromptPlanner:
             return None
         cached = len(shared) * limits.block_size
         length = min(limits.prefill_chunk_tokens, len(sequence.tokens) - cached)
-        if length > budget or len(assignments) + total > limits.max_assignments:
+        if length > budget or len(work.assignments) + total > limits.max_assignments:
             self._failed_attempt = None  # what is short is this step's, not the cache's
             return None
         self._failed_attempt = None
         self._enter(sequence, shared, node)
         sequence.long_rotation = is_long
         slot = sequence.slot
-        assignments.extend(BlockAssignment(slot, i, block) for i, block in enumerate(shared))
+        assigned = work.assignments
+        assigned.extend(BlockAssignment(slot, i, block) for i, block in enumerate(shared))
+        if shared and table.prefixes.snapshots is not None:
+            work.restores.append(StateCopy(slot, table.prefixes.snapshots.use(node), cached))
         while len(sequence.blocks) < total:
-            assignments.append(table.assign_block(sequence))
+            assigned.append(table.assign_block(sequence))
         replayed = len(sequence.tokens) - cached if sequence.evictions else 0
         table.record(Event(sequence.key, Change.ADMIT, cached, replayed))
         values = (
@@ -137,7 +174,7 @@ class PromptPlanner:
         if sequence.extras is not None:
             extras = SlotExtras(sequence.extras, sequence.prompt_length, tuple(sequence.tokens))
         tokens = tuple(sequence.tokens) if limits.admit_tokens else ()
-        admissions.append(Admission(slot, values, extras, tokens))
+        work.admissions.append(Admission(slot, values, extras, tokens))
         return sequence
 
     def _is_being_prefilled(self, key: int, number: int) -> bool:

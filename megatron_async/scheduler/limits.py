@@ -19,7 +19,8 @@ class Limits:
     ``rotation_limit`` tokens are computed with other rotations (longrope): one that reaches it is
     computed again as a whole. Tokens attend to no more than ``attention_window`` tokens, their own
     included: blocks behind it come free. ``paused_block_count``:
-    blocks that stalled requests may keep; None is all.
+    blocks that stalled requests may keep; None is all. ``state_snapshots``: of a model with
+    recurrent layers the places for snapshots of their state; None for other models.
     """
 
     max_requests: int
@@ -37,6 +38,7 @@ class Limits:
     paused_block_count: int | None = None
     rotation_limit: int | None = None
     attention_window: int | None = None
+    state_snapshots: int | None = None
 
     @property
     def window(self) -> int:

@@ -53,6 +53,7 @@ class Sequence:
 
     __slots__ = (
         "blocks",
+        "branch",
         "device_stop_ids",
         "ended_by_host",
         "epoch",
@@ -123,6 +124,9 @@ class Sequence:
         self.epoch = -1
         self.prefilled = 0
         self.prefill_end = 0
+        self.branch = 0
+        """Tokens of its prompt that were in the prefix cache when it was admitted, of which the
+        last ones may be computed again for want of a snapshot of recurrent state."""
         self.launched = 0
         self.kv_bound = 0
         self.long_rotation = False

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from megatron_async.cache.block_allocator import BlockAllocator
 from megatron_async.cache.prefix_cache import PrefixCache
 from megatron_async.cache.retire_queue import RetireQueue
+from megatron_async.cache.state_snapshots import StateSnapshots
 from megatron_async.errors import IntegrityError
 from megatron_async.request import FinishReason
 from megatron_async.scheduler.events import Change, Event
@@ -46,8 +47,14 @@ class RequestTable:
 
     def __init__(self, limits: Limits) -> None:
         self.allocator = BlockAllocator(limits.block_count)
+        snapshots = None
+        if limits.state_snapshots is not None:
+            snapshots = StateSnapshots(limits.state_snapshots)
         self.prefixes = PrefixCache(
-            self.allocator, limits.block_size, enabled=limits.enable_prefix_caching
+            self.allocator,
+            limits.block_size,
+            enabled=limits.enable_prefix_caching,
+            snapshots=snapshots,
         )
         self.slots = SlotTable(limits.slot_count)
         self.sequences: dict[int, Sequence] = {}
@@ -251,6 +258,7 @@ class RequestTable:
         holders = [s for s in self.sequences.values() if s.state in HOLDING]
         self.allocator.check([s.held_blocks for s in holders] + [h.blocks for h in self.retiring])
         self.slots.check([s.slot for s in holders] + [h.slot for h in self.retiring])
+        self.prefixes.check()
 
     def check_idle(self) -> None:
         """With nothing in flight and no request left, everything must have come back.

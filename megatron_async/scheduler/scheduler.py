@@ -11,7 +11,7 @@ from typing import Protocol
 from megatron_async.cache.block_allocator import BlockAllocator
 from megatron_async.errors import IntegrityError
 from megatron_async.request import DEVICE_ENDS, FinishReason
-from megatron_async.scheduler.admission import PromptPlanner
+from megatron_async.scheduler.admission import PromptPlanner, PromptWork
 from megatron_async.scheduler.draft_control import (
     DraftControl,
     StepCosts,
@@ -28,7 +28,7 @@ from megatron_async.scheduler.request_state import (
     State,
 )
 from megatron_async.scheduler.request_table import RequestTable, row_map
-from megatron_async.step.plan import Admission, BlockAssignment, Plan, PrefillChunk, RowMap
+from megatron_async.step.plan import BlockAssignment, Plan, RowMap
 from megatron_async.step.records import ENDED, FAILED, LogProbs, StepResult
 from megatron_async.step.slot_fields import Values
 
@@ -193,13 +193,11 @@ class Scheduler:
     def plan(self) -> Plan | None:
         """Decide the next step; None when no row can be launched."""
         number, table = self.next_ticket, self.table
-        assignments: list[BlockAssignment] = []
-        rows = self._plan_decode(number, assignments)
+        work = PromptWork([], [], [], [], [])
+        rows = self._plan_decode(number, work.assignments)
         decode_rows = len(rows.slots)
-        prefills: list[PrefillChunk] = []
-        admissions: list[Admission] = []
         if table.prefilling or table.waiting.items:
-            rows = self._prompts.plan(number, rows, assignments, prefills, admissions)
+            rows = self._prompts.plan(number, rows, work)
         if not rows.slots:
             return None
         self.next_ticket = number + 1
@@ -209,8 +207,9 @@ class Scheduler:
         if self._most_drafts:
             window, drafts, reason = self._choose_drafts(rows)
         return Plan(
-            number, rows, decode_rows, tuple(assignments), tuple(prefills), tuple(admissions),
-            control, table.extended > 0, window, drafts, reason,
+            number, rows, decode_rows, tuple(work.assignments), tuple(work.prefills),
+            tuple(work.admissions), control, table.extended > 0, window, drafts, reason,
+            tuple(work.restores), tuple(work.snapshots),
         )  # fmt: skip
 
     def _choose_drafts(self, rows: RowMap) -> tuple[int, int, str]:

@@ -48,6 +48,15 @@ class Admission(NamedTuple):
     tokens: tuple[int, ...] = ()
 
 
+class StateCopy(NamedTuple):
+    """The recurrent state of ``slot`` behind the first ``length`` tokens of its request, and
+    ``place`` among the snapshots."""
+
+    slot: int
+    place: int
+    length: int
+
+
 class SlotUpdate(NamedTuple):
     """What control tells the device about a slot before S: its request has ended, as the host
     alone knows, or the values of its REQUEST fields are new."""
@@ -81,7 +90,7 @@ class Plan(NamedTuple):
     of this launch. ``extended``: a request with extras holds a slot, so the S of this step's logits
     is the extended one. ``window`` is that of the forward's decode rows, of which a row may use
     less; ``drafts`` are what the S of its logits makes for each row; ``reason`` says why so
-    many."""
+    many. Recurrent states are restored ahead of this forward, and snapshots taken behind it."""
 
     number: int
     rows: RowMap
@@ -94,6 +103,8 @@ class Plan(NamedTuple):
     window: int = 1
     drafts: int = 0
     reason: str = ""
+    restores: tuple[StateCopy, ...] = ()
+    snapshots: tuple[StateCopy, ...] = ()
 
     @property
     def is_decode_only(self) -> bool:
