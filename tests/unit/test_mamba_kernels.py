@@ -15,7 +15,12 @@ from tests.support.mamba_cases import parameters_of, pool_of, rows_of
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not built for this platform")
 
 if HAS_TRITON:
-    from megatron_async.kernels.mamba.mix_triton import MixTile, MixWorkspace, mix_rows_triton
+    from megatron_async.kernels.mamba.mix_triton import (
+        MixTile,
+        MixWorkspace,
+        mix_rows_triton,
+        scan_tokens_triton,
+    )
     from megatron_async.kernels.mamba.scan_triton import ScanTile, scan_chunks_triton
 
     mend_interpreter()
@@ -68,7 +73,7 @@ def test_rows_and_windows_are_those_of_the_reference(
     tokens = 6 * window
     projected = torch.randn(tokens, sizes.projection).to(device, dtype)
     outs = [torch.full((tokens, sizes.inner), 9.0).to(device, dtype) for _ in range(2)]
-    workspace = MixWorkspace(tokens, 4, sizes.inner, projected.device)
+    workspace = MixWorkspace(4 * window, 4, sizes.inner, projected.device)
     mix_rows(projected, parameters, wanted, rows, outs[0], most=window)
     tile = MixTile(channels, 4)
     mix_rows_triton(
@@ -135,3 +140,24 @@ def test_chunks_that_begin_at_multiples_of_a_piece_give_the_same_bits(device: st
         found.append((out, states.ssm[0]))
     for out, state in found[1:]:
         assert out.equal(found[0][0]) and state.equal(found[0][1])
+
+
+@on_devices
+def test_tokens_of_chunks_have_the_bits_of_decoding(device: str) -> None:
+    """Chunks of five and of one, then a window, against rows of one token."""
+    torch.manual_seed(5)
+    sizes = MambaSizes(heads=1, head_dim=4, groups=1, state_size=4)
+    parameters = parameters_of(sizes, device=device)
+    projected = torch.randn(8, sizes.projection).to(device)
+    workspace = MixWorkspace(2, 1, sizes.inner, projected.device)
+    outs = [projected.new_zeros(8, sizes.inner) for _ in range(2)]
+    alone, together = (pool_of(1, sizes, window=2, device=device) for _ in range(2))
+    for token in range(8):
+        rows = rows_of((0, token, 1, token, 0, 1), device=device)
+        mix_rows_triton(projected, parameters, alone, rows, outs[0], most=1, workspace=workspace)
+    for start, end in ((0, 5), (5, 6)):
+        rows = rows_of((0, start, end - start, start, 0, end - start), device=device)
+        scan_tokens_triton(projected, parameters, together, rows, outs[1])
+    rows = rows_of((0, 6, 2, 6, 0, 1), device=device)
+    mix_rows_triton(projected, parameters, together, rows, outs[1], most=2, workspace=workspace)
+    assert outs[1].equal(outs[0])

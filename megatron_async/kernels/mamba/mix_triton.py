@@ -23,6 +23,7 @@ from megatron_async.kernels.mamba.layer import (
     MambaParameters,
     StateRows,
 )
+from megatron_async.kernels.mamba.reference import remember
 from megatron_async.kernels.pdl import uses_pdl
 
 NORM_BLOCK = tl.constexpr(2048)
@@ -149,7 +150,7 @@ def _mix_kernel(
     projected_ptr, inputs_ptr, ssm_ptr, out_ptr, gated_ptr, arrived_ptr,
     conv_weight_ptr, conv_bias_ptr, dt_bias_ptr, a_log_ptr, d_ptr, norm_weight_ptr,
     slots_ptr, first_ptr, lengths_ptr, starts_ptr, behind_ptr,
-    null_slot, ring, projected_stride, inputs_slot, inputs_row, ssm_slot, out_stride,
+    null_slot, most, ring, projected_stride, inputs_slot, inputs_row, ssm_slot, out_stride,
     dt_low, dt_high, eps,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr,
     CONV: tl.constexpr, CHANNELS: tl.constexpr, STATE_PAD: tl.constexpr,
@@ -245,7 +246,10 @@ def _mix_kernel(
         tl.extra.cuda.gdc_launch_dependents()
 
     token_ptr = projected_ptr + first * projected_stride + INNER
-    gated_ptr += first * INNER
+    if CHUNKS:
+        gated_ptr += first * INNER
+    else:
+        gated_ptr += row.to(tl.int64) * most * INNER
     x += x_last * _load(token_ptr + channel, is_channel, EVEN).to(tl.float32)
     b += b_last * _load(token_ptr + b_channel, is_n, EVEN).to(tl.float32)
     c += c_last * _load(token_ptr + c_channel, is_n, EVEN).to(tl.float32)
@@ -358,7 +362,9 @@ class MixWorkspace:
     """What the programs of a launch hand each other. Layers share it: one runs at a time.
 
     Args:
-        tokens, rows: the most of a launch.
+        tokens: of all rows of a launch, at most; a row of a launch has room for as many as the
+            longest.
+        rows: of a launch, at most.
     """
 
     def __init__(self, tokens: int, rows: int, inner: int, device: torch.device) -> None:
@@ -389,11 +395,12 @@ def mix_rows_triton(
     chunks: bool = False,
     tile: MixTile = DEFAULT_TILE,
 ) -> None:
-    """``reference.mix_rows``; nothing waits for the device, and the launch depends on shapes alone.
+    """``reference.mix_rows``: nothing waits for the device, and the launch depends on shapes alone.
 
     Args:
         rows: ``keeps`` is 1, or with ``chunks`` the rows' lengths.
-        chunks: rows of any length; their inputs are not written to the ring.
+        chunks: rows of any length, in ``workspace`` by their tokens. Their inputs are not written
+            to the ring, which other programs may still read.
 
     Raises:
         ValueError: :func:`unsupported` names a reason, or a tensor is laid out in another way.
@@ -411,7 +418,7 @@ def mix_rows_triton(
         projected, states.inputs, states.ssm, out, workspace.gated, workspace.arrived,
         parameters.conv_weight, parameters.conv_bias, parameters.dt_bias, parameters.a_log,
         parameters.d, None if norm is None else norm.weight, *rows[:5],
-        states.null_slot, ring, projected.stride(0), states.inputs.stride(0),
+        states.null_slot, most, ring, projected.stride(0), states.inputs.stride(0),
         states.inputs.stride(1), states.ssm.stride(0), out.stride(0),
         *parameters.dt_limits, 0.0 if norm is None else norm.eps,
         HEADS=sizes.heads, HEAD_DIM=sizes.head_dim, GROUPS=sizes.groups, STATE=sizes.state_size,
@@ -439,3 +446,21 @@ def check_layout(
         raise ValueError("the last dimensions of projected, out and inputs must be contiguous")
     if not states.ssm[0].is_contiguous() or not parameters.conv_weight.is_contiguous():
         raise ValueError("each slot's ssm state and conv_weight must be contiguous")
+
+
+def scan_tokens_triton(
+    projected: Tensor,
+    parameters: MambaParameters,
+    states: LayerStates,
+    rows: StateRows,
+    out: Tensor,
+) -> None:
+    """Prefill chunks token by token, with the bits of decoding: slower than
+    ``scan_triton.scan_chunks_triton``, and the same however prompts are divided into chunks."""
+    workspace = MixWorkspace(
+        len(projected), len(rows.slots), parameters.sizes.inner, projected.device
+    )
+    mix_rows_triton(
+        projected, parameters, states, rows, out, most=0, workspace=workspace, chunks=True
+    )
+    remember(projected, states, rows)
