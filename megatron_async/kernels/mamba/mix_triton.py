@@ -353,9 +353,12 @@ class MixTile(NamedTuple):
     channels: int
     """Of a head, a power of two."""
     warps: int
+    registers: int | None = None
+    """Of a thread at most; None leaves it to the compiler."""
 
 
 DEFAULT_TILE = MixTile(32, 4)
+WINDOW_TILE = MixTile(16, 4, 128)
 
 
 class MixWorkspace:
@@ -393,7 +396,7 @@ def mix_rows_triton(
     most: int,
     workspace: MixWorkspace,
     chunks: bool = False,
-    tile: MixTile = DEFAULT_TILE,
+    tile: MixTile | None = None,
 ) -> None:
     """``reference.mix_rows``: nothing waits for the device, and the launch depends on shapes alone.
 
@@ -411,6 +414,10 @@ def mix_rows_triton(
         raise ValueError(f"{why_not}: use reference.mix_rows")
     check_layout(projected, parameters, states, out)
     ring = states.inputs.shape[1]
+    windows = chunks or most > 1 or ring > sizes.conv_width
+    if tile is None:
+        tile = WINDOW_TILE if windows else DEFAULT_TILE
+    limit = {} if tile.registers is None else {"maxnreg": tile.registers}
     channels = min(tile.channels, triton.next_power_of_2(sizes.head_dim))
     pdl = uses_pdl(projected.device)
     grid = (sizes.heads * triton.cdiv(sizes.head_dim, channels), len(rows.slots))
@@ -426,8 +433,8 @@ def mix_rows_triton(
         STATE_PAD=triton.next_power_of_2(sizes.state_size),
         HAS_BIAS=parameters.conv_bias is not None, WIDE_D=parameters.d.numel() != sizes.heads,
         NORM=norm_kind(norm), NORM_GROUP=sizes.inner if norm is None else norm.group_size,
-        CHUNKS=chunks, WINDOWS=chunks or most > 1 or ring > sizes.conv_width, PDL=pdl,
-        num_warps=tile.warps, launch_pdl=pdl,
+        CHUNKS=chunks, WINDOWS=windows, PDL=pdl,
+        num_warps=tile.warps, launch_pdl=pdl, **limit,
     )  # fmt: skip
 
 

@@ -156,7 +156,7 @@ def gated_norm(y: Tensor, z: Tensor, norm: GatedNorm | None) -> Tensor:
     groups = value.unflatten(-1, (-1, norm.group_size))
     scale = torch.rsqrt(groups.square().mean(-1, keepdim=True) + norm.eps)
     normed = (groups * scale).flatten(-2) * norm.weight.float()
-    return normed * gate if norm.before_gate else normed
+    return torch.mul(normed, gate) if norm.before_gate else normed
 
 
 def _silu(x: Tensor) -> Tensor:
