@@ -201,4 +201,4 @@ def padding_mask(layer: Any, context: Any) -> dict[str, Tensor]:
     """What the MLP of ``layer`` is called with beside its input: which tokens of the forward that
     runs now are padding or of requests that have ended, where that matters."""
     mask = getattr(context, "padding_mask", None)
-    return {"padding_mask": mask} if mask is not None and isinstance(layer.mlp, MoELayer) else {}
+    return {"padding_mask": mask} if mask is not None and hasattr(layer.mlp, "settings") else {}
