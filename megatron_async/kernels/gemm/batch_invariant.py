@@ -104,7 +104,7 @@ _ROUTES: dict[Any, Callable[..., Tensor]] = {
     Tensor.mm: _mm,
     torch.addmm: _addmm,
     Tensor.addmm: _addmm,
-    torch._grouped_mm: _grouped_mm,  # what F.grouped_mm calls
+    getattr(torch, "_grouped_mm", None): _grouped_mm,  # what F.grouped_mm calls
 }
 
 _MIXES_ROWS: frozenset[Any] = frozenset(
