@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_async.kernels.mamba.layer import MambaParameters
 from megatron_async.kernels.mamba.reference import gated_norm
 
-CHUNK = 64
+CHUNK = 32
 
 
 def mix_sequences(projected: Tensor, parameters: MambaParameters) -> Tensor:
