@@ -235,9 +235,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         self.kv_cache = self.kv_cache.new_empty(0)
         self.states = None
 
-    def keep_states(
-        self, spec: RecurrentStateSpec, snapshot_count: int
-    ) -> RecurrentStates:
+    def keep_states(self, spec: RecurrentStateSpec, snapshot_count: int) -> RecurrentStates:
         """Have room for the state of a model's recurrent layers in each slot, and for snapshots.
 
         Raises:

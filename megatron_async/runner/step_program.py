@@ -338,9 +338,7 @@ class StepProgram:
     ) -> None:
         """Tell the recurrent layers of a decode step; ``positions`` [rows] are the first ones."""
         slots = self._row_records[:rows, packet.ROW_SLOT].long()
-        states.step = StepStates(
-            states.decode_rows(slots, positions, self._state.finished, window)
-        )
+        states.step = StepStates(states.decode_rows(slots, positions, self._state.finished, window))
 
     def _begin_mixed(
         self,
