@@ -139,7 +139,7 @@ def ragged_config(
         if model.device.type == "cuda":
             free, _ = torch.cuda.mem_get_info(model.device)
             block_bytes = EngineConfig().block_size_tokens * _token_bytes(model, drafts)
-            blocks = max(min(blocks, int(MEMORY_SHARE * free) // block_bytes), of_row)
+            blocks = max(min(blocks, int(MEMORY_SHARE * free) // max(block_bytes, 1)), of_row)
     sizes = {"max_requests": load.max_requests, "block_count": blocks}
     return _config(model, depth, load, drafts, **sizes)
 

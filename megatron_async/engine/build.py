@@ -93,7 +93,7 @@ def build_context(
     block_count = config.block_count
     if block_count is None and config.buffer_size_gb is None:
         per_request = -(-length // config.block_size_tokens)
-        block_bytes = (spec.token_bytes + further) * config.block_size_tokens
+        block_bytes = max(spec.token_bytes + further, 1) * config.block_size_tokens
         affordable = int(DEFAULT_CACHE_GIB[device.type] * GIB) // block_bytes
         block_count = max(per_request, min(config.max_requests * per_request, affordable))
     context = DynamicInferenceContext(

@@ -63,10 +63,12 @@ class PagedSelfAttention(SelfAttention):  # type: ignore[misc]
     Attributes:
         limits: ``window`` and ``soft_cap`` (see ``ModelConfig``) where the layer has them.
         query_scaling: beta and tokens of ``ModelConfig.query_scaling_beta``; None without.
+        cache_layer: its layer of the KV cache, where not all layers attend; None counts all.
     """
 
     limits: dict[str, Any]
     query_scaling: tuple[float, int] | None
+    cache_layer: int | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -81,7 +83,8 @@ class PagedSelfAttention(SelfAttention):  # type: ignore[misc]
         offset = 0
         if self.config.pipeline_model_parallel_size > 1:
             offset = get_transformer_layer_offset(self.config)
-        self.layer_index = self.layer_number - 1 - offset
+        place: int = self.layer_number - 1 - offset
+        self.layer_index = place if self.cache_layer is None else self.cache_layer
         scale = self.config.softmax_scale
         self.softmax_scale = 1 / math.sqrt(self.config.kv_channels) if scale is None else scale
 

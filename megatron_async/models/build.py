@@ -14,6 +14,7 @@ from megatron_async.errors import ConfigError
 from megatron_async.models.attention import PagedSelfAttention
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.gpt import GPTModel
+from megatron_async.models.mamba.spec import number_attention_layers
 from megatron_async.models.rope import RotaryTable
 from megatron_async.models.scaled_layers import scale_embedding, scale_logits
 from megatron_async.models.spec import gpt_block_spec, link_norms, mtp_block_spec
@@ -21,6 +22,9 @@ from megatron_async.models.spec import gpt_block_spec, link_norms, mtp_block_spe
 from megatron.core import parallel_state  # isort: skip
 from megatron.core.transformer.transformer_block import get_num_layers_to_build  # isort: skip
 from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
+
+
+_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight", "out_proj.weight")
 
 
 def transformer_config(
@@ -41,6 +45,16 @@ def transformer_config(
                 f"{name}={getattr(config, name)} does not divide by the tensor parallel size "
                 f"{tensor}: use a smaller one"
             )
+    if tensor > 1 and config.hybrid_override_pattern is not None:
+        raise ConfigError(
+            "a model with a hybrid_override_pattern is not divided over tensor-parallel ranks: "
+            "load it without tensor parallelism"
+        )
+    if tensor > 1 and config.num_moe_experts is not None:
+        raise ConfigError(
+            f"num_moe_experts={config.num_moe_experts} needs all experts on each rank: load the "
+            "model without tensor parallelism"
+        )
     if tensor > 1 and config.qk_norm and config.qk_norm_kind in ("projection", "each_head"):
         raise ConfigError(
             f"qk_norm_kind={config.qk_norm_kind!r} needs all heads on each rank: load the model "
@@ -65,6 +79,11 @@ def transformer_config(
         activation_func=F.silu if config.activation == "swiglu" else F.gelu,
         use_te_activation_func=True,  # the MLP takes its activation from the layer spec
         mtp_num_layers=config.mtp_num_layers or None,
+        mamba_state_dim=config.mamba_state_dim,
+        mamba_head_dim=config.mamba_head_dim,
+        mamba_num_groups=config.mamba_num_groups,
+        mamba_num_heads=config.mamba_num_heads,
+        **_experts(config),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -78,6 +97,23 @@ def transformer_config(
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
     )
+
+
+def _experts(config: ModelConfig) -> dict[str, Any]:
+    """Fields of megatron's config that a model with experts has, under the same names."""
+    if config.num_moe_experts is None:
+        return {}
+    names = (
+        "num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_score_function",
+        "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk",
+        "moe_router_topk_scaling_factor", "moe_router_enable_expert_bias",
+        "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_latent_size",
+    )  # fmt: skip
+    kinds = config.moe_layer_freq
+    return {
+        **{name: getattr(config, name) for name in names},
+        "moe_layer_freq": 1 if kinds is None else list(kinds),
+    }
 
 
 def build_model(
@@ -119,12 +155,13 @@ def build_model(
             max_sequence_length=config.max_sequence_length,
             share_embeddings_and_output_weights=config.tie_word_embeddings,
             position_embedding_type=(
-                "none" if config.position_embedding == "rope" else "learned_absolute"
+                "learned_absolute" if config.position_embedding == "learned_absolute" else "none"
             ),
             pre_process=parallel_state.is_pipeline_first_stage(),
             post_process=parallel_state.is_pipeline_last_stage(),
         )
         model.model_config = config
+        number_attention_layers(model.decoder.layers)
         link_norms(list(model.decoder.layers), model.decoder.final_layernorm)
         attach_features(model, config)
         model.to(device=device, dtype=dtype)
@@ -202,8 +239,10 @@ def _initialize_on_device(model: GPTModel, device: torch.device) -> None:
         for name, parameter in model.named_parameters():
             if name.endswith("position_embeddings.weight"):
                 continue
-            if parameter.dim() == 2:
-                is_output = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
+            if "conv1d" in name:
+                continue
+            if name.endswith("weight") and parameter.dim() > 1 and "norm" not in name:
+                is_output = name.endswith(_OUTPUTS)
                 draw(parameter, output_std if is_output else std)
-            elif "linear" in name and name.endswith(".bias"):
+            elif ("linear" in name or "_proj" in name) and name.endswith(".bias"):
                 parameter.zero_()

@@ -45,10 +45,11 @@ def kv_cache_spec(model: Any) -> KVCacheSpec:
     """The cache that all attention layers of ``model`` share, those of multi-token prediction too.
 
     A layer's attention says which layer of the cache is its own (``layer_index``, or its layer's
-    number).
+    number). A model whose layers are all recurrent has a cache of no layers.
 
     Raises:
-        ConfigError: there is no attention layer, or two of them differ in what they cache.
+        ConfigError: there is no layer that attends or is recurrent, or two attention layers differ
+            in what they cache.
     """
     shapes: dict[tuple[int, int], str] = {}
     num_layers = num_mtp_layers = 0
@@ -58,6 +59,8 @@ def kv_cache_spec(model: Any) -> KVCacheSpec:
         shapes.setdefault((kv_heads, head_dim), name)
         num_layers = max(num_layers, index + 1)
         num_mtp_layers += name.startswith(MTP_LAYER)
+    if not shapes and any(hasattr(module, "state_tensors") for module in model.modules()):
+        shapes[1, 1] = "no layer"
     if not shapes:
         raise ConfigError("the model has no attention layer; serve one that has")
     if len(shapes) > 1:

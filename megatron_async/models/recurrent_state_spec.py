@@ -19,12 +19,17 @@ class StateTensor(NamedTuple):
         shape: of one request in one layer, this tensor-parallel rank's share.
         dtype: in which it is kept.
         is_sum: it sums over all tokens, so that ``recurrent_state_dtype`` is about it.
+        window_growth: by how many elements the first dimension of ``shape`` is longer for each
+            further token of a window. A layer with such a tensor *replays*: it keeps what its last
+            tokens gave, leaves in entry 0 the state after a window's first token, and takes the
+            accepted drafts in again with the next window. So it has one entry, whatever the window.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     is_sum: bool = False
+    window_growth: int = 0
 
     @property
     def state_bytes(self) -> int:
@@ -46,6 +51,24 @@ class RecurrentStateSpec:
     def state_bytes(self) -> int:
         """Bytes of the state of one request, all layers together."""
         return self.num_layers * sum(tensor.state_bytes for tensor in self.tensors)
+
+    @property
+    def replays(self) -> bool:
+        """Whether one entry does for windows, see :class:`StateTensor`."""
+        return any(tensor.window_growth for tensor in self.tensors)
+
+    def for_window(self, window: int) -> RecurrentStateSpec:
+        """The same with room for windows of up to ``window`` tokens."""
+        tensors = tuple(
+            each._replace(
+                shape=(each.shape[0] + (window - 1) * each.window_growth, *each.shape[1:]),
+                window_growth=0,
+            )
+            if each.window_growth
+            else each
+            for each in self.tensors
+        )
+        return replace(self, tensors=tensors)
 
     def with_dtype(self, dtype: torch.dtype | None) -> RecurrentStateSpec:
         """The same with its sums kept in ``dtype``; None leaves them as they are."""

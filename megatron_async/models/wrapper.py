@@ -21,6 +21,7 @@ from megatron_async.models.fused.mtp import FusedMtp
 from megatron_async.models.fused.report import DecodeCoverage
 from megatron_async.models.gpt import GPTModel
 from megatron_async.models.kv_cache_spec import KVCacheSpec, kv_cache_spec
+from megatron_async.models.recurrent_state_spec import RecurrentStateSpec, recurrent_state_spec
 
 __all__ = ["GPTInferenceWrapper", "KVCacheSpec"]
 
@@ -73,6 +74,7 @@ class GPTInferenceWrapper:
         self.max_sequence_length: int = self.model.max_sequence_length
         self.device: torch.device = next(self.model.parameters()).device
         self.kv_cache_spec: KVCacheSpec = kv_cache_spec(self.model)
+        self.recurrent_state_spec: RecurrentStateSpec | None = recurrent_state_spec(self.model)
         unwanted: str | None = None
         if batch_invariant:
             unwanted = "batch_invariant=True"

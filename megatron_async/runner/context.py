@@ -137,6 +137,9 @@ class DynamicInferenceContext(BaseInferenceContext):
         token_bytes = 2 * num_layers * num_attention_heads * kv_channels * params_dtype.itemsize
         block_bytes = (token_bytes + further_token_bytes) * block_size_tokens
         size = f"block_count={block_count}"
+        self.max_blocks_per_request = -(-max_sequence_length // block_size_tokens)
+        if block_bytes == 0 and block_count is None:  # no layer attends: blocks count tokens alone
+            block_count = max_requests * self.max_blocks_per_request
         if block_count is None:
             size = f"buffer_size_gb={buffer_size_gb}"
             if buffer_size_gb is None:
@@ -154,9 +157,8 @@ class DynamicInferenceContext(BaseInferenceContext):
         self.block_count = block_count
         self.block_size_bytes = block_bytes
         self.paused_block_count: int | None = None
-        if paused_buffer_size_gb is not None:
+        if paused_buffer_size_gb is not None and block_bytes:
             self.paused_block_count = int(paused_buffer_size_gb * GIB) // block_bytes
-        self.max_blocks_per_request = -(-max_sequence_length // block_size_tokens)
         self.slot_count = slot_count or 2 * max_requests
         self.null_slot = self.slot_count
 
@@ -195,6 +197,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         if self.device.type == "cuda" and kv_channels > paged_attention.KERNEL_HEAD_DIM:
             _warn_of_slow_attention(kv_channels)
 
+        self.begin(no_tokens(self.device))
         self.states: RecurrentStates | None = None
         """Of a model with recurrent layers."""
 
@@ -221,7 +224,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         """Keep keys and values in ``kv_cache`` from now on."""
         self.kv_cache = kv_cache
         self.params_dtype = kv_cache.dtype
-        self._metadata = no_tokens(self.device)
+        self.begin(no_tokens(self.device))
         self._decode_attentions = DecodeAttentions(self.device)
 
     def reset(self) -> None:
@@ -255,6 +258,7 @@ class DynamicInferenceContext(BaseInferenceContext):
     def begin(self, metadata: AttentionMetadata) -> None:
         """The forward that follows is over these tokens; in stream order."""
         self._metadata = metadata
+        self._padding_mask: torch.Tensor | None = None
 
     def begin_forward(
         self,
@@ -324,6 +328,13 @@ class DynamicInferenceContext(BaseInferenceContext):
     def slot_mapping(self) -> torch.Tensor:
         """Where each token's keys and values go: block * block size + offset, int64 [T]."""
         return self._metadata.slot_mapping
+
+    @property
+    def padding_mask(self) -> torch.Tensor:
+        """True for tokens that are padding, or of requests that have ended: bool [1, T]."""
+        if self._padding_mask is None:
+            self._padding_mask = (self.slot_mapping < self.block_size_tokens)[None]
+        return self._padding_mask
 
     @property
     def window(self) -> int | None:

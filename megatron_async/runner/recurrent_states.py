@@ -77,11 +77,14 @@ class RecurrentStates:
     entry 0 is the state behind position ``base[slot]``, so it is entry ``position - 1 - base``. The
     host knows nothing of it. A chunk and a restored snapshot leave one state, in entry 0.
 
+    Layers that replay (:class:`~megatron_async.models.recurrent_state_spec.StateTensor`) have one
+    entry: they take in again the ``first`` tokens behind it.
+
     A slot's states are whatever they were until a chunk that begins at position 0 (from zeros), or
     a snapshot that is copied there, begins a request. Snapshots are ``[layers, count, *shape]``.
 
     Args:
-        entries: states of a slot.
+        entries: states of a slot; the tokens of the largest window.
         snapshot_count: 0 without a prefix cache.
 
     Raises:
@@ -97,6 +100,8 @@ class RecurrentStates:
         snapshot_count: int,
         device: torch.device,
     ) -> None:
+        stored = 1 if spec.replays else entries
+        spec = spec.for_window(entries)
         self.spec = spec
         self.null_slot = slot_count
         self.entries = entries
@@ -104,11 +109,11 @@ class RecurrentStates:
         slots = slot_count + 1
         with must_fit(
             device,
-            slots * entries * spec.state_bytes,
-            f"the recurrent state of {slots} slots, {entries} each",
+            slots * stored * spec.state_bytes,
+            f"the recurrent state of {slots} slots, {stored} each",
             "max_requests, depth or num_speculative_tokens",
         ):
-            self._states = _allocate(spec, (slots, entries), device)
+            self._states = _allocate(spec, (slots, stored), device)
             self._base = torch.zeros(slots, dtype=torch.int64, device=device)
         with must_fit(
             device,

@@ -61,10 +61,30 @@ MINISTRAL3 = {
 }
 GEMMA = dict(head_dim=16, sliding_window=20, query_pre_attn_scalar=20)
 
+EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24)
+
 
 def _of(name: str, **changes: Any) -> Callable[[], Any]:
     return lambda: getattr(transformers, f"{name}Config")(**{**SIZES, **changes})
 
+
+MAMBA2: dict[str, Any] = dict(
+    num_heads=8, head_dim=16, state_size=16, n_groups=2, expand=2, layer_norm_epsilon=1e-4
+)
+BAMBA: dict[str, Any] = dict(mamba_n_heads=8, mamba_d_state=16, mamba_n_groups=2)
+NEMOTRON_H: dict[str, Any] = dict(
+    head_dim=16, mamba_num_heads=8, mamba_head_dim=12, ssm_state_size=16, n_groups=2,
+    # transformers clamps steps to it in prompts alone, and the published model nowhere.
+    time_step_min=1e-30,
+)  # fmt: skip
+NEMOTRON_EXPERTS: dict[str, Any] = dict(
+    n_routed_experts=12, num_experts_per_tok=4, n_group=4, topk_group=2, routed_scaling_factor=1.5,
+    moe_intermediate_size=24, moe_shared_expert_intermediate_size=40,
+)  # fmt: skip
+GRANITE4: dict[str, Any] = dict(
+    **BAMBA, shared_intermediate_size=80, embedding_multiplier=3.0, logits_scaling=2.0,
+    residual_multiplier=0.7, attention_multiplier=0.2,
+)  # fmt: skip
 
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": _of("Llama"),
@@ -123,6 +143,59 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "glm4": _of("Glm4", head_dim=16),
     "glm": _of("Glm", head_dim=16),
     "helium": _of("Helium", head_dim=16),
+    "mamba2": _of("Mamba2", **MAMBA2),
+    "bamba": _of("Bamba", **BAMBA, num_hidden_layers=3, attn_layer_indices=[1]),
+    "nemotron_h": _of(
+        "NemotronH",
+        **NEMOTRON_H,
+        layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention", "mlp"],
+    ),
+    "nemotron_h-experts": _of(
+        "NemotronH",
+        **NEMOTRON_H,
+        **NEMOTRON_EXPERTS,
+        layers_block_type=["linear_attention", "moe", "full_attention", "moe"],
+    ),
+    "nemotron_h-latent": _of(
+        "NemotronH",
+        **{**NEMOTRON_H, **NEMOTRON_EXPERTS, "n_group": 1, "topk_group": 1},
+        moe_latent_size=32,
+        layers_block_type=["linear_attention", "moe", "full_attention"],
+    ),
+    "granitemoehybrid": _of(
+        "GraniteMoeHybrid",
+        **GRANITE4,
+        num_local_experts=0,
+        layer_types=["linear_attention", "full_attention"],
+    ),
+    "granitemoehybrid-experts": _of(
+        "GraniteMoeHybrid",
+        **GRANITE4,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        position_embedding_type="rope",
+        layer_types=["linear_attention", "full_attention"],
+    ),
+    "mixtral": _of("Mixtral", sliding_window=25, num_local_experts=4),
+    "olmoe": _of("Olmoe", num_experts=8, num_experts_per_tok=3),
+    "qwen2_moe": _of(
+        "Qwen2Moe",
+        **EXPERTS,
+        shared_expert_intermediate_size=40,
+        num_hidden_layers=4,
+        use_sliding_window=True,
+        sliding_window=24,
+        max_window_layers=2,
+        decoder_sparse_step=2,
+    ),
+    "qwen3_moe": _of(
+        "Qwen3Moe",
+        **EXPERTS,
+        head_dim=32,
+        norm_topk_prob=True,
+        num_hidden_layers=3,
+        mlp_only_layers=[1],
+    ),
 }
 
 
@@ -139,4 +212,7 @@ def random_model(name: str) -> Any:
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("e_score_correction_bias"):
+                buffer.add_(torch.randn_like(buffer) * 0.2)
     return model

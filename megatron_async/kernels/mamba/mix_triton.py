@@ -1,0 +1,429 @@
+"""Mamba-2 layers between their two projections, in one Triton kernel for rows and windows.
+
+A program has some channels of one head of one row. It takes the state's tile in while the input
+projection still runs, and writes it once. Convolution, gate and the taken inputs are its own
+channels'; B and C are computed by each program of their group. The last program of a row's norm
+group to arrive norms it, so that what comes out is ready for the output projection.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron_async.kernels.mamba.layer import LayerStates, MambaParameters, StateRows
+from megatron_async.kernels.pdl import uses_pdl
+
+NORM_BLOCK = tl.constexpr(2048)
+"""Channels that are normed at a time."""
+
+MOST_STATE = 256
+"""Elements of a channel's state, which a program holds in registers."""
+
+NO_NORM, NORM_AFTER_GATE, NORM_BEFORE_GATE = range(3)
+
+
+@triton.jit
+def _silu(x):
+    return x / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _step_size(raw, bias, low, high):
+    dt = raw.to(tl.float32) + bias
+    dt = tl.where(dt > 20.0, dt, tl.log(1.0 + tl.exp(dt)))
+    return tl.minimum(tl.maximum(dt, low), high)
+
+
+@triton.jit
+def _load(ptr, mask, EVEN: tl.constexpr):
+    """Zeros outside of the mask; EVEN: there is nothing outside."""
+    if EVEN:
+        return tl.load(ptr)
+    else:
+        return tl.load(ptr, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store(ptr, value, mask, EVEN: tl.constexpr):
+    if EVEN:
+        tl.store(ptr, value)
+    else:
+        tl.store(ptr, value, mask=mask)
+
+
+@triton.jit
+def _tap(weight_ptr, channel, mask, tap, CONV: tl.constexpr, EVEN: tl.constexpr):
+    return _load(weight_ptr + channel * CONV + tap, mask, EVEN).to(tl.float32)
+
+
+@triton.jit
+def _old_taps(
+    ring_ptr, weight_ptr, channel, mask, position, ring, ring_stride,
+    TAPS: tl.constexpr, CONV: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """The first TAPS taps of the convolution of ``channel`` at ``position``, from the ring."""
+    total = tl.zeros(channel.shape, tl.float32)
+    for tap in tl.static_range(0, TAPS):
+        at = position + (tap - (CONV - 1))
+        ptr = ring_ptr + tl.maximum(at, 0) % ring * ring_stride
+        old = tl.load(ptr + channel, mask=mask & (at >= 0), other=0.0).to(tl.float32)
+        total += _tap(weight_ptr, channel, mask, tap, CONV, EVEN) * old
+    return total
+
+
+@triton.jit
+def _taps(
+    ring_ptr, token_ptr, weight_ptr, channel, mask, position, start, ring, ring_stride, stride,
+    CONV: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """All taps but the last at ``position``; those before ``start`` are in the ring."""
+    total = tl.zeros(channel.shape, tl.float32)
+    for tap in tl.static_range(0, CONV - 1):
+        at = position + (tap - (CONV - 1))
+        is_old = at < start
+        old_ptr = ring_ptr + tl.maximum(at, 0) % ring * ring_stride
+        old = tl.load(old_ptr + channel, mask=mask & is_old & (at >= 0), other=0.0)
+        new_ptr = token_ptr + (tap - (CONV - 1)) * stride
+        new = tl.load(new_ptr + channel, mask=mask & (at >= start), other=0.0)
+        taken = tl.where(is_old, old, new).to(tl.float32)
+        total += _tap(weight_ptr, channel, mask, tap, CONV, EVEN) * taken
+    return total
+
+
+@triton.jit
+def _activated(total, bias, dtype: tl.constexpr):
+    """As the layer's dtype has it, in float32."""
+    return _silu(total + bias).to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _updated(state, x, b, dt, rate, dtype: tl.constexpr):
+    state = state * tl.exp(dt * rate) + (x * dt)[:, None] * b[None, :]
+    return state.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _output(
+    state, x, c, d, token_ptr, gated_ptr, out_ptr, channel, is_channel,
+    INNER: tl.constexpr, NORM: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Gate, and write for the norm or as the result."""
+    y = tl.sum(state * c[None, :], axis=1) + d * x
+    if NORM != 2:
+        z = _load(token_ptr - INNER + channel, is_channel, EVEN).to(tl.float32)
+        y *= _silu(z)
+    if NORM == 0:
+        _store(out_ptr + channel, y.to(out_ptr.dtype.element_ty), is_channel, EVEN)
+    else:
+        _store(gated_ptr + channel, y, is_channel, EVEN)
+
+
+@triton.jit
+def _keep_inputs(
+    token_ptr, kept_ptr, channel, is_channel, b_channel, c_channel, is_n, dt_at, has_dt, has_bc,
+    EVEN: tl.constexpr,
+):  # fmt: skip
+    """What no other program of the row keeps of a token."""
+    _store(kept_ptr + channel, _load(token_ptr + channel, is_channel, EVEN), is_channel, EVEN)
+    if has_dt:
+        tl.store(kept_ptr + dt_at, tl.load(token_ptr + dt_at))
+    if has_bc:
+        _store(kept_ptr + b_channel, _load(token_ptr + b_channel, is_n, EVEN), is_n, EVEN)
+        _store(kept_ptr + c_channel, _load(token_ptr + c_channel, is_n, EVEN), is_n, EVEN)
+
+
+@triton.jit
+def _mix_kernel(
+    projected_ptr, inputs_ptr, ssm_ptr, out_ptr, gated_ptr, arrived_ptr,
+    conv_weight_ptr, conv_bias_ptr, dt_bias_ptr, a_log_ptr, d_ptr, norm_weight_ptr,
+    slots_ptr, first_ptr, lengths_ptr, starts_ptr, behind_ptr,
+    null_slot, ring, projected_stride, inputs_slot, inputs_row, ssm_slot, out_stride,
+    dt_low, dt_high, eps,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr,
+    CONV: tl.constexpr, CHANNELS: tl.constexpr, STATE_PAD: tl.constexpr,
+    HAS_BIAS: tl.constexpr, WIDE_D: tl.constexpr, NORM: tl.constexpr, NORM_GROUP: tl.constexpr,
+    CHUNKS: tl.constexpr, WINDOWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    INNER: tl.constexpr = HEADS * HEAD_DIM
+    TILES: tl.constexpr = (HEAD_DIM + CHANNELS - 1) // CHANNELS
+    DT: tl.constexpr = INNER + 2 * GROUPS * STATE
+    EVEN: tl.constexpr = HEAD_DIM % CHANNELS == 0 and STATE == STATE_PAD
+    dtype = projected_ptr.dtype.element_ty
+    state_dtype = ssm_ptr.dtype.element_ty
+
+    row = tl.program_id(1)
+    tile = tl.program_id(0)
+    head = tile // TILES
+    group = head // (HEADS // GROUPS)
+    # What is read here was there before the kernel in front began: a row's tokens, its state and
+    # its last inputs, the weights.
+    slot = tl.load(slots_ptr + row)
+    if slot == null_slot:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        return
+    first = tl.load(first_ptr + row)
+    start = tl.load(starts_ptr + row)
+    behind = tl.load(behind_ptr + row)
+    local = tile % TILES * CHANNELS + tl.arange(0, CHANNELS)
+    is_channel = local < HEAD_DIM
+    channel = head * HEAD_DIM + local
+    n = tl.arange(0, STATE_PAD)
+    is_n = n < STATE
+    state_at = channel[:, None] * STATE + n[None, :]
+    is_state = is_channel[:, None] & is_n[None, :]
+    ssm_ptr += slot * ssm_slot
+    state = tl.zeros([CHANNELS, STATE_PAD], tl.float32)
+    if start != behind:
+        state = _load(ssm_ptr + state_at, is_state, EVEN).to(tl.float32)
+
+    b_channel = INNER + group * STATE + n
+    c_channel = b_channel + GROUPS * STATE
+    x_bias = tl.zeros([CHANNELS], tl.float32)
+    b_bias = tl.zeros([STATE_PAD], tl.float32)
+    c_bias = tl.zeros([STATE_PAD], tl.float32)
+    if HAS_BIAS:
+        x_bias = _load(conv_bias_ptr + channel, is_channel, EVEN).to(tl.float32)
+        b_bias = _load(conv_bias_ptr + b_channel, is_n, EVEN).to(tl.float32)
+        c_bias = _load(conv_bias_ptr + c_channel, is_n, EVEN).to(tl.float32)
+    dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
+    rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
+    if WIDE_D:
+        d = _load(d_ptr + channel, is_channel, EVEN).to(tl.float32)
+    else:
+        d = tl.load(d_ptr + head).to(tl.float32)
+    ring_ptr = inputs_ptr + slot * inputs_slot
+    has_dt = tile % TILES == 0
+    has_bc = tile % (TILES * (HEADS // GROUPS)) == 0
+
+    if WINDOWS:
+        # Accepted drafts that the state lacks.
+        for position in range(start - behind, start):
+            x = _old_taps(
+                ring_ptr, conv_weight_ptr, channel, is_channel, position, ring, inputs_row,
+                CONV, CONV, EVEN,
+            )  # fmt: skip
+            b = _old_taps(
+                ring_ptr, conv_weight_ptr, b_channel, is_n, position, ring, inputs_row,
+                CONV, CONV, EVEN,
+            )  # fmt: skip
+            raw = tl.load(ring_ptr + position % ring * inputs_row + DT + head)
+            dt = _step_size(raw, dt_bias, dt_low, dt_high)
+            x, b = _activated(x, x_bias, dtype), _activated(b, b_bias, dtype)
+            state = _updated(state, x, b, dt, rate, state_dtype)
+
+    # The first token's convolution but for the token itself.
+    x = _old_taps(
+        ring_ptr, conv_weight_ptr, channel, is_channel, start, ring, inputs_row,
+        CONV - 1, CONV, EVEN,
+    )  # fmt: skip
+    b = _old_taps(
+        ring_ptr, conv_weight_ptr, b_channel, is_n, start, ring, inputs_row,
+        CONV - 1, CONV, EVEN,
+    )  # fmt: skip
+    c = _old_taps(
+        ring_ptr, conv_weight_ptr, c_channel, is_n, start, ring, inputs_row,
+        CONV - 1, CONV, EVEN,
+    )  # fmt: skip
+    x_last = _tap(conv_weight_ptr, channel, is_channel, CONV - 1, CONV, EVEN)
+    b_last = _tap(conv_weight_ptr, b_channel, is_n, CONV - 1, CONV, EVEN)
+    c_last = _tap(conv_weight_ptr, c_channel, is_n, CONV - 1, CONV, EVEN)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+    token_ptr = projected_ptr + first * projected_stride + INNER
+    gated_ptr += first * INNER
+    x += x_last * _load(token_ptr + channel, is_channel, EVEN).to(tl.float32)
+    b += b_last * _load(token_ptr + b_channel, is_n, EVEN).to(tl.float32)
+    c += c_last * _load(token_ptr + c_channel, is_n, EVEN).to(tl.float32)
+    dt = _step_size(tl.load(token_ptr + DT + head), dt_bias, dt_low, dt_high)
+    x, b = _activated(x, x_bias, dtype), _activated(b, b_bias, dtype)
+    c = _activated(c, c_bias, dtype)
+    state = _updated(state, x, b, dt, rate, state_dtype)
+    if not CHUNKS:
+        _store(ssm_ptr + state_at, state.to(state_dtype), is_state, EVEN)
+        _keep_inputs(
+            token_ptr, ring_ptr + start % ring * inputs_row, channel, is_channel, b_channel,
+            c_channel, is_n, DT + head, has_dt, has_bc, EVEN,
+        )  # fmt: skip
+    _output(
+        state, x, c, d, token_ptr, gated_ptr, out_ptr + first * out_stride, channel, is_channel,
+        INNER, NORM, EVEN,
+    )  # fmt: skip
+
+    length = tl.full([], 1, tl.int64)
+    if WINDOWS:
+        length = tl.load(lengths_ptr + row)
+        for position in range(start + 1, start + length):
+            token_ptr += projected_stride
+            gated_ptr += INNER
+            x = _taps(
+                ring_ptr, token_ptr, conv_weight_ptr, channel, is_channel, position, start, ring,
+                inputs_row, projected_stride, CONV, EVEN,
+            )  # fmt: skip
+            b = _taps(
+                ring_ptr, token_ptr, conv_weight_ptr, b_channel, is_n, position, start, ring,
+                inputs_row, projected_stride, CONV, EVEN,
+            )  # fmt: skip
+            c = _taps(
+                ring_ptr, token_ptr, conv_weight_ptr, c_channel, is_n, position, start, ring,
+                inputs_row, projected_stride, CONV, EVEN,
+            )  # fmt: skip
+            x += x_last * _load(token_ptr + channel, is_channel, EVEN).to(tl.float32)
+            b += b_last * _load(token_ptr + b_channel, is_n, EVEN).to(tl.float32)
+            c += c_last * _load(token_ptr + c_channel, is_n, EVEN).to(tl.float32)
+            dt = _step_size(tl.load(token_ptr + DT + head), dt_bias, dt_low, dt_high)
+            x, b = _activated(x, x_bias, dtype), _activated(b, b_bias, dtype)
+            c = _activated(c, c_bias, dtype)
+            state = _updated(state, x, b, dt, rate, state_dtype)
+            if not CHUNKS:
+                _keep_inputs(
+                    token_ptr, ring_ptr + position % ring * inputs_row, channel, is_channel,
+                    b_channel, c_channel, is_n, DT + head, has_dt, has_bc, EVEN,
+                )  # fmt: skip
+            _output(
+                state, x, c, d, token_ptr, gated_ptr,
+                out_ptr + (first + position - start) * out_stride, channel, is_channel,
+                INNER, NORM, EVEN,
+            )  # fmt: skip
+        gated_ptr -= (length - 1) * INNER
+    if CHUNKS:
+        _store(ssm_ptr + state_at, state.to(state_dtype), is_state, EVEN)
+
+    if NORM != 0:
+        norm_group = head * HEAD_DIM // NORM_GROUP
+        programs: tl.constexpr = NORM_GROUP // HEAD_DIM * TILES
+        count_ptr = arrived_ptr + row * INNER + norm_group
+        # All threads' stores come before the one thread's release.
+        tl.debug_barrier()
+        before = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu")
+        if before == programs - 1:
+            tl.store(count_ptr, 0)
+            for step in range(0, length):
+                _norm_group(
+                    gated_ptr + step * INNER + norm_group * NORM_GROUP,
+                    projected_ptr + (first + step) * projected_stride + norm_group * NORM_GROUP,
+                    norm_weight_ptr + norm_group * NORM_GROUP,
+                    out_ptr + (first + step) * out_stride + norm_group * NORM_GROUP,
+                    eps, NORM_GROUP, NORM == 2,
+                )  # fmt: skip
+
+
+@triton.jit
+def _norm_group(
+    gated_ptr, z_ptr, weight_ptr, out_ptr, eps, SIZE: tl.constexpr, GATES: tl.constexpr
+):
+    """Norm SIZE channels of a token. They were written by other programs: read past the L1."""
+    BLOCK: tl.constexpr = min(NORM_BLOCK, triton.next_power_of_2(SIZE))
+    total = tl.zeros([BLOCK], tl.float32)
+    for begin in tl.static_range(0, SIZE, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        value = tl.load(gated_ptr + at, mask=at < SIZE, other=0.0, cache_modifier=".cg")
+        total += value * value
+    scale = tl.rsqrt(tl.sum(total) / SIZE + eps)
+    for begin in tl.static_range(0, SIZE, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        value = tl.load(gated_ptr + at, mask=at < SIZE, other=0.0, cache_modifier=".cg")
+        value *= scale * tl.load(weight_ptr + at, mask=at < SIZE, other=0.0).to(tl.float32)
+        if GATES:
+            value *= _silu(tl.load(z_ptr + at, mask=at < SIZE, other=0.0).to(tl.float32))
+        tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=at < SIZE)
+
+
+class MixTile(NamedTuple):
+    """How the state of a head is divided over programs."""
+
+    channels: int
+    """Of a head, a power of two."""
+    warps: int
+
+
+DEFAULT_TILE = MixTile(32, 4)
+
+
+class MixWorkspace:
+    """What the programs of a launch hand each other. Layers share it: one runs at a time.
+
+    Args:
+        tokens, rows: the most of a launch.
+    """
+
+    def __init__(self, tokens: int, rows: int, inner: int, device: torch.device) -> None:
+        with torch.inference_mode(False):
+            self.gated = torch.empty(tokens, inner, dtype=torch.float32, device=device)
+            self.arrived = torch.zeros(rows, inner, dtype=torch.int32, device=device)
+
+
+def unsupported(parameters: MambaParameters) -> str | None:
+    """Why the kernels do not compute a layer; None if they do."""
+    norm, sizes = parameters.norm, parameters.sizes
+    if sizes.state_size > MOST_STATE:
+        return f"a state of {sizes.state_size} a channel is larger than {MOST_STATE}"
+    if norm is not None and norm.group_size % sizes.head_dim:
+        return f"a norm group of {norm.group_size} is not made of heads of {sizes.head_dim}"
+    return None
+
+
+def mix_rows_triton(
+    projected: Tensor,
+    parameters: MambaParameters,
+    states: LayerStates,
+    rows: StateRows,
+    out: Tensor,
+    *,
+    most: int,
+    workspace: MixWorkspace,
+    chunks: bool = False,
+    tile: MixTile = DEFAULT_TILE,
+) -> None:
+    """``reference.mix_rows``; nothing waits for the device, and the launch depends on shapes alone.
+
+    Args:
+        rows: ``keeps`` is 1, or with ``chunks`` the rows' lengths.
+        chunks: rows of any length; their inputs are not written to the ring.
+
+    Raises:
+        ValueError: :func:`unsupported` names a reason, or a tensor is laid out in another way.
+    """
+    sizes, norm = parameters.sizes, parameters.norm
+    why_not = unsupported(parameters)
+    if why_not is not None:
+        raise ValueError(f"{why_not}: use reference.mix_rows")
+    _check_layout(projected, parameters, states, out)
+    ring = states.inputs.shape[1]
+    channels = min(tile.channels, triton.next_power_of_2(sizes.head_dim))
+    kind = NO_NORM if norm is None else NORM_BEFORE_GATE if norm.before_gate else NORM_AFTER_GATE
+    pdl = uses_pdl(projected.device)
+    grid = (sizes.heads * triton.cdiv(sizes.head_dim, channels), len(rows.slots))
+    _mix_kernel[grid](
+        projected, states.inputs, states.ssm, out, workspace.gated, workspace.arrived,
+        parameters.conv_weight, parameters.conv_bias, parameters.dt_bias, parameters.a_log,
+        parameters.d, None if norm is None else norm.weight, *rows[:5],
+        states.null_slot, ring, projected.stride(0), states.inputs.stride(0),
+        states.inputs.stride(1), states.ssm.stride(0), out.stride(0),
+        *parameters.dt_limits, 0.0 if norm is None else norm.eps,
+        HEADS=sizes.heads, HEAD_DIM=sizes.head_dim, GROUPS=sizes.groups, STATE=sizes.state_size,
+        CONV=sizes.conv_width, CHANNELS=channels,
+        STATE_PAD=triton.next_power_of_2(sizes.state_size),
+        HAS_BIAS=parameters.conv_bias is not None, WIDE_D=parameters.d.numel() != sizes.heads,
+        NORM=kind, NORM_GROUP=sizes.inner if norm is None else norm.group_size,
+        CHUNKS=chunks, WINDOWS=chunks or most > 1 or ring > sizes.conv_width, PDL=pdl,
+        num_warps=tile.warps, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def _check_layout(
+    projected: Tensor, parameters: MambaParameters, states: LayerStates, out: Tensor
+) -> None:
+    if projected.stride(1) != 1 or out.stride(1) != 1 or states.inputs.stride(2) != 1:
+        raise ValueError("the last dimensions of projected, out and inputs must be contiguous")
+    if not states.ssm[0].is_contiguous() or not parameters.conv_weight.is_contiguous():
+        raise ValueError("each slot's ssm state and conv_weight must be contiguous")

@@ -1,0 +1,1 @@
+"""Mamba-2 layers, and hybrid models that have them next to attention, MLPs and experts."""
