@@ -64,7 +64,7 @@ class HybridLayers(HashModel):
         assert states is not None and states.step is not None
         salted = token_ids + 97 * self._salt
         expert = (7 * salted + 13 * position_ids) % len(EXPERTS)
-        expert = torch.where(context.live_tokens, expert, NO_EXPERT)
+        expert = torch.where(context.padding_mask[0], NO_EXPERT, expert)
         if not expert.is_cuda:
             self._check(expert, states.step, states, context)
         factors = torch.tensor((*EXPERTS, 0), device=expert.device)  # those without one read 0
