@@ -31,13 +31,17 @@ class StateSnapshots:
         self._place_of_node.move_to_end(node)
         return self._place_of_node[node]
 
-    def take(self, node: int) -> int:
-        """A place for the snapshot of a node that has none."""
+    def take(self, node: int, *, is_wanted: bool) -> int | None:
+        """A place for the snapshot of a node that has none. One that nobody is known to want gets
+        a free place or None, and gives it up before the others."""
         if self._free:
             place = self._free.pop()
-        else:
+        elif is_wanted:
             _, place = self._place_of_node.popitem(last=False)
+        else:
+            return None
         self._place_of_node[node] = place
+        self._place_of_node.move_to_end(node, last=is_wanted)
         return place
 
     def forget(self, node: int) -> None:

@@ -230,11 +230,11 @@ class DecodeLoop:
         events = self._scheduler.table.take_events()
         self.counters.record_events(events)
         self._outputs.record_events(events)
-        retired, blocks = self._scheduler.table.take_retired()
+        retired, blocks, slots = self._scheduler.table.take_retired()
         self._outputs.close(retired)
         self._guidance.close(retired)
-        if self._debug and blocks:
-            self._runner.poison_blocks(blocks)
+        if self._debug:
+            self._runner.poison_freed(blocks, slots)
 
     def _not_overlapped(self, barrier: NotOverlapped | None) -> NotOverlapped:
         if self.depth == 0:

@@ -72,6 +72,8 @@ class EngineCounters:
     barriers: int = 0
     prefill_chunks: int = 0
     blocks_granted: int = 0
+    states_restored: int = 0
+    state_snapshots_taken: int = 0
     step_ns: int = 0
     wait_ns: int = 0
 
@@ -88,6 +90,8 @@ class EngineCounters:
         self.rows_launched += len(plan.rows.slots)
         self.prefill_chunks += len(plan.prefills)
         self.blocks_granted += len(plan.assignments)
+        self.states_restored += len(plan.restores)
+        self.state_snapshots_taken += len(plan.snapshots)
 
     def committed(self, report: StepReport) -> None:
         """A step was committed."""

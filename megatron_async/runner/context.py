@@ -314,12 +314,6 @@ class DynamicInferenceContext(BaseInferenceContext):
         return self._metadata.token_slots
 
     @property
-    def live_tokens(self) -> torch.Tensor:
-        """Whether each token is one of a request that goes on: no padding, and not of a row that
-        has ended; bool [T]."""
-        return ~self.finished[self.token_slots]
-
-    @property
     def long_rotation(self) -> torch.Tensor:
         """Whether each token's request is rotated as a long one, int32 [T]."""
         return self.slots.long_rotation[self.token_slots]

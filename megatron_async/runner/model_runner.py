@@ -304,9 +304,13 @@ class ModelRunner:
         self._results.put_back(ticket.number)
         return True
 
-    def poison_blocks(self, blocks: list[int]) -> None:
-        """Queue garbage for freed KV blocks (debug mode)."""
-        self.device.enqueue(partial(self._program.poison_blocks, blocks), "poison")
+    def poison_freed(self, blocks: list[int], slots: list[int]) -> None:
+        """Queue garbage for freed KV blocks and for the recurrent state of freed slots (debug
+        mode)."""
+        if blocks:
+            self.device.enqueue(partial(self._program.poison_blocks, blocks), "poison")
+        if slots and self._context.states is not None:
+            self.device.enqueue(partial(self._context.states.poison, slots), "poison")
 
     def observe(self, on_span: OnSpan | None) -> None:
         """Report how long packing, waiting and a lone S take; None ends it."""

@@ -31,8 +31,9 @@ class PromptPlanner:
     overtaken.
 
     Of a model with recurrent layers chunks also end where a snapshot of their state is wanted: at
-    the last full block that another prompt can share, and at the last block of a prefix that was
-    computed before and has no snapshot, since it is asked for a second time."""
+    the last full block that an equal prompt can share, and at the last block of a prefix that was
+    computed before and has no snapshot, since it is asked for a second time. Snapshots where other
+    chunks end are taken while there is room."""
 
     def __init__(self, table: RequestTable, preemption: Preemption, limits: Limits) -> None:
         self._table = table
@@ -108,13 +109,17 @@ class PromptPlanner:
         size = self._limits.block_size
         return sequence.branch, (sequence.prefill_end - 1) // size * size
 
-    def _take_snapshot(self, sequence: Sequence, snapshots: list[StateCopy]) -> None:
-        """Keep the state behind the chunk just planned, if it is wanted and there is none yet."""
-        known, end = self._table.prefixes.snapshots, sequence.prefilled
+    def _take_snapshot(self, sequence: Sequence, copies: list[StateCopy]) -> None:
+        """Keep the state behind the chunk just planned where whole blocks end, if there is none
+        yet: where it is wanted, or while there is room."""
+        snapshots, end = self._table.prefixes.snapshots, sequence.prefilled
         is_registered = sequence.registered * self._limits.block_size == end
+        if snapshots is None or not is_registered or sequence.node in snapshots:
+            return
         is_wanted = end == sequence.prefill_end or end in self._snapshots_wanted(sequence)
-        if known is not None and is_registered and is_wanted and sequence.node not in known:
-            snapshots.append(StateCopy(sequence.slot, known.take(sequence.node), end))
+        place = snapshots.take(sequence.node, is_wanted=is_wanted)
+        if place is not None:
+            copies.append(StateCopy(sequence.slot, place, end))
 
     def _admit_next(self, number: int, budget: int, work: PromptWork) -> Sequence | None:
         """Admit the head of the queue if everything it needs is there."""

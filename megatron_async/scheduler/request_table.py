@@ -74,6 +74,7 @@ class RequestTable:
         self._events: list[Event] = []
         self._retired_keys: list[int] = []
         self._freed_blocks: list[int] = []
+        self._freed_slots: list[int] = []
 
     # --- arrivals and ends --------------------------------------------------------------------
 
@@ -145,6 +146,7 @@ class RequestTable:
             self._freed_blocks += self.allocator.release(reversed(blocks))
             self.slots.end_epoch(slot)
             self.slots.release(slot)
+            self._freed_slots.append(slot)
             if sequence.extras is not None:
                 self.extended -= 1
                 self.guided -= sequence.extras.guided
@@ -242,12 +244,13 @@ class RequestTable:
         self.has_news = False
         return events
 
-    def take_retired(self) -> tuple[list[int], list[int]]:
-        """Keys of the requests that no forward can touch any more, and the blocks that became free
-        with others, since the last call."""
+    def take_retired(self) -> tuple[list[int], list[int], list[int]]:
+        """Keys of the requests that no forward can touch any more, and the blocks and slots that
+        became free with others, since the last call."""
         keys, self._retired_keys = self._retired_keys, []
         blocks, self._freed_blocks = self._freed_blocks, []
-        return keys, blocks
+        slots, self._freed_slots = self._freed_slots, []
+        return keys, blocks, slots
 
     def check(self) -> None:
         """Every block and slot is held by exactly those who say so.

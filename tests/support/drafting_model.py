@@ -10,7 +10,7 @@ import torch
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.drafter import MixedTokens, SampledRows
 from megatron_async.sampling.sample import sample_tokens_reference
-from tests.support.hash_model import VOCAB_SIZE, HashModel, hash_history, hash_logits
+from tests.support.hash_model import VOCAB_SIZE, HashModel, hash_logits
 
 
 class DraftingHashModel(HashModel):
@@ -48,11 +48,10 @@ class DraftingHashModel(HashModel):
             drafts.append(tokens[-1])
         return drafts
 
-    @staticmethod
     def _next_token(
-        context: DynamicInferenceContext, slot: int, tokens: list[int], salt: int
+        self, context: DynamicInferenceContext, slot: int, tokens: list[int], salt: int
     ) -> int:
-        row, state = hash_logits(hash_history(tokens, salt)), context.slots
+        row, state = hash_logits(self.history(tokens, salt)), context.slots
         if state.inverse_temperature[slot] <= 0:
             return max(range(VOCAB_SIZE), key=lambda v: (row[v], -v))
         at = slice(slot, slot + 1)

@@ -41,6 +41,9 @@ class HashModel:
     keys computed by other weights.
     """
 
+    history = staticmethod(hash_history)
+    """What its logits are made of."""
+
     def __init__(self, device: str = "cpu") -> None:
         self.vocab_size = VOCAB_SIZE
         self.max_sequence_length = MAX_LENGTH
@@ -52,6 +55,16 @@ class HashModel:
         self._weights = torch.tensor(WEIGHTS, device=device)
         self._ids = torch.arange(VOCAB_SIZE, device=device)
         self._salt = torch.zeros(1, dtype=torch.int64, device=device)
+
+    def further_layers(
+        self,
+        state: torch.Tensor,
+        token_ids: torch.Tensor,
+        position_ids: torch.Tensor,
+        context: DynamicInferenceContext,
+    ) -> torch.Tensor:
+        """What comes behind the attention layers, of which ``state`` [T] is the output."""
+        return state
 
     def update_weights(self, source: dict[str, int]) -> None:
         """The only weight is the salt."""
@@ -70,6 +83,7 @@ class HashModel:
             cells[context.slot_mapping] = state
             terms = torch.where(seen, (cells[places] + 1) % MODULUS * self._weights % MODULUS, 0)
             state = terms.sum(dim=1) % MODULUS
+        state = self.further_layers(state, token_ids, position_ids, context)
         if context.last_token_index is not None:
             state = state[context.last_token_index]
         mixed = (state[:, None] * (2 * self._ids + 1) + 7919 * self._ids) % MODULUS % 512

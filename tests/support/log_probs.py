@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 
 from megatron_async.request import DynamicInferenceRequest
 from tests.support.hash_model import hash_history, hash_logits
 
+History = Callable[[list[int], int], int]
+
 
 @functools.lru_cache(maxsize=4096)
-def _log_softmax(tokens: tuple[int, ...], salt: int) -> list[float]:
-    row = hash_logits(hash_history(list(tokens), salt))
+def _log_softmax(tokens: tuple[int, ...], salt: int, history: History) -> list[float]:
+    row = hash_logits(history(list(tokens), salt))
     top = max(row)
     total = math.log(sum(math.exp(value - top) for value in row))
     return [value - top - total for value in row]
@@ -25,12 +27,14 @@ def check_log_probs(
     salts: Sequence[tuple[int, int]] = (),
     *,
     of_prompts: bool = True,
+    history: History = hash_history,
 ) -> None:
     """Those that were asked for are there, one for each token, within 1e-5, and no others.
 
     Args:
         salts: (first generated token, salt of the model) in order; 0 before.
         of_prompts: the prompt was computed with salt 0, and never with another.
+        history: that of the model.
     """
     params, prompt = request.sampling_params, request.prompt_tokens
     tokens = prompt + request.generated_tokens
@@ -48,20 +52,25 @@ def check_log_probs(
         for index, value in enumerate(values):
             salt = next((s for start, s in reversed(salts) if start <= index), 0)
             at = len(prompt) + index
-            _check(tokens, at, salt, value, None if tops is None else tops[index])
+            _check(tokens, at, salt, value, tops and tops[index], history)
     if of_prompt and of_prompts:
         values, tops = request.prompt_log_probs, request.prompt_top_n_logprobs
         assert values is not None
         if request.generated_tokens:
             assert len(values) == len(prompt) - 1
         for index, value in enumerate(values):
-            _check(tokens, 1 + index, 0, value, None if tops is None else tops[index])
+            _check(tokens, 1 + index, 0, value, tops and tops[index], history)
 
 
 def _check(
-    tokens: list[int], at: int, salt: int, value: float, top: dict[int, float] | None
+    tokens: list[int],
+    at: int,
+    salt: int,
+    value: float,
+    top: dict[int, float] | None,
+    history: History,
 ) -> None:
-    row = _log_softmax(tuple(tokens[:at]), salt)
+    row = _log_softmax(tuple(tokens[:at]), salt, history)
     assert value == pytest.approx(row[tokens[at]], abs=1e-5)
     if top is not None:
         # Equal logits give equal values: the lower id comes first.

@@ -18,6 +18,7 @@ import torch
 
 from megatron_async.cache.block_allocator import BlockAllocator
 from megatron_async.cache.prefix_cache import ROOT, PrefixCache
+from megatron_async.cache.state_snapshots import StateSnapshots
 from megatron_async.device.cpu import CpuDevice, CpuPacketRing, CpuResultRing
 from megatron_async.engine.loop import DecodeLoop
 from megatron_async.engine.metrics import NotOverlapped
@@ -28,6 +29,7 @@ from megatron_async.runner import sampling_stage as stage
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.cuda_graphs import StepGraphs
 from megatron_async.runner.model_runner import ModelRunner
+from megatron_async.runner.recurrent_states import ChunkStates, DecodeStates, RecurrentStates
 from megatron_async.runner.sampling_stage import SamplingStage
 from megatron_async.runner.step_program import StepProgram
 from megatron_async.scheduler.admission import PromptPlanner
@@ -68,6 +70,8 @@ class Mutant:
     """What finds it, at a depth, with debug checks or without; None is the workload."""
     window: int = 1
     """Tokens that a row of the workload may bring: more than one with drafts."""
+    hybrid: bool = False
+    """The workload's model has recurrent layers and experts."""
 
     @contextmanager
     def active(self) -> Iterator[None]:
@@ -80,13 +84,14 @@ MUTANTS: list[Mutant] = []
 
 
 def mutant(
-    target: Any, method: str, *caught_by: str, least_depth: int = 0, window: int = 1
+    target: Any, method: str, *caught_by: str, least_depth: int = 0, **workload: Any
 ) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
-    """Register a fault under the name of the function that makes it."""
+    """Register a fault under the name of the function that makes it; ``workload`` is what it is
+    to be looked for in."""
 
     def register(make: Callable[[Any], Any]) -> Callable[[Any], Any]:
         MUTANTS.append(
-            Mutant(make.__name__, target, method, make, caught_by, least_depth, window=window)
+            Mutant(make.__name__, target, method, make, caught_by, least_depth, **workload)
         )
         return make
 
@@ -529,6 +534,106 @@ def block_assignments_beyond_the_rows_dropped(original: Any) -> Any:
         return ticket
 
     return launch
+
+
+# --- recurrent state and experts ----------------------------------------------------------------
+
+
+@mutant(ModelRunner, "launch", "WrongTokensError", hybrid=True)
+def state_freed_when_its_row_leaves_the_row_map(original: Any) -> Any:
+    """Not when the last ticket of the request has retired: it may be paused, or wait for a block."""
+
+    def launch(self: ModelRunner, plan: Plan) -> Ticket:
+        states, mapped = self._context.states, set(plan.rows.slots)
+        left = list(getattr(self, "mapped", mapped) - mapped)
+        self.mapped = mapped  # type: ignore[attr-defined]
+        if left and states is not None:
+            self.device.enqueue(partial(states.poison, left), "poison")
+        ticket: Ticket = original(self, plan)
+        return ticket
+
+    return launch
+
+
+@mutant(RecurrentStates, "restore", "WrongTokensError", hybrid=True)
+def state_not_restored_after_a_prefix_hit(original: Any) -> Any:
+    return lambda self, slot, place, length: None
+
+
+@mutant(RecurrentStates, "chunks", "WrongTokensError", hybrid=True)
+def state_not_zeroed_at_admission(original: Any) -> Any:
+    def chunks(self: RecurrentStates, *tensors: torch.Tensor) -> ChunkStates:
+        found: ChunkStates = original(self, *tensors)
+        return found._replace(first=found.first.clamp(min=0))
+
+    return chunks
+
+
+@mutant(RecurrentStates, "decode_rows", "WrongTokensError", hybrid=True, window=WINDOW)
+def state_not_taken_back_behind_rejected_drafts(original: Any) -> Any:
+    """Rows go on from the state behind all drafts of the window before."""
+
+    def decode_rows(
+        self: RecurrentStates, slots: torch.Tensor, positions: torch.Tensor, *rest: Any
+    ) -> DecodeStates:
+        before = getattr(self, "windows", None)
+        if before is None:
+            before = self.windows = torch.ones_like(self._base)  # type: ignore[attr-defined]
+        found: DecodeStates = original(self, slots, positions, *rest)
+        first = torch.where(found.first < 0, found.first, before[found.slots] - 1)
+        before[found.slots] = found.window
+        return found._replace(first=first)
+
+    return decode_rows
+
+
+@mutant(RecurrentStates, "decode_rows", "WrongTokensError", hybrid=True, window=WINDOW)
+def state_behind_accepted_drafts_lost(original: Any) -> Any:
+    """Rows go on from the state behind the first token of the window before."""
+
+    def decode_rows(self: RecurrentStates, *args: Any) -> DecodeStates:
+        found: DecodeStates = original(self, *args)
+        return found._replace(first=found.first.clamp(max=0))
+
+    return decode_rows
+
+
+@mutant(ModelRunner, "launch", "WrongTokensError", hybrid=True)
+def snapshot_taken_ahead_of_its_forward(original: Any) -> Any:
+    def launch(self: ModelRunner, plan: Plan) -> Ticket:
+        self._copy_states(plan.snapshots, "snapshot")
+        ticket: Ticket = original(self, plan._replace(snapshots=()))
+        return ticket
+
+    return launch
+
+
+@mutant(PrefixCache, "until_snapshot", "WrongTokensError", hybrid=True)
+def prefix_hit_goes_beyond_its_snapshot(original: Any) -> Any:
+    def until_snapshot(
+        self: PrefixCache, blocks: list[int], root: int = ROOT
+    ) -> tuple[list[int], int]:
+        found: tuple[list[int], int] = original(self, blocks, root)
+        return (blocks, found[1]) if found[0] else found
+
+    return until_snapshot
+
+
+@mutant(StateSnapshots, "take", "IntegrityError", "WrongTokensError", hybrid=True)
+def snapshot_overwritten_and_still_known(original: Any) -> Any:
+    def take(self: StateSnapshots, node: int, *, is_wanted: bool) -> int | None:
+        known = dict(self._place_of_node)
+        place: int | None = original(self, node, is_wanted=is_wanted)
+        for each in known:
+            self._place_of_node.setdefault(each, known[each])
+        return place
+
+    return take
+
+
+@mutant(DynamicInferenceContext, "padding_mask", "DeadRowReadsExpertError", hybrid=True)
+def expert_read_for_a_dead_row(original: Any) -> Any:
+    return property(lambda self: torch.zeros_like(original.fget(self)))
 
 
 # --- rings ------------------------------------------------------------------------------------

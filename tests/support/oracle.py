@@ -149,7 +149,10 @@ def _ends_by_text(ask: Ask, generated: list[int]) -> bool:
 
 
 def decode_with_salts(
-    ask: Ask, salts: list[tuple[int, int]], changes: Sequence[tuple[int, Ask]] = ()
+    ask: Ask,
+    salts: list[tuple[int, int]],
+    changes: Sequence[tuple[int, Ask]] = (),
+    history: Callable[[list[int], int], int] = hash_history,
 ) -> tuple[list[int], str]:
     """As :func:`decode_alone`, with weights that change: from generated token ``start`` on the
     whole history is hashed with ``salt``, for each ``(start, salt)`` in order."""
@@ -157,6 +160,6 @@ def decode_with_salts(
     def logits_of(tokens: list[int]) -> list[float]:
         generated = len(tokens) - len(ask.prompt)
         salt = next((s for start, s in reversed(salts) if start <= generated), 0)
-        return hash_logits(hash_history(tokens, salt))
+        return hash_logits(history(tokens, salt))
 
     return decode_alone(ask, logits_of, changes)

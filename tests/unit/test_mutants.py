@@ -10,8 +10,8 @@ with one of them it fails by a typed error or an assertion, each with a name of 
 - ``TokenAfterEndError``: something emitted for a request that had ended;
 - ``WrongCountsError``: launched, committed and discarded do not add up, a token was discarded
   that nothing had ended, or a request holds more blocks than its rows can reach;
-- ``DeadRowWroteError``, ``DeadRowLivedError``: the device worked for a request that it had ended,
-  or had been told to end.
+- ``DeadRowWroteError``, ``DeadRowLivedError``, ``DeadRowReadsExpertError``: the device worked for a
+  request that it had ended, or had been told to end.
 
 What costs no token, such as which block is reused first, has scenarios of its own in
 ``tests/support/pinned.py``; these fail by an ``AssertionError``.
@@ -42,6 +42,7 @@ from megatron_async.step.records import StepResult
 from tests.support.cuda_rings import CudaRingsDevice
 from tests.support.drafting_model import DraftingHashModel
 from tests.support.engines import DEPTHS, hash_engine, sampling_params
+from tests.support.hybrid_hash_model import DeadRowReadsExpertError, HybridLayers
 from tests.support.mutants import MUTANTS, WINDOW, Mutant
 from tests.support.oracle import Ask, decode_with_salts
 from tests.support.pinned import SCENARIOS
@@ -51,6 +52,10 @@ MOST_STEPS = 1500
 BLOCKS = {1: (4, 14), WINDOW: (1, 120)}
 """Block size and count, by window. Windows cross blocks, so that a step assigns more of them than
 its packet has rows."""
+HYBRID_ASKS = {1: 18, WINDOW: 10}
+SNAPSHOTS = {1: 4, WINDOW: 12}
+"""Requests of the workload with a model that has recurrent layers, by window, and fewer snapshots
+than its prefixes."""
 
 
 class WrongTokensError(AssertionError):
@@ -81,6 +86,7 @@ CAUGHT: dict[str, type[BaseException]] = {
         WrongCountsError,
         DeadRowWroteError,
         DeadRowLivedError,
+        DeadRowReadsExpertError,
         IntegrityError,
         IndexError,
         KeyError,
@@ -104,13 +110,20 @@ class WatchfulModel(DraftingHashModel):
         return super().forward(token_ids, position_ids, context)
 
 
+class WatchfulHybridModel(HybridLayers, WatchfulModel):
+    """The same with recurrent layers and experts."""
+
+
 @functools.cache
 def expected(
-    ask: Ask, salts: tuple[tuple[int, int], ...], changes: tuple[tuple[int, Ask], ...]
+    ask: Ask,
+    salts: tuple[tuple[int, int], ...],
+    changes: tuple[tuple[int, Ask], ...],
+    history: Callable[[list[int], int], int],
 ) -> tuple[list[int], str]:
     """Tokens and reason of ``ask`` alone, with the weights that ``salts`` say, and sampled as
     ``changes`` say."""
-    return decode_with_salts(ask, list(salts), changes)
+    return decode_with_salts(ask, list(salts), changes, history)
 
 
 def workload(window: int) -> list[Ask]:
@@ -152,8 +165,12 @@ class Run:
         debug: bool = True,
         device: type[CpuDevice] = CpuDevice,
         window: int = 1,
+        hybrid: bool = False,
     ) -> None:
-        self.asks = workload(window)
+        self.asks = workload(window)[: HYBRID_ASKS[window] if hybrid else None]
+        self.hybrid = hybrid
+        self.pace = 3 if hybrid else 5
+        self.model = (WatchfulHybridModel if hybrid else WatchfulModel)(window)
         self.window = window
         self.tickets = TokenTickets()
         self.depth = depth
@@ -170,13 +187,14 @@ class Run:
             watched(self.depth),
             hash_engine(
                 self.depth,
-                model=WatchfulModel(self.window),
+                model=self.model,
                 device=self.device(poison=self.debug),
                 debug=self.debug,
                 max_requests=4,
                 block_size_tokens=BLOCKS[self.window][0],
-                block_count=BLOCKS[self.window][1],
+                block_count=BLOCKS[self.window][1] * (1 + self.hybrid),
                 prefill_chunk_tokens=8,
+                state_snapshot_count=SNAPSHOTS[self.window],
             ) as engine,
         ):
             engine.observe(self.tickets)
@@ -191,8 +209,9 @@ class Run:
         return engine.counters
 
     def _events(self, engine: DynamicInferenceEngine, step: int) -> None:
-        if step % 5 == 0 and step // 5 < len(self.asks) // 2:
-            for index in (step // 5 * 2, step // 5 * 2 + 1):
+        pair = step // self.pace
+        if step % self.pace == 0 and pair < len(self.asks) // 2:
+            for index in (pair * 2, pair * 2 + 1):
                 ask = self.asks[index]
                 engine.add_request(
                     index, list(ask.prompt), sampling_params(ask), priority=index % 3 - 1
@@ -233,7 +252,7 @@ class Run:
         for ask, request in zip(self.asks, requests, strict=True):
             salts = tuple((s.start, self.salts[s.version]) for s in request.weight_spans)
             changes = self.tickets.changes(request, ask)
-            tokens, reason = expected(ask, salts or ((0, 0),), changes)
+            tokens, reason = expected(ask, salts or ((0, 0),), changes, self.model.history)
             if request.finish_reason is FinishReason.ABORT:
                 tokens, reason = tokens[: len(request.generated_tokens)], "abort"
                 if request.request_id not in self.aborted:
@@ -323,6 +342,18 @@ def test_workload_passes_without_a_fault_and_has_everything(
     assert (counters.tokens_discarded > 0) == (depth > 0)
 
 
+@pytest.mark.parametrize("window", BLOCKS)
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_workload_passes_with_recurrent_layers_and_experts(depth: int, window: int) -> None:
+    run = Run(depth, window=window, hybrid=True)
+    counters = run.start()
+    assert (counters.tokens_accepted > 0) == (window > 1)
+    for name in ("evictions", "pauses", "resumes", "tokens_cached", "states_restored"):
+        assert getattr(counters, name) > 0, name
+    assert counters.state_snapshots_taken > SNAPSHOTS[window]
+    assert (counters.tokens_discarded > 0) == (depth > 0)
+
+
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_scenarios_pass_without_a_fault(scenario: Callable[[int, bool], None], depth: int) -> None:
@@ -338,7 +369,7 @@ def finders_of(fault: Mutant) -> dict[str, type[BaseException]]:
 def look_for(fault: Mutant, depth: int, debug: bool = True) -> None:
     """Run what is to find ``fault``."""
     if fault.scenario is None:
-        Run(depth, debug, fault.device, fault.window).start()
+        Run(depth, debug, fault.device, fault.window, fault.hybrid).start()
     else:
         fault.scenario(depth, debug)
 

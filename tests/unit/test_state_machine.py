@@ -33,6 +33,7 @@ from tests.support.drafting_model import DraftingHashModel
 from tests.support.engines import extras_of, hash_engine, sampling_params
 from tests.support.hash_model import VOCAB_SIZE
 from tests.support.hash_tokenizer import hash_tokenizer
+from tests.support.hybrid_hash_model import HybridDraftingHashModel
 from tests.support.log_probs import check_log_probs
 from tests.support.oracle import Ask, decode_with_salts
 from tests.support.token_tickets import TokenTickets
@@ -50,6 +51,12 @@ class Part:
     logging: tuple[int, ...] = (0,)
     windows: tuple[int, ...] = (1,)
     """Tokens that a row may bring."""
+    recurrent: bool = False
+    """The model has recurrent layers and experts."""
+
+    @property
+    def model(self) -> type[DraftingHashModel]:
+        return HybridDraftingHashModel if self.recurrent else DraftingHashModel
 
     @property
     def drafts(self) -> bool:
@@ -71,6 +78,7 @@ class Part:
                 "window": st.sampled_from(self.windows),
                 "error_rate": st.sampled_from((0.0, 0.3, 0.3, 1.0)),
                 "adaptive_speculation": st.booleans() if self.drafts else st.just(False),
+                "state_snapshot_count": st.sampled_from((None, None, 1, 3)),
             }
         ).map(self._with_block_count)
 
@@ -97,6 +105,10 @@ PARTS = {
     "depth 2, drafts, any blocks": Part(2, ANY, windows=DRAFTS),
     "depth 4, drafts, small blocks": Part(4, SMALL, windows=DRAFTS),
     "depth 4, drafts, any blocks": Part(4, ANY, windows=DRAFTS),
+    "serial, recurrent, drafts": Part(0, SMALL, windows=DRAFTS, recurrent=True),
+    "depth 1, recurrent": Part(1, SMALL, recurrent=True),
+    "depth 2, recurrent, drafts": Part(2, SMALL, windows=DRAFTS, recurrent=True),
+    "depth 4, recurrent": Part(4, SMALL, recurrent=True),
 }
 
 # A few beginnings, of few different tokens, so that prompts share prefixes; many requests are
@@ -191,7 +203,7 @@ class EngineMachine(RuleBasedStateMachine):
         values.pop("spare")
         self.block_count = values["block_count"]
         self.window = values.pop("window")
-        model = DraftingHashModel(self.window - 1, values.pop("error_rate"))
+        model = self.part.model(self.window - 1, values.pop("error_rate"))
         if values["adaptive_speculation"]:
             values["speculative_step_costs"] = STEP_COSTS
         self.engine = hash_engine(
@@ -377,9 +389,10 @@ class EngineMachine(RuleBasedStateMachine):
             assert request.generated_tokens == emitted
         salts = [(s.start, self.salts.get(s.version, 0)) for s in request.weight_spans]
         changed = self.tickets.changes(request, ask)
-        expected, reason = decode_with_salts(ask, salts, changed)
+        history = self.part.model.history
+        expected, reason = decode_with_salts(ask, salts, changed, history)
         if changed:
-            without, _ = decode_with_salts(ask, salts)
+            without, _ = decode_with_salts(ask, salts, (), history)
             length = len(request.generated_tokens)
             self.totals["updates"] += len(changed)
             self.totals["updates_that_show"] += expected[:length] != without[:length]
@@ -397,7 +410,8 @@ class EngineMachine(RuleBasedStateMachine):
             if len(request.steps) > 1 and not request.counters.evictions:
                 inside = self.tickets.last_count(request) < self.window
                 self.totals["ends_inside_windows"] += inside
-        check_log_probs(request, salts, of_prompts=not any(self.salts.values()))
+        of_prompts = not any(self.salts.values())
+        check_log_probs(request, salts, of_prompts=of_prompts, history=history)
         self.totals["log_probs"] += len(request.generated_log_probs or ())
         self.totals["prompt_log_probs"] += len(request.prompt_log_probs or ())
         counts = request.counters
