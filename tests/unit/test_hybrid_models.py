@@ -229,7 +229,10 @@ def test_features_name_the_layers() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"hybrid_override_pattern": "MM"}, r"'MM' must have one of M\*-E for each of num_layers=6"),
+        (
+            {"hybrid_override_pattern": "MM"},
+            r"'MM' must have one of M\*-E for each of num_layers=6",
+        ),
         ({"hybrid_override_pattern": "MMMMMX"}, "'MMMMMX' must have one of"),
         ({"num_moe_experts": None}, "with 'E' needs num_moe_experts"),
         ({"moe_layer_freq": (1,) * 6}, "moe_layer_freq and hybrid_override_pattern exclude"),

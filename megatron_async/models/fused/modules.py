@@ -81,7 +81,8 @@ class MambaModule:
         """Add their output to the residual stream; returns the statistics for the reader."""
         layer, residual = self._layer, step.residual
         normed = layer.norm(residual.hidden.unsqueeze(1))
-        return residual.add(*layer.mixer(normed, step.context), reader, self._where)
+        output, bias = layer.mixer(normed, step.context)
+        return residual.add(output, bias, reader, self._where)
 
 
 class LayerModule:
