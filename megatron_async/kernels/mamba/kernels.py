@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron_async.kernels.gemm.tile_config import MAX_ROWS
 from megatron_async.kernels.mamba.layer import (
     LayerStates,
     MambaParameters,
@@ -28,6 +29,13 @@ class MambaKernels:
 
     def __init__(self, rows: int, window: int, sizes: MambaSizes, device: torch.device) -> None:
         self._workspace = MixWorkspace(rows * window, rows, sizes.inner, device)
+        with torch.inference_mode(False):
+            # Nobody writes to rows of padding.
+            self._mixed = torch.zeros(MAX_ROWS, sizes.inner, dtype=torch.bfloat16, device=device)
+
+    def mixed(self, tokens: int) -> Tensor:
+        """bfloat16 ``[tokens, inner]``, finite, for what a fused block puts out."""
+        return self._mixed[:tokens]
 
     def mix_rows(
         self,

@@ -31,6 +31,8 @@ from megatron_async.models.fused.report import (
     Block,
 )
 from megatron_async.models.mamba.layers import AttentionLayer, MambaLayer, MlpLayer
+from megatron_async.models.mamba.mixer import MambaMixer
+from megatron_async.models.mamba.states import kernels_why_not
 from megatron_async.models.spec import (
     BiasedColumnParallelLinear,
     BiasedRowParallelLinear,
@@ -92,7 +94,8 @@ def blocks(model: Any, *, parallel: bool = False, unwanted: str | None = None) -
         if MLP in has:
             found.append(Block(MLP, number, reason or mlp_why_not(layer, model.config)))
         if MAMBA in has:
-            found.append(Block(MAMBA, number, reason or mamba_why_not(layer)))
+            mamba = reason or mamba_why_not(layer, parallel=parallel)
+            found.append(Block(MAMBA, number, mamba))
     return (*found, Block(HEAD, None, off or head_why_not(model)))
 
 
@@ -246,9 +249,22 @@ def attention_why_not(layer: Any, model: Any) -> str | None:
     )
 
 
-def mamba_why_not(layer: Any) -> str | None:
+def mamba_why_not(layer: Any, *, parallel: bool = False) -> str | None:
     """Why a layer's Mamba-2 mixer is not computed by kernels."""
-    return "the mixer is not part of the fused forward"
+    mixer, norm = layer.mixer, layer.norm
+    if type(mixer) is not MambaMixer:
+        return f"{type(mixer).__name__} is not covered"
+    if parallel:
+        return "it is not split over ranks"
+    if norm_kind(norm) is None:
+        return _norm_why_not(norm, mixer.in_proj)
+    if _has_hooks(*mixer.modules()):
+        return "a module has forward hooks"
+    return (
+        _linears_why_not(mixer.in_proj, mixer.out_proj)
+        or _modules_why_not([norm, mixer.in_proj, mixer.out_proj, mixer.norm, mixer.conv1d])
+        or kernels_why_not(mixer.parameters_between)
+    )
 
 
 def mlp_why_not(layer: Any, config: Any) -> str | None:

@@ -31,6 +31,7 @@ from megatron_async.models.fused.attention_block import AttentionBlock, tokens_o
 from megatron_async.models.fused.embedding import EmbeddingBlock
 from megatron_async.models.fused.gemms import Gemm, SkinnyGemms, Work, defines_of
 from megatron_async.models.fused.head import HeadBlock
+from megatron_async.models.fused.mamba_block import MambaBlock
 from megatron_async.models.fused.mlp_block import MlpBlock
 from megatron_async.models.fused.modules import (
     AttentionModule,
@@ -43,7 +44,7 @@ from megatron_async.models.fused.modules import (
 from megatron_async.models.fused.report import ATTENTION, MLP, Block, DecodeCoverage
 from megatron_async.models.fused.residual import AllReduce, Norm, Step, Workspace
 
-FusedBlock = EmbeddingBlock | AttentionBlock | MlpBlock | HeadBlock
+FusedBlock = EmbeddingBlock | AttentionBlock | MlpBlock | MambaBlock | HeadBlock
 
 
 class Runs(Protocol):
@@ -131,7 +132,9 @@ class FusedDecoder:
                         fused = MlpBlock(layer, model.config, self._gemms, all_reduce, where)
                     places.append(Place((block,), MlpModule(layer, where), fused))
                 else:
-                    places.append(Place((block,), MambaModule(layer, where), None))
+                    if block.reason is None:
+                        fused = MambaBlock(layer, self._gemms, where)
+                    places.append(Place((block,), MambaModule(layer, where), fused))
         like = next((p.fused for p in places if isinstance(p.fused, MlpBlock)), None)
         embedding = EmbeddingBlock(model, device, like) if first.reason is None else None
         head = HeadBlock(model, self._gemms) if last.reason is None else None
@@ -207,7 +210,8 @@ class FusedDecoder:
         key = most, context.block_size_tokens
         if key not in self._chosen:
             chosen = self._choose(most, context)
-            inside = any(isinstance(block, AttentionBlock | MlpBlock) for block in chosen)
+            kinds = AttentionBlock | MlpBlock | MambaBlock
+            inside = any(isinstance(block, kinds) for block in chosen)
             self._chosen[key] = chosen if inside else None
         return self._chosen[key]
 

@@ -80,8 +80,7 @@ class MambaModule:
     def __call__(self, step: Step, given: Tensor | None, reader: Norm | None) -> Tensor | None:
         """Add their output to the residual stream; returns the statistics for the reader."""
         layer, residual = self._layer, step.residual
-        normed = layer.norm(residual.hidden.unsqueeze(1))
-        output, bias = layer.mixer(normed, step.context)
+        output, bias = layer.mixer(layer.norm(residual.hidden.unsqueeze(1)), step.context)
         return residual.add(output, bias, reader, self._where)
 
 

@@ -61,9 +61,7 @@ def mix_step(projected: Tensor, parameters: MambaParameters, context: Any, layer
     Returns:
         ``[T, inner]``; zeros for padding.
     """
-    pool = context.states
-    tensors = pool.layer(layer)
-    states = LayerStates(tensors[INPUTS][:, 0], tensors[SSM][:, 0])
+    pool, states = context.states, layer_states(context, layer)
     rows = step_rows(context)
     out = projected.new_zeros(len(projected), parameters.sizes.inner)
     kernels = kernels_of(parameters, context) if fusable(projected) else None
@@ -82,25 +80,36 @@ def mix_step(projected: Tensor, parameters: MambaParameters, context: Any, layer
     return out
 
 
+def layer_states(context: Any, layer: int) -> LayerStates:
+    """The pool's states of recurrent layer ``layer``."""
+    tensors = context.states.layer(layer)
+    return LayerStates(tensors[INPUTS][:, 0], tensors[SSM][:, 0])
+
+
 def kernels_of(parameters: MambaParameters, context: Any) -> MambaKernels | None:
     """The kernels of all Mamba-2 layers of a model in such a context; None where they are on trial,
     or do not compute the layers."""
-    if not trial.MAMBA:
-        _log_torch(trial.REASON)
-        return None
-    from megatron_async.kernels.mamba.kernels import MambaKernels
-    from megatron_async.kernels.mamba.mix_triton import unsupported
-
-    reason = unsupported(parameters)
+    reason = kernels_why_not(parameters)
     if reason is not None:
         _log_torch(reason)
         return None
+    from megatron_async.kernels.mamba.kernels import MambaKernels
+
     kernels: MambaKernels | None = getattr(context, "mamba_kernels", None)
     if kernels is None:
         pool = context.states
         kernels = MambaKernels(pool.null_slot, pool.entries, parameters.sizes, context.device)
         context.mamba_kernels = kernels
     return kernels
+
+
+def kernels_why_not(parameters: MambaParameters) -> str | None:
+    """Why no kernels compute such a layer on a GPU; None if they do."""
+    if not trial.MAMBA:
+        return trial.REASON
+    from megatron_async.kernels.mamba.mix_triton import unsupported
+
+    return unsupported(parameters)
 
 
 @functools.cache
