@@ -1,4 +1,4 @@
-"""Hybrid models (``MambaModel``) from the arguments of Megatron-LM's training (core_v0.15 and 0.16)."""
+"""Hybrid models (``MambaModel``) from the arguments of Megatron-LM's training."""
 
 from __future__ import annotations
 

@@ -70,8 +70,8 @@ def check_stored_size(
             names = ("num_moe_experts", "moe_ffn_hidden_size")
             sizes += [f"{name}={getattr(config, name)}" for name in names]
         if config.hybrid_override_pattern is not None:
-            names = ("hybrid_override_pattern", "mamba_num_heads", "mamba_head_dim")
-            sizes += [f"{name}={shown(getattr(config, name), 80)}" for name in names]
+            hybrid = ("hybrid_override_pattern", "mamba_num_heads", "mamba_head_dim")
+            sizes += [f"{name}={shown(getattr(config, name), 80)}" for name in hybrid]
         if config.position_embedding == "learned_absolute":
             sizes.append(f"max_sequence_length={config.max_sequence_length}")
         raise CheckpointError(

@@ -213,10 +213,12 @@ def save_hybrid(root):
     whole = get_gpt_layer_local_spec(normalization="RMSNorm").submodules
     norm = mamba_block.TENorm = whole.input_layernorm
     add, layer = whole.self_attn_bda, functools.partial(ModuleSpec, TransformerLayer)
-    mixer = ModuleSpec(mamba_mixer.MambaMixer, submodules=mamba_mixer.MambaMixerSubmodules(*linears))
+    mixer = ModuleSpec(
+        mamba_mixer.MambaMixer, submodules=mamba_mixer.MambaMixerSubmodules(*linears))
     spec = ModuleSpec(mamba_block.MambaStack, submodules=mamba_block.MambaStackSubmodules(
-        mamba_layer=ModuleSpec(mamba_layer.MambaLayer, submodules=mamba_layer.MambaLayerSubmodules(
-            norm, mixer, add, {"norm.": "mixer.in_proj.layer_norm_"})),
+        mamba_layer=ModuleSpec(
+            mamba_layer.MambaLayer, submodules=mamba_layer.MambaLayerSubmodules(
+                norm, mixer, add, {"norm.": "mixer.in_proj.layer_norm_"})),
         attention_layer=layer(submodules=TransformerLayerSubmodules(
             input_layernorm=norm, self_attention=whole.self_attention, self_attn_bda=add,
             sharded_state_dict_keys_map={
