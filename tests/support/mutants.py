@@ -541,7 +541,7 @@ def block_assignments_beyond_the_rows_dropped(original: Any) -> Any:
 
 @mutant(ModelRunner, "launch", "WrongTokensError", hybrid=True)
 def state_freed_when_its_row_leaves_the_row_map(original: Any) -> Any:
-    """Not when the last ticket of the request has retired: it may be paused, or wait for a block."""
+    """Not when its last ticket has retired: the request may be paused, or wait for a block."""
 
     def launch(self: ModelRunner, plan: Plan) -> Ticket:
         states, mapped = self._context.states, set(plan.rows.slots)
