@@ -96,7 +96,7 @@ class DraftRig:
         drafted = torch.randint(0, vocab, (2, self.count, self.rows), generator=generator)
         given = iter(drafted.flatten(0, 1).to(self.device))
 
-        def sample(logits: Tensor, drafts: Any, draft: int, into: Tensor) -> None:
+        def sample(logits: Tensor, slots: Any, drafts: Any, draft: int, into: Tensor) -> None:
             self.logits.append(logits.clone())
             into.copy_(next(given))
 
