@@ -43,6 +43,12 @@ _STORED_NAMES = {
 }
 
 
+_HYBRID_NAMES = (
+    (re.compile(r"(layers\.\d+)\.norm\."), r"\1.mixer.in_proj.layer_norm_"),
+    (re.compile(r"decoder\.final_layernorm\."), "decoder.final_norm."),
+)
+"""Those of megatron's ``MambaStack``."""
+
 _NOT_WEIGHTS = re.compile(r"(optimizer|chained_\d+|rng_state|rerun_state_machine)\b")
 
 
@@ -81,13 +87,22 @@ def _sharded_state_dict(model: Any, metadata: dict[str, Any]) -> dict[str, Any]:
             for child in module.children():
                 if not hasattr(child, "sharded_state_dict") and not list(child.parameters()):
                     child.sharded_state_dict = _no_state
+    if _is_hybrid(model):
+        metadata = {**metadata, "non_homogeneous_layers": True}
     sharded: dict[str, Any] = model.sharded_state_dict(metadata=metadata)
     return sharded
 
 
-def _stored_name(key: str) -> str:
+def _is_hybrid(model: Any) -> bool:
+    config: ModelConfig | None = getattr(model, "model_config", None)
+    return config is not None and config.hybrid_override_pattern is not None
+
+
+def _stored_name(key: str, hybrid: bool) -> str:
     for ours, theirs in _STORED_NAMES.items():
         key = key.replace(f".{ours}", f".{theirs}")
+    for our_name, theirs in _HYBRID_NAMES if hybrid else ():
+        key = our_name.sub(theirs, key)
     return key
 
 
@@ -120,7 +135,7 @@ def save_distributed(
     sharded_state_dict = _sharded_state_dict(model, {})
     for value in nested_values(sharded_state_dict):
         if hasattr(value, "key") and not _is_norm_of_experts(value.key, config):
-            value.key = _stored_name(value.key)
+            value.key = _stored_name(value.key, _is_hybrid(model))
     dist_checkpointing.save(
         sharded_state_dict, str(directory), sharded_strategy=_SyncSaveStrategy()
     )
@@ -182,12 +197,12 @@ def _parts(model: Any, stored: dict[str, StoredTensor]) -> dict[str, list[Sharde
         "non_homogeneous_layers": any(name.startswith("decoder.layers.0.") for name in stored),
         "singleton_local_shards": any(name.endswith(".linear_fc1.weight_w") for name in stored),
     }
-    sharded = _sharded_state_dict(model, metadata)
+    sharded, hybrid = _sharded_state_dict(model, metadata), _is_hybrid(model)
     apply_factories(sharded)
     parts: dict[str, list[ShardedTensor]] = {}
     for part in nested_values(sharded):
         if isinstance(part, ShardedTensor):
-            name = part.key if part.key in stored else _stored_name(part.key)
+            name = part.key if part.key in stored else _stored_name(part.key, hybrid)
             parts.setdefault(name, []).append(part)
     return parts
 

@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 
-from megatron_async.checkpoint import megatron_experts
+from megatron_async.checkpoint import megatron_experts, megatron_hybrid
 from megatron_async.checkpoint.common_file import COMMON_FILE, training_arguments
 from megatron_async.checkpoint.files import Description
 from megatron_async.checkpoint.padded_vocabulary import PaddedVocabulary
@@ -27,10 +27,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **megatron_experts.NEUTRAL,
     "multi_latent_attention": (None, False),
     "heterogeneous_layers_config_path": (None,),
-    "is_hybrid_model": (None, False),
-    "hybrid_override_pattern": (None,),
-    "hybrid_layer_pattern": (None,),
-    "spec": (None,),
     "yaml_cfg": (None,),
     "experimental_attention_variant": (None,),
     "linear_attention_freq": (None,),
@@ -49,6 +45,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "mtp_use_repeated_layer": (None, False),
     "group_attention_query_scale": (None,),
 }
+_OF_HYBRIDS: dict[str, tuple[Any, ...]] = {"spec": (None,)}
 # Megatron-LM's own, with --use-rope-scaling (RotaryEmbedding._apply_scaling).
 _ROPE_LOW, _ROPE_HIGH, _ROPE_ORIGINAL = 1.0, 4.0, 8192
 
@@ -103,8 +100,8 @@ class _Arguments:
             raise CheckpointError(f"args.{name}={_told(value)} must be a text")
         return value
 
-    def check_neutral(self) -> None:
-        for name, neutral in _NEUTRAL.items():
+    def check_neutral(self, names: Mapping[str, tuple[Any, ...]]) -> None:
+        for name, neutral in names.items():
             value = self._values.get(name)
             plain = value is None or type(value) in (bool, int, float, str)
             if not plain or value not in neutral:
@@ -141,8 +138,9 @@ def describe(directory: Path, shapes: Mapping[str, tuple[int, ...]]) -> Descript
     """
     args = _Arguments(training_arguments(directory))
     try:
-        args.check_neutral()
-        config = _convert(args, shapes.get(EMBEDDING, ()))
+        hybrid = megatron_hybrid.is_hybrid(args, shapes)
+        args.check_neutral(_NEUTRAL if hybrid else {**_NEUTRAL, **_OF_HYBRIDS})
+        config = _convert(args, shapes.get(EMBEDDING, ()), hybrid)
         return Description(config, (), args.dtype(), _vocabulary(args))
     except CheckpointError as error:
         raise CheckpointError(f"{directory / COMMON_FILE}: {error}") from error
@@ -157,13 +155,13 @@ def _vocabulary(args: _Arguments) -> PaddedVocabulary:
     return PaddedVocabulary(tokens if tokens > 0 else None, max(multiple * ranks, 1))
 
 
-def _convert(args: _Arguments, embedding: tuple[int, ...]) -> ModelConfig:
+def _convert(args: _Arguments, embedding: tuple[int, ...], hybrid: bool) -> ModelConfig:
     hidden_size, heads = args.integer("hidden_size"), args.integer("num_attention_heads")
     if heads < 1:
         raise args.unsupported("num_attention_heads", "a positive integer")
     has_groups = args.flag("group_query_attention")
     biased = args.flag("add_bias_linear", not args.flag("disable_bias_linear"))
-    rotated, rope_scaling = _position(args)
+    position, rope_scaling = _position(args)
     num_layers = args.integer("num_layers")
     ffn_hidden_size = args.integer("ffn_hidden_size", 4 * hidden_size)
     return ModelConfig(
@@ -183,12 +181,13 @@ def _convert(args: _Arguments, embedding: tuple[int, ...]) -> ModelConfig:
         attention_output_bias=biased,
         mlp_bias=biased,
         tie_word_embeddings=not args.flag("untie_embeddings_and_output_weights"),
-        position_embedding="rope" if rotated else "learned_absolute",
+        position_embedding=position,
         rope_theta=args.number("rotary_base", 10000.0),
         rope_scaling=rope_scaling,
         mtp_num_layers=args.integer("mtp_num_layers", 0),
         **megatron_experts.expert_fields(args, num_layers, ffn_hidden_size),
         **_features(args),
+        **(megatron_hybrid.hybrid_fields(args, num_layers) if hybrid else {}),
     )
 
 
@@ -199,20 +198,20 @@ def _one_of(args: _Arguments, name: str, default: str, choices: tuple[str, ...])
     return value
 
 
-def _position(args: _Arguments) -> tuple[bool, RopeScaling | None]:
-    """Whether positions are rotations, and how their frequencies are scaled."""
-    kind = _one_of(
-        args, "position_embedding_type", "learned_absolute", ("learned_absolute", "rope")
-    )
+def _position(args: _Arguments) -> tuple[Any, RopeScaling | None]:
+    """``position_embedding``, and how frequencies of rotations are scaled."""
+    kinds = ("learned_absolute", "rope", "none")
+    kind = _one_of(args, "position_embedding_type", "learned_absolute", kinds)
     rotated = kind == "rope" or args.flag("use_rotary_position_embeddings")
+    kind = "rope" if rotated else kind
     interpolation = args.number("rotary_seq_len_interpolation_factor", 1.0)
     if rotated and interpolation != 1:
         if args.flag("use_rope_scaling"):
             raise args.unsupported("rotary_seq_len_interpolation_factor", "1 with use_rope_scaling")
-        return rotated, RopeScaling(kind="linear", factor=interpolation)
+        return kind, RopeScaling(kind="linear", factor=interpolation)
     if not (rotated and args.flag("use_rope_scaling")):
-        return rotated, None
-    return rotated, RopeScaling(
+        return kind, None
+    return kind, RopeScaling(
         factor=args.number("rope_scaling_factor", 8.0),
         low_freq_factor=_ROPE_LOW,
         high_freq_factor=_ROPE_HIGH,

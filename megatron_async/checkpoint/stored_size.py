@@ -6,8 +6,9 @@ import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from megatron_async.errors import CheckpointError
+from megatron_async.errors import CheckpointError, shown
 from megatron_async.models.config import ModelConfig
+from megatron_async.models.mamba.sizes import ATTENTION, EXPERTS, MAMBA, MLP
 
 _SIZES = (
     "num_layers",
@@ -26,6 +27,8 @@ SLACK = 2
 def least_parameters(config: ModelConfig) -> int:
     """Elements of the large matrices that each architecture has: fewer than all."""
     attention = 2 * (config.num_attention_heads + config.num_kv_heads) * config.head_dim
+    if config.hybrid_override_pattern is not None:
+        return config.hidden_size * config.vocab_size + _least_of_parts(config, attention)
     expert_layers = config.expert_layer_count
     if config.has_experts(config.num_layers):
         expert_layers += config.mtp_num_layers
@@ -39,6 +42,16 @@ def least_parameters(config: ModelConfig) -> int:
     if config.position_embedding == "learned_absolute":
         embedded += config.max_sequence_length
     return config.hidden_size * embedded + layers
+
+
+def _least_of_parts(config: ModelConfig, attention: int) -> int:
+    """Of the layers of a hybrid model; ``attention`` rows of the hidden size are one's."""
+    found = len(config.layers_of(ATTENTION)) * attention
+    found += len(config.layers_of(MLP)) * 2 * config.ffn_hidden_size
+    found += len(config.layers_of(MAMBA)) * (config.mamba.projection + config.mamba.inner)
+    found *= config.hidden_size
+    size, ffn = config.moe_latent_size or config.hidden_size, config.moe_ffn_hidden_size or 0
+    return found + len(config.layers_of(EXPERTS)) * (config.num_moe_experts or 0) * 2 * size * ffn
 
 
 def check_stored_size(
@@ -56,6 +69,9 @@ def check_stored_size(
         if config.num_moe_experts is not None:
             names = ("num_moe_experts", "moe_ffn_hidden_size")
             sizes += [f"{name}={getattr(config, name)}" for name in names]
+        if config.hybrid_override_pattern is not None:
+            hybrid = ("hybrid_override_pattern", "mamba_num_heads", "mamba_head_dim")
+            sizes += [f"{name}={shown(getattr(config, name), 80)}" for name in hybrid]
         if config.position_embedding == "learned_absolute":
             sizes.append(f"max_sequence_length={config.max_sequence_length}")
         raise CheckpointError(

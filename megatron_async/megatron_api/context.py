@@ -108,7 +108,6 @@ class DynamicInferenceContext(context.DynamicInferenceContext):
         self.persist_cuda_graphs = True
         self.offload_kv_cache = False
         self.cache_mla_latent = False
-        self.is_hybrid_model = False
         self.async_sched_compaction_step_count = 0
         self.use_flashinfer_fused_rope = False
         self.request_metadata_types = None
@@ -116,6 +115,11 @@ class DynamicInferenceContext(context.DynamicInferenceContext):
     def serve(self, usage: Callable[[], Usage]) -> None:
         """The engine that has this context says what is in it."""
         self._usage = usage
+
+    @property
+    def is_hybrid_model(self) -> bool:
+        """Whether an engine keeps recurrent state in it."""
+        return self.states is not None
 
     @property
     def usage(self) -> Usage:

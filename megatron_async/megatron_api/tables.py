@@ -7,7 +7,7 @@ from megatron_async.megatron_api.names import Table, accepted, refused, works
 ONE_PROCESS = "one process holds the model: load the checkpoint with a parallel size of 1"
 NO_GROUPS = "one process holds the model, so process groups are not asked"
 NO_MLA = "multi-latent attention is not served"
-NO_HYBRID = "hybrid models with recurrent layers are not served"
+NO_HYBRID = "recurrent state has a pool of its own, which the engine sizes"
 INNER = "part of megatron-core's own step; the engine has another one"
 NO_ZMQ = "there is no coordinator process; use MegatronLLM, or `megatron-async serve`"
 STEPS_OF_ITS_OWN = "a thread of the engine's own runs no coroutines; use the methods"
@@ -77,7 +77,7 @@ CONTEXT_ATTRIBUTES: Table = {
     "get_kvcache_utilization_stats": works("what metrics_writer gets"),
     "has_unfinished_requests": works(""),
     "hidden_size_per_attention_head": works(""),
-    "is_hybrid_model": works("False"),
+    "is_hybrid_model": works("whether an engine keeps recurrent state in it"),
     "materialize_only_last_token_logits": works("True: see the keyword"),
     "max_kv_block_count": works("blocks of a longest request"),
     "max_tokens": works("a number, also where none was given"),

@@ -315,6 +315,8 @@ class ModelConfig:
     @property
     def expert_layer_count(self) -> int:
         """Layers of the decoder with experts."""
+        if self.hybrid_override_pattern is not None:
+            return len(self.layers_of(EXPERTS))
         if self.num_moe_experts is None or self.moe_layer_freq is None:
             return 0 if self.num_moe_experts is None else self.num_layers
         return sum(self.moe_layer_freq)
@@ -323,7 +325,7 @@ class ModelConfig:
         """Whether the MLP of ``layer`` is a mixture of experts. Layers for multi-token prediction
         are like the last one."""
         if self.hybrid_override_pattern is not None:
-            return self.hybrid_override_pattern[layer] == EXPERTS
+            return self.hybrid_override_pattern[min(layer, self.num_layers - 1)] == EXPERTS
         if self.num_moe_experts is None or self.moe_layer_freq is None:
             return self.num_moe_experts is not None
         return self.moe_layer_freq[min(layer, self.num_layers - 1)] == 1

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from megatron_async.models.config import ModelConfig, RopeScaling
+from megatron_async.models.mamba.sizes import ATTENTION, EXPERTS, MAMBA, MLP
 
 
 def features(config: ModelConfig) -> list[str]:
     """One phrase for each feature, in the order of a forward."""
-    found = [*_positions(config), *_attention(config), *_norms(config)]
+    found = [*_hybrid(config), *_positions(config), *_attention(config), *_norms(config)]
     found += _experts(config)
     if config.activation != "swiglu":
         found.append(f"activation {config.activation}")
@@ -31,6 +32,20 @@ def features(config: ModelConfig) -> list[str]:
     return found
 
 
+def _hybrid(config: ModelConfig) -> list[str]:
+    if config.hybrid_override_pattern is None:
+        return []
+    kinds = {MAMBA: "Mamba-2", ATTENTION: "attention", MLP: "an MLP", EXPERTS: "experts"}
+    counts = {name: len(config.layers_of(letter)) for letter, name in kinds.items()}
+    parts = [f"{count} of {name}" for name, count in counts.items() if count]
+    found = [f"layers of one part: {', '.join(parts)}"]
+    if config.layers_of(MAMBA):
+        sizes = config.mamba
+        heads = f"{sizes.heads} heads of {sizes.head_dim} in {sizes.groups} groups"
+        found.append(f"Mamba-2 of {heads}, states of {sizes.state_size}")
+    return found
+
+
 def _experts(config: ModelConfig) -> list[str]:
     if config.num_moe_experts is None:
         return []
@@ -51,7 +66,7 @@ def _experts(config: ModelConfig) -> list[str]:
 
 def _router(config: ModelConfig) -> str:
     """How experts are weighted."""
-    scores = config.moe_router_score_function
+    scores: str = config.moe_router_score_function
     if scores == "softmax":
         scores += " of all" if config.moe_router_pre_softmax else " of the chosen"
     if config.moe_router_enable_expert_bias:
@@ -63,6 +78,8 @@ def _router(config: ModelConfig) -> str:
 def _positions(config: ModelConfig) -> list[str]:
     if config.position_embedding == "learned_absolute":
         return ["learned positions"]
+    if config.position_embedding == "none":
+        return ["no positions"] if config.layers_of(ATTENTION) else []
     found = []
     if config.rotary_fraction != 1:
         found.append(f"rotation of {config.rotary_dim} of {config.head_dim} elements of a head")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_async.models.config import ModelConfig
+from megatron_async.models.mamba.sizes import ATTENTION, EXPERTS, MAMBA
 
 
 def weight_bytes(config: ModelConfig, itemsize: int, experts: float | None = None) -> int:
@@ -45,20 +46,47 @@ def _norm_elements(config: ModelConfig) -> int:
 
 def _layer_elements(config: ModelConfig, layer: int, experts: float | None) -> float:
     """Of a layer of the decoder, or of multi-token prediction behind them."""
+    if config.hybrid_override_pattern is not None:
+        kind = config.hybrid_override_pattern[layer]
+        return _norm_elements(config) + _part_elements(config, kind, experts)
+    norms = 4 if config.norm_placement == "both" else 2
+    found = _attention_elements(config)
+    found += (norms - (config.parallel_residual == "one_norm")) * _norm_elements(config)
+    if config.has_experts(layer):
+        return found + _expert_layer_elements(config, experts)
+    return found + _dense_elements(config)
+
+
+def _part_elements(config: ModelConfig, kind: str, experts: float | None) -> float:
+    """Of a layer of a hybrid model, but for its norm."""
+    if kind == MAMBA:
+        return _mamba_elements(config)
+    if kind == ATTENTION:
+        return _attention_elements(config)
+    return _expert_layer_elements(config, experts) if kind == EXPERTS else _dense_elements(config)
+
+
+def _mamba_elements(config: ModelConfig) -> int:
+    sizes, hidden = config.mamba, config.hidden_size
+    found = hidden * (sizes.projection + sizes.inner) + sizes.inner + 3 * sizes.heads
+    found += sizes.conv_channels * (sizes.conv_width + config.mamba_conv_bias)
+    return found + (sizes.projection + hidden if config.mamba_proj_bias else 0)
+
+
+def _dense_elements(config: ModelConfig) -> int:
+    return _mlp_elements(config, config.hidden_size, config.ffn_hidden_size, config.mlp_bias)
+
+
+def _attention_elements(config: ModelConfig) -> int:
     hidden = config.hidden_size
     query = config.num_attention_heads * config.head_dim
     key_value = config.num_kv_heads * config.head_dim
     found = hidden * (query + 2 * key_value) + query * hidden
-    norms = 4 if config.norm_placement == "both" else 2
-    found += (norms - (config.parallel_residual == "one_norm")) * _norm_elements(config)
     if config.qk_norm:
         all_heads = config.qk_norm_kind in ("projection", "each_head")
         found += query + key_value if all_heads else 2 * config.head_dim
     found += query + 2 * key_value if config.qkv_bias else 0
-    found += hidden if config.attention_output_bias else 0
-    if config.has_experts(layer):
-        return found + _expert_layer_elements(config, experts)
-    return found + _mlp_elements(config, hidden, config.ffn_hidden_size, config.mlp_bias)
+    return found + (hidden if config.attention_output_bias else 0)
 
 
 def _mlp_elements(config: ModelConfig, size: int, ffn: int, bias: bool) -> int:
@@ -74,7 +102,7 @@ def _expert_layer_elements(config: ModelConfig, experts: float | None) -> float:
     latent, shared = config.moe_latent_size, config.moe_shared_expert_intermediate_size
     biases = config.moe_router_bias + config.moe_router_enable_expert_bias
     expert = _mlp_elements(config, latent or hidden, ffn, config.mlp_bias)
-    found = count * (hidden + biases) + (count if experts is None else experts) * expert
+    found: float = count * (hidden + biases) + (count if experts is None else experts) * expert
     if latent is not None:
         found += 2 * hidden * latent + (hidden + latent if config.mlp_bias else 0)
     if shared is not None:
@@ -89,10 +117,20 @@ def kv_bytes(
     """Bytes of keys and values that attention of ``batch_size`` rows reads, each over ``tokens``
     tokens or a layer's window, in so many layers; None is all of the decoder."""
     row = 2 * config.num_kv_heads * config.head_dim * itemsize
-    windows = [config.attention_window(n) for n in range(config.num_layers)]
+    windows = [config.attention_window(n) for n in config.layers_of(ATTENTION)]
     if layers is not None:
         windows = [None] * layers
     return batch_size * row * sum(min(tokens, window or tokens) for window in windows)
+
+
+def state_bytes(config: ModelConfig, itemsize: int, state_itemsize: int = 4) -> int:
+    """Bytes of recurrent state that a decode step reads and writes for each row: the sums, of
+    ``state_itemsize`` bytes an element, and the last tokens' inputs."""
+    sizes, layers = config.mamba, len(config.layers_of(MAMBA))
+    sums = 2 * state_itemsize * sizes.heads * sizes.head_dim * sizes.state_size
+    # The convolution reads the inputs of the tokens before, and one token's are written.
+    inputs = itemsize * (sizes.conv_channels * (sizes.conv_width - 1) + sizes.input_width)
+    return layers * (sums + inputs)
 
 
 def floor_ms(
@@ -106,27 +144,32 @@ def floor_ms(
     drafts: int = 0,
     draft_model: ModelConfig | None = None,
     experts: float | None = None,
+    state_itemsize: int = 4,
 ) -> float:
-    """Milliseconds in which memory could deliver a mean step's weights, keys and values once, at
-    ``bandwidth`` bytes per second.
+    """Milliseconds in which memory could deliver a mean step's weights, keys and values once, and
+    take recurrent states and give them back, at ``bandwidth`` bytes per second.
 
     Args:
         drafts: so many times a layer for multi-token prediction and the output layer are read too,
             or all of ``draft_model``.
         experts: of each layer, those that a step has read; None takes what is to be expected of
             its tokens, see :func:`expected_experts`.
+        state_itemsize: bytes of an element of recurrent states.
     """
     load = batch_size, prompt_tokens + new_tokens / 2
     if experts is None:
         experts = expected_experts(config, batch_size * (1 + drafts))
     read = weight_bytes(config, itemsize, experts) + kv_bytes(config, itemsize, *load)
+    read += batch_size * state_bytes(config, itemsize, state_itemsize)
+    if drafts == 0:
+        return 1e3 * read / bandwidth
     if draft_model is None:
         drafting = expected_experts(config, batch_size)
-        draft = mtp_weight_bytes(config, itemsize, drafting)
-        draft += kv_bytes(config, itemsize, *load, layers=1)
+        kv = kv_bytes(config, itemsize, *load, layers=1)
+        draft = kv + mtp_weight_bytes(config, itemsize, drafting)
     else:
         drafting = expected_experts(draft_model, batch_size)
-        draft = weight_bytes(draft_model, itemsize, drafting)
-        draft += kv_bytes(draft_model, itemsize, *load)
+        kv = kv_bytes(draft_model, itemsize, *load)
+        draft = kv + weight_bytes(draft_model, itemsize, drafting)
     read += drafts * draft
     return 1e3 * read / bandwidth

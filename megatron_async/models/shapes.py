@@ -119,6 +119,15 @@ SHAPES: dict[str, ModelConfig] = {
         tie_word_embeddings=True,
         position_embedding="learned_absolute",
     ),
+    "nemotron-h-8b": _shape(
+        *(52, 4096, 32, 8, 128, 21504),
+        vocab_size=131072,
+        max_sequence_length=8192,
+        activation="squared_relu",
+        position_embedding="none",
+        hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+        mamba_num_heads=128,
+    ),
     # No model's: small enough for tests on a CPU.
     "tiny-llama": _shape(2, 64, 4, 2, 16, 128, vocab_size=512, max_sequence_length=2048),
     "tiny-qwen-moe": _shape(
@@ -129,5 +138,16 @@ SHAPES: dict[str, ModelConfig] = {
         num_moe_experts=8,
         moe_ffn_hidden_size=32,
         moe_router_topk=2,
+    ),
+    "tiny-nemotron-h": _shape(
+        *(5, 64, 4, 2, 16, 128),
+        vocab_size=512,
+        max_sequence_length=2048,
+        activation="squared_relu",
+        position_embedding="none",
+        hybrid_override_pattern="M-M*-",
+        mamba_head_dim=16,
+        mamba_num_groups=2,
+        mamba_state_dim=16,
     ),
 }

@@ -46,6 +46,14 @@ EXPERTS: dict[str, Any] = {
     "moe_shared_expert_intermediate_size": 16,
     "moe_shared_expert_gate": True,
 }
+HYBRID: dict[str, Any] = {
+    "num_layers": 4,
+    "hybrid_override_pattern": "ME*-",
+    "mamba_state_dim": 8,
+    "mamba_head_dim": 16,
+    "mamba_num_groups": 2,
+    "position_embedding": "none",
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied_mtp": {"tie_word_embeddings": True, "mtp_num_layers": 2},
@@ -53,11 +61,12 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gelu": {"activation": "gelu", "normalization": "LayerNorm"},
     "experts": {**EXPERTS, "moe_router_bias": True, "mlp_bias": True},
     "experts_in_some_layers": {**EXPERTS, "moe_layer_freq": [0, 1], "moe_latent_size": 16},
+    "hybrid": {**EXPERTS, **HYBRID, "mamba_proj_bias": True},
 }
 
 # A program of a megatron user: stock model, stock save, nothing of this package.
 STOCK = """
-import argparse, contextlib, os, sys
+import argparse, contextlib, functools, os, sys, types
 import torch
 if not torch.cuda.is_available():
     torch.cuda.current_device = lambda: torch.device("cpu")
@@ -71,7 +80,10 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayer, TransformerLayerSubmodules)
 
 torch.distributed.init_process_group(
     "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
@@ -177,12 +189,70 @@ def save_with_experts(root):
         logits = model(torch.arange(40)[None] * 7 % 64, torch.arange(40)[None], mask)
         torch.save(logits.detach(), f"{root}/{name}.pt")
 
+def save_hybrid(root):
+    # MambaModel imports kernels that building and saving never call.
+    class RMSNorm(torch.nn.Module):
+        def __init__(self, size, **kwargs):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(size))
+
+    nothing = dict.fromkeys(("rearrange", "repeat", "mamba_chunk_scan_combined",
+        "mamba_split_conv1d_scan_combined", "selective_state_update", "__version__"))
+    for name in ("einops", "mamba_ssm", "mamba_ssm.ops", "mamba_ssm.ops.triton",
+        *(f"mamba_ssm.ops.triton.{name}" for name in
+          ("layernorm_gated", "ssd_combined", "selective_state_update"))):
+        sys.modules[name] = types.ModuleType(name)
+        sys.modules[name].__dict__.update(nothing, RMSNorm=RMSNorm)
+    try:
+        from megatron.core.models.mamba.mamba_model import MambaModel
+        from megatron.core.ssm import mamba_block, mamba_layer, mamba_mixer
+    except ImportError as error:
+        open(f"{root}/no_hybrid.txt", "w").write(str(error))
+        return
+    linears = tensor_parallel.ColumnParallelLinear, tensor_parallel.RowParallelLinear
+    whole = get_gpt_layer_local_spec(normalization="RMSNorm").submodules
+    norm = mamba_block.TENorm = whole.input_layernorm
+    add, layer = whole.self_attn_bda, functools.partial(ModuleSpec, TransformerLayer)
+    mixer = ModuleSpec(
+        mamba_mixer.MambaMixer, submodules=mamba_mixer.MambaMixerSubmodules(*linears))
+    spec = ModuleSpec(mamba_block.MambaStack, submodules=mamba_block.MambaStackSubmodules(
+        mamba_layer=ModuleSpec(
+            mamba_layer.MambaLayer, submodules=mamba_layer.MambaLayerSubmodules(
+                norm, mixer, add, {"norm.": "mixer.in_proj.layer_norm_"})),
+        attention_layer=layer(submodules=TransformerLayerSubmodules(
+            input_layernorm=norm, self_attention=whole.self_attention, self_attn_bda=add,
+            sharded_state_dict_keys_map={
+                "input_layernorm.": "self_attention.linear_qkv.layer_norm_"})),
+        mlp_layer=layer(submodules=TransformerLayerSubmodules(
+            pre_mlp_layernorm=norm, mlp=whole.mlp, mlp_bda=add,
+            sharded_state_dict_keys_map={"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}))))
+    config = TransformerConfig(
+        num_layers=4, hidden_size=32, num_attention_heads=4, num_query_groups=2, kv_channels=8,
+        ffn_hidden_size=48, normalization="RMSNorm", add_bias_linear=False,
+        gated_linear_unit=True, activation_func=torch.nn.functional.silu,
+        use_cpu_initialization=True, bias_activation_fusion=False, bias_dropout_fusion=False,
+        masked_softmax_fusion=False, gradient_accumulation_fusion=False, mamba_state_dim=8,
+        mamba_head_dim=16, mamba_num_groups=2)
+    model = MambaModel(config, spec, 64, 128, hybrid_override_pattern="M-*M")
+    for parameter in model.parameters():
+        parameter.data.copy_(torch.randn_like(parameter))
+    arguments = argparse.Namespace(**vars(ARGUMENTS))
+    arguments.__dict__.update(
+        num_layers=4, qk_layernorm=False, mtp_num_layers=None, position_embedding_type="none",
+        is_hybrid_model=True, hybrid_override_pattern="M-*M", mamba_state_dim=8, mamba_head_dim=16,
+        mamba_num_groups=2, mamba_num_heads=None, hybrid_attention_ratio=0.0, hybrid_mlp_ratio=0.0,
+        spec=["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"])
+    os.makedirs(f"{root}/hybrid")
+    dist_checkpointing.save({**model.sharded_state_dict(), "args": arguments}, f"{root}/hybrid")
+    torch.save(dict(model.named_parameters()), f"{root}/hybrid.pt")
+
 if __name__ == "__main__":
     root = sys.argv[1]
     model = build()
     torch.save(dict(model.named_parameters()), f"{root}/stock.pt")
     save_with_mtp(root)
     save_with_experts(root)
+    save_hybrid(root)
     for name, metadata in (("stacked", {}), ("single", {"singleton_local_shards": True})):
         sharded = model.sharded_state_dict(metadata=metadata)
         sharded["args"] = {"iteration": 3}
@@ -287,6 +357,19 @@ def test_experts_as_training_saves_them(
     found = loaded.model(torch.arange(40)[None] * 7 % 64, torch.arange(40)[None], None)
     expected = torch.load(stock / f"{name}.pt", weights_only=True)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_hybrid_model_as_training_saves_it(stock: Path) -> None:
+    """``MambaModel`` of megatron-core: z, x, B, C and dt apart, norms under the names of layers
+    that hold them."""
+    if (stock / "no_hybrid.txt").exists():
+        pytest.skip((stock / "no_hybrid.txt").read_text())
+    loaded = load_pretrained(stock / "hybrid")
+    config = {**CONFIG.to_dict(), **HYBRID, "qk_norm": False, "hybrid_override_pattern": "M-*M"}
+    assert loaded.config == ModelConfig.from_dict(config)
+    saved = torch.load(stock / "hybrid.pt", weights_only=True)
+    saved["decoder.final_layernorm.weight"] = saved.pop("decoder.final_norm.weight")
+    assert_same(saved, dict(loaded.model.named_parameters()))
 
 
 def drafted(path: Path, depth: int, drafts: int) -> list[list[int]]:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
-from megatron_async.kernels.mamba.layer import MambaSizes, StateRows
-from megatron_async.kernels.mamba.reference import mix_rows
+from megatron_async.kernels.mamba.layer import MambaSizes
+from megatron_async.kernels.mamba.reference import mix_rows, scan_chunks
 from tests.support.interpreter import HAS_TRITON, mend_interpreter, on_devices
 from tests.support.mamba_cases import parameters_of, pool_of, rows_of
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not built for this platform")
 
 if HAS_TRITON:
-    from megatron_async.kernels.mamba.mix_triton import MixTile, MixWorkspace, mix_rows_triton
+    from megatron_async.kernels.mamba.mix_triton import (
+        MixTile,
+        MixWorkspace,
+        mix_rows_triton,
+        scan_tokens_triton,
+    )
+    from megatron_async.kernels.mamba.scan_triton import ScanTile, scan_chunks_triton
 
     mend_interpreter()
 
@@ -65,7 +73,7 @@ def test_rows_and_windows_are_those_of_the_reference(
     tokens = 6 * window
     projected = torch.randn(tokens, sizes.projection).to(device, dtype)
     outs = [torch.full((tokens, sizes.inner), 9.0).to(device, dtype) for _ in range(2)]
-    workspace = MixWorkspace(tokens, 4, sizes.inner, projected.device)
+    workspace = MixWorkspace(4 * window, 4, sizes.inner, projected.device)
     mix_rows(projected, parameters, wanted, rows, outs[0], most=window)
     tile = MixTile(channels, 4)
     mix_rows_triton(
@@ -81,3 +89,75 @@ def test_rows_and_windows_are_those_of_the_reference(
     assert got.inputs[live].equal(wanted.inputs[live])
     assert not workspace.arrived.any()
     assert got.ssm[slots].isnan().all() and got.inputs[slots].isnan().all()
+
+
+@on_devices
+@pytest.mark.parametrize(
+    ("norm", "wide_d", "dtype"),
+    (("after", False, torch.bfloat16), ("before", True, torch.float32)),
+)
+def test_chunks_are_those_of_the_reference(
+    device: str, norm: str, wide_d: bool, dtype: torch.dtype
+) -> None:
+    """One from the beginning, one from the midst, one that is shorter than the convolution."""
+    torch.manual_seed(3)
+    parameters = parameters_of(
+        ODD, norm=norm, wide_d=wide_d, conv_bias=not wide_d, dtype=dtype, device=device
+    )
+    slots, tokens = 3, 60
+    rows = rows_of(
+        (1, 2, 35, 0, 0, 35), (0, 37, 20, 23, 0, 20), (2, 57, 1, 9, 0, 1), (slots, 59, 0, 0, 0, 0),
+        device=device,
+    )  # fmt: skip
+    wanted, got = (pool_of(slots, ODD, dtype=dtype, device=device) for _ in range(2))
+    for pool in (wanted, got):
+        torch.manual_seed(7)
+        pool.inputs[:slots] = torch.randn(pool.inputs[:slots].shape).to(device, dtype)
+        pool.ssm[0::2] = torch.randn(pool.ssm[0::2].shape).to(device)
+    projected = torch.randn(tokens, ODD.projection).to(device, dtype)
+    outs = [torch.full((tokens, ODD.inner), 9.0).to(device, dtype) for _ in range(2)]
+    scan_chunks(projected, parameters, wanted, rows, outs[0])
+    scan_chunks_triton(projected, parameters, got, rows, outs[1], tile=ScanTile(16, 16, 4))
+    bounds = dict.fromkeys(("rtol", "atol"), 5e-5 if dtype is torch.float32 else 4e-2)
+    torch.testing.assert_close(outs[1], outs[0], **bounds)
+    torch.testing.assert_close(got.ssm[:slots], wanted.ssm[:slots], **bounds)
+    for slot, end in ((1, 35), (0, 43), (2, 10)):
+        last = [(end - 1) % 3, (end - 2) % 3]
+        assert got.inputs[slot, last].equal(wanted.inputs[slot, last])
+
+
+@on_devices
+def test_chunks_that_begin_at_multiples_of_a_piece_give_the_same_bits(device: str) -> None:
+    torch.manual_seed(4)
+    parameters = parameters_of(ODD, device=device)
+    projected = torch.randn(40, ODD.projection).to(device)
+    found = []
+    for borders in ((0, 40), (0, 16, 40), (0, 32, 40)):
+        states, out = pool_of(1, ODD, device=device), projected.new_zeros(40, ODD.inner)
+        for start, end in itertools.pairwise(borders):
+            rows = rows_of((0, start, end - start, start, 0, end - start), device=device)
+            scan_chunks_triton(projected, parameters, states, rows, out, tile=ScanTile(16, 16, 4))
+        found.append((out, states.ssm[0]))
+    for out, state in found[1:]:
+        assert out.equal(found[0][0]) and state.equal(found[0][1])
+
+
+@on_devices
+def test_tokens_of_chunks_have_the_bits_of_decoding(device: str) -> None:
+    """Chunks of five and of one, then a window, against rows of one token."""
+    torch.manual_seed(5)
+    sizes = MambaSizes(heads=1, head_dim=4, groups=1, state_size=4)
+    parameters = parameters_of(sizes, device=device)
+    projected = torch.randn(8, sizes.projection).to(device)
+    workspace = MixWorkspace(2, 1, sizes.inner, projected.device)
+    outs = [projected.new_zeros(8, sizes.inner) for _ in range(2)]
+    alone, together = (pool_of(1, sizes, window=2, device=device) for _ in range(2))
+    for token in range(8):
+        rows = rows_of((0, token, 1, token, 0, 1), device=device)
+        mix_rows_triton(projected, parameters, alone, rows, outs[0], most=1, workspace=workspace)
+    for start, end in ((0, 5), (5, 6)):
+        rows = rows_of((0, start, end - start, start, 0, end - start), device=device)
+        scan_tokens_triton(projected, parameters, together, rows, outs[1])
+    rows = rows_of((0, 6, 2, 6, 0, 1), device=device)
+    mix_rows_triton(projected, parameters, together, rows, outs[1], most=2, workspace=workspace)
+    assert outs[1].equal(outs[0])

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_async.kernels.mamba.layer import LayerStates, MambaParameters, MambaSizes
-from megatron_async.kernels.mamba.reference import mix_rows, scan_chunks
+from megatron_async.kernels.mamba.reference import mix_rows, scan_chunks, scan_pieces
 from tests.support.mamba_cases import SIZES, expected, parameters_of, pool_of, rows_of
 
 
@@ -85,3 +85,25 @@ def test_bits_depend_neither_on_chunks_nor_on_windows_nor_on_other_rows(
             behind[slot] = real - 1
     for one, other in zip(got, wanted, strict=True):
         assert one.equal(other)
+
+
+def test_pieces_are_the_recurrence() -> None:
+    """Chunks from the beginning, from the midst of a piece, of one token, and none."""
+    torch.manual_seed(5)
+    parameters = parameters_of()
+    rows = rows_of(
+        (1, 3, 30, 0, 0, 30), (0, 33, 12, 13, 0, 12), (2, 45, 1, 7, 0, 1), (3, 0, 0, 0, 0, 0)
+    )
+    projected = torch.randn(46, SIZES.projection)
+    pools, outs = [], []
+    for scan in (scan_chunks, lambda *args: scan_pieces(*args, piece=8)):
+        torch.manual_seed(6)
+        pool, out = pool_of(3), torch.full((46, SIZES.inner), 9.0)
+        pool.inputs[0::2] = torch.randn(pool.inputs[0::2].shape)
+        pool.ssm[0::2] = torch.randn(pool.ssm[0::2].shape)
+        scan(projected, parameters, pool, rows, out)
+        pools.append(pool)
+        outs.append(out)
+    torch.testing.assert_close(outs[1], outs[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(pools[1].ssm[:3], pools[0].ssm[:3], rtol=1e-4, atol=1e-4)
+    assert pools[1].inputs[:3].equal(pools[0].inputs[:3])

@@ -81,7 +81,7 @@ def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--swiglu", "--micro-batch-size=4", "--wat=1"], "unrecognized arguments: --wat=1 "),
         (["--micro-batch-size", "4", "5"], "unrecognized arguments: 5 "),
         (["--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size 2 is not supported"),
-        (["--model-provider", "mamba"], "hybrid models are not served; use gpt"),
+        (["--model-provider", "bert"], "which; use gpt or mamba"),
         (["--drain-between-batches"], "run the command once for each batch"),
         (["--host", "0.0.0.0"], "--host is no option of this command"),
         (["--inference-dynamic-batching-async-sched-mode", "x"], "must be legacy or async"),

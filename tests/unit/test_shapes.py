@@ -40,6 +40,8 @@ def model() -> torch.nn.Module:
         ("gpt2", 1, 0.06),
         ("qwen3-30b-a3b", 1, 1.4),
         ("qwen3-30b-a3b", 32, 12.5),
+        ("nemotron-h-8b", 1, 3.6),
+        ("nemotron-h-8b", 32, 5.1),
     ],
 )
 def test_floor_of_known_shapes(shape: str, batch: int, expected: float) -> None:
@@ -62,13 +64,15 @@ def test_experts_that_are_read_count_alone() -> None:
     assert expected_experts(config, 2) == pytest.approx(2 + 2 * 6 / 8)
 
 
-def test_weight_bytes_are_those_of_the_parameters_read(model: torch.nn.Module) -> None:
+@pytest.mark.parametrize("shape", ["tiny-llama", "tiny-nemotron-h"])
+def test_weight_bytes_are_those_of_the_parameters_read(shape: str) -> None:
+    model = build_random_model(SHAPES[shape], device=torch.device("cpu"), dtype=torch.float32)
     read = sum(
         parameter.numel()
         for name, parameter in model.named_parameters()
         if "word_embeddings" not in name
     )
-    assert weight_bytes(SHAPES["tiny-llama"], 4) == 4 * read
+    assert weight_bytes(SHAPES[shape], 4) == 4 * read
 
 
 @pytest.mark.parametrize("shape", ("tiny-llama", "gpt2"))

@@ -19,6 +19,7 @@ from megatron_async.kernels.gemm.tile_config import (
     NO_NORM,
     RMS_NORM,
     SILU_GATE,
+    SQUARED_RELU,
     STORE,
     TileConfig,
     measured,
@@ -82,6 +83,8 @@ class Gemm:
             return F.silu(gate) * up
         if self.epilogue in (GELU, GELU_TANH):
             return F.gelu(y, approximate="tanh" if self.epilogue == GELU_TANH else "none")
+        if self.epilogue == SQUARED_RELU:
+            return F.relu(y).square()
         return y
 
     def kernel(self, config: TileConfig, statistics_norm: int = RMS_NORM) -> SkinnyGemm:
@@ -158,6 +161,7 @@ _GEMMS = [
     (1024, 256, RMS_NORM, SILU_GATE, False),
     (768, 192, LAYER_NORM, GELU_TANH, True),
     (768, 192, LAYER_NORM, GELU, True),
+    (768, 256, RMS_NORM, SQUARED_RELU, False),
     (1003, 256, RMS_NORM, STORE, False),
     (1003, 192, LAYER_NORM, STORE, False),
     (2304, 768, LAYER_NORM, STORE, True),
@@ -203,6 +207,7 @@ _SMALL_GEMMS = [
     ((160, 512, NO_NORM, ADD, False), 64, TileConfig(5, 1, 1, 2, 4, True, tma=True)),
     ((96, 192, LAYER_NORM, GELU_TANH, True), 7, TileConfig(1, 3, 2, 1, 3)),
     ((64, 256, LAYER_NORM, GELU, True), 20, TileConfig(1, 2, 2, 2, 2)),
+    ((64, 256, RMS_NORM, SQUARED_RELU, False), 5, TileConfig(1, 2, 2, 1, 2)),
 ]
 
 

@@ -21,7 +21,9 @@ def config(fields: Fields) -> dict[str, Any]:
     kinds = pattern(fields, "hybrid_override_pattern") or letters(fields, "layers_block_type", None)
     if fields.optional("sliding_window", int) is not None:
         raise fields.unsupported("sliding_window", "null")
+    head_dim = fields.optional("attention_head_dim", int)  # as its authors' files have it
     return {
+        **({} if head_dim is None else {"head_dim": head_dim}),
         **mamba_fields(fields),
         **pattern_fields(kinds),
         **(sigmoid_experts(fields) if EXPERTS in kinds else {}),

@@ -21,8 +21,8 @@ from megatron_async.kernels.disk_cache import cache_directory, keep
 
 logger = logging.getLogger(__name__)
 
-EPILOGUES = ("store", "add", "silu_gate", "gelu_tanh", "gelu")
-STORE, ADD, SILU_GATE, GELU_TANH, GELU = range(5)
+EPILOGUES = ("store", "add", "silu_gate", "gelu_tanh", "gelu", "squared_relu")
+STORE, ADD, SILU_GATE, GELU_TANH, GELU, SQUARED_RELU = range(6)
 NORMS = ("none", "rms_norm", "layer_norm")
 NO_NORM, RMS_NORM, LAYER_NORM = range(3)
 

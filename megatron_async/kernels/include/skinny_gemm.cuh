@@ -5,7 +5,7 @@
 //   NORM      0 none, 1 RMSNorm, 2 LayerNorm of x over K, from the partial statistics of its producer;
 //             of RMSNorm x is multiplied by the weight already, and 1 / rms scales the result
 //   EPILOGUE  0 store, 1 add to the residual stream and emit its partial statistics,
-//             2 SiLU(gate) * up, 3 GELU (tanh), 4 GELU (erf)
+//             2 SiLU(gate) * up, 3 GELU (tanh), 4 GELU (erf), 5 square of ReLU
 //   STATS     of EPILOGUE 1: 1 for RMSNorm, where the stream times the next norm's weight is stored too,
 //             2 for LayerNorm
 //   SPLIT_K   CTAs that share K. Partial sums are added in a fixed order: with WORKSPACE 0 by a cluster,
@@ -68,6 +68,8 @@ __device__ __forceinline__ float activate(float v) {
   return 0.5f * v * (1.f + tanhf(inner));
 #elif EPILOGUE == 4
   return 0.5f * v * (1.f + erff(v * 0.7071067811865476f));
+#elif EPILOGUE == 5
+  return v < 0.f ? 0.f : v * v;
 #else
   return v;
 #endif

@@ -18,9 +18,10 @@ rolled back, nothing is copied.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from torch import Tensor
+if TYPE_CHECKING:  # sizes are part of configurations, which need no torch
+    from torch import Tensor
 
 
 class MambaSizes(NamedTuple):

@@ -17,7 +17,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_async.kernels.mamba.layer import LayerStates, MambaParameters, StateRows
+from megatron_async.kernels.mamba.layer import (
+    GatedNorm,
+    LayerStates,
+    MambaParameters,
+    StateRows,
+)
+from megatron_async.kernels.mamba.reference import remember
 from megatron_async.kernels.pdl import uses_pdl
 
 NORM_BLOCK = tl.constexpr(2048)
@@ -144,7 +150,7 @@ def _mix_kernel(
     projected_ptr, inputs_ptr, ssm_ptr, out_ptr, gated_ptr, arrived_ptr,
     conv_weight_ptr, conv_bias_ptr, dt_bias_ptr, a_log_ptr, d_ptr, norm_weight_ptr,
     slots_ptr, first_ptr, lengths_ptr, starts_ptr, behind_ptr,
-    null_slot, ring, projected_stride, inputs_slot, inputs_row, ssm_slot, out_stride,
+    null_slot, most, ring, projected_stride, inputs_slot, inputs_row, ssm_slot, out_stride,
     dt_low, dt_high, eps,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr,
     CONV: tl.constexpr, CHANNELS: tl.constexpr, STATE_PAD: tl.constexpr,
@@ -240,7 +246,10 @@ def _mix_kernel(
         tl.extra.cuda.gdc_launch_dependents()
 
     token_ptr = projected_ptr + first * projected_stride + INNER
-    gated_ptr += first * INNER
+    if CHUNKS:
+        gated_ptr += first * INNER
+    else:
+        gated_ptr += row.to(tl.int64) * most * INNER
     x += x_last * _load(token_ptr + channel, is_channel, EVEN).to(tl.float32)
     b += b_last * _load(token_ptr + b_channel, is_n, EVEN).to(tl.float32)
     c += c_last * _load(token_ptr + c_channel, is_n, EVEN).to(tl.float32)
@@ -344,16 +353,21 @@ class MixTile(NamedTuple):
     channels: int
     """Of a head, a power of two."""
     warps: int
+    registers: int | None = None
+    """Of a thread at most; None leaves it to the compiler."""
 
 
 DEFAULT_TILE = MixTile(32, 4)
+WINDOW_TILE = MixTile(16, 4, 128)
 
 
 class MixWorkspace:
     """What the programs of a launch hand each other. Layers share it: one runs at a time.
 
     Args:
-        tokens, rows: the most of a launch.
+        tokens: of all rows of a launch, at most; a row of a launch has room for as many as the
+            longest.
+        rows: of a launch, at most.
     """
 
     def __init__(self, tokens: int, rows: int, inner: int, device: torch.device) -> None:
@@ -382,13 +396,14 @@ def mix_rows_triton(
     most: int,
     workspace: MixWorkspace,
     chunks: bool = False,
-    tile: MixTile = DEFAULT_TILE,
+    tile: MixTile | None = None,
 ) -> None:
-    """``reference.mix_rows``; nothing waits for the device, and the launch depends on shapes alone.
+    """``reference.mix_rows``: nothing waits for the device, and the launch depends on shapes alone.
 
     Args:
         rows: ``keeps`` is 1, or with ``chunks`` the rows' lengths.
-        chunks: rows of any length; their inputs are not written to the ring.
+        chunks: rows of any length, in ``workspace`` by their tokens. Their inputs are not written
+            to the ring, which other programs may still read.
 
     Raises:
         ValueError: :func:`unsupported` names a reason, or a tensor is laid out in another way.
@@ -397,33 +412,62 @@ def mix_rows_triton(
     why_not = unsupported(parameters)
     if why_not is not None:
         raise ValueError(f"{why_not}: use reference.mix_rows")
-    _check_layout(projected, parameters, states, out)
+    check_layout(projected, parameters, states, out)
     ring = states.inputs.shape[1]
+    windows = chunks or most > 1 or ring > sizes.conv_width
+    if tile is None:
+        tile = WINDOW_TILE if windows else DEFAULT_TILE
+    limit = {} if tile.registers is None else {"maxnreg": tile.registers}
     channels = min(tile.channels, triton.next_power_of_2(sizes.head_dim))
-    kind = NO_NORM if norm is None else NORM_BEFORE_GATE if norm.before_gate else NORM_AFTER_GATE
     pdl = uses_pdl(projected.device)
     grid = (sizes.heads * triton.cdiv(sizes.head_dim, channels), len(rows.slots))
     _mix_kernel[grid](
         projected, states.inputs, states.ssm, out, workspace.gated, workspace.arrived,
         parameters.conv_weight, parameters.conv_bias, parameters.dt_bias, parameters.a_log,
         parameters.d, None if norm is None else norm.weight, *rows[:5],
-        states.null_slot, ring, projected.stride(0), states.inputs.stride(0),
+        states.null_slot, most, ring, projected.stride(0), states.inputs.stride(0),
         states.inputs.stride(1), states.ssm.stride(0), out.stride(0),
         *parameters.dt_limits, 0.0 if norm is None else norm.eps,
         HEADS=sizes.heads, HEAD_DIM=sizes.head_dim, GROUPS=sizes.groups, STATE=sizes.state_size,
         CONV=sizes.conv_width, CHANNELS=channels,
         STATE_PAD=triton.next_power_of_2(sizes.state_size),
         HAS_BIAS=parameters.conv_bias is not None, WIDE_D=parameters.d.numel() != sizes.heads,
-        NORM=kind, NORM_GROUP=sizes.inner if norm is None else norm.group_size,
-        CHUNKS=chunks, WINDOWS=chunks or most > 1 or ring > sizes.conv_width, PDL=pdl,
-        num_warps=tile.warps, launch_pdl=pdl,
+        NORM=norm_kind(norm), NORM_GROUP=sizes.inner if norm is None else norm.group_size,
+        CHUNKS=chunks, WINDOWS=windows, PDL=pdl,
+        num_warps=tile.warps, launch_pdl=pdl, **limit,
     )  # fmt: skip
 
 
-def _check_layout(
+def norm_kind(norm: GatedNorm | None) -> int:
+    """As the kernels take it."""
+    if norm is None:
+        return NO_NORM
+    return NORM_BEFORE_GATE if norm.before_gate else NORM_AFTER_GATE
+
+
+def check_layout(
     projected: Tensor, parameters: MambaParameters, states: LayerStates, out: Tensor
 ) -> None:
+    """Raises ValueError for tensors that the kernels would read wrongly."""
     if projected.stride(1) != 1 or out.stride(1) != 1 or states.inputs.stride(2) != 1:
         raise ValueError("the last dimensions of projected, out and inputs must be contiguous")
     if not states.ssm[0].is_contiguous() or not parameters.conv_weight.is_contiguous():
         raise ValueError("each slot's ssm state and conv_weight must be contiguous")
+
+
+def scan_tokens_triton(
+    projected: Tensor,
+    parameters: MambaParameters,
+    states: LayerStates,
+    rows: StateRows,
+    out: Tensor,
+) -> None:
+    """Prefill chunks token by token, with the bits of decoding: slower than
+    ``scan_triton.scan_chunks_triton``, and the same however prompts are divided into chunks."""
+    workspace = MixWorkspace(
+        len(projected), len(rows.slots), parameters.sizes.inner, projected.device
+    )
+    mix_rows_triton(
+        projected, parameters, states, rows, out, most=0, workspace=workspace, chunks=True
+    )
+    remember(projected, states, rows)

@@ -43,7 +43,8 @@ def mix_rows(
     steps = torch.arange(-most_behind, most, device=projected.device)
     live = rows.slots != states.null_slot
     active = (steps >= -rows.behind[:, None]) & (steps < rows.lengths[:, None]) & live[:, None]
-    inputs = _inputs(projected, states, rows, torch.arange(-most_behind - lead, most).to(steps))
+    taken = torch.arange(-most_behind - lead, most, device=projected.device)
+    inputs = _inputs(projected, states, rows, taken.expand(len(live), -1))
     x, b, c, dt = _convolved(inputs, parameters, projected.dtype)
 
     is_new = (rows.starts == rows.behind) | ~live
@@ -65,11 +66,8 @@ def mix_rows(
 
     tokens = slice(most_behind, None)
     y = torch.stack(mixed, 1) + x[:, tokens] * _skip(parameters)
-    at = (rows.first[:, None] + steps[tokens]).clamp(max=len(projected) - 1)
-    z = projected[:, : sizes.inner][at]
-    gated = gated_norm(y.flatten(2), z, parameters.norm).to(out.dtype)
-    _store(out, at, gated, active[:, tokens])
-    _remember(inputs[:, lead + most_behind :], states, rows, active[:, tokens])
+    _finish(y, projected, parameters, rows.first[:, None] + steps[tokens], active[:, tokens], out)
+    remember(projected, states, rows)
 
 
 def scan_chunks(
@@ -87,6 +85,68 @@ def scan_chunks(
             mix_rows(projected, parameters, states, chunk, out, most=length)
 
 
+def scan_pieces(
+    projected: Tensor,
+    parameters: MambaParameters,
+    states: LayerStates,
+    rows: StateRows,
+    out: Tensor,
+    *,
+    piece: int = 64,
+) -> None:
+    """:func:`scan_chunks` without the host, in shapes that are static, so it can be captured.
+
+    The T tokens are gone through in pieces (SSD, arXiv:2405.21060, section 6), which end at
+    multiples of ``piece`` positions: within one tokens meet as in attention, between them there is
+    the state. Equal to the recurrence up to rounding.
+    """
+    heads, count = parameters.sizes.heads, len(rows.slots)
+    device, lead = projected.device, parameters.sizes.conv_width - 1
+    number = torch.where(rows.lengths > 0, (rows.starts % piece + rows.lengths - 1) // piece + 1, 0)
+    ends = number.cumsum(0)
+    index = torch.arange(len(projected) // piece + 2 * count, device=device)
+    owner = torch.searchsorted(ends, index, right=True)
+    used, owner = owner < count, owner.clamp(max=count - 1)
+    row = StateRows(*(column[owner] for column in rows))
+    place = index - (ends - number)[owner]
+    begin = place * piece - row.starts % piece
+    steps = begin[:, None] + torch.arange(piece, device=device)
+    active = used[:, None] & (steps >= 0) & (steps < row.lengths[:, None])
+    active &= (row.slots != states.null_slot)[:, None]
+    taken = begin[:, None] + torch.arange(-lead, piece, device=device)
+    inputs = _inputs(projected, states, row, taken)
+    x, b, c, dt = (
+        torch.where(active.view(active.shape + (1,) * (value.dim() - 2)), value, 0)
+        for value in _convolved(inputs, parameters, projected.dtype)
+    )
+    b, c = (value.repeat_interleave(heads // value.shape[2], dim=2) for value in (b, c))
+
+    fall = (dt * -torch.exp(parameters.a_log.float())).cumsum(1)
+    total = fall[:, -1]
+    past = torch.ones(piece, piece, dtype=torch.bool, device=device).tril()[..., None]
+    fades = (fall[:, :, None] - fall[:, None]).masked_fill(~past, float("-inf")).exp()
+    meet = torch.einsum("iqhn,ishn->iqsh", c, b) * fades * dt[:, None]
+    y = torch.einsum("iqsh,ishp->iqhp", meet, x)
+    share = dt * (total[:, None] - fall).exp()
+    entering = torch.einsum("ish,ishp,ishn->ihpn", share, x, b)
+
+    initial = states.ssm[rows.slots].float()
+    initial = initial.masked_fill((rows.starts == 0)[:, None, None, None], 0)
+    state = initial[0]
+    before, after = [], []
+    for i in range(len(index)):
+        state = torch.where(place[i] == 0, initial.index_select(0, owner[i : i + 1])[0], state)
+        before.append(state)
+        state = state * total[i].exp()[:, None, None] + entering[i]
+        after.append(state)
+    y += torch.einsum("iqhn,ihpn->iqhp", c, torch.stack(before)) * fall.exp()[..., None]
+    y += x * _skip(parameters)
+    last = torch.stack(after)[(ends - 1).clamp(min=0)].to(states.ssm.dtype)
+    states.ssm[torch.where(rows.lengths > 0, rows.slots, states.null_slot)] = last
+    _finish(y, projected, parameters, row.first[:, None] + steps, active, out)
+    remember(projected, states, rows)
+
+
 def gated_norm(y: Tensor, z: Tensor, norm: GatedNorm | None) -> Tensor:
     """``y`` and ``z`` ``[..., inner]`` to fp32 ``[..., inner]``: the gate, and the norm if any."""
     gate = _silu(z.float())
@@ -96,7 +156,7 @@ def gated_norm(y: Tensor, z: Tensor, norm: GatedNorm | None) -> Tensor:
     groups = value.unflatten(-1, (-1, norm.group_size))
     scale = torch.rsqrt(groups.square().mean(-1, keepdim=True) + norm.eps)
     normed = (groups * scale).flatten(-2) * norm.weight.float()
-    return normed * gate if norm.before_gate else normed
+    return torch.mul(normed, gate) if norm.before_gate else normed
 
 
 def _silu(x: Tensor) -> Tensor:
@@ -109,13 +169,14 @@ def _softplus(x: Tensor) -> Tensor:
 
 
 def _inputs(projected: Tensor, states: LayerStates, rows: StateRows, steps: Tensor) -> Tensor:
-    """fp32 ``[R, len(steps), input_width]``: what the projection gave at ``starts + steps``."""
+    """fp32 ``[R, S, input_width]``: what the projection gave at ``starts + steps``, int64 ``[R,
+    S]``."""
     ring, width = states.inputs.shape[1:]
     positions = rows.starts[:, None] + steps
     before = states.inputs[rows.slots[:, None], positions % ring]
     before = before.masked_fill((positions < 0)[..., None], 0)
     at = (rows.first[:, None] + steps).clamp(0, len(projected) - 1)
-    return torch.where((steps < 0)[:, None], before, projected[:, -width:][at]).float()
+    return torch.where((steps < 0)[..., None], before, projected[:, -width:][at]).float()
 
 
 def _convolved(
@@ -156,19 +217,27 @@ def _skip(parameters: MambaParameters) -> Tensor:
     return parameters.d.float().view(parameters.sizes.heads, -1)
 
 
-def _store(out: Tensor, at: Tensor, values: Tensor, active: Tensor) -> None:
-    """Write the active tokens' ``values`` ``[R, S, inner]`` to ``out[at]``."""
+def _finish(
+    y: Tensor,
+    projected: Tensor,
+    parameters: MambaParameters,
+    at: Tensor,
+    active: Tensor,
+    out: Tensor,
+) -> None:
+    """Gate and norm ``y`` ``[R, S, H, P]``, and write it to ``out[at]`` where it is active."""
+    z = projected[:, : parameters.sizes.inner][at.clamp(0, len(projected) - 1)]
+    value = gated_norm(y.flatten(2), z, parameters.norm).to(out.dtype)
     # What is not active goes to a row behind the others.
     padded = torch.cat([out, out[:1]])
-    padded[torch.where(active, at, len(out))] = values
+    padded[torch.where(active, at, len(out))] = value
     out.copy_(padded[:-1])
 
 
-def _remember(inputs: Tensor, states: LayerStates, rows: StateRows, active: Tensor) -> None:
-    """Keep the inputs ``[R, S, input_width]`` of the active tokens, the last of them that fit."""
-    ring = states.inputs.shape[1]
-    steps = torch.arange(inputs.shape[1], device=inputs.device)
-    last = active & (steps >= rows.lengths[:, None] - ring)
-    slots = torch.where(last, rows.slots[:, None], states.null_slot)
-    at = (rows.starts[:, None] + steps) % ring
-    states.inputs[slots, at] = inputs.to(states.inputs.dtype)
+def remember(projected: Tensor, states: LayerStates, rows: StateRows) -> None:
+    """Keep what the projection gave for the rows' last tokens, as many as the ring has room for."""
+    ring, width = states.inputs.shape[1:]
+    steps = rows.lengths[:, None] - 1 - torch.arange(ring, device=projected.device)
+    slots = torch.where(steps >= 0, rows.slots[:, None], states.null_slot)
+    at = (rows.first[:, None] + steps).clamp(0, len(projected) - 1)
+    states.inputs[slots, (rows.starts[:, None] + steps) % ring] = projected[:, -width:][at]

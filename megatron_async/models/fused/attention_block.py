@@ -40,6 +40,7 @@ class AttentionBlock:
         layer: one that ``coverage.attention_why_not`` has nothing against.
         rotary: cosines and sines fp32 ``[positions, 2, pairs]``; None for no rotation.
         all_reduce: over the ranks that share the heads; None for one rank.
+        where: it leaves statistics.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class AttentionBlock:
         gemms: SkinnyGemms,
         attentions: DecodeAttentions,
         all_reduce: AllReduce | None = None,
+        where: int = HALF,
     ) -> None:
         attention = layer.self_attention
         self.norm: Norm = norm_of(layer.input_layernorm)
@@ -68,7 +70,7 @@ class AttentionBlock:
             "qkv", self._qkv.weight, self.norm.kind, STORE, layer.layer_number
         )
         self._projection = RowParallel(
-            "projection", attention.linear_proj, gemms, HALF, all_reduce, layer.layer_number
+            "projection", attention.linear_proj, gemms, where, all_reduce, layer.layer_number
         )
         self._gemms = {"qkv": self._qkv_gemm, "projection": self._projection.gemm}
 

@@ -25,10 +25,14 @@ from megatron_async.models.fused.report import (
     ATTENTION,
     EMBEDDING,
     HEAD,
+    MAMBA,
     MLP,
     PROJECTION,
     Block,
 )
+from megatron_async.models.mamba.layers import AttentionLayer, MambaLayer, MlpLayer
+from megatron_async.models.mamba.mixer import MambaMixer
+from megatron_async.models.mamba.states import kernels_why_not
 from megatron_async.models.spec import (
     BiasedColumnParallelLinear,
     BiasedRowParallelLinear,
@@ -57,6 +61,7 @@ _LINEARS = (
     BiasedColumnParallelLinear,
     BiasedRowParallelLinear,
 )
+_LAYERS = (DecoderLayer, TransformerLayer, AttentionLayer, MlpLayer, MambaLayer)
 _ALL = {
     "pipeline_model_parallel_size": (1,),
     "fp32_residual_connection": (False,),
@@ -83,11 +88,21 @@ def blocks(model: Any, *, parallel: bool = False, unwanted: str | None = None) -
     found = [Block(EMBEDDING, None, off or embedding_why_not(model))]
     for layer in model.decoder.layers if hasattr(model.decoder, "layers") else ():
         reason = off or layer_why_not(layer)
-        attention = reason or attention_why_not(layer, model)
-        mlp = reason or mlp_why_not(layer, model.config)
-        found.append(Block(ATTENTION, layer.layer_number, attention))
-        found.append(Block(MLP, layer.layer_number, mlp))
+        number, has = layer.layer_number, kinds_of(layer)
+        if ATTENTION in has:
+            found.append(Block(ATTENTION, number, reason or attention_why_not(layer, model)))
+        if MLP in has:
+            found.append(Block(MLP, number, reason or mlp_why_not(layer, model.config)))
+        if MAMBA in has:
+            mamba = reason or mamba_why_not(layer, parallel=parallel)
+            found.append(Block(MAMBA, number, mamba))
     return (*found, Block(HEAD, None, off or head_why_not(model)))
+
+
+def kinds_of(layer: Any) -> tuple[str, ...]:
+    """The kinds of a layer's blocks, in their order."""
+    parts = {AttentionLayer: (ATTENTION,), MlpLayer: (MLP,), MambaLayer: (MAMBA,)}
+    return parts.get(type(layer), (ATTENTION, MLP))
 
 
 def mtp_blocks(model: Any, *, unwanted: str | None = None) -> tuple[Block, ...]:
@@ -189,9 +204,11 @@ def head_why_not(model: Any, norm: Any = None) -> str | None:
 
 def layer_why_not(layer: Any) -> str | None:
     """Why a layer is not its attention and its MLP, one after the other."""
-    if type(layer) not in (DecoderLayer, TransformerLayer):
+    if type(layer) not in _LAYERS:
         return f"{type(layer).__name__} is not covered"
-    if not isinstance(layer.cross_attention, IdentityOp):
+    if getattr(layer, "residual_multiplier", 1.0) != 1:
+        return "its output is not added to the residual stream as it is"
+    if not isinstance(getattr(layer, "cross_attention", IdentityOp()), IdentityOp):
         return "it has cross attention"
     return "it has forward hooks" if _has_hooks(layer) else None
 
@@ -229,6 +246,24 @@ def attention_why_not(layer: Any, model: Any) -> str | None:
             rotated=0 if rotary is None else 2 * rotary.cos_sin.shape[2],
         )
         or _modules_why_not([norm, attention])
+    )
+
+
+def mamba_why_not(layer: Any, *, parallel: bool = False) -> str | None:
+    """Why a layer's Mamba-2 mixer is not computed by kernels."""
+    mixer, norm = layer.mixer, layer.norm
+    if type(mixer) is not MambaMixer:
+        return f"{type(mixer).__name__} is not covered"
+    if parallel:
+        return "it is not split over ranks"
+    if norm_kind(norm) is None:
+        return _norm_why_not(norm, mixer.in_proj)
+    if _has_hooks(*mixer.modules()):
+        return "a module has forward hooks"
+    return (
+        _linears_why_not(mixer.in_proj, mixer.out_proj)
+        or _modules_why_not([norm, mixer.in_proj, mixer.out_proj, mixer.norm, mixer.conv1d])
+        or kernels_why_not(mixer.parameters_between)
     )
 
 

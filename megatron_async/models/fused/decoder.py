@@ -31,18 +31,20 @@ from megatron_async.models.fused.attention_block import AttentionBlock, tokens_o
 from megatron_async.models.fused.embedding import EmbeddingBlock
 from megatron_async.models.fused.gemms import Gemm, SkinnyGemms, Work, defines_of
 from megatron_async.models.fused.head import HeadBlock
+from megatron_async.models.fused.mamba_block import MambaBlock
 from megatron_async.models.fused.mlp_block import MlpBlock
 from megatron_async.models.fused.modules import (
     AttentionModule,
     EmbeddingModule,
     HeadModule,
     LayerModule,
+    MambaModule,
     MlpModule,
 )
-from megatron_async.models.fused.report import Block, DecodeCoverage
+from megatron_async.models.fused.report import ATTENTION, MLP, Block, DecodeCoverage
 from megatron_async.models.fused.residual import AllReduce, Norm, Step, Workspace
 
-FusedBlock = EmbeddingBlock | AttentionBlock | MlpBlock | HeadBlock
+FusedBlock = EmbeddingBlock | AttentionBlock | MlpBlock | MambaBlock | HeadBlock
 
 
 class Runs(Protocol):
@@ -108,24 +110,31 @@ class FusedDecoder:
     ) -> list[Place]:
         first, *inner, last = self.coverage.blocks
         attentions = decode_attention.DecodeAttentions(device)
-        places = []
-        for layer, attention, mlp in zip(
-            model.decoder.layers, inner[::2], inner[1::2], strict=True
-        ):
+        places: list[Place] = []
+        for layer in model.decoder.layers:
+            blocks = tuple(block for block in inner if block.layer == layer.layer_number)
             if coverage.layer_why_not(layer) is not None:
-                places.append(Place((attention, mlp), LayerModule(layer), None))
+                places.append(Place(blocks, LayerModule(layer), None))
                 continue
-            fused_attention, fused_mlp = None, None
-            if attention.reason is None:
-                rotary = layer.self_attention.rotary
-                cos_sin = None if rotary is None else rotary.cos_sin
-                fused_attention = AttentionBlock(
-                    layer, cos_sin, self._gemms, attentions, all_reduce
-                )
-            if mlp.reason is None:
-                fused_mlp = MlpBlock(layer, model.config, self._gemms, all_reduce)
-            places.append(Place((attention,), AttentionModule(layer), fused_attention))
-            places.append(Place((mlp,), MlpModule(layer), fused_mlp))
+            for block in blocks:
+                where = (len(places) + 1) % 2  # the embedding comes first
+                fused: FusedBlock | None = None
+                if block.kind == ATTENTION:
+                    if block.reason is None:
+                        rotary = layer.self_attention.rotary
+                        cos_sin = None if rotary is None else rotary.cos_sin
+                        fused = AttentionBlock(
+                            layer, cos_sin, self._gemms, attentions, all_reduce, where
+                        )
+                    places.append(Place((block,), AttentionModule(layer, where), fused))
+                elif block.kind == MLP:
+                    if block.reason is None:
+                        fused = MlpBlock(layer, model.config, self._gemms, all_reduce, where)
+                    places.append(Place((block,), MlpModule(layer, where), fused))
+                else:
+                    if block.reason is None:
+                        fused = MambaBlock(layer, self._gemms, where)
+                    places.append(Place((block,), MambaModule(layer, where), fused))
         like = next((p.fused for p in places if isinstance(p.fused, MlpBlock)), None)
         embedding = EmbeddingBlock(model, device, like) if first.reason is None else None
         head = HeadBlock(model, self._gemms) if last.reason is None else None
@@ -201,7 +210,8 @@ class FusedDecoder:
         key = most, context.block_size_tokens
         if key not in self._chosen:
             chosen = self._choose(most, context)
-            inside = any(isinstance(block, AttentionBlock | MlpBlock) for block in chosen)
+            kinds = AttentionBlock | MlpBlock | MambaBlock
+            inside = any(isinstance(block, kinds) for block in chosen)
             self._chosen[key] = chosen if inside else None
         return self._chosen[key]
 

@@ -24,10 +24,16 @@ class MlpBlock:
         layer: one that ``coverage.mlp_why_not`` has nothing against.
         config: megatron's, of the model.
         all_reduce: over the ranks that share the intermediate dimension; None for one rank.
+        where: it leaves statistics.
     """
 
     def __init__(
-        self, layer: Any, config: Any, gemms: SkinnyGemms, all_reduce: AllReduce | None = None
+        self,
+        layer: Any,
+        config: Any,
+        gemms: SkinnyGemms,
+        all_reduce: AllReduce | None = None,
+        where: int = LAYER,
     ) -> None:
         mlp = layer.mlp
         epilogue = epilogue_of(mlp, config)
@@ -36,7 +42,7 @@ class MlpBlock:
         self._fc1, self._kernels = mlp.linear_fc1, gemms
         number = layer.layer_number
         self._fc1_gemm = gemms.declare("fc1", self._fc1.weight, self.norm.kind, epilogue, number)
-        self._fc2 = RowParallel("fc2", mlp.linear_fc2, gemms, LAYER, all_reduce, number)
+        self._fc2 = RowParallel("fc2", mlp.linear_fc2, gemms, where, all_reduce, number)
         self._gemms = {"fc1": self._fc1_gemm, "fc2": self._fc2.gemm}
 
     def why_not(self, rows: int, context: Any) -> str | None:

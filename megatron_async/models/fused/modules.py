@@ -39,8 +39,8 @@ class AttentionModule:
 
     norm: Norm | None = None
 
-    def __init__(self, layer: Any) -> None:
-        self._layer = layer
+    def __init__(self, layer: Any, where: int = HALF) -> None:
+        self._layer, self._where = layer, where
 
     def __call__(self, step: Step, given: Tensor | None, reader: Norm | None) -> Tensor | None:
         """Add their output to the residual stream; returns the statistics for the reader."""
@@ -50,7 +50,7 @@ class AttentionModule:
             attention_mask=None,
             inference_context=step.context,
         )
-        return _add(step, layer, layer.self_attn_bda, output, reader, HALF)
+        return _add(step, layer, layer.self_attn_bda, output, reader, self._where)
 
 
 class MlpModule:
@@ -58,15 +58,30 @@ class MlpModule:
 
     norm: Norm | None = None
 
-    def __init__(self, layer: Any) -> None:
-        self._layer = layer
+    def __init__(self, layer: Any, where: int = LAYER) -> None:
+        self._layer, self._where = layer, where
 
     def __call__(self, step: Step, given: Tensor | None, reader: Norm | None) -> Tensor | None:
         """Add their output to the residual stream; returns the statistics for the reader."""
         layer = self._layer
         hidden = layer.pre_mlp_layernorm(step.residual.hidden.unsqueeze(1))
         output = layer.mlp(hidden, **padding_mask(layer, step.context))
-        return _add(step, layer, layer.mlp_bda, output, reader, LAYER)
+        return _add(step, layer, layer.mlp_bda, output, reader, self._where)
+
+
+class MambaModule:
+    """``layer.norm`` and ``layer.mixer`` of a hybrid model."""
+
+    norm: Norm | None = None
+
+    def __init__(self, layer: Any, where: int) -> None:
+        self._layer, self._where = layer, where
+
+    def __call__(self, step: Step, given: Tensor | None, reader: Norm | None) -> Tensor | None:
+        """Add their output to the residual stream; returns the statistics for the reader."""
+        layer, residual = self._layer, step.residual
+        output, bias = layer.mixer(layer.norm(residual.hidden.unsqueeze(1)), step.context)
+        return residual.add(output, bias, reader, self._where)
 
 
 class LayerModule:

@@ -13,6 +13,7 @@ from megatron_async.kernels.gemm.tile_config import (
     LAYER_NORM,
     RMS_NORM,
     SILU_GATE,
+    SQUARED_RELU,
 )
 from megatron_async.models import activation
 from megatron_async.models.fused.residual import Norm
@@ -54,6 +55,7 @@ def epilogue_of(mlp: Any, config: Any) -> int | None:
         activation.SwiGLU: SILU_GATE,
         activation.GELU: GELU,
         activation.GELUTanh: GELU_TANH,
+        activation.SquaredReLU: SQUARED_RELU,
     }
     function = getattr(mlp, "activation_func", None)
     if type(function) in own:

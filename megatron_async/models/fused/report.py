@@ -11,12 +11,14 @@ from typing import Any, NamedTuple
 
 logger = logging.getLogger(__name__)
 
-EMBEDDING, ATTENTION, MLP, HEAD = KINDS = ("embedding", "attention", "mlp", "head")
+EMBEDDING, ATTENTION, MLP, HEAD = ("embedding", "attention", "mlp", "head")
+MAMBA = "mamba"
+"""A Mamba-2 mixer, in hybrid models."""
 PROJECTION = "projection"
 """In front of the transformer layer of an MTP layer."""
 _NAMES = {
     EMBEDDING: "the embedding", ATTENTION: "attention", MLP: "the MLP", HEAD: "the head",
-    PROJECTION: "the projection",
+    PROJECTION: "the projection", MAMBA: "the Mamba-2 mixer",
 }  # fmt: skip
 
 
@@ -86,7 +88,7 @@ class DecodeCoverage:
     def off(self) -> str | None:
         """Why no layer has a fused block, so that the model's own forward decodes; None if one
         has."""
-        if self.fused(ATTENTION) or self.fused(MLP):
+        if any(self.fused(kind) for kind in (ATTENTION, MLP, MAMBA)):
             return None
         fallbacks = DecodeCoverage(self.blocks).fallbacks
         inside = [fallback for fallback in fallbacks if fallback.layers]
@@ -96,16 +98,18 @@ class DecodeCoverage:
         return "; ".join(map(str, inside))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types; ``drafting``, where there are MTP layers, has the layers whose block of
-        each kind is fused."""
+        """Plain JSON types; ``mamba`` where there are such blocks; ``drafting``, where there are
+        MTP layers, has the layers whose block of each kind is fused."""
         kinds = dict.fromkeys(block.kind for block in self.drafting)
         of_drafts = DecodeCoverage(self.drafting)
+        mamba = {MAMBA: list(self.fused(MAMBA))}
         drafting = {"drafting": {kind: list(of_drafts.fused(kind)) for kind in kinds}}
         return {
             EMBEDDING: bool(self.fused(EMBEDDING)),
             ATTENTION: list(self.fused(ATTENTION)),
             MLP: list(self.fused(MLP)),
             HEAD: bool(self.fused(HEAD)),
+            **(mamba if any(block.kind == MAMBA for block in self.blocks) else {}),
             **(drafting if kinds else {}),
             "fallbacks": [
                 {"kind": kind, "layers": list(layers), "rows": list(rows), "reason": reason}

@@ -21,7 +21,8 @@ AllReduce = Callable[[Tensor], None]
 """Adds up a bfloat16 ``[R, hidden]`` over the ranks of a group, in place and in stream order."""
 
 LAYER, HALF = range(2)
-"""Between two layers, and between a layer's attention and its MLP."""
+"""Between two layers, and between a layer's attention and its MLP. In hybrid models, whose layers
+have one block each, every other border is one of them."""
 
 FINEST_TILE = 16
 """Elements that one partial statistic covers at least."""

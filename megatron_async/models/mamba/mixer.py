@@ -15,6 +15,7 @@ from megatron_async import megatron_compat as compat  # noqa: F401  (before mega
 from megatron_async.kernels.mamba.layer import GatedNorm, MambaParameters
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.mamba.sequence import mix_sequences
+from megatron_async.models.mamba.shards import mixer_shards
 from megatron_async.models.mamba.states import mix_step, state_tensors
 from megatron_async.models.recurrent_state_spec import StateTensor
 
@@ -120,6 +121,12 @@ class MambaMixer(MegatronModule):  # type: ignore[misc]
     def state_tensors(self) -> tuple[StateTensor, ...]:
         """What it keeps of a request."""
         return state_tensors(self.sizes, self.in_proj.weight.dtype)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """As megatron's mixer stores its parameters, see :func:`mixer_shards`."""
+        return mixer_shards(self, prefix, sharded_offsets)
 
     def forward(
         self, hidden_states: Tensor, inference_context: Any = None, **_: Any

@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_async.kernels.mamba.layer import MambaParameters
 from megatron_async.kernels.mamba.reference import gated_norm
 
-CHUNK = 64
+CHUNK = 32
 
 
 def mix_sequences(projected: Tensor, parameters: MambaParameters) -> Tensor:
@@ -84,7 +84,8 @@ def _between(decay: Tensor) -> Tensor:
     past = past.view(chunk, chunk, *[1] * (decay.dim() - 3))
     apart = past & ~torch.eye(chunk, dtype=torch.bool, device=decay.device).view(past.shape)
     sums = torch.where(apart, decay[:, :, :, None], 0.0).cumsum(2)
-    return sums.masked_fill(~past, float("-inf"))
+    decays: Tensor = sums.masked_fill(~past, float("-inf"))
+    return decays
 
 
 def _chunks(x: Tensor, chunk: int, further: int) -> Tensor:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+import logging
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron_async.kernels import trial
 from megatron_async.kernels.mamba.layer import (
     LayerStates,
     MambaParameters,
     MambaSizes,
     StateRows,
 )
-from megatron_async.kernels.mamba.reference import mix_rows, scan_chunks
+from megatron_async.kernels.mamba.reference import mix_rows, scan_chunks, scan_pieces
 from megatron_async.kernels.mamba.rows import rows_of_chunks, rows_of_windows
+from megatron_async.models.norm import fusable
 from megatron_async.models.recurrent_state_spec import StateTensor
+
+if TYPE_CHECKING:
+    from megatron_async.kernels.mamba.kernels import MambaKernels
+
+logger = logging.getLogger(__name__)
 
 INPUTS, SSM = "inputs", "ssm"
 
@@ -52,22 +61,63 @@ def mix_step(projected: Tensor, parameters: MambaParameters, context: Any, layer
     Returns:
         ``[T, inner]``; zeros for padding.
     """
-    pool = context.states
-    tensors = pool.layer(layer)
-    states = LayerStates(tensors[INPUTS][:, 0], tensors[SSM][:, 0])
-    rows = _rows(context)
+    pool, states = context.states, layer_states(context, layer)
+    rows = step_rows(context)
     out = projected.new_zeros(len(projected), parameters.sizes.inner)
+    kernels = kernels_of(parameters, context) if fusable(projected) else None
     if len(rows.decode.slots):
-        mix_rows(
-            projected, parameters, states, rows.decode, out,
-            most=pool.step.decode.window, most_behind=pool.entries - 1,
-        )  # fmt: skip
+        most = pool.step.decode.window
+        if kernels is not None:
+            kernels.mix_rows(projected, parameters, states, rows.decode, out, most=most)
+        else:
+            mix_rows(projected, parameters, states, rows.decode, out, most=most)
     if rows.chunks is not None:
-        scan_chunks(projected, parameters, states, rows.chunks, out)
+        if kernels is not None:
+            scan = kernels.scan_exactly if context.batch_invariant else kernels.scan_chunks
+        else:
+            scan = scan_pieces if projected.is_cuda else scan_chunks
+        scan(projected, parameters, states, rows.chunks, out)
     return out
 
 
-def _rows(context: Any) -> StepRows:
+def layer_states(context: Any, layer: int) -> LayerStates:
+    """The pool's states of recurrent layer ``layer``."""
+    tensors = context.states.layer(layer)
+    return LayerStates(tensors[INPUTS][:, 0], tensors[SSM][:, 0])
+
+
+def kernels_of(parameters: MambaParameters, context: Any) -> MambaKernels | None:
+    """The kernels of all Mamba-2 layers of a model in such a context; None where they are on trial,
+    or do not compute the layers."""
+    reason = kernels_why_not(parameters)
+    if reason is not None:
+        _log_torch(reason)
+        return None
+    from megatron_async.kernels.mamba.kernels import MambaKernels
+
+    kernels: MambaKernels | None = getattr(context, "mamba_kernels", None)
+    if kernels is None:
+        pool = context.states
+        kernels = MambaKernels(pool.null_slot, pool.entries, parameters.sizes, context.device)
+        context.mamba_kernels = kernels
+    return kernels
+
+
+def kernels_why_not(parameters: MambaParameters) -> str | None:
+    """Why no kernels compute such a layer on a GPU; None if they do."""
+    if not trial.MAMBA:
+        return trial.REASON
+    from megatron_async.kernels.mamba.mix_triton import unsupported
+
+    return unsupported(parameters)
+
+
+@functools.cache
+def _log_torch(reason: str) -> None:
+    logger.warning("Mamba layers run in PyTorch's operations, which is slow: %s", reason)
+
+
+def step_rows(context: Any) -> StepRows:
     """Those of the forward that runs now; its first layer makes them."""
     step = context.states.step
     rows: StepRows | None = getattr(context, "mamba_rows", None)
