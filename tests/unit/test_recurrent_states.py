@@ -93,6 +93,44 @@ def test_the_least_recently_used_snapshot_is_given_up_and_those_nobody_wants_fir
     assert prefill(made, 1, PROMPT) == ([(1, 16)], [], 1)
 
 
+@pytest.mark.parametrize("depth", (0, 1, 2))
+def test_generated_tokens_get_one_snapshot_which_goes_on_with_the_request(depth: int) -> None:
+    made = chain(depth=depth)
+    made.add(Sequence(1, PROMPT[:6], 11, (), ()))
+    taken = []
+    while made.scheduler.has_unfinished:
+        plan = made.step()
+        taken += [] if plan is None else [copy[1:] for copy in plan.snapshots]
+    # The place of the one before is taken again where that is known by then.
+    assert taken == [(0, 4), (1, 8), (1, 12), (1, 16)]
+    restores, _, _ = prefill(made, 2, (*PROMPT[:6], *(7,) * 11, 1, 2))
+    assert restores == [(1, 16)]
+    made.finish()
+
+
+@pytest.mark.parametrize("end", ["abort", "evict", "forget"])
+def test_a_snapshot_in_flight_comes_back_with_its_request(end: str) -> None:
+    made = chain(depth=2)
+    made.add(Sequence(1, PROMPT[:7], 11, (), ()))
+    while not (plan := made.launch()) or not any(copy.length == 8 for copy in plan.snapshots):
+        pass
+    if end == "forget":
+        made.scheduler.table.forget_prefixes()
+    else:
+        getattr(made.scheduler, end)(1)
+    made.finish()
+
+
+def test_decode_rows_take_the_places_of_no_prompt() -> None:
+    made = chain(1)
+    made.add(Sequence(1, PROMPT[:6], 11, (), ()))
+    taken = []
+    while made.scheduler.has_unfinished:
+        plan = made.step()
+        taken += [] if plan is None else [copy[1:] for copy in plan.snapshots]
+    assert taken == [(0, 4)]
+
+
 def test_without_recurrent_layers_or_places_prompts_are_cut_nowhere_else() -> None:
     for count, restores in ((None, []), (0, [])):
         made = chain(count)
@@ -234,6 +272,20 @@ def test_tokens_equal_the_oracle(depth: int, window: int, size: int) -> None:
     assert (counters.tokens_accepted > 0) == (window > 1)
     assert counters.state_snapshots_taken > 0 or size == 16
     assert (counters.states_restored > 0) == (counters.tokens_cached > 0)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_the_next_turn_goes_on_from_generated_tokens(depth: int) -> None:
+    first = Ask(tuple(range(1, 7)), 20)
+    with hash_engine(
+        depth, model=HybridHashModel(), max_requests=2, block_size_tokens=4, block_count=40
+    ) as engine:
+        (request,) = engine.generate([list(first.prompt)], greedy(20))
+        second = Ask((*first.prompt, *request.generated_tokens, 5, 6), 6)
+        (answer,) = engine.generate([list(second.prompt)], greedy(6))
+        assert engine.counters.tokens_cached == 24
+    assert request.generated_tokens == alone(first)[0]
+    assert answer.generated_tokens == alone(second)[0]
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
