@@ -201,7 +201,7 @@ def _one_expert_after_another(
 
 
 def _grouped_mm_takes(hidden: Tensor, w1: Tensor, w2: Tensor) -> bool:
-    """Training takes the plain form: how gradients of groups of any size are aligned is not said."""
+    """Not in training: what alignment the gradients of groups need is not documented."""
     if torch.is_grad_enabled() and w1.requires_grad:
         return False
     sizes = (*w1.shape[1:], *w2.shape[1:])
