@@ -8,9 +8,12 @@ import importlib.util
 import json
 import os
 import platform
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_async.version import __version__
+
+if TYPE_CHECKING:
+    from megatron_async.models.recurrent_state_spec import RecurrentStateSpec
 
 REQUIRED = ("torch", "megatron-core", "numpy", "safetensors", "tokenizers")
 
@@ -82,6 +85,9 @@ def run(args: argparse.Namespace) -> int:
         print(f"\n{args.model}", *report["features"] or ["as Llama"], sep="\n  ")
         print(f"\ndecode steps of {args.model}", *said, sep="\n  ")
         print(f"\nKV cache of {args.model}", *map(_cache_line, report["kv_cache"]), sep="\n  ")
+        if report["recurrent_state"] is not None:
+            print(f"\nrecurrent state of {args.model}", _state_line(report["recurrent_state"]),
+                  sep="\n  ")  # fmt: skip
     return 0
 
 
@@ -124,7 +130,26 @@ def _of_model(model: str) -> dict[str, Any]:
             }
             for each in dict.fromkeys((spec.decoder, spec))
         ],
+        "recurrent_state": _recurrent_state(wrapper.recurrent_state_spec),
     }
+
+
+def _recurrent_state(spec: RecurrentStateSpec | None) -> dict[str, Any] | None:
+    if spec is None:
+        return None
+    tensors = {
+        each.name: {"shape": list(each.shape), "dtype": str(each.dtype).removeprefix("torch.")}
+        for each in spec.tensors
+    }
+    return {"layers": spec.num_layers, "request_bytes": spec.state_bytes, "tensors": tensors}
+
+
+def _state_line(state: dict[str, Any]) -> str:
+    tensors = ", ".join(
+        f"{name} {'x'.join(map(str, each['shape']))} {each['dtype']}"
+        for name, each in state["tensors"].items()
+    )
+    return f"{state['request_bytes']:,} bytes a request: {state['layers']} layers of {tensors}"
 
 
 def _cache_line(cache: dict[str, Any]) -> str:

@@ -16,6 +16,7 @@ from megatron_async.config import (
     DEFAULT_ASYNC_DEPTH,
     MAX_COUNT,
     MAX_DEPTH,
+    RECURRENT_STATE_DTYPES,
     SPECULATIVE_METHODS,
     EngineConfig,
 )
@@ -111,7 +112,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 _SAME = "inference_async_scheduling max_requests block_count prefill_chunk_tokens batch_invariant "
 _SAME += "enable_prefix_caching allow_non_finite_weights inference_logging_step_interval "
 _SAME += "num_speculative_tokens speculative_method draft_model generation_config "
-_SAME += "tokenizer_model"
+_SAME += "tokenizer_model state_snapshot_count recurrent_state_dtype"
 FLAGS = {name: f"--{name.replace('_', '-')}" for name in _SAME.split()} | {
     "max_tokens": "--inference-dynamic-batching-max-tokens",
     "paused_buffer_size_gb": "--inference-dynamic-batching-paused-buffer-size-gb",
@@ -270,6 +271,11 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: int) -> None
     switch = {"action": argparse.BooleanOptionalAction, "default": fields.enable_prefix_caching}
     names = ("--enable-prefix-caching", "--inference-dynamic-batching-prefix-caching")
     add(*names, dest="enable_prefix_caching", help=said, **switch)  # type: ignore[arg-type]
+    said = "states of recurrent layers that are kept for common prefixes; 0 is none (default: four "
+    said += "for each request, in at most 0.25 GiB on a CPU and 4 GiB on a GPU)"
+    add("--state-snapshot-count", type=integer(0), metavar="N", help=said)
+    said = "of the states of recurrent layers that sum over all tokens (default: the model's)"
+    add("--recurrent-state-dtype", choices=RECURRENT_STATE_DTYPES, help=said)
     said = "record pauses in the requests' events"
     name = "--inference-dynamic-batching-track-paused-request-events"
     add(name, dest="track_paused_request_events", action="store_true", help=said)

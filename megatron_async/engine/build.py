@@ -133,7 +133,7 @@ def keep_states(wrapper: Any, config: EngineConfig, context: DynamicInferenceCon
             "give one that has attention layers alone, or speculative_method='ngram'"
         )
     spec: RecurrentStateSpec | None = getattr(wrapper, "recurrent_state_spec", None)
-    if spec is None:
+    if spec is None or context.attached:
         return
     dtype = config.recurrent_state_dtype
     spec = spec.with_dtype(None if dtype is None else getattr(torch, dtype))
@@ -143,12 +143,11 @@ def keep_states(wrapper: Any, config: EngineConfig, context: DynamicInferenceCon
         count = max(1, min(SNAPSHOTS_PER_REQUEST * context.max_requests, affordable))
     states = context.keep_states(spec, count if config.enable_prefix_caching else 0)
     logger.info(
-        "recurrent state takes %.3f GiB: %d slots, %d states each, %.3f MiB a state in %d layers; "
-        "%.3f GiB more are for %d snapshots of it, for prefixes",
+        "recurrent state takes %.3f GiB: %d slots, %.3f MiB each in %d layers; %.3f GiB more are "
+        "for %d snapshots of it, from which common prefixes go on",
         states.state_bytes / GIB,
         context.slot_count,
-        states.entries,
-        spec.state_bytes / 2**20,
+        states.state_bytes / (context.slot_count + 1) / 2**20,
         spec.num_layers,
         states.snapshot_bytes / GIB,
         states.snapshot_count,

@@ -78,6 +78,8 @@ class Sequence:
         "reason",
         "registered",
         "slot",
+        "snapshot",
+        "snapshot_node",
         "state",
         "stop_ids",
         "tokens",
@@ -136,6 +138,10 @@ class Sequence:
         """Of ``blocks`` the first so many have been given back: no token attends to them."""
         self.node = 0
         self.registered = 0
+        self.snapshot: tuple[int, int] | None = None
+        """Place and length of a snapshot of its state in flight, whose tokens are not committed."""
+        self.snapshot_node = 0
+        """Of its last snapshot behind a generated token."""
         self.last_ticket = -1
         self.evictions = 0
         self.reason: FinishReason | None = None

@@ -17,7 +17,7 @@ from megatron_async.scheduler.limits import Limits
 from megatron_async.scheduler.queue import WaitingQueue
 from megatron_async.scheduler.request_state import EVICTABLE, HOLDING, Sequence, State
 from megatron_async.scheduler.slots import SlotTable
-from megatron_async.step.plan import BlockAssignment, RowMap, SlotUpdate
+from megatron_async.step.plan import BlockAssignment, RowMap, SlotUpdate, StateCopy
 from megatron_async.step.slot_fields import Values
 
 NEVER_REGISTER = 1 << 62
@@ -132,6 +132,7 @@ class RequestTable:
         self.retire(self.retired_ticket)
 
     def _give_up(self, sequence: Sequence) -> None:
+        self._give_snapshot_back(sequence)
         blocks, sequence.blocks, sequence.freed = sequence.held_blocks, [], 0
         self.retiring.push(sequence.last_ticket, Holding(sequence, sequence.slot, blocks))
 
@@ -211,6 +212,33 @@ class RequestTable:
                 sequence.blocks[sequence.registered],
             )
             sequence.registered += 1
+            if sequence.snapshot is not None and sequence.snapshot[1] == start + size:
+                self._attach_snapshot(sequence, sequence.snapshot[0])
+
+    def reserve_snapshot(self, sequence: Sequence) -> StateCopy | None:
+        """The copy of the state that a decode row just planned will leave at the end of a block, if
+        there is room. It replaces the request's last one, if nobody has used that; its node is
+        known when the row is committed, and till then there is no other."""
+        snapshots = self.prefixes.snapshots
+        if snapshots is None or sequence.snapshot or sequence.registered >= NEVER_REGISTER:
+            return None
+        snapshots.drop_spare(sequence.snapshot_node)
+        place = snapshots.reserve()
+        if place is None:
+            return None
+        sequence.snapshot = place, sequence.kv_bound
+        return StateCopy(sequence.slot, place, sequence.kv_bound)
+
+    def _attach_snapshot(self, sequence: Sequence, place: int) -> None:
+        assert self.prefixes.snapshots is not None
+        self.prefixes.snapshots.attach(place, sequence.node)
+        sequence.snapshot, sequence.snapshot_node = None, sequence.node
+
+    def _give_snapshot_back(self, sequence: Sequence) -> None:
+        if sequence.snapshot is not None:
+            assert self.prefixes.snapshots is not None
+            self.prefixes.snapshots.give_back(sequence.snapshot[0])
+            sequence.snapshot = None
 
     def free_behind(self, sequence: Sequence, first: int) -> None:
         """Give back the blocks of tokens before ``first``, which no forward that is in flight or to
@@ -230,6 +258,7 @@ class RequestTable:
         for sequence in self.sequences.values():
             if sequence.blocks:
                 sequence.registered = NEVER_REGISTER
+                self._give_snapshot_back(sequence)
 
     # --- what is reported ---------------------------------------------------------------------
 
@@ -274,6 +303,8 @@ class RequestTable:
                 f"idle with requests {list(self.sequences)}, {len(self.retiring)} retiring"
             )
         self.check()
+        if self.prefixes.snapshots is not None:
+            self.prefixes.snapshots.check_idle()
 
     def evictable(self) -> list[Sequence]:
         """Requests that may be evicted."""

@@ -28,7 +28,7 @@ from megatron_async.scheduler.request_state import (
     State,
 )
 from megatron_async.scheduler.request_table import RequestTable, row_map
-from megatron_async.step.plan import BlockAssignment, Plan, RowMap
+from megatron_async.step.plan import BlockAssignment, Plan, RowMap, StateCopy
 from megatron_async.step.records import ENDED, FAILED, LogProbs, StepResult
 from megatron_async.step.slot_fields import Values
 
@@ -75,6 +75,9 @@ class Scheduler:
         """Window of the next step: the S before it must draft for it."""
         self._mapped = 1
         """Window of the row map that the table keeps."""
+        self._takes_snapshots = bool(limits.state_snapshots) and limits.window == 1
+        """Decode rows leave snapshots of recurrent state; with drafts nobody knows where they
+        are."""
         self._debug = debug
 
     # --- what commands do, between two plans --------------------------------------------------
@@ -194,7 +197,7 @@ class Scheduler:
         """Decide the next step; None when no row can be launched."""
         number, table = self.next_ticket, self.table
         work = PromptWork([], [], [], [], [])
-        rows = self._plan_decode(number, work.assignments)
+        rows = self._plan_decode(number, work.assignments, work.snapshots)
         decode_rows = len(rows.slots)
         if table.prefilling or table.waiting.items:
             rows = self._prompts.plan(number, rows, work)
@@ -224,7 +227,9 @@ class Scheduler:
         grows = self._choice.window > window
         return window, self._most_drafts if grows else window - 1, reason.value
 
-    def _plan_decode(self, number: int, assignments: list[BlockAssignment]) -> RowMap:
+    def _plan_decode(
+        self, number: int, assignments: list[BlockAssignment], snapshots: list[StateCopy]
+    ) -> RowMap:
         """Advance every decoding sequence by one row; those whose end is known stay out."""
         table, window = self.table, self._choice.window
         stalled_before = set(table.stalled)
@@ -258,6 +263,9 @@ class Scheduler:
             sequence.last_ticket = number
             if sequence.launched >= sequence.max_new:
                 complete.append(sequence)
+        if self._takes_snapshots:
+            at_end = [s for s in table.decoding.values() if s.kv_bound % size == 0]
+            snapshots += filter(None, map(table.reserve_snapshot, at_end))
         for sequence in complete:
             table.leave(sequence, State.ENDING)
         return rows

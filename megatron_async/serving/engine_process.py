@@ -240,6 +240,13 @@ class EngineProcess:
             "weight_version": self._controls.weight_version,
             "front_ends": len(self._front_ends),
         }
+        states, snapshots = self._engine.context.states, scheduler.table.prefixes.snapshots
+        if states is not None and snapshots is not None:
+            gauges |= {
+                "state_bytes": states.state_bytes,
+                "state_snapshots": len(snapshots),
+                "state_snapshots_most": snapshots.count,
+            }
         return Snapshot(time.time(), self._engine.counters.to_dict(), gauges)
 
 

@@ -30,6 +30,11 @@ COUNTERS = {
     "tokens_replayed": ("replayed_tokens", "Tokens computed again after evictions"),
     "stalls": ("stalls", "Times that a request waited for a KV block"),
     "evictions": ("evictions", "Requests whose blocks were given to others"),
+    "states_restored": ("recurrent_states_restored", "Admissions that began from a snapshot"),
+    "state_snapshots_taken": (
+        "recurrent_state_snapshots_taken",
+        "Snapshots of recurrent state that were taken",
+    ),
     "prefill_chunks": ("prefill_chunks", "Prefill chunks launched"),
     "barriers": ("barriers", "Steps that all in flight was taken for"),
 }
@@ -56,6 +61,12 @@ GAUGES = {
     "requests_stalled": ("num_requests_stalled", "Admitted sequences that wait for a block"),
     "blocks_free": ("kv_blocks_free", "Free KV-cache blocks, those of cached prefixes included"),
     "blocks_total": ("kv_blocks_total", "KV-cache blocks"),
+    "state_bytes": ("recurrent_state_bytes", "Bytes of the recurrent state of all slots"),
+    "state_snapshots": ("recurrent_state_snapshots", "Snapshots of recurrent state that are kept"),
+    "state_snapshots_most": (
+        "recurrent_state_snapshots_most",
+        "Snapshots of recurrent state that there is room for",
+    ),
     "steps_in_flight": ("steps_in_flight", "Steps whose tokens the host has not taken"),
     "suspended": ("suspended", "1 while nothing is launched"),
     "weight_version": ("weight_version", "Weight updates since the start"),

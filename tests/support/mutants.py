@@ -541,7 +541,7 @@ def block_assignments_beyond_the_rows_dropped(original: Any) -> Any:
 
 @mutant(ModelRunner, "launch", "WrongTokensError", hybrid=True)
 def state_freed_when_its_row_leaves_the_row_map(original: Any) -> Any:
-    """Not when the last ticket of the request has retired: it may be paused, or wait for a block."""
+    """Not when its last ticket has retired: the request may be paused, or wait for a block."""
 
     def launch(self: ModelRunner, plan: Plan) -> Ticket:
         states, mapped = self._context.states, set(plan.rows.slots)
@@ -622,13 +622,26 @@ def prefix_hit_goes_beyond_its_snapshot(original: Any) -> Any:
 @mutant(StateSnapshots, "take", "IntegrityError", "WrongTokensError", hybrid=True)
 def snapshot_overwritten_and_still_known(original: Any) -> Any:
     def take(self: StateSnapshots, node: int, *, is_wanted: bool) -> int | None:
-        known = dict(self._place_of_node)
+        known = {**self._wanted, **self._spare}
         place: int | None = original(self, node, is_wanted=is_wanted)
-        for each in known:
-            self._place_of_node.setdefault(each, known[each])
+        for each in known.keys() - self._wanted.keys() - self._spare.keys():
+            self._wanted[each] = known[each]
         return place
 
     return take
+
+
+@mutant(StateSnapshots, "attach", "WrongTokensError", "IntegrityError", hybrid=True)
+def snapshot_of_a_decode_row_known_as_that_of_another(original: Any) -> Any:
+    """Two that are in flight are mixed up."""
+
+    def attach(self: StateSnapshots, place: int, node: int) -> None:
+        others = sorted(self._reserved - {place})
+        original(self, place, node)
+        if others and node in self._spare:
+            self._spare[node] = others[0]
+
+    return attach
 
 
 @mutant(DynamicInferenceContext, "padding_mask", "DeadRowReadsExpertError", hybrid=True)
