@@ -74,7 +74,7 @@ def test_rows_and_windows_are_those_of_the_reference(
     tokens = 6 * window
     projected = torch.randn(tokens, sizes.projection).to(device, dtype)
     outs = [torch.full((tokens, sizes.inner), 9.0).to(device, dtype) for _ in range(2)]
-    workspace = MixWorkspace(4 * window, 4, sizes.inner, projected.device)
+    workspace = MixWorkspace(4 * window, 4, sizes, projected.device)
     mix_rows(projected, parameters, wanted, rows, outs[0], most=window)
     tile = MixTile(channels, 4)
     mix_rows_triton(
@@ -150,7 +150,7 @@ def test_tokens_of_chunks_have_the_bits_of_decoding(device: str) -> None:
     sizes = MambaSizes(heads=1, head_dim=4, groups=1, state_size=4)
     parameters = parameters_of(sizes, device=device)
     projected = torch.randn(8, sizes.projection).to(device)
-    workspace = MixWorkspace(2, 1, sizes.inner, projected.device)
+    workspace = MixWorkspace(2, 1, sizes, projected.device)
     outs = [projected.new_zeros(8, sizes.inner) for _ in range(2)]
     alone, together = (pool_of(1, sizes, window=2, device=device) for _ in range(2))
     for token in range(8):
