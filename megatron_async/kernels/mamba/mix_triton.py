@@ -47,7 +47,8 @@ def _step_size(raw, bias, low, high):
     some 2e-7 of 1, which a small step would feel."""
     dt = raw.to(tl.float32) + bias
     e = tl.exp(tl.minimum(dt, 20.0))
-    series = e * (1 - e * (1 / 2 - e * (1 / 3 - e * (1 / 4 - e * (1 / 5 - e * (1 / 6))))))
+    s = tl.minimum(e, 0.0625)
+    series = s * (1 - s * (1 / 2 - s * (1 / 3 - s * (1 / 4 - s * (1 / 5 - s * (1 / 6))))))
     log = tl.where(e < 0.0625, series, tl.log(1.0 + e))
     dt = tl.where(dt > 20.0, dt, log)
     return tl.minimum(tl.maximum(dt, low), high)
