@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_async.errors import ConfigError
 from megatron_async.models.config import ModelConfig
+from megatron_async.models.mamba.sizes import ATTENTION, MAMBA, MLP
 
 
 def transformers_config(config: ModelConfig) -> Any:
@@ -40,10 +41,12 @@ def transformers_config(config: ModelConfig) -> Any:
         "rms_norm_eps": config.norm_epsilon,
         "rope_parameters": _rope(config),
     }
+    if config.hybrid_override_pattern is not None:
+        return _hybrid(config, common)
     differs = _differs(config, "rope")
     if differs is not None and config.num_moe_experts is not None:
         return _with_experts(config, common, differs - _EXPERTS)
-    if not differs:
+    if differs == set():
         return transformers.LlamaConfig(**common)
     if differs == {"qk_norm"}:
         return transformers.Qwen3Config(**common)
@@ -63,6 +66,28 @@ def transformers_config(config: ModelConfig) -> Any:
             layer_types=[kinds[config.attention_window(n) is None] for n in layers],
         )
     raise ConfigError("transformers has no counterpart of this architecture that we know of")
+
+
+def _hybrid(config: ModelConfig, common: dict[str, Any]) -> Any:
+    """Of a model of Mamba-2, attention and MLPs in layers of their own: Nemotron-H."""
+    import transformers
+
+    differs = _differs(config, "none")
+    nemotron = getattr(transformers, "NemotronHConfig", None)  # since transformers 5
+    if differs != {"activation", "hybrid_override_pattern"} or nemotron is None:
+        raise ConfigError("transformers has no counterpart of this hybrid model that we know of")
+    letters = {MAMBA: "linear_attention", ATTENTION: "full_attention", MLP: "mlp"}
+    sizes = config.mamba
+    return nemotron(
+        **{name: value for name, value in common.items() if name not in _NOT_NEMOTRON},
+        layers_block_type=[letters[kind] for kind in config.hybrid_override_pattern or ""],
+        layer_norm_epsilon=config.norm_epsilon,
+        mamba_num_heads=sizes.heads,
+        mamba_head_dim=sizes.head_dim,
+        n_groups=sizes.groups,
+        ssm_state_size=sizes.state_size,
+        conv_kernel=sizes.conv_width,
+    )
 
 
 def _with_experts(config: ModelConfig, common: dict[str, Any], differs: set[str]) -> Any:
@@ -102,10 +127,12 @@ _EXPERTS = {
     "moe_router_pre_softmax",
 }  # fmt: skip
 _SHARED = {"moe_shared_expert_intermediate_size", "moe_shared_expert_gate"}
+_NOT_NEMOTRON = ("num_hidden_layers", "rms_norm_eps", "rope_parameters")
 _SIZES = {
     "num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "head_dim", "vocab_size",
     "ffn_hidden_size", "max_sequence_length", "norm_epsilon", "tie_word_embeddings",
-    "position_embedding", "rope_theta", "rope_scaling", "mtp_num_layers",
+    "position_embedding", "rope_theta", "rope_scaling", "mtp_num_layers", "mamba_state_dim",
+    "mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "mamba_conv_kernel",
 }  # fmt: skip
 _GPT2 = {"normalization", "activation", "qkv_bias", "attention_output_bias", "mlp_bias"}
 _GEMMA2 = {

@@ -72,6 +72,11 @@ def adapt_model(model: Any) -> GPTModel:
 def _attention_layers(model: Any) -> list[Any]:
     """The layers of the decoder and of multi-token prediction; :class:`ConfigError` for a model
     that cannot be served."""
+    if type(model).__name__ == "MambaModel":
+        raise ConfigError(
+            "model is a MambaModel, whose mixers need packages of their own to run: save it with "
+            "megatron.core's dist_checkpointing, and load the directory with load_pretrained"
+        )
     if type(model) is not MegatronGPTModel:
         raise ConfigError(
             f"model is a {type(model).__name__}, not megatron.core's GPTModel: pass the GPTModel "

@@ -15,7 +15,8 @@ from megatron_async.engine.build import build_context, resolve_device
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import CheckpointError, ConfigError
 from megatron_async.kernels.mamba.layer import LayerStates, StateRows
-from megatron_async.kernels.mamba.reference import mix_rows
+from megatron_async.kernels.mamba.reference import gated_norm, mix_rows
+from megatron_async.models.adapt import adapt_model
 from megatron_async.models.build import build_random_model, transformer_config
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.features import features
@@ -185,6 +186,37 @@ def test_whole_sequences_are_the_recurrence_with_gradients(tokens: int) -> None:
             assert parameter.grad.any(), name
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_whole_sequences_are_those_of_mamba_ssm() -> None:
+    conv = pytest.importorskip("causal_conv1d", reason="causal_conv1d is not installed")
+    ssd = pytest.importorskip(
+        "mamba_ssm.ops.triton.ssd_combined", reason="mamba_ssm is not installed"
+    )
+    sizes = CONFIG.mamba
+    mixer = MambaMixer(transformer_config(CONFIG, torch.float32, "cuda"), CONFIG).cuda()
+    parameters = mixer.parameters_between
+    projected = torch.randn(2 * CHUNK + 5, 2, sizes.projection, device="cuda")
+    z, taken, dt = projected.transpose(0, 1).split(
+        [sizes.inner, sizes.conv_channels, sizes.heads], dim=-1
+    )
+    shared = sizes.groups * sizes.state_size
+    x, b, c = (
+        conv.causal_conv1d_fn(
+            taken.transpose(1, 2), mixer.conv1d.weight[:, 0], mixer.conv1d.bias, activation="silu"
+        )
+        .transpose(1, 2)
+        .split([sizes.inner, shared, shared], dim=-1)
+    )
+    y = ssd.mamba_chunk_scan_combined(
+        x.unflatten(-1, (sizes.heads, -1)), dt, -mixer.A_log.exp(),
+        b.unflatten(-1, (sizes.groups, -1)), c.unflatten(-1, (sizes.groups, -1)), CHUNK,
+        D=mixer.D, dt_bias=mixer.dt_bias, dt_softplus=True,
+    )  # fmt: skip
+    expected = gated_norm(y.flatten(2), z, parameters.norm).transpose(0, 1)
+    found = mix_sequences(projected, parameters)
+    torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+
+
 def test_what_decays_are_made_of_stays_in_fp32(tmp_path: Path) -> None:
     model = build_random_model(CONFIG, device=torch.device("cpu"), dtype=torch.bfloat16)
     kept = {n: p.dtype for n, p in model.named_parameters() if p.dtype != torch.bfloat16}
@@ -253,3 +285,9 @@ def test_tensor_parallel_hybrids_are_refused(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: 2)
     with pytest.raises(ConfigError, match="hybrid_override_pattern is not divided"):
         transformer_config(CONFIG, torch.float32, "cpu")
+
+
+def test_given_hybrid_models_are_refused_with_a_way_out() -> None:
+    given = type("MambaModel", (torch.nn.Module,), {})()
+    with pytest.raises(ConfigError, match="is a MambaModel.* load the directory with load_pretr"):
+        adapt_model(given)

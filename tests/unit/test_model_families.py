@@ -87,7 +87,11 @@ def test_config_says_the_same_after_a_way_through_json(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma3", "cohere-qk-norm", "olmo2", "glm4", "phi3", "granite", "qwen2_moe"]
+    "name",
+    [
+        *("gemma3", "cohere-qk-norm", "olmo2", "glm4", "phi3", "granite", "qwen2_moe", "bamba"),
+        "nemotron_h-experts",
+    ],
 )
 def test_weights_survive_saving_and_updates(name: str, tmp_path: Path) -> None:
     """What is stored in another order or form is right in our own format, too."""
@@ -109,7 +113,7 @@ def test_weights_survive_saving_and_updates(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe", "nemotron_h"])
 def test_models_with_experts_have_a_way_back(name: str) -> None:
     values = {**CONFIGS[name]().to_dict(), "architectures": None, "use_sliding_window": False}
     config = convert_config(Path("config.json"), {**values, "layer_types": None})
@@ -170,6 +174,13 @@ def test_gpt2_without_prefixes_and_with_masks_loads(tmp_path: Path) -> None:
             "theta",
         ),
         ("qwen3-dynamic", {"head_dim": 2}, "dynamic needs more than 2 rotated elements"),
+        ("mamba2", {"time_step_limit": [0.0, 0.1]}, r"time_step_limit=\[0.0, 0.1\].*Infinity"),
+        ("mamba2", {"head_dim": 20}, "head_dim=20 is not supported.* 8 heads have 128 elements"),
+        ("bamba", {"mamba_n_groups": 3}, "mamba_num_groups=3 must divide the 8 heads"),
+        ("nemotron_h", {"layers_block_type": ["mamba", "gru"]}, "layers_block_type=.*one of mamba"),
+        ("nemotron_h", {"hybrid_override_pattern": "MX"}, "hybrid_override_pattern='MX'.* letters"),
+        ("nemotron_h-experts", {"topk_group": 3}, "topk_group=3.*half of num_experts_per_tok=4"),
+        ("granitemoehybrid", {"layer_types": ["mamba"]}, "layer_types=.* for each layer"),
         ("cohere", {"hidden_act": "relu"}, "hidden_act='relu'.*silu"),
         ("mixtral", {"num_local_experts": 0}, "num_moe_experts=0 must be a positive integer"),
         ("mixtral", {"num_experts_per_tok": 5}, "moe_router_topk=5.*num_moe_experts=4"),

@@ -71,14 +71,14 @@ def _tap(weight_ptr, channel, mask, tap, CONV: tl.constexpr, EVEN: tl.constexpr)
 
 @triton.jit
 def _old_taps(
-    ring_ptr, weight_ptr, channel, mask, position, ring, ring_stride,
-    TAPS: tl.constexpr, CONV: tl.constexpr, EVEN: tl.constexpr,
+    ring_ptr, weight_ptr, channel, mask, position, ring_stride,
+    TAPS: tl.constexpr, CONV: tl.constexpr, RING: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """The first TAPS taps of the convolution of ``channel`` at ``position``, from the ring."""
     total = tl.zeros(channel.shape, tl.float32)
     for tap in tl.static_range(0, TAPS):
         at = position + (tap - (CONV - 1))
-        ptr = ring_ptr + tl.maximum(at, 0) % ring * ring_stride
+        ptr = ring_ptr + tl.maximum(at, 0) % RING * ring_stride
         old = tl.load(ptr + channel, mask=mask & (at >= 0), other=0.0).to(tl.float32)
         total += _tap(weight_ptr, channel, mask, tap, CONV, EVEN) * old
     return total
@@ -86,15 +86,15 @@ def _old_taps(
 
 @triton.jit
 def _taps(
-    ring_ptr, token_ptr, weight_ptr, channel, mask, position, start, ring, ring_stride, stride,
-    CONV: tl.constexpr, EVEN: tl.constexpr,
+    ring_ptr, token_ptr, weight_ptr, channel, mask, position, start, ring_stride, stride,
+    CONV: tl.constexpr, RING: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """All taps but the last at ``position``; those before ``start`` are in the ring."""
     total = tl.zeros(channel.shape, tl.float32)
     for tap in tl.static_range(0, CONV - 1):
         at = position + (tap - (CONV - 1))
         is_old = at < start
-        old_ptr = ring_ptr + tl.maximum(at, 0) % ring * ring_stride
+        old_ptr = ring_ptr + tl.maximum(at, 0) % RING * ring_stride
         old = tl.load(old_ptr + channel, mask=mask & is_old & (at >= 0), other=0.0)
         new_ptr = token_ptr + (tap - (CONV - 1)) * stride
         new = tl.load(new_ptr + channel, mask=mask & (at >= start), other=0.0)
@@ -150,12 +150,12 @@ def _mix_kernel(
     projected_ptr, inputs_ptr, ssm_ptr, out_ptr, gated_ptr, arrived_ptr,
     conv_weight_ptr, conv_bias_ptr, dt_bias_ptr, a_log_ptr, d_ptr, norm_weight_ptr,
     slots_ptr, first_ptr, lengths_ptr, starts_ptr, behind_ptr,
-    null_slot, most, ring, projected_stride, inputs_slot, inputs_row, ssm_slot, out_stride,
+    null_slot, most, projected_stride, inputs_slot, inputs_row, ssm_slot, out_stride,
     dt_low, dt_high, eps,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr,
     CONV: tl.constexpr, CHANNELS: tl.constexpr, STATE_PAD: tl.constexpr,
     HAS_BIAS: tl.constexpr, WIDE_D: tl.constexpr, NORM: tl.constexpr, NORM_GROUP: tl.constexpr,
-    CHUNKS: tl.constexpr, WINDOWS: tl.constexpr, PDL: tl.constexpr,
+    RING: tl.constexpr, CHUNKS: tl.constexpr, WINDOWS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     INNER: tl.constexpr = HEADS * HEAD_DIM
     TILES: tl.constexpr = (HEAD_DIM + CHANNELS - 1) // CHANNELS
@@ -176,8 +176,8 @@ def _mix_kernel(
             tl.extra.cuda.gdc_wait()
         return
     first = tl.load(first_ptr + row)
-    start = tl.load(starts_ptr + row)
-    behind = tl.load(behind_ptr + row)
+    start = tl.load(starts_ptr + row).to(tl.int32)
+    behind = tl.load(behind_ptr + row).to(tl.int32)
     local = tile % TILES * CHANNELS + tl.arange(0, CHANNELS)
     is_channel = local < HEAD_DIM
     channel = head * HEAD_DIM + local
@@ -213,30 +213,30 @@ def _mix_kernel(
         # Accepted drafts that the state lacks.
         for position in range(start - behind, start):
             x = _old_taps(
-                ring_ptr, conv_weight_ptr, channel, is_channel, position, ring, inputs_row,
-                CONV, CONV, EVEN,
+                ring_ptr, conv_weight_ptr, channel, is_channel, position, inputs_row,
+                CONV, CONV, RING, EVEN,
             )  # fmt: skip
             b = _old_taps(
-                ring_ptr, conv_weight_ptr, b_channel, is_n, position, ring, inputs_row,
-                CONV, CONV, EVEN,
+                ring_ptr, conv_weight_ptr, b_channel, is_n, position, inputs_row,
+                CONV, CONV, RING, EVEN,
             )  # fmt: skip
-            raw = tl.load(ring_ptr + position % ring * inputs_row + DT + head)
+            raw = tl.load(ring_ptr + position % RING * inputs_row + DT + head)
             dt = _step_size(raw, dt_bias, dt_low, dt_high)
             x, b = _activated(x, x_bias, dtype), _activated(b, b_bias, dtype)
             state = _updated(state, x, b, dt, rate, state_dtype)
 
     # The first token's convolution but for the token itself.
     x = _old_taps(
-        ring_ptr, conv_weight_ptr, channel, is_channel, start, ring, inputs_row,
-        CONV - 1, CONV, EVEN,
+        ring_ptr, conv_weight_ptr, channel, is_channel, start, inputs_row,
+        CONV - 1, CONV, RING, EVEN,
     )  # fmt: skip
     b = _old_taps(
-        ring_ptr, conv_weight_ptr, b_channel, is_n, start, ring, inputs_row,
-        CONV - 1, CONV, EVEN,
+        ring_ptr, conv_weight_ptr, b_channel, is_n, start, inputs_row,
+        CONV - 1, CONV, RING, EVEN,
     )  # fmt: skip
     c = _old_taps(
-        ring_ptr, conv_weight_ptr, c_channel, is_n, start, ring, inputs_row,
-        CONV - 1, CONV, EVEN,
+        ring_ptr, conv_weight_ptr, c_channel, is_n, start, inputs_row,
+        CONV - 1, CONV, RING, EVEN,
     )  # fmt: skip
     x_last = _tap(conv_weight_ptr, channel, is_channel, CONV - 1, CONV, EVEN)
     b_last = _tap(conv_weight_ptr, b_channel, is_n, CONV - 1, CONV, EVEN)
@@ -260,7 +260,7 @@ def _mix_kernel(
     if not CHUNKS:
         _store(ssm_ptr + state_at, state.to(state_dtype), is_state, EVEN)
         _keep_inputs(
-            token_ptr, ring_ptr + start % ring * inputs_row, channel, is_channel, b_channel,
+            token_ptr, ring_ptr + start % RING * inputs_row, channel, is_channel, b_channel,
             c_channel, is_n, DT + head, has_dt, has_bc, EVEN,
         )  # fmt: skip
     _output(
@@ -268,23 +268,23 @@ def _mix_kernel(
         INNER, NORM, EVEN,
     )  # fmt: skip
 
-    length = tl.full([], 1, tl.int64)
+    length = tl.full([], 1, tl.int32)
     if WINDOWS:
-        length = tl.load(lengths_ptr + row)
+        length = tl.load(lengths_ptr + row).to(tl.int32)
         for position in range(start + 1, start + length):
             token_ptr += projected_stride
             gated_ptr += INNER
             x = _taps(
-                ring_ptr, token_ptr, conv_weight_ptr, channel, is_channel, position, start, ring,
-                inputs_row, projected_stride, CONV, EVEN,
+                ring_ptr, token_ptr, conv_weight_ptr, channel, is_channel, position, start,
+                inputs_row, projected_stride, CONV, RING, EVEN,
             )  # fmt: skip
             b = _taps(
-                ring_ptr, token_ptr, conv_weight_ptr, b_channel, is_n, position, start, ring,
-                inputs_row, projected_stride, CONV, EVEN,
+                ring_ptr, token_ptr, conv_weight_ptr, b_channel, is_n, position, start,
+                inputs_row, projected_stride, CONV, RING, EVEN,
             )  # fmt: skip
             c = _taps(
-                ring_ptr, token_ptr, conv_weight_ptr, c_channel, is_n, position, start, ring,
-                inputs_row, projected_stride, CONV, EVEN,
+                ring_ptr, token_ptr, conv_weight_ptr, c_channel, is_n, position, start,
+                inputs_row, projected_stride, CONV, RING, EVEN,
             )  # fmt: skip
             x += x_last * _load(token_ptr + channel, is_channel, EVEN).to(tl.float32)
             b += b_last * _load(token_ptr + b_channel, is_n, EVEN).to(tl.float32)
@@ -295,7 +295,7 @@ def _mix_kernel(
             state = _updated(state, x, b, dt, rate, state_dtype)
             if not CHUNKS:
                 _keep_inputs(
-                    token_ptr, ring_ptr + position % ring * inputs_row, channel, is_channel,
+                    token_ptr, ring_ptr + position % RING * inputs_row, channel, is_channel,
                     b_channel, c_channel, is_n, DT + head, has_dt, has_bc, EVEN,
                 )  # fmt: skip
             _output(
@@ -340,11 +340,12 @@ def _norm_group(
     scale = tl.rsqrt(tl.sum(total) / SIZE + eps)
     for begin in tl.static_range(0, SIZE, BLOCK):
         at = begin + tl.arange(0, BLOCK)
-        value = tl.load(gated_ptr + at, mask=at < SIZE, other=0.0, cache_modifier=".cg")
-        value *= scale * tl.load(weight_ptr + at, mask=at < SIZE, other=0.0).to(tl.float32)
+        if SIZE > BLOCK:
+            value = tl.load(gated_ptr + at, mask=at < SIZE, other=0.0, cache_modifier=".cg")
+        normed = value * scale * tl.load(weight_ptr + at, mask=at < SIZE, other=0.0).to(tl.float32)
         if GATES:
-            value *= _silu(tl.load(z_ptr + at, mask=at < SIZE, other=0.0).to(tl.float32))
-        tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=at < SIZE)
+            normed *= _silu(tl.load(z_ptr + at, mask=at < SIZE, other=0.0).to(tl.float32))
+        tl.store(out_ptr + at, normed.to(out_ptr.dtype.element_ty), mask=at < SIZE)
 
 
 class MixTile(NamedTuple):
@@ -425,7 +426,7 @@ def mix_rows_triton(
         projected, states.inputs, states.ssm, out, workspace.gated, workspace.arrived,
         parameters.conv_weight, parameters.conv_bias, parameters.dt_bias, parameters.a_log,
         parameters.d, None if norm is None else norm.weight, *rows[:5],
-        states.null_slot, most, ring, projected.stride(0), states.inputs.stride(0),
+        states.null_slot, most, projected.stride(0), states.inputs.stride(0),
         states.inputs.stride(1), states.ssm.stride(0), out.stride(0),
         *parameters.dt_limits, 0.0 if norm is None else norm.eps,
         HEADS=sizes.heads, HEAD_DIM=sizes.head_dim, GROUPS=sizes.groups, STATE=sizes.state_size,
@@ -433,7 +434,7 @@ def mix_rows_triton(
         STATE_PAD=triton.next_power_of_2(sizes.state_size),
         HAS_BIAS=parameters.conv_bias is not None, WIDE_D=parameters.d.numel() != sizes.heads,
         NORM=norm_kind(norm), NORM_GROUP=sizes.inner if norm is None else norm.group_size,
-        CHUNKS=chunks, WINDOWS=windows, PDL=pdl,
+        RING=ring, CHUNKS=chunks, WINDOWS=windows, PDL=pdl,
         num_warps=tile.warps, launch_pdl=pdl, **limit,
     )  # fmt: skip
 

@@ -52,10 +52,11 @@ def _tile_of(lengths_ptr, count, tile, TOKENS: tl.constexpr, COUNT_PAD: tl.const
 @triton.jit
 def _conv_kernel(
     projected_ptr, inputs_ptr, convolved_ptr, weight_ptr, bias_ptr,
-    slots_ptr, first_ptr, lengths_ptr, starts_ptr, count, null_slot, ring,
+    slots_ptr, first_ptr, lengths_ptr, starts_ptr, count, null_slot,
     projected_stride, inputs_slot, inputs_row,
     INNER: tl.constexpr, WIDTH: tl.constexpr, CONV: tl.constexpr, HAS_BIAS: tl.constexpr,
-    TOKENS: tl.constexpr, CHANNELS: tl.constexpr, COUNT_PAD: tl.constexpr, PDL: tl.constexpr,
+    RING: tl.constexpr, TOKENS: tl.constexpr, CHANNELS: tl.constexpr, COUNT_PAD: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """``x | B | C`` of chunks behind convolution and SiLU, to ``convolved`` [T, WIDTH]."""
     pdl_enter(PDL)
@@ -76,7 +77,7 @@ def _conv_kernel(
         at = step + (tap - (CONV - 1))
         is_old = at < 0
         position = start + at
-        old_at = tl.maximum(position, 0) % ring * inputs_row
+        old_at = tl.maximum(position, 0) % RING * inputs_row
         old_mask = mask & (is_old & (position >= 0))[:, None]
         old = tl.load(ring_ptr + old_at[:, None] + channel[None, :], mask=old_mask, other=0.0)
         new_at = (first + at) * projected_stride + INNER
@@ -97,10 +98,11 @@ def _conv_kernel(
 def _scan_kernel(
     projected_ptr, convolved_ptr, inputs_ptr, ssm_ptr, out_ptr,
     dt_bias_ptr, a_log_ptr, d_ptr, slots_ptr, first_ptr, lengths_ptr, starts_ptr,
-    null_slot, ring, projected_stride, inputs_slot, inputs_row, ssm_slot, out_stride,
+    null_slot, projected_stride, inputs_slot, inputs_row, ssm_slot, out_stride,
     dt_low, dt_high,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUPS: tl.constexpr, STATE: tl.constexpr,
-    CONV: tl.constexpr, CHANNELS: tl.constexpr, STATE_PAD: tl.constexpr, PIECE: tl.constexpr,
+    CONV: tl.constexpr, RING: tl.constexpr, CHANNELS: tl.constexpr, STATE_PAD: tl.constexpr,
+    PIECE: tl.constexpr,
     WIDE_D: tl.constexpr, GATES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Chunk ``program_id(1)``: its output, gated or not, its last state and inputs."""
@@ -179,7 +181,7 @@ def _scan_kernel(
     for last in tl.static_range(1, CONV):
         if last <= length:
             token_ptr = projected_ptr + (length - last) * projected_stride + INNER
-            kept_ptr = ring_ptr + (start + length - last) % ring * inputs_row
+            kept_ptr = ring_ptr + (start + length - last) % RING * inputs_row
             taken = tl.load(token_ptr + channel, mask=is_channel, other=0.0)
             tl.store(kept_ptr + channel, taken, mask=is_channel)
             if tile % TILES == 0:
@@ -263,9 +265,9 @@ def scan_chunks_triton(
     count_pad = triton.next_power_of_2(count)
     _conv_kernel[(tiles, triton.cdiv(width, CHANNELS))](
         projected, states.inputs, convolved, parameters.conv_weight, parameters.conv_bias,
-        rows.slots, rows.first, rows.lengths, rows.starts, count, states.null_slot, ring,
+        rows.slots, rows.first, rows.lengths, rows.starts, count, states.null_slot,
         projected.stride(0), states.inputs.stride(0), states.inputs.stride(1),
-        INNER=inner, WIDTH=width, CONV=sizes.conv_width,
+        INNER=inner, WIDTH=width, CONV=sizes.conv_width, RING=ring,
         HAS_BIAS=parameters.conv_bias is not None, TOKENS=TOKENS, CHANNELS=CHANNELS,
         COUNT_PAD=count_pad, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
@@ -275,10 +277,10 @@ def scan_chunks_triton(
         projected, convolved, states.inputs, states.ssm, scanned,
         parameters.dt_bias, parameters.a_log, parameters.d,
         rows.slots, rows.first, rows.lengths, rows.starts,
-        states.null_slot, ring, projected.stride(0), states.inputs.stride(0),
+        states.null_slot, projected.stride(0), states.inputs.stride(0),
         states.inputs.stride(1), states.ssm.stride(0), scanned.stride(0), *parameters.dt_limits,
         HEADS=sizes.heads, HEAD_DIM=sizes.head_dim, GROUPS=sizes.groups, STATE=sizes.state_size,
-        CONV=sizes.conv_width, CHANNELS=channels,
+        CONV=sizes.conv_width, RING=ring, CHANNELS=channels,
         STATE_PAD=max(16, triton.next_power_of_2(sizes.state_size)), PIECE=tile.piece,
         WIDE_D=parameters.d.numel() != sizes.heads, GATES=norm is None or not norm.before_gate,
         PRECISION="ieee" if projected.dtype is torch.float32 else "tf32", PDL=pdl,
