@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import random
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.sampling_params import SamplingParams
 from tests.functional.test_batch_invariant_engine import decode_under_pressure
 from tests.support.engines import DEPTHS, config_at, hash_engine, random_ask, sampling_params
-from tests.support.oracle import Ask, decode_alone
+from tests.support.hybrid_hash_model import HybridHashModel, hybrid_history
+from tests.support.oracle import Ask, decode_alone, decode_with_salts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -49,6 +51,51 @@ def test_hash_model_in_captured_graphs_equals_the_oracle(depth: int, debug: bool
     assert (counters.tokens_discarded > 0) == (depth > 0)
     assert counters.steps_with_waiting > 0
     assert counters.prefill_chunks > len(asks)
+
+
+@pytest.mark.parametrize("debug", (False, True))
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_recurrent_state_in_captured_graphs_equals_the_oracle(depth: int, debug: bool) -> None:
+    """Prompts of three beginnings, so that states are restored, with evictions and pauses."""
+    rng = random.Random(12)
+    heads = [tuple(rng.randrange(61) for _ in range(20)) for _ in range(3)]
+    asks = [random_ask(rng, max_prompt=8) for _ in range(40)]
+    asks = [
+        dataclasses.replace(ask, prompt=(*heads[n % 3][: rng.choice((9, 20))], *ask.prompt))
+        for n, ask in enumerate(asks)
+    ]
+    with hash_engine(
+        depth,
+        model=HybridHashModel("cuda"),
+        device_name="cuda",
+        max_requests=6,
+        block_size_tokens=4,
+        block_count=60,
+        prefill_chunk_tokens=8,
+        state_snapshot_count=12,
+        debug=debug,
+    ) as engine:
+        futures = [
+            engine.add_request(n, list(ask.prompt), sampling_params(ask))
+            for n, ask in enumerate(asks)
+        ]
+        paused: set[int] = set()
+        while engine.has_unfinished_requests():
+            victim = rng.choice(engine.step_modern()["active_request_ids"] or [0])
+            if rng.random() < 0.2 and engine.pause_request(victim):
+                paused.add(victim)
+            if rng.random() < 0.1:
+                engine.evict_request(victim)
+            if rng.random() < 0.5 and paused:
+                engine.resume_request(paused.pop())
+        counters = engine.counters
+    for ask, future in zip(asks, futures, strict=True):
+        expected = decode_with_salts(ask, [(0, 0)], (), hybrid_history)
+        request = future.result(timeout=0)
+        assert (request.generated_tokens, request.finish_reason) == expected
+    assert counters.states_restored and counters.state_snapshots_taken
+    assert counters.evictions and counters.pauses
+    assert (counters.tokens_discarded > 0) == (depth > 0)
 
 
 class LateFills(CudaDevice):
