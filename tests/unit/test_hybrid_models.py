@@ -292,5 +292,5 @@ def test_tensor_parallel_hybrids_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_given_hybrid_models_are_refused_with_a_way_out() -> None:
     given = type("MambaModel", (torch.nn.Module,), {})()
-    with pytest.raises(ConfigError, match="is a MambaModel.* load the directory with load_pretr"):
+    with pytest.raises(ConfigError, match=r"is a MambaModel.* load the directory with load_pretr"):
         adapt_model(given)
