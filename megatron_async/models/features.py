@@ -41,7 +41,8 @@ def _hybrid(config: ModelConfig) -> list[str]:
     found = [f"layers of one part: {', '.join(parts)}"]
     if config.layers_of(MAMBA):
         sizes = config.mamba
-        heads = f"{sizes.heads} heads of {sizes.head_dim} in {sizes.groups} groups"
+        groups = f"{sizes.groups} group{'s' * (sizes.groups > 1)}"
+        heads = f"{sizes.heads} heads of {sizes.head_dim} in {groups}"
         found.append(f"Mamba-2 of {heads}, states of {sizes.state_size}")
     return found
 

@@ -115,6 +115,10 @@ class RecurrentStates:
         ):
             self._states = _allocate(spec, (slots, stored), device)
             self._base = torch.zeros(slots, dtype=torch.int64, device=device)
+            # On the device, so that no step fills them in.
+            self._null = torch.tensor(slot_count, device=device)
+            self._zeros = torch.tensor(ZEROS, device=device)
+            self._entry_0 = torch.tensor(0, device=device)
         with must_fit(
             device,
             snapshot_count * spec.state_bytes,
@@ -163,11 +167,11 @@ class RecurrentStates:
             tokens: see :class:`DecodeStates`.
         """
         ended = finished[slots]
-        live = torch.where(ended, self.null_slot, slots)
+        live = torch.where(ended, self._null, slots)
         if self.entries == 1:
-            first = torch.where(ended, ZEROS, 0)
+            first = torch.where(ended, self._zeros, self._entry_0)
         else:
-            first = torch.where(ended, ZEROS, positions - 1 - self._base[slots])
+            first = torch.where(ended, self._zeros, positions - 1 - self._base[slots])
             self._base[live] = positions
         return DecodeStates(live, first, window, tokens)
 
@@ -177,8 +181,8 @@ class RecurrentStates:
         """What the layers are told of chunks: int64 [N], see :class:`ChunkStates`, with the
         positions at which they start."""
         runs = (lengths > 0) & ~finished[slots]
-        live = torch.where(runs, slots, self.null_slot)
-        first = torch.where(runs & (starts > 0), 0, ZEROS)
+        live = torch.where(runs, slots, self._null)
+        first = torch.where(runs & (starts > 0), self._entry_0, self._zeros)
         if self.entries > 1:
             self._base[live] = starts + lengths - 1
         return ChunkStates(live, first, offsets, lengths)

@@ -217,7 +217,10 @@ class StepProgram:
                 batch.slots, batch.position_ids, batch.slot_mapping, batch.lengths, window
             )
             if context.states is not None:
-                self._begin_decode(context.states, rows, batch.position_ids[::window], window)
+                firsts = slice(None, None, window)
+                self._begin_decode(
+                    context.states, batch.slots[firsts], batch.position_ids[firsts], window
+                )
             hidden = self._hidden_states(rows * window)
             logits = self._pending_logits[: rows * window]
             self._forward(logits, batch.token_ids, batch.position_ids, hidden)
@@ -245,7 +248,7 @@ class StepProgram:
             window=window,
         )
         if context.states is not None:
-            self._begin_decode(context.states, rows, lengths, window)
+            self._begin_decode(context.states, slots, lengths, window)
         hidden = self._hidden_states(len(ids))
         self._forward(self._pending_logits[: rows * window], ids, positions, hidden)
         state.kv_length[slots] = lengths + (~state.finished[slots]).long()
@@ -326,10 +329,9 @@ class StepProgram:
         self._prompt_log_probs.publish(targets, logits[count:, : self._model.vocab_size])
 
     def _begin_decode(
-        self, states: RecurrentStates, rows: int, positions: torch.Tensor, window: int
+        self, states: RecurrentStates, slots: torch.Tensor, positions: torch.Tensor, window: int
     ) -> None:
-        """Tell the recurrent layers of a decode step; ``positions`` [rows] are the first ones."""
-        slots = self._row_records[:rows, packet.ROW_SLOT].long()
+        """Tell the recurrent layers of a decode step, by rows: ``positions`` are the first ones."""
         states.step = StepStates(states.decode_rows(slots, positions, self._state.finished, window))
 
     def _begin_mixed(

@@ -8,6 +8,8 @@ padding and of rows that have ended must read none.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -53,6 +55,11 @@ class HybridLayers(HashModel):
     )
     history = staticmethod(hybrid_history)
 
+    def __init__(self, *args: Any, **values: Any) -> None:
+        super().__init__(*args, **values)
+        # Tokens without an expert read 0.
+        self._factors = torch.tensor((*EXPERTS, 0), device=self._positions.device)
+
     def further_layers(
         self,
         state: Tensor,
@@ -67,8 +74,7 @@ class HybridLayers(HashModel):
         expert = torch.where(context.padding_mask[0], NO_EXPERT, expert)
         if not expert.is_cuda:
             self._check(expert, states.step, states, context)
-        factors = torch.tensor((*EXPERTS, 0), device=expert.device)  # those without one read 0
-        first = self._recur(0, (salted + 1) * factors[expert] % MODULUS, states)
+        first = self._recur(0, (salted + 1) * self._factors[expert] % MODULUS, states)
         second = self._recur(1, (first + state) % MODULUS, states)
         return (state + second) % MODULUS
 

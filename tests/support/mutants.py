@@ -39,7 +39,7 @@ from megatron_async.scheduler.request_table import RequestTable, row_map
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.scheduler.slots import SlotTable
 from megatron_async.step.packet import ROW_SLOT
-from megatron_async.step.plan import Plan, SampleShape, SlotUpdate, Ticket
+from megatron_async.step.plan import Plan, SampleShape, SlotUpdate, StateCopy, Ticket
 from megatron_async.step.records import StepResult
 from megatron_async.step.slot_fields import Values
 from tests.support.cuda_rings import CudaPackets, CudaResults, CudaRingsDevice
@@ -48,6 +48,7 @@ from tests.support.pinned import (
     every_drain_is_called_what_it_is,
     head_of_the_queue_waits_while_others_are_stalled,
     kept_prefix_is_reused_from_its_end,
+    next_turns_go_on_from_generated_tokens,
 )
 
 
@@ -239,6 +240,16 @@ def drain_of_the_paused_called_drained(original: Any) -> Any:
         return NotOverlapped.DRAINED if reason is NotOverlapped.PAUSED else reason
 
     return not_overlapped
+
+
+@pinned(RequestTable, "reserve_snapshot", next_turns_go_on_from_generated_tokens)
+def snapshot_of_a_decode_row_taken_from_another_slot(original: Any) -> Any:
+    def reserve_snapshot(self: RequestTable, sequence: Sequence) -> StateCopy | None:
+        copy: StateCopy | None = original(self, sequence)
+        others = [each.slot for each in self.decoding.values() if each is not sequence]
+        return copy if copy is None or not others else copy._replace(slot=others[0])
+
+    return reserve_snapshot
 
 
 # --- commit -----------------------------------------------------------------------------------
@@ -629,19 +640,6 @@ def snapshot_overwritten_and_still_known(original: Any) -> Any:
         return place
 
     return take
-
-
-@mutant(StateSnapshots, "attach", "WrongTokensError", "IntegrityError", hybrid=True)
-def snapshot_of_a_decode_row_known_as_that_of_another(original: Any) -> Any:
-    """Two that are in flight are mixed up."""
-
-    def attach(self: StateSnapshots, place: int, node: int) -> None:
-        others = sorted(self._reserved - {place})
-        original(self, place, node)
-        if others and node in self._spare:
-            self._spare[node] = others[0]
-
-    return attach
 
 
 @mutant(DynamicInferenceContext, "padding_mask", "DeadRowReadsExpertError", hybrid=True)

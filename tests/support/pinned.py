@@ -5,7 +5,8 @@ from __future__ import annotations
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.metrics import NotOverlapped
 from tests.support.engines import drive, greedy, hash_engine
-from tests.support.oracle import Ask, decode_alone
+from tests.support.hybrid_hash_model import HybridHashModel, hybrid_history
+from tests.support.oracle import Ask, decode_alone, decode_with_salts
 
 
 def kept_prefix_is_reused_from_its_end(depth: int, debug: bool = True) -> None:
@@ -94,7 +95,32 @@ def every_drain_is_called_what_it_is(depth: int, debug: bool = True) -> None:
         check(engine, NotOverlapped.PAUSED)  # one of two has ended, the other is left
 
 
+def next_turns_go_on_from_generated_tokens(depth: int, debug: bool = True) -> None:
+    """Of two requests side by side, whose states are kept where a block of what they generate
+    ends."""
+    asks = [Ask((first, 2, 3, 4, 5), 20) for first in (1, 9)]
+    with hash_engine(
+        depth,
+        debug=debug,
+        model=HybridHashModel(),
+        max_requests=2,
+        block_size_tokens=4,
+        block_count=40,
+    ) as engine:
+        for cached in (0, 2 * 24):
+            requests = engine.generate([list(ask.prompt) for ask in asks], greedy(20))
+            for ask, request in zip(asks, requests, strict=True):
+                expected, _ = decode_with_salts(ask, [(0, 0)], (), hybrid_history)
+                assert request.generated_tokens == expected
+            assert engine.counters.tokens_cached == cached
+            asks = [
+                Ask((*ask.prompt, *request.generated_tokens, 6), 20)
+                for ask, request in zip(asks, requests, strict=True)
+            ]
+
+
 SCENARIOS = (
+    next_turns_go_on_from_generated_tokens,
     kept_prefix_is_reused_from_its_end,
     head_of_the_queue_waits_while_others_are_stalled,
     every_drain_is_called_what_it_is,

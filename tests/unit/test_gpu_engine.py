@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import random
 from collections.abc import Callable
@@ -16,7 +17,8 @@ from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.sampling_params import SamplingParams
 from tests.functional.test_batch_invariant_engine import decode_under_pressure
 from tests.support.engines import DEPTHS, config_at, hash_engine, random_ask, sampling_params
-from tests.support.oracle import Ask, decode_alone
+from tests.support.hybrid_hash_model import HybridHashModel, hybrid_history
+from tests.support.oracle import Ask, decode_alone, decode_with_salts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,6 +53,51 @@ def test_hash_model_in_captured_graphs_equals_the_oracle(depth: int, debug: bool
     assert counters.prefill_chunks > len(asks)
 
 
+@pytest.mark.parametrize("debug", (False, True))
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_recurrent_state_in_captured_graphs_equals_the_oracle(depth: int, debug: bool) -> None:
+    """Prompts of three beginnings, so that states are restored, with evictions and pauses."""
+    rng = random.Random(12)
+    heads = [tuple(rng.randrange(61) for _ in range(20)) for _ in range(3)]
+    asks = [random_ask(rng, max_prompt=8) for _ in range(40)]
+    asks = [
+        dataclasses.replace(ask, prompt=(*heads[n % 3][: rng.choice((9, 20))], *ask.prompt))
+        for n, ask in enumerate(asks)
+    ]
+    with hash_engine(
+        depth,
+        model=HybridHashModel("cuda"),
+        device_name="cuda",
+        max_requests=6,
+        block_size_tokens=4,
+        block_count=60,
+        prefill_chunk_tokens=8,
+        state_snapshot_count=12,
+        debug=debug,
+    ) as engine:
+        futures = [
+            engine.add_request(n, list(ask.prompt), sampling_params(ask))
+            for n, ask in enumerate(asks)
+        ]
+        paused: set[int] = set()
+        while engine.has_unfinished_requests():
+            victim = rng.choice(engine.step_modern()["active_request_ids"] or [0])
+            if rng.random() < 0.2 and engine.pause_request(victim):
+                paused.add(victim)
+            if rng.random() < 0.1:
+                engine.evict_request(victim)
+            if rng.random() < 0.5 and paused:
+                engine.resume_request(paused.pop())
+        counters = engine.counters
+    for ask, future in zip(asks, futures, strict=True):
+        expected = decode_with_salts(ask, [(0, 0)], (), hybrid_history)
+        request = future.result(timeout=0)
+        assert (request.generated_tokens, request.finish_reason) == expected
+    assert counters.states_restored and counters.state_snapshots_taken
+    assert counters.evictions and counters.pauses
+    assert (counters.tokens_discarded > 0) == (depth > 0)
+
+
 class LateFills(CudaDevice):
     """The stream that fills new memory is busy, as on a GPU that others use."""
 
@@ -70,10 +117,11 @@ def test_graphs_are_captured_after_memory_is_filled() -> None:
     assert request.generated_tokens == decode_alone(Ask(prompt=(3,), max_new=9))[0]
 
 
-def test_steady_steps_of_experts_make_no_hidden_synchronisation() -> None:
+@pytest.mark.parametrize("model", ("tiny-moe", "tiny-hybrid"))
+def test_steady_steps_of_experts_and_mixers_make_no_hidden_synchronisation(model: str) -> None:
     config = config_at(2, device="cuda", max_requests=8)
     params = SamplingParams(temperature=1.0, num_tokens_to_generate=150, termination_id=-1)
-    with DynamicInferenceEngine.from_pretrained("tiny-moe", config) as engine:
+    with DynamicInferenceEngine.from_pretrained(model, config) as engine:
         for request_id in range(8):
             engine.add_request(request_id, [3 + request_id], params)
         for _ in range(10):
@@ -122,7 +170,7 @@ def decode_tiny(depth: int, device: str, dtype: str, model: str = "tiny") -> lis
     return [request.generated_tokens for request in requests]
 
 
-@pytest.mark.parametrize("model", ("tiny", "tiny-moe"))
+@pytest.mark.parametrize("model", ("tiny", "tiny-moe", "tiny-hybrid"))
 def test_embedded_model_gives_the_cpus_tokens_in_fp32(model: str) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     found = decode_tiny(1, "cuda", "float32", model)
@@ -131,7 +179,8 @@ def test_embedded_model_gives_the_cpus_tokens_in_fp32(model: str) -> None:
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize(
-    ("depth", "model"), [(1, "tiny"), (2, "tiny"), (4, "tiny"), (2, "tiny-moe")]
+    ("depth", "model"),
+    [(1, "tiny"), (2, "tiny"), (4, "tiny"), (2, "tiny-moe"), (2, "tiny-hybrid")],
 )
 def test_embedded_model_is_equal_at_every_depth(depth: int, model: str, dtype: str) -> None:
     assert decode_tiny(depth, "cuda", dtype, model) == decode_tiny(0, "cuda", dtype, model)

@@ -275,20 +275,6 @@ def test_tokens_equal_the_oracle(depth: int, window: int, size: int) -> None:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_the_next_turn_goes_on_from_generated_tokens(depth: int) -> None:
-    first = Ask(tuple(range(1, 7)), 20)
-    with hash_engine(
-        depth, model=HybridHashModel(), max_requests=2, block_size_tokens=4, block_count=40
-    ) as engine:
-        (request,) = engine.generate([list(first.prompt)], greedy(20))
-        second = Ask((*first.prompt, *request.generated_tokens, 5, 6), 6)
-        (answer,) = engine.generate([list(second.prompt)], greedy(6))
-        assert engine.counters.tokens_cached == 24
-    assert request.generated_tokens == alone(first)[0]
-    assert answer.generated_tokens == alone(second)[0]
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
 def test_siblings_go_on_from_the_snapshot_of_their_prompt(depth: int) -> None:
     prompt = tuple(range(1, 12))
     with hash_engine(
