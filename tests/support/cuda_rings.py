@@ -18,6 +18,7 @@ from megatron_async.device.protocol import Ints
 SPINS_BETWEEN_CHECKS = 10
 """A host that spins longer keeps the interpreter's lock from the thread that it waits for."""
 
+
 class CudaRingsDevice(CpuDevice):
     """A CPU device whose rings are those of a GPU."""
 
