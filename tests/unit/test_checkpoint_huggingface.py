@@ -377,11 +377,13 @@ def test_corrupt_config_is_named(tmp_path: Path, config: str, message: str) -> N
 def test_a_config_that_is_not_utf_8_is_named(tmp_path: Path, encoding: str) -> None:
     text = json.dumps(config_of("Llama"))
     (tmp_path / "config.json").write_text(text, encoding=encoding)
-    with pytest.raises(CheckpointError, match=r"config\.json: (not valid JSON|must hold)") as raised:
+    with pytest.raises(
+        CheckpointError, match=r"config\.json: (not valid JSON|must hold)"
+    ) as raised:
         load_pretrained(tmp_path)
     assert "\n" not in str(raised.value)
     (tmp_path / "config.json").write_text(text, encoding="utf-8-sig")
-    with pytest.raises(CheckpointError, match="has neither model.safetensors nor"):
+    with pytest.raises(CheckpointError, match=r"has neither model\.safetensors nor"):
         load_pretrained(tmp_path)
 
 
