@@ -6,6 +6,7 @@ until then is kept, and the next one begins.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import statistics
@@ -52,21 +53,28 @@ def measure_variants(row: Row, options: Any, keep: Keep) -> None:
 
 
 def measure_stop_checks(row: Row, options: Any, keep: Keep) -> None:
-    """Milliseconds of 200 checks by themselves, of one row: the host launches nothing else."""
+    """Milliseconds that 200 checks of a batch add to work that the device has in between."""
     from transformers.generation import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
     from megatron_async.integrations.transformers import AsyncStoppingCriteriaList
     from megatron_async.integrations.transformers.streams import streams_of
 
     device = torch.device(options.device)
-    ids = torch.ones(1, 64, dtype=torch.long, device=device)
-    tokens, unfinished = ids[:, -1], torch.ones(1, dtype=torch.long, device=device)
+    ids = torch.ones(8, 512, dtype=torch.long, device=device)
+    tokens, unfinished = ids[:, -1], torch.ones(8, dtype=torch.long, device=device)
     criteria = [MaxLengthCriteria(10**6), EosTokenCriteria(torch.tensor([0], device=device))]
     stock = StoppingCriteriaList(criteria)
+    size = 4096 if device.type == "cuda" else 8
+    matrix = torch.randn(size, size, device=device, dtype=getattr(torch, options.dtype))
+
+    def work_alone() -> None:
+        for _ in range(CHECKS):
+            matrix @ matrix
 
     def checks_of_stock() -> None:
         left = unfinished
         for _ in range(CHECKS):
+            matrix @ matrix
             left = left & ~stock(ids, None)
             assert left.max() != 0
 
@@ -76,6 +84,7 @@ def measure_stop_checks(row: Row, options: Any, keep: Keep) -> None:
             return checks_of_stock()
         left = unfinished
         for _ in range(CHECKS):
+            matrix @ matrix
             check = ours.submit(ids, tokens, None, left)
             ours.streams.join(check.ticket)
             left = check.unfinished if check.unfinished is not None else left
@@ -88,9 +97,15 @@ def measure_stop_checks(row: Row, options: Any, keep: Keep) -> None:
             ours.settle()
         return ours.finalize()
 
-    for whose, run in (("stock", checks_of_stock), ("ours", checks_of_ours)):
+    def median(run: Callable[[], None]) -> float:
         each = [seconds_of(run, device) * 1e3 for _ in range(2 + options.runs)][2:]
-        keep(**{whose: statistics.median(each), f"{whose}_each": each})
+        return statistics.median(each)
+
+    alone = median(work_alone)
+    keep(work_ms=alone)
+    for whose, run in (("stock", checks_of_stock), ("ours", checks_of_ours)):
+        whole = median(run)
+        keep(**{whose: max(whole - alone, 0.0), f"{whose}_with_work": whole})
 
 
 def measure_batch(row: Row, options: Any, keep: Keep) -> None:
@@ -99,7 +114,6 @@ def measure_batch(row: Row, options: Any, keep: Keep) -> None:
     from bench_transformers import load
     from transformers import GenerationConfig
 
-    from megatron_async.config import EngineConfig
     from megatron_async.integrations.transformers.engine import engine_of
     from megatron_async.integrations.transformers.requests import sampling_params
 
@@ -119,20 +133,16 @@ def measure_batch(row: Row, options: Any, keep: Keep) -> None:
 
     try:  # twice, since each call captures its graphs anew
         few, many = stock_seconds(stock_new // 4), stock_seconds(stock_new)
-        keep(stock=(many - few) / (stock_new - stock_new // 4) * new, stock_seconds=[few, many])
-    except Exception as error:  # it needs kernels that may not be there
+        keep(stock_seconds=[few, many])
+        if many <= few:
+            raise ValueError(f"{stock_new} tokens took no longer than a quarter of them")
+        keep(stock=(many - few) / (stock_new - stock_new // 4) * new)
+    except Exception as error:  # such as kernels that are not there
         keep(stock_error=f"{type(error).__name__}: {error}"[:500])
-    size = 64
-    config = EngineConfig(
-        inference_async_scheduling=True,
-        depth=2,
-        max_requests=batch,
-        max_sequence_length=PROMPT + new,
-        block_size_tokens=size,
-        block_count=2 + batch * -(-(PROMPT + new) // size),
-        enable_sampling_extras=False,
-    )
-    with engine_of(model, config, weights="take") as engine:
+    if device.type == "cuda":  # what generate_batch has left
+        gc.collect()
+        torch.cuda.empty_cache()
+    with engine_of(model, weights="take", lengths=[PROMPT + new] * batch) as engine:
 
         def decode(count: int) -> None:
             params = sampling_params(greedy, PROMPT, max_new_tokens=count)

@@ -103,8 +103,8 @@ LLM: Table = {
     "shutdown": works("closes the engine"),
     "wait_for_shutdown": works(""),
     "serve": refused(
-        "the server's engine is a process of its own, started again when it dies, which cannot have "
-        "a model of this one: give the checkpoint's directory, or that of "
+        "the server's engine is a process of its own, started again when it dies, which cannot "
+        "have a model of this one: give the checkpoint's directory, or that of "
         "megatron_async.checkpoint.save_distributed, to `megatron-async serve --model PATH`"
     ),
     "submit": refused(STEPS_OF_ITS_OWN),
