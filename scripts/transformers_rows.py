@@ -82,6 +82,7 @@ def measure_stop_checks(row: Row, options: Any, keep: Keep) -> None:
         ours = AsyncStoppingCriteriaList(criteria, streams_of(device))
         if ours.streams is None:  # a CPU has stock's
             return checks_of_stock()
+        ours.begin(ids)
         left = unfinished
         for _ in range(CHECKS):
             matrix @ matrix
