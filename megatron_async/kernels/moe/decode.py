@@ -9,7 +9,7 @@ ones' size are experts that each row has. No value reaches the host.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -260,7 +260,7 @@ def moe_decode_reference(
     residual: Tensor | None = None,
 ) -> Tensor:
     """What :class:`MoeDecode` writes to ``out``, with PyTorch, in fp32."""
-    wide = MoeWeights(*(_widened(part) for part in weights))
+    wide = MoeWeights(*map(_widened, weights))
     norm_weight, norm_bias = wide.norm
     size = (shape.hidden,)
     if shape.center:
@@ -284,7 +284,7 @@ def moe_decode_reference(
     return total.to(hidden.dtype)
 
 
-def _widened(part: object) -> object:
+def _widened(part: Any) -> Any:
     if isinstance(part, tuple):
         return tuple(_widened(inner) for inner in part)
     return part.float() if isinstance(part, Tensor) else part
