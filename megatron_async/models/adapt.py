@@ -10,6 +10,7 @@ from megatron_async.errors import ConfigError
 from megatron_async.models.attention import PagedSelfAttention
 from megatron_async.models.build import attach_rotary
 from megatron_async.models.gpt import GPTModel
+from megatron_async.models.moe.adapt import adapt_experts, check_experts
 from megatron_async.models.rope import RotaryTable
 
 from megatron.core.models.gpt.gpt_model import GPTModel as MegatronGPTModel  # isort: skip
@@ -44,7 +45,8 @@ def adapt_model(model: Any) -> GPTModel:
     """Turn a megatron-core ``GPTModel`` into ours, weights untouched; ours is returned as it is.
 
     ``Float16Module`` and ``DistributedDataParallel`` are taken off. Its attention layers become
-    :class:`PagedSelfAttention`, its class :class:`GPTModel`. Rotary embeddings ("rope"), learned
+    :class:`PagedSelfAttention`, its class :class:`GPTModel`, and its experts' weights views of
+    stacked ones (``models/moe/adapt.py``). Rotary embeddings ("rope"), learned
     ones and none are supported. Graphs that megatron-core would capture are turned off.
 
     Raises:
@@ -58,6 +60,7 @@ def adapt_model(model: Any) -> GPTModel:
     _turn_off_own_graphs(model)
     for layer in layers:
         layer.self_attention.__class__ = PagedSelfAttention
+        adapt_experts(layer)
     model.__class__ = GPTModel
     _attach_own_rotary(model)
     for layer in layers:
@@ -89,6 +92,7 @@ def _attention_layers(model: Any) -> list[Any]:
                 f"layer {layer.layer_number} has {type(layer.self_attention).__name__}: build the "
                 "layers with megatron.core's SelfAttention, as get_gpt_layer_local_spec() does"
             )
+        check_experts(layer)
     return layers
 
 
