@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron_async.kernels import trial
 from megatron_async.kernels.gemm.skinny_gemm import statistics_of
 from megatron_async.kernels.gemm.tile_config import LAYER_NORM, RMS_NORM
 from megatron_async.kernels.moe.reference import NO_EXPERT
 from megatron_async.kernels.moe.settings import ExpertActivation, RouterSettings
 from megatron_async.kernels.moe.tiles import MAX_ROWS, MoeTiles, Tile, choose_tiles
-from tests.support.interpreter import HAS_TRITON, compiled, on_devices
+from megatron_async.models.fused import coverage
+from megatron_async.models.fused.decoder import FusedDecoder
+from megatron_async.models.fused.report import MLP
+from tests.support import emulator
+from tests.support.cuda_kernels import LIMIT, relative_error
+from tests.support.decode_rig import DecodeRig, bfloat16_model, small
+from tests.support.interpreter import HAS_TRITON, compiled, interpreted, on_devices
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not built for this platform")
 
@@ -180,6 +189,57 @@ def test_a_step_of_dead_rows_reads_no_expert(device: str) -> None:
     case.live.values.zero_()
     out, _, _ = case.run()
     assert torch.equal(out, case.hidden) and int(case.kernels.count) == 0
+
+
+def model_with_experts(device: str, shared: bool) -> Any:
+    """Two layers, the first of them dense; bfloat16."""
+    config = replace(
+        small("llama"), num_moe_experts=6, moe_router_topk=2, moe_ffn_hidden_size=32,
+        moe_layer_freq=(0, 1), moe_router_pre_softmax=True,
+        moe_shared_expert_intermediate_size=64 if shared else None, moe_shared_expert_gate=shared,
+    )  # fmt: skip
+    return config, bfloat16_model(config, torch.device(device))
+
+
+@pytest.mark.parametrize(
+    ("device", "shared"),
+    [
+        pytest.param("cpu", True, marks=interpreted),
+        pytest.param("cuda", True, marks=compiled),
+        pytest.param("cuda", False, marks=compiled),
+    ],
+)
+def test_a_block_of_experts_is_that_of_its_module(
+    device: str, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU the other blocks run their modules."""
+    config, model = model_with_experts(device, shared)
+    if device == "cpu":
+        emulator.install(monkeypatch)
+        monkeypatch.setattr(coverage, "device_why_not", lambda model: None)
+        others = ("embedding_why_not", "head_why_not", "attention_why_not", "_linears_why_not")
+        for name in others:
+            monkeypatch.setattr(coverage, name, lambda *_: "another test's")
+    rig = DecodeRig(config, torch.device(device))
+    with pytest.raises(ValueError, match="on trial") if device == "cpu" else nullcontext():
+        assert FusedDecoder(model).coverage.fused(MLP) == (1,)
+    monkeypatch.setattr(trial, "MOE", True)
+    fused = FusedDecoder(model)
+    assert fused.coverage.fused(MLP) == ((2,) if device == "cpu" else (1, 2))
+    context = rig.context()
+    found = rig.decode(fused.forward, context)
+
+    def modules(ids: Tensor, positions: Tensor, context: Any, out: Tensor) -> None:
+        out.copy_(
+            model(ids[None], positions[None], None, inference_context=context,
+                  runtime_gather_output=True)[0]
+        )  # fmt: skip
+
+    expected = rig.decode(modules)
+    assert relative_error(found, expected.double()) < LIMIT
+    with torch.no_grad():
+        model.decoder.layers[1].mlp.experts.linear_fc2.weight.mul_(-1)
+    assert relative_error(found, rig.decode(modules).double()) > 3 * LIMIT
 
 
 LARGE = {
