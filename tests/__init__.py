@@ -1,5 +1,1 @@
-"""Tests. Kernels on trial are on in them, but not in the processes that they start."""
-
-from megatron_async.kernels import trial
-
-trial.DRAFTING = True  # before the modules that look are imported
+"""Tests."""

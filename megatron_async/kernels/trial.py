@@ -1,9 +1,6 @@
 """Kernels on trial: proved in Triton's interpreter, in the emulator and by compiling them for
 sm_90a, but not yet run on a GPU. Engines take the torch code and the modules instead; the tests
-turn them on."""
-
-DRAFTING = False
-"""Those of steps with drafts: S, H2D and attention of windows, and the MTP layers."""
+turn them on. There are none now."""
 
 MOE = False
 """Those of layers of experts in decode steps."""

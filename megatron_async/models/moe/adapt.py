@@ -112,8 +112,8 @@ def _linears(experts: Any, name: str) -> list[dict[str, Any]]:
 
 def _stacked(linears: list[dict[str, Any]], kind: str) -> Any:
     """One tensor of all experts', which become views of it; None where there are none."""
-    parameters = [linear.get(kind) for linear in linears]
-    if any(parameter is None or not parameter.numel() for parameter in parameters):
+    parameters = [x[kind] for x in linears if x.get(kind) is not None and x[kind].numel()]
+    if not parameters:
         return None
     stacked = torch.stack([parameter.data for parameter in parameters])
     for parameter, row in zip(parameters, stacked, strict=True):

@@ -60,6 +60,8 @@ class Linears(torch.nn.Module):
     """``weight`` ``[experts, out, in]`` and ``bias`` ``[experts, out]`` or None: a linear layer of
     each expert; or one, without the first dimension."""
 
+    bias: Tensor | None
+
     def __init__(self, config: Any, initialize: Initialize, *shape: int, bias: bool) -> None:
         super().__init__()
         self.weight = _parameter(config, initialize, *shape)
