@@ -184,7 +184,7 @@ class MoeDecode:
             self._arrivals, self.ids, self.weights, self._experts, self._bits, self._weight_of,
             self.count, rows,
             HIDDEN=shape.hidden, EXPERTS=settings.num_experts, TOP_K=settings.top_k,
-            SHARED=shape.shared, ROWS=padded_rows(rows), SPLITS=self._splits,
+            SHARED=shape.shared, ROWS=padded_rows(rows), CHUNK=_chunk(rows), SPLITS=self._splits,
             EXPERT_BLOCKS=self._blocks, CENTER=shape.center, HAS_NORM_BIAS=norm_bias is not None,
             HAS_BIAS=weights.router_bias is not None,
             HAS_EXPERT_BIAS=weights.expert_bias is not None,
@@ -195,7 +195,7 @@ class MoeDecode:
             GROUPS_PADDED=triton.next_power_of_2(settings.num_groups),
             OF_GROUP_PADDED=triton.next_power_of_2(of_group),
             PLACES=triton.next_power_of_2(shape.slots), **self._common(),
-            num_warps=8 if rows > 32 else 4,
+            num_warps=4 if rows <= 4 else 8,
         )  # fmt: skip
 
     def up(self, weights: MoeWeights, rows: int) -> None:
@@ -243,6 +243,11 @@ class MoeDecode:
         pdl = uses_pdl(self._device)
         precision = "ieee" if self._dtype is torch.float32 else "tf32"
         return {"PRECISION": precision, "PDL": pdl, "launch_pdl": pdl}
+
+
+def _chunk(rows: int) -> int:
+    """Rows that the router's last program chooses for at once."""
+    return 4 if rows <= 4 else min(padded_rows(rows), 32)
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:

@@ -18,10 +18,11 @@ BLOCK_E = tl.constexpr(16)
 """Experts of a program."""
 BLOCK_H = tl.constexpr(256)
 """Elements of the hidden size of a program."""
-_ROWS = tl.constexpr(16)
-"""Rows that are chosen for at once."""
 _STATISTICS = tl.constexpr(32)
-_LOWEST_KEY = tl.constexpr(-(2**31))
+_LOWEST = tl.constexpr(-(2**31) + 1)
+_TAKEN = tl.constexpr(-(2**63))
+_LOADS = tl.constexpr(8)
+"""Loads of partial logits on their way at once."""
 
 
 @triton.jit
@@ -47,41 +48,96 @@ def _row_scale(
 
 
 @triton.jit
-def _keys(values, columns, valid, BLOCK_C: tl.constexpr):
+def _keys(values, column, valid, COLUMNS: tl.constexpr):
     """int64 that order as values do, NaN highest; of equal values the first column is highest."""
-    values = tl.where(values == values, values + 0.0, float("nan"))
-    bits = values.to(tl.int32, bitcast=True)
+    bits = (values + 0.0).to(tl.int32, bitcast=True)  # no negative zero
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     ordered = tl.where(values == values, ordered, 0x7FFFFFFF)
-    ordered = tl.where(valid, ordered, _LOWEST_KEY).to(tl.int64)
-    return ordered * 0x100000000 + (BLOCK_C - 1 - columns)
+    ordered = tl.where(valid, ordered, _LOWEST).to(tl.int64)
+    return ordered * 0x100000000 + (COLUMNS - 1 - column)
 
 
 @triton.jit
-def _kept_groups(
-    choice, column, valid, GROUPS: tl.constexpr, OF_GROUP: tl.constexpr, KEPT: tl.constexpr,
+def _added_up(partial_ptr, stride, mask, SPLITS: tl.constexpr):
+    """Sum over splits, in order."""
+    total = tl.load(partial_ptr, mask=mask, other=0.0, cache_modifier=".cg")
+    for s in tl.range(1, SPLITS, loop_unroll_factor=_LOADS):
+        total += tl.load(partial_ptr + s * stride, mask=mask, other=0.0, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def _in_kept_groups(
+    choice, column, valid, CHUNK: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
     SUMMED: tl.constexpr, GROUPS_PADDED: tl.constexpr, OF_GROUP_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """bool ``[_ROWS, columns]``: those of the groups with the highest scores."""
-    BLOCK_C: tl.constexpr = GROUPS_PADDED * OF_GROUP_PADDED
-    keys = _keys(choice, column[None, :], valid[None, :], BLOCK_C)
-    keys = tl.reshape(keys, [_ROWS, GROUPS_PADDED, OF_GROUP_PADDED])
-    values = tl.reshape(choice, [_ROWS, GROUPS_PADDED, OF_GROUP_PADDED])
-    score = tl.zeros([_ROWS, GROUPS_PADDED], tl.float32)
+    """``choice`` with -inf but for the columns of the groups with the highest scores."""
+    COLUMNS: tl.constexpr = GROUPS_PADDED * OF_GROUP_PADDED
+    keys = _keys(choice, column[None, :], valid[None, :], COLUMNS)
+    keys = tl.reshape(keys, [CHUNK, GROUPS_PADDED, OF_GROUP_PADDED])
+    values = tl.reshape(choice, [CHUNK, GROUPS_PADDED, OF_GROUP_PADDED])
+    score = tl.zeros([CHUNK, GROUPS_PADDED], tl.float32)
     for _ in range(SUMMED):
-        best = tl.max(keys, 2)
-        is_best = keys == best[:, :, None]
+        is_best = keys == tl.max(keys, 2)[:, :, None]
         score += tl.sum(tl.where(is_best, values, 0.0), 2)
-        keys = tl.where(is_best, -0x7FFFFFFFFFFFFFFF, keys)
+        keys = tl.where(is_best, _TAKEN, keys)
     group = tl.arange(0, GROUPS_PADDED)
     order = _keys(score, group[None, :], (group < GROUPS)[None, :], GROUPS_PADDED)
-    kept = tl.zeros([_ROWS, GROUPS_PADDED], tl.int32)
     for _ in range(KEPT):
-        is_best = order == tl.max(order, 1)[:, None]
-        kept = tl.where(is_best, 1, kept)
-        order = tl.where(is_best, -0x7FFFFFFFFFFFFFFF, order)
-    kept = tl.broadcast_to(kept[:, :, None], [_ROWS, GROUPS_PADDED, OF_GROUP_PADDED])
-    return tl.reshape(kept, [_ROWS, BLOCK_C]) > 0
+        order = tl.where(order == tl.max(order, 1)[:, None], _TAKEN, order)
+    kept = tl.broadcast_to(order[:, :, None], [CHUNK, GROUPS_PADDED, OF_GROUP_PADDED]) == _TAKEN
+    return tl.where(tl.reshape(kept, [CHUNK, COLUMNS]), choice, float("-inf"))
+
+
+@triton.jit
+def _scores(logits, valid, SIGMOID: tl.constexpr, PRE_SOFTMAX: tl.constexpr):
+    """What weights are made of, of logits ``[rows, columns]``."""
+    scores = logits
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    elif PRE_SOFTMAX:
+        shown = tl.where(valid[None, :], logits, float("-inf"))
+        scores = tl.exp(shown - tl.max(shown, 1)[:, None])
+        scores = scores / tl.sum(scores, 1)[:, None]
+    return scores
+
+
+@triton.jit
+def _best(
+    keys, scores, CHUNK: tl.constexpr, TOP_K: tl.constexpr, PLACES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The best columns of each row and their scores ``[rows, places]``, -inf from ``TOP_K`` on; and
+    which columns ``[rows, columns]`` are among them."""
+    place = tl.arange(0, PLACES)
+    columns = tl.zeros([CHUNK, PLACES], tl.int32)
+    found = tl.full([CHUNK, PLACES], float("-inf"), tl.float32)
+    for j in range(TOP_K):
+        best = tl.max(keys, 1)
+        is_best = keys == best[:, None]
+        score = tl.sum(tl.where(is_best, scores, 0.0), 1)
+        column = COLUMNS - 1 - (best & 0x7FFFFFFF).to(tl.int32)
+        is_place = place[None, :] == j
+        columns = tl.where(is_place, column[:, None], columns)
+        found = tl.where(is_place, score[:, None], found)
+        keys = tl.where(is_best, _TAKEN, keys)
+    return columns, found, keys == _TAKEN
+
+
+@triton.jit
+def _weights(
+    scores, scaling, TOP_K: tl.constexpr, PLACES: tl.constexpr, SOFTMAX: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """Routing weights of the chosen experts' scores ``[rows, places]``."""
+    if SOFTMAX:
+        weights = tl.exp(scores - tl.max(scores, 1)[:, None])
+        weights = weights / tl.sum(weights, 1)[:, None]
+    else:
+        weights = tl.where((tl.arange(0, PLACES) < TOP_K)[None, :], scores, 0.0)
+    if NORMALIZE:
+        weights = weights / (tl.sum(weights, 1) + 1e-20)[:, None]
+    return weights * scaling
 
 
 @triton.jit(do_not_specialize=["rows", "tiles", "first_live"])
@@ -90,14 +146,20 @@ def router_kernel(
     expert_bias_ptr, gate_ptr, live_ptr, first_live, scaling, normed_ptr, partial_ptr, arrivals_ptr,
     ids_ptr, weights_ptr, experts_ptr, bits_ptr, weight_of_ptr, count_ptr, rows,
     HIDDEN: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr,
-    ROWS: tl.constexpr, SPLITS: tl.constexpr, EXPERT_BLOCKS: tl.constexpr, CENTER: tl.constexpr,
-    HAS_NORM_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_EXPERT_BIAS: tl.constexpr,
-    HAS_GATE: tl.constexpr, HAS_LIVE: tl.constexpr, SIGMOID: tl.constexpr,
-    PRE_SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
-    SUMMED: tl.constexpr, GROUPS_PADDED: tl.constexpr, OF_GROUP_PADDED: tl.constexpr,
-    PLACES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, EXPERT_BLOCKS: tl.constexpr,
+    CENTER: tl.constexpr, HAS_NORM_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_EXPERT_BIAS: tl.constexpr, HAS_GATE: tl.constexpr, HAS_LIVE: tl.constexpr,
+    SIGMOID: tl.constexpr, PRE_SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr,
+    GROUPS: tl.constexpr, KEPT: tl.constexpr, SUMMED: tl.constexpr, GROUPS_PADDED: tl.constexpr,
+    OF_GROUP_PADDED: tl.constexpr, PLACES: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """See :class:`~.decode.MoeDecode`. The grid is ``EXPERT_BLOCKS * SPLITS``."""
+    """See :class:`~.decode.MoeDecode`. The grid is ``EXPERT_BLOCKS * SPLITS``.
+
+    Of partial logits a split has ``[ROWS, WIDTH]``: the experts', and that of the shared experts'
+    gate. ``CHUNK`` rows are chosen for at once.
+    """
+    WIDTH: tl.constexpr = EXPERT_BLOCKS * BLOCK_E + 1
     program = tl.program_id(0)
     block, split = program % EXPERT_BLOCKS, program // EXPERT_BLOCKS
     expert = block * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -114,21 +176,19 @@ def router_kernel(
 
     row = tl.arange(0, ROWS)
     in_rows = row < rows
-    mean, scale = _row_scale(statistics_ptr, row, in_rows, tiles, eps, HIDDEN, ROWS, CENTER)
     at = row[:, None] * HIDDEN + column[None, :]
     mask = in_rows[:, None] & in_hidden[None, :]
     x = tl.load(hidden_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    mean, scale = _row_scale(statistics_ptr, row, in_rows, tiles, eps, HIDDEN, ROWS, CENTER)
     if CENTER:
         x -= mean[:, None]
     x = x * scale[:, None] * norm_weight[None, :]
     if HAS_NORM_BIAS:
         x += tl.load(norm_bias_ptr + column, mask=in_hidden, other=0.0).to(tl.float32)[None, :]
     normed = tl.where(mask, x, 0.0).to(normed_ptr.dtype.element_ty)
-    logits = tl.dot(normed, tl.trans(weight), input_precision=PRECISION)
-    # Of a split [ROWS, WIDTH]: the experts' partial logits, and that of the shared experts' gate.
-    WIDTH: tl.constexpr = EXPERT_BLOCKS * BLOCK_E + 1
+    product = tl.dot(normed, tl.trans(weight), input_precision=PRECISION)
     partial_at = partial_ptr + (split * ROWS + row) * WIDTH
-    tl.store(partial_at[:, None] + expert[None, :], logits, mask=in_rows[:, None])
+    tl.store(partial_at[:, None] + expert[None, :], product, mask=in_rows[:, None])
     if block == 0:
         tl.store(normed_ptr + at, normed, mask=mask)
         if HAS_GATE:
@@ -141,102 +201,65 @@ def router_kernel(
     tl.debug_barrier()
     if arrived == EXPERT_BLOCKS * SPLITS - 1:
         tl.store(arrivals_ptr, 0)  # for the next launch
-        BLOCK_C: tl.constexpr = GROUPS_PADDED * OF_GROUP_PADDED
+        COLUMNS: tl.constexpr = GROUPS_PADDED * OF_GROUP_PADDED
         OF_GROUP: tl.constexpr = EXPERTS // GROUPS
         SLOTS: tl.constexpr = TOP_K + SHARED
-        # Columns are experts, the first of a group at a multiple of OF_GROUP_PADDED.
-        c = tl.arange(0, BLOCK_C)
-        group, inside = c // OF_GROUP_PADDED, c % OF_GROUP_PADDED
-        e = group * OF_GROUP + inside
-        valid = (group < GROUPS) & (inside < OF_GROUP)
+        # A column is an expert, the first of a group at a multiple of OF_GROUP_PADDED.
+        c = tl.arange(0, COLUMNS)
+        e = c // OF_GROUP_PADDED * OF_GROUP + c % OF_GROUP_PADDED
+        valid = (c // OF_GROUP_PADDED < GROUPS) & (c % OF_GROUP_PADDED < OF_GROUP)
         place = tl.arange(0, PLACES)
-        bits = tl.zeros([BLOCK_C], tl.int64)  # which rows an expert has
-        all_live = tl.zeros([_ROWS], tl.int64)
-        for first in range(0, ROWS, _ROWS):
-            t = first + tl.arange(0, _ROWS)
+        is_routed = (place < TOP_K)[None, :]
+        bits = tl.zeros([COLUMNS], tl.int64)  # which rows an expert has
+        live_bits = tl.zeros([CHUNK], tl.int64)
+        for first in range(0, ROWS, CHUNK):
+            t = first + tl.arange(0, CHUNK)
             live = t < rows
             if HAS_LIVE:
                 live = live & (tl.load(live_ptr + t, mask=live, other=0) >= first_live)
-            of_expert = tl.zeros([_ROWS, BLOCK_C], tl.float32)
-            for s in range(SPLITS):
-                from_split = partial_ptr + (s * ROWS + t) * WIDTH
-                of_expert += tl.load(
-                    from_split[:, None] + e[None, :],
-                    mask=live[:, None] & valid[None, :], other=0.0, cache_modifier=".cg",
-                )  # fmt: skip
+            of_row = partial_ptr + t * WIDTH
+            logits = _added_up(
+                of_row[:, None] + e[None, :], ROWS * WIDTH, live[:, None] & valid[None, :], SPLITS
+            )
             if HAS_BIAS:
-                of_expert += tl.load(bias_ptr + e, mask=valid, other=0.0).to(tl.float32)[None, :]
-            scores = of_expert
-            if SIGMOID:
-                scores = 1.0 / (1.0 + tl.exp(-of_expert))
-            elif PRE_SOFTMAX:
-                shown = tl.where(valid[None, :], of_expert, float("-inf"))
-                scores = tl.exp(shown - tl.max(shown, 1)[:, None])
-                scores = scores / tl.sum(scores, 1)[:, None]
+                logits += tl.load(bias_ptr + e, mask=valid, other=0.0).to(tl.float32)[None, :]
+            scores = _scores(logits, valid, SIGMOID, PRE_SOFTMAX)
             choice = scores
             if HAS_EXPERT_BIAS:
                 choice += tl.load(expert_bias_ptr + e, mask=valid, other=0.0)[None, :]
             if KEPT < GROUPS:
-                kept = _kept_groups(
-                    choice, c, valid, GROUPS, OF_GROUP, KEPT, SUMMED, GROUPS_PADDED,
-                    OF_GROUP_PADDED,
-                )  # fmt: skip
-                choice = tl.where(kept, choice, float("-inf"))
-            keys = _keys(choice, c[None, :], valid[None, :], BLOCK_C)
-            is_chosen = tl.zeros([_ROWS, BLOCK_C], tl.int32)
-            chosen_ids = tl.full([_ROWS, PLACES], -1, tl.int32)
-            chosen = tl.full([_ROWS, PLACES], float("-inf"), tl.float32)
-            for j in range(TOP_K):
-                best = tl.max(keys, 1)
-                is_best = keys == best[:, None]
-                is_chosen = tl.where(is_best & live[:, None], 1, is_chosen)
-                best_score = tl.sum(tl.where(is_best, scores, 0.0), 1)
-                at_column = BLOCK_C - 1 - (best & 0x7FFFFFFF).to(tl.int32)
-                best_id = at_column // OF_GROUP_PADDED * OF_GROUP + at_column % OF_GROUP_PADDED
-                at_place = place[None, :] == j
-                chosen = tl.where(at_place, best_score[:, None], chosen)
-                chosen_ids = tl.where(at_place, best_id[:, None], chosen_ids)
-                keys = tl.where(is_best, -0x7FFFFFFFFFFFFFFF, keys)
-            routed = (place < TOP_K)[None, :]
-            if SIGMOID or PRE_SOFTMAX:
-                chosen = tl.where(routed, chosen, 0.0)
-            else:
-                chosen = tl.exp(chosen - tl.max(chosen, 1)[:, None])
-                chosen = chosen / tl.sum(chosen, 1)[:, None]
-            if NORMALIZE:
-                chosen = chosen / (tl.sum(chosen, 1) + 1e-20)[:, None]
-            chosen = chosen * scaling
+                choice = _in_kept_groups(
+                    choice, c, valid, CHUNK, GROUPS, KEPT, SUMMED, GROUPS_PADDED, OF_GROUP_PADDED
+                )
+            keys = _keys(choice, c[None, :], valid[None, :], COLUMNS)
+            columns, found, is_chosen = _best(keys, scores, CHUNK, TOP_K, PLACES, COLUMNS)
+            ids = columns // OF_GROUP_PADDED * OF_GROUP + columns % OF_GROUP_PADDED
+            weights = _weights(
+                found, scaling, TOP_K, PLACES, not (SIGMOID or PRE_SOFTMAX), NORMALIZE
+            )
             if SHARED:
-                of_shared = tl.full([_ROWS], 1.0, tl.float32)
+                of_shared = tl.full([CHUNK], 1.0, tl.float32)
                 if HAS_GATE:
-                    gate_logit = tl.zeros([_ROWS], tl.float32)
-                    for s in range(SPLITS):
-                        gate_logit += tl.load(
-                            partial_ptr + (s * ROWS + t) * WIDTH + WIDTH - 1,
-                            mask=live, other=0.0, cache_modifier=".cg",
-                        )  # fmt: skip
-                    of_shared = 1.0 / (1.0 + tl.exp(-gate_logit))
-                chosen = tl.where(routed, chosen, of_shared[:, None])
-                shared_ids = EXPERTS + place - TOP_K
-                chosen_ids = tl.where(routed, chosen_ids, shared_ids[None, :])
-            to = t[:, None] * SLOTS + place[None, :]
-            is_slot = (t < rows)[:, None] & (place < SLOTS)[None, :]
-            tl.store(ids_ptr + to, tl.where(live[:, None], chosen_ids, -1), mask=is_slot)
-            tl.store(weights_ptr + to, tl.where(live[:, None], chosen, 0.0), mask=is_slot)
-            tl.store(
-                weight_of_ptr + chosen_ids * ROWS + t[:, None],
-                chosen, mask=live[:, None] & (place < SLOTS)[None, :],
-            )  # fmt: skip
-            row_bit = tl.full([_ROWS], 1, tl.int64) << t.to(tl.int64)
-            bits |= tl.sum(tl.where(is_chosen > 0, row_bit[:, None], 0), 0)
-            all_live |= tl.where(live, row_bit, 0)
+                    gates = _added_up(of_row + WIDTH - 1, ROWS * WIDTH, live, SPLITS)
+                    of_shared = 1.0 / (1.0 + tl.exp(-gates))
+                weights = tl.where(is_routed, weights, of_shared[:, None])
+                ids = tl.where(is_routed, ids, (EXPERTS + place - TOP_K)[None, :])
+            is_slot = live[:, None] & (place < SLOTS)[None, :]
+            slot = t[:, None] * SLOTS + place[None, :]
+            in_slots = (t < rows)[:, None] & (place < SLOTS)[None, :]
+            tl.store(ids_ptr + slot, tl.where(is_slot, ids, -1), mask=in_slots)
+            tl.store(weights_ptr + slot, tl.where(is_slot, weights, 0.0), mask=in_slots)
+            tl.store(weight_of_ptr + ids * ROWS + t[:, None], weights, mask=is_slot)
+            row_bit = tl.where(live, tl.full([CHUNK], 1, tl.int64) << t.to(tl.int64), 0)
+            bits |= tl.sum(tl.where(is_chosen, row_bit[:, None], 0), 0)
+            live_bits |= row_bit
         needed = (bits != 0).to(tl.int32)
         number = tl.cumsum(needed, 0) - needed
         tl.store(experts_ptr + number, e, mask=needed > 0)
         tl.store(bits_ptr + number, bits, mask=needed > 0)
         count = tl.sum(needed, 0)
-        of_all = tl.sum(all_live, 0)
+        all_live = tl.sum(live_bits, 0)
         for i in tl.static_range(SHARED):
             tl.store(experts_ptr + count + i, EXPERTS + i)
-            tl.store(bits_ptr + count + i, of_all)
-        tl.store(count_ptr, count + (of_all != 0).to(tl.int32) * SHARED)
+            tl.store(bits_ptr + count + i, all_live)
+        tl.store(count_ptr, count + (all_live != 0).to(tl.int32) * SHARED)
