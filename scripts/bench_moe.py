@@ -70,7 +70,7 @@ class Layer(NamedTuple):
     kernels: MoeDecode
 
 
-def make_layer(shape: MoeShape, rows: int, device: torch.device) -> Layer:
+def make_layer(shape: MoeShape, rows: int, device: torch.device, sm_count: int) -> Layer:
     """Drawn weights and rows; bfloat16."""
 
     def drawn(*size: int, scale: float = 1.0) -> torch.Tensor:
@@ -87,9 +87,8 @@ def make_layer(shape: MoeShape, rows: int, device: torch.device) -> Layer:
         shared_w2=drawn(hidden, shared, scale=shared**-0.5) if shared else None,
     )
     x = drawn(rows, hidden)
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    kernels = MoeDecode(shape, device, sm_count=sms)
-    return Layer(weights, x, statistics_of(x, RMS_NORM, 64), kernels)
+    kernels = MoeDecode(shape, device, sm_count=sm_count)
+    return Layer(weights, x, statistics_of(x, RMS_NORM, 16), kernels)
 
 
 def with_tiles(layer: Layer, tiles: MoeTiles) -> Layer:
@@ -111,7 +110,7 @@ def up_tiles(rows: int) -> Iterator[Tile]:
             yield from _staged(Tile(block_n, block_k, 0, swap=swap), rows, an_sm)
 
 
-def down_tiles(shape: MoeShape, rows: int) -> Iterator[Tile]:
+def down_tiles(shape: MoeShape, rows: int, sm_count: int) -> Iterator[Tile]:
     """Tiles of the second GEMM that fit into an SM."""
     for block_n, block_k, swap in (
         (16, 128, False), (32, 128, False), (32, 64, False), (64, 128, False), (64, 64, False),
@@ -120,8 +119,8 @@ def down_tiles(shape: MoeShape, rows: int) -> Iterator[Tile]:
         most = -(-shape.inner // block_k)
         for splits in (1, 2, 3, 4, 6, 8, 12):
             programs = -(-shape.hidden // block_n) * splits
-            if splits <= most and 100 <= programs <= 800:
-                an_sm = min(4, max(1, round(programs / 132)))
+            if splits <= most and 0.75 <= programs / sm_count <= 6:
+                an_sm = min(4, max(1, round(programs / sm_count)))
                 tile = Tile(block_n, block_k, 0, splits=splits, swap=swap)
                 yield from _staged(tile, rows, an_sm)
 
@@ -137,10 +136,13 @@ def _staged(tile: Tile, rows: int, an_sm: int) -> Iterator[Tile]:
 class Bench:
     """Layers of one shape under so many rows."""
 
-    def __init__(self, shape: MoeShape, rows: int, bandwidth: float) -> None:
-        device = torch.device("cuda", torch.cuda.current_device())
+    def __init__(
+        self, shape: MoeShape, rows: int, bandwidth: float, device: torch.device, sm_count: int
+    ) -> None:
         self.shape, self.rows, self.bandwidth = shape, rows, bandwidth
-        self.layers = [make_layer(shape, rows, device) for _ in range(LAYERS.get(rows, 2))]
+        self.sm_count = sm_count
+        count = LAYERS.get(rows, 2)
+        self.layers = [make_layer(shape, rows, device, sm_count) for _ in range(count)]
         for layer in self.layers:
             layer.kernels.route(layer.weights, layer.hidden, layer.statistics, EPS)
         self.experts = sum(int(layer.kernels.count) for layer in self.layers) / len(self.layers)
@@ -205,13 +207,13 @@ class Bench:
     def sweep(self) -> None:
         """Other tiles, each launch by itself, and a layer with the best two."""
         own, padded = self.layers, padded_rows(self.rows)
-        fixed = choose_tiles(self.shape.hidden, self.shape.inner, padded, 132)
+        fixed = choose_tiles(self.shape.hidden, self.shape.inner, padded, self.sm_count)
         first, second = self.weight_bytes
         times: dict[str, list[tuple[float, Tile]]] = {"up": [], "down": []}
         for tile in up_tiles(padded):
             self.layers = [with_tiles(layer, MoeTiles(tile, fixed.down)) for layer in own]
             times["up"].append((self.line(f"up    {short(tile)}", first, self.up), tile))
-        for tile in down_tiles(self.shape, padded):
+        for tile in down_tiles(self.shape, padded, self.sm_count):
             self.layers = [with_tiles(layer, MoeTiles(fixed.up, tile)) for layer in own]
             times["down"].append((self.line(f"down  {short(tile)}", second, self.down), tile))
         best = MoeTiles(*(min(found, key=lambda pair: pair[0])[1] for found in times.values()))
@@ -236,11 +238,13 @@ def main() -> int:
     parser.add_argument("--rows", default="1,8,32,64", metavar="R,...")
     parser.add_argument("--sweep", action="store_true")
     args = parser.parse_args()
-    bandwidth, wrong = copy_bandwidth(torch.device("cuda")), False
+    device, wrong = torch.device("cuda", torch.cuda.current_device()), False
+    sm_count = torch.cuda.get_device_properties(device).multi_processor_count
+    bandwidth = copy_bandwidth(device)
     print(f"{torch.cuda.get_device_name()}: a copy reaches {bandwidth / 1e12:.2f} TB/s")
     for rows in map(int, args.rows.split(",")):
         torch.manual_seed(rows)
-        bench = Bench(SHAPES[args.shape], rows, bandwidth)
+        bench = Bench(SHAPES[args.shape], rows, bandwidth, device, sm_count)
         error = bench.error()
         print(f"\n{args.shape}, {rows} rows, {bench.experts:.1f} experts, error {error:.2g}")
         wrong |= not error < ERROR_LIMIT

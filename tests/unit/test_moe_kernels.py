@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +25,7 @@ from megatron_async.models.fused.report import MLP
 from tests.support import emulator
 from tests.support.cuda_kernels import LIMIT, relative_error
 from tests.support.decode_rig import DecodeRig, bfloat16_model, small
-from tests.support.interpreter import HAS_TRITON, compiled, interpreted, on_devices
+from tests.support.interpreter import HAS_TRITON, INTERPRETED, compiled, interpreted, on_devices
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not built for this platform")
 
@@ -240,6 +243,31 @@ def test_a_block_of_experts_is_that_of_its_module(
     with torch.no_grad():
         model.decoder.layers[1].mlp.experts.linear_fc2.weight.mul_(-1)
     assert relative_error(found, rig.decode(modules).double()) > 3 * LIMIT
+
+
+def test_the_benchmark_times_what_computes_the_same(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "scripts"))
+    script = importlib.import_module("bench_moe")
+    for rows, name in itertools.product((16, 32, 64), script.SHAPES):
+        found = [*script.up_tiles(rows), *script.down_tiles(script.SHAPES[name], rows, 132)]
+        assert len(found) > 10
+        for tile in found:
+            stage = (tile.block_n + rows) * tile.block_k * 2
+            assert tile.stages >= 3 and (tile.stages - 1) * stage < script.SM_SHARED_BYTES
+    if not INTERPRETED:
+        return
+    monkeypatch.setattr(script, "microseconds", lambda call: call(0) or 1.0)
+    monkeypatch.setattr(script, "LAYERS", {1: 1})
+    for name in ("up_tiles", "down_tiles"):
+        monkeypatch.setattr(script, name, lambda *_: [Tile(16, 16, 3, splits=2)])
+    shape = MoeShape(16, 16, settings(3, 1), SWIGLU)
+    bench = script.Bench(shape, 1, 1e12, torch.device("cpu"), 132)
+    assert bench.error() < 3e-2 and bench.experts == 1
+    bench.chosen()
+    bench.sweep()
+    assert len(capsys.readouterr().out.splitlines()) == 4 + 2 + 1
 
 
 LARGE = {

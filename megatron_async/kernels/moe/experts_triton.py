@@ -75,11 +75,15 @@ def up_kernel(
     """
     number, block = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS
     pdl_enter(PDL)
-    if number >= tl.load(count_ptr):
-        return
+    # What lies behind the list is an older one, so all three can be read together.
+    count = tl.load(count_ptr)
     expert = tl.load(experts_ptr + number)
+    bits = tl.load(bits_ptr + number)
+    if number >= count:
+        return
     t = tl.arange(0, ROWS)
-    has_row = _has_row(tl.load(bits_ptr + number), t)
+    has_row = _has_row(bits, t)
+    weight = tl.load(weight_of_ptr + expert * ROWS + t, mask=has_row, other=0.0)
 
     n = tl.arange(0, BLOCK_N)
     PARTS: tl.constexpr = 2 if GATED else 1
@@ -113,7 +117,6 @@ def up_kernel(
         total += tl.load(of_expert, mask=in_weight & (expert < EXPERTS), other=0.0).to(tl.float32)[
             None, :
         ]
-    weight = tl.load(weight_of_ptr + expert * ROWS + t, mask=has_row, other=0.0)
     column = block * (BLOCK_N // PARTS) + tl.arange(0, BLOCK_N // PARTS)
     if GATED:
         gate, up = tl.split(tl.reshape(total, [ROWS, BLOCK_N // 2, 2]))
@@ -161,8 +164,8 @@ def down_kernel(
     k = tl.arange(0, BLOCK_K)
     column = block * BLOCK_N + n
     # One step ahead of the loads that need them.
-    expert = tl.load(experts_ptr, mask=count > 0, other=0)
-    bits = tl.load(bits_ptr, mask=count > 0, other=0)
+    expert = tl.load(experts_ptr)
+    bits = tl.load(bits_ptr)
     total = tl.zeros([BLOCK_N, ROWS] if SWAP else [ROWS, BLOCK_N], tl.float32)
     for step in tl.range(0, count * STEPS, num_stages=NUM_STAGES):
         inside = (split * STEPS + step % STEPS) * BLOCK_K + k
