@@ -191,7 +191,10 @@ class Bench:
         """The first layer's largest difference from the reference."""
         layer, out = self.layers[0], torch.empty_like(self.out)
         layer.kernels(layer.weights, layer.hidden, layer.statistics, EPS, out)
-        expected = moe_decode_reference(self.shape, layer.weights, layer.hidden, EPS).float()
+        routing = layer.kernels.routing(self.rows)
+        expected = moe_decode_reference(
+            self.shape, layer.weights, layer.hidden, EPS, routing=routing
+        ).float()
         return float((out.float() - expected).abs().max() / expected.abs().max())
 
     def chosen(self) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from megatron_async.kernels import trial
 from megatron_async.kernels.gemm.skinny_gemm import statistics_of
 from megatron_async.kernels.gemm.tile_config import LAYER_NORM, RMS_NORM
-from megatron_async.kernels.moe.reference import NO_EXPERT
+from megatron_async.kernels.moe.reference import NO_EXPERT, Routing, route
 from megatron_async.kernels.moe.settings import ExpertActivation, RouterSettings
 from megatron_async.kernels.moe.tiles import MAX_ROWS, MoeTiles, Tile, choose_tiles
 from megatron_async.models.fused import coverage
@@ -36,6 +36,7 @@ if HAS_TRITON:
         MoeShape,
         MoeWeights,
         moe_decode_reference,
+        norm_reference,
     )
 
 EPS = 1e-5
@@ -68,7 +69,7 @@ class Case:
         tiles: MoeTiles | None = None,
     ) -> None:
         self.shape, self.rows = shape, rows
-        self._generator = torch.Generator().manual_seed(rows)
+        self._generator = torch.Generator(device).manual_seed(rows)
         self._device, self._dtype = device, dtype
         experts, hidden, inner = shape.settings.num_experts, shape.hidden, shape.inner
         halves = 2 if shape.activation.gated else 1
@@ -93,8 +94,7 @@ class Case:
         self.kernels = MoeDecode(shape, torch.device(device), dtype, tiles=tiles)
 
     def drawn(self, *size: int) -> Tensor:
-        values = torch.randn(*size, generator=self._generator)
-        return values.to(self._device, self._dtype)
+        return torch.randn(*size, generator=self._generator, device=self._device, dtype=self._dtype)
 
     @property
     def norm(self) -> int:
@@ -115,9 +115,12 @@ class Case:
 
     def check(self) -> None:
         out, found, scaled = self.run()
+        routing = self.kernels.routing(self.rows)
+        self._check_routing(routing)
         expected = moe_decode_reference(
-            self.shape, self.weights, self.hidden, EPS, live=self.live, residual=self.hidden
-        )
+            self.shape, self.weights, self.hidden, EPS, live=self.live, residual=self.hidden,
+            routing=routing,
+        )  # fmt: skip
         tolerance = 2e-5 if self._dtype is torch.float32 else 3e-2
         torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
         per_tile = self.kernels.statistic_rows(self.rows)
@@ -132,6 +135,24 @@ class Case:
         assert (ids[dead] == NO_EXPERT).all() and (ids[~dead] != NO_EXPERT).all()
         read = ids[~dead].unique()
         assert int(self.kernels.count) == len(read)
+
+    def _check_routing(self, routing: Routing) -> None:
+        """As the reference routes, but for experts between which the last bits decide."""
+        _, logits = norm_reference(self.shape, self.weights, self.hidden, EPS)
+        settings, live = self.shape.settings, self.live.values >= 4
+        wanted = route(logits, settings, expert_bias=self.weights.expert_bias, live=live)
+        tolerance = 1e-5 if self._dtype is torch.float32 else 2e-2
+        for row in live.nonzero()[:, 0].tolist():
+            got, expected = (
+                dict(zip(found.ids[row].tolist(), found.weights[row].tolist(), strict=True))
+                for found in (routing, wanted)
+            )
+            assert len(got) == settings.top_k
+            other, missed = set(got) - set(expected), set(expected) - set(got)
+            tied = logits[row, [*other, *missed]].tolist()
+            assert not tied or max(tied) - min(tied) < tolerance, (row, tied)
+            for expert in set(got) & set(expected):
+                assert got[expert] == pytest.approx(expected[expert], abs=tolerance)
 
 
 GPT_OSS = ExpertActivation(function="quick_gelu", limit=1.0, offset=1.0)
@@ -198,10 +219,16 @@ def model_with_experts(device: str, shared: bool) -> Any:
     """Two layers, the first of them dense; bfloat16."""
     config = replace(
         small("llama"), num_moe_experts=6, moe_router_topk=2, moe_ffn_hidden_size=32,
-        moe_layer_freq=(0, 1), moe_router_pre_softmax=True,
+        moe_layer_freq=(0, 1), moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
         moe_shared_expert_intermediate_size=64 if shared else None, moe_shared_expert_gate=shared,
     )  # fmt: skip
-    return config, bfloat16_model(config, torch.device(device))
+    model = bfloat16_model(config, torch.device(device))
+    # Each token has the same two: the last bits of its hidden state do not decide.
+    bias = model.decoder.layers[1].mlp.router.expert_bias
+    with torch.no_grad():
+        bias.copy_(torch.tensor([0.0, 4, 0, 0, 4, 0]))
+    return config, model
 
 
 @pytest.mark.parametrize(
@@ -300,7 +327,7 @@ def test_swapped_operands_on_tensor_cores(device: str) -> None:
 def test_in_a_graph_nothing_waits_for_the_host(device: str) -> None:
     case = Case(LARGE["qwen3-30b-a3b"], 9, device, torch.bfloat16)
     expected = case.run()[0]
-    given, statistics = case.hidden, statistics_of(case.hidden, RMS_NORM, 16)
+    given, statistics = case.hidden, statistics_of(case.hidden, RMS_NORM, 8)
     out = torch.empty_like(given)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -9,7 +9,7 @@ ones' size are experts that each row has. No value reaches the host.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,13 @@ import triton
 from torch import Tensor
 
 from megatron_async.kernels.moe.experts_triton import down_kernel, up_kernel
-from megatron_async.kernels.moe.reference import activate, expert_mlp, route, router_logits
+from megatron_async.kernels.moe.reference import (
+    Routing,
+    activate,
+    expert_mlp,
+    route,
+    router_logits,
+)
 from megatron_async.kernels.moe.router_triton import BLOCK_E, BLOCK_H, router_kernel
 from megatron_async.kernels.moe.settings import SIGMOID, ExpertActivation, RouterSettings
 from megatron_async.kernels.moe.tiles import MAX_ROWS, MoeTiles, choose_tiles, padded_rows
@@ -163,6 +169,11 @@ class MoeDecode:
         self.up(weights, hidden.shape[0])
         self.down(weights, out, residual, statistics_out, scaled)
 
+    def routing(self, rows: int) -> Routing:
+        """What :meth:`route` chose for so many rows."""
+        chosen = slice(self.shape.settings.top_k)
+        return Routing(self.ids[:rows, chosen], self.weights[:rows, chosen])
+
     def route(
         self,
         weights: MoeWeights,
@@ -255,6 +266,21 @@ def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
     return other if tensor is None else tensor
 
 
+def norm_reference(
+    shape: MoeShape, weights: MoeWeights, hidden: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Normed rows, rounded as ``hidden``, and logits ``[T, experts]``, with PyTorch, in fp32."""
+    wide = _widened(weights)
+    norm_weight, norm_bias = wide.norm
+    size = (shape.hidden,)
+    if shape.center:
+        normed = F.layer_norm(hidden.float(), size, norm_weight, norm_bias, eps)
+    else:
+        normed = F.rms_norm(hidden.float(), size, norm_weight, eps)
+    normed = normed.to(hidden.dtype).float()
+    return normed, router_logits(normed, wide.router, wide.router_bias)
+
+
 def moe_decode_reference(
     shape: MoeShape,
     weights: MoeWeights,
@@ -263,24 +289,22 @@ def moe_decode_reference(
     *,
     live: Live | None = None,
     residual: Tensor | None = None,
+    routing: Routing | None = None,
 ) -> Tensor:
-    """What :class:`MoeDecode` writes to ``out``, with PyTorch, in fp32."""
-    wide = MoeWeights(*map(_widened, weights))
-    norm_weight, norm_bias = wide.norm
-    size = (shape.hidden,)
-    if shape.center:
-        normed = F.layer_norm(hidden.float(), size, norm_weight, norm_bias, eps)
-    else:
-        normed = F.rms_norm(hidden.float(), size, norm_weight, eps)
-    normed = normed.to(hidden.dtype).float()
+    """What :class:`MoeDecode` writes to ``out``, with PyTorch, in fp32.
+
+    Args:
+        routing: in place of what the router chooses, whose last bits decide between equals.
+    """
+    wide = _widened(weights)
     mask = None if live is None else live.values >= live.first
-    logits = router_logits(normed, wide.router, wide.router_bias)
-    routing = route(logits, shape.settings, expert_bias=wide.expert_bias, live=mask)
+    normed, logits = norm_reference(shape, weights, hidden, eps)
+    if routing is None:
+        routing = route(logits, shape.settings, expert_bias=wide.expert_bias, live=mask)
     total = expert_mlp(normed, routing, wide.w1, wide.w2, shape.activation, b1=wide.b1, b2=wide.b2)
     if wide.shared_w1 is not None and wide.shared_w2 is not None:
-        shared = F.linear(
-            activate(F.linear(normed, wide.shared_w1), shape.activation), wide.shared_w2
-        )
+        activated = activate(F.linear(normed, wide.shared_w1), shape.activation)
+        shared = F.linear(activated, wide.shared_w2)
         if wide.shared_gate is not None:
             shared = shared * torch.sigmoid(F.linear(normed, wide.shared_gate))
         total = total + (shared if mask is None else shared.masked_fill(~mask[:, None], 0.0))
@@ -289,7 +313,8 @@ def moe_decode_reference(
     return total.to(hidden.dtype)
 
 
-def _widened(part: Any) -> Any:
-    if isinstance(part, tuple):
-        return tuple(_widened(inner) for inner in part)
-    return part.float() if isinstance(part, Tensor) else part
+def _widened(weights: MoeWeights) -> MoeWeights:
+    norm_weight, norm_bias = weights.norm
+    norm = norm_weight.float(), None if norm_bias is None else norm_bias.float()
+    parts = (None if part is None else part.float() for part in weights[1:])
+    return MoeWeights(norm, *parts)  # type: ignore[arg-type]
