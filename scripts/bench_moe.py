@@ -103,24 +103,24 @@ def with_tiles(layer: Layer, tiles: MoeTiles) -> Layer:
 def up_tiles(rows: int) -> Iterator[Tile]:
     """Tiles of the first GEMM that fit into an SM."""
     for block_n, block_k, swap in (
-        (32, 128, False), (32, 64, False), (64, 64, False), (64, 128, False), (128, 64, False),
-        (32, 256, False), (64, 64, True), (64, 128, True), (128, 64, True),
+        (32, 128, False), (32, 256, False), (64, 64, False), (64, 128, False), (64, 64, True),
+        (64, 128, True), (128, 64, True),
     ):  # fmt: skip
-        for an_sm in (2, 3, 4):
+        for an_sm in (2, 3):
             yield from _staged(Tile(block_n, block_k, 0, swap=swap), rows, an_sm)
 
 
 def down_tiles(shape: MoeShape, rows: int, sm_count: int) -> Iterator[Tile]:
     """Tiles of the second GEMM that fit into an SM."""
     for block_n, block_k, swap in (
-        (16, 128, False), (32, 128, False), (32, 64, False), (64, 128, False), (64, 64, False),
-        (64, 128, True), (64, 64, True),
+        (16, 128, False), (32, 128, False), (32, 64, False), (64, 128, False), (64, 64, True),
+        (64, 128, True),
     ):  # fmt: skip
         most = -(-shape.inner // block_k)
         for splits in (1, 2, 3, 4, 6, 8, 12):
             programs = -(-shape.hidden // block_n) * splits
-            if splits <= most and 0.75 <= programs / sm_count <= 6:
-                an_sm = min(4, max(1, round(programs / sm_count)))
+            if splits <= most and 1.4 <= programs / sm_count <= 3.1:
+                an_sm = round(programs / sm_count + 0.4)
                 tile = Tile(block_n, block_k, 0, splits=splits, swap=swap)
                 yield from _staged(tile, rows, an_sm)
 

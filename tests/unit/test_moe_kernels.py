@@ -279,7 +279,7 @@ def test_the_benchmark_times_what_computes_the_same(
     script = importlib.import_module("bench_moe")
     for rows, name in itertools.product((16, 32, 64), script.SHAPES):
         found = [*script.up_tiles(rows), *script.down_tiles(script.SHAPES[name], rows, 132)]
-        assert len(found) > 10
+        assert len(found) >= 10
         for tile in found:
             stage = (tile.block_n + rows) * tile.block_k * 2
             assert tile.stages >= 3 and (tile.stages - 1) * stage < script.SM_SHARED_BYTES
