@@ -60,6 +60,7 @@ def paged_decode_attention(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One query token a row: query [R, Hq, D], lengths [R] int64, caches [blocks, bs, Hkv, D].
 
@@ -69,7 +70,8 @@ def paged_decode_attention(
     a row's bits do not depend on the other rows, nor on how many there are.
 
     With a ``window`` a row attends to the last ``window`` of these positions alone, and reads no
-    others; with a ``soft_cap`` its scores are capped, see :func:`masked_attention`.
+    others; with a ``soft_cap`` its scores are capped, and ``sinks`` [Hq] take their share of each
+    head's softmax, see :func:`masked_attention`.
 
     On CUDA this is the Triton kernel where it applies, else
     :func:`paged_decode_attention_reference`.
@@ -81,11 +83,11 @@ def paged_decode_attention(
 
         return paged_decode_attention_triton(
             query, key_cache, value_cache, block_table, lengths, scale, table_rows,
-            window=window, soft_cap=soft_cap,
+            window=window, soft_cap=soft_cap, sinks=sinks,
         )  # fmt: skip
     return paged_decode_attention_reference(
         query, key_cache, value_cache, block_table, lengths, scale, table_rows,
-        window=window, soft_cap=soft_cap,
+        window=window, soft_cap=soft_cap, sinks=sinks,
     )  # fmt: skip
 
 
@@ -100,13 +102,14 @@ def paged_decode_attention_reference(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """:func:`paged_decode_attention` with PyTorch; it reads all C blocks of every row."""
     if table_rows is not None:
         block_table = block_table[table_rows]
     out = _attend(
         query[:, None], key_cache, value_cache, block_table, lengths[:, None], 0, scale,
-        window, soft_cap,
+        window, soft_cap, sinks,
     )  # fmt: skip
     return out[:, 0]
 
@@ -121,11 +124,12 @@ def _attend(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """R sequences with n tokens each: query [R, n, Hq, D], block_table [R, C], lengths [R, n].
 
     Returns [R, n, Hq, D]. The first ``least`` positions belong to all of the sequences. A token's
-    bits depend neither on R nor, without a ``soft_cap``, on n.
+    bits depend neither on R nor, without a ``soft_cap`` and ``sinks``, on n.
     """
     rows, tokens, heads, head_dim = query.shape
     kv_heads = key_cache.shape[2]
@@ -151,6 +155,10 @@ def _attend(
     mask = mask[:, None, :, None]
     if tokens > 1:
         mask = mask.expand(-1, -1, -1, padded, -1)
+    if sinks is not None:
+        by_group = sinks.new_zeros(kv_heads, tokens, padded)
+        by_group[:, :, :group] = sinks.view(kv_heads, 1, group)
+        sinks = by_group.flatten(1)
     # A lone row may run outside of a parallel region, with other matrix kernels.
     shape = (max(rows, 2), -1, -1, -1)
     out: torch.Tensor = masked_attention(
@@ -160,6 +168,7 @@ def _attend(
         mask.flatten(2, 3).expand(shape),
         scale,
         soft_cap,
+        sinks,
     )
     out = out[:rows].unflatten(2, (tokens, padded))[:, :, :, :group]
     return out.transpose(1, 2).reshape(rows, tokens, heads, head_dim)
@@ -176,6 +185,7 @@ def paged_decode_attention_by_length(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """:func:`paged_decode_attention` for a device whose lengths the caller may read: rows of
     like length are attended together, over no more blocks than they have, a few at a time.
@@ -188,7 +198,7 @@ def paged_decode_attention_by_length(
         min(-(-length // (block_size * unit)) * unit, block_table.shape[1]) for length in lengths
     ]
     groups: dict[tuple[int, int], list[range]] = {}
-    if sequences is None or soft_cap is not None:
+    if sequences is None or soft_cap is not None or sinks is not None:
         sequences = list(range(len(lengths)))
     for run in _runs(widths, sequences):
         groups.setdefault((widths[run[0]], len(run)), []).append(run)
@@ -207,6 +217,7 @@ def paged_decode_attention_by_length(
                 scale,
                 window,
                 soft_cap,
+                sinks,
             )
             if tokens > 1 and bool(found.isnan().any()):
                 # A row's NaN would be its neighbours', too.
@@ -220,6 +231,7 @@ def paged_decode_attention_by_length(
                     scale,
                     window=window,
                     soft_cap=soft_cap,
+                    sinks=sinks,
                 ).view_as(found)
             out[index] = found
     return out
@@ -250,6 +262,7 @@ def paged_mixed_attention(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """The prefill chunks of a step: query [T, Hq, D], caches [blocks, bs, Hkv, D].
 
@@ -269,12 +282,12 @@ def paged_mixed_attention(
 
         paged_mixed_attention_triton(
             query, key_cache, value_cache, block_table, chunks, scale, out,
-            window=window, soft_cap=soft_cap,
+            window=window, soft_cap=soft_cap, sinks=sinks,
         )  # fmt: skip
         return
     paged_mixed_attention_reference(
         query, key_cache, value_cache, block_table, chunks, scale, out,
-        window=window, soft_cap=soft_cap,
+        window=window, soft_cap=soft_cap, sinks=sinks,
     )  # fmt: skip
 
 
@@ -289,6 +302,7 @@ def paged_mixed_attention_reference(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """:func:`paged_mixed_attention` with PyTorch, chunk after chunk."""
     for slot, first, length, start in chunks.tolist():
@@ -296,7 +310,7 @@ def paged_mixed_attention_reference(
             tokens = slice(first, first + length)
             out[tokens] = paged_prefill_attention(
                 query[tokens], key_cache, value_cache, block_table[slot], start, scale,
-                window=window, soft_cap=soft_cap,
+                window=window, soft_cap=soft_cap, sinks=sinks,
             )  # fmt: skip
 
 
@@ -310,6 +324,7 @@ def paged_prefill_attention(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """A chunk of one sequence: query [T, Hq, D] at positions ``start .. start + T``.
 
@@ -336,6 +351,7 @@ def paged_prefill_attention(
         mask[None, None],
         scale,
         soft_cap,
+        None if sinks is None else sinks[:, None],
         enable_gqa=True,
     )
     return out[0].transpose(0, 1)
@@ -348,13 +364,16 @@ def masked_attention(
     mask: torch.Tensor,
     scale: float,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     *,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Attention of query ``[..., H, Q, D]`` over key and value ``[..., Hkv, K, D]`` where ``mask``
     (bool, broadcast to ``[..., H, Q, K]``) is true. Scores s become ``soft_cap * tanh(s /
-    soft_cap)`` before the mask (Gemma 2, arXiv:2408.00118)."""
-    if soft_cap is None:
+    soft_cap)`` before the mask (Gemma 2, arXiv:2408.00118). ``sinks``, broadcast to ``[..., H,
+    Q]``, are one more score each, of a token without a value (attention sinks, arXiv:2309.17453, as
+    GPT-OSS learns them)."""
+    if soft_cap is None and sinks is None:
         return scaled_dot_product_attention(
             query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
         )
@@ -362,6 +381,14 @@ def masked_attention(
         group = query.shape[-3] // key.shape[-3]
         key, value = (x.repeat_interleave(group, dim=-3) for x in (key, value))
     scores = query.float() @ key.float().transpose(-1, -2) * scale
-    scores = torch.tanh(scores / soft_cap) * soft_cap
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    if soft_cap is not None:
+        scores = torch.tanh(scores / soft_cap) * soft_cap
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        sink = sinks.float()[..., None]
+        highest = torch.maximum(scores.amax(-1, keepdim=True), sink)
+        weights = torch.exp(scores - highest)
+        weights = weights / (weights.sum(-1, keepdim=True) + torch.exp(sink - highest))
     return (weights @ value.float()).to(query.dtype)

@@ -28,6 +28,7 @@ MOST_ROWS = 8192
 NUM_WARPS = 4
 NUM_STAGES = 5
 LOG2_E = math.log2(math.e)
+IN_LOG2 = tl.constexpr(LOG2_E)
 NEG_INF = tl.constexpr(float("-inf"))
 
 
@@ -156,11 +157,12 @@ def _split_kernel(
 
 @triton.jit
 def _combine_kernel(
-    partial_ptr, stats_ptr, length_ptr, out_ptr, capacity, splits, window,
+    partial_ptr, stats_ptr, length_ptr, sinks_ptr, out_ptr, capacity, splits, window,
     D: tl.constexpr, D_PAD: tl.constexpr, CHUNK: tl.constexpr,
-    MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr,
+    MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one head of one row, CHUNK at a time in their order."""
+    """Merge the splits of one head of one row, CHUNK at a time in their order; a sink is one more
+    score, of a token without a value."""
     row = tl.program_id(0).to(tl.int64)
     at = row * tl.num_programs(1) + tl.program_id(1)
     length, first, split_size = _row_splits(
@@ -173,6 +175,10 @@ def _combine_kernel(
     highest = tl.max(tl.load(stats_ptr + every * 2, mask=every < count, other=NEG_INF), 0)
     d = tl.arange(0, D_PAD)
     mass = 0.0
+    if SINKS:
+        sink = tl.load(sinks_ptr + tl.program_id(1)).to(tl.float32) * IN_LOG2
+        highest = tl.maximum(highest, sink)
+        mass = tl.exp2(sink - highest)
     total = tl.zeros([D_PAD], tl.float32)
     for chunk in range(0, count, CHUNK):
         split = chunk + tl.arange(0, CHUNK)
@@ -203,6 +209,7 @@ def paged_decode_attention_triton(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """``paged_attention.paged_decode_attention`` for bfloat16, float16 and float32, D <= 256.
 
@@ -241,6 +248,7 @@ def paged_decode_attention_triton(
                 None if table_rows is None else table_rows[some],
                 window=window,
                 soft_cap=soft_cap,
+                sinks=sinks,
             )
         return out
     # A window has tokens of one split more than its size.
@@ -265,8 +273,9 @@ def paged_decode_attention_triton(
         num_warps=NUM_WARPS, num_stages=NUM_STAGES,
     )  # fmt: skip
     _combine_kernel[(rows, heads)](
-        partial, stats, lengths, out, capacity, splits, window or 0,
+        partial, stats, lengths, stats if sinks is None else sinks, out, capacity, splits,
+        window or 0,
         D=head_dim, D_PAD=head_pad, CHUNK=8, MIN_SPLIT=MIN_SPLIT, MAX_SPLITS=MAX_SPLITS,
-        WINDOW=window is not None, num_warps=2,
+        WINDOW=window is not None, SINKS=sinks is not None, num_warps=2,
     )  # fmt: skip
     return out

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.kernels.attention.paged_decode_triton import (
+    IN_LOG2,
     LOG2_E,
     NEG_INF,
     accumulate,
@@ -90,12 +91,12 @@ def _attend_tile(
 
 @triton.jit
 def _prefill_kernel(
-    query_ptr, key_ptr, value_ptr, table_ptr, chunks_ptr, out_ptr, chunk_count,
+    query_ptr, key_ptr, value_ptr, table_ptr, chunks_ptr, sinks_ptr, out_ptr, chunk_count,
     query_row, query_head, out_row, out_head, key_block, key_token, key_head,
     value_block, value_token, value_head, table_row, scale, window,
     BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, CHUNKS_PAD: tl.constexpr, PRECISION: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
     """One tile of tokens of one chunk, for the heads of one group."""
     TOKENS: tl.constexpr = ROWS // GROUP
@@ -143,6 +144,12 @@ def _prefill_kernel(
         # Before them, those that the last tokens no longer see. A tile may have nothing for a
         # token then, so its maximum begins with a number.
         highest = tl.full([ROWS], LOWEST, tl.float32)
+    if SINKS:
+        # One more score, of a token without a value; it comes first.
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * IN_LOG2
+        highest = tl.maximum(sink, LOWEST)
+        mass = tl.exp2(sink - highest)
+    if WINDOW:
         left = tl.maximum(begin + 1 - window, 0) // TILE * TILE
         whole = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), TILE) * TILE, seen)
         whole = tl.maximum(whole, left)
@@ -198,6 +205,7 @@ def paged_mixed_attention_triton(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """``paged_attention.paged_mixed_attention`` for bfloat16, float16 and float32, D <= 256.
 
@@ -224,7 +232,8 @@ def paged_mixed_attention_triton(
     if not tiles:
         return
     _prefill_kernel[(kv_heads, tiles)](
-        query, key_cache, value_cache, block_table, chunks, out, count,
+        query, key_cache, value_cache, block_table, chunks, query if sinks is None else sinks,
+        out, count,
         query.stride(0), query.stride(1), out.stride(0), out.stride(1),
         key_cache.stride(0), key_cache.stride(1), key_cache.stride(2),
         value_cache.stride(0), value_cache.stride(1), value_cache.stride(2),
@@ -233,5 +242,6 @@ def paged_mixed_attention_triton(
         TILE=config.keys, CHUNKS_PAD=triton.next_power_of_2(count),
         PRECISION="ieee" if query.dtype is torch.float32 else "tf32",
         WINDOW=window is not None, SOFT_CAP=(soft_cap or 0.0) * LOG2_E,
+        SINKS=sinks is not None,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
