@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from megatron_async.kernels import trial
+
 LENGTH_MULTIPLE = 64
 """Rows are attended over their KV length rounded up to this many tokens. The padded length of a
 row depends on that row alone, so its result does not depend on the others."""
@@ -23,14 +25,23 @@ TOKENS_AT_ONCE = 16
 """Most tokens of one sequence that are attended together."""
 
 QUERY_MULTIPLE = 8
+GATHERED_BYTES = 2**28
+"""Of keys that :func:`paged_decode_attention_reference` gathers at once, unless a row has more."""
 KERNEL_HEAD_DIM = 256
+MOST_LATENT, MOST_LATENT_ROTATED = 512, 128
+"""Of the kernels: elements of a latent, and of the rotated part behind it."""
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def has_kernel(query: torch.Tensor) -> bool:
-    """Whether attention with ``query`` [T, Hq, D] runs in Triton kernels."""
-    is_supported = query.dtype in KERNEL_DTYPES and query.shape[-1] <= KERNEL_HEAD_DIM
-    return query.is_cuda and is_supported
+def has_kernel(query: torch.Tensor, latent: int | None = None) -> bool:
+    """Whether attention with ``query`` [T, Hq, D] runs in Triton kernels; ``latent`` as in
+    :func:`paged_decode_attention`."""
+    size = query.shape[-1]
+    if latent is None:
+        fits = size <= KERNEL_HEAD_DIM
+    else:
+        fits = trial.LATENT and latent <= MOST_LATENT and size - latent <= MOST_LATENT_ROTATED
+    return query.is_cuda and query.dtype in KERNEL_DTYPES and fits
 
 
 def append_kv(
@@ -61,6 +72,7 @@ def paged_decode_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    latent: int | None = None,
 ) -> torch.Tensor:
     """One query token a row: query [R, Hq, D], lengths [R] int64, caches [blocks, bs, Hkv, D].
 
@@ -73,21 +85,24 @@ def paged_decode_attention(
     others; with a ``soft_cap`` its scores are capped, and ``sinks`` [Hq] take their share of each
     head's softmax, see :func:`masked_attention`.
 
+    In multi-latent attention (DeepSeek-V2, arXiv:2405.04434) ``value_cache`` is ``key_cache``: the
+    first ``latent`` elements of a key are its value. Returns [R, Hq, latent] then.
+
     On CUDA this is the Triton kernel where it applies, else
     :func:`paged_decode_attention_reference`.
     """
-    if has_kernel(query):
+    if has_kernel(query, latent):
         from megatron_async.kernels.attention.paged_decode_triton import (
             paged_decode_attention_triton,
         )
 
         return paged_decode_attention_triton(
             query, key_cache, value_cache, block_table, lengths, scale, table_rows,
-            window=window, soft_cap=soft_cap, sinks=sinks,
+            window=window, soft_cap=soft_cap, sinks=sinks, latent=latent,
         )  # fmt: skip
     return paged_decode_attention_reference(
         query, key_cache, value_cache, block_table, lengths, scale, table_rows,
-        window=window, soft_cap=soft_cap, sinks=sinks,
+        window=window, soft_cap=soft_cap, sinks=sinks, latent=latent,
     )  # fmt: skip
 
 
@@ -103,15 +118,31 @@ def paged_decode_attention_reference(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    latent: int | None = None,
 ) -> torch.Tensor:
     """:func:`paged_decode_attention` with PyTorch; it reads all C blocks of every row."""
+    rows = query.shape[0]
+    row_bytes = block_table.shape[1] * key_cache[0].numel() * key_cache.itemsize
+    most = max(1, GATHERED_BYTES // row_bytes)
+    if rows > most:
+        return torch.cat(
+            [
+                paged_decode_attention_reference(
+                    query[some], key_cache, value_cache,
+                    block_table[some] if table_rows is None else block_table, lengths[some], scale,
+                    None if table_rows is None else table_rows[some],
+                    window=window, soft_cap=soft_cap, sinks=sinks, latent=latent,
+                )
+                for some in (slice(first, first + most) for first in range(0, rows, most))
+            ]
+        )  # fmt: skip
     if table_rows is not None:
         block_table = block_table[table_rows]
     out = _attend(
         query[:, None], key_cache, value_cache, block_table, lengths[:, None], 0, scale,
         window, soft_cap, sinks,
     )  # fmt: skip
-    return out[:, 0]
+    return out[:, 0, :, :latent]
 
 
 def _attend(
@@ -134,7 +165,9 @@ def _attend(
     rows, tokens, heads, head_dim = query.shape
     kv_heads = key_cache.shape[2]
     keys = key_cache[block_table].flatten(1, 2)
-    values = value_cache[block_table].flatten(1, 2)
+    values = keys
+    if value_cache is not key_cache:
+        values = value_cache[block_table].flatten(1, 2)
     positions = torch.arange(keys.shape[1], device=query.device)
     # What no token of a sequence sees may be anything, NaN included, and 0 * NaN would spread.
     beyond = positions[least:] >= lengths.amax(1, keepdim=True)
@@ -186,6 +219,7 @@ def paged_decode_attention_by_length(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    latent: int | None = None,
 ) -> torch.Tensor:
     """:func:`paged_decode_attention` for a device whose lengths the caller may read: rows of
     like length are attended together, over no more blocks than they have, a few at a time.
@@ -234,7 +268,7 @@ def paged_decode_attention_by_length(
                     sinks=sinks,
                 ).view_as(found)
             out[index] = found
-    return out
+    return out[..., :latent]
 
 
 def _runs(widths: list[int], sequences: Sequence[int]) -> Iterator[range]:
@@ -263,6 +297,7 @@ def paged_mixed_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    latent: int | None = None,
 ) -> None:
     """The prefill chunks of a step: query [T, Hq, D], caches [blocks, bs, Hkv, D].
 
@@ -270,24 +305,25 @@ def paged_mixed_attention(
     length`` are positions ``start ..`` of the sequence whose blocks are ``block_table[slot]``; the
     table is [S, C] int64, and the keys and values of these positions are in the cache already.
     Causal. Chunks follow each other in the order of their tokens; entries of length 0 come last,
-    with ``first`` = T. Writes the tokens of chunks to ``out`` [T, Hq, D] and leaves the others.
+    with ``first`` = T. Writes the tokens of chunks to ``out`` [T, Hq, D], or [T, Hq, latent], and
+    leaves the others.
 
     On CUDA this is the Triton kernel, whose launch depends on shapes alone, where
     :func:`has_kernel` says so; the reference reads ``chunks`` on the host.
     """
-    if has_kernel(query):
+    if has_kernel(query, latent):
         from megatron_async.kernels.attention.paged_prefill_triton import (
             paged_mixed_attention_triton,
         )
 
         paged_mixed_attention_triton(
             query, key_cache, value_cache, block_table, chunks, scale, out,
-            window=window, soft_cap=soft_cap, sinks=sinks,
+            window=window, soft_cap=soft_cap, sinks=sinks, latent=latent,
         )  # fmt: skip
         return
     paged_mixed_attention_reference(
         query, key_cache, value_cache, block_table, chunks, scale, out,
-        window=window, soft_cap=soft_cap, sinks=sinks,
+        window=window, soft_cap=soft_cap, sinks=sinks, latent=latent,
     )  # fmt: skip
 
 
@@ -303,6 +339,7 @@ def paged_mixed_attention_reference(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    latent: int | None = None,
 ) -> None:
     """:func:`paged_mixed_attention` with PyTorch, chunk after chunk."""
     for slot, first, length, start in chunks.tolist():
@@ -310,7 +347,7 @@ def paged_mixed_attention_reference(
             tokens = slice(first, first + length)
             out[tokens] = paged_prefill_attention(
                 query[tokens], key_cache, value_cache, block_table[slot], start, scale,
-                window=window, soft_cap=soft_cap, sinks=sinks,
+                window=window, soft_cap=soft_cap, sinks=sinks, latent=latent,
             )  # fmt: skip
 
 
@@ -325,11 +362,12 @@ def paged_prefill_attention(
     window: int | None = None,
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
+    latent: int | None = None,
 ) -> torch.Tensor:
     """A chunk of one sequence: query [T, Hq, D] at positions ``start .. start + T``.
 
     ``block_table`` [C] int64 covers at least start + T positions, whose keys and values (the
-    chunk's own included) are in the cache already. Causal. Returns [T, Hq, D].
+    chunk's own included) are in the cache already. Causal. Returns [T, Hq, D or latent].
     """
     tokens = query.shape[0]
     length = start + tokens
@@ -354,7 +392,7 @@ def paged_prefill_attention(
         None if sinks is None else sinks[:, None],
         enable_gqa=True,
     )
-    return out[0].transpose(0, 1)
+    return out[0].transpose(0, 1)[..., :latent]
 
 
 def masked_attention(
