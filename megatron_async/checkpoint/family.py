@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from megatron_async.checkpoint.expert_weights import ExpertNames
 from megatron_async.checkpoint.fields import Fields
 from megatron_async.checkpoint.rope_fields import rope
 from megatron_async.models.config import ModelConfig
@@ -43,6 +44,7 @@ class Names:
         interleaved: rotated pairs are stored next to each other, not half a head apart.
         prefix: of all names but ``head``; older files leave it out.
         ignored: ends of the names of tensors that hold no parameter.
+        experts: names in layers of experts.
     """
 
     embedding: str = "model.embed_tokens"
@@ -65,6 +67,7 @@ class Names:
     interleaved: bool = False
     prefix: str = ""
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    experts: ExpertNames = field(default_factory=ExpertNames)
 
 
 def nothing(fields: Fields) -> dict[str, Any]:
@@ -162,6 +165,30 @@ def layer_count(fields: Fields) -> int:
     if layers > MAX_LAYERS:
         raise fields.unsupported("num_hidden_layers", f"at most {MAX_LAYERS}")
     return layers
+
+
+def expert_fields(fields: Fields) -> dict[str, Any]:
+    """What most types of models with experts have under the same names: ``num_experts``,
+    ``num_experts_per_tok``, and ``norm_topk_prob``.
+
+    Weights of a softmax over all experts, divided by their sum over the chosen ones, are a softmax
+    over the chosen ones.
+    """
+    return {
+        "num_moe_experts": fields.read("num_experts", int),
+        "moe_router_topk": fields.read("num_experts_per_tok", int),
+        "moe_router_pre_softmax": not fields.read("norm_topk_prob", bool, False),
+    }
+
+
+def expert_layers(fields: Fields) -> tuple[int, ...] | None:
+    """``moe_layer_freq`` from ``decoder_sparse_step`` and ``mlp_only_layers`` (Qwen)."""
+    step = fields.read("decoder_sparse_step", int, 1)
+    if step < 1:
+        raise fields.unsupported("decoder_sparse_step", "a positive integer")
+    dense = fields.read("mlp_only_layers", list, [])
+    kinds = [n not in dense and (n + 1) % step == 0 for n in range(layer_count(fields))]
+    return None if all(kinds) else tuple(map(int, kinds))
 
 
 def sliding_layers(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from megatron_async.checkpoint.expert_weights import expert_targets
 from megatron_async.checkpoint.family import Names
 from megatron_async.checkpoint.files import load_safetensors, stored_shapes
 from megatron_async.checkpoint.huggingface import family_of
@@ -63,6 +64,13 @@ class Targets(dict[str, Target]):
             shape = [view.shape[:3].numel(), *parameter.shape[1:]]
             self._add(stored_name, name, view, shape, (arrange or {}).get(stored_name))
 
+    def parts(self, stored: Sequence[str], name: str, expert: int | None = None) -> None:
+        """Give each stored tensor an equal share of the rows of ``name``, or of one expert's."""
+        parameter = self.parameter(name)
+        view = parameter if expert is None else parameter[expert]
+        for stored_name, part in zip(stored, view.chunk(len(stored)), strict=True):
+            self._add(stored_name, name, part, list(part.shape), None)
+
     def _add(
         self,
         stored: str,
@@ -109,11 +117,16 @@ def by_group(stored: Tensor, config: ModelConfig, interleaved: bool) -> Tensor:
 
 
 def weight_targets(
-    config: ModelConfig, parameters: dict[str, Tensor], parallel: TensorParallel, names: Names
+    config: ModelConfig,
+    parameters: dict[str, Tensor],
+    parallel: TensorParallel,
+    names: Names,
+    stored: Collection[str] = (),
 ) -> dict[str, Target]:
     """Target of every stored tensor of a checkpoint with ``names``.
 
-    ``parameters`` are those of this tensor-parallel rank.
+    ``parameters`` are those of this tensor-parallel rank. ``stored`` are the names of what is
+    there: they decide between layouts that a type may have.
 
     ``linear_qkv`` holds, for each key-value head, its query heads, its key, its value.
     ``linear_fc1`` holds the gate's rows, then the up projection's.
@@ -132,9 +145,14 @@ def weight_targets(
     for n in range(config.num_layers):
         theirs, ours = names.layer.format(n), f"decoder.layers.{n}"
         _layer(targets, config, names, theirs, ours, parallel.size)
+        if config.has_experts(n):
+            expert_targets(targets, config, names.experts, theirs, ours, stored)
+        else:
+            _mlp(targets, config, names, theirs, ours, parallel.size)
     for mtp in mtp_layers(config.mtp_num_layers):
         mtp_targets(targets, mtp)
         _layer(targets, config, names, f"{mtp.theirs}.", mtp.inner, parallel.size)
+        _mlp(targets, config, names, f"{mtp.theirs}.", mtp.inner, parallel.size)
     if targets.unused:
         raise IntegrityError(f"no stored tensor fills parameter {min(targets.unused)}")
     return targets
@@ -143,12 +161,13 @@ def weight_targets(
 def _layer(
     targets: Targets, config: ModelConfig, names: Names, theirs: str, ours: str, ranks: int
 ) -> None:
-    """Targets of one layer, by the prefixes of its stored names and of its parameters."""
+    """Targets of one layer but for its MLP, by the prefixes of its stored names and of its
+    parameters."""
     for stored, name in _norms(config, names).items():
         for kind in _norm_parts(config):
             targets.whole(f"{theirs}{stored}.{kind}", f"{ours}.{name}.{kind}")
     _head_norms(targets, config, names, theirs, ours)
-    _linears(targets, config, names, theirs, ours, ranks)
+    _attention(targets, config, names, theirs, ours, ranks)
 
 
 def _norm_parts(config: ModelConfig) -> tuple[str, ...]:
@@ -190,7 +209,7 @@ def _head_norms(
         targets[f"{theirs}{stored}.weight"] = Target(parameter, shape, **select)
 
 
-def _linears(
+def _attention(
     targets: Targets, config: ModelConfig, names: Names, theirs: str, ours: str, ranks: int
 ) -> None:
     queries = config.num_attention_heads // config.num_kv_heads
@@ -219,7 +238,13 @@ def _linears(
         if config.attention_output_bias or not bias:
             projection = f"{ours}.self_attention.linear_proj.{kind}"
             targets.whole(f"{theirs}{names.projection}.{kind}", projection)
-        if config.mlp_bias or not bias:
+
+
+def _mlp(
+    targets: Targets, config: ModelConfig, names: Names, theirs: str, ours: str, ranks: int
+) -> None:
+    for kind in ("weight", "bias"):
+        if config.mlp_bias or kind == "weight":
             fc1 = f"{ours}.mlp.linear_fc1.{kind}"
             stored = [f"{theirs}{name}.{kind}" for name in names.fc1]
             if len(stored) == 1:
@@ -242,9 +267,9 @@ def load_weights(directory: Path, config: ModelConfig, model: torch.nn.Module) -
     """
     names = family_of(read_json(directory / "config.json")).names
     parameters: dict[str, Tensor] = dict(model.named_parameters())
-    targets = weight_targets(config, parameters, TensorParallel.current(), names)
+    stored = stored_shapes(directory)
+    targets = weight_targets(config, parameters, TensorParallel.current(), names, stored)
     embedding = f"{names.embedding}.weight"
-    stored = stored_shapes(directory) if names.prefix else {}
     if names.prefix and not any(name.startswith(names.prefix) for name in stored):
         targets = _without_prefix(targets, names.prefix)
         embedding = embedding.removeprefix(names.prefix)

@@ -41,6 +41,11 @@ def transformer_config(
                 f"{name}={getattr(config, name)} does not divide by the tensor parallel size "
                 f"{tensor}: use a smaller one"
             )
+    if tensor > 1 and config.num_moe_experts is not None:
+        raise ConfigError(
+            f"num_moe_experts={config.num_moe_experts} needs all experts on each rank: load the "
+            "model without tensor parallelism"
+        )
     if tensor > 1 and config.qk_norm and config.qk_norm_kind in ("projection", "each_head"):
         raise ConfigError(
             f"qk_norm_kind={config.qk_norm_kind!r} needs all heads on each rank: load the model "
@@ -65,6 +70,7 @@ def transformer_config(
         activation_func=F.silu if config.activation == "swiglu" else F.gelu,
         use_te_activation_func=True,  # the MLP takes its activation from the layer spec
         mtp_num_layers=config.mtp_num_layers or None,
+        **_experts(config),
         hidden_dropout=0.0,
         attention_dropout=0.0,
         params_dtype=dtype,
@@ -78,6 +84,23 @@ def transformer_config(
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
     )
+
+
+def _experts(config: ModelConfig) -> dict[str, Any]:
+    """Fields of megatron's config that a model with experts has, under the same names."""
+    if config.num_moe_experts is None:
+        return {}
+    names = (
+        "num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_score_function",
+        "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk",
+        "moe_router_topk_scaling_factor", "moe_router_enable_expert_bias",
+        "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_latent_size",
+    )  # fmt: skip
+    kinds = config.moe_layer_freq
+    return {
+        **{name: getattr(config, name) for name in names},
+        "moe_layer_freq": 1 if kinds is None else list(kinds),
+    }
 
 
 def build_model(
@@ -202,7 +225,7 @@ def _initialize_on_device(model: GPTModel, device: torch.device) -> None:
         for name, parameter in model.named_parameters():
             if name.endswith("position_embeddings.weight"):
                 continue
-            if parameter.dim() == 2:
+            if name.endswith("weight") and parameter.dim() > 1 and "norm" not in name:
                 is_output = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
                 draw(parameter, output_std if is_output else std)
             elif "linear" in name and name.endswith(".bias"):

@@ -10,6 +10,7 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megatron_async.config import MAX_COUNT
 from megatron_async.errors import CheckpointError, shown
+from megatron_async.models.moe.check import check_experts
 
 
 def _wanted(kind: Any, value: Any, least: int) -> str | None:
@@ -123,7 +124,7 @@ def _json_object(fields: list[tuple[str, Any]]) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """Architecture of a dense megatron-core ``GPTModel``.
+    """Architecture of a megatron-core ``GPTModel``.
 
     ``head_dim`` is megatron's ``kv_channels``, ``num_kv_heads`` its ``num_query_groups``.
     ``vocab_size`` counts the rows of the embedding. All sizes are in elements, windows in tokens.
@@ -150,6 +151,24 @@ class ModelConfig:
         query_scaling_beta: the query of position p is multiplied by 1 + beta *
             log(1 + floor(p / original_max_position_embeddings)) (Llama 4, Ministral 3).
         residual_multiplier: of what attention and MLP add to the residual stream.
+        num_moe_experts: experts of a mixture-of-experts layer; None has none. Its other fields have
+            megatron's names: ``moe_*``.
+        moe_layer_freq: one number a layer, 1 for a layer of experts, 0 for a dense one, of
+            ``ffn_hidden_size``; None makes all layers such of experts.
+        moe_ffn_hidden_size: of an expert.
+        moe_router_topk: experts of a token.
+        moe_router_pre_softmax: scores are a softmax over all experts; else over the chosen ones.
+            Sigmoid scores are divided by their sum over the chosen ones.
+        moe_router_num_groups, moe_router_group_topk: a token's experts are of the
+            ``moe_router_group_topk`` groups with the largest sum of the best ``moe_router_topk /
+            moe_router_group_topk`` scores in a group (DeepSeek-V3, arXiv:2412.19437).
+        moe_router_topk_scaling_factor: of the weights of the chosen experts.
+        moe_router_enable_expert_bias: a bias of each expert is added to sigmoid scores, for the
+            choice alone.
+        moe_router_bias: the router's linear layer has a bias.
+        moe_shared_expert_intermediate_size: of an MLP that each token passes; None has none.
+            ``moe_shared_expert_gate`` multiplies its output by a sigmoid.
+        moe_latent_size: experts read and write a projection of so many elements; None has none.
 
     Raises:
         CheckpointError: a value is out of range or two values contradict each other.
@@ -195,6 +214,20 @@ class ModelConfig:
     residual_multiplier: float = 1.0
     logit_multiplier: float = 1.0
     mtp_num_layers: int = 0
+    num_moe_experts: int | None = None
+    moe_layer_freq: tuple[int, ...] | None = None
+    moe_ffn_hidden_size: int | None = None
+    moe_router_topk: int = 2
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    moe_router_pre_softmax: bool = False
+    moe_router_num_groups: int | None = None
+    moe_router_group_topk: int | None = None
+    moe_router_topk_scaling_factor: float | None = None
+    moe_router_enable_expert_bias: bool = False
+    moe_router_bias: bool = False
+    moe_shared_expert_intermediate_size: int | None = None
+    moe_shared_expert_gate: bool = False
+    moe_latent_size: int | None = None
 
     def __post_init__(self) -> None:
         _check_fields(self, may_be_zero=("mtp_num_layers",))
@@ -230,6 +263,8 @@ class ModelConfig:
                     )
         if self.qk_norm_kind == "l2" and self.normalization != "RMSNorm":
             raise CheckpointError("model config: qk_norm_kind='l2' needs normalization='RMSNorm'")
+        if self.num_moe_experts is not None:
+            check_experts(self)
 
     @property
     def gated(self) -> bool:
@@ -245,6 +280,13 @@ class ModelConfig:
         """Tokens that ``layer`` attends to; None for all."""
         slides = self.sliding_layers is None or layer in self.sliding_layers
         return self.sliding_window if slides else None
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the MLP of ``layer`` is a mixture of experts. Layers for multi-token prediction
+        are like the last one."""
+        if self.num_moe_experts is None or self.moe_layer_freq is None:
+            return self.num_moe_experts is not None
+        return self.moe_layer_freq[min(layer, self.num_layers - 1)] == 1
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types, the inverse of :meth:`from_dict`."""

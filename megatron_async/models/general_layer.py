@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
+from megatron_async.models.moe.layer import padding_mask
 
 from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
 from megatron.core.transformer.transformer_layer import TransformerLayer  # isort: skip
@@ -49,6 +50,7 @@ class GeneralDecoderLayer(TransformerLayer):  # type: ignore[misc]
         context = kwargs.get("inference_context")
         if context is None:
             context = kwargs.get("inference_params")
+        mask = padding_mask(self, context)
         normed = self.input_layernorm(hidden)
         attended = _sum(self.self_attention(normed, inference_context=context))
         attended = self._scaled(self.post_attention_layernorm(attended))
@@ -57,7 +59,7 @@ class GeneralDecoderLayer(TransformerLayer):  # type: ignore[misc]
             normed = self.pre_mlp_layernorm(hidden)
         elif self.parallel_residual == "two_norms":
             normed = self.pre_mlp_layernorm(hidden)
-        output = self._scaled(self.post_mlp_layernorm(_sum(self.mlp(normed))))
+        output = self._scaled(self.post_mlp_layernorm(_sum(self.mlp(normed, **mask))))
         if self.parallel_residual is not None:
             output = attended + output
         return hidden + output, None

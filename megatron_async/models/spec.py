@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from megatron_async.models.activation import (
 from megatron_async.models.attention import NoCoreAttention, PagedSelfAttention
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.general_layer import GeneralDecoderLayer
+from megatron_async.models.moe.layer import MoELayer, padding_mask
 from megatron_async.models.norm import (
     Norm,
     fusable,
@@ -91,15 +92,16 @@ class DecoderLayer(TransformerLayer):  # type: ignore[misc]
         if context is None:
             context = kwargs.get("inference_params")
         norm = self.pre_mlp_layernorm
+        mask = padding_mask(self, context)
         fuses = context is not None and fusable(hidden) and not self.training
         if not fuses or not isinstance(norm, Norm):
-            result: tuple[Tensor, Any] = super().forward(*args, **kwargs)
+            result: tuple[Tensor, Any] = super().forward(*args, **kwargs | mask)
             return result
         attended, bias = self.self_attention(
             self.input_layernorm(hidden), inference_context=context
         )
         hidden = norm.add(attended, bias, hidden)
-        output, bias = self.mlp(norm(hidden))
+        output, bias = self.mlp(norm(hidden), **mask)
         next_norm = self.__dict__.get("next_norm")
         if isinstance(next_norm, Norm):
             return next_norm.add(output, bias, hidden), None
@@ -134,11 +136,36 @@ def general_parts(config: ModelConfig, norm: type) -> dict[str, Any] | None:
     return parts or None
 
 
-def gpt_layer_spec(config: ModelConfig, device: torch.device | str = "cpu") -> ModuleSpec:
-    """One transformer layer, with :class:`PagedSelfAttention` and megatron's own linears."""
+class _MoESpec(NamedTuple):
+    """A ``ModuleSpec`` in all but its type: of one with an MLP that it does not know megatron warns
+    for each layer."""
+
+    module: type
+    params: dict[str, Any]
+    submodules: MLPSubmodules
+
+
+def mlp_spec(config: ModelConfig, layer: int) -> ModuleSpec | _MoESpec:
+    """The MLP of ``layer``, counted from 0: dense, or a mixture of experts."""
+    has_experts = config.has_experts(layer)
+    # Shared experts have no bias in megatron.
+    biased = config.mlp_bias and not has_experts
+    submodules = MLPSubmodules(
+        linear_fc1=BiasedColumnParallelLinear if biased else ColumnParallelLinear,
+        linear_fc2=BiasedRowParallelLinear if biased else RowParallelLinear,
+        activation_func=_ACTIVATIONS[config.activation],
+    )
+    if has_experts:
+        return _MoESpec(MoELayer, {"model": config}, submodules)
+    return ModuleSpec(module=MLP, submodules=submodules)
+
+
+def gpt_layer_spec(
+    config: ModelConfig, device: torch.device | str = "cpu", layer: int = 0
+) -> ModuleSpec:
+    """One transformer layer, counted from 0, with :class:`PagedSelfAttention` and megatron's own
+    linears."""
     norm = _norm(config, device)
-    mlp_column = BiasedColumnParallelLinear if config.mlp_bias else ColumnParallelLinear
-    mlp_row = BiasedRowParallelLinear if config.mlp_bias else RowParallelLinear
     attention_row = BiasedRowParallelLinear if config.attention_output_bias else RowParallelLinear
     q_norm, k_norm = IdentityOp, IdentityOp
     if config.qk_norm:
@@ -166,14 +193,7 @@ def gpt_layer_spec(config: ModelConfig, device: torch.device | str = "cpu") -> M
             ),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm if has_mlp_norm else IdentityOp,
-            mlp=ModuleSpec(
-                module=MLP,
-                submodules=MLPSubmodules(
-                    linear_fc1=mlp_column,
-                    linear_fc2=mlp_row,
-                    activation_func=_ACTIVATIONS[config.activation],
-                ),
-            ),
+            mlp=mlp_spec(config, layer),
             mlp_bda=get_bias_dropout_add,
         ),
     )
@@ -184,7 +204,7 @@ def gpt_block_spec(
 ) -> TransformerBlockSubmodules:
     """The decoder: ``num_layers`` layers (those of this pipeline stage) and the final norm."""
     return TransformerBlockSubmodules(
-        layer_specs=[gpt_layer_spec(config, device)] * num_layers,
+        layer_specs=[gpt_layer_spec(config, device, layer) for layer in range(num_layers)],
         layer_norm=_norm(config, device),
     )
 
@@ -200,7 +220,7 @@ def mtp_block_spec(config: ModelConfig, device: torch.device | str = "cpu") -> M
             enorm=norm,
             hnorm=norm,
             eh_proj=ColumnParallelLinear,
-            transformer_layer=gpt_layer_spec(config, device),
+            transformer_layer=gpt_layer_spec(config, device, config.num_layers - 1),
             layer_norm=norm,
         ),
     )

@@ -193,7 +193,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         if self.device.type == "cuda" and kv_channels > paged_attention.KERNEL_HEAD_DIM:
             _warn_of_slow_attention(kv_channels)
 
-        self._metadata = no_tokens(self.device)
+        self.begin(no_tokens(self.device))
         self._decode_attentions = DecodeAttentions(self.device)
 
     def beside(self, spec: KVCacheSpec) -> DynamicInferenceContext:
@@ -215,7 +215,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         """Keep keys and values in ``kv_cache`` from now on."""
         self.kv_cache = kv_cache
         self.params_dtype = kv_cache.dtype
-        self._metadata = no_tokens(self.device)
+        self.begin(no_tokens(self.device))
         self._decode_attentions = DecodeAttentions(self.device)
 
     def reset(self) -> None:
@@ -231,6 +231,7 @@ class DynamicInferenceContext(BaseInferenceContext):
     def begin(self, metadata: AttentionMetadata) -> None:
         """The forward that follows is over these tokens; in stream order."""
         self._metadata = metadata
+        self._padding_mask: torch.Tensor | None = None
 
     def begin_forward(
         self,
@@ -294,6 +295,13 @@ class DynamicInferenceContext(BaseInferenceContext):
     def slot_mapping(self) -> torch.Tensor:
         """Where each token's keys and values go: block * block size + offset, int64 [T]."""
         return self._metadata.slot_mapping
+
+    @property
+    def padding_mask(self) -> torch.Tensor:
+        """True for tokens that are padding, or of requests that have ended: bool [1, T]."""
+        if self._padding_mask is None:
+            self._padding_mask = (self.slot_mapping < self.block_size_tokens)[None]
+        return self._padding_mask
 
     @property
     def window(self) -> int | None:

@@ -61,6 +61,8 @@ MINISTRAL3 = {
 }
 GEMMA = dict(head_dim=16, sliding_window=20, query_pre_attn_scalar=20)
 
+EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24)
+
 
 def _of(name: str, **changes: Any) -> Callable[[], Any]:
     return lambda: getattr(transformers, f"{name}Config")(**{**SIZES, **changes})
@@ -123,6 +125,26 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "glm4": _of("Glm4", head_dim=16),
     "glm": _of("Glm", head_dim=16),
     "helium": _of("Helium", head_dim=16),
+    "mixtral": _of("Mixtral", sliding_window=25, num_local_experts=4),
+    "olmoe": _of("Olmoe", num_experts=8, num_experts_per_tok=3),
+    "qwen2_moe": _of(
+        "Qwen2Moe",
+        **EXPERTS,
+        shared_expert_intermediate_size=40,
+        num_hidden_layers=4,
+        use_sliding_window=True,
+        sliding_window=24,
+        max_window_layers=2,
+        decoder_sparse_step=2,
+    ),
+    "qwen3_moe": _of(
+        "Qwen3Moe",
+        **EXPERTS,
+        head_dim=32,
+        norm_topk_prob=True,
+        num_hidden_layers=3,
+        mlp_only_layers=[1],
+    ),
 }
 
 

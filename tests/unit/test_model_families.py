@@ -85,7 +85,9 @@ def test_config_says_the_same_after_a_way_through_json(name: str) -> None:
             convert_config(Path("config.json"), {**values, changed: "many"})
 
 
-@pytest.mark.parametrize("name", ["gemma3", "cohere-qk-norm", "olmo2", "glm4", "phi3", "granite"])
+@pytest.mark.parametrize(
+    "name", ["gemma3", "cohere-qk-norm", "olmo2", "glm4", "phi3", "granite", "qwen2_moe"]
+)
 def test_weights_survive_saving_and_updates(name: str, tmp_path: Path) -> None:
     """What is stored in another order or form is right in our own format, too."""
     theirs = random_model(name)
@@ -104,6 +106,25 @@ def test_weights_survive_saving_and_updates(name: str, tmp_path: Path) -> None:
         expected = theirs(ids).logits
         found = again.model(ids, torch.arange(40)[None], None, runtime_gather_output=True)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_stacked_experts_are_the_same_model(name: str, tmp_path: Path) -> None:
+    """As transformers 5 holds them, and stores them where it is told to; number of experts under
+    the name of transformers 4."""
+    model = random_model(name)
+    model.save_pretrained(tmp_path / "each")
+    model.save_pretrained(tmp_path / "stacked", save_original_format=False)
+    stored = load_file(tmp_path / "stacked" / "model.safetensors")
+    assert stored["model.layers.0.mlp.experts.gate_up_proj"].dim() == 3
+    if name == "qwen3_moe":
+        path = tmp_path / "stacked" / "config.json"
+        path.write_text(path.read_text().replace("num_local_experts", "num_experts"))
+    each, stacked = (load_pretrained(tmp_path / kind) for kind in ("each", "stacked"))
+    assert each.config == stacked.config
+    expected = dict(each.model.named_parameters())
+    for key, parameter in stacked.model.named_parameters():
+        assert torch.equal(parameter, expected[key]), key
 
 
 def test_gpt2_without_prefixes_and_with_masks_loads(tmp_path: Path) -> None:
@@ -140,6 +161,10 @@ def test_gpt2_without_prefixes_and_with_masks_loads(tmp_path: Path) -> None:
         ),
         ("qwen3-dynamic", {"head_dim": 2}, "dynamic needs more than 2 rotated elements"),
         ("cohere", {"hidden_act": "relu"}, "hidden_act='relu'.*silu"),
+        ("mixtral", {"num_local_experts": 0}, "num_moe_experts=0 must be a positive integer"),
+        ("mixtral", {"num_experts_per_tok": 5}, "moe_router_topk=5.*num_moe_experts=4"),
+        ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported; supported: null"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0 is not supported"),
         (
             "qwen2-yarn",
             {"rope_parameters": {"rope_type": "yarn", "factor": 1e300}},

@@ -62,7 +62,9 @@ def convert_model(model: Any, way: str = "copy", *, allow_non_finite: bool = Fal
     parameter = next(model.parameters())
     ours = build_model(config, device=parameter.device, dtype=parameter.dtype, initialize=False)
     parameters: dict[str, Tensor] = dict(ours.named_parameters())
-    targets = weight_targets(config, parameters, TensorParallel.current(), family.names)
+    targets = weight_targets(
+        config, parameters, TensorParallel.current(), family.names, model.state_dict().keys()
+    )
     stored = checked_tensors(model, targets, family, tied=config.tie_word_embeddings)
     by_address = {p.data_ptr(): p for p in parameters.values()}
     shared = freed = 0

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
 from megatron_async.models.fused.residual import HALF, LAYER, Norm, Step
+from megatron_async.models.moe.layer import padding_mask
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add  # isort: skip
 
@@ -63,7 +64,8 @@ class MlpModule:
     def __call__(self, step: Step, given: Tensor | None, reader: Norm | None) -> Tensor | None:
         """Add their output to the residual stream; returns the statistics for the reader."""
         layer = self._layer
-        output = layer.mlp(layer.pre_mlp_layernorm(step.residual.hidden.unsqueeze(1)))
+        hidden = layer.pre_mlp_layernorm(step.residual.hidden.unsqueeze(1))
+        output = layer.mlp(hidden, **padding_mask(layer, step.context))
         return _add(step, layer, layer.mlp_bda, output, reader, LAYER)
 
 

@@ -1,0 +1,1 @@
+"""Mixture of experts under megatron-core's parameter names."""

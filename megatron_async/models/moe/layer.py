@@ -1,0 +1,188 @@
+"""A mixture of experts with megatron-core's parameter names and weights stacked over experts.
+
+megatron's own layers read on the host how many tokens each expert has, so no graph can hold them.
+This one drops no token, has fixed shapes and reads nothing on the host (``kernels/moe``).
+
+Names, in megatron-core 0.16.1's words: ``router.weight``, ``router.expert_bias``;
+``experts.linear_fc1.weight`` and ``experts.linear_fc2.weight``, whose first dimension is the
+expert (``TEGroupedMLP`` has ``weight0``, ``weight1``, ...); ``shared_experts``,
+``fc1_latent_proj``, ``fc2_latent_proj``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
+from megatron_async.kernels.moe.reference import expert_mlp, route, router_logits
+from megatron_async.models.config import ModelConfig
+from megatron_async.models.moe.settings import expert_activation, router_settings
+from megatron_async.models.moe.shards import expert_shards
+
+from megatron.core.transformer.mlp import MLPSubmodules  # isort: skip
+from megatron.core.transformer.module import MegatronModule  # isort: skip
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection  # isort: skip
+from megatron.core.transformer.moe.shared_experts import (  # isort: skip
+    SharedExpertMLP as MegatronSharedExpertMLP,
+)
+
+Initialize = Callable[[Tensor], Any]
+
+
+def _parameter(config: Any, initialize: Initialize | None, *shape: int) -> torch.nn.Parameter:
+    """On the device that the model is built on; zeros without ``initialize``."""
+    device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+    weight = torch.empty(shape, dtype=config.params_dtype, device=device)
+    if initialize is None:
+        weight.zero_()
+    elif config.perform_initialization:
+        initialize(weight)
+    return torch.nn.Parameter(weight)
+
+
+class Linears(torch.nn.Module):
+    """``weight`` ``[experts, out, in]`` and ``bias`` ``[experts, out]`` or None: a linear layer of
+    each expert; or one, without the first dimension."""
+
+    def __init__(self, config: Any, initialize: Initialize, *shape: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = _parameter(config, initialize, *shape)
+        self.register_parameter("bias", _parameter(config, None, *shape[:-1]) if bias else None)
+
+
+class Router(MegatronModule):  # type: ignore[misc]
+    """``weight`` ``[experts, hidden]``; ``bias``, and ``expert_bias`` in fp32, ``[experts]`` or
+    None."""
+
+    def __init__(self, config: Any, model: ModelConfig) -> None:
+        super().__init__(config)
+        experts = model.num_moe_experts
+        assert experts is not None
+        self.weight = _parameter(config, config.init_method, experts, model.hidden_size)
+        bias = _parameter(config, None, experts) if model.moe_router_bias else None
+        self.register_parameter("bias", bias)
+        expert_bias = None
+        if model.moe_router_enable_expert_bias:
+            zeros = torch.zeros(experts, dtype=torch.float32, device=self.weight.device)
+            expert_bias = torch.nn.Parameter(zeros, requires_grad=False)
+        self.register_parameter("expert_bias", expert_bias)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        # A change of dtype is for the others: a rounded bias chooses other experts.
+        kept = None if self.expert_bias is None else self.expert_bias.detach()
+        result = super()._apply(fn, recurse)
+        if kept is not None:
+            self.expert_bias.data = kept.to(self.expert_bias.device)
+        return result
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """fp32 logits ``[T, experts]`` of ``hidden`` ``[T, H]``."""
+        return router_logits(hidden, self.weight, self.bias)
+
+
+class Experts(MegatronModule):  # type: ignore[misc]
+    """The linear layers of all experts, stacked."""
+
+    def __init__(self, config: Any, model: ModelConfig) -> None:
+        super().__init__(config)
+        self.gated = model.gated
+        experts, ffn = model.num_moe_experts, model.moe_ffn_hidden_size
+        assert experts is not None and ffn is not None
+        size, bias = model.moe_latent_size or model.hidden_size, model.mlp_bias
+        inner = 2 * ffn if model.gated else ffn
+        self.linear_fc1 = Linears(config, config.init_method, experts, inner, size, bias=bias)
+        end = config.output_layer_init_method
+        self.linear_fc2 = Linears(config, end, experts, size, ffn, bias=bias)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """As megatron's classes of experts store theirs, see :func:`expert_shards`."""
+        return expert_shards(self, prefix, sharded_offsets, metadata)
+
+
+class SharedExpertMLP(MegatronSharedExpertMLP):  # type: ignore[misc]
+    """megatron's, with a gate that treats each row alike on the CPU."""
+
+    def forward(self, hidden_states: Tensor, **_: Any) -> Tensor:
+        """``[T, H]`` to the same."""
+        output: Tensor = super(MegatronSharedExpertMLP, self).forward(hidden_states)[0]
+        if self.gate_weight is None:
+            return output
+        score = F.linear(hidden_states.float(), self.gate_weight.float())
+        return output * (1 / (1 + torch.exp(-score))).to(output.dtype)
+
+
+class MoELayer(MegatronModule):  # type: ignore[misc]
+    """Router, experts, and what else a layer of experts has.
+
+    Args:
+        config: megatron's.
+        model: the model's, with experts.
+        submodules: the linear layers and the activation of the shared experts.
+
+    Attributes:
+        settings, activation: what router and experts compute, as the kernels read it.
+    """
+
+    def __init__(self, config: Any, model: ModelConfig, submodules: MLPSubmodules) -> None:
+        super().__init__(config)
+        self.settings = router_settings(model)
+        self.activation = expert_activation(model)
+        self.router = Router(config, model)
+        self.experts = Experts(config, model)
+        self.shared_experts = self.fc1_latent_proj = self.fc2_latent_proj = None
+        if model.moe_shared_expert_intermediate_size is not None:
+            self.shared_experts = SharedExpertMLP(
+                config, submodules, model.moe_shared_expert_gate, get_default_pg_collection()
+            )
+        latent, hidden = model.moe_latent_size, model.hidden_size
+        if latent is not None:
+            start, end = config.init_method, config.output_layer_init_method
+            bias = model.mlp_bias
+            self.fc1_latent_proj = Linears(config, start, latent, hidden, bias=bias)
+            self.fc2_latent_proj = Linears(config, end, hidden, latent, bias=bias)
+
+    def forward(
+        self, hidden_states: Tensor, padding_mask: Tensor | None = None, **_: Any
+    ) -> tuple[Tensor, None]:
+        """Each token's experts, weighted and added up.
+
+        Args:
+            hidden_states: ``[S, B, H]``; in inference ``[T, 1, H]``.
+            padding_mask: bool ``[B, S]``, true for tokens that no expert is read for. What comes
+                out for them is that of the shared experts alone.
+
+        Returns:
+            ``[S, B, H]``, and no bias.
+        """
+        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+        live = None if padding_mask is None else ~padding_mask.t().reshape(-1)
+        routing = route(
+            self.router(tokens), self.settings, expert_bias=self.router.expert_bias, live=live
+        )
+        fc1, fc2 = self.experts.linear_fc1, self.experts.linear_fc2
+        given = _linear(tokens, self.fc1_latent_proj)
+        output = expert_mlp(
+            given, routing, fc1.weight, fc2.weight, self.activation, b1=fc1.bias, b2=fc2.bias
+        )
+        output = _linear(output, self.fc2_latent_proj)
+        if self.shared_experts is not None:
+            output = output + self.shared_experts(tokens)
+        return output.view_as(hidden_states), None
+
+
+def _linear(x: Tensor, linear: Linears | None) -> Tensor:
+    return x if linear is None else F.linear(x, linear.weight, linear.bias)
+
+
+def padding_mask(layer: Any, context: Any) -> dict[str, Tensor]:
+    """What the MLP of ``layer`` is called with beside its input: which tokens of the forward that
+    runs now are padding or of requests that have ended, where that matters."""
+    mask = getattr(context, "padding_mask", None)
+    return {"padding_mask": mask} if mask is not None and isinstance(layer.mlp, MoELayer) else {}
