@@ -20,9 +20,9 @@ from torch import Tensor
 
 from megatron_async.kernels.attention.paged_decode_triton import (
     IN_LOG2,
+    LATENT_TILE_BYTES,
     LOG2_E,
     NEG_INF,
-    LATENT_TILE_BYTES,
     accumulate,
     capped,
     heads_at_once,
@@ -74,23 +74,14 @@ def _attend_tile(
         if D != D_PAD:
             mask = mask & (d < D)[None, :]
         key = tl.load(key_ptr + key_at, mask=mask, other=0.0)
-        if LATENT:
-            value = key
-        else:
-            value = tl.load(value_ptr + value_at, mask=mask, other=0.0)
+        value = key if LATENT else tl.load(value_ptr + value_at, mask=mask, other=0.0)
     elif D != D_PAD:
         in_head = tl.broadcast_to((d < D)[None, :], [TILE, D_PAD])
         key = tl.load(key_ptr + key_at, mask=in_head, other=0.0)
-        if LATENT:
-            value = key
-        else:
-            value = tl.load(value_ptr + value_at, mask=in_head, other=0.0)
+        value = key if LATENT else tl.load(value_ptr + value_at, mask=in_head, other=0.0)
     else:
         key = tl.load(key_ptr + key_at)
-        if LATENT:
-            value = key
-        else:
-            value = tl.load(value_ptr + value_at)
+        value = key if LATENT else tl.load(value_ptr + value_at)
 
     score = tl.dot(query, tl.trans(key), input_precision=PRECISION)
     if LATENT:
