@@ -91,6 +91,15 @@ def _stored_name(key: str) -> str:
     return key
 
 
+def _is_norm_of_experts(key: str, config: ModelConfig) -> bool:
+    """Whether ``key`` is of a norm in front of experts: Transformer Engine's layers, which train
+    such models, fuse it with nothing."""
+    if config.num_moe_experts is None or ".pre_mlp_layernorm." not in key:
+        return False
+    layer = re.search(r"layers\.(\d+)\.pre_mlp", key)
+    return config.has_experts(int(layer[1]) if layer is not None else 0)
+
+
 def save_distributed(
     path: str | Path,
     model: Any,
@@ -110,7 +119,7 @@ def save_distributed(
     directory.mkdir(parents=True, exist_ok=True)
     sharded_state_dict = _sharded_state_dict(model, {})
     for value in nested_values(sharded_state_dict):
-        if hasattr(value, "key"):
+        if hasattr(value, "key") and not _is_norm_of_experts(value.key, config):
             value.key = _stored_name(value.key)
     dist_checkpointing.save(
         sharded_state_dict, str(directory), sharded_strategy=_SyncSaveStrategy()

@@ -13,6 +13,7 @@ from typing import Any, get_args, get_type_hints
 
 import torch
 
+from megatron_async.checkpoint import megatron_experts
 from megatron_async.checkpoint.common_file import COMMON_FILE, training_arguments
 from megatron_async.checkpoint.files import Description
 from megatron_async.checkpoint.padded_vocabulary import PaddedVocabulary
@@ -23,7 +24,7 @@ from megatron_async.models.config import ModelConfig, RopeScaling
 
 # What a model must not have, by the values that say that it has it not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "num_experts": (None, 0),
+    **megatron_experts.NEUTRAL,
     "multi_latent_attention": (None, False),
     "heterogeneous_layers_config_path": (None,),
     "is_hybrid_model": (None, False),
@@ -65,6 +66,10 @@ class _Arguments:
 
     def has(self, name: str) -> bool:
         return self._values.get(name) is not None
+
+    def get(self, name: str) -> Any:
+        """A value of any type."""
+        return self._values.get(name)
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self._values.get(name)
@@ -159,13 +164,15 @@ def _convert(args: _Arguments, embedding: tuple[int, ...]) -> ModelConfig:
     has_groups = args.flag("group_query_attention")
     biased = args.flag("add_bias_linear", not args.flag("disable_bias_linear"))
     rotated, rope_scaling = _position(args)
+    num_layers = args.integer("num_layers")
+    ffn_hidden_size = args.integer("ffn_hidden_size", 4 * hidden_size)
     return ModelConfig(
-        num_layers=args.integer("num_layers"),
+        num_layers=num_layers,
         hidden_size=hidden_size,
         num_attention_heads=heads,
         num_kv_heads=args.integer("num_query_groups") if has_groups else heads,
         head_dim=args.integer("kv_channels", hidden_size // heads),
-        ffn_hidden_size=args.integer("ffn_hidden_size", 4 * hidden_size),
+        ffn_hidden_size=ffn_hidden_size,
         vocab_size=embedding[0] if embedding else args.integer("padded_vocab_size"),
         max_sequence_length=args.integer("max_position_embeddings"),
         normalization=_one_of(args, "normalization", "LayerNorm", ("LayerNorm", "RMSNorm")),
@@ -180,6 +187,7 @@ def _convert(args: _Arguments, embedding: tuple[int, ...]) -> ModelConfig:
         rope_theta=args.number("rotary_base", 10000.0),
         rope_scaling=rope_scaling,
         mtp_num_layers=args.integer("mtp_num_layers", 0),
+        **megatron_experts.expert_fields(args, num_layers, ffn_hidden_size),
         **_features(args),
     )
 

@@ -84,7 +84,7 @@ def save_native(
     parameters = dict(model.named_parameters())
     dtype = dtype or next(iter(parameters.values())).dtype
     tensors = {
-        name: parameter.detach().to("cpu", dtype).contiguous()
+        name: parameter.detach().to("cpu", stored_dtype(name, dtype)).contiguous()
         for name, parameter in parameters.items()
     }
     save_file(tensors, directory / SINGLE_FILE, metadata={"format": "pt"})
@@ -93,6 +93,11 @@ def save_native(
     write_config(
         directory, config, eos_token_ids=eos_token_ids, bos_token_id=bos_token_id, dtype=dtype
     )
+
+
+def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Of a parameter of a model in ``dtype``; a router's bias of experts is always in fp32."""
+    return torch.float32 if name.endswith(".expert_bias") else dtype
 
 
 def describe(directory: Path, values: dict[str, Any]) -> Description:

@@ -26,11 +26,19 @@ SLACK = 2
 def least_parameters(config: ModelConfig) -> int:
     """Elements of the large matrices that each architecture has: fewer than all."""
     attention = 2 * (config.num_attention_heads + config.num_kv_heads) * config.head_dim
-    layer = config.hidden_size * (attention + 2 * config.ffn_hidden_size)
+    expert_layers = config.expert_layer_count
+    if config.has_experts(config.num_layers):
+        expert_layers += config.mtp_num_layers
+    all_layers = config.num_layers + config.mtp_num_layers
+    layers = all_layers * config.hidden_size * attention
+    layers += (all_layers - expert_layers) * 2 * config.hidden_size * config.ffn_hidden_size
+    if config.num_moe_experts is not None:
+        size, ffn = config.moe_latent_size or config.hidden_size, config.moe_ffn_hidden_size or 0
+        layers += expert_layers * config.num_moe_experts * 2 * size * ffn
     embedded = config.vocab_size
     if config.position_embedding == "learned_absolute":
         embedded += config.max_sequence_length
-    return config.hidden_size * embedded + (config.num_layers + config.mtp_num_layers) * layer
+    return config.hidden_size * embedded + layers
 
 
 def check_stored_size(
@@ -45,6 +53,9 @@ def check_stored_size(
     least = least_parameters(config)
     if least > SLACK * stored:
         sizes = [f"{name}={getattr(config, name)}" for name in _SIZES]
+        if config.num_moe_experts is not None:
+            names = ("num_moe_experts", "moe_ffn_hidden_size")
+            sizes += [f"{name}={getattr(config, name)}" for name in names]
         if config.position_embedding == "learned_absolute":
             sizes.append(f"max_sequence_length={config.max_sequence_length}")
         raise CheckpointError(

@@ -41,6 +41,8 @@ def transformers_config(config: ModelConfig) -> Any:
         "rope_parameters": _rope(config),
     }
     differs = _differs(config, "rope")
+    if differs is not None and config.num_moe_experts is not None:
+        return _with_experts(config, common, differs - _EXPERTS)
     if not differs:
         return transformers.LlamaConfig(**common)
     if differs == {"qk_norm"}:
@@ -63,6 +65,43 @@ def transformers_config(config: ModelConfig) -> Any:
     raise ConfigError("transformers has no counterpart of this architecture that we know of")
 
 
+def _with_experts(config: ModelConfig, common: dict[str, Any], differs: set[str]) -> Any:
+    """Of a model with experts that a softmax weights; ``differs`` are its other features."""
+    import transformers
+
+    kinds = config.moe_layer_freq or ()
+    common["num_experts_per_tok"] = config.moe_router_topk
+    qwen = {
+        "num_experts": config.num_moe_experts,
+        "moe_intermediate_size": config.moe_ffn_hidden_size,
+        "norm_topk_prob": not config.moe_router_pre_softmax,
+        "mlp_only_layers": [n for n, kind in enumerate(kinds) if not kind],
+    }
+    if differs == {"qk_norm"}:
+        return transformers.Qwen3MoeConfig(**common, **qwen)
+    if differs == {"qkv_bias", *_SHARED} and config.moe_shared_expert_gate:
+        shared = config.moe_shared_expert_intermediate_size
+        return transformers.Qwen2MoeConfig(**common, **qwen, shared_expert_intermediate_size=shared)
+    if not kinds:
+        common["intermediate_size"] = config.moe_ffn_hidden_size
+        if differs <= {"sliding_window"} and not config.moe_router_pre_softmax:
+            return transformers.MixtralConfig(
+                **common, num_local_experts=config.num_moe_experts,
+                sliding_window=config.sliding_window,
+            )  # fmt: skip
+        if differs == {"qk_norm", "qk_norm_kind"} and config.qk_norm_kind == "projection":
+            return transformers.OlmoeConfig(
+                **common, num_experts=config.num_moe_experts, pad_token_id=None,
+                norm_topk_prob=qwen["norm_topk_prob"],
+            )  # fmt: skip
+    raise ConfigError("transformers has no counterpart of this architecture that we know of")
+
+
+_EXPERTS = {
+    "num_moe_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_router_topk",
+    "moe_router_pre_softmax",
+}  # fmt: skip
+_SHARED = {"moe_shared_expert_intermediate_size", "moe_shared_expert_gate"}
 _SIZES = {
     "num_layers", "hidden_size", "num_attention_heads", "num_kv_heads", "head_dim", "vocab_size",
     "ffn_hidden_size", "max_sequence_length", "norm_epsilon", "tie_word_embeddings",

@@ -38,7 +38,8 @@ def read_weights(
 
     Args:
         source: a model directory, as :func:`load_pretrained` takes it; a ``.safetensors`` file
-            with megatron-core's parameter names; or a state dict with these.
+            with megatron-core's parameter names; or a state dict with these. Experts may be
+            stacked, as the model has them, or each by itself.
         allow_non_finite_weights: take tensors with NaN or infinite elements as they are.
 
     Raises:
@@ -58,6 +59,10 @@ def read_weights(
         targets[OUTPUT] = targets[EMBEDDING]
     # megatron-core's layers have an extra state each, which holds no weights.
     tensors = {k: v for k, v in loaded.items() if not str(k).endswith("_extra_state")}
+    if not tensors.keys() <= targets.keys():
+        from megatron_async.models.moe.names import expert_views
+
+        targets |= expert_views(model)
     if not tensors:
         raise CheckpointError("the new weights are empty; give parameters by their names")
     for name, tensor in tensors.items():

@@ -252,6 +252,13 @@ class ModelConfig:
         slides = self.sliding_layers is None or layer in self.sliding_layers
         return self.sliding_window if slides else None
 
+    @property
+    def expert_layer_count(self) -> int:
+        """Layers of the decoder with experts."""
+        if self.num_moe_experts is None or self.moe_layer_freq is None:
+            return 0 if self.num_moe_experts is None else self.num_layers
+        return sum(self.moe_layer_freq)
+
     def has_experts(self, layer: int) -> bool:
         """Whether the MLP of ``layer`` is a mixture of experts. Layers for multi-token prediction
         are like the last one."""

@@ -8,6 +8,7 @@ from megatron_async.models.config import ModelConfig, RopeScaling
 def features(config: ModelConfig) -> list[str]:
     """One phrase for each feature, in the order of a forward."""
     found = [*_positions(config), *_attention(config), *_norms(config)]
+    found += _experts(config)
     if config.activation != "swiglu":
         found.append(f"activation {config.activation}")
     biased = {
@@ -28,6 +29,35 @@ def features(config: ModelConfig) -> list[str]:
     if config.mtp_num_layers:
         found.append(f"{config.mtp_num_layers} layers for multi-token prediction")
     return found
+
+
+def _experts(config: ModelConfig) -> list[str]:
+    if config.num_moe_experts is None:
+        return []
+    layers = config.expert_layer_count
+    count = f"{config.num_moe_experts} experts of {config.moe_ffn_hidden_size}"
+    where = f"in {layers} of {config.num_layers} layers"
+    found = [f"{count} {where}, {config.moe_router_topk} a token by {_router(config)}"]
+    if config.moe_router_num_groups is not None:
+        kept, groups = config.moe_router_group_topk, config.moe_router_num_groups
+        found.append(f"experts of {kept} of {groups} groups")
+    if config.moe_shared_expert_intermediate_size is not None:
+        gate = " behind a gate" if config.moe_shared_expert_gate else ""
+        found.append(f"shared experts of {config.moe_shared_expert_intermediate_size}{gate}")
+    if config.moe_latent_size is not None:
+        found.append(f"experts of a projection of {config.moe_latent_size} elements")
+    return found
+
+
+def _router(config: ModelConfig) -> str:
+    """How experts are weighted."""
+    scores = config.moe_router_score_function
+    if scores == "softmax":
+        scores += " of all" if config.moe_router_pre_softmax else " of the chosen"
+    if config.moe_router_enable_expert_bias:
+        scores += " with a bias"
+    factor = config.moe_router_topk_scaling_factor
+    return scores if factor is None else f"{scores}, times {factor:g}"
 
 
 def _positions(config: ModelConfig) -> list[str]:

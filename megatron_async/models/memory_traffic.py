@@ -5,23 +5,37 @@ from __future__ import annotations
 from megatron_async.models.config import ModelConfig
 
 
-def weight_bytes(config: ModelConfig, itemsize: int) -> int:
+def weight_bytes(config: ModelConfig, itemsize: int, experts: float | None = None) -> int:
     """Bytes of weights that one decode step reads, without drafts.
 
     All of the decoder and the output projection. Of an input embedding that is not the output
     projection too a step reads a row per request, which is nothing, and of learned positions
     likewise.
+
+    Args:
+        experts: how many of each layer's the step's tokens have chosen; None is all.
     """
-    layers = config.num_layers * _layer_elements(config) + _norm_elements(config)
-    return itemsize * (layers + config.vocab_size * config.hidden_size)
+    layers = sum(_layer_elements(config, layer, experts) for layer in range(config.num_layers))
+    total = layers + _norm_elements(config) + config.vocab_size * config.hidden_size
+    return round(itemsize * total)
 
 
-def mtp_weight_bytes(config: ModelConfig, itemsize: int) -> int:
+def mtp_weight_bytes(config: ModelConfig, itemsize: int, experts: float | None = None) -> int:
     """Bytes of weights that a draft by multi-token prediction reads: a layer of its own, and the
     output projection once more."""
     hidden = config.hidden_size
-    layer = _layer_elements(config) + 2 * hidden * hidden + 3 * _norm_elements(config)
-    return itemsize * (layer + config.vocab_size * hidden)
+    layer = _layer_elements(config, config.num_layers, experts)
+    layer += 2 * hidden * hidden + 3 * _norm_elements(config)
+    return round(itemsize * (layer + config.vocab_size * hidden))
+
+
+def expected_experts(config: ModelConfig, tokens: int) -> float | None:
+    """Experts of a layer that so many tokens choose, if all are chosen equally often and each token
+    for itself; None without experts."""
+    if config.num_moe_experts is None:
+        return None
+    share = config.moe_router_topk / config.num_moe_experts
+    return config.num_moe_experts * (1 - (1 - share) ** tokens)
 
 
 def _norm_elements(config: ModelConfig) -> int:
@@ -29,22 +43,44 @@ def _norm_elements(config: ModelConfig) -> int:
     return config.hidden_size * (2 if has_bias else 1)
 
 
-def _layer_elements(config: ModelConfig) -> int:
-    """Of a layer of the decoder."""
-    hidden, ffn = config.hidden_size, config.ffn_hidden_size
+def _layer_elements(config: ModelConfig, layer: int, experts: float | None) -> float:
+    """Of a layer of the decoder, or of multi-token prediction behind them."""
+    hidden = config.hidden_size
     query = config.num_attention_heads * config.head_dim
     key_value = config.num_kv_heads * config.head_dim
-    fc1_rows = 2 * ffn if config.gated else ffn
-    layer = hidden * (query + 2 * key_value) + query * hidden + fc1_rows * hidden + hidden * ffn
+    found = hidden * (query + 2 * key_value) + query * hidden
     norms = 4 if config.norm_placement == "both" else 2
-    layer += (norms - (config.parallel_residual == "one_norm")) * _norm_elements(config)
+    found += (norms - (config.parallel_residual == "one_norm")) * _norm_elements(config)
     if config.qk_norm:
         all_heads = config.qk_norm_kind in ("projection", "each_head")
-        layer += query + key_value if all_heads else 2 * config.head_dim
-    layer += query + 2 * key_value if config.qkv_bias else 0
-    layer += hidden if config.attention_output_bias else 0
-    layer += fc1_rows + hidden if config.mlp_bias else 0
-    return layer
+        found += query + key_value if all_heads else 2 * config.head_dim
+    found += query + 2 * key_value if config.qkv_bias else 0
+    found += hidden if config.attention_output_bias else 0
+    if config.has_experts(layer):
+        return found + _expert_layer_elements(config, experts)
+    return found + _mlp_elements(config, hidden, config.ffn_hidden_size, config.mlp_bias)
+
+
+def _mlp_elements(config: ModelConfig, size: int, ffn: int, bias: bool) -> int:
+    """Of an MLP from ``size`` elements to as many."""
+    fc1_rows = 2 * ffn if config.gated else ffn
+    return fc1_rows * size + size * ffn + (fc1_rows + size if bias else 0)
+
+
+def _expert_layer_elements(config: ModelConfig, experts: float | None) -> float:
+    """Of a router, ``experts`` of its experts, and what all tokens pass."""
+    count, ffn, hidden = config.num_moe_experts, config.moe_ffn_hidden_size, config.hidden_size
+    assert count is not None and ffn is not None
+    latent, shared = config.moe_latent_size, config.moe_shared_expert_intermediate_size
+    biases = config.moe_router_bias + config.moe_router_enable_expert_bias
+    expert = _mlp_elements(config, latent or hidden, ffn, config.mlp_bias)
+    found = count * (hidden + biases) + (count if experts is None else experts) * expert
+    if latent is not None:
+        found += 2 * hidden * latent + (hidden + latent if config.mlp_bias else 0)
+    if shared is not None:
+        found += _mlp_elements(config, hidden, shared, bias=False)
+        found += hidden if config.moe_shared_expert_gate else 0
+    return found
 
 
 def kv_bytes(
@@ -69,6 +105,7 @@ def floor_ms(
     new_tokens: int,
     drafts: int = 0,
     draft_model: ModelConfig | None = None,
+    experts: float | None = None,
 ) -> float:
     """Milliseconds in which memory could deliver a mean step's weights, keys and values once, at
     ``bandwidth`` bytes per second.
@@ -76,12 +113,20 @@ def floor_ms(
     Args:
         drafts: so many times a layer for multi-token prediction and the output layer are read too,
             or all of ``draft_model``.
+        experts: of each layer, those that a step has read; None takes what is to be expected of
+            its tokens, see :func:`expected_experts`.
     """
     load = batch_size, prompt_tokens + new_tokens / 2
-    read = weight_bytes(config, itemsize) + kv_bytes(config, itemsize, *load)
+    if experts is None:
+        experts = expected_experts(config, batch_size * (1 + drafts))
+    read = weight_bytes(config, itemsize, experts) + kv_bytes(config, itemsize, *load)
     if draft_model is None:
-        draft = mtp_weight_bytes(config, itemsize) + kv_bytes(config, itemsize, *load, layers=1)
+        drafting = expected_experts(config, batch_size)
+        draft = mtp_weight_bytes(config, itemsize, drafting)
+        draft += kv_bytes(config, itemsize, *load, layers=1)
     else:
-        draft = weight_bytes(draft_model, itemsize) + kv_bytes(draft_model, itemsize, *load)
+        drafting = expected_experts(draft_model, batch_size)
+        draft = weight_bytes(draft_model, itemsize, drafting)
+        draft += kv_bytes(draft_model, itemsize, *load)
     read += drafts * draft
     return 1e3 * read / bandwidth

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from megatron_async.models.config import ModelConfig, RopeScaling
@@ -61,6 +62,12 @@ SHAPES: dict[str, ModelConfig] = {
     "qwen1.7b": _qwen(28, 2048, 16, 8, 128, 6144, tied=True),
     "qwen4b": _qwen(36, 2560, 32, 8, 128, 9728, tied=True),
     "qwen8b": _qwen(36, 4096, 32, 8, 128, 12288, tied=False),
+    "qwen3-30b-a3b": dataclasses.replace(
+        _qwen(48, 2048, 32, 4, 128, 6144, tied=False),
+        num_moe_experts=128,
+        moe_ffn_hidden_size=768,
+        moe_router_topk=8,
+    ),
     "qwen2.5-7b": _shape(
         *(28, 3584, 28, 4, 128, 18944),
         vocab_size=152064,
@@ -114,4 +121,13 @@ SHAPES: dict[str, ModelConfig] = {
     ),
     # No model's: small enough for tests on a CPU.
     "tiny-llama": _shape(2, 64, 4, 2, 16, 128, vocab_size=512, max_sequence_length=2048),
+    "tiny-qwen-moe": _shape(
+        *(2, 64, 4, 2, 16, 128),
+        vocab_size=512,
+        max_sequence_length=2048,
+        qk_norm=True,
+        num_moe_experts=8,
+        moe_ffn_hidden_size=32,
+        moe_router_topk=2,
+    ),
 }

@@ -1,8 +1,9 @@
-"""Train the embedded model `tiny` with megatron-core on Python's standard library.
+"""Train the embedded models with megatron-core on Python's standard library.
 
-A byte-level GPT with two multi-token prediction layers; one H200 needs a few minutes::
+Byte-level models: ``tiny`` is a GPT with two multi-token prediction layers, ``tiny-moe`` a mixture
+of experts; one H200 needs a few minutes::
 
-    PYTHONPATH=. python scripts/tiny/train.py --out tiny
+    PYTHONPATH=. python scripts/tiny/train.py --model tiny --out tiny
 
 The tokenizer, bytes and a few special tokens, is not trained: its files are those of the package.
 """
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from balance import LoadBalance
 from corpus import BEGIN, END, VOCAB_SIZE, Corpus, pack, read_corpus
 from report import positions_like, report, validation_loss
 from torch import Tensor
@@ -37,11 +39,18 @@ from megatron.core import __version__ as MEGATRON_CORE_VERSION  # isort: skip
 
 ASSETS = Path(__file__).parents[2] / "megatron_async" / "assets" / "tiny"
 TOKENIZER_FILES = [ASSETS / "tokenizer.json", ASSETS / "tokenizer_config.json"]
-CONFIG = ModelConfig(
-    num_layers=5, hidden_size=256, num_attention_heads=4, num_kv_heads=2, head_dim=64,
-    ffn_hidden_size=704, vocab_size=VOCAB_SIZE, max_sequence_length=2048,
-    tie_word_embeddings=True, mtp_num_layers=2,
+_SIZES: dict[str, Any] = dict(
+    hidden_size=256, num_attention_heads=4, num_kv_heads=2, head_dim=64, ffn_hidden_size=704,
+    vocab_size=VOCAB_SIZE, max_sequence_length=2048, tie_word_embeddings=True,
 )  # fmt: skip
+CONFIGS = {
+    "tiny": ModelConfig(num_layers=5, mtp_num_layers=2, **_SIZES),
+    "tiny-moe": ModelConfig(
+        num_layers=4, num_moe_experts=8, moe_ffn_hidden_size=64, moe_layer_freq=(0, 1, 1, 1),
+        moe_shared_expert_intermediate_size=128, **_SIZES,
+    ),
+}  # fmt: skip
+"""By the name of the embedded model."""
 WARM_UP_SHARE, LAST_RATE = 0.02, 0.01
 
 
@@ -53,8 +62,11 @@ class Trainer:
     last step's mean next-token loss in nats, on the device.
     """
 
-    def __init__(self, model: GPTModel, batch_size: int, sequence_length: int) -> None:
+    def __init__(
+        self, model: GPTModel, batch_size: int, sequence_length: int, balance: float = 0.0
+    ) -> None:
         self.model = model
+        self.balance, self.load_balance = balance, LoadBalance(model)
         self.params = list(model.parameters())
         self.device = self.params[0].device
         self.master = [p.detach().float() for p in self.params]
@@ -79,7 +91,7 @@ class Trainer:
         inputs, labels = self.tokens[:, :-1].contiguous(), self.tokens[:, 1:].contiguous()
         losses = self.model(inputs, self.positions, None, labels=labels, loss_mask=self.mask)
         loss = losses.mean()
-        loss.backward()
+        (loss + self.balance * self.load_balance.loss()).backward()
         with torch.no_grad():
             torch._foreach_copy_(self.grads, [p.grad for p in self.params])
             torch.nn.utils.clip_grad_norm_(self.master, 1.0)
@@ -213,16 +225,18 @@ def parse_arguments() -> argparse.Namespace:
     """The options. Their defaults are those of the model in the package."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
+    add("--model", choices=CONFIGS, default="tiny")
     add("--out", type=Path, required=True, help="directory to write")
     add("--minutes", type=float, default=1.8, help="start to end of training")
     add("--steps", type=int, help="train this many steps instead")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--seed", type=int, default=0)
     add("--batch-size", type=int, default=32, help="sequences in a step")
-    add("--sequence-length", type=int, default=CONFIG.max_sequence_length)
+    add("--sequence-length", type=int, default=_SIZES["max_sequence_length"])
     add("--lr", type=float, default=2.5e-3, help="peak learning rate")
     add("--dropout", type=float, default=0.1)
     add("--mtp-scale", type=float, default=0.6, help="weight of the MTP losses")
+    add("--balance", type=float, default=0.01, help="weight of the load balance of experts")
     add("--test-share", type=float, default=0.5, help="of test suites, an epoch")
     add("--checks", type=int, default=6, help="validations during training")
     add("--log-every", type=int, default=25)
@@ -232,8 +246,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--limit-files", type=int, help="read only so many source files")
     add("--cuda-graph", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
-    if not 2 <= args.sequence_length <= CONFIG.max_sequence_length:
-        parser.error(f"--sequence-length must be 2 to {CONFIG.max_sequence_length}")
+    if not 2 <= args.sequence_length <= _SIZES["max_sequence_length"]:
+        parser.error(f"--sequence-length must be 2 to {_SIZES['max_sequence_length']}")
     return args
 
 
@@ -248,7 +262,8 @@ def main() -> None:
     corpus = read_corpus(args.sequence_length - 2, args.limit_files)
     if not corpus.training or not corpus.validation:
         raise SystemExit("too few source files: use a larger --limit-files")
-    model = build_model(CONFIG, device=device, dtype=torch.bfloat16)
+    config = CONFIGS[args.model]
+    model = build_model(config, device=device, dtype=torch.bfloat16)
     model.train()
     model.config.mtp_loss_scaling_factor = args.mtp_scale
     set_dropout(model, args.dropout)
@@ -265,11 +280,11 @@ def main() -> None:
         "validation_bytes": sum(len(d.text) for d in corpus.validation),
     }
     print(json.dumps(figures), flush=True)
-    trainer = Trainer(model, args.batch_size, args.sequence_length)
+    trainer = Trainer(model, args.batch_size, args.sequence_length, args.balance)
     figures["training"] = train(trainer, corpus, args, start)
     # Weights first: a failing evaluation must not cost them.
     save_native(
-        args.out, model, CONFIG, tokenizer_files=TOKENIZER_FILES, eos_token_ids=[END],
+        args.out, model, config, tokenizer_files=TOKENIZER_FILES, eos_token_ids=[END],
         bos_token_id=BEGIN, dtype=torch.bfloat16,
     )  # fmt: skip
     print(f"written to {args.out}; {time.monotonic() - start:.1f} s", flush=True)

@@ -69,7 +69,10 @@ def test_another_interface_of_transformers_is_a_reason(monkeypatch: pytest.Monke
 @needs_transformers
 @pytest.mark.parametrize(
     "shape",
-    ["llama8b", "qwen0.6b", "gpt2", "qwen2.5-7b", "mistral7b", "phi3-mini", "gemma2-9b"],
+    [
+        *("llama8b", "qwen0.6b", "gpt2", "qwen2.5-7b", "mistral7b", "phi3-mini", "gemma2-9b"),
+        "qwen3-30b-a3b",
+    ],
 )
 def test_baseline_has_as_many_parameters(shape: str) -> None:
     transformers = pytest.importorskip("transformers")

@@ -38,11 +38,21 @@ CONFIG = ModelConfig(
     max_sequence_length=128,
     qk_norm=True,
 )
+EXPERTS: dict[str, Any] = {
+    "num_moe_experts": 4,
+    "moe_ffn_hidden_size": 24,
+    "moe_router_score_function": "sigmoid",
+    "moe_router_enable_expert_bias": True,
+    "moe_shared_expert_intermediate_size": 16,
+    "moe_shared_expert_gate": True,
+}
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "tied_mtp": {"tie_word_embeddings": True, "mtp_num_layers": 2},
     "biased": {"qkv_bias": True, "attention_output_bias": True, "mlp_bias": True},
     "gelu": {"activation": "gelu", "normalization": "LayerNorm"},
+    "experts": {**EXPERTS, "moe_router_bias": True, "mlp_bias": True},
+    "experts_in_some_layers": {**EXPERTS, "moe_layer_freq": [0, 1], "moe_latent_size": 16},
 }
 
 # A program of a megatron user: stock model, stock save, nothing of this package.
@@ -57,9 +67,10 @@ jit.disable_jit_fuser()
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec, get_gpt_mtp_block_spec)
+    get_gpt_decoder_block_spec, get_gpt_layer_local_spec, get_gpt_mtp_block_spec)
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 torch.distributed.init_process_group(
@@ -119,11 +130,59 @@ def save_with_mtp(root):
         dist_checkpointing.save(sharded, f"{root}/{name}/iter_0000007")
         open(f"{root}/{name}/latest_checkpointed_iteration.txt", "w").write("7")
 
+def with_experts(frequency):
+    config = TransformerConfig(
+        num_layers=3, hidden_size=32, num_attention_heads=4, num_query_groups=2, kv_channels=8,
+        ffn_hidden_size=48, normalization="RMSNorm", add_bias_linear=False,
+        gated_linear_unit=True, activation_func=torch.nn.functional.silu,
+        use_cpu_initialization=True, bias_activation_fusion=False, bias_dropout_fusion=False,
+        masked_softmax_fusion=False, gradient_accumulation_fusion=False,
+        hidden_dropout=0.0, attention_dropout=0.0, num_moe_experts=4, moe_ffn_hidden_size=24,
+        moe_router_topk=2, moe_router_score_function="sigmoid", moe_layer_freq=frequency,
+        moe_router_enable_expert_bias=True, moe_shared_expert_intermediate_size=16,
+        moe_shared_expert_gate=True, moe_router_load_balancing_type="none")
+    model = GPTModel(
+        config=config, vocab_size=64, max_sequence_length=128,
+        transformer_layer_spec=get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization="RMSNorm"),
+        position_embedding_type="learned_absolute", share_embeddings_and_output_weights=False)
+    torch.manual_seed(3)
+    for tensor in model.state_dict().values():
+        if isinstance(tensor, torch.Tensor):
+            tensor.copy_(torch.randn_like(tensor) * 0.3)
+    return model.eval()
+
+def save_with_experts(root):
+    # Stacked, and with a dense layer between, under the names of both layer specs.
+    moe_utils.te_general_gemm = None
+    arguments = argparse.Namespace(**vars(ARGUMENTS))
+    arguments.__dict__.update(
+        num_layers=3, num_experts=4, moe_ffn_hidden_size=24, moe_router_topk=2, mtp_num_layers=None,
+        moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True,
+        moe_shared_expert_intermediate_size=16, moe_shared_expert_gate=True, qk_layernorm=False)
+    single = {"singleton_local_shards": True}
+    mask = torch.ones(1, 1, 40, 40).triu(1).bool()
+    for name, frequency, has_map, metadata in (
+        ("moe_all", 1, False, {}), ("moe_single", [1, 0, 1], True, single)):
+        model = with_experts(frequency)
+        if not has_map:
+            for module in model.modules():
+                if hasattr(module, "submodules_config"):
+                    module.submodules_config.sharded_state_dict_keys_map = {}
+        sharded = model.sharded_state_dict(metadata=metadata)
+        arguments.moe_layer_freq = frequency
+        sharded |= {"args": arguments, "checkpoint_version": 3.0, "iteration": 7}
+        os.makedirs(f"{root}/{name}")
+        dist_checkpointing.save(sharded, f"{root}/{name}")
+        logits = model(torch.arange(40)[None] * 7 % 64, torch.arange(40)[None], mask)
+        torch.save(logits.detach(), f"{root}/{name}.pt")
+
 if __name__ == "__main__":
     root = sys.argv[1]
     model = build()
     torch.save(dict(model.named_parameters()), f"{root}/stock.pt")
     save_with_mtp(root)
+    save_with_experts(root)
     for name, metadata in (("stacked", {}), ("single", {"singleton_local_shards": True})):
         sharded = model.sharded_state_dict(metadata=metadata)
         sharded["args"] = {"iteration": 3}
@@ -210,6 +269,24 @@ def test_mtp_layers_as_training_saves_them_draft_what_training_sees(stock: Path,
         hidden = model.mtp_hidden_states(layer, hidden[:-1], ids[:, at:], positions[:, at:])
         torch.testing.assert_close(model.logits(hidden)[0], expected[:-at], atol=1e-4, rtol=1e-4)
     assert drafted(stock / name, depth=1, drafts=2) == drafted(stock / name, depth=0, drafts=0)
+
+
+@pytest.mark.parametrize(("name", "frequency"), [("moe_all", None), ("moe_single", (1, 0, 1))])
+@torch.no_grad()
+def test_experts_as_training_saves_them(
+    stock: Path, name: str, frequency: tuple[int, ...] | None
+) -> None:
+    """Stacked over experts and layers, or each by itself; norms under the names of both specs."""
+    loaded = load_pretrained(stock / name)
+    changes = {
+        "num_layers": 3, "position_embedding": "learned_absolute", "qk_norm": False,
+        "moe_layer_freq": frequency, **EXPERTS,
+    }  # fmt: skip
+    assert loaded.config == ModelConfig.from_dict({**CONFIG.to_dict(), **changes})
+    assert loaded.model.decoder.layers[2].mlp.router.expert_bias.any()
+    found = loaded.model(torch.arange(40)[None] * 7 % 64, torch.arange(40)[None], None)
+    expected = torch.load(stock / f"{name}.pt", weights_only=True)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 def drafted(path: Path, depth: int, drafts: int) -> list[list[int]]:

@@ -146,6 +146,14 @@ def test_legacy_checkpoint_says_how_to_convert(tmp_path: Path) -> None:
         ({"rotary_base": 5e5}, {"rope_theta": 5e5}),
         ({"mtp_num_layers": 2, "mtp_hsm": True}, {"mtp_num_layers": 2}),
         (
+            {"num_experts": 8, "moe_layer_freq": 1, "moe_router_topk_scaling_factor": 2.5},
+            {
+                "num_moe_experts": 8,
+                "moe_ffn_hidden_size": 24,
+                "moe_router_topk_scaling_factor": 2.5,
+            },
+        ),
+        (
             {"use_rope_scaling": True, "rope_scaling_factor": 4.0},
             {
                 "rope_scaling": RopeScaling(
@@ -169,7 +177,14 @@ def test_arguments_of_a_training_describe_the_model(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"num_experts": 8}, "args.num_experts=8 is not supported; supported: None or 0"),
+        ({"num_experts": 8, "moe_layer_freq": [1, 0]}, "moe_layer_freq=.*a 0 or a 1 for each"),
+        ({"num_experts": 8, "moe_layer_freq": 0}, "args.moe_layer_freq=0 is not supported"),
+        ({"num_experts": 1}, "moe_router_topk=2 must be at most num_moe_experts=1"),
+        (
+            {"num_experts": 8, "moe_router_load_balancing_type": ["sinkhorn"]},
+            "args.moe_router_load_balancing_type=.*supported: a top-k router",
+        ),
+        ({"moe_apply_probs_on_input": True}, "args.moe_apply_probs_on_input=True is not"),
         ({"multi_latent_attention": True}, "args.multi_latent_attention=True is not supported"),
         (
             {"position_embedding_type": "mrope"},

@@ -17,6 +17,7 @@ from megatron_async.checkpoint import load_pretrained
 from megatron_async.checkpoint.families import families
 from megatron_async.checkpoint.huggingface import convert_config
 from megatron_async.checkpoint.native import save_native
+from megatron_async.checkpoint.transformers_config import transformers_config
 from megatron_async.checkpoint.update import read_weights
 from megatron_async.errors import CheckpointError
 from megatron_async.models.config import ModelConfig
@@ -117,6 +118,15 @@ def test_weights_survive_saving_and_updates(name: str, tmp_path: Path) -> None:
         expected = theirs(ids).logits
         found = again.model(ids, torch.arange(40)[None], None, runtime_gather_output=True)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "olmoe", "qwen2_moe", "qwen3_moe"])
+def test_models_with_experts_have_a_way_back(name: str) -> None:
+    values = {**CONFIGS[name]().to_dict(), "architectures": None, "use_sliding_window": False}
+    config = convert_config(Path("config.json"), {**values, "layer_types": None})
+    back = transformers_config(config)
+    assert back.model_type == name
+    assert convert_config(Path("config.json"), {**back.to_dict(), "architectures": None}) == config
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])

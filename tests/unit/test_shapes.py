@@ -16,7 +16,12 @@ from megatron_async.inference.benchmark import runner
 from megatron_async.inference.benchmark.model import BenchmarkModel
 from megatron_async.inference.cli.main import main
 from megatron_async.models.build import build_random_model
-from megatron_async.models.memory_traffic import floor_ms, mtp_weight_bytes, weight_bytes
+from megatron_async.models.memory_traffic import (
+    expected_experts,
+    floor_ms,
+    mtp_weight_bytes,
+    weight_bytes,
+)
 from megatron_async.models.shapes import SHAPES
 
 
@@ -33,11 +38,28 @@ def model() -> torch.nn.Module:
         ("qwen0.6b", 32, 0.6),
         ("qwen0.6b", 1, 0.3),
         ("gpt2", 1, 0.06),
+        ("qwen3-30b-a3b", 1, 1.4),
+        ("qwen3-30b-a3b", 32, 12.5),
     ],
 )
 def test_floor_of_known_shapes(shape: str, batch: int, expected: float) -> None:
     found = floor_ms(SHAPES[shape], 2, 4.3e12, batch_size=batch, prompt_tokens=128, new_tokens=512)
     assert found == pytest.approx(expected, rel=0.05)
+
+
+def test_experts_that_are_read_count_alone() -> None:
+    config = dataclasses.replace(
+        SHAPES["tiny-qwen-moe"], moe_layer_freq=(0, 1), moe_latent_size=32, moe_router_bias=True,
+        moe_shared_expert_intermediate_size=48, moe_shared_expert_gate=True, mlp_bias=True,
+    )  # fmt: skip
+    model = build_random_model(config, device=torch.device("cpu"), dtype=torch.float32)
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    read = sum(size for name, size in sizes.items() if "word_embeddings" not in name)
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    assert weight_bytes(config, 4) == 4 * read
+    assert weight_bytes(config, 4, 2) == 4 * (read - experts * 6 // 8)
+    assert expected_experts(config, 1) == 2
+    assert expected_experts(config, 2) == pytest.approx(2 + 2 * 6 / 8)
 
 
 def test_weight_bytes_are_those_of_the_parameters_read(model: torch.nn.Module) -> None:

@@ -12,7 +12,7 @@ expert (``TEGroupedMLP`` has ``weight0``, ``weight1``, ...); ``shared_experts``,
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,17 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection  #
 from megatron.core.transformer.moe.shared_experts import (  # isort: skip
     SharedExpertMLP as MegatronSharedExpertMLP,
 )
+
+
+class ExpertWeights(NamedTuple):
+    """``w1`` ``[experts, 2 I or I, H]`` and ``w2`` ``[experts, H, I]``; ``b1`` ``[experts, 2 I or
+    I]`` and ``b2`` ``[experts, H]``, or None."""
+
+    w1: Tensor
+    w2: Tensor
+    b1: Tensor | None
+    b2: Tensor | None
+
 
 Initialize = Callable[[Tensor], Any]
 
@@ -79,10 +90,6 @@ class Router(MegatronModule):  # type: ignore[misc]
         if kept is not None:
             self.expert_bias.data = kept.to(self.expert_bias.device)
         return result
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """fp32 logits ``[T, experts]`` of ``hidden`` ``[T, H]``."""
-        return router_logits(hidden, self.weight, self.bias)
 
 
 class Experts(MegatronModule):  # type: ignore[misc]
@@ -148,36 +155,45 @@ class MoELayer(MegatronModule):  # type: ignore[misc]
             self.fc1_latent_proj = Linears(config, start, latent, hidden, bias=bias)
             self.fc2_latent_proj = Linears(config, end, hidden, latent, bias=bias)
 
+    @property
+    def weights(self) -> ExpertWeights:
+        """Of the experts, as the kernels read them."""
+        fc1, fc2 = self.experts.linear_fc1, self.experts.linear_fc2
+        return ExpertWeights(fc1.weight, fc2.weight, fc1.bias, fc2.bias)
+
     def forward(
         self, hidden_states: Tensor, padding_mask: Tensor | None = None, **_: Any
     ) -> tuple[Tensor, None]:
-        """Each token's experts, weighted and added up.
-
-        Args:
-            hidden_states: ``[S, B, H]``; in inference ``[T, 1, H]``.
-            padding_mask: bool ``[B, S]``, true for tokens that no expert is read for. What comes
-                out for them is that of the shared experts alone.
-
-        Returns:
-            ``[S, B, H]``, and no bias.
-        """
-        tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
-        live = None if padding_mask is None else ~padding_mask.t().reshape(-1)
-        routing = route(
-            self.router(tokens), self.settings, expert_bias=self.router.expert_bias, live=live
-        )
-        fc1, fc2 = self.experts.linear_fc1, self.experts.linear_fc2
-        given = _linear(tokens, self.fc1_latent_proj)
-        output = expert_mlp(
-            given, routing, fc1.weight, fc2.weight, self.activation, b1=fc1.bias, b2=fc2.bias
-        )
-        output = _linear(output, self.fc2_latent_proj)
-        if self.shared_experts is not None:
-            output = output + self.shared_experts(tokens)
-        return output.view_as(hidden_states), None
+        """:func:`mixture` ``[S, B, H]``, and no bias. In inference it is ``[T, 1, H]``."""
+        return mixture(self, hidden_states, padding_mask), None
 
 
-def _linear(x: Tensor, linear: Linears | None) -> Tensor:
+def mixture(layer: Any, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
+    """Each token's experts, weighted and added up, and what all tokens pass.
+
+    Args:
+        layer: a :class:`MoELayer`, or what has its attributes.
+        hidden_states: ``[S, B, H]``.
+        padding_mask: bool ``[B, S]``, true for tokens that no expert is read for. What comes out
+            for them is of the shared experts alone.
+
+    Returns:
+        ``[S, B, H]``.
+    """
+    tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+    live = None if padding_mask is None else ~padding_mask.t().reshape(-1)
+    router, (w1, w2, b1, b2) = layer.router, layer.weights
+    logits = router_logits(tokens, router.weight, router.bias)
+    routing = route(logits, layer.settings, expert_bias=router.expert_bias, live=live)
+    given = _linear(tokens, layer.fc1_latent_proj)
+    output = expert_mlp(given, routing, w1, w2, layer.activation, b1=b1, b2=b2)
+    output = _linear(output, layer.fc2_latent_proj)
+    if layer.shared_experts is not None:
+        output = output + layer.shared_experts(tokens)
+    return output.view_as(hidden_states)
+
+
+def _linear(x: Tensor, linear: Any) -> Tensor:
     return x if linear is None else F.linear(x, linear.weight, linear.bias)
 
 
