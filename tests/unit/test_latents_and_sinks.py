@@ -15,6 +15,7 @@ from megatron_async.models.build import build_random_model
 from megatron_async.models.config import ModelConfig, RopeScaling
 from megatron_async.models.latent_attention import by_head
 from megatron_async.models.latent_config import LatentAttention
+from megatron_async.models.memory_traffic import kv_bytes, weight_bytes
 from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.runner.controller import TextGenerationController
 from megatron_async.sampling_params import SamplingParams
@@ -128,11 +129,14 @@ def test_tokens_are_the_same_through_evictions_pauses_and_prefix_hits(
     assert counters.prefill_chunks > len(PROMPTS)
 
 
-def test_tokens_cost_what_the_spec_says(wrapper: GPTInferenceWrapper) -> None:
+def test_tokens_and_steps_cost_what_is_said(wrapper: GPTInferenceWrapper) -> None:
     spec, config = wrapper.kv_cache_spec, wrapper.model.model_config
     latent = config.latent_attention
     of_layer = 2 * 2 * 12 if latent is None else 16 + 4
     assert spec.token_bytes == 2 * of_layer * 4
+    assert kv_bytes(config, 4, 1, 1) == spec.token_bytes
+    read = [p for name, p in wrapper.model.named_parameters() if "word_embeddings" not in name]
+    assert weight_bytes(config, 4) == 4 * sum(parameter.numel() for parameter in read)
     context = build_context(wrapper, config_at(0, block_count=3), resolve_device("cpu"))
     assert context.kv_cache.numel() * 4 == 4 * context.block_size_tokens * spec.token_bytes
 
