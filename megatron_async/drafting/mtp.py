@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from megatron_async.drafting.mtp_rows import DraftRows, DraftShape, draft_rows
-from megatron_async.kernels import trial
 from megatron_async.kernels.drafting.mtp_input import DraftInput, hidden_before
 from megatron_async.runner.attention_metadata import metadata_of_mixed
 from megatron_async.runner.context import DynamicInferenceContext
@@ -60,7 +59,7 @@ class MtpDrafter:
         forward: what the layer before has put out there."""
         make_fused = getattr(wrapper, "fused_mtp", None)
         self._fused = make_fused() if make_fused is not None else None
-        self._has_kernels = trial.DRAFTING and context.device.type == "cuda" and has_triton()
+        self._has_kernels = context.device.type == "cuda" and has_triton()
 
     def admit(self, slot: int, tokens: Sequence[int]) -> None:
         pass

@@ -2,9 +2,6 @@
 sm_90a, but not yet run on a GPU. Engines take the torch code and the modules instead; the tests
 turn them on."""
 
-DRAFTING = False
-"""Those of steps with drafts: S, H2D and attention of windows, and the MTP layers."""
-
 LATENT = False
 """Multi-latent attention, in decode steps and in prefill."""
 

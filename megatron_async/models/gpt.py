@@ -63,8 +63,9 @@ class GPTModel(MegatronGPTModel):  # type: ignore[misc]
         weight = None
         if self.share_embeddings_and_output_weights:
             weight = self.shared_embedding_or_output_weight()
+        # Of strided rows torch.matmul makes a product for each, which reads the whole weight.
         logits, _ = self.output_layer(
-            hidden_states, weight=weight, runtime_gather_output=gather_output
+            hidden_states.contiguous(), weight=weight, runtime_gather_output=gather_output
         )
         transposed: Tensor = logits.transpose(0, 1).contiguous()
         return transposed

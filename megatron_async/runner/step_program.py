@@ -6,7 +6,6 @@ Nothing here reads a device value on the host.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -16,7 +15,6 @@ from torch.nn.functional import pad
 from megatron_async.cache.block_allocator import NULL_BLOCK
 from megatron_async.device.cuda import CudaPacketRing, CudaResultRing
 from megatron_async.device.protocol import Device, PacketRing, ResultRing
-from megatron_async.kernels import trial
 from megatron_async.runner.attention_metadata import AttentionMetadata, metadata_of_mixed
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.drafter import Drafter, MixedTokens, SampledRows
@@ -32,10 +30,9 @@ if TYPE_CHECKING:
     from megatron_async.kernels.sampling.step_kernels import StepKernels
 
 
-logger = logging.getLogger(__name__)
-
-WINDOW_KERNELS_ON = trial.DRAFTING
-"""Engines made from now on run steps with drafts in kernels on CUDA; False takes the torch code."""
+WINDOW_KERNELS_ON = True
+"""Engines made from now on run steps with drafts in kernels on CUDA; False takes the torch
+code, with which tests compare them."""
 
 RowProcessor = Callable[[torch.Tensor], torch.Tensor]
 """Logits of a row ``[vocabulary]`` to others."""
@@ -109,11 +106,6 @@ class StepProgram:
                     *(extras or (None, None)), window=layout.window,
                     synthetic_acceptance=synthetic_acceptance,
                 )  # fmt: skip
-            else:
-                logger.warning(
-                    "steps with drafts sample and take their packets in PyTorch's operations, "
-                    "which is slow: their kernels are on trial and have not run on a GPU yet"
-                )
 
     @property
     def extended_bytes(self) -> int:

@@ -116,8 +116,6 @@ def what_came(
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_guided_requests_are_those_of_serial_decoding(depth: int, event: str, device: str) -> None:
-    if (event, device) == ("drafts", "cuda"):
-        pytest.skip("no model drafts on a GPU yet")
     requests, counters = run(depth, event, device)
     for name, request in requests.items():
         assert what_came(request) == serial()[name], name

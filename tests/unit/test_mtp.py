@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_async.config import EngineConfig
 from megatron_async.engine.build import build_context
@@ -257,3 +258,24 @@ def test_layers_that_do_not_draft_have_no_cache(tiny: DynamicInferenceEngine) ->
             contexts[2],
             config=config_of(0, 2),
         )
+
+
+def test_the_output_layer_reads_its_weight_once_for_the_last_tokens_of_rows(
+    tiny: DynamicInferenceEngine,
+) -> None:
+    """Of the strided hidden states of last tokens, ``[R, w, hidden][:, -1]``, as of others."""
+    wrapper: Any = tiny.controller.inference_wrapped_model
+    size = wrapper.model.config.hidden_size
+    hidden = torch.randn(4, 3, size, generator=torch.Generator().manual_seed(1))
+    hidden = hidden.to(next(wrapper.model.parameters()).dtype)
+    called: list[str] = []
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+            called.append(function.overloadpacket.__name__)
+            return function(*args, **(kwargs or {}))
+
+    with Noted():
+        logits = wrapper.logits(hidden[:, -1])
+    assert "mm" in called and "bmm" not in called
+    torch.testing.assert_close(logits, wrapper.logits(hidden[:, -1].clone()))

@@ -18,7 +18,9 @@ from megatron_async.integrations.transformers import (
     AsyncContinuousBatchingManager,
     async_generate_batch,
 )
+from megatron_async.integrations.transformers.engine import config_for
 from megatron_async.integrations.transformers.weights import convert_model
+from megatron_async.models.wrapper import GPTInferenceWrapper
 from tests.support.engines import config_at
 from tests.support.huggingface_models import VOCAB_SIZE, random_model
 
@@ -44,6 +46,19 @@ def generated(model: Any, prompt: list[int], config: GenerationConfig) -> list[i
     out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=config)
     tokens: list[int] = out[0, len(prompt) :].tolist()
     return tokens
+
+
+def test_the_cache_on_a_gpu_holds_the_batch_or_what_memory_there_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wrapper = GPTInferenceWrapper(convert_model(random_model("llama"), "copy").model)
+    block = wrapper.kv_cache_spec.token_bytes * 64
+    for free, blocks in ((1 << 34, 2 + 3 + 2), (int(6.5 * block / 0.9), 6), (0, 4)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 1 << 34))
+        config = config_for(wrapper, [100, 190], torch.device("cuda"))
+        assert (config.max_requests, config.max_sequence_length) == (2, 190)
+        assert (config.depth, config.block_count) == (2, blocks)
+    assert config_for(wrapper, [100], torch.device("cpu")).block_count is None
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "mistral-window"])

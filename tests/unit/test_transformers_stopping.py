@@ -81,6 +81,17 @@ class HostSum(StoppingCriteria):
         )
 
 
+class OnHost(StoppingCriteria):
+    """Gives a host-marked criterion to stock ``generate`` on a GPU."""
+
+    def __init__(self, criterion: Any) -> None:
+        self.criterion = criterion
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        done: Tensor = self.criterion(input_ids.cpu(), scores).to(input_ids.device)
+        return done
+
+
 class Raises(StoppingCriteria):
     def __init__(self, error: BaseException, length: int) -> None:
         self.error = error
@@ -524,6 +535,25 @@ def test_processors_see_the_ids_of_stock() -> None:
     assert seen[1][: len(seen[0])] == seen[0] and len(seen[1]) <= len(seen[0]) + 2
 
 
+def test_the_model_is_not_asked_for_a_value_in_each_forward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """GPT-2 looks for padding in each input; asynchronously only in the prompt."""
+    model, read = generator_model("gpt2"), []
+    item = torch.Tensor.item
+    monkeypatch.setattr(torch.Tensor, "item", lambda tensor: (read.append(1), item(tensor))[1])
+
+    def reads(custom: Any) -> int:
+        read.clear()
+        given = {"eos_token_id": [999], "pad_token_id": 0, "custom_generate": custom}
+        model.generate(prompts(1)["input_ids"], max_new_tokens=12, **given)
+        return len(read)
+
+    assert reads(None) >= 12
+    assert reads(AsyncGenerate(streams=lambda _: LateStreams())) <= 2
+    assert "warn_if_padding_and_no_attention_mask" not in vars(model.transformer)
+
+
 # --- a GPU ------------------------------------------------------------------------------------
 
 
@@ -560,7 +590,7 @@ def test_host_marked_criteria_and_streamers_on_a_gpu() -> None:
         if custom is not None:
             given["stopping_criteria"] = StoppingCriteriaList([heard[0]])
         else:
-            given["stopping_criteria"] = AsyncStoppingCriteriaList([heard[0]])
+            given["stopping_criteria"] = StoppingCriteriaList([OnHost(heard[0])])
         results.append((model.generate(**given), heard[1].puts))
     assert torch.equal(results[0][0], results[1][0]) and results[0][1] == results[1][1]
 
@@ -573,6 +603,7 @@ def test_no_token_synchronises_the_host_with_a_gpu() -> None:
     import warnings
 
     model = copy.deepcopy(generator_model("gpt2")).cuda()
+    model.set_attn_implementation("sdpa")  # the masks of "eager" wait in transformers
 
     def synchronisations(tokens: int, custom: Any) -> int:
         ids = prompts(1)["input_ids"].cuda()

@@ -55,7 +55,10 @@ def async_generate_batch(
                     config, len(ids), max_new_tokens=max_new_tokens, log_probs=log_probs
                 )
             )
-    with engine_of(model, engine_config, weights=weights) as engine:
+    lengths = [
+        len(p) + (s.num_tokens_to_generate or 0) for p, s in zip(prompts, params, strict=True)
+    ]
+    with engine_of(model, engine_config, weights=weights, lengths=lengths) as engine:
         created = time.perf_counter()
         requests = engine.generate(prompts, params)
     pairs = zip(names, requests, strict=True)

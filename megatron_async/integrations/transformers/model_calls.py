@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
+
+PADDING_CHECK = "warn_if_padding_and_no_attention_mask"
 
 
 class ModelCalls:
@@ -52,12 +55,29 @@ class ModelCalls:
         )
         return updated
 
-    def decoding(self) -> AbstractContextManager[Any]:
+    @contextmanager
+    def decoding(self) -> Iterator[None]:
         """Around all forwards after the prefill, as stock does."""
+        stock: AbstractContextManager[Any] = nullcontext()
         if hasattr(self.model, "_optimize_model_for_decode"):
-            context: AbstractContextManager[Any] = self.model._optimize_model_for_decode()
-            return context
-        return nullcontext()
+            stock = self.model._optimize_model_for_decode()
+        with stock, without_padding_checks(self.model):
+            yield
+
+
+@contextmanager
+def without_padding_checks(model: Any) -> Iterator[None]:
+    """Some models (GPT-2) look for padding tokens in the input of each forward, to warn once: a
+    host wait per token. The prefill has looked at the prompt."""
+    checking = [m for m in model.modules() if hasattr(m, PADDING_CHECK)]
+    checking = [m for m in checking if PADDING_CHECK not in vars(m)]
+    for module in checking:
+        vars(module)[PADDING_CHECK] = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        for module in checking:
+            vars(module).pop(PADDING_CHECK, None)
 
 
 def stock_sample(model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from megatron_async.kernels import compile as cuda
-from megatron_async.kernels import trial
 from megatron_async.kernels.compile import Bf16, Fp32, Int32, Int64, kernel
 from megatron_async.kernels.gemm.tile_config import MAX_CLUSTER, padded
 
@@ -30,9 +29,10 @@ MAX_SPLITS = 32
 LANES = 32
 MOST_ROWS = LANES * LANES
 """Of a batch: each lane of a warp handles several when it looks for a split."""
-FUSED_WINDOWS = trial.DRAFTING
-"""Whether the kernel takes windows of several tokens a row. If not, keys and values of all tokens
-are appended first, and each token attends as a row of its own (``context.attend_packed``)."""
+FUSED_WINDOWS = True
+"""Whether the kernel takes windows of several tokens a row. If not, as in tests, keys and values of
+all tokens are appended first, and each token attends as a row of its own
+(``context.attend_packed``)."""
 MAX_WINDOW = 16
 """The new tokens of a row are one tile."""
 MAX_QUERIES = 32
@@ -55,7 +55,7 @@ def unsupported(
     if rotated not in (0, head_dim):
         return f"{rotated} of {head_dim} elements of a head are rotated, not all or none"
     if window > 1 and not FUSED_WINDOWS:
-        return f"a window of {window} tokens is {trial.REASON}"
+        return "windows of several tokens are turned off"
     if window > MAX_WINDOW:
         return f"a window has {window} tokens, more than {MAX_WINDOW}"
     if window > 1 and not _takes(head_dim, window):

@@ -1,9 +1,10 @@
 """Triton kernels of log-probabilities, bit for bit equal to ``sampling.log_probs``.
 
-They run behind those of ``process_logits``, which leave the maxima, and behind the sampler: a
-kernel over tiles of rows adds up masses and lists the most likely ids, then one program a row joins
-the tiles, writes the row's words of the record, and notes the sampled token in the tables. With
-drafts each position of a window is a row here, and its token is noted if it counts.
+They run behind the one of ``process_logits``, which leaves the maxima, and behind the sampler. One
+program a row finds what its tiles need; a kernel over tiles of rows adds up masses and lists the
+most likely ids; then one program a row joins the tiles, writes the row's words of the record, and
+notes the sampled token in the tables. With drafts each position of a window is a row here, and its
+token is noted if it counts.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,6 +21,7 @@ from megatron_async.kernels.sampling.process_logits import (
     NEG_INF_KEY,
     NO_LOG_PROBS,
     NUM_WARPS,
+    OF_LOGITS,
     PENALTIES,
     PROCESSED_LOG_PROBS,
     RAW_LOG_PROBS,
@@ -28,15 +30,19 @@ from megatron_async.kernels.sampling.process_logits import (
     SamplingState,
     bounded,
     from_key,
+    row_keys,
 )
+from megatron_async.kernels.sampling.sample_triton import BLOCK as SEARCH_BLOCK
 from megatron_async.kernels.sampling.sample_triton import (
     ID_MASK,
     LOG2_E,
     NAN_KEY,
     NEG_INF,
+    NO_KEY,
     best_token,
     exact_log,
     exp2_mass,
+    filter_threshold,
     order_key,
     scale,
 )
@@ -55,6 +61,7 @@ SLOT = tl.constexpr(packet.ROW_SLOT)
 SAMPLES = tl.constexpr(packet.ROW_SAMPLES)
 LOG_PROB_WORDS = tl.constexpr(LOG_PROB_WORDS_)
 MERGE_WARPS = 4
+ROW_WARPS = 8
 
 
 @triton.jit
@@ -77,6 +84,53 @@ def _log_prob(x, factor, scaled_max, log_total):
     subtracted = difference - value
     error = (value - (difference - subtracted)) - (scaled_max + subtracted)
     return difference - (log_total - error)
+
+
+@triton.jit
+def _least_listed(keys, exists, TILES: tl.constexpr):
+    """The TOP-th largest of the tiles' maxima, which so many logits reach."""
+    above = tl.sum((keys[None, :] > keys[:, None]).to(tl.int32), 1)
+    return tl.min(tl.where((above < TOP) & exists, keys, NAN_KEY), 0)
+
+
+@triton.jit(do_not_specialize=["vocab_size"])
+def _row_kernel(
+    processed, processed_stride, raw_maxima, maxima, largest_ptr, least_listed_ptr, threshold_ptr,
+    index, index_stride, features_ptr, log_probs_ptr, inverse_temperature_ptr, top_k_ptr, top_p_ptr,
+    vocab_size, tiles,
+    WINDOW: tl.constexpr, TILES: tl.constexpr, SEARCH_BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pdl_enter(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(index + row // WINDOW * index_stride).to(tl.int64)
+    mode = tl.load(log_probs_ptr + slot)
+    if mode != NO_LOG_PROBS:
+        tile = tl.arange(0, TILES)
+        if mode == RAW_LOG_PROBS:
+            keys = row_keys(raw_maxima, row, tiles, TILES)
+        else:
+            keys = row_keys(maxima, row, tiles, TILES)
+        largest = tl.max(keys, 0)
+        if (mode == PROCESSED_LOG_PROBS) & ((tl.load(features_ptr + slot) & OF_LOGITS) != 0):
+            # A row without a candidate has failed.
+            largest = tl.where(largest == NEG_INF_KEY, NAN_KEY, largest)
+        least_listed = tl.full([], NO_KEY, tl.int32)
+        if tiles >= TOP:
+            least_listed = _least_listed(keys, tile < tiles, TILES)
+        threshold = tl.full([], NO_KEY, tl.int64)
+        inverse_temperature = tl.load(inverse_temperature_ptr + slot)
+        is_filtered = (mode == PROCESSED_LOG_PROBS) & (inverse_temperature > 0.0)
+        if is_filtered & (largest != NAN_KEY):
+            top_k = tl.load(top_k_ptr + slot)
+            top_p = tl.load(top_p_ptr + slot)
+            if ((top_k > 0) & (top_k < vocab_size)) | ((top_p > 0.0) & (top_p < 1.0)):
+                threshold = filter_threshold(
+                    processed + row * processed_stride, vocab_size, bounded(inverse_temperature),
+                    top_k, top_p, 0, SEARCH_BLOCK,
+                )  # fmt: skip
+        tl.store(largest_ptr + row, largest)
+        tl.store(least_listed_ptr + row, least_listed)
+        tl.store(threshold_ptr + row, threshold)
 
 
 @triton.jit(do_not_specialize=["vocab_size"])
@@ -285,6 +339,13 @@ def log_probs_and_advance(
     processed = buffers.processed
     index = records[:, packet.ROW_SLOT]
     inputs = (logits, logits.stride(0), processed, processed.stride(0))
+    _row_kernel[(rows,)](
+        processed, processed.stride(0), buffers.raw_maxima, buffers.maxima, buffers.largest,
+        buffers.least_listed, buffers.threshold, index, index.stride(0), tables.features,
+        tables.log_probs, state.inverse_temperature, state.top_k, state.top_p, vocab_size, tiles,
+        WINDOW=window, TILES=triton.next_power_of_2(tiles), SEARCH_BLOCK=SEARCH_BLOCK, PDL=pdl,
+        num_warps=ROW_WARPS, enable_fp_fusion=False, launch_pdl=pdl,
+    )  # fmt: skip
     _tiles_kernel[(rows, tiles)](
         *inputs, index, index.stride(0), tables.log_probs, state.inverse_temperature,
         buffers.largest, buffers.least_listed, buffers.threshold, buffers.masses,

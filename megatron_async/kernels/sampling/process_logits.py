@@ -1,7 +1,7 @@
-"""Triton kernels of logits processing, bit for bit equal to ``sampling.process_logits``.
+"""Triton kernel of logits processing, bit for bit equal to ``sampling.process_logits``.
 
-A row is split over programs; then one program a row does what needs its maximum. Float operations
-are those of the reference, one by one: the kernels are launched with ``enable_fp_fusion=False``.
+A row is split over programs; the one that ends last does what needs the row's maximum. Float
+operations are those of the reference, one by one: ``enable_fp_fusion=False``.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -16,13 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.kernels.pdl import pdl_enter
-from megatron_async.kernels.sampling.sample_triton import BLOCK as SEARCH_BLOCK
 from megatron_async.kernels.sampling.sample_triton import (
     NAN_KEY,
     NEG_INF,
     NO_KEY,
     SCALED_LIMIT,
-    filter_threshold,
     is_nan,
     order_key,
     scale,
@@ -35,7 +33,7 @@ BLOCK = 2048
 """Logits of a program."""
 NUM_WARPS = 4
 ROW_BLOCK = 8192
-ROW_NUM_WARPS = 8
+"""Logits at a time of the program that does what is left of a row."""
 
 IN_PROMPT = tl.constexpr(IN_PROMPT_)
 PENALTIES = tl.constexpr(extras.FEATURE_PENALTIES)
@@ -85,6 +83,7 @@ class RowBuffers(NamedTuple):
         processed: float32 [R, V], rows aligned to 128 bytes.
         raw_maxima, maxima: int32 [R, T], the largest ``order_key`` of each tile of the logits, and
             of the processed ones but for min-p, NAN_KEY if it holds NaN.
+        arrivals: int32 [R], tiles of the row that are processed; 0 between launches.
         largest: int32 [R], that of the whole row of the logits whose log-probabilities are asked.
         least_listed: int32 [R], a key that at least TOP logits of the row reach, if it has so many.
         threshold: int64 [R], the smallest key that top-k and top-p keep.
@@ -96,6 +95,7 @@ class RowBuffers(NamedTuple):
     processed: Tensor
     raw_maxima: Tensor
     maxima: Tensor
+    arrivals: Tensor
     largest: Tensor
     least_listed: Tensor
     threshold: Tensor
@@ -117,6 +117,7 @@ class RowBuffers(NamedTuple):
             room(rows, tiles),
             room(rows),
             room(rows),
+            room(rows),
             room(rows, dtype=torch.int64),
             room(rows, tiles, dtype=torch.int64),
             room(rows, tiles, extras.MAX_TOP_LOG_PROBS, dtype=torch.int64),
@@ -133,6 +134,16 @@ class RowBuffers(NamedTuple):
 def from_key(key):
     """The float32 of an order-preserving key."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def row_keys(maxima, row, tiles, TILES: tl.constexpr):
+    """The largest key of each of a row's tiles, behind them NO_KEY."""
+    tile = tl.arange(0, TILES)
+    # Past L1: other programs may have written them in this launch.
+    return tl.load(
+        maxima + row * tiles + tile, mask=tile < tiles, other=NO_KEY, cache_modifier=".cg"
+    )
 
 
 @triton.jit
@@ -177,6 +188,27 @@ def _penalized(x, words, repetition, presence, frequency):
     return tl.where(count > 0, x - presence, x)
 
 
+@triton.jit
+def _finish_row(
+    out, largest, features, slot, min_p_ptr, inverse_temperature_ptr, vocab_size,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Min-p, and the rule for rows without a candidate."""
+    if largest == NEG_INF_KEY:
+        tl.store(out, float("nan"))
+    elif ((features & MIN_P) != 0) & (largest != NAN_KEY):
+        inverse_temperature = tl.load(inverse_temperature_ptr + slot)
+        if inverse_temperature > 0.0:
+            factor = bounded(inverse_temperature)
+            least = scale(from_key(largest), factor) + tl.load(min_p_ptr + slot)
+            for start in range(0, vocab_size, BLOCK):
+                ids = start + tl.arange(0, BLOCK)
+                inside = ids < vocab_size
+                # Past L1: other programs have written them in this launch.
+                x = tl.load(out + ids, mask=inside, other=0.0, cache_modifier=".cg")
+                tl.store(out + ids, NEG_INF, mask=inside & (scale(x, factor) < least))
+
+
 # A vocabulary of one must stay a number in the kernels.
 @triton.jit(do_not_specialize=["vocab_size"])
 def _process_kernel(
@@ -184,11 +216,12 @@ def _process_kernel(
     index, index_stride, position_ptr, features_ptr, min_total_ptr, repetition_ptr, presence_ptr,
     frequency_ptr, counts, recent, bias_ids, bias_values, bad_words, allowed, stops,
     masks, masked, counter, mask_entries, mask_rows, drafts_ptr, draft_width,
-    vocab_size, mask_size, HAS_MASKS: tl.constexpr,
-    HAS_RAW: tl.constexpr, WINDOW: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    arrivals, min_p_ptr, inverse_temperature_ptr,
+    vocab_size, mask_size, HAS_MASKS: tl.constexpr, HAS_RAW: tl.constexpr, WINDOW: tl.constexpr,
+    TILES: tl.constexpr, BLOCK: tl.constexpr, ROW_BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a row: all but min-p and the rule for rows without a candidate. A row is a position
-    of a window; the drafts before it are tokens of the output."""
+    """A tile of a row; the row's last program then does the rest of it. A row is a position of a
+    window; the drafts before it are tokens of the output."""
     pdl_enter(PDL)
     row = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
@@ -272,67 +305,17 @@ def _process_kernel(
         largest = tl.max(keys, 0)
     tl.store(out + ids, x, mask=inside)
     tl.store(maxima + at, largest)
-
-
-@triton.jit
-def _least_listed(keys, exists, TILES: tl.constexpr):
-    """The TOP-th largest of the tiles' maxima, which so many logits reach."""
-    above = tl.sum((keys[None, :] > keys[:, None]).to(tl.int32), 1)
-    return tl.min(tl.where((above < TOP) & exists, keys, NAN_KEY), 0)
-
-
-@triton.jit(do_not_specialize=["vocab_size"])
-def _row_kernel(
-    processed, processed_stride, raw_maxima, maxima, largest_ptr, least_listed_ptr, threshold_ptr,
-    index, index_stride, features_ptr, log_probs_ptr, min_p_ptr, inverse_temperature_ptr,
-    top_k_ptr, top_p_ptr, vocab_size, tiles,
-    WINDOW: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, SEARCH_BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """Min-p, the rule for rows without a candidate, and what log-probabilities need of a row."""
-    pdl_enter(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(index + row // WINDOW * index_stride).to(tl.int64)
-    features = tl.load(features_ptr + slot)
-    mode = tl.load(log_probs_ptr + slot)
-    inverse_temperature = tl.load(inverse_temperature_ptr + slot)
-    out = processed + row * processed_stride
-    tile = tl.arange(0, TILES)
-    exists = tile < tiles
-    keys = tl.load(maxima + row * tiles + tile, mask=exists, other=NO_KEY)
-    largest = tl.max(keys, 0)
-    sampled = inverse_temperature > 0.0
     if (features & OF_LOGITS) != 0:
-        if largest == NEG_INF_KEY:
-            tl.store(out, float("nan"))
-            largest = tl.maximum(largest, NAN_KEY)
-        if ((features & MIN_P) != 0) & sampled & (largest != NAN_KEY):
-            factor = bounded(inverse_temperature)
-            least = scale(from_key(largest), factor) + tl.load(min_p_ptr + slot)
-            for start in range(0, vocab_size, BLOCK):
-                ids = start + tl.arange(0, BLOCK)
-                inside = ids < vocab_size
-                x = tl.load(out + ids, mask=inside, other=0.0)
-                tl.store(out + ids, NEG_INF, mask=inside & (scale(x, factor) < least))
-    if mode != NO_LOG_PROBS:
-        if mode == RAW_LOG_PROBS:
-            keys = tl.load(raw_maxima + row * tiles + tile, mask=exists, other=NO_KEY)
-            largest = tl.max(keys, 0)
-        least_listed = tl.full([], NO_KEY, tl.int32)
-        if tiles >= TOP:
-            least_listed = _least_listed(keys, exists, TILES)
-        threshold = tl.full([], NO_KEY, tl.int64)
-        if (mode == PROCESSED_LOG_PROBS) & sampled & (largest != NAN_KEY):
-            top_k = tl.load(top_k_ptr + slot)
-            top_p = tl.load(top_p_ptr + slot)
-            if ((top_k > 0) & (top_k < vocab_size)) | ((top_p > 0.0) & (top_p < 1.0)):
-                # What min-p has dropped was stored by other threads.
-                tl.debug_barrier()
-                factor = bounded(inverse_temperature)
-                threshold = filter_threshold(out, vocab_size, factor, top_k, top_p, 0, SEARCH_BLOCK)
-        tl.store(largest_ptr + row, largest)
-        tl.store(least_listed_ptr + row, least_listed)
-        tl.store(threshold_ptr + row, threshold)
+        tiles = tl.num_programs(1)
+        # All of the program's stores, before it arrives.
+        tl.debug_barrier()
+        if tl.atomic_add(arrivals + row, 1, sem="acq_rel") == tiles - 1:
+            tl.store(arrivals + row, 0)
+            of_row = tl.max(row_keys(maxima, row, tiles, TILES), 0)
+            _finish_row(
+                out, of_row, features, slot, min_p_ptr, inverse_temperature_ptr, vocab_size,
+                ROW_BLOCK,
+            )  # fmt: skip
 
 
 def process_logits_gpu(
@@ -377,16 +360,9 @@ def process_logits_gpu(
         tables.counts, tables.recent, tables.bias_ids, tables.bias_values, tables.bad_words,
         tables.allowed, tables.stops,
         *ring, *((state.drafts, state.drafts.shape[1]) if window > 1 else (None, 0)),
-        vocab_size, count,
-        HAS_MASKS=has_masks, HAS_RAW=raw is not None, WINDOW=window, BLOCK=buffers.block, PDL=pdl,
+        buffers.arrivals, tables.min_p, state.inverse_temperature, vocab_size, count,
+        HAS_MASKS=has_masks, HAS_RAW=raw is not None, WINDOW=window,
+        TILES=triton.next_power_of_2(tiles), BLOCK=buffers.block, ROW_BLOCK=ROW_BLOCK, PDL=pdl,
         num_warps=NUM_WARPS, enable_fp_fusion=False, launch_pdl=pdl,
-    )  # fmt: skip
-    _row_kernel[(rows,)](
-        processed, processed.stride(0), buffers.raw_maxima, buffers.maxima, buffers.largest,
-        buffers.least_listed, buffers.threshold, index, index.stride(0), tables.features,
-        tables.log_probs, tables.min_p, state.inverse_temperature, state.top_k, state.top_p,
-        vocab_size, tiles, WINDOW=window, TILES=triton.next_power_of_2(tiles), BLOCK=ROW_BLOCK,
-        SEARCH_BLOCK=SEARCH_BLOCK, PDL=pdl,
-        num_warps=ROW_NUM_WARPS, enable_fp_fusion=False, launch_pdl=pdl,
     )  # fmt: skip
     return processed

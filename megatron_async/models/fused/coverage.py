@@ -14,7 +14,6 @@ import torch
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
 from megatron_async.kernels import compile as cuda
-from megatron_async.kernels import trial
 from megatron_async.kernels.attention import decode_attention
 from megatron_async.kernels.gemm.tile_config import (
     RMS_NORM,
@@ -101,8 +100,6 @@ def mtp_blocks(model: Any, *, unwanted: str | None = None) -> tuple[Block, ...]:
     if not getattr(model, "mtp_process", False):
         return ()
     off = unwanted or device_why_not(model) or model_why_not(model)
-    if not trial.DRAFTING:
-        off = off or trial.REASON
     found = []
     for layer in model.mtp.layers:
         inner = layer.transformer_layer
