@@ -139,8 +139,9 @@ SEED = integer(-(2**63), 2**63 - 1)
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Which model, and where it runs."""
     add = parser.add_argument_group("model").add_argument
-    said = "'tiny' is the embedded model, a byte-level GPT that writes Python-like code; or a "
-    said += "Hugging Face, native or megatron dist_checkpointing directory; random:SHAPE has "
+    said = "'tiny' is the embedded model, a byte-level GPT that writes Python-like code, and "
+    said += "'tiny-moe' one with experts; or a Hugging Face, native or megatron "
+    said += "dist_checkpointing directory; random:SHAPE has "
     said += f"random weights in the shape of {', '.join(SHAPES)} (default: tiny)"
     add("--model", "--load", default="tiny", metavar="tiny|PATH", help=said)
     said = "a tokenizer.json, or its directory (default: the model's, or the one that a checkpoint "

@@ -23,7 +23,7 @@ def family_of(values: dict[str, Any]) -> Family:
         CheckpointError: there is none of that name, or the two contradict each other.
     """
     fields, known = Fields(values), families()
-    supported = ", ".join(f"{f.model_type} ({f.architecture})" for f in known.values())
+    supported, types = ", ".join(f.architecture for f in known.values()), ", ".join(known)
     architectures, model_type = values.get("architectures"), values.get("model_type")
     if model_type is None and isinstance(architectures, list):
         names = (f.model_type for f in known.values() if architectures == [f.architecture])
@@ -31,7 +31,7 @@ def family_of(values: dict[str, Any]) -> Family:
         if model_type is None:
             raise fields.unsupported("architectures", supported)
     if not isinstance(model_type, str) or model_type not in known:
-        raise fields.unsupported("model_type", supported)
+        raise fields.unsupported("model_type", types)
     if architectures is not None and architectures != [known[model_type].architecture]:
         raise fields.unsupported("architectures", supported)
     return known[model_type]

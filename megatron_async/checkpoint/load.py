@@ -96,7 +96,7 @@ def _describe(directory: Path) -> _Described:
 
 
 def describe_pretrained(path: str | Path) -> Description:
-    """What a model directory, or "tiny", says of its model; no weights are read.
+    """What a model directory, or an embedded model, says of its model; no weights are read.
 
     Raises:
         CheckpointError: as :func:`load_pretrained`.
@@ -120,8 +120,8 @@ def load_pretrained(
     parallel state is initialised, each tensor-parallel rank takes its share.
 
     Args:
-        path: a directory, "tiny" for the embedded model, or "random:NAME" for random weights in one
-            of :data:`SHAPES`.
+        path: a directory, "tiny" or another of :data:`EMBEDDED` for a model of the package, or
+            "random:NAME" for random weights in one of :data:`SHAPES`.
         device: where the parameters go.
         dtype: of the parameters. None means float32 on the CPU, elsewhere the checkpoint's own
             (bfloat16 if it does not say).
@@ -173,7 +173,7 @@ def load_pretrained(
         config=description.config,
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids,
-        name=(directory if path == EMBEDDED else Path(path)).resolve().name,
+        name=(directory if path in EMBEDDED else Path(path)).resolve().name,
     )
 
 

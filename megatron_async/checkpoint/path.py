@@ -18,7 +18,8 @@ from megatron_async.models.shapes import SHAPES
 from megatron_async.tokenizer import TOKENIZER_FILE, Tokenizer
 
 CONFIG_FILE = "config.json"
-EMBEDDED = "tiny"
+EMBEDDED = ("tiny", "tiny-moe")
+"""The names of the models that are part of the package."""
 RANDOM = "random:"
 """Before the name of a shape: random weights, and a tokenizer of random words."""
 
@@ -44,8 +45,8 @@ def random_shape(path: str | Path) -> ModelConfig | None:
 
 
 def load_tokenizer(path: str | Path, tokenizer_model: str | Path | None = None) -> Tokenizer:
-    """That of a model directory, of "tiny", or of "random:NAME", or the one that is given; raises
-    CheckpointError."""
+    """That of a model directory, of an embedded model, or of "random:NAME", or the one that is
+    given; raises CheckpointError."""
     shape = random_shape(path)
     if shape is not None and tokenizer_model is None:
         return made_up_tokenizer(shape.vocab_size)
@@ -85,15 +86,15 @@ def model_directory(path: str | Path) -> Path:
     Raises:
         CheckpointError: there is none.
     """
-    if path != EMBEDDED:
+    if path not in EMBEDDED:
         directory = Path(path)
         if not is_directory(directory):
             raise CheckpointError(f"{path}: not a directory; {SUPPORTED}")
         return checkpoint_directory(directory)
-    embedded = importlib.resources.files("megatron_async") / "assets" / EMBEDDED
+    embedded = importlib.resources.files("megatron_async") / "assets" / str(path)
     if not isinstance(embedded, Path) or not embedded.is_dir():
         raise CheckpointError(
-            f"{EMBEDDED}: this installation has no embedded model ({embedded}); for a directory "
-            f"of that name write ./{EMBEDDED}"
+            f"{path}: this installation has no embedded model ({embedded}); for a directory "
+            f"of that name write ./{path}"
         )
     return embedded

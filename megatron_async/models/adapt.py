@@ -11,6 +11,7 @@ from megatron_async.models.attention import PagedSelfAttention
 from megatron_async.models.build import attach_rotary
 from megatron_async.models.gpt import GPTModel
 from megatron_async.models.latent_attention import PagedLatentAttention
+from megatron_async.models.moe.adapt import adapt_experts, check_experts
 from megatron_async.models.rope import RotaryTable
 
 from megatron.core.models.gpt.gpt_model import GPTModel as MegatronGPTModel  # isort: skip
@@ -50,9 +51,10 @@ def adapt_model(model: Any) -> GPTModel:
     """Turn a megatron-core ``GPTModel`` into ours, weights untouched; ours is returned as it is.
 
     ``Float16Module`` and ``DistributedDataParallel`` are taken off. Its attention layers become
-    :class:`PagedSelfAttention` or :class:`PagedLatentAttention`, its class :class:`GPTModel`.
-    Rotary embeddings ("rope"), learned ones and none are supported. Graphs that megatron-core would
-    capture are turned off.
+    :class:`PagedSelfAttention` or :class:`PagedLatentAttention`, its class :class:`GPTModel`, and
+    its experts' weights views of stacked ones (``models/moe/adapt.py``). Rotary embeddings
+    ("rope"), learned ones and none are supported. Graphs that megatron-core would capture are
+    turned off.
 
     Raises:
         ConfigError: the model has a part that cannot be served; the message names it. The model
@@ -65,6 +67,7 @@ def adapt_model(model: Any) -> GPTModel:
     _turn_off_own_graphs(model)
     for layer in layers:
         layer.self_attention.__class__ = _OURS[type(layer.self_attention)]
+        adapt_experts(layer)
     model.__class__ = GPTModel
     _attach_own_rotary(model)
     for layer in layers:
@@ -99,6 +102,7 @@ def _attention_layers(model: Any) -> list[Any]:
             )
         if isinstance(layer.self_attention, MLASelfAttention):
             _check_latents(layer)
+        check_experts(layer)
     return layers
 
 

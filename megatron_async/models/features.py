@@ -51,7 +51,7 @@ def _experts(config: ModelConfig) -> list[str]:
 
 def _router(config: ModelConfig) -> str:
     """How experts are weighted."""
-    scores = config.moe_router_score_function
+    scores: str = config.moe_router_score_function
     if scores == "softmax":
         scores += " of all" if config.moe_router_pre_softmax else " of the chosen"
     if config.moe_router_enable_expert_bias:

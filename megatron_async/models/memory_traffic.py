@@ -87,7 +87,7 @@ def _expert_layer_elements(config: ModelConfig, experts: float | None) -> float:
     latent, shared = config.moe_latent_size, config.moe_shared_expert_intermediate_size
     biases = config.moe_router_bias + config.moe_router_enable_expert_bias
     expert = _mlp_elements(config, latent or hidden, ffn, config.mlp_bias)
-    found = count * (hidden + biases) + (count if experts is None else experts) * expert
+    found: float = count * (hidden + biases) + (count if experts is None else experts) * expert
     if latent is not None:
         found += 2 * hidden * latent + (hidden + latent if config.mlp_bias else 0)
     if shared is not None:
@@ -137,11 +137,11 @@ def floor_ms(
     read = weight_bytes(config, itemsize, experts) + kv_bytes(config, itemsize, *load)
     if draft_model is None:
         drafting = expected_experts(config, batch_size)
-        draft = mtp_weight_bytes(config, itemsize, drafting)
-        draft += kv_bytes(config, itemsize, *load, layers=1)
+        kv = kv_bytes(config, itemsize, *load, layers=1)
+        draft = kv + mtp_weight_bytes(config, itemsize, drafting)
     else:
         drafting = expected_experts(draft_model, batch_size)
-        draft = weight_bytes(draft_model, itemsize, drafting)
-        draft += kv_bytes(draft_model, itemsize, *load)
+        kv = kv_bytes(draft_model, itemsize, *load)
+        draft = kv + weight_bytes(draft_model, itemsize, drafting)
     read += drafts * draft
     return 1e3 * read / bandwidth

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_async.errors import ConfigError
+from megatron_async.kernels.gemm import batch_invariant
 from megatron_async.kernels.gemm.batch_invariant import batch_invariant_mode
 from tests.support.interpreter import compiled, interpreted
 
@@ -51,6 +52,19 @@ PRODUCTS: list[Callable[[Tensor, Tensor, Tensor], Tensor]] = [
     lambda x, w, b: torch.mm(x, w.t().contiguous()) + b,
     lambda x, w, b: x.mm(w.t()) + b,
 ]
+
+
+def test_grouped_products_are_those_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, matrices = torch.randn(24, 16).bfloat16(), torch.randn(4, 16, 8).bfloat16()
+    ends = torch.tensor([8, 8, 19, 24], dtype=torch.int32)
+    expected = F.grouped_mm(rows, matrices, offs=ends)
+    monkeypatch.setattr(batch_invariant, "_on_cuda", lambda values: True)
+    monkeypatch.setattr(batch_invariant, "_by_row", lambda a, b: (a.double() @ b.double()).to(a))
+    with batch_invariant_mode():
+        found = F.grouped_mm(rows, matrices, offs=ends)
+        with pytest.raises(ConfigError, match="grouped_mm for rows in groups alone"):
+            F.grouped_mm(rows[None].expand(4, -1, -1), matrices)
+    torch.testing.assert_close(found, expected)
 
 
 def check_products(device: str, dtypes: tuple[torch.dtype, ...], shapes: list[tuple[int, int]],

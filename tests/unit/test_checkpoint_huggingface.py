@@ -192,7 +192,7 @@ def test_sliding_window_that_is_not_in_use_is_no_obstacle() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mixtral", "architectures": None}, "model_type='mixtral'.*llama"),
+        ({"model_type": "falcon", "architectures": None}, "model_type='falcon'.*llama"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"model_type": None, "architectures": ["FooForCausalLM"]}, r"\['FooForCausalLM'\]"),
         ({"hidden_act": "elu"}, "hidden_act='elu'.*silu"),

@@ -350,7 +350,18 @@ def test_a_layer_of_experts_keeps_its_fused_attention() -> None:
     covered = cover(adapt_model(model.bfloat16()))
     assert covered.fused(ATTENTION) == (1, 2) and covered.fused(MLP) == ()
     assert [str(fallback) for fallback in covered.fallbacks] == [
-        f"the MLP {BOTH} MoELayer is not covered"
+        f"the MLP {BOTH} AdaptedMoELayer is not covered"
+    ]
+
+
+def test_dense_layers_between_experts_keep_their_fused_mlp() -> None:
+    values = {"num_layers": 3, "num_moe_experts": 4, "moe_ffn_hidden_size": 64}
+    config = replace(our_model("llama").model_config, **values, moe_layer_freq=(1, 0, 1))
+    model = build_model(config, device="cpu", dtype=torch.bfloat16, initialize=False)
+    covered = cover(model)
+    assert covered.fused(ATTENTION) == (1, 2, 3) and covered.fused(MLP) == (2,)
+    assert [str(fallback) for fallback in covered.fallbacks] == [
+        "the MLP of layers 1, 3: MoELayer is not covered"
     ]
 
 

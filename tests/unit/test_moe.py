@@ -16,6 +16,7 @@ from megatron_async.engine.build import build_context, resolve_device
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import CheckpointError, ConfigError
 from megatron_async.kernels.moe.reference import route, router_logits
+from megatron_async.models.adapt import adapt_model
 from megatron_async.models.build import build_random_model, transformer_config
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.features import features
@@ -26,7 +27,10 @@ from megatron_async.runner.controller import TextGenerationController
 from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import DEPTHS, config_at
 
+from megatron.core.models.gpt import GPTModel as MegatronGPTModel  # isort: skip
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # isort: skip
 from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec  # isort: skip
+from megatron.core.transformer.moe.experts import SequentialMLP  # isort: skip
 from megatron.core.transformer.moe.moe_utils import get_default_pg_collection  # isort: skip
 from megatron.core.transformer.spec_utils import build_module  # isort: skip
 
@@ -119,6 +123,63 @@ def test_layer_is_that_of_megatron(router: str) -> None:
     found, bias = ours(hidden)
     assert bias is None
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+
+
+def stock_model(config: ModelConfig) -> Any:
+    """A model that a megatron-core user has built."""
+    megatron = transformer_config(config, torch.float32, "cpu")
+    megatron.use_te_activation_func = False
+    spec = get_gpt_decoder_block_spec(megatron, False, normalization="RMSNorm")
+    torch.manual_seed(4)
+    model = MegatronGPTModel(
+        config=megatron, transformer_layer_spec=spec, vocab_size=96, max_sequence_length=64,
+        position_embedding_type="rope",
+    )  # fmt: skip
+    for parameter in model.parameters():
+        parameter.data.mul_(8)
+    return model.eval()
+
+
+@torch.no_grad()
+def test_layers_of_a_given_model_compute_the_same_without_reading_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, hidden = stock_model(CONFIG), torch.randn(11, 1, 64)
+    expected = [layer.mlp(hidden)[0] for layer in model.decoder.layers]
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    adapt_model(model)
+    monkeypatch.setattr(SequentialMLP, "forward", None)
+    for layer, wanted in zip(model.decoder.layers, expected, strict=True):
+        torch.testing.assert_close(layer.mlp(hidden)[0], wanted, atol=2e-5, rtol=1e-4)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    # Its parameters are what is computed with, whoever changes them in place.
+    wrapper = GPTInferenceWrapper(model)
+    read_weights(wrapper.model, {name: 2 * tensor for name, tensor in before.items()})()
+    doubled = stock_model(CONFIG)
+    for parameter in doubled.parameters():
+        parameter.data.mul_(2)
+    adapt_model(doubled)
+    for layer, wanted in zip(model.decoder.layers, doubled.decoder.layers, strict=True):
+        assert torch.equal(layer.mlp(hidden)[0], wanted.mlp(hidden)[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"moe_router_load_balancing_type": ["sinkhorn"]}, "'sinkhorn' is not supported"),
+        ({"moe_apply_probs_on_input": True}, "moe_apply_probs_on_input=True is not supported"),
+        ({"expert_model_parallel_size": 2}, "without expert parallelism"),
+        ({"activation_func": torch.tanh}, "activation_func=tanh is not supported with experts"),
+    ],
+)
+def test_given_models_that_cannot_be_served_are_named(
+    changes: dict[str, Any], message: str
+) -> None:
+    model = stock_model(changed(num_layers=1, moe_layer_freq=None))
+    for name, value in changes.items():
+        setattr(model.config, name, value)
+    with pytest.raises(ConfigError, match=message):
+        adapt_model(model)
 
 
 @torch.no_grad()

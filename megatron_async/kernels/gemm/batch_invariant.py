@@ -77,6 +77,23 @@ def _addmm(
     return product * alpha + input * beta
 
 
+def _grouped_mm(
+    input: Tensor, mat2: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
+) -> Tensor:
+    """Rows ``[T, K]`` sorted by group, times ``[G, K, N]``; ``offs`` int32 ``[G]`` are the ends of
+    the groups. Each matrix multiplies all rows: how many are its own may not be read."""
+    if input.dim() != 2 or mat2.dim() != 3 or offs is None or (bias, out_dtype) != (None, None):
+        raise ConfigError(
+            "batch-invariant mode has grouped_mm for rows in groups alone, without bias and "
+            "out_dtype"
+        )
+    groups = (torch.arange(input.shape[0], device=input.device)[:, None] >= offs).sum(dim=1)
+    out = input.new_zeros(input.shape[0], mat2.shape[2])
+    for group, matrix in enumerate(mat2):
+        out = torch.where((groups == group)[:, None], _by_row(input, matrix), out)
+    return out
+
+
 _ROUTES: dict[Any, Callable[..., Tensor]] = {
     F.linear: _linear,
     torch.matmul: _matmul,
@@ -87,6 +104,7 @@ _ROUTES: dict[Any, Callable[..., Tensor]] = {
     Tensor.mm: _mm,
     torch.addmm: _addmm,
     Tensor.addmm: _addmm,
+    getattr(torch, "_grouped_mm", None): _grouped_mm,  # what F.grouped_mm calls
 }
 
 _MIXES_ROWS: frozenset[Any] = frozenset(

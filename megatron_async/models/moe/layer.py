@@ -60,6 +60,8 @@ class Linears(torch.nn.Module):
     """``weight`` ``[experts, out, in]`` and ``bias`` ``[experts, out]`` or None: a linear layer of
     each expert; or one, without the first dimension."""
 
+    bias: Tensor | None
+
     def __init__(self, config: Any, initialize: Initialize, *shape: int, bias: bool) -> None:
         super().__init__()
         self.weight = _parameter(config, initialize, *shape)
@@ -201,4 +203,4 @@ def padding_mask(layer: Any, context: Any) -> dict[str, Tensor]:
     """What the MLP of ``layer`` is called with beside its input: which tokens of the forward that
     runs now are padding or of requests that have ended, where that matters."""
     mask = getattr(context, "padding_mask", None)
-    return {"padding_mask": mask} if mask is not None and isinstance(layer.mlp, MoELayer) else {}
+    return {"padding_mask": mask} if mask is not None and hasattr(layer.mlp, "settings") else {}

@@ -1,0 +1,137 @@
+"""megatron-core's own layers of experts, made to run without reading on the host, in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
+from megatron_async.errors import ConfigError
+from megatron_async.kernels.moe.settings import ExpertActivation
+from megatron_async.models.moe.layer import ExpertWeights, mixture
+from megatron_async.models.moe.settings import router_settings
+
+from megatron.core.activations import quick_gelu, squared_relu  # isort: skip
+from megatron.core.transformer.moe.experts import SequentialMLP, TEGroupedMLP  # isort: skip
+from megatron.core.transformer.moe.moe_layer import (  # isort: skip
+    MoELayer as MegatronMoELayer,
+)
+
+_REQUIRED: tuple[tuple[str, Any, str], ...] = (
+    ("expert_model_parallel_size", 1, "load the model without expert parallelism"),
+    ("tensor_model_parallel_size", 1, "load the model without tensor parallelism"),
+    ("moe_apply_probs_on_input", False, "weight the experts' outputs"),
+    ("moe_shared_expert_overlap", False, "build the model without the overlap"),
+    ("moe_router_force_load_balancing", False, "turn it off: its routing is random"),
+)
+_FUNCTIONS = {
+    F.silu: "silu",
+    F.gelu: "gelu",
+    F.relu: "relu",
+    quick_gelu: "quick_gelu",
+    squared_relu: "squared_relu",
+}
+
+
+class AdaptedMoELayer(MegatronMoELayer):  # type: ignore[misc]
+    """megatron's, with its weights as they are, computed as ``MoELayer`` of this package does.
+
+    Each expert's parameters are views of stacked ones from then on: what changes them in place
+    changes what is computed.
+    """
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        intermediate_tensors: Any = None,
+        padding_mask: Tensor | None = None,
+    ) -> Any:
+        """As ``MoELayer`` of this package; in training as megatron's."""
+        if self.training:
+            return super().forward(hidden_states, intermediate_tensors, padding_mask)
+        return mixture(self, hidden_states, padding_mask), None
+
+
+def check_experts(layer: Any) -> None:
+    """Check a layer whose MLP may be megatron's layer of experts.
+
+    Raises:
+        ConfigError: it is one that cannot be served; the message names it.
+    """
+    if type(layer.mlp) is not MegatronMoELayer:
+        return
+    config, experts = layer.config, layer.mlp.experts
+    for name, supported, advice in _REQUIRED:
+        value = getattr(config, name, supported)
+        if value != supported:
+            raise ConfigError(f"model config {name}={value!r} is not supported: {advice}")
+    if "sinkhorn" in str(config.moe_router_load_balancing_type):
+        raise ConfigError(
+            "model config moe_router_load_balancing_type='sinkhorn' is not supported: use a top-k "
+            "router"
+        )
+    if type(experts) not in (SequentialMLP, TEGroupedMLP):
+        raise ConfigError(
+            f"layer {layer.layer_number} has {type(experts).__name__}: build its experts with "
+            "SequentialMLP or TEGroupedMLP"
+        )
+    _activation(config)
+
+
+def adapt_experts(layer: Any) -> None:
+    """Turn megatron's layer of experts into :class:`AdaptedMoELayer`; others stay as they are."""
+    mlp = layer.mlp
+    if type(mlp) is not MegatronMoELayer:
+        return
+    mlp.__class__ = AdaptedMoELayer
+    mlp.settings = router_settings(mlp.config)
+    mlp.activation = _activation(mlp.config)
+    if not mlp.config.moe_latent_size:
+        mlp.fc1_latent_proj = mlp.fc2_latent_proj = None
+    fc1, fc2 = (_linears(mlp.experts, name) for name in ("linear_fc1", "linear_fc2"))
+    # Not parameters of the layer's own: they belong to the experts.
+    mlp.__dict__["weights"] = ExpertWeights(
+        _stacked(fc1, "weight"), _stacked(fc2, "weight"),
+        _stacked(fc1, "bias"), _stacked(fc2, "bias"),
+    )  # fmt: skip
+
+
+def _linears(experts: Any, name: str) -> list[dict[str, Any]]:
+    """``weight`` and ``bias`` of each expert's linear layer."""
+    if type(experts) is SequentialMLP:
+        linears = [getattr(expert, name) for expert in experts.local_experts]
+        return [{"weight": x.weight, "bias": getattr(x, "bias", None)} for x in linears]
+    grouped = getattr(experts, name)
+    kinds = ("weight", "bias") if getattr(grouped, "use_bias", False) else ("weight",)
+    count = experts.num_local_experts
+    return [{kind: getattr(grouped, f"{kind}{n}") for kind in kinds} for n in range(count)]
+
+
+def _stacked(linears: list[dict[str, Any]], kind: str) -> Any:
+    """One tensor of all experts', which become views of it; None where there are none."""
+    parameters = [x[kind] for x in linears if x.get(kind) is not None and x[kind].numel()]
+    if not parameters:
+        return None
+    stacked = torch.stack([parameter.data for parameter in parameters])
+    for parameter, row in zip(parameters, stacked, strict=True):
+        parameter.data = row
+    return stacked
+
+
+def _activation(config: Any) -> ExpertActivation:
+    function = _FUNCTIONS.get(config.activation_func)
+    if function is None:
+        name = getattr(config.activation_func, "__name__", repr(config.activation_func))
+        raise ConfigError(
+            f"model config activation_func={name} is not supported with experts: use one of "
+            f"{', '.join(_FUNCTIONS.values())}"
+        )
+    return ExpertActivation(
+        function=function,
+        gated=config.gated_linear_unit,
+        limit=getattr(config, "activation_func_clamp_value", None),
+        offset=getattr(config, "glu_linear_offset", 0.0) if config.gated_linear_unit else 0.0,
+    )
