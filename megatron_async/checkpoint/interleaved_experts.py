@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_async.checkpoint.mxfp4 import mxfp4_targets
+from megatron_async.checkpoint.mxfp4 import Arrange, mxfp4_targets
 from megatron_async.checkpoint.targets import Target
 
 
@@ -20,6 +21,16 @@ def apart(rows: Tensor) -> Tensor:
 
 def _same(rows: Tensor) -> Tensor:
     return rows
+
+
+def _of_columns(arrange: Arrange, columns: Tensor) -> Tensor:
+    """``arrange`` of rows that are stored as columns."""
+    return arrange(columns.mT)
+
+
+def _of_numbers(arrange: Arrange, numbers: Tensor) -> Tensor:
+    """``arrange`` of rows of one number each."""
+    return arrange(numbers[..., None])[..., 0]
 
 
 def interleaved_targets(targets: Any, theirs: str, ours: str, stored: Collection[str]) -> None:
@@ -40,11 +51,9 @@ def interleaved_targets(targets: Any, theirs: str, ours: str, stored: Collection
         if f"{stored_name}_blocks" in stored:
             targets.update(mxfp4_targets(stored_name, f"{name}.weight", weight, arrange))
         else:
-            experts, rows, columns = weight.shape
-            targets[stored_name] = Target(
-                weight, (experts, columns, rows), lambda x, arrange=arrange: arrange(x.mT)
-            )
+            shape = tuple(weight.mT.shape)
+            targets[stored_name] = Target(weight, shape, partial(_of_columns, arrange))
         bias = targets.parameter(f"{name}.bias")
         targets[f"{stored_name}_bias"] = Target(
-            bias, tuple(bias.shape), lambda x, arrange=arrange: arrange(x[..., None])[..., 0]
+            bias, tuple(bias.shape), partial(_of_numbers, arrange)
         )

@@ -17,6 +17,7 @@ from megatron_async.models.rope import RotaryTable, apply_rope
 
 from megatron.core.transformer.attention import SelfAttention  # isort: skip
 from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
+from megatron.core.transformer.module import MegatronModule  # isort: skip
 from megatron.core.transformer.transformer_layer import (  # isort: skip
     get_transformer_layer_offset,
 )
@@ -86,7 +87,7 @@ class NoCoreAttention(torch.nn.Module):
         return found
 
 
-class PagedAttention(torch.nn.Module):
+class PagedAttention(MegatronModule):  # type: ignore[misc]
     """What our attention layers have beside megatron's.
 
     Attributes:

@@ -119,7 +119,9 @@ class PagedLatentAttention(PagedAttention, MLASelfAttention):  # type: ignore[mi
         key_rotated = key_rotated.expand(-1, -1, query.shape[2], -1)
         query, key = torch.cat((query, query_rotated), -1), torch.cat((key, key_rotated), -1)
         output = F.scaled_dot_product_attention(
-            *(x.permute(1, 2, 0, 3) for x in (query, key, value)),
+            query.permute(1, 2, 0, 3),
+            key.permute(1, 2, 0, 3),
+            value.permute(1, 2, 0, 3),
             dropout_p=self.config.attention_dropout if self.training else 0.0,
             is_causal=True,
             scale=self.softmax_scale,

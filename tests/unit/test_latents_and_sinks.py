@@ -3,8 +3,6 @@ block size, and through pauses, evictions and prefix hits; and what they are ref
 
 from __future__ import annotations
 
-import contextlib
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +10,8 @@ import torch
 
 from megatron_async.engine.build import build_context, resolve_device
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.errors import CheckpointError, ConfigError
-from megatron_async.models.adapt import adapt_model
+from megatron_async.errors import CheckpointError
+from megatron_async.kernels import trial
 from megatron_async.models.build import build_random_model
 from megatron_async.models.config import ModelConfig, RopeScaling
 from megatron_async.models.latent_attention import by_head
@@ -23,9 +21,6 @@ from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.runner.controller import TextGenerationController
 from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import config_at, greedy
-from tests.support.stock_model import no_gpu, stock_model  # noqa: F401
-
-from megatron.core import tensor_parallel  # isort: skip
 
 SIZES: dict[str, Any] = dict(
     num_layers=2, hidden_size=32, num_attention_heads=4, num_kv_heads=4, head_dim=12,
@@ -63,23 +58,28 @@ PROMPTS = [START, [*START, 40, 41], [50, 51, 52], [*START[:12], 60], list(range(
 NEW_TOKENS = 12
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
-def wrapper(request: pytest.FixtureRequest) -> GPTInferenceWrapper:
+def wrapped(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Any:
     """Large weights, biases and sinks: all of them show in the tokens."""
-    model = build_random_model(
-        CONFIGS[request.param], device=torch.device("cpu"), dtype=torch.float32, seed=3
-    )
+    model = build_random_model(CONFIGS[name], device=torch.device("cpu"), dtype=dtype, seed=3)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" not in name:
+        for parameter_name, parameter in model.named_parameters():
+            if "norm" not in parameter_name:
                 parameter.normal_(std=0.3, generator=generator)
-    return GPTInferenceWrapper(model)
+    return GPTInferenceWrapper(model.to(device))
 
 
-def engine(wrapper: GPTInferenceWrapper, depth: int, **values: Any) -> DynamicInferenceEngine:
-    config = config_at(depth, debug=True, **values)
-    context = build_context(wrapper, config, resolve_device("cpu"))
+@pytest.fixture(scope="module", params=CONFIGS)
+def wrapper(request: pytest.FixtureRequest) -> GPTInferenceWrapper:
+    found: GPTInferenceWrapper = wrapped(request.param)
+    return found
+
+
+def engine(
+    wrapper: GPTInferenceWrapper, depth: int, device: str = "cpu", **values: Any
+) -> DynamicInferenceEngine:
+    config = config_at(depth, device=device, **{"debug": True, **values})
+    context = build_context(wrapper, config, resolve_device(device))
     return DynamicInferenceEngine(TextGenerationController(wrapper, None), context, config=config)
 
 
@@ -184,50 +184,43 @@ def test_config_names_what_does_not_fit(name: str, changes: dict[str, Any], mess
         ModelConfig.from_dict({**CONFIGS[name].to_dict(), **changes})
 
 
-LATENTS: dict[str, Any] = dict(
-    multi_latent_attention=True, kv_lora_rank=16, qk_head_dim=8,
-    qk_pos_emb_head_dim=4, v_head_dim=16, qk_layernorm=True,
-)  # fmt: skip
-STOCK: dict[str, dict[str, Any]] = {
-    "latents-yarn": {
-        **LATENTS, "q_lora_rank": 12, "rotary_scaling_factor": 4.0, "mscale_all_dim": 0.7,
-        "original_max_position_embeddings": 16,
-    },
-    "latents-rope": {**LATENTS, "q_lora_rank": None, "rope_type": "rope"},
-    "sinks": {"softmax_type": "learnable"},
-    "one-more-in-the-sum": {"softmax_type": "off-by-one"},
-}  # fmt: skip
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestOnAGpu:
+    """With the kernels and without them, in captured graphs."""
 
+    @pytest.fixture(autouse=True, params=(True, False), ids=("kernels", "torch"))
+    def kernels(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(trial, "LATENT", request.param)
+        monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
 
-@pytest.mark.parametrize("name", STOCK)
-def test_stock_model_of_megatron_is_adapted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Its dropout has a random state for each rank.
-    tracker = SimpleNamespace(fork=contextlib.nullcontext)
-    monkeypatch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: tracker)
-    model = stock_model(**STOCK[name])
-    ids = torch.randint(0, 90, (2, 40), generator=torch.Generator().manual_seed(6))
-    positions = torch.arange(40).expand(2, -1)
-    mask = torch.ones(40, 40, dtype=torch.bool).triu(1)[None, None]
-    with torch.no_grad():
-        if name == "sinks":
-            for layer in model.decoder.layers:
-                layer.self_attention.core_attention.softmax_offset.normal_(std=2.0)
-        expected = model(ids, positions, mask)
-        found = adapt_model(model)(ids, positions, mask)
-        torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
-        wrapper = GPTInferenceWrapper(model)
-        with engine(wrapper, 1, max_requests=2, block_count=8, prefill_chunk_tokens=16) as ours:
-            tokens = ours.generate([ids[0].tolist()], [greedy(6)])[0].generated_tokens
-    assert tokens[0] == int(expected[0, -1].argmax())
+    @pytest.mark.parametrize("name", CONFIGS)
+    @pytest.mark.parametrize(("depth", "block_size"), [(0, 16), (1, 4), (2, 16), (4, 1)])
+    def test_tokens_in_fp32_are_the_cpus(self, name: str, depth: int, block_size: int) -> None:
+        with engine(wrapped(name), 0, max_requests=3, block_count=30) as on_cpu:
+            expected = [r.generated_tokens for r in on_cpu.generate(PROMPTS, params())]
+        with engine(
+            wrapped(name, "cuda"), depth, "cuda", max_requests=3, block_size_tokens=block_size,
+            block_count=-(-60 // block_size), prefill_chunk_tokens=16,
+        ) as crowded:  # fmt: skip
+            requests = crowded.generate(PROMPTS, params())
+            assert crowded.counters.tokens_cached > 0
+        assert [request.generated_tokens for request in requests] == expected
 
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({**LATENTS, "softmax_type": "learnable"}, "softmax_type='learnable'.*use 'vanilla'$"),
-        ({**LATENTS, "rope_type": "rope", "rotary_percent": 0.5}, "rotary_percent=0.5"),
-    ],
-)
-def test_stock_model_that_cannot_be_served_is_named(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        adapt_model(stock_model(**changes))
+    @pytest.mark.parametrize("name", CONFIGS)
+    def test_steady_steps_in_bf16_do_not_wait(self, name: str) -> None:
+        wrapper = wrapped(name, "cuda", torch.bfloat16)
+        with engine(
+            wrapper, 2, "cuda", debug=False, max_requests=8, block_size_tokens=16, block_count=80
+        ) as steady:
+            for number in range(8):
+                steady.add_request(number, [3 + number], greedy(100))
+            for _ in range(10):
+                steady.step_modern()
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                for _ in range(60):
+                    steady.step_modern()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            steady.reset()
