@@ -12,6 +12,8 @@ import torch
 from megatron_async.engine.build import build_context, resolve_device
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import ConfigError
+from megatron_async.megatron_api.context import DynamicInferenceContext
+from megatron_async.megatron_api.inference_config import InferenceConfig
 from megatron_async.models.adapt import adapt_model
 from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.runner.controller import TextGenerationController
@@ -71,3 +73,22 @@ def test_stock_model_of_megatron_is_adapted(name: str, monkeypatch: pytest.Monke
 def test_stock_model_that_cannot_be_served_is_named(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         adapt_model(stock_model(**changes))
+
+
+def test_contexts_of_megatron_hold_latents() -> None:
+    sizes: dict[str, Any] = dict(params_dtype=torch.float32, num_layers=2, kv_channels=16,
+                                 num_attention_heads=4, max_sequence_length=64)  # fmt: skip
+    with pytest.raises(ConfigError, match="kv_lora_rank=None must be"):
+        DynamicInferenceContext(**sizes, block_count=4, cache_mla_latent=True)
+    model = adapt_model(stock_model(**LATENTS, rope_type="rope", q_lora_rank=None))
+    spec = GPTInferenceWrapper(model).kv_cache_spec
+    config = InferenceConfig(buffer_size_gb=0.001, max_sequence_length=64, block_size_tokens=16)
+    for context in (
+        DynamicInferenceContext(model.config, config),
+        DynamicInferenceContext(
+            **sizes, buffer_size_gb=0.001, block_size_tokens=16, cache_mla_latent=True,
+            kv_lora_rank=16, qk_pos_emb_head_dim=4,
+        ),
+    ):  # fmt: skip
+        assert context.cache_mla_latent and context.kv_reduced_dim == spec.head_dim == 20
+        assert context.block_size_bytes == 16 * spec.token_bytes == 16 * 2 * 20 * 4
