@@ -52,11 +52,11 @@ class AttentionContext(Protocol):
         ...
 
     def attend_latent(
-        self, layer_index: int, q: Tensor, latent: Tensor, softmax_scale: float, rank: int
+        self, layer_index: int, q: Tensor, latent: Tensor | None, softmax_scale: float, rank: int
     ) -> Tensor:
         """Likewise of multi-latent attention: store ``latent`` ``[T, 1, size]``, the key of all
         heads, whose first ``rank`` elements are its value, and attend with ``q`` ``[T, heads,
-        size]``. Returns ``[T, heads, rank]``."""
+        size]``. Returns ``[T, heads, rank]``. Without ``latent`` it is there already."""
         ...
 
 

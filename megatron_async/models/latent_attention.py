@@ -17,7 +17,9 @@ from torch import Tensor
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
 from megatron_async.errors import ConfigError
+from megatron_async.kernels import trial
 from megatron_async.models.attention import AttentionContext, PagedAttention
+from megatron_async.models.norm import RMSNorm, fusable
 from megatron_async.models.rope import apply_rope_to_pairs
 
 from megatron.core.tensor_parallel.mappings import (  # isort: skip
@@ -130,39 +132,77 @@ class PagedLatentAttention(PagedAttention, MLASelfAttention):  # type: ignore[mi
 
     def _with_context(self, context: AttentionContext, hidden_states: Tensor) -> Tensor:
         query, query_rotated = (x.squeeze(1) for x in self._queries(hidden_states))
-        latent, key_rotated = (x.squeeze(1) for x in self._latents(hidden_states))
-        key_rotated = key_rotated[:, None]
-        if self.rotary is not None:
-            cos, sin = self.rotations(context)
-            query_rotated = apply_rope_to_pairs(query_rotated, cos, sin)
-            key_rotated = apply_rope_to_pairs(key_rotated, cos, sin)
         one_by_one = not query.is_cuda or getattr(context, "batch_invariant", False)
         weight = self.linear_kv_up_proj.weight.view(query.shape[1], -1, self.latent_rank)
         sizes = [self.config.qk_head_dim, self.config.v_head_dim]
         of_keys, of_values = weight.split(sizes, dim=1)
-        absorbed = by_head(query, of_keys, one_by_one=one_by_one)
+        cached = self.latent_rank + self.config.qk_pos_emb_head_dim
+        absorbed = query.new_empty(*query.shape[:2], cached)
+        by_head(query, of_keys, absorbed[..., : self.latent_rank], one_by_one=one_by_one)
+        rotated = absorbed[..., self.latent_rank :]
+        latent = None
+        if self._packs(context, hidden_states):
+            self._append_packed(context, hidden_states, query_rotated, rotated)
+        else:
+            latent = self._rotated(context, hidden_states, query_rotated, rotated)
         output = context.attend_latent(
-            self.layer_index,
-            torch.cat((absorbed, query_rotated), dim=-1),
-            torch.cat((latent[:, None], key_rotated), dim=-1),
-            self.softmax_scale,
-            self.latent_rank,
+            self.layer_index, absorbed, latent, self.softmax_scale, self.latent_rank
         )
-        return by_head(output, of_values.transpose(1, 2), one_by_one=one_by_one)[:, None]
+        values = output.new_empty(*output.shape[:2], self.config.v_head_dim)
+        by_head(output, of_values.transpose(1, 2), values, one_by_one=one_by_one)
+        return values[:, None]
+
+    def _rotated(
+        self, context: AttentionContext, hidden_states: Tensor, query: Tensor, out: Tensor
+    ) -> Tensor:
+        """What goes into the cache, ``[T, 1, rank + rotated]``; rotates ``query`` into ``out``."""
+        latent, key = (x.squeeze(1)[:, None] for x in self._latents(hidden_states))
+        if self.rotary is not None:
+            cos, sin = self.rotations(context)
+            query, key = (apply_rope_to_pairs(x, cos, sin) for x in (query, key))
+        out.copy_(query)
+        return torch.cat((latent, key), dim=-1)
+
+    def _packs(self, context: AttentionContext, hidden_states: Tensor) -> bool:
+        """Whether one kernel may take the packed projection to the cache."""
+        return (
+            trial.LATENT
+            and fusable(hidden_states)
+            and hasattr(context, "append_latent")
+            and type(self.kv_layernorm) in (RMSNorm, torch.nn.RMSNorm)
+            and self.kv_layernorm.eps is not None
+            and self.rotary is not None
+            and self.rotary.long is None
+        )
+
+    def _append_packed(
+        self, context: Any, hidden_states: Tensor, query: Tensor, out: Tensor
+    ) -> None:
+        """:meth:`_rotated` and the append in one kernel."""
+        cached = self.latent_rank + self.config.qk_pos_emb_head_dim
+        both = _all_columns(self.linear_kv_down_proj(hidden_states)[0], cached)
+        assert self.rotary is not None
+        context.append_latent(
+            self.layer_index, query, both.squeeze(1), out, self.rotary.cos_sin,
+            self.kv_layernorm.weight, self.kv_layernorm.eps,
+        )  # fmt: skip
 
 
-def by_head(x: Tensor, weights: Tensor, *, one_by_one: bool) -> Tensor:
+def by_head(x: Tensor, weights: Tensor, out: Tensor, *, one_by_one: bool) -> None:
     """Each head's rows times a matrix of its own: ``[T, heads, n]`` and ``[heads, n, m]`` to
-    ``[T, heads, m]``.
+    ``out`` ``[T, heads, m]``; all may be strided.
 
     Args:
         one_by_one: a GEMM for each head, where a batched one would let a row's bits depend on the
             number of rows.
     """
-    if not one_by_one:
-        return torch.bmm(x.transpose(0, 1), weights).transpose(0, 1)
-    out = [torch.matmul(x[:, head], weights[head]) for head in range(x.shape[1])]
-    return torch.stack(out, dim=1)
+    if not one_by_one and torch.is_grad_enabled():
+        out.copy_(torch.bmm(x.transpose(0, 1), weights).transpose(0, 1))
+    elif not one_by_one:
+        torch.bmm(x.transpose(0, 1), weights, out=out.transpose(0, 1))
+    else:
+        for head in range(x.shape[1]):
+            out[:, head] = torch.matmul(x[:, head], weights[head])
 
 
 def _all_columns(x: Tensor, size: int) -> Tensor:

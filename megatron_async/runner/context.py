@@ -356,15 +356,37 @@ class DynamicInferenceContext(BaseInferenceContext):
         self,
         layer: int,
         query: torch.Tensor,
-        latent: torch.Tensor,
+        latent: torch.Tensor | None,
         softmax_scale: float,
         rank: int,
     ) -> torch.Tensor:
         """:meth:`attend` to latents: append ``latent`` [T, 1, D], whose first ``rank`` elements are
-        its value, and attend with query [T, Hq, D]. Returns [T, Hq, rank]."""
+        its value, and attend with query [T, Hq, D]. Returns [T, Hq, rank]. None has been appended
+        by :meth:`append_latent`."""
         (keys,) = self.kv_cache[layer]
-        keys.flatten(0, 1).index_copy_(0, self.slot_mapping, latent)
+        if latent is not None:
+            keys.flatten(0, 1).index_copy_(0, self.slot_mapping, latent)
         return self._attend_appended(query, keys, keys, softmax_scale, {"latent": rank})
+
+    def append_latent(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        packed: torch.Tensor,
+        out: torch.Tensor,
+        cos_sin: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+    ) -> None:
+        """On CUDA: append latents from the packed projection, normed and rotated, and rotate
+        ``query`` into ``out``, in one kernel (``kernels/attention/latent_append.py``)."""
+        from megatron_async.kernels.attention.latent_append import latent_append
+
+        (keys,) = self.kv_cache[layer]
+        latent_append(
+            query, packed.contiguous(), out, keys, self.slot_mapping, self.position_ids, cos_sin,
+            weight, eps,
+        )  # fmt: skip
 
     def attend_packed(
         self,

@@ -132,3 +132,37 @@ def test_kernels_equal_float64(device: str) -> None:
         check_prefill(prefill, dtype, device)
     many = tuple(range(1, 4000, 97))
     check_decode(decode, torch.bfloat16, device, heads=16, sizes=DEEPSEEK, lengths=many)
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="the kernels need triton")
+@on_devices
+@pytest.mark.parametrize(("tokens", "heads", "rank", "rotated"), [(5, 3, 24, 6), (2, 20, 512, 64)])
+def test_append_kernel_equals_its_reference(
+    device: str, tokens: int, heads: int, rank: int, rotated: int
+) -> None:
+    from megatron_async.kernels.attention.latent_append import (
+        latent_append,
+        latent_append_reference,
+    )
+
+    generator = torch.Generator().manual_seed(tokens)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    for dtype in (torch.float32, torch.bfloat16) if device == "cuda" else (torch.float32,):
+        query = random(tokens, heads, rotated + 10).to(dtype)[..., 10:]
+        packed = random(tokens, rank + rotated).to(dtype)
+        table, weight = random(9, 2, rotated // 2), random(rank).to(dtype)
+        positions = torch.randint(0, 9, (tokens,), generator=generator).to(device)
+        slots = (torch.randperm(12, generator=generator)[:tokens] + 4).to(device)
+        found = []
+        for append in (latent_append, latent_append_reference):
+            out = torch.zeros(tokens, heads, rank + rotated, dtype=dtype, device=device)
+            cache = torch.zeros(4, 4, 1, rank + rotated, dtype=dtype, device=device)
+            append(query, packed, out[..., rank:], cache, slots, positions, table, weight, 1e-6)
+            assert not out[..., :rank].any()
+            found.append((out, cache))
+        tolerance = {torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)

@@ -162,9 +162,14 @@ def test_drafts_by_lookup_are_verified(
 def test_products_by_head_do_not_depend_on_other_rows(rows: int) -> None:
     x = torch.randn(rows, 3, 24, generator=torch.Generator().manual_seed(1))
     weights = torch.randn(3, 24, 40, generator=torch.Generator().manual_seed(2))
-    whole = by_head(x, weights, one_by_one=True)
-    assert torch.equal(by_head(x[:8], weights, one_by_one=True), whole[:8])
-    torch.testing.assert_close(by_head(x, weights, one_by_one=False), whole)
+    out = torch.full((rows, 3, 50), 7.0)
+    by_head(x, weights, out[..., 10:], one_by_one=True)
+    assert (out[..., :10] == 7).all()
+    few, batched = torch.empty(8, 3, 40), torch.empty(rows, 3, 50)
+    by_head(x[:8], weights, few, one_by_one=True)
+    assert torch.equal(few, out[:8, :, 10:])
+    by_head(x, weights, batched[..., 10:], one_by_one=False)
+    torch.testing.assert_close(batched[..., 10:], out[..., 10:])
 
 
 @pytest.mark.parametrize(
