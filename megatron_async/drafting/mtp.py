@@ -57,6 +57,8 @@ class MtpDrafter:
         self._tails = like.new_zeros(context.slot_count + 1, self._layers, hidden_size)
         """By slot and layer, what row t of it needs of row t - 1 when that came in an earlier
         forward: what the layer before has put out there."""
+        self._arrivals = torch.zeros(max_rows, dtype=torch.int32, device=context.device)
+        """What the sampler counts by row, zeros between its launches."""
         make_fused = getattr(wrapper, "fused_mtp", None)
         self._fused = make_fused() if make_fused is not None else None
         self._has_kernels = context.device.type == "cuda" and has_triton()
@@ -109,7 +111,7 @@ class MtpDrafter:
             )
             hidden = self._run(layer, before, tokens.ids, tokens.positions)
 
-    def draft(self, rows: SampledRows, count: int) -> Tensor:
+    def draft(self, rows: SampledRows, count: int) -> Tensor | None:
         rows, hidden = self._whole_windows(rows)
         # Layers that draft nothing now must see the tokens that stay, to draft later.
         passes = max(count, self._layers)
@@ -118,7 +120,10 @@ class MtpDrafter:
         for draft in range(passes):
             hidden, logits = self._run_draft(self._input_of(draft, hidden, rows, drafts, shape))
             if draft < count:
-                self._sample(logits, drafts, draft, drafts.tokens[:, shape.window + draft])
+                into = drafts.tokens[:, shape.window + draft]
+                self._sample(logits, rows.slots, drafts, draft, into)
+        if self._has_kernels:
+            return None
         return drafts.tokens[:, shape.window : shape.window + count]
 
     def _whole_windows(self, rows: SampledRows) -> tuple[SampledRows, Tensor]:
@@ -149,8 +154,10 @@ class MtpDrafter:
             read_lengths=context.device.type != "cuda",
         )
 
-    def _sample(self, logits: Tensor, drafts: DraftRows, draft: int, into: Tensor) -> None:
-        """Sample a draft of each row from logits ``[R, vocab]``."""
+    def _sample(
+        self, logits: Tensor, slots: Tensor, drafts: DraftRows, draft: int, into: Tensor
+    ) -> None:
+        """Sample a draft of each row from logits ``[R, vocab]``; kernels keep it by slot too."""
         parameters = (
             drafts.inverse_temperature,
             drafts.top_k,
@@ -160,10 +167,12 @@ class MtpDrafter:
         )
         vocab_size: int = self._wrapper.vocab_size
         if self._has_kernels:
-            from megatron_async.kernels.drafting.mtp_rows import take_draft
-            from megatron_async.kernels.sampling.sample_triton import sample_splits
+            from megatron_async.kernels.drafting.mtp_rows import sample_draft
+            from megatron_async.kernels.sampling.sample_cuda import Taken
 
-            take_draft(sample_splits(candidates(logits, vocab_size), *parameters), into)
+            by_slot = self._state.drafts[:, draft]
+            taken = Taken(into, by_slot, slots.contiguous(), self._arrivals)
+            sample_draft(candidates(logits, vocab_size), parameters, taken)
             return
         found: Tensor = sample_tokens(logits, *parameters, vocab_size=vocab_size)
         into.copy_(found.clamp(min=0))

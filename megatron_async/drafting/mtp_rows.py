@@ -96,6 +96,8 @@ class DraftRows(NamedTuple):
             span.stop - span.start,
             self.lengths[span],
             None if host is None else host[span],
+            window=shape.width(draft),
+            has_gaps=True,
         )
 
 

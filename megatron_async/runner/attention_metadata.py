@@ -25,6 +25,7 @@ class AttentionMetadata(NamedTuple):
         last_token_index: int64 [R], the token whose logits row r wants; None means token r.
         window: of a decode step whose rows bring so many tokens each, one row after the other, of
             consecutive positions but for padding behind the last ones; None says nothing.
+        has_gaps: there may be padding in front of a row's first token too.
     """
 
     position_ids: torch.Tensor
@@ -36,6 +37,7 @@ class AttentionMetadata(NamedTuple):
     chunks: torch.Tensor | None = None
     last_token_index: torch.Tensor | None = None
     window: int | None = None
+    has_gaps: bool = False
 
 
 def no_tokens(device: torch.device) -> AttentionMetadata:

@@ -332,6 +332,11 @@ class DynamicInferenceContext(BaseInferenceContext):
         return self._metadata.window
 
     @property
+    def has_gaps(self) -> bool:
+        """Whether there may be padding in front of the first token of a row's window."""
+        return self._metadata.has_gaps
+
+    @property
     def last_token_index(self) -> torch.Tensor | None:
         """Token whose logits each row wants, int64 [R]; None means token r."""
         return self._metadata.last_token_index
@@ -444,7 +449,9 @@ class DynamicInferenceContext(BaseInferenceContext):
         window = self.window
         if not is_plain_decode or self.batch_invariant or window is None:
             return None
-        return heads_of(packed, self.kv_cache, cos_sin, q_weight, k_weight, window)
+        return heads_of(
+            packed, self.kv_cache, cos_sin, q_weight, k_weight, window, gaps=self.has_gaps
+        )
 
     def _attend_appended(
         self,

@@ -67,7 +67,7 @@ class Drafter(Protocol):
             hidden_states: ``[T, hidden]``; None if nobody needs them.
         """
 
-    def draft(self, rows: SampledRows, count: int) -> Tensor:
+    def draft(self, rows: SampledRows, count: int) -> Tensor | None:
         """Drafts int64 [R, count] of what follows the last token that counts of each row; behind
         S, whose state has been updated. With ``count`` 0 it only takes what the rows tell, so that
-        it can draft later."""
+        it can draft later. None where it has put them into the slots' state itself."""

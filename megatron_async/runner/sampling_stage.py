@@ -154,7 +154,9 @@ class SamplingStage:
     def draft(self, rows: SampledRows, count: int) -> None:
         """Have ``count`` drafts of the next windows of ``rows`` made, behind their records."""
         assert self._drafter is not None
-        self._state.drafts[:, :count][rows.slots] = self._drafter.draft(rows, count)
+        drafts = self._drafter.draft(rows, count)
+        if drafts is not None:
+            self._state.drafts[:, :count][rows.slots] = drafts
 
     def _process(
         self, logits: torch.Tensor, window: int, each: torch.Tensor, positions: torch.Tensor

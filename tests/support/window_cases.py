@@ -1,4 +1,5 @@
-"""Decode steps of windows: each row brings several tokens, of which the last may be padding."""
+"""Decode steps of windows: each row brings several tokens, of which the first and the last may be
+padding."""
 
 from __future__ import annotations
 
@@ -16,12 +17,13 @@ KV_HEADS, EPS = 2, 1e-6
 
 
 class Row(NamedTuple):
-    """A row with ``length`` tokens in the cache: ``tokens`` of its window are no padding. A dead
-    row has all of its tokens, and appends them to the null block."""
+    """A row with ``length`` tokens in the cache: ``tokens`` of its window behind the first ``gap``
+    are no padding. A dead row has all of its tokens, and appends them to the null block."""
 
     length: int
     tokens: int
     dead: bool = False
+    gap: int = 0
 
 
 class WindowCase:
@@ -40,7 +42,8 @@ class WindowCase:
         seed: int = 0,
     ) -> None:
         head_dim, group, block_size, norm, rope = shape
-        self.heads = Heads(head_dim, group, KV_HEADS, block_size, norm, rope, window)
+        gaps = any(row.gap for row in rows)
+        self.heads = Heads(head_dim, group, KV_HEADS, block_size, norm, rope, window, gaps)
         self.rows, self.window, self.device = rows, window, device
         generator = torch.Generator(device).manual_seed(seed)
 
@@ -60,7 +63,8 @@ class WindowCase:
         offsets = torch.arange(window, device=device)
         lengths = torch.tensor([row.length for row in rows], device=device)
         counts = torch.tensor([row.tokens for row in rows], device=device)
-        self.valid = (offsets < counts[:, None]).flatten()
+        offsets = offsets - torch.tensor([[row.gap] for row in rows], device=device)
+        self.valid = ((offsets >= 0) & (offsets < counts[:, None])).flatten()
         self.dead = torch.tensor([row.dead for row in rows], device=device)
         self.dead = self.dead.repeat_interleave(window)
         self.slots = torch.where(self.valid, own.repeat_interleave(window), null_slot)

@@ -116,6 +116,35 @@ def test_a_nan_anywhere_in_a_row_is_no_token(
     assert torch.equal(tokens_of(logits.to(device), on(device, parameters), cut), expected)
 
 
+@on_both(
+    "vocabulary", "cut", "rows",
+    gpu=[(v, None, rows) for v in (5, 4_000, 50_257, 151_936) for rows in (1, 14, 40)],
+    small=[(601, (2, 4, 32), 7)],
+)  # fmt: skip
+def test_tokens_go_where_they_belong(
+    vocabulary: int, cut: Cut | None, rows: int, device: torch.device
+) -> None:
+    """In every launch of several; 0 of a row with a NaN."""
+    clusters, blocks, threads = cut or (None, sample.BLOCKS, sample.THREADS)
+    slots = torch.randperm(rows, generator=torch.Generator().manual_seed(rows)) + 1
+    arrivals = torch.zeros(rows, dtype=torch.int32, device=device)
+    for seed in range(2):
+        generator = torch.Generator().manual_seed(vocabulary + seed)
+        logits = random_logits(rows, vocabulary, torch.bfloat16, generator)
+        parameters = random_parameters(rows, vocabulary, generator)
+        expected = sample_tokens_reference(logits, *parameters).clamp(min=0)
+        tokens, by_slot = (torch.full((rows + 2, 3), -7).to(device) for _ in range(2))
+        taken = sample.Taken(tokens[:rows, 1], by_slot[:, 2], slots.to(device), arrivals)
+        sample.best_of_rows(
+            logits.to(device), on(device, parameters), clusters=clusters, blocks=blocks,
+            threads=threads, taken=taken,
+        )  # fmt: skip
+        assert torch.equal(tokens[:rows, 1].cpu(), expected)
+        assert torch.equal(by_slot.cpu()[slots, 2], expected)
+        assert int((tokens == -7).sum()) == int((by_slot == -7).sum()) == 2 * rows + 6
+        assert not arrivals.any()
+
+
 @on_both("vocabulary", "window", gpu=[(4_001, 1), (4_000, 3)], small=[(601, 1), (600, 3)])
 def test_strided_rows_and_parameters_by_index(
     vocabulary: int, window: int, device: torch.device

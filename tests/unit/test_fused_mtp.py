@@ -96,7 +96,7 @@ class DraftRig:
         drafted = torch.randint(0, vocab, (2, self.count, self.rows), generator=generator)
         given = iter(drafted.flatten(0, 1).to(self.device))
 
-        def sample(logits: Tensor, drafts: Any, draft: int, into: Tensor) -> None:
+        def sample(logits: Tensor, slots: Any, drafts: Any, draft: int, into: Tensor) -> None:
             self.logits.append(logits.clone())
             into.copy_(next(given))
 
@@ -161,6 +161,9 @@ def test_fused_blocks_draft_as_modules_do(
         assert covered.fused(kind) == CASES[case][1].get(kind, LAYERS), kind
     wanted = DraftRig(model, device, rows, count).run(wrapper, fused=False)
     got = DraftRig(model, device, rows, count).run(wrapper, fused=True)
+    made = wrapper.fused_mtp()._attentions._made  # type: ignore[union-attr]
+    windows = {(count + 1, True), (1, False)} if count > len(LAYERS) else {(count + 1, True)}
+    assert {(heads.window, heads.gaps) for heads, *_ in made} == windows
     assert len(got) == len(wanted) == 2 * count + (count > 1)
     for one, other in zip(got, wanted, strict=True):
         assert one.isfinite().all()
@@ -235,6 +238,8 @@ def test_what_drafts_need_is_compiled_at_start(monkeypatch: pytest.MonkeyPatch) 
     rows = {macros["MT"] * 8 for _, macros in compiled if macros.get("K") == size}
     # Of 1, 20 and 40 rows: 3 tokens, one of each; 60 and 120 tokens have no projection.
     assert rows == {8, 32}
+    windows = {(macros["WINDOW"], macros["GAPS"]) for _, macros in compiled if "GAPS" in macros}
+    assert windows == {(1, 0), (3, 0), (3, 1)}, "1: of drafts beyond the last layer"
     covered = report.DecodeCoverage((), wrapper.decode_coverage().drafting)
     (told,) = [str(f) for f in covered.fallbacks if f.kind == PROJECTION]
     assert told.startswith("the projection of layers 3-4 at 64 rows: no tile config for eh_proj")

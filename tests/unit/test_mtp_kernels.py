@@ -27,6 +27,7 @@ if HAS_TRITON:
         mtp_output_reference,
     )
     from megatron_async.kernels.drafting.mtp_rows import draft_rows_gpu, take_draft
+    from megatron_async.kernels.sampling.sample_cuda import Taken
 
 SLOTS, COLUMNS, BLOCK_SIZE, HIDDEN = 9, 6, 4, 24
 
@@ -89,9 +90,12 @@ def test_a_draft_is_the_best_of_its_row(device: str) -> None:
     ids = torch.tensor([[7, 5, 6], [8, 9, 4], [1, 2, 3]])
     packed = ((scores << 32) | (ids ^ (2**31 - 1))).to(device)
     tokens = torch.full((3, 4), -7, device=device)
-    take_draft(packed, tokens[:, 2])
+    by_slot = torch.full((6, 2), -7, device=device)
+    taken = Taken(tokens[:, 2], by_slot[:, 1], torch.tensor([4, 0, 3], device=device), tokens)
+    take_draft(packed, taken)
     assert tokens[:, 2].tolist() == [5, 8, 0], "a row with a NaN has token 0"
-    assert (tokens[:, [0, 1, 3]] == -7).all()
+    assert by_slot[:, 1].tolist() == [8, -7, -7, 0, 5, -7]
+    assert (tokens[:, [0, 1, 3]] == -7).all() and (by_slot[:, 0] == -7).all()
 
 
 def norm_of(device: str, *, center: bool) -> Any:
@@ -202,7 +206,10 @@ def test_drafts_of_the_kernels_are_those_of_torch(device: str) -> None:
         drafts = []
         for hidden, step in zip(pending, steps, strict=True):
             drafter._pending[:] = hidden
-            drafts.append(drafter.draft(step, window - 1).clone())
+            drafted = drafter.draft(step, window - 1)
+            assert (drafted is None) == has_kernels
+            kept = context.slots.drafts[step.slots] if drafted is None else drafted
+            drafts.append(kept.where((step.slots != SLOTS)[:, None], 0).clone())
         found.append((torch.stack(drafts), drafter._tails[:SLOTS]))
     assert found[0][0].equal(found[1][0]) and found[0][0].unique().numel() > 5
     assert found[0][1].equal(found[1][1])

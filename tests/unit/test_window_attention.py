@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,12 +28,24 @@ from tests.unit.test_forward_accuracy import TOLERANCE, Rig
 
 __all__ = ["device"]
 
+MakeRows = Callable[[int, list[int]], list[Row]]
+
 
 def rows_of(window: int, lengths: list[int]) -> list[Row]:
     """Whole windows, windows of which less and less is left, a dead row, and padding."""
     rows = [Row(length, window) for length in lengths]
     rows += [Row(length, 1 + n % window) for n, length in enumerate(lengths[:window])]
     return [*rows, Row(lengths[-1], window, dead=True), Row(0, 0), Row(lengths[-1], 0)]
+
+
+def rows_with_gaps(window: int, lengths: list[int]) -> list[Row]:
+    """Rows behind gaps of all sizes, some with padding behind them too, some left out."""
+    rows = rows_of(window, lengths)
+    for gap in range(1, window):
+        left = window - gap
+        rows += [Row(length, left - n % left, gap=gap) for n, length in enumerate(lengths)]
+        rows.append(Row(lengths[-1], left, dead=True, gap=gap))
+    return [*rows, Row(0, 0, gap=1)]
 
 
 _LENGTHS = [0, 1, 15, 16, 17, 63, 64, 200, 700, 1]
@@ -63,13 +76,17 @@ WIDE_SMALL, WIDE_LENGTHS = (32, 1, 16, False, True), [(7 * row) % 33 for row in 
 
 
 @on_both(
-    *("shape", "window", "cluster", "split_tokens", "lengths"),
-    gpu=_GPU,
+    *("shape", "window", "cluster", "split_tokens", "lengths", "make_rows"),
+    gpu=[(*each, rows_of) for each in _GPU]
+    + [(*each, rows_with_gaps) for each in _GPU if each[1] > 1],
     small=[
-        ((128, 4, 16, False, True), 4, 2, 2048, [33]),
-        ((80, 8, 64, False, False), 5, 1, 64, [126]),
-        (SMALL, 4, 4, 16, [14, 63]),
-        (WIDE_SMALL, 2, 1, 1024, WIDE_LENGTHS),
+        ((128, 4, 16, False, True), 4, 2, 2048, [33], rows_of),
+        ((80, 8, 64, False, False), 5, 1, 64, [126], rows_of),
+        (SMALL, 4, 4, 16, [14, 63], rows_of),
+        (WIDE_SMALL, 2, 1, 1024, WIDE_LENGTHS, rows_of),
+        ((80, 8, 64, False, False), 3, 1, 64, [0, 126], rows_with_gaps),
+        (SMALL, 4, 4, 16, [0, 63], rows_with_gaps),
+        (WIDE_SMALL, 2, 1, 1024, WIDE_LENGTHS[:20], rows_with_gaps),
     ],
 )
 class TestWindows:
@@ -81,11 +98,12 @@ class TestWindows:
         cluster: int,
         split_tokens: int,
         lengths: list[int],
+        make_rows: MakeRows,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         if device.type == "cpu":  # each cluster has one item after the other
             monkeypatch.setattr(cuda, "sm_count", lambda index: 1)
-        case = WindowCase(device, shape, window, rows_of(window, lengths))
+        case = WindowCase(device, shape, window, make_rows(window, lengths))
         before, (wanted, cache) = case.cache.clone(), case.wanted()
         out, counted = case.attend(case.kernel(cluster, split_tokens)), case.counted
         assert out.isfinite().all(), "padding too"
@@ -107,9 +125,10 @@ class TestWindows:
         cluster: int,
         split_tokens: int,
         lengths: list[int],
+        make_rows: MakeRows,
     ) -> None:
         """Neither another row nor a token behind it in its window can change them, not with NaN."""
-        case = WindowCase(device, shape, window, rows_of(window, lengths))
+        case = WindowCase(device, shape, window, make_rows(window, lengths))
         kernel = case.kernel(cluster, split_tokens)
         first = case.attend(kernel)
         assert torch.equal(case.attend(kernel), first), "what one launch counts is gone"

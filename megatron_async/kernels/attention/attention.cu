@@ -13,6 +13,8 @@
 //   NORM 1: RMSNorm of each query head and key; ROPE 1: rotation of pairs (i, i + D / 2)
 //   WINDOW tokens of each row, of consecutive positions; those behind the row's end are padding, which
 //   has a position, a cache slot, and a finite result, all without meaning
+//   GAPS 1: there may be padding in front of a row's first token too; padding has the null slot, which is
+//   above all others
 //   SHARES: the heads of a group are divided into so many items, each of which reads the keys and values
 //
 // A warp takes tiles of 16 tokens: scores[16 tokens x 8 heads] and out[D x 8 heads] with m16n8k16, for
@@ -68,7 +70,7 @@
 #define DYNAMIC (LANE_ROWS > 1 && CLUSTER == 1)
 
 static_assert(D % 16 == 0 && D <= 256 && GROUP <= 16 && BLOCK % 16 == 0, "shape");
-static_assert(WINDOW <= 16 && GROUP % SHARES == 0 && (WINDOW > 1 || SHARES == 1), "window");
+static_assert(WINDOW <= 16 && GROUP % SHARES == 0 && (WINDOW > 1 || SHARES == 1 && !GAPS), "window");
 static_assert(!PARTS_IN_RING || QUERIES * D * 4 <= RING_BYTES, "a warp's part takes its ring");
 static_assert(MAX_SPLITS <= 32, "a lane for each split");
 static_assert(LANE_ROWS <= 32, "a lane for each row of a lane");
@@ -107,7 +109,25 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   const u32 ring = base + warp * RING_BYTES;
 
   // --- which split ---------------------------------------------------------------------------------
+#if GAPS
+  struct First {
+    i64 slot;
+    int position, gap;
+  };
+  auto first_of = [&](int row) {  // the first token of a row: others are not below its slot
+    First first;
+#pragma unroll
+    for (int token = 0; token < WINDOW; token++) {
+      const i64 slot = load_l2(slots + row * WINDOW + token);
+      const int position = (int)load_l2(positions + row * WINDOW + token);
+      if (token == 0 || slot < first.slot) first = First{slot, position, token};
+    }
+    return first;
+  };
+  auto tokens_of = [&](int row) { return row < rows ? first_of(row).position : 0; };
+#else
   auto tokens_of = [&](int row) { return row < rows ? (int)load_l2(positions + row * WINDOW) : 0; };
+#endif
   auto splits_of = [&](int row, int tokens) {
     const int tiles = (tokens + 15) / 16;
     const int split_tiles =
@@ -135,6 +155,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     // Of token `lane` of the window; of the last one in all lanes behind it.
     int own_position;
     i64 own_slot;  // of the cache
+#if GAPS
+    int gap;  // tokens in front of the row's first one
+#endif
   };
   auto find = [&](int number) {
     Item item;
@@ -169,7 +192,13 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     const int end = begin + these * (rank + 1) / CLUSTER;
     item.first = begin + these * rank / CLUSTER + warp;
     item.count = item.first < end ? (end - item.first + WARPS - 1) / WARPS : 0;
+#if GAPS
+    const First first = first_of(item.row);
+    item.table = block_table + first.slot * columns;
+    item.gap = first.gap;
+#else
     item.table = block_table + load_l2(slots + item.row * WINDOW) * columns;
+#endif
     if (WINDOW > 1) {
       const int token = item.row * WINDOW + min(lane, WINDOW - 1);
       item.own_position = (int)load_l2(positions + token);
@@ -284,8 +313,9 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       for (int j = 0; j < 2; j++) most[e][j] = MINUS_INF, total[e][j] = 0.f;
     }
 
-    // Tokens from `valid` on weigh nothing; of the new ones those behind a query's own. A tile of one
-    // token has `rows` 0: its row stands for all.
+    // Tokens from `valid` on weigh nothing; of the new ones those behind a query's own, and in front of
+    // the row's first one, where a query sees its own. A tile of one token has `rows` 0: its row stands
+    // for all.
     auto attend = [&](u32 tile, u32 value_tile, int rows, int valid, bool is_new) {
       float s[EIGHTS][4];  // tokens g and g + 8
 #pragma unroll
@@ -319,6 +349,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
           const int seen = WINDOW > 1 && is_new ? (e * 8 + 2 * t + j) / HEADS + 1 : valid;
           upper = g < seen ? upper * scale_log2 : MINUS_INF;
           lower = g + 8 < seen ? lower * scale_log2 : MINUS_INF;
+#if GAPS
+          const int unseen = is_new ? min(item.gap, (e * 8 + 2 * t + j) / HEADS) : 0;
+          if (g < unseen) upper = MINUS_INF;
+          if (g + 8 < unseen) lower = MINUS_INF;
+#endif
           float m = fmaxf(upper, lower);
 #pragma unroll
           for (int d = 4; d < 32; d <<= 1) m = fmaxf(m, __shfl_xor_sync(~0u, m, d));
@@ -371,8 +406,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       attend(base + NEW_AT, base + NEW_VALUES_AT, NEW_ROWS - 1, 1, true);
       if (WINDOW > 1) {
         // Who sees a value that is not finite gets none either; for the others it was a zero.
-        const u32 broken =
+        u32 broken =
             __ballot_sync(~0u, lane < WINDOW && ((const u32*)(shared + BROKEN_AT))[lane % WINDOW]);
+#if GAPS
+        broken &= ~0u << item.gap;
+#endif
 #pragma unroll
         for (int e = 0; e < EIGHTS; e++)
 #pragma unroll

@@ -114,7 +114,8 @@ class AttentionArguments(NamedTuple):
 
 class Heads(NamedTuple):
     """What the attention of a model's layers is like: ``group`` query heads of each KV head, norms
-    of heads, rotation; ``window`` tokens of each row."""
+    of heads, rotation; ``window`` tokens of each row, and ``gaps`` where there may be padding in
+    front of them too."""
 
     head_dim: int
     group: int
@@ -123,6 +124,7 @@ class Heads(NamedTuple):
     norm: bool
     rope: bool
     window: int = 1
+    gaps: bool = False
 
     @property
     def shares(self) -> int:
@@ -149,7 +151,7 @@ class Heads(NamedTuple):
             "BLOCK": self.block_size, "NORM": int(self.norm), "ROPE": int(self.rope),
             "CLUSTER": cluster, "WARPS": warps, "ST": STAGES, "MIN_SHARED": MIN_SHARED_BYTES,
             "SPLIT_TOKENS": split_tokens, "MAX_SPLITS": max_splits, "LANE_ROWS": lane_rows,
-            "WINDOW": self.window, "SHARES": self.shares,
+            "WINDOW": self.window, "SHARES": self.shares, "GAPS": int(self.gaps),
         }  # fmt: skip
 
 
@@ -160,6 +162,8 @@ def heads_of(
     q_weight: Tensor | None,
     k_weight: Tensor | None,
     window: int = 1,
+    *,
+    gaps: bool = False,
 ) -> Heads | None:
     """What the kernel takes a decode step's packed projection as; None if it does not take it.
 
@@ -167,7 +171,7 @@ def heads_of(
         packed: ``[R * window, kv_heads * (group + 2) * head_dim]``.
         kv_cache: ``[layers, 2, blocks, block_size, kv_heads, head_dim]``.
         cos_sin: fp32 ``[positions, 2, pairs]``.
-        window: tokens of each row.
+        window, gaps: tokens of each row, see :class:`Heads`.
     """
     tokens, width = packed.shape
     block_size, kv_heads, head_dim = kv_cache.shape[3:]
@@ -184,8 +188,9 @@ def heads_of(
     ):
         return None
     return Heads(
-        head_dim, group, kv_heads, block_size, q_weight is not None, cos_sin is not None, window
-    )
+        head_dim, group, kv_heads, block_size, q_weight is not None, cos_sin is not None, window,
+        gaps and window > 1,
+    )  # fmt: skip
 
 
 class DecodeAttention:
@@ -257,7 +262,8 @@ class DecodeAttention:
 
         With windows T is R * window: those of a row come one after the other, of consecutive
         positions. The last ones may be padding, whose cache slot is in the null block and whose
-        position is any that the block table and ``cos_sin`` have; so may be whole rows.
+        position is any that the block table and ``cos_sin`` have; so may be whole rows. With gaps
+        the first ones may be padding too, and padding has the null slot, the largest.
 
         Args:
             qkv: ``[T, kv_heads * (group + 2) * head_dim]`` in megatron's order.

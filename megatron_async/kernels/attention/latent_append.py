@@ -34,31 +34,30 @@ def _latent_append_kernel(
     cos = tl.load(angle_ptr, mask=in_pairs, other=0.0)
     sin = tl.load(angle_ptr + PAIRS, mask=in_pairs, other=0.0)
     if part == 0:
-        latent_ptr += token * latent_row
-        cache_ptr += tl.load(slot_ptr + token) * cache_token
+        source_ptr = latent_ptr + token * latent_row
+        place_ptr = cache_ptr + tl.load(slot_ptr + token) * cache_token
         i = tl.arange(0, RANK_PAD)
-        latent = tl.load(latent_ptr + i, mask=i < RANK, other=0.0).to(tl.float32)
+        latent = tl.load(source_ptr + i, mask=i < RANK, other=0.0).to(tl.float32)
         factor = 1.0 / tl.sqrt(tl.sum(latent * latent, 0) / RANK + eps)
         weight = tl.load(weight_ptr + i, mask=i < RANK, other=0.0).to(tl.float32)
-        tl.store(cache_ptr + i, (latent * factor * weight).to(dtype), mask=i < RANK)
-        key_ptr = latent_ptr + RANK + 2 * pair
-        first = tl.load(key_ptr, mask=in_pairs, other=0.0).to(tl.float32)
-        second = tl.load(key_ptr + 1, mask=in_pairs, other=0.0).to(tl.float32)
-        cache_ptr += RANK + pair
-        tl.store(cache_ptr, (first * cos - second * sin).to(dtype), mask=in_pairs)
-        tl.store(cache_ptr + PAIRS, (second * cos + first * sin).to(dtype), mask=in_pairs)
+        tl.store(place_ptr + i, (latent * factor * weight).to(dtype), mask=i < RANK)
+        key_ptr = source_ptr + RANK + 2 * pair
+        even = tl.load(key_ptr, mask=in_pairs, other=0.0).to(tl.float32)
+        odd = tl.load(key_ptr + 1, mask=in_pairs, other=0.0).to(tl.float32)
+        key_ptr = place_ptr + RANK + pair
+        tl.store(key_ptr, (even * cos - odd * sin).to(dtype), mask=in_pairs)
+        tl.store(key_ptr + PAIRS, (odd * cos + even * sin).to(dtype), mask=in_pairs)
     else:
         head = (part - 1) * HEADS + tl.arange(0, HEADS)
         mask = (head < heads)[:, None] & in_pairs[None, :]
-        query_ptr += token * query_row
-        query_at = head[:, None] * query_head + 2 * pair[None, :]
-        first = tl.load(query_ptr + query_at, mask=mask, other=0.0).to(tl.float32)
-        second = tl.load(query_ptr + query_at + 1, mask=mask, other=0.0).to(tl.float32)
-        out_ptr += token * out_row
-        out_at = head[:, None] * out_head + pair[None, :]
-        cos, sin = cos[None, :], sin[None, :]
-        tl.store(out_ptr + out_at, (first * cos - second * sin).to(dtype), mask=mask)
-        tl.store(out_ptr + out_at + PAIRS, (second * cos + first * sin).to(dtype), mask=mask)
+        from_ptr = query_ptr + token * query_row + head[:, None] * query_head + 2 * pair[None, :]
+        first = tl.load(from_ptr, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(from_ptr + 1, mask=mask, other=0.0).to(tl.float32)
+        to_ptr = out_ptr + token * out_row + head[:, None] * out_head + pair[None, :]
+        turned = first * cos[None, :] - second * sin[None, :]
+        tl.store(to_ptr, turned.to(dtype), mask=mask)
+        turned = second * cos[None, :] + first * sin[None, :]
+        tl.store(to_ptr + PAIRS, turned.to(dtype), mask=mask)
 
 
 def latent_append(

@@ -1,5 +1,5 @@
 """Triton kernels of the index arithmetic when MTP layers draft: one ahead of all drafts of a step,
-and one that takes each draft from its samples.
+and one that takes each draft from its samples where the sampler does not do it.
 
 The reference is ``drafting.mtp_rows.draft_rows``, equal bit for bit.
 """
@@ -18,7 +18,9 @@ from torch import Tensor
 
 from megatron_async.cache.block_allocator import NULL_BLOCK as NULL_BLOCK_
 from megatron_async.kernels.pdl import pdl_enter, uses_pdl
-from megatron_async.kernels.sampling.sample_triton import best_token
+from megatron_async.kernels.sampling import sample_cuda
+from megatron_async.kernels.sampling.sample_cuda import Taken
+from megatron_async.kernels.sampling.sample_triton import best_token, sample_splits
 from megatron_async.kernels.sampling.step_state import SlotState
 
 NULL_BLOCK = tl.constexpr(NULL_BLOCK_)
@@ -128,19 +130,37 @@ def draft_rows_gpu(
 
 
 @triton.jit
-def _take_draft_kernel(packed, tokens, stride, splits, SPLITS: tl.constexpr, PDL: tl.constexpr):
+def _take_draft_kernel(
+    packed, tokens, slots, by_slot, stride, slot_stride, splits,
+    SPLITS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     pdl_enter(PDL)
     row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
-    token = best_token(packed, row, row >= 0, splits, SPLITS)
-    tl.store(tokens + row * stride, tl.maximum(token, 0))
+    token = tl.maximum(best_token(packed, row, row >= 0, splits, SPLITS), 0)
+    tl.store(tokens + row * stride, token)
+    tl.store(by_slot + tl.load(slots + row) * slot_stride, token)
 
 
-def take_draft(packed: Tensor, tokens: Tensor) -> None:
+def sample_draft(logits: Tensor, parameters: Sequence[Tensor], taken: Taken) -> None:
+    """Sample a draft of each row, in one launch where the CUDA C++ sampler takes the logits.
+
+    Args:
+        logits: ``[R, V]``.
+        parameters: [R] each, as for ``sampling.sample_tokens``, contiguous.
+    """
+    if logits.stride(1) == 1 and sample_cuda.why_not(logits, None) is None:
+        sample_cuda.best_of_rows(logits, parameters, taken=taken)
+    else:
+        take_draft(sample_splits(logits, *parameters, pdl=uses_pdl(logits.device)), taken)
+
+
+def take_draft(packed: Tensor, taken: Taken) -> None:
     """Write the best of each row of ``packed`` [R, splits] (``sample_triton.sample_splits``) to
-    ``tokens`` int64 [R], which may be strided; 0 where no token could be sampled."""
+    where it goes."""
+    tokens, by_slot, slots, _ = taken
     rows, splits = packed.shape
     pdl = uses_pdl(packed.device)
     _take_draft_kernel[(rows,)](
-        packed, tokens, tokens.stride(0), splits, SPLITS=triton.next_power_of_2(splits),
-        PDL=pdl, num_warps=1, launch_pdl=pdl,
+        packed, tokens, slots, by_slot, tokens.stride(0), by_slot.stride(0), splits,
+        SPLITS=triton.next_power_of_2(splits), PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip

@@ -3,6 +3,8 @@
 //   WIDE 1: fp32 logits, 0: bf16    VECTORS pieces of eight logits for each thread of a cluster
 //   C blocks of THREADS threads (a cluster), G of them for each row
 //   WINDOW rows in turn share an entry of the index and have positions in turn
+//   TAKE 1: the last block of a row that is done writes its token, of a row with a NaN 0, to where the
+//   row's place and to where its slot is
 //
 // A row without a filter is shared by all its clusters, and nothing is exchanged. One with a filter is
 // done by the first of them: it keeps the row in shared memory, as keys that order like the logits, and
@@ -355,7 +357,12 @@ struct Best {
 extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(THREADS, 1024 / THREADS)
     sample(const char* logits, int row_stride, int vocabulary, const float* inverse_temperature,
            const int* top_k, const float* top_p, const i64* seeds, const i64* positions,
-           const int* index, int index_stride, i64* best_out) {
+           const int* index, int index_stride, i64* best_out
+#if TAKE
+           , u32* arrivals, i64* tokens, int tokens_stride, const i64* slots, i64* by_slot,
+           int by_slot_stride
+#endif
+    ) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rank = blockIdx.x % C, group = blockIdx.x / C % G, row = blockIdx.x / C / G;
   const u32 base = shared_address(shared);
@@ -452,4 +459,18 @@ extern "C" __global__ void __cluster_dims__(C, 1, 1) __launch_bounds__(THREADS, 
   if (warp > 0) return;
   packed = largest_of(lane < WARPS ? of_warps[lane] : packed);
   if (lane == 0) best_out[blockIdx.x] = packed;
+#if TAKE
+  u32 before = 0;
+  if (lane == 0) before = add_one_in_order(arrivals + row);
+  __syncwarp();
+  if (__shfl_sync(~0u, before, 0) != G * C - 1) return;
+  for (int block = lane; block < G * C; block += 32)
+    packed = max(packed, load_l2(best_out + row * (G * C) + block));
+  packed = largest_of(packed);
+  if (lane > 0) return;
+  arrivals[row] = 0;  // for the next launch
+  const i64 token = packed == NAN_PACKED ? 0 : (packed & MOST_KEY) ^ MOST_KEY;
+  tokens[(i64)row * tokens_stride] = token;
+  by_slot[slots[row] * by_slot_stride] = token;
+#endif
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +18,22 @@ BLOCKS = 8
 DTYPES = (torch.bfloat16, torch.float32)
 EXCHANGE_BYTES = 4096
 """What a block takes of shared memory, at most, besides its part of a row."""
+
+
+class Taken(NamedTuple):
+    """Where the token of each row goes; 0 where none could be sampled.
+
+    Args:
+        tokens: int64 ``[R]``, may be strided.
+        by_slot: int64 ``[slots]``, may be strided: it goes there too, to the row's slot.
+        slots: int64 ``[R]``, contiguous.
+        arrivals: int32 ``[R]`` at least, zeros between launches on one stream.
+    """
+
+    tokens: Tensor
+    by_slot: Tensor
+    slots: Tensor
+    arrivals: Tensor
 
 
 def pieces(vocabulary: int, blocks: int = BLOCKS, threads: int = THREADS) -> int:
@@ -56,6 +73,7 @@ def best_of_rows(
     clusters: int | None = None,
     blocks: int = BLOCKS,
     threads: int = THREADS,
+    taken: Taken | None = None,
 ) -> Tensor:
     """The best ids of each row, int64 ``[R, blocks of a row]``, packed for
     ``kernels.sample.best_token``.
@@ -69,6 +87,7 @@ def best_of_rows(
         window: rows of an entry of ``index``; row r's position is ``r % window`` further.
         clusters: that share a row without a filter; None fills the GPU.
         blocks, threads: of a cluster.
+        taken: where tokens go, if this launch is to find them too.
     """
     rows, vocabulary = logits.shape
     own = pieces(vocabulary, blocks, threads)
@@ -80,10 +99,14 @@ def best_of_rows(
     best = torch.empty((rows, clusters * blocks), dtype=torch.int64, device=logits.device)
     defines = {
         "WIDE": int(logits.dtype == torch.float32), "VECTORS": own, "G": clusters, "C": blocks,
-        "THREADS": threads, "WINDOW": window,
+        "THREADS": threads, "WINDOW": window, "TAKE": int(taken is not None),
     }  # fmt: skip
+    into: tuple[Tensor | int, ...] = ()
+    if taken is not None:
+        tokens, by_slot, slots, arrivals = taken
+        into = arrivals, tokens, tokens.stride(0), slots, by_slot, by_slot.stride(0)
     kernel("sample", defines, logits.device).launch(
         (best.numel(), 1, 1), logits, logits.stride(0), vocabulary, *parameters, index,
-        0 if index is None else index.stride(0), best,
+        0 if index is None else index.stride(0), best, *into,
     )  # fmt: skip
     return best

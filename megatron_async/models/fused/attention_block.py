@@ -103,7 +103,7 @@ class AttentionBlock:
             )
             return self._projection(out.flatten(1), residual, reader)
         keys, values = context.kv_cache[self._index]
-        heads = self._heads_in(context, window)
+        heads = self._heads_in(context, window, gaps=getattr(context, "has_gaps", False))
         self._attentions.get(heads, rows // window, capacity(context))(
             qkv, keys, values, context.block_table, context.token_slots, step.position_ids,
             context.slot_mapping, attended, scale=self._scale, cos_sin=self._rotary,
@@ -111,15 +111,22 @@ class AttentionBlock:
         )  # fmt: skip
         return self._projection(attended, residual, reader)
 
-    def work(self, rows: int, context: Any, reader: Norm | None) -> Iterator[Work]:
+    def work(
+        self, rows: int, context: Any, reader: Norm | None, window: int | None = None
+    ) -> Iterator[Work]:
         """What is compiled for ``rows`` tokens. A step of more of them than the GEMMs take has its
-        attention in the same kernel (``runner/context.py``), so that comes by itself."""
+        attention in the same kernel (``runner/context.py``), so that comes by itself.
+
+        Args:
+            window: tokens of each row when MTP layers draft; None for decode steps.
+        """
         if self._unsupported(context) is not None:
             return
-        window, most = tokens_of_row(context), padded(rows)
+        gaps, most = window is not None, padded(rows)
+        window = window or tokens_of_row(context)
         reason = self._unsupported(context, window)
         if reason is None:
-            heads, sm_count = self._heads_in(context, window), self._kernels.sm_count
+            heads, sm_count = self._heads_in(context, window, gaps=gaps), self._kernels.sm_count
             yield "attention", heads.defines(padded(rows // window), capacity(context), sm_count)
         else:
             _log_no_windows(reason)
@@ -134,11 +141,11 @@ class AttentionBlock:
             self._head_dim, group, context.block_size_tokens, rotated, window
         )
 
-    def _heads_in(self, context: Any, window: int) -> Heads:
+    def _heads_in(self, context: Any, window: int, *, gaps: bool) -> Heads:
         return Heads(
             self._head_dim, self._heads // self._kv_heads, self._kv_heads,
             context.block_size_tokens, self._head_norms[0] is not None, self._rotary is not None,
-            window,
+            window, gaps and window > 1,
         )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ context at hand, and runs its modules elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -54,6 +54,13 @@ class Place:
     def rows(self, rows: int, width: int) -> int:
         """Padded rows of its GEMMs, of ``width`` tokens in each of ``rows`` rows."""
         return padded(rows if self.blocks[0].kind == HEAD else rows * width)
+
+    def work(self, rows: int, width: int, context: Any, reader: Norm | None) -> Iterator[Work]:
+        """What is compiled for them."""
+        if isinstance(self.fused, AttentionBlock):
+            return self.fused.work(rows * width, context, reader, width)
+        work: Iterator[Work] = self.fused.work(self.rows(rows, width), context, reader)
+        return work
 
     def why_not(self, rows: int, width: int, context: Any) -> str | None:
         """Why the modules run; None if the kernels do."""
@@ -153,8 +160,7 @@ class FusedMtp:
                 for place, reader in zip(places, [*readers, None], strict=True):
                     if place.fused is None:
                         continue
-                    most = place.rows(each, tokens)
-                    for source, macros in place.fused.work(most, context, reader):
+                    for source, macros in place.work(each, tokens, context, reader):
                         work[source, tuple(sorted(macros.items()))] = source, macros
         cuda.compile_together(list(work.values()), cuda.architecture(self._index))
 
@@ -194,8 +200,10 @@ class FusedMtp:
         # WAR: what the layer before has put out is read while this layer runs.
         hidden = self._workspace.buffer(f"drafted {of.draft % 2}", residual.hidden.shape[1])
         logits = self._workspace.buffer("draft logits", self._vocab_size)[:rows]
+        # Keys stand at the context's positions; ``of`` has those of embeddings.
+        positions: Tensor = context.position_ids
         step = DraftStep(
-            residual, of.tokens, of.position_ids, context, logits, hidden[: of.token_count], of
+            residual, of.tokens, positions, context, logits, hidden[: of.token_count], of
         )
         statistics = None
         for number, block in enumerate(plan):
