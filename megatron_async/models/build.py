@@ -122,6 +122,7 @@ def _experts(config: ModelConfig) -> dict[str, Any]:
     return {
         **{name: getattr(config, name) for name in names},
         "moe_layer_freq": 1 if kinds is None else list(kinds),
+        "moe_router_dtype": "fp32",  # as kernels/moe computes
     }
 
 

@@ -21,6 +21,7 @@ from megatron_async.models.fused.mtp import FusedMtp
 from megatron_async.models.fused.report import DecodeCoverage
 from megatron_async.models.gpt import GPTModel
 from megatron_async.models.kv_cache_spec import KVCacheSpec, kv_cache_spec
+from megatron_async.models.moe.adapt import AdaptedMoELayer
 
 __all__ = ["GPTInferenceWrapper", "KVCacheSpec"]
 
@@ -86,6 +87,9 @@ class GPTInferenceWrapper:
         self._fused_mtp: FusedMtp | None = None
         self._outgrown: list[FusedDecoder | FusedMtp | None] = []
         self._rows: set[int] = set()
+        self._has_adapted_experts = any(
+            isinstance(m, AdaptedMoELayer) for m in self.model.modules()
+        )
         self._hidden_states: Tensor | None = None
         if self._coverage.off is None:
             self._fused = FusedDecoder(self.model)
@@ -213,10 +217,16 @@ class GPTInferenceWrapper:
                 None,
                 inference_context=context,
                 runtime_gather_output=True,
+                **self._mask(context),
             )
         at = self.model if context is None else context
         self._hidden_states = getattr(at, "decoder_hidden_states", None)
         return logits.squeeze(0)
+
+    def _mask(self, context: Any) -> dict[str, Tensor]:
+        """What megatron's layers are told that do not ask the context by themselves."""
+        mask = getattr(context, "padding_mask", None) if self._has_adapted_experts else None
+        return {} if mask is None else {"padding_mask": mask}
 
     @property
     def hidden_states(self) -> Tensor:

@@ -11,9 +11,9 @@ from tests.support.engines import DEPTHS, config_at
 
 
 def decode_under_pressure(
-    depth: int, *, roomy: bool, device: str = "cpu", dtype: str = "float32"
+    depth: int, *, roomy: bool, device: str = "cpu", dtype: str = "float32", model: str = "tiny"
 ) -> tuple[list[list[int]], EngineCounters]:
-    """The embedded model with shared prefixes, in a cache that forces evictions or a roomy one."""
+    """An embedded model with shared prefixes, in a cache that forces evictions or a roomy one."""
     params = [
         SamplingParams(
             num_tokens_to_generate=90, temperature=t, seed=i, termination_id=-1, stop_token_ids=s
@@ -32,7 +32,7 @@ def decode_under_pressure(
         batch_invariant=True,
         enable_prefix_caching=not roomy,
     )
-    with DynamicInferenceEngine.from_pretrained("tiny", config) as engine:
+    with DynamicInferenceEngine.from_pretrained(model, config) as engine:
         requests = engine.generate(
             [prompt for prompt in prompts for _ in params], params * len(prompts)
         )

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from tokenizers import decoders, models
 
 from megatron_async.checkpoint import load_pretrained, save_native
+from megatron_async.checkpoint.path import EMBEDDED
 from megatron_async.errors import CheckpointError
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig, RopeScaling
@@ -190,9 +191,10 @@ def test_wrong_config_is_named(tmp_path: Path, changes: dict[str, Any], message:
     assert str(tmp_path) in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_name_tiny_is_the_embedded_model_or_a_clear_error() -> None:
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_embedded_models_have_their_names_or_a_clear_error(name: str) -> None:
     try:
-        assert load_pretrained("tiny").name == "tiny"
+        assert load_pretrained(name).name == name
     except CheckpointError as error:
         assert "no embedded model" in str(error)
 

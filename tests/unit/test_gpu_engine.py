@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -69,6 +70,23 @@ def test_graphs_are_captured_after_memory_is_filled() -> None:
     assert request.generated_tokens == decode_alone(Ask(prompt=(3,), max_new=9))[0]
 
 
+def test_steady_steps_of_experts_make_no_hidden_synchronisation() -> None:
+    config = config_at(2, device="cuda", max_requests=8)
+    params = SamplingParams(temperature=1.0, num_tokens_to_generate=150, termination_id=-1)
+    with DynamicInferenceEngine.from_pretrained("tiny-moe", config) as engine:
+        for request_id in range(8):
+            engine.add_request(request_id, [3 + request_id], params)
+        for _ in range(10):
+            engine.step_modern()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for _ in range(100):
+                engine.step_modern()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        engine.reset()
+
+
 @pytest.mark.parametrize("depth", (1, 2))
 def test_steady_steps_make_no_hidden_synchronisation(depth: int) -> None:
     ask = Ask(prompt=(3,), max_new=220, temperature=1.0, top_k=5, top_p=0.9)
@@ -90,36 +108,45 @@ def test_steady_steps_make_no_hidden_synchronisation(depth: int) -> None:
         engine.reset()
 
 
-def decode_tiny(depth: int, device: str, dtype: str) -> list[list[int]]:
+def decode_tiny(depth: int, device: str, dtype: str, model: str = "tiny") -> list[list[int]]:
     params = [
         SamplingParams(num_tokens_to_generate=80, temperature=t, top_k=k, top_p=p, seed=s)
         for t, k, p, s in ((0.0, 0, 0.0, 0), (0.8, 0, 0.0, 1), (1.0, 40, 0.0, 2), (1.0, 0, 0.9, 3))
     ]
     prompts = [prompt for prompt in PROMPTS for _ in params]
     config = config_at(depth, device=device, dtype=dtype, max_requests=5, block_size_tokens=16)
-    with DynamicInferenceEngine.from_pretrained("tiny", config) as engine:
+    with DynamicInferenceEngine.from_pretrained(model, config) as engine:
         requests = engine.generate(prompts, params * len(PROMPTS))
     if depth:
         assert engine.counters.steps_overlapped >= engine.counters.steps_committed - 1
     return [request.generated_tokens for request in requests]
 
 
-def test_embedded_model_gives_the_cpus_tokens_in_fp32() -> None:
+@pytest.mark.parametrize("model", ("tiny", "tiny-moe"))
+def test_embedded_model_gives_the_cpus_tokens_in_fp32(model: str) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
-    assert decode_tiny(1, "cuda", "float32") == decode_tiny(0, "cpu", "float32")
+    found = decode_tiny(1, "cuda", "float32", model)
+    assert found == decode_tiny(0, "cpu", "float32", model)
 
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
-@pytest.mark.parametrize("depth", (1, 2, 4))
-def test_embedded_model_is_equal_at_every_depth(depth: int, dtype: str) -> None:
-    assert decode_tiny(depth, "cuda", dtype) == decode_tiny(0, "cuda", dtype)
+@pytest.mark.parametrize(
+    ("depth", "model"), [(1, "tiny"), (2, "tiny"), (4, "tiny"), (2, "tiny-moe")]
+)
+def test_embedded_model_is_equal_at_every_depth(depth: int, model: str, dtype: str) -> None:
+    assert decode_tiny(depth, "cuda", dtype, model) == decode_tiny(0, "cuda", dtype, model)
 
 
-@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
-def test_batch_invariant_mode_keeps_tokens_through_evictions_and_prefix_hits(dtype: str) -> None:
-    expected, _ = decode_under_pressure(0, roomy=True, device="cuda", dtype=dtype)
+@pytest.mark.parametrize(
+    ("dtype", "model"), [("float32", "tiny"), ("bfloat16", "tiny"), ("bfloat16", "tiny-moe")]
+)
+def test_batch_invariant_mode_keeps_tokens_through_evictions_and_prefix_hits(
+    dtype: str, model: str
+) -> None:
+    where: dict[str, Any] = {"device": "cuda", "dtype": dtype, "model": model}
+    expected, _ = decode_under_pressure(0, roomy=True, **where)
     for depth in DEPTHS:
-        tokens, counters = decode_under_pressure(depth, roomy=False, device="cuda", dtype=dtype)
+        tokens, counters = decode_under_pressure(depth, roomy=False, **where)
         assert tokens == expected
         assert counters.evictions > 0
         assert counters.stalls > 0

@@ -61,7 +61,7 @@ def test_the_cache_on_a_gpu_holds_the_batch_or_what_memory_there_is(
     assert config_for(wrapper, [100], torch.device("cpu")).block_count is None
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "mistral-window"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "qwen3", "mistral-window", "mixtral"])
 def test_batches_are_those_of_generate(name: str) -> None:
     model = random_model(name)
     expected = [generated(model, prompt, greedy()) for prompt in PROMPTS]

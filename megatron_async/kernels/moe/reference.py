@@ -201,6 +201,9 @@ def _one_expert_after_another(
 
 
 def _grouped_mm_takes(hidden: Tensor, w1: Tensor, w2: Tensor) -> bool:
+    """Not in training: what alignment the gradients of groups need is not documented."""
+    if torch.is_grad_enabled() and w1.requires_grad:
+        return False
     sizes = (*w1.shape[1:], *w2.shape[1:])
     return hidden.dtype == torch.bfloat16 and all(size % _GROUPED_ALIGNMENT == 0 for size in sizes)
 
