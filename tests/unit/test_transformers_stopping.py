@@ -5,6 +5,8 @@ The first tests have the names of the test list of the proposal to transformers.
 
 from __future__ import annotations
 
+import copy
+import functools
 import gc
 import logging
 import weakref
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 
@@ -495,8 +498,6 @@ def test_modes_with_an_assistant_are_stock_in_the_context_and_an_error_without()
 
 
 def test_the_context_serves_its_model_alone_and_nests() -> None:
-    import copy
-
     model, streams, inner = generator_model("gpt2"), LateStreams(), LateStreams()
     other = copy.deepcopy(model)
     original = type(model)._sample
@@ -535,22 +536,32 @@ def test_processors_see_the_ids_of_stock() -> None:
     assert seen[1][: len(seen[0])] == seen[0] and len(seen[1]) <= len(seen[0]) + 2
 
 
-def test_the_model_is_not_asked_for_a_value_in_each_forward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """GPT-2 looks for padding in each input; asynchronously only in the prompt."""
-    model, read = generator_model("gpt2"), []
-    item = torch.Tensor.item
-    monkeypatch.setattr(torch.Tensor, "item", lambda tensor: (read.append(1), item(tensor))[1])
+def test_no_forward_behind_the_prefill_reads_a_value() -> None:
+    """transformers looks at the mask (up to 5.17) or for padding tokens (GPT-2) in each."""
+    model = copy.deepcopy(generator_model("gpt2"))
+    model.set_attn_implementation("sdpa")
+    forward, reads = model.forward, []
 
-    def reads(custom: Any) -> int:
-        read.clear()
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+            reads.extend(["read"] * (function is torch.ops.aten._local_scalar_dense.default))
+            return function(*args, **(kwargs or {}))
+
+    @functools.wraps(forward)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        with Noted():
+            return forward(*args, **kwargs)
+
+    model.forward = noted
+
+    def reads_of(custom: Any) -> int:
+        reads.clear()
         given = {"eos_token_id": [999], "pad_token_id": 0, "custom_generate": custom}
         model.generate(prompts(1)["input_ids"], max_new_tokens=12, **given)
-        return len(read)
+        return len(reads)
 
-    assert reads(None) >= 12
-    assert reads(AsyncGenerate(streams=lambda _: LateStreams())) <= 2
+    assert reads_of(None) >= 12
+    assert reads_of(AsyncGenerate(streams=lambda _: LateStreams())) <= 2
     assert "warn_if_padding_and_no_attention_mask" not in vars(model.transformer)
 
 
@@ -561,8 +572,6 @@ def test_the_model_is_not_asked_for_a_value_in_each_forward(
 @NEEDS_GPU
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_equality_on_a_gpu(cache: str) -> None:
-    import copy
-
     model = copy.deepcopy(generator_model("gpt2")).cuda()
     for rows, sample in ((1, False), (4, True), (16, True)):
         given = arguments(rows, do_sample=sample, eos_token_id=[3, 5, 7])
@@ -579,8 +588,6 @@ def test_equality_on_a_gpu(cache: str) -> None:
 @pytest.mark.gpu
 @NEEDS_GPU
 def test_host_marked_criteria_and_streamers_on_a_gpu() -> None:
-    import copy
-
     model = copy.deepcopy(generator_model("llama")).cuda()
     results = []
     for custom in (None, async_generate):
@@ -599,7 +606,6 @@ def test_host_marked_criteria_and_streamers_on_a_gpu() -> None:
 @NEEDS_GPU
 def test_no_token_synchronises_the_host_with_a_gpu() -> None:
     """Sync debug mode turns each synchronising call of torch into a warning."""
-    import copy
     import warnings
 
     model = copy.deepcopy(generator_model("gpt2")).cuda()

@@ -33,6 +33,10 @@ class Streams(Protocol):
         """Run ``work`` on the side stream, after what the main stream has been given so far."""
         ...
 
+    def fetch(self, host: Tensor, source: Tensor) -> Ticket:
+        """Copy ``source`` to a host buffer, on the main stream: the least work for the host."""
+        ...
+
     def join(self, ticket: Any) -> None:
         """Make the main stream wait for the work of ``ticket``; the host goes on."""
         ...
@@ -86,6 +90,12 @@ class CudaStreams:
                 host.copy_(source, non_blocking=True)
             copied.record(self.side)
         return CudaTicket(computed, copied)
+
+    def fetch(self, host: Tensor, source: Tensor) -> CudaTicket:
+        host.copy_(source, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(self.device))
+        return CudaTicket(copied, copied)
 
     def join(self, ticket: CudaTicket) -> None:
         torch.cuda.current_stream(self.device).wait_event(ticket.computed)
