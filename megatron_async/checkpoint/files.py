@@ -24,7 +24,6 @@ MOST_INDEX_BYTES = 2**27
 
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_STORED_DTYPES = ("F64", "F32", "BF16", "F16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +148,9 @@ def load_safetensors(
             raise CheckpointError(
                 f"{file}: {name} has shape {list(shape)}, expected {list(target.shape)}"
             )
-        if dtype not in _STORED_DTYPES:
+        if dtype not in target.dtypes:
             raise CheckpointError(
-                f"{file}: {name} has dtype {dtype}; supported are {', '.join(_STORED_DTYPES)}"
+                f"{file}: {name} has dtype {dtype}; supported are {', '.join(target.dtypes)}"
             )
     missing = (set(targets) | promised) - seen
     if missing:

@@ -6,7 +6,7 @@ from megatron_async.megatron_api.names import Table, accepted, refused, works
 
 ONE_PROCESS = "one process holds the model: load the checkpoint with a parallel size of 1"
 NO_GROUPS = "one process holds the model, so process groups are not asked"
-NO_MLA = "multi-latent attention is not served"
+LATENTS = "elements of a latent and of the rotated key behind it, with cache_mla_latent"
 NO_HYBRID = "hybrid models with recurrent layers are not served"
 INNER = "part of megatron-core's own step; the engine has another one"
 NO_ZMQ = "there is no coordinator process; use MegatronLLM, or `megatron-async serve`"
@@ -30,9 +30,9 @@ CONTEXT: Table = {
     "tensor_model_parallel_size": accepted(ONE_PROCESS, None, 1),
     "pipeline_model_parallel_size": accepted(ONE_PROCESS, None, 1),
     "pg_collection": accepted(NO_GROUPS),
-    "cache_mla_latent": accepted(NO_MLA, None, False),
-    "kv_lora_rank": accepted(NO_MLA + "; without cache_mla_latent it is not read"),
-    "qk_pos_emb_head_dim": accepted(NO_MLA + "; without cache_mla_latent it is not read"),
+    "cache_mla_latent": works("always so for a model with multi-latent attention"),
+    "kv_lora_rank": works(LATENTS),
+    "qk_pos_emb_head_dim": works(LATENTS),
     "num_cuda_graphs": works("most row buckets captured, at least 1; None and -1 capture all"),
     "materialize_only_last_token_logits": works(
         "log-probabilities of prompts are computed for the requests that ask, whatever it says"
@@ -70,7 +70,7 @@ CONTEXT_ATTRIBUTES: Table = {
     "batch_dimensions": refused(INNER),
     "block_allocator": works("total_count, active_count, paused_count, and what is used of them"),
     "block_size_bytes": works(""),
-    "cache_mla_latent": works("False"),
+    "cache_mla_latent": works("whether the cache holds latents"),
     "cuda_graph_batch_dimensions_list": works("the row buckets, as numbers"),
     "cuda_graph_token_counts": works("the row buckets"),
     "get_active_request_count": works(""),
@@ -174,7 +174,7 @@ CONTEXT_ATTRIBUTES: Table = {
     **dict.fromkeys(
         ("expert_model_parallel_group", "pipeline_parallel_group"), refused(ONE_PROCESS)
     ),
-    "kv_reduced_dim": refused(NO_MLA),
+    "kv_reduced_dim": works("with cache_mla_latent; None without"),
     **dict.fromkeys(
         (
             "mamba_conv_states",
