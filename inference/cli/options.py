@@ -141,7 +141,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Which model, and where it runs."""
     add = parser.add_argument_group("model").add_argument
     said = "'tiny' is the embedded model, a byte-level GPT that writes Python-like code, and "
-    said += "'tiny-moe' one with experts; or a Hugging Face, native or megatron "
+    said += "'tiny-moe' one with experts, 'tiny-hybrid' one with Mamba-2 layers; "
+    said += "or a Hugging Face, native or megatron "
     said += "dist_checkpointing directory; random:SHAPE has "
     said += f"random weights in the shape of {', '.join(SHAPES)} (default: tiny)"
     add("--model", "--load", default="tiny", metavar="tiny|PATH", help=said)

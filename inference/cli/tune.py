@@ -37,8 +37,8 @@ it until the file is deleted. It takes some 15 s for each batch size. Kernels th
 otherwise round otherwise: tokens may differ from those before.
 """
 _BATCH_SIZES = (1, 2, 4, 8, 16, 32)
-_PRODUCTS = ("fc1", "fc2", "qkv", "projection", "head", "eh_proj")
-"""The last one is the projection of MTP layers, where a model has some."""
+_PRODUCTS = ("fc1", "fc2", "qkv", "projection", "in_proj", "out_proj", "head", "eh_proj")
+"""Those of Mamba-2 layers, and last the projection of MTP layers, where a model has some."""
 
 
 def add_command(commands: Any) -> None:

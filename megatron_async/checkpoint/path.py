@@ -18,7 +18,7 @@ from megatron_async.models.shapes import SHAPES
 from megatron_async.tokenizer import TOKENIZER_FILE, Tokenizer
 
 CONFIG_FILE = "config.json"
-EMBEDDED = ("tiny", "tiny-moe")
+EMBEDDED = ("tiny", "tiny-moe", "tiny-hybrid")
 """The names of the models that are part of the package."""
 RANDOM = "random:"
 """Before the name of a shape: random weights, and a tokenizer of random words."""

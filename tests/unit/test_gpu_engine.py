@@ -117,10 +117,11 @@ def test_graphs_are_captured_after_memory_is_filled() -> None:
     assert request.generated_tokens == decode_alone(Ask(prompt=(3,), max_new=9))[0]
 
 
-def test_steady_steps_of_experts_make_no_hidden_synchronisation() -> None:
+@pytest.mark.parametrize("model", ("tiny-moe", "tiny-hybrid"))
+def test_steady_steps_of_experts_and_mixers_make_no_hidden_synchronisation(model: str) -> None:
     config = config_at(2, device="cuda", max_requests=8)
     params = SamplingParams(temperature=1.0, num_tokens_to_generate=150, termination_id=-1)
-    with DynamicInferenceEngine.from_pretrained("tiny-moe", config) as engine:
+    with DynamicInferenceEngine.from_pretrained(model, config) as engine:
         for request_id in range(8):
             engine.add_request(request_id, [3 + request_id], params)
         for _ in range(10):
@@ -169,7 +170,7 @@ def decode_tiny(depth: int, device: str, dtype: str, model: str = "tiny") -> lis
     return [request.generated_tokens for request in requests]
 
 
-@pytest.mark.parametrize("model", ("tiny", "tiny-moe"))
+@pytest.mark.parametrize("model", ("tiny", "tiny-moe", "tiny-hybrid"))
 def test_embedded_model_gives_the_cpus_tokens_in_fp32(model: str) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     found = decode_tiny(1, "cuda", "float32", model)
@@ -178,7 +179,8 @@ def test_embedded_model_gives_the_cpus_tokens_in_fp32(model: str) -> None:
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 @pytest.mark.parametrize(
-    ("depth", "model"), [(1, "tiny"), (2, "tiny"), (4, "tiny"), (2, "tiny-moe")]
+    ("depth", "model"),
+    [(1, "tiny"), (2, "tiny"), (4, "tiny"), (2, "tiny-moe"), (2, "tiny-hybrid")],
 )
 def test_embedded_model_is_equal_at_every_depth(depth: int, model: str, dtype: str) -> None:
     assert decode_tiny(depth, "cuda", dtype, model) == decode_tiny(0, "cuda", dtype, model)
@@ -238,3 +240,18 @@ def test_memory_of_a_closed_engine_comes_back_without_a_collection() -> None:
             gc.enable()
     left = [now - earlier for now, earlier in zip(after, [0, *after], strict=False)]
     assert max(left) < 2**25 + 2**21
+
+
+def test_without_graphs_the_same_tokens_come_from_kernels_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", None)
+    rng = random.Random(5)
+    asks = [random_ask(rng, max_new=12) for _ in range(6)]
+    device = CudaDevice(torch.device("cuda"), graphs=False)
+    with hash_engine(
+        2, device=device, device_name="cuda", max_requests=4, block_count=100
+    ) as engine:
+        requests = engine.generate([list(a.prompt) for a in asks], [*map(sampling_params, asks)])
+    for ask, request in zip(asks, requests, strict=True):
+        assert request.generated_tokens == decode_alone(ask)[0]

@@ -72,12 +72,16 @@ def engine_of(model: Any, depth: int, **values: Any) -> DynamicInferenceEngine:
     return DynamicInferenceEngine(TextGenerationController(wrapper, None), context, config=config)
 
 
-PROMPTS = [[(7 * n + 3 * i) % 96 for i in range(5 + 9 * (n % 4))] for n in range(6)]
+PROMPTS = [[(7 * n + 3 * i) % 96 for i in range(5 + 9 * (n % 4))] for n in range(5)]
 PARAMS = [
     SamplingParams(
-        temperature=n % 2 * 0.8, seed=n, num_tokens_to_generate=12 + n, termination_id=79
+        temperature=n % 2 * 0.8,
+        seed=n,
+        num_tokens_to_generate=12 + n,
+        termination_id=79,
+        allowed_token_ids=(5, 6) if n == 3 else None,  # look-up finds some of them
     )
-    for n in range(6)
+    for n in range(5)
 ]
 
 
@@ -121,14 +125,14 @@ def test_tokens_do_not_depend_on_depth_neighbours_or_drafts(
             assert tokens_of(engine.generate(PROMPTS, PARAMS)) == alone
         counters = engine.counters
     assert counters.tokens_cached > 0 and counters.state_snapshots_taken > 0
-    assert (counters.tokens_accepted > 0) == (drafts > 0)
+    assert (0 < counters.tokens_accepted < counters.tokens_drafted) == (drafts > 0)
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_evicted_and_paused_requests_go_on_with_the_same_tokens(
     depth: int, model: Any, alone: list[list[int]]
 ) -> None:
-    with engine_of(model, depth, max_requests=4, block_count=18) as engine:
+    with engine_of(model, depth, max_requests=4, block_count=14) as engine:
         futures = [
             engine.add_request(n, prompt, params)
             for n, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True))
@@ -146,10 +150,9 @@ def test_evicted_and_paused_requests_go_on_with_the_same_tokens(
         assert engine.counters.evictions > 0 and engine.counters.pauses > 0
 
 
-@pytest.mark.parametrize("sizes", [{"buffer_size_gb": 0.001}, {"block_count": 30}])
-def test_model_without_attention_has_blocks_that_hold_nothing(sizes: dict[str, Any]) -> None:
+def test_model_without_attention_has_blocks_that_hold_nothing() -> None:
     model = model_of(changed(**ALL_MAMBA, num_moe_experts=None))
-    with engine_of(model, 1, max_requests=2, **sizes) as engine:
+    with engine_of(model, 1, max_requests=2, buffer_size_gb=0.001) as engine:
         assert engine.context.kv_cache.numel() == 0
         found = tokens_of(engine.generate(PROMPTS[:3], PARAMS[:3]))
     with engine_of(model, 0, max_requests=1, block_count=30) as engine:
@@ -289,5 +292,5 @@ def test_tensor_parallel_hybrids_are_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_given_hybrid_models_are_refused_with_a_way_out() -> None:
     given = type("MambaModel", (torch.nn.Module,), {})()
-    with pytest.raises(ConfigError, match="is a MambaModel.* load the directory with load_pretr"):
+    with pytest.raises(ConfigError, match=r"is a MambaModel.* load the directory with load_pretr"):
         adapt_model(given)

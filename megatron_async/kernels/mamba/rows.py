@@ -12,26 +12,50 @@ from torch import Tensor
 from megatron_async.kernels.mamba.layer import StateRows
 
 
-def rows_of_windows(
-    slots: Tensor, behind: Tensor, position_ids: Tensor, window: int, tokens: Tensor | None = None
-) -> StateRows:
-    """R decode rows with windows of ``window`` tokens.
+class WindowRows:
+    """Makes the rows of decode steps. What depends on a step's shape alone is made once."""
 
-    Args:
-        slots: int64 ``[R]``; the null slot for padding and dead rows.
-        behind: int64 ``[R]``, drafts of the last window that were accepted; negative for none.
-        position_ids: int64 ``[T]``.
-        tokens: int64 ``[R, window]``, which of the T tokens they are, T behind the last one of a
-            row; None: token j of row r is ``r * window + j``.
-    """
-    if tokens is None:
-        first = torch.arange(len(slots), device=slots.device) * window
-        lengths = torch.full_like(slots, window)
-    else:
-        first = tokens[:, 0].clamp(max=len(position_ids) - 1)
-        lengths = (tokens < len(position_ids)).sum(1)
-    behind = behind.clamp(min=0)
-    return StateRows(slots, first, lengths, position_ids[first], behind, torch.ones_like(slots))
+    def __init__(self) -> None:
+        self._shapes: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
+
+    def __call__(
+        self,
+        slots: Tensor,
+        behind: Tensor,
+        position_ids: Tensor,
+        window: int,
+        tokens: Tensor | None = None,
+    ) -> StateRows:
+        """R decode rows with windows of ``window`` tokens.
+
+        Args:
+            slots: int64 ``[R]``; the null slot for padding and dead rows.
+            behind: int64 ``[R]``, drafts of the last window that were accepted; of rows of the null
+                slot anything.
+            position_ids: int64 ``[T]``.
+            tokens: int64 ``[R, window]``, which of the T tokens they are, T behind the last one of
+                a row; None: token j of row r is ``r * window + j``.
+        """
+        count = len(slots)
+        first, lengths, ones = self._of_shape(count, window, slots.device)
+        if tokens is not None:
+            first = tokens[:, 0].clamp(max=len(position_ids) - 1)
+            lengths = (tokens < len(position_ids)).sum(1)
+        is_plain = tokens is None and window == 1 and position_ids.is_contiguous()
+        starts = position_ids[:count] if is_plain else position_ids[first]
+        return StateRows(slots, first, lengths, starts, behind, ones)
+
+    def _of_shape(
+        self, count: int, window: int, device: torch.device
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        key = count, window
+        if key not in self._shapes:
+            with torch.inference_mode(False):
+                first = torch.arange(count, device=device) * window
+                self._shapes[key] = (
+                    first, torch.full_like(first, window), torch.ones_like(first),
+                )  # fmt: skip
+        return self._shapes[key]
 
 
 def rows_of_chunks(

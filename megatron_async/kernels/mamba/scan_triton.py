@@ -42,7 +42,8 @@ def _tile_of(lengths_ptr, count, tile, TOKENS: tl.constexpr, COUNT_PAD: tl.const
     """Chunk and first token, counted within it, of the ``tile``-th group of TOKENS tokens of a
     forward's chunks; the chunk is ``count`` behind the last one."""
     n = tl.arange(0, COUNT_PAD)
-    tiles = tl.cdiv(tl.load(lengths_ptr + n, mask=n < count, other=0), TOKENS)
+    lengths = tl.load(lengths_ptr + n, mask=n < count, other=0).to(tl.int32)
+    tiles = tl.cdiv(lengths, TOKENS)
     ends = tl.cumsum(tiles, 0)
     chunk = tl.sum((ends <= tile).to(tl.int32))
     begin = tl.sum(tl.where(n < chunk, tiles, 0))
@@ -66,7 +67,7 @@ def _conv_kernel(
     slot = tl.load(slots_ptr + row)
     if slot == null_slot:
         return
-    first, start = tl.load(first_ptr + row), tl.load(starts_ptr + row)
+    first, start = tl.load(first_ptr + row), tl.load(starts_ptr + row).to(tl.int32)
     step = begin + tl.arange(0, TOKENS)
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     is_channel = channel < WIDTH
@@ -112,10 +113,10 @@ def _scan_kernel(
     pdl_enter(PDL)
     row = tl.program_id(1)
     slot = tl.load(slots_ptr + row)
-    length = tl.load(lengths_ptr + row)
+    length = tl.load(lengths_ptr + row).to(tl.int32)
     if (slot == null_slot) | (length == 0):
         return
-    first, start = tl.load(first_ptr + row), tl.load(starts_ptr + row)
+    first, start = tl.load(first_ptr + row), tl.load(starts_ptr + row).to(tl.int32)
     tile = tl.program_id(0)
     head = tile // TILES
     group = head // (HEADS // GROUPS)

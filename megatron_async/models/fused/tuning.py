@@ -34,6 +34,7 @@ from megatron_async.models.fused.decoder import FusedDecoder
 from megatron_async.models.fused.gemms import Gemm
 from megatron_async.models.fused.mtp import FusedMtp
 from megatron_async.models.fused.report import PROJECTION
+from megatron_async.models.recurrent_state_spec import recurrent_state_spec
 
 BLOCK_SIZE = 64
 ERROR_LIMIT = 2e-2
@@ -125,12 +126,11 @@ class Rig:
         replays: int = 8,
         device: torch.device,
     ) -> None:
-        layers = min(layers, config.num_layers)
+        config = first_layers(config, min(layers, config.num_layers))
+        layers = config.num_layers
         self.device = device
         self.rows, self.replays = rows, replays
-        self.model = build_random_model(
-            replace(config, num_layers=layers), device=self.device, dtype=torch.bfloat16
-        )
+        self.model = build_random_model(config, device=self.device, dtype=torch.bfloat16)
         columns = -(-(context + 1) // BLOCK_SIZE)
         cache = (layers, 2, rows * columns + 1, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
         table = 1 + torch.arange(rows * columns, device=self.device).view(rows, columns)
@@ -143,12 +143,44 @@ class Rig:
             block_size_tokens=BLOCK_SIZE,
             last_token_index=None,
             is_decode_only=lambda: True,
+            device=self.device,
+            position_ids=self.positions,
+            states=self._states(),
         )
         self.tokens = torch.randint(config.vocab_size, (rows,), device=self.device)
         self.wanted: list[torch.Tensor] = []
         reason = self.decoder({}).off([rows], self.context)
         if reason is not None:
             raise ValueError(reason)
+
+    def _states(self) -> SimpleNamespace | None:
+        """Like a pool with a slot for each row, of a model with recurrent layers."""
+        spec = recurrent_state_spec(self.model)
+        if spec is None:
+            return None
+        layers = [
+            {
+                name: torch.zeros(self.rows + 1, 1, *shape, dtype=dtype, device=self.device)
+                for name, shape, dtype, *_ in spec.tensors
+            }
+            for _ in range(spec.num_layers)
+        ]
+        slots = torch.arange(self.rows, device=self.device)
+        decode = SimpleNamespace(slots=slots, first=torch.zeros_like(slots), window=1, tokens=None)
+        return SimpleNamespace(
+            null_slot=self.rows,
+            entries=1,
+            layers=layers,
+            layer=layers.__getitem__,
+            step=SimpleNamespace(decode=decode, chunks=None),
+        )
+
+    def _restart(self) -> None:
+        """Recurrent states are zeros again, so that the same step gives the same logits."""
+        if self.context.states is not None:
+            for layer in self.context.states.layers:
+                for tensor in layer.values():
+                    tensor.zero_()
 
     def decoder(self, configs: Configs) -> FusedStep:
         return FusedStep(self.model, configs)
@@ -163,6 +195,7 @@ class Rig:
         size = decoder.gemms["head"].n
         logits = torch.zeros(self.rows, size, device=self.device, dtype=torch.bfloat16)
         assert decoder.takes(logits, self.context)
+        self._restart()
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         projected = decoder.forward(self.tokens, self.positions, self.context, logits)
         torch.cuda.synchronize()
@@ -193,6 +226,17 @@ class Rig:
         """Microseconds of a step with either."""
         first, second = in_turns(self.mean_us, [self.capture(before), self.capture(after)])
         return first, second
+
+
+def first_layers(config: ModelConfig, layers: int) -> ModelConfig:
+    """The model with its first ``layers`` layers; a hybrid one has as many as have one of each of
+    its kinds."""
+    pattern = config.hybrid_override_pattern
+    if pattern is None:
+        return replace(config, num_layers=layers)
+    while set(pattern[:layers]) != set(pattern):
+        layers += 1
+    return replace(config, num_layers=layers, hybrid_override_pattern=pattern[:layers])
 
 
 def in_turns(

@@ -17,7 +17,7 @@ from megatron_async.kernels.mamba.layer import (
     StateRows,
 )
 from megatron_async.kernels.mamba.reference import mix_rows, scan_chunks, scan_pieces
-from megatron_async.kernels.mamba.rows import rows_of_chunks, rows_of_windows
+from megatron_async.kernels.mamba.rows import WindowRows, rows_of_chunks
 from megatron_async.models.norm import fusable
 from megatron_async.models.recurrent_state_spec import StateTensor
 
@@ -122,10 +122,13 @@ def step_rows(context: Any) -> StepRows:
     step = context.states.step
     rows: StepRows | None = getattr(context, "mamba_rows", None)
     if rows is None or rows.of is not step:
+        windows: WindowRows | None = getattr(context, "mamba_windows", None)
+        if windows is None:
+            windows = context.mamba_windows = WindowRows()
         positions, decode, chunks = context.position_ids, step.decode, step.chunks
         rows = StepRows(
             step,
-            rows_of_windows(decode.slots, decode.first, positions, decode.window, decode.tokens),
+            windows(decode.slots, decode.first, positions, decode.window, decode.tokens),
             None
             if chunks is None
             else rows_of_chunks(chunks.slots, chunks.offsets, chunks.lengths, positions),
