@@ -17,6 +17,7 @@ from megatron_async.cache.state_snapshots import StateSnapshots
 from megatron_async.config import EngineConfig
 from megatron_async.device import memory
 from megatron_async.errors import CacheTooLargeError, ConfigError, IntegrityError
+from megatron_async.inference.cli import info
 from megatron_async.models.recurrent_state_spec import (
     RecurrentStateSpec,
     StateTensor,
@@ -327,6 +328,15 @@ def test_the_pool_is_named_at_the_start_and_in_errors(
     monkeypatch.setattr(memory, "memory_bytes", lambda device: 2_000)
     with pytest.raises(CacheTooLargeError, match=r"the recurrent state of 41 slots.*max_requests"):
         RecurrentStates(SPEC, 40, entries=4, snapshot_count=0, device=torch.device("cpu"))
+
+
+def test_info_says_what_a_request_takes() -> None:
+    found = info._recurrent_state(SPEC)
+    assert found is not None and found["request_bytes"] == SPEC.state_bytes
+    assert info._state_line(found) == (
+        "44 bytes a request: 2 layers of conv 3 bfloat16, sum 2x2 float32"
+    )
+    assert info._recurrent_state(None) is None
 
 
 def test_models_without_recurrent_layers_have_no_pool() -> None:
