@@ -103,7 +103,7 @@ def bench_rows(
     tokens = rows_count * window
     projected = torch.randn(tokens, sizes.projection, device="cuda").bfloat16()
     out = torch.zeros(tokens, sizes.inner, device="cuda", dtype=torch.bfloat16)
-    workspace = MixWorkspace(tokens, rows_count, sizes.inner, projected.device)
+    workspace = MixWorkspace(tokens, rows_count, sizes, projected.device)
     moved = 2.0 * rows_count * pools[0].ssm[0].nbytes + projected.nbytes + out.nbytes
     floor = 1e6 * moved / bandwidth
     print(
@@ -166,7 +166,7 @@ def state_error(sizes: MambaSizes, tokens: int) -> None:
     parameters = parameters_of(sizes)
     pools = [pool_of(sizes, 1, 1, dtype, 1)[0] for dtype in (torch.float32, torch.bfloat16)]
     outs = [torch.zeros(1, sizes.inner, device="cuda").bfloat16() for _ in pools]
-    workspace = MixWorkspace(1, 1, sizes.inner, outs[0].device)
+    workspace = MixWorkspace(1, 1, sizes, outs[0].device)
     for position in range(tokens):
         projected = torch.randn(1, sizes.projection, device="cuda").bfloat16()
         rows = rows_of([1], position, 0, keep_all=False)

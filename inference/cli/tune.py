@@ -84,6 +84,7 @@ def run(args: argparse.Namespace) -> int:
     from megatron_async.checkpoint import describe_pretrained
     from megatron_async.engine.build import resolve_device
     from megatron_async.kernels import compile as cuda
+    from megatron_async.models.fused.tuning import first_layers
 
     keeps = not (args.dry_run or args.exhaustive)
     if max(args.batch_sizes) > ANY_SHAPE_ROWS and keeps:
@@ -124,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
         log[size] = [(name, list(map(int, tried)), us) for name, tried, us in search.log]
         times = f"{before:.1f}", f"{after:.1f}", f"{1 - after / before:.1%}"
         rows.append([size, *times, len(better)])
-    layers = min(args.layers, config.num_layers)
+    layers = first_layers(config, min(args.layers, config.num_layers)).num_layers
     print(f"{gpu}, {layers} layers and the output layer, bfloat16")
     print(format_table(["batch", "before-us", "after-us", "less", "GEMMs changed"], rows))
     if path is None:

@@ -18,6 +18,7 @@ from megatron_async.models.config import ModelConfig
 from megatron_async.models.fused import coverage, mamba_block
 from megatron_async.models.fused.decoder import FusedDecoder
 from megatron_async.models.fused.report import ATTENTION, MAMBA, MLP
+from megatron_async.models.fused.tuning import first_layers
 from megatron_async.models.shapes import SHAPES
 from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.runner.controller import TextGenerationController
@@ -89,6 +90,11 @@ def test_fused_mixers_and_modules_make_one_forward(
 
     wanted = run(lambda *args: args[3].copy_(plain.forward(*args[:3])))
     assert relative_error(run(fused.forward), wanted.double()) < LIMIT
+
+
+def test_a_tuned_step_has_layers_of_all_kinds() -> None:
+    assert first_layers(CONFIG, 2).hybrid_override_pattern == "M-M*"
+    assert first_layers(SHAPES["gpt2"], 3).num_layers == 3
 
 
 @pytest.mark.gpu

@@ -28,7 +28,7 @@ class MambaKernels:
     """
 
     def __init__(self, rows: int, window: int, sizes: MambaSizes, device: torch.device) -> None:
-        self._workspace = MixWorkspace(rows * window, rows, sizes.inner, device)
+        self._workspace = MixWorkspace(rows * window, rows, sizes, device)
         with torch.inference_mode(False):
             # Nobody writes to rows of padding.
             self._mixed = torch.zeros(MAX_ROWS, sizes.inner, dtype=torch.bfloat16, device=device)

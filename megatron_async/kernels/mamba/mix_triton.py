@@ -21,6 +21,7 @@ from megatron_async.kernels.mamba.layer import (
     GatedNorm,
     LayerStates,
     MambaParameters,
+    MambaSizes,
     StateRows,
 )
 from megatron_async.kernels.mamba.reference import remember
@@ -42,8 +43,14 @@ def _silu(x):
 
 @triton.jit
 def _step_size(raw, bias, low, high):
+    """Softplus, clamped. Of small numbers log(1 + e) is its series: a GPU's logarithm is exact to
+    some 2e-7 of 1, which a small step would feel."""
     dt = raw.to(tl.float32) + bias
-    dt = tl.where(dt > 20.0, dt, tl.log(1.0 + tl.exp(dt)))
+    e = tl.exp(tl.minimum(dt, 20.0))
+    s = tl.minimum(e, 0.0625)
+    series = s * (1 - s * (1 / 2 - s * (1 / 3 - s * (1 / 4 - s * (1 / 5 - s * (1 / 6))))))
+    log = tl.where(e < 0.0625, series, tl.log(1.0 + e))
+    dt = tl.where(dt > 20.0, dt, log)
     return tl.minimum(tl.maximum(dt, low), high)
 
 
@@ -310,7 +317,7 @@ def _mix_kernel(
     if NORM != 0:
         norm_group = head * HEAD_DIM // NORM_GROUP
         programs: tl.constexpr = NORM_GROUP // HEAD_DIM * TILES
-        count_ptr = arrived_ptr + row * INNER + norm_group
+        count_ptr = arrived_ptr + row * HEADS + norm_group
         # All threads' stores come before the one thread's release.
         tl.debug_barrier()
         before = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu")
@@ -371,10 +378,11 @@ class MixWorkspace:
         rows: of a launch, at most.
     """
 
-    def __init__(self, tokens: int, rows: int, inner: int, device: torch.device) -> None:
+    def __init__(self, tokens: int, rows: int, sizes: MambaSizes, device: torch.device) -> None:
         with torch.inference_mode(False):
-            self.gated = torch.empty(tokens, inner, dtype=torch.float32, device=device)
-            self.arrived = torch.zeros(rows, inner, dtype=torch.int32, device=device)
+            self.gated = torch.empty(tokens, sizes.inner, dtype=torch.float32, device=device)
+            # A norm group has a head at least.
+            self.arrived = torch.zeros(rows, sizes.heads, dtype=torch.int32, device=device)
 
 
 def unsupported(parameters: MambaParameters) -> str | None:
@@ -465,9 +473,7 @@ def scan_tokens_triton(
 ) -> None:
     """Prefill chunks token by token, with the bits of decoding: slower than
     ``scan_triton.scan_chunks_triton``, and the same however prompts are divided into chunks."""
-    workspace = MixWorkspace(
-        len(projected), len(rows.slots), parameters.sizes.inner, projected.device
-    )
+    workspace = MixWorkspace(len(projected), len(rows.slots), parameters.sizes, projected.device)
     mix_rows_triton(
         projected, parameters, states, rows, out, most=0, workspace=workspace, chunks=True
     )
