@@ -41,6 +41,12 @@ _STORED_NAMES = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
+_STORED_LATENT_NAMES = {
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+}
+"""Of layers with multi-latent attention, whose first norm stands before two linear layers."""
 
 
 _NOT_WEIGHTS = re.compile(r"(optimizer|chained_\d+|rng_state|rerun_state_machine)\b")
@@ -85,8 +91,9 @@ def _sharded_state_dict(model: Any, metadata: dict[str, Any]) -> dict[str, Any]:
     return sharded
 
 
-def _stored_name(key: str) -> str:
-    for ours, theirs in _STORED_NAMES.items():
+def _stored_name(key: str, model: Any) -> str:
+    latents = model.config.multi_latent_attention
+    for ours, theirs in (_STORED_LATENT_NAMES if latents else _STORED_NAMES).items():
         key = key.replace(f".{ours}", f".{theirs}")
     return key
 
@@ -120,7 +127,7 @@ def save_distributed(
     sharded_state_dict = _sharded_state_dict(model, {})
     for value in nested_values(sharded_state_dict):
         if hasattr(value, "key") and not _is_norm_of_experts(value.key, config):
-            value.key = _stored_name(value.key)
+            value.key = _stored_name(value.key, model)
     dist_checkpointing.save(
         sharded_state_dict, str(directory), sharded_strategy=_SyncSaveStrategy()
     )
@@ -187,7 +194,7 @@ def _parts(model: Any, stored: dict[str, StoredTensor]) -> dict[str, list[Sharde
     parts: dict[str, list[ShardedTensor]] = {}
     for part in nested_values(sharded):
         if isinstance(part, ShardedTensor):
-            name = part.key if part.key in stored else _stored_name(part.key)
+            name = part.key if part.key in stored else _stored_name(part.key, model)
             parts.setdefault(name, []).append(part)
     return parts
 

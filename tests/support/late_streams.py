@@ -53,6 +53,10 @@ class LateStreams:
         self._queue.append(ticket)
         return ticket
 
+    def fetch(self, host: torch.Tensor, source: torch.Tensor) -> LateTicket:
+        held = source.clone()  # in order with what the main stream has been given so far
+        return self.submit(lambda: [(host, held)])
+
     def join(self, ticket: LateTicket) -> None:
         for earlier in self._queue:
             self._run(earlier)

@@ -87,7 +87,18 @@ def test_config_says_the_same_after_a_way_through_json(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma3", "cohere-qk-norm", "olmo2", "glm4", "phi3", "granite", "qwen2_moe"]
+    "name",
+    [
+        "gemma3",
+        "cohere-qk-norm",
+        "olmo2",
+        "glm4",
+        "phi3",
+        "granite",
+        "qwen2_moe",
+        "deepseek_v2-groups",
+        "gpt_oss",
+    ],
 )
 def test_weights_survive_saving_and_updates(name: str, tmp_path: Path) -> None:
     """What is stored in another order or form is right in our own format, too."""

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import LogitsProcessor
+from transformers import CompileConfig, LogitsProcessor
 
 from megatron_async.integrations.transformers import CapturedGenerate, generate_captured, notices
 from tests.support.called_graphs import CalledGraphs
@@ -66,6 +66,27 @@ def test_a_step_is_captured_once_for_calls_of_one_shape() -> None:
     custom.release(model)
     generate_seeded(model, arguments(do_sample=True, custom_generate=custom))
     assert graphs.captures == 3
+
+
+def test_the_forward_is_compiled_where_stock_compiles_it() -> None:
+    model, graphs, seen = generator_model("llama"), CalledGraphs(), []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        seen.append(module)
+        return module.forward
+
+    config = CompileConfig(backend=backend)
+    config._compile_all_devices = True
+    stock, _ = generate_seeded(model, arguments())
+    custom = CapturedGenerate(3, LateStreams(), graphs)
+    asked = {"compile_config": config, "custom_generate": custom}
+    for more, compilations in ((asked, 1), ({**asked, "disable_compile": True}, 2)):
+        ours, _ = generate_seeded(model, arguments(**more))
+        assert torch.equal(ours, stock)
+        assert seen and graphs.captures == compilations
+        seen.append(None)
+    assert seen.count(None) == 2 and seen[-1] is None and seen[-2] is None
+    custom.release(model)
 
 
 class Bans(LogitsProcessor):

@@ -5,6 +5,8 @@ The first tests have the names of the test list of the proposal to transformers.
 
 from __future__ import annotations
 
+import copy
+import functools
 import gc
 import logging
 import weakref
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 
@@ -30,15 +33,18 @@ from transformers import (
 from megatron_async.integrations.transformers import (
     AsyncGenerate,
     AsyncStoppingCriteriaList,
+    alternating_streams,
     async_generate,
     async_stopping,
     notices,
     reads_on_host,
 )
+from megatron_async.integrations.transformers.streams import AlternatingStreams
 from tests.support.compared_generation import (
     Heard,
     assert_generates_as_stock,
     assert_same_cache,
+    assert_same_result,
     generate_seeded,
 )
 from tests.support.late_streams import LateStreams
@@ -495,8 +501,6 @@ def test_modes_with_an_assistant_are_stock_in_the_context_and_an_error_without()
 
 
 def test_the_context_serves_its_model_alone_and_nests() -> None:
-    import copy
-
     model, streams, inner = generator_model("gpt2"), LateStreams(), LateStreams()
     other = copy.deepcopy(model)
     original = type(model)._sample
@@ -535,32 +539,173 @@ def test_processors_see_the_ids_of_stock() -> None:
     assert seen[1][: len(seen[0])] == seen[0] and len(seen[1]) <= len(seen[0]) + 2
 
 
-def test_the_model_is_not_asked_for_a_value_in_each_forward(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """GPT-2 looks for padding in each input; asynchronously only in the prompt."""
-    model, read = generator_model("gpt2"), []
-    item = torch.Tensor.item
-    monkeypatch.setattr(torch.Tensor, "item", lambda tensor: (read.append(1), item(tensor))[1])
+def test_no_forward_behind_the_prefill_reads_a_value() -> None:
+    """transformers looks at the mask (up to 5.17) or for padding tokens (GPT-2) in each."""
+    model = copy.deepcopy(generator_model("gpt2"))
+    model.set_attn_implementation("sdpa")
+    forward, reads = model.forward, []
 
-    def reads(custom: Any) -> int:
-        read.clear()
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+            reads.extend(["read"] * (function is torch.ops.aten._local_scalar_dense.default))
+            return function(*args, **(kwargs or {}))
+
+    @functools.wraps(forward)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        with Noted():
+            return forward(*args, **kwargs)
+
+    model.forward = noted
+
+    def reads_of(custom: Any) -> int:
+        reads.clear()
         given = {"eos_token_id": [999], "pad_token_id": 0, "custom_generate": custom}
         model.generate(prompts(1)["input_ids"], max_new_tokens=12, **given)
-        return len(read)
+        return len(reads)
 
-    assert reads(None) >= 12
-    assert reads(AsyncGenerate(streams=lambda _: LateStreams())) <= 2
+    assert reads_of(None) >= 12
+    assert reads_of(AsyncGenerate(streams=lambda _: LateStreams())) <= 2
     assert "warn_if_padding_and_no_attention_mask" not in vars(model.transformer)
+
+
+# --- streams that take turns ------------------------------------------------------------------
+
+
+class FakeStream:
+    """Knows what has been launched on it, and on others before what it has waited for."""
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self.known: set[str] = set()
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.known |= event.known
+
+    def wait_stream(self, stream: FakeStream) -> None:
+        self.known |= stream.known
+
+
+class FakeEvent:
+    def __init__(self) -> None:
+        self.known: frozenset[str] = frozenset()
+
+    def record(self, stream: FakeStream) -> None:
+        self.known = frozenset(stream.known)
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """Work of the CPU is over."""
+
+
+class AlternatingOnCpu(AlternatingStreams):
+    def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def rng_state(self) -> Any:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: Any) -> None:
+        torch.set_rng_state(state)
+
+
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> list[FakeStream]:
+    """The current stream, of a fake of CUDA's."""
+    held = [FakeStream()]
+    fakes = {
+        "Stream": FakeStream,
+        "Event": FakeEvent,
+        "current_stream": lambda device=None: held[0],
+        "set_stream": lambda stream: held.__setitem__(0, stream),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    return held
+
+
+@pytest.mark.parametrize("count", [6, 7])
+def test_streams_take_turns_and_wait_for_the_token_alone(
+    count: int, current: list[FakeStream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, callers, used = generator_model("gpt2"), current[0], []
+    forward, check = type(model).forward, AsyncStoppingCriteriaList._unfinished_after
+    # Each name is the number of tokens in the sequence.
+    seen: dict[str, set[str]] = {}
+
+    def launched(name: str) -> None:
+        seen[name] = set(current[0].known)
+        current[0].known.add(name)
+
+    @functools.wraps(forward)  # its arguments decide what it is given
+    def noted_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        launched(f"forward {len(used)}")
+        used.append(current[0])
+        return forward(self, *args, **kwargs)
+
+    def noted_check(self: Any, *args: Any) -> Any:
+        launched(f"check {len(used) - 1}")
+        return check(self, *args)
+
+    # Of one row the host looks at the token, and there is no check to overlap.
+    given = arguments(2, eos_token_id=[127], max_new_tokens=count)
+    stock = model.generate(**given)
+    monkeypatch.setattr(type(model), "forward", noted_forward)
+    monkeypatch.setattr(AsyncStoppingCriteriaList, "_unfinished_after", noted_check)
+    out = model.generate(**given, custom_generate=AsyncGenerate(streams=AlternatingOnCpu))
+    assert torch.equal(out, stock)
+    assert used[1] is not callers
+    assert used == [callers, used[1]] * 3 + [callers] * (count - 6)
+    for step in range(1, count):
+        assert f"forward {step - 1}" in seen[f"forward {step}"]
+        assert f"check {step - 1}" not in seen[f"forward {step}"], "it would not overlap"
+    for step in range(1, count):  # joined before the next token is selected
+        assert f"check {step - 1}" in seen[f"check {step}"]
+    assert current[0] is callers and callers.known >= seen.keys()
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_streams_that_take_turns_give_what_stock_gives(
+    current: list[FakeStream], sample: bool
+) -> None:
+    callers = current[0]
+    given = arguments(do_sample=sample, eos_token_id=[3, 5, 7, 9, 11])
+    given.update(EVERYTHING)
+    model = generator_model("llama")
+    stock, state = generate_seeded(model, given)
+    given["custom_generate"] = AsyncGenerate(ahead=3, streams=AlternatingOnCpu)
+    ours, own_state = generate_seeded(model, given)
+    assert_same_result(ours, stock)
+    assert torch.equal(own_state, state)
+    assert current[0] is callers
+
+
+def test_after_an_error_the_callers_stream_is_the_current_one(current: list[FakeStream]) -> None:
+    callers = current[0]
+    criteria = StoppingCriteriaList([Raises(ValueError("boom"), 8)])
+    with pytest.raises(ValueError, match="boom"):
+        generator_model("gpt2").generate(
+            **arguments(1, eos_token_id=[127]),
+            stopping_criteria=criteria,
+            custom_generate=AsyncGenerate(streams=AlternatingOnCpu),
+        )
+    assert current[0] is callers
 
 
 # --- a GPU ------------------------------------------------------------------------------------
 
 
+SCHEMES = {
+    "side stream": async_generate,
+    "alternating": AsyncGenerate(streams=alternating_streams),
+}
+
+
 @pytest.mark.gpu
 @NEEDS_GPU
+@pytest.mark.parametrize("scheme", ["side stream", "alternating"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_equality_on_a_gpu(cache: str) -> None:
+def test_equality_on_a_gpu(cache: str, scheme: str) -> None:
     import copy
 
     model = copy.deepcopy(generator_model("gpt2")).cuda()
@@ -571,16 +716,16 @@ def test_equality_on_a_gpu(cache: str) -> None:
         torch.manual_seed(1)
         stock, state = model.generate(**given), torch.cuda.get_rng_state()
         torch.manual_seed(1)
-        ours = model.generate(**given, custom_generate=async_generate)
+        stream = torch.cuda.current_stream()
+        ours = model.generate(**given, custom_generate=SCHEMES[scheme])
         assert torch.equal(ours, stock)
         assert torch.equal(torch.cuda.get_rng_state(), state)
+        assert torch.cuda.current_stream() == stream
 
 
 @pytest.mark.gpu
 @NEEDS_GPU
 def test_host_marked_criteria_and_streamers_on_a_gpu() -> None:
-    import copy
-
     model = copy.deepcopy(generator_model("llama")).cuda()
     results = []
     for custom in (None, async_generate):
@@ -599,7 +744,6 @@ def test_host_marked_criteria_and_streamers_on_a_gpu() -> None:
 @NEEDS_GPU
 def test_no_token_synchronises_the_host_with_a_gpu() -> None:
     """Sync debug mode turns each synchronising call of torch into a warning."""
-    import copy
     import warnings
 
     model = copy.deepcopy(generator_model("gpt2")).cuda()

@@ -25,12 +25,7 @@ from megatron_async.integrations.transformers.model_calls import ModelCalls, pad
 from megatron_async.integrations.transformers.notices import say_once
 from megatron_async.integrations.transformers.selection import INVALID
 from megatron_async.integrations.transformers.stopping import AsyncStoppingCriteriaList
-from megatron_async.integrations.transformers.streams import (
-    Copies,
-    Streams,
-    Ticket,
-    streams_of,
-)
+from megatron_async.integrations.transformers.streams import Streams, Ticket, streams_of
 
 KEPT_STEPS = 4
 """Captured steps kept for a model; each has a cache of its own."""
@@ -38,15 +33,13 @@ KEPT_STEPS = 4
 
 @dataclass(slots=True)
 class Launched:
-    """A step whose results are on their way to the host buffers ``still``, ``tokens``, ``invalid``;
-    ``rng`` is the random generator's state after it."""
+    """A step whose results (int64 ``(3, batch)``, see :class:`CapturedStep`) are on their way to
+    the host; ``rng`` is the random generator's state after it, where it draws."""
 
     number: int
-    still: Tensor
-    tokens: Tensor
-    invalid: Tensor
+    results: Tensor
     rng: Any
-    ticket: Ticket | None = None
+    ticket: Ticket
 
 
 class CapturedGenerate:
@@ -130,6 +123,7 @@ class CapturedGenerate:
         """A captured step for the shape and parameters of this call; a kept one if there is."""
         length = find_cache(model_kwargs).layers[0].max_cache_len
         ends = end_tokens(criteria, input_ids)
+        compiled = ModelCalls(model, config).compilation(model_kwargs)
         key = (
             input_ids.shape[0],
             length,
@@ -137,6 +131,7 @@ class CapturedGenerate:
             bool(config.do_sample),
             model.dtype,
             model.config.to_json_string(),
+            repr(compiled),
             tuple((type(p).__name__, repr(sorted(vars(p).items()))) for p in processors),
         )
         kept = self._steps.setdefault(model, OrderedDict())
@@ -149,6 +144,7 @@ class CapturedGenerate:
                 sample=bool(config.do_sample),
                 processors=processors,
                 device=input_ids.device,
+                compiled=compiled,
             )
         kept.move_to_end(key)
         while len(kept) > KEPT_STEPS:
@@ -182,6 +178,7 @@ class CapturedLoop:
         self._streamer = call.get("streamer")
         self._launched = self._ended = 0
         self._outstanding: deque[Launched] = deque()
+        self._free: list[Tensor] = []
 
     def run(
         self, model: Any, input_ids: Tensor, config: Any, model_kwargs: dict[str, Any]
@@ -210,36 +207,24 @@ class CapturedLoop:
             self._streams.close()
         if self._streamer is not None:
             self._streamer.end()
-        return torch.cat([input_ids, step.tokens[: self._ended].t()], dim=-1)
+        return torch.cat([input_ids, step.results[: self._ended, 0].t()], dim=-1)
 
     def _submit(self, prompt: int) -> bool:
         """Have the results of the step just launched copied; whether it is the last one."""
-        batch, row = self._step.tokens.shape[1], self._launched
+        source = self._step.results[self._launched]
         self._launched += 1
-        launched = Launched(
-            self._launched,
-            self._streams.host_buffer((batch,), torch.bool),
-            self._streams.host_buffer((batch,), torch.long),
-            self._streams.host_buffer((), torch.bool),
-            self._streams.rng_state(),
-        )
-
-        def work() -> Copies:
-            return (
-                (launched.still, self._step.still[row]),
-                (launched.tokens, self._step.tokens[row]),
-                (launched.invalid, self._step.invalid[row]),
-            )
-
-        launched.ticket = self._streams.submit(work)
-        self._outstanding.append(launched)
+        host = self._free.pop() if self._free else None
+        if host is None:
+            host = self._streams.host_buffer(tuple(source.shape), torch.long)
+        rng = self._streams.rng_state() if self._step.draws else None
+        ticket = self._streams.fetch(host, source)
+        self._outstanding.append(Launched(self._launched, host, rng, ticket))
         return self._criteria.known_at_launch(prompt + self._launched)
 
     def _has_ended(self, is_last: bool) -> bool:
         """Look at what has arrived; wait only if another step may not be launched before."""
         while self._outstanding:
             ticket = self._outstanding[0].ticket
-            assert ticket is not None
             if not ticket.ready():
                 if not is_last and len(self._outstanding) < self._depth:
                     return False
@@ -251,14 +236,16 @@ class CapturedLoop:
     def _settle(self) -> bool:
         """Take the oldest result; whether all rows are done."""
         launched = self._outstanding.popleft()
-        if launched.invalid:
+        tokens, still, invalid = launched.results.clone()
+        self._free.append(launched.results)
+        if invalid.any():
             raise RuntimeError(INVALID)
         if self._streamer is not None:
-            self._streamer.put(launched.tokens.clone())
+            self._streamer.put(tokens)
         self._ended = launched.number
-        if launched.still.any():
+        if still.any():
             return False
-        if launched.number < self._launched:
+        if launched.number < self._launched and self._step.draws:
             self._streams.set_rng_state(launched.rng)
         return True
 

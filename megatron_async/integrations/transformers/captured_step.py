@@ -23,10 +23,12 @@ class CapturedStep:
     Args:
         batch: rows. ``length``: tokens of the cache. ``ends``: how many end tokens there are.
         processors: logits processors that look at the scores alone.
+        compiled: arguments of ``torch.compile`` for the forward; None leaves it as it is.
 
     Attributes:
-        tokens, still, invalid: of each step, int64 and bool ``(length + 1, batch)`` and bool
-            ``(length + 1,)``; a step writes the row at ``cursor``, which no later step writes.
+        results: of each step, int64 ``(length + 1, 3, batch)``: the tokens, which rows are
+            unfinished after them, and whether the probabilities were not finite. A step writes the
+            entry at ``cursor``, which no later step writes.
     """
 
     def __init__(
@@ -39,12 +41,15 @@ class CapturedStep:
         sample: bool,
         processors: Any,
         device: torch.device,
+        compiled: dict[str, Any] | None = None,
     ) -> None:
         self.cache = StaticCache(config=model.config, max_cache_len=length)
-        self.tokens = torch.zeros((length + 1, batch), dtype=torch.long, device=device)
-        self.still = torch.zeros((length + 1, batch), dtype=torch.bool, device=device)
-        self.invalid = torch.zeros((length + 1,), dtype=torch.bool, device=device)
+        self.results = torch.zeros((length + 1, 3, batch), dtype=torch.long, device=device)
+        self._valid = torch.zeros(batch, dtype=torch.long, device=device)
         self._model = model
+        self._forward: Any = model
+        if compiled is not None:
+            self._forward = torch.compile(model.__call__, **compiled)
         self._sample = sample
         self._processors = processors
         self._cursor = torch.zeros(1, dtype=torch.long, device=device)
@@ -59,6 +64,11 @@ class CapturedStep:
             {"cache_position": self._position} if takes_cache_position(model) else {}
         )  # transformers 4.57
         self._replay: Step | None = None
+
+    @property
+    def draws(self) -> bool:
+        """Whether steps draw random numbers."""
+        return self._sample
 
     def begin(self, input_ids: Tensor, mask: Tensor | None, ends: Tensor, pad: Tensor) -> None:
         """Take a call's prompts ``(batch, prompt)``, their mask likewise, and its end tokens."""
@@ -90,7 +100,7 @@ class CapturedStep:
 
     def _step(self) -> None:
         self._allowed.index_fill_(3, self._position, True)
-        outputs = self._model(
+        outputs = self._forward(
             input_ids=self._token,
             attention_mask=self._mask(),
             position_ids=self._position_ids,
@@ -116,9 +126,10 @@ class CapturedStep:
         if self._ends.numel():
             tokens = tokens * self._unfinished + self._pad * (1 - self._unfinished)
             self._unfinished.mul_(~torch.isin(tokens, self._ends))
+        invalid = self._valid
         if probabilities is not None:
-            self.invalid.index_copy_(0, self._cursor, is_invalid(probabilities)[None])
-        self.tokens.index_copy_(0, self._cursor, tokens[None])
-        self.still.index_copy_(0, self._cursor, (self._unfinished != 0)[None])
+            invalid = is_invalid(probabilities).expand_as(tokens).long()
+        result = torch.stack((tokens, self._unfinished, invalid))
+        self.results.index_copy_(0, self._cursor, result[None])
         self._token.copy_(tokens[:, None])
         self._cursor.add_(1)

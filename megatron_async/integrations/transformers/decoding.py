@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +31,15 @@ class Point:
     model_kwargs: dict[str, Any]
     rng: Any
     cache: Mark
+
+
+def processors_of(processor: Any) -> Iterable[Any]:
+    return processor if isinstance(processor, Iterable) else [processor]
+
+
+def is_stock(processor: Any) -> bool:
+    """Whether a logits processor is of transformers: none of those draws random numbers."""
+    return type(processor).__module__.startswith("transformers.")
 
 
 class Decoding:
@@ -68,6 +77,9 @@ class Decoding:
         self._calls = ModelCalls(model, config)
         self._recorded = Recorded(config, model.config.is_encoder_decoder)
         self._pads = any(hasattr(c, "eos_token_id") for c in criteria)
+        self._draws = config.do_sample or any(
+            not is_stock(p) for p in processors_of(logits_processor)
+        )
         self._pad = pad_token(config, input_ids)
         looked_at = criteria.on_device or criteria.host_marked or config.do_sample
         self._checks = bool(looked_at) or streamer is not None
@@ -102,7 +114,7 @@ class Decoding:
         self._recorded.add(outputs, logits, scores)
         tokens, probabilities = select(scores, self._config.do_sample)
         self._join()
-        if self._pads and self._pad is not None:
+        if self._pads and self._pad is not None and not self._criteria.is_one_row_with_end_tokens:
             tokens = tokens * self._unfinished + self._pad * (1 - self._unfinished)
         self.input_ids = torch.cat([self.input_ids, tokens[:, None]], dim=-1)
         self.steps += 1
@@ -115,13 +127,14 @@ class Decoding:
 
     def _join(self) -> None:
         if self._unjoined is not None:
-            self._streams.join(self._unjoined.ticket)
+            if self._unjoined.on_side_stream:
+                self._streams.join(self._unjoined.ticket)
             assert self._unjoined.unfinished is not None
             self._unfinished, self._unjoined = self._unjoined.unfinished, None
 
     def _point(self) -> Point:
         cache = mark(find_cache(self.model_kwargs)) if self._keeps_cache else []
-        rng = self._streams.rng_state()
+        rng = self._streams.rng_state() if self._draws else None
         return Point(self.steps, self.input_ids, dict(self.model_kwargs), rng, cache)
 
     def _has_ended(self) -> bool:
@@ -158,7 +171,8 @@ class Decoding:
         self._recorded.cut(point.step)
         self.input_ids, self.model_kwargs = point.input_ids, dict(point.model_kwargs)
         self.steps, self._is_last = point.step, False
-        self._streams.set_rng_state(point.rng)
+        if self._draws:
+            self._streams.set_rng_state(point.rng)
         if self._keeps_cache:
             position = self.model_kwargs.get("cache_position")  # transformers 4.57
             roll_back(find_cache(self.model_kwargs), point.cache, undone, position)

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch import Tensor
+from transformers import CompileConfig
 
 PADDING_CHECK = "warn_if_padding_and_no_attention_mask"
 
@@ -18,12 +19,14 @@ class ModelCalls:
         self.model = model
         self.config = config
         self._prefilled = False
+        self._mask_is_full = False
         self._has_prefill = hasattr(model, "_prefill")  # transformers 5
         self._forward: Any = None
 
     def start(self, input_ids: Tensor, model_kwargs: dict[str, Any]) -> dict[str, Any]:
         """Prepare for the first forward; returns the keyword arguments to go on with."""
         model = self.model
+        self._mask_is_full = self._has_full_mask(model_kwargs)
         if not self._has_prefill:
             model_kwargs = model._get_initial_cache_position(
                 input_ids.shape[1], input_ids.device, model_kwargs
@@ -36,6 +39,21 @@ class ModelCalls:
             model_kwargs = model._prefill_chunking(input_ids, self.config, **model_kwargs)
             self._prefilled = True
         return model_kwargs
+
+    def compilation(self, model_kwargs: dict[str, Any]) -> dict[str, Any] | None:
+        """Arguments of ``torch.compile`` where stock compiles the forward, for one that is captured
+        here and not by the compiler; None where it does not."""
+        if not self.model._valid_auto_compile_criteria(model_kwargs, self.config):
+            return None
+        asked = self.config.compile_config or CompileConfig()
+        given = {
+            name: value
+            for name, value in asked.to_dict().items()
+            if name in ("fullgraph", "dynamic", "backend", "mode", "options")
+        }
+        modes = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}
+        given["mode"] = modes.get(given.get("mode"), given.get("mode"))
+        return given
 
     def forward(self, input_ids: Tensor, model_kwargs: dict[str, Any]) -> Any:
         """The model's output for the next token; the first call is the prefill."""
@@ -53,7 +71,20 @@ class ModelCalls:
         updated: dict[str, Any] = self.model._update_model_kwargs_for_generation(
             outputs, model_kwargs, is_encoder_decoder=self.model.config.is_encoder_decoder
         )
+        if self._mask_is_full:
+            updated.pop("attention_mask", None)
         return updated
+
+    def _has_full_mask(self, model_kwargs: dict[str, Any]) -> bool:
+        """Whether a mask over the tokens says nothing, so that forwards behind the prefill can do
+        without: transformers up to 5.17 waits in each for the device to look at it. Later ones
+        leave it out themselves."""
+        mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
+        if self.model.config.is_encoder_decoder or not isinstance(mask, Tensor) or mask.ndim != 2:
+            return False
+        if cache is None or getattr(cache, "is_compileable", True):
+            return False  # the mask of a static cache is made in front of the forward
+        return bool((mask == 1).all())
 
     @contextmanager
     def decoding(self) -> Iterator[None]:

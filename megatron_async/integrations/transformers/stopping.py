@@ -9,7 +9,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from transformers import MaxLengthCriteria, MaxTimeCriteria, StoppingCriteriaList
+from transformers import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StoppingCriteriaList,
+)
 
 from megatron_async.integrations.transformers.selection import INVALID, is_invalid
 from megatron_async.integrations.transformers.streams import Copies, Streams, Ticket
@@ -40,6 +45,9 @@ def is_known_at_launch(criterion: object) -> bool:
     return is_length(criterion) or type(criterion) is MaxTimeCriteria
 
 
+NO_IDS = torch.zeros((1, 1), dtype=torch.long)
+
+
 def is_host_marked(criterion: object) -> bool:
     return bool(getattr(criterion, HOST_MARK, False))
 
@@ -49,19 +57,19 @@ class Check:
     """The stop check of one token, on its way.
 
     ``length`` is the sequence length in tokens with that token. ``unfinished`` (int64,
-    ``(batch,)``) is on the device, and valid for the main stream after a join. ``still`` (bool)
-    and ``tokens`` (int64), both ``(batch,)``, are host buffers, valid once the ticket is ready, and
-    so is ``invalid`` (bool, scalar): the probabilities were not finite. ``read`` is what the side
-    stream may still read: it lives until the check is joined.
+    ``(batch,)``) is on the device, and valid for the main stream after a join. ``results`` (int64,
+    ``(2, batch)``), the tokens and ``unfinished``, is a host buffer, valid once the ticket is
+    ready, and so is ``invalid`` (bool, scalar): the probabilities were not finite. ``read`` is what
+    the side stream may still read: it lives until the check is joined.
     """
 
     length: int
     scores: Scores
-    still: Tensor
-    tokens: Tensor
+    results: Tensor
     invalid: Tensor
     read: tuple[Tensor | None, ...]
     unfinished: Tensor | None = None
+    on_side_stream: bool = True
     ticket: Ticket | None = None
     data: Any = None
 
@@ -97,8 +105,12 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]
         super().__init__(criteria)
         self.streams = streams
         self._outstanding: deque[Check] = deque()
-        self._free: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._free: list[tuple[Tensor, Tensor]] = []
         self._host: HostIds | None = None
+        self._at_launch = [c for c in self if is_known_at_launch(c)]
+        self._criteria = self.on_device
+        self._ends: Tensor | None = None
+        self._end_ids: frozenset[int] | None = None
 
     @property
     def host_marked(self) -> list[Any]:
@@ -136,11 +148,28 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]
         """Take the prompts, int64 ``(batch, length)``. Host-marked criteria need them copied."""
         if self.host_marked:
             self._host = HostIds(input_ids.cpu())
+        self._at_launch = [c for c in self if is_known_at_launch(c)]
+        self._criteria = self.on_device
+        self._ends = self._end_ids = None
+        if all(type(c) is EosTokenCriteria for c in self._criteria):
+            ends = [c.eos_token_id.reshape(-1) for c in self._criteria]
+            self._ends = torch.cat([input_ids.new_zeros(0), *(e.to(input_ids) for e in ends)])
+            if input_ids.shape[0] == 1:
+                self._end_ids = frozenset(self._ends.tolist())
+
+    @property
+    def is_one_row_with_end_tokens(self) -> bool:
+        """Whether the host can tell from the token alone that all is done: then there is nothing
+        to compute for it on the device."""
+        return self._end_ids is not None
 
     def known_at_launch(self, length: int) -> bool:
         """Whether all rows are done by length or time, with ``length`` tokens."""
-        ids = torch.zeros((1, 1), dtype=torch.long).expand(1, length)
-        return any([bool(c(ids, None)[0]) for c in self if is_known_at_launch(c)])
+        done = [
+            length >= c.max_length if is_length(c) else bool(c(NO_IDS, None)[0])
+            for c in self._at_launch
+        ]
+        return any(done)
 
     def submit(
         self,
@@ -160,24 +189,35 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]
         buffers = self._free.pop() if self._free else self._buffers(tokens.shape[0])
         read = (input_ids, tokens, unfinished, probabilities)
         check = Check(input_ids.shape[1], scores, *buffers, read=read)
-        criteria = self.on_device
 
         def work() -> Copies:
-            check.unfinished = unfinished & ~criteria(input_ids, scores) if criteria else unfinished
-            copies = [(check.still, check.unfinished != 0), (check.tokens, tokens.clone())]
+            check.unfinished = self._unfinished_after(input_ids, tokens, scores, unfinished)
+            copies = [(check.results, torch.stack((tokens, check.unfinished)))]
             if probabilities is not None:
                 copies.append((check.invalid, is_invalid(probabilities)))
             return copies
 
-        check.ticket = self.streams.submit(work)
+        if self._end_ids is not None and probabilities is None:
+            check.unfinished, check.on_side_stream = unfinished, False
+            check.ticket = self.streams.fetch(check.results[0], tokens)
+        else:
+            check.ticket = self.streams.submit(work)
         self._outstanding.append(check)
         return check
 
-    def _buffers(self, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _unfinished_after(
+        self, input_ids: Tensor, tokens: Tensor, scores: Scores, unfinished: Tensor
+    ) -> Tensor:
+        if self._ends is None:
+            return unfinished & ~self._criteria(input_ids, scores)
+        if not self._ends.numel():
+            return unfinished
+        return unfinished.masked_fill(torch.isin(tokens, self._ends), 0)
+
+    def _buffers(self, batch: int) -> tuple[Tensor, Tensor]:
         assert self.streams is not None
         return (
-            self.streams.host_buffer((batch,), torch.bool),
-            self.streams.host_buffer((batch,), torch.long),
+            self.streams.host_buffer((2, batch), torch.long),
             self.streams.host_buffer((), torch.bool),
         )
 
@@ -203,8 +243,13 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]
         check = self._outstanding.popleft()
         if check.read[-1] is not None and check.invalid:
             raise RuntimeError(INVALID)
-        still, tokens = check.still.clone(), check.tokens.clone()
-        self._free.append((check.still, check.tokens, check.invalid))
+        results = check.results.clone()
+        self._free.append((check.results, check.invalid))
+        tokens = results[0]
+        if self._end_ids is None:
+            still = results[1] != 0
+        else:
+            still = torch.tensor([int(tokens) not in self._end_ids])
         if self._host is None:
             return check, Verdict(still, False), tokens
         host = self._host
@@ -219,7 +264,7 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]
         for check in self._outstanding:
             assert check.ticket is not None
             check.ticket.wait()  # WAR: the buffers are written until then
-            self._free.append((check.still, check.tokens, check.invalid))
+            self._free.append((check.results, check.invalid))
         self._outstanding.clear()
 
     def finalize(self) -> None:
@@ -228,7 +273,7 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]
             self.streams.close()
         self._outstanding.clear()
         self._free.clear()
-        self._host = None
+        self._host = self._ends = self._end_ids = None
 
 
 def to_tensor(done: bool | Tensor, ids: Tensor) -> Tensor:

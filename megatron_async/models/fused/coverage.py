@@ -221,6 +221,8 @@ def attention_why_not(layer: Any, model: Any) -> str | None:
             return "norms of queries and keys differ in epsilon"
     if attention.limits:
         return f"its attention has a {' and a '.join(attention.limits)}".replace("_", " ")
+    if attention.sinks is not None:
+        return "its attention has sinks"
     if attention.query_scaling is not None:
         return "its queries are scaled by their position"
     rotary = attention.rotary
