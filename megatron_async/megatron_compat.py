@@ -84,6 +84,11 @@ def apply() -> None:
         # Without Transformer Engine the name is unbound, and MoE routing raises NameError.
         if not hasattr(moe_utils, "te_general_gemm"):
             moe_utils.te_general_gemm = None
+        from megatron.core.transformer import multi_latent_attention as latents
+
+        # Without it multi-latent attention takes Transformer Engine for installed.
+        if latents.HAVE_TE and not isinstance(latents.TELinear, type):
+            latents.HAVE_TE = False
 
 
 def ensure_parallel_state(tensor: int = 1) -> None:

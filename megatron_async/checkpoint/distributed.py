@@ -41,6 +41,12 @@ _STORED_NAMES = {
     "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
     "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
 }
+_STORED_LATENT_NAMES = {
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
+    "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
+}
+"""Of layers with multi-latent attention, whose first norm stands before two linear layers."""
 
 
 _HYBRID_NAMES = (
@@ -98,10 +104,11 @@ def _is_hybrid(model: Any) -> bool:
     return config is not None and config.hybrid_override_pattern is not None
 
 
-def _stored_name(key: str, hybrid: bool) -> str:
-    for ours, theirs in _STORED_NAMES.items():
+def _stored_name(key: str, model: Any) -> str:
+    latents = model.config.multi_latent_attention
+    for ours, theirs in (_STORED_LATENT_NAMES if latents else _STORED_NAMES).items():
         key = key.replace(f".{ours}", f".{theirs}")
-    for our_name, theirs in _HYBRID_NAMES if hybrid else ():
+    for our_name, theirs in _HYBRID_NAMES if _is_hybrid(model) else ():
         key = our_name.sub(theirs, key)
     return key
 
@@ -135,7 +142,7 @@ def save_distributed(
     sharded_state_dict = _sharded_state_dict(model, {})
     for value in nested_values(sharded_state_dict):
         if hasattr(value, "key") and not _is_norm_of_experts(value.key, config):
-            value.key = _stored_name(value.key, _is_hybrid(model))
+            value.key = _stored_name(value.key, model)
     dist_checkpointing.save(
         sharded_state_dict, str(directory), sharded_strategy=_SyncSaveStrategy()
     )
@@ -197,12 +204,12 @@ def _parts(model: Any, stored: dict[str, StoredTensor]) -> dict[str, list[Sharde
         "non_homogeneous_layers": any(name.startswith("decoder.layers.0.") for name in stored),
         "singleton_local_shards": any(name.endswith(".linear_fc1.weight_w") for name in stored),
     }
-    sharded, hybrid = _sharded_state_dict(model, metadata), _is_hybrid(model)
+    sharded = _sharded_state_dict(model, metadata)
     apply_factories(sharded)
     parts: dict[str, list[ShardedTensor]] = {}
     for part in nested_values(sharded):
         if isinstance(part, ShardedTensor):
-            name = part.key if part.key in stored else _stored_name(part.key, hybrid)
+            name = part.key if part.key in stored else _stored_name(part.key, model)
             parts.setdefault(name, []).append(part)
     return parts
 

@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_async.checkpoint.interleaved_experts import interleaved_targets
 from megatron_async.models.config import ModelConfig
 
 
@@ -19,6 +20,8 @@ class ExpertNames:
         stacked: prefix of the tensors of all experts in one, where they are stored so (in the
             memory of transformers 5): ``stacked_fc1`` and ``stacked_fc2``, ``[experts, out, in]``.
             The router's name is then ``stacked_router``.
+        interleaved: experts are always stacked, gate and up projection in turns, see
+            :mod:`~megatron_async.checkpoint.interleaved_experts`.
         shared_fc1, shared_fc2, shared_gate: of the shared experts.
         expert_bias: the whole name of what is added to scores for the choice of experts.
         latent: prefix of the projections to and from experts of ``moe_latent_size``.
@@ -32,6 +35,7 @@ class ExpertNames:
     stacked_fc1: str = "gate_up_proj"
     stacked_fc2: str = "down_proj"
     stacked_router: str = "mlp.gate"
+    interleaved: bool = False
     shared_fc1: tuple[str, ...] = ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")
     shared_fc2: str = "mlp.shared_expert.down_proj"
     shared_gate: str = "mlp.shared_expert_gate"
@@ -54,14 +58,16 @@ def expert_targets(
         stored: names of the stored tensors; they decide whether experts are stacked.
     """
     stacked = f"{theirs}{names.stacked}"
-    is_stacked = f"{stacked}{names.stacked_fc1}" in stored
+    is_stacked = names.interleaved or f"{stacked}{names.stacked_fc1}" in stored
     router = theirs + (names.stacked_router if is_stacked else names.router)
     targets.whole(f"{router}.weight", f"{ours}.mlp.router.weight")
     if config.moe_router_bias:
         targets.whole(f"{router}.bias", f"{ours}.mlp.router.bias")
     if config.moe_router_enable_expert_bias:
         targets.whole(f"{theirs}{names.expert_bias}", f"{ours}.mlp.router.expert_bias")
-    if is_stacked:
+    if names.interleaved:
+        interleaved_targets(targets, stacked, f"{ours}.mlp.experts", stored)
+    elif is_stacked:
         targets.whole(f"{stacked}{names.stacked_fc1}", f"{ours}.mlp.experts.linear_fc1.weight")
         targets.whole(f"{stacked}{names.stacked_fc2}", f"{ours}.mlp.experts.linear_fc2.weight")
     else:

@@ -63,6 +63,7 @@ class Names:
     qkv_layout: Literal["stacked", "by_head"] = "stacked"
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    sinks: str = "self_attn.sinks"
     projection: str = "self_attn.o_proj"
     fc1: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     fc2: str = "mlp.down_proj"
@@ -94,6 +95,7 @@ class Family:
         partial_rotary: a part of each head may be rotated.
         has_rope: :func:`common` reads the rotary embeddings.
         rope_kinds: other names of the kinds of rope scaling.
+        quantization: a ``quant_method`` whose weights are unpacked when they are read.
     """
 
     model_type: str
@@ -106,6 +108,7 @@ class Family:
     partial_rotary: bool = False
     has_rope: bool = True
     rope_kinds: Mapping[str, str] = field(default_factory=dict)
+    quantization: str | None = None
 
     def convert(self, values: Mapping[str, Any]) -> ModelConfig:
         """The architecture that the content of a ``config.json`` describes.
@@ -124,8 +127,7 @@ class Family:
 
 def common(family: Family, fields: Fields) -> dict[str, Any]:
     """What most types of models have under the same names."""
-    if fields.values.get("quantization_config") is not None:
-        raise fields.unsupported("quantization_config", "unquantized weights")
+    _check_quantization(family, fields)
     hidden_size = fields.read("hidden_size", int)
     heads = fields.read("num_attention_heads", int)
     if heads < 1:
@@ -161,6 +163,14 @@ def common(family: Family, fields: Fields) -> dict[str, Any]:
     if family.has_rope:
         found |= rope(fields, partial=family.partial_rotary)
     return found
+
+
+def _check_quantization(family: Family, fields: Fields) -> None:
+    found = fields.values.get("quantization_config")
+    method = found.get("quant_method") if isinstance(found, dict) else None
+    if found is not None and (method is None or method != family.quantization):
+        own = "" if family.quantization is None else f", or quant_method {family.quantization!r}"
+        raise fields.unsupported("quantization_config", f"unquantized weights{own}")
 
 
 def layer_count(fields: Fields) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_async.config import MAX_COUNT
-from megatron_async.errors import CheckpointError
+from megatron_async.errors import CheckpointError, shown
 
 
 class Fields:
@@ -44,7 +44,7 @@ class Fields:
         name = self.name(name)
         value = self.values.get(name) if value is None else value
         return CheckpointError(
-            f"{self._at}{name}={value!r} is not supported; supported: {supported}"
+            f"{self._at}{name}={shown(value)} is not supported; supported: {supported}"
         )
 
     def get(self, name: str) -> Any:

@@ -13,6 +13,7 @@ from megatron_async.checkpoint.family import Names
 from megatron_async.checkpoint.files import load_safetensors, stored_shapes
 from megatron_async.checkpoint.huggingface import family_of
 from megatron_async.checkpoint.json_file import read_json
+from megatron_async.checkpoint.latent_weights import latent_targets
 from megatron_async.checkpoint.mamba_weights import mamba_targets
 from megatron_async.checkpoint.mtp_weights import mtp_layers, mtp_targets
 from megatron_async.checkpoint.targets import EMBEDDING, OUTPUT, Target, TensorParallel
@@ -171,6 +172,12 @@ def _layer(
     for stored, name in _norms(config, names).items():
         for kind in _norm_parts(config):
             targets.whole(f"{theirs}{stored}.{kind}", f"{ours}.{name}.{kind}")
+    if config.latent_attention is not None:
+        latent_targets(targets, config, theirs, ours)
+        return
+    if config.attention_sinks:
+        sinks = f"{ours}.self_attention.core_attention.softmax_offset"
+        targets.whole(f"{theirs}{names.sinks}", sinks)
     _head_norms(targets, config, names, theirs, ours)
     _attention(targets, config, names, theirs, ours, ranks)
 

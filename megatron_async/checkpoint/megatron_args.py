@@ -16,6 +16,7 @@ import torch
 from megatron_async.checkpoint import megatron_experts, megatron_hybrid
 from megatron_async.checkpoint.common_file import COMMON_FILE, training_arguments
 from megatron_async.checkpoint.files import Description
+from megatron_async.checkpoint.megatron_latents import latent_fields
 from megatron_async.checkpoint.padded_vocabulary import PaddedVocabulary
 from megatron_async.checkpoint.pickle_reader import Global, Record
 from megatron_async.checkpoint.targets import EMBEDDING
@@ -25,7 +26,6 @@ from megatron_async.models.config import ModelConfig, RopeScaling
 # What a model must not have, by the values that say that it has it not.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     **megatron_experts.NEUTRAL,
-    "multi_latent_attention": (None, False),
     "heterogeneous_layers_config_path": (None,),
     "yaml_cfg": (None,),
     "experimental_attention_variant": (None,),
@@ -164,7 +164,7 @@ def _convert(args: _Arguments, embedding: tuple[int, ...], hybrid: bool) -> Mode
     position, rope_scaling = _position(args)
     num_layers = args.integer("num_layers")
     ffn_hidden_size = args.integer("ffn_hidden_size", 4 * hidden_size)
-    return ModelConfig(
+    common: dict[str, Any] = dict(
         num_layers=num_layers,
         hidden_size=hidden_size,
         num_attention_heads=heads,
@@ -189,6 +189,7 @@ def _convert(args: _Arguments, embedding: tuple[int, ...], hybrid: bool) -> Mode
         **_features(args),
         **(megatron_hybrid.hybrid_fields(args, num_layers) if hybrid else {}),
     )
+    return ModelConfig(**(common | latent_fields(args)))
 
 
 def _one_of(args: _Arguments, name: str, default: str, choices: tuple[str, ...]) -> Any:

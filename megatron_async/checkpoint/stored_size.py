@@ -27,6 +27,9 @@ SLACK = 2
 def least_parameters(config: ModelConfig) -> int:
     """Elements of the large matrices that each architecture has: fewer than all."""
     attention = 2 * (config.num_attention_heads + config.num_kv_heads) * config.head_dim
+    if config.latent_attention is not None:
+        latent = config.latent_attention
+        attention = config.num_attention_heads * latent.v_head_dim + latent.cached
     if config.hybrid_override_pattern is not None:
         return config.hidden_size * config.vocab_size + _least_of_parts(config, attention)
     expert_layers = config.expert_layer_count

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -18,6 +19,12 @@ _SPLIT_DIMENSION = {
     "linear_qkv.weight": 0,
     "linear_qkv.bias": 0,
     "linear_proj.weight": 1,
+    "core_attention.softmax_offset": 0,
+    "linear_q_proj.weight": 0,
+    "linear_q_down_proj.weight": 0,
+    "linear_q_up_proj.weight": 0,
+    "linear_kv_down_proj.weight": 0,
+    "linear_kv_up_proj.weight": 0,
     "linear_fc1.weight": 0,
     "linear_fc1.bias": 0,
     "linear_fc2.weight": 1,
@@ -41,12 +48,14 @@ class Target:
     """Where a stored tensor goes.
 
     ``shape`` is the stored tensor's. ``select`` of it has the elements of ``view``, a view of a
-    parameter, in the same order; the view may be strided.
+    parameter, in the same order; the view may be strided. ``dtypes`` are those that the stored
+    tensor may have, in safetensors' words.
     """
 
     view: torch.Tensor
     shape: tuple[int, ...]
     select: Callable[[torch.Tensor], torch.Tensor] = _whole
+    dtypes: ClassVar[tuple[str, ...]] = ("F64", "F32", "BF16", "F16")
 
     def copy_from(self, stored: torch.Tensor) -> None:
         """Fill the view."""

@@ -113,6 +113,7 @@ def build_context(
         batch_invariant=config.batch_invariant,
         num_speculative_tokens=config.num_speculative_tokens,
         further_token_bytes=further,
+        cache_mla_latent=spec.latent_rank is not None,
         device=device,
     )
     _log_cache(context, spec, further)

@@ -5,5 +5,11 @@ turn them on."""
 MAMBA = False
 """Those of Mamba-2 layers: rows and windows, prefill chunks."""
 
+MOE = False
+"""Those of layers of experts in decode steps."""
+
+LATENT = False
+"""Multi-latent attention, in decode steps and in prefill."""
+
 REASON = "on trial: it has not run on a GPU yet"
 """Why a block of a model does not run in one of them."""

@@ -22,6 +22,7 @@ MAX_DERIVED_REQUESTS = 256
 
 _OWN = frozenset(
     {
+        "cache_mla_latent",
         "params_dtype",
         "num_layers",
         "kv_channels",
@@ -79,6 +80,7 @@ class DynamicInferenceContext(context.DynamicInferenceContext):
             raise ConfigError("model_config and inference_config belong together; give both")
         if model_config is not None:
             keywords = context_keywords(model_config, inference_config) | keywords
+        keywords = _of_latents(keywords)
         known = {name: keywords[name] for name in keywords if name not in _OWN}
         check_keywords("DynamicInferenceContext", CONTEXT, known)
         self._usage: Callable[[], Usage] = Usage
@@ -88,8 +90,7 @@ class DynamicInferenceContext(context.DynamicInferenceContext):
             keywords.get("use_cuda_graphs_for_non_decode_steps", True)
         )
         own = {name: value for name, value in keywords.items() if name in _OWN}
-        graphs = keywords.get("num_cuda_graphs")
-        own["num_cuda_graphs"] = None if graphs == -1 else graphs
+        own["num_cuda_graphs"] = _num_cuda_graphs(keywords.get("num_cuda_graphs"))
         own["max_requests"] = _max_requests(keywords)
         own["max_tokens"] = _max_tokens(keywords, own["max_requests"])
         try:
@@ -97,7 +98,7 @@ class DynamicInferenceContext(context.DynamicInferenceContext):
                 super().__init__(**own)
         except TypeError as error:  # a required keyword is missing
             raise ConfigError(f"DynamicInferenceContext: {error}") from None
-        layers, _, _, _, heads, size = self.kv_cache.shape
+        layers, tensors, _, _, heads, size = self.kv_cache.shape
         self.num_attention_layers = layers
         self.num_attention_heads_per_partition = heads
         self.hidden_size_per_attention_head = size
@@ -107,7 +108,8 @@ class DynamicInferenceContext(context.DynamicInferenceContext):
         self.unified_memory_level = 0
         self.persist_cuda_graphs = True
         self.offload_kv_cache = False
-        self.cache_mla_latent = False
+        self.cache_mla_latent = tensors == 1
+        self.kv_reduced_dim = size if self.cache_mla_latent else None
         self.async_sched_compaction_step_count = 0
         self.use_flashinfer_fused_rope = False
         self.request_metadata_types = None
@@ -249,6 +251,32 @@ class BlockAllocator:
         )
 
 
+def _num_cuda_graphs(count: Any) -> int | None:
+    """As given; None and -1 are all."""
+    if count is None or (count == -1 and not isinstance(count, bool)):
+        return None
+    try:
+        return check_integer("num_cuda_graphs", count, 1)
+    except ConfigError as error:
+        said = "; None and -1 capture all, and enable_cuda_graph=False of the engine none"
+        raise ConfigError(f"{error}{said}") from None
+
+
+def _of_latents(keywords: dict[str, Any]) -> dict[str, Any]:
+    """With ``cache_mla_latent`` the sizes of a latent, which all heads share, are those of the
+    cache."""
+    has = keywords.get("cache_mla_latent")
+    if has is None:
+        return {name: value for name, value in keywords.items() if name != "cache_mla_latent"}
+    if not isinstance(has, bool):
+        raise ConfigError(f"cache_mla_latent={shown(has)} must be True or False")
+    if not has:
+        return keywords
+    names = ("kv_lora_rank", "qk_pos_emb_head_dim")
+    sizes = [check_integer(name, keywords.get(name), 1, MAX_COUNT) for name in names]
+    return keywords | {"kv_channels": sum(sizes), "num_attention_heads": 1}
+
+
 def _max_requests(keywords: dict[str, Any]) -> Any:
     """As given, or one for each block that the cache will have."""
     if keywords.get("max_requests") is not None:
@@ -264,7 +292,8 @@ def _max_requests(keywords: dict[str, Any]) -> Any:
         check_buffer_size(keywords["buffer_size_gb"])
         for name in names[:3]:
             check_integer(name, keywords[name], 1, MAX_COUNT)
-        token_bytes = 2 * keywords["params_dtype"].itemsize
+        tensors = 1 if keywords.get("cache_mla_latent") else 2
+        token_bytes = tensors * keywords["params_dtype"].itemsize
         for name in names[:3]:
             token_bytes *= keywords[name]
         size = keywords.get("block_size_tokens", context.DEFAULT_BLOCK_SIZE_TOKENS)

@@ -164,6 +164,10 @@ def context_keywords(model_config: Any, config: Any) -> dict[str, Any]:
         "kv_channels": model_config.kv_channels,
         "num_attention_heads": heads,
     }
+    if getattr(model_config, "multi_latent_attention", False):
+        names = ("kv_lora_rank", "qk_pos_emb_head_dim")
+        keywords |= {name: getattr(model_config, name) for name in names}
+        keywords["cache_mla_latent"] = True
     return keywords
 
 

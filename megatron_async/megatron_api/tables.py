@@ -6,7 +6,7 @@ from megatron_async.megatron_api.names import Table, accepted, refused, works
 
 ONE_PROCESS = "one process holds the model: load the checkpoint with a parallel size of 1"
 NO_GROUPS = "one process holds the model, so process groups are not asked"
-NO_MLA = "multi-latent attention is not served"
+LATENTS = "elements of a latent and of the rotated key behind it, with cache_mla_latent"
 NO_HYBRID = "recurrent state has a pool of its own, which the engine sizes"
 INNER = "part of megatron-core's own step; the engine has another one"
 NO_ZMQ = "there is no coordinator process; use MegatronLLM, or `megatron-async serve`"
@@ -30,10 +30,10 @@ CONTEXT: Table = {
     "tensor_model_parallel_size": accepted(ONE_PROCESS, None, 1),
     "pipeline_model_parallel_size": accepted(ONE_PROCESS, None, 1),
     "pg_collection": accepted(NO_GROUPS),
-    "cache_mla_latent": accepted(NO_MLA, None, False),
-    "kv_lora_rank": accepted(NO_MLA + "; without cache_mla_latent it is not read"),
-    "qk_pos_emb_head_dim": accepted(NO_MLA + "; without cache_mla_latent it is not read"),
-    "num_cuda_graphs": works("most row buckets captured; None and -1 capture all"),
+    "cache_mla_latent": works("always so for a model with multi-latent attention"),
+    "kv_lora_rank": works(LATENTS),
+    "qk_pos_emb_head_dim": works(LATENTS),
+    "num_cuda_graphs": works("most row buckets captured, at least 1; None and -1 capture all"),
     "materialize_only_last_token_logits": works(
         "log-probabilities of prompts are computed for the requests that ask, whatever it says"
     ),
@@ -70,7 +70,7 @@ CONTEXT_ATTRIBUTES: Table = {
     "batch_dimensions": refused(INNER),
     "block_allocator": works("total_count, active_count, paused_count, and what is used of them"),
     "block_size_bytes": works(""),
-    "cache_mla_latent": works("False"),
+    "cache_mla_latent": works("whether the cache holds latents"),
     "cuda_graph_batch_dimensions_list": works("the row buckets, as numbers"),
     "cuda_graph_token_counts": works("the row buckets"),
     "get_active_request_count": works(""),
@@ -174,7 +174,7 @@ CONTEXT_ATTRIBUTES: Table = {
     **dict.fromkeys(
         ("expert_model_parallel_group", "pipeline_parallel_group"), refused(ONE_PROCESS)
     ),
-    "kv_reduced_dim": refused(NO_MLA),
+    "kv_reduced_dim": works("with cache_mla_latent; None without"),
     **dict.fromkeys(
         (
             "mamba_conv_states",
@@ -265,7 +265,9 @@ CONTROLLER_ATTRIBUTES: Table = {
 ENGINE: Table = {
     "controller": works(""),
     "context": works(""),
-    "enable_cuda_graph": accepted("steps are captured on a GPU, and never on a CPU"),
+    "enable_cuda_graph": works(
+        "False launches kernels one by one; else steps are captured on a GPU, and never on a CPU"
+    ),
     "random_seed": works("from which requests that bring no seed derive theirs"),
     "track_paused_request_events": works(""),
     "enable_chunked_prefill": works(
@@ -382,7 +384,10 @@ SAMPLING_PARAMS: Table = {
     ),
     "return_segments": accepted("TokenOutput has the text of each token", None, False),
     "termination_id": works("None takes the tokenizer's eod, -1 none"),
-    "top_n_logprobs": works("by token id, at most 20; return_log_probs is not needed"),
+    "top_n_logprobs": works(
+        "at most 20; by text, of tokens with the same text the likeliest; return_log_probs is not "
+        "needed"
+    ),
     "return_prompt_top_n_logprobs": accepted("skip_prompt_log_probs decides"),
     "stop_words": works("the text is cut before the word"),
     "detokenize_stop_sequence": works("main: the text is cut behind the word"),
@@ -421,9 +426,9 @@ REQUEST: Table = {
         works(""),
     ),
     "generated_text": works("without the token that ended it, unlike theirs"),
-    "generated_top_n_logprobs": works("by token id"),
-    "prompt_top_n_logprobs": works("by token id"),
-    "prompt_tokens": works("a list with tolist()"),
+    "generated_top_n_logprobs": works("by text; by token id where there is no tokenizer"),
+    "prompt_top_n_logprobs": works("by text; by token id where there is no tokenizer"),
+    "prompt_tokens": works("a list with tolist(), numel(), shape and size()"),
     "prompt_length": works("main"),
     "ttft": works("main: seconds from arrival to the first token"),
     "num_cached_tokens": works("main: prompt tokens found in the prefix cache"),

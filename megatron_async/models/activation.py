@@ -57,6 +57,21 @@ class SwiGLU(torch.nn.Module):
         return silu(gate) * up
 
 
+class ClampedSwiGLU(torch.nn.Module):
+    """``[..., 2F] -> [..., F]``: ``x * sigmoid(1.702 x)`` of the first half times the second plus 1
+    (GPT-OSS). The first is at most, the second between minus and plus megatron's
+    ``activation_func_clamp_value``."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.limit: float = config.activation_func_clamp_value
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = x.float().chunk(2, dim=-1)
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)).to(x.dtype)
+
+
 class GELU(torch.nn.Module):
     """``[..., F] -> [..., F]``, exact."""
 

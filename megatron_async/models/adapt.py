@@ -10,17 +10,18 @@ from megatron_async.errors import ConfigError
 from megatron_async.models.attention import PagedSelfAttention
 from megatron_async.models.build import attach_rotary
 from megatron_async.models.gpt import GPTModel
+from megatron_async.models.latent_attention import PagedLatentAttention
 from megatron_async.models.moe.adapt import adapt_experts, check_experts
 from megatron_async.models.rope import RotaryTable
 
 from megatron.core.models.gpt.gpt_model import GPTModel as MegatronGPTModel  # isort: skip
 from megatron.core.transformer.attention import SelfAttention  # isort: skip
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention  # isort: skip
 from megatron.core.transformer.utils import is_layer_window_attention  # isort: skip
 from megatron.core.utils import unwrap_model  # isort: skip
 
 # Config field, the value that is supported, what to do about any other.
 _REQUIRED: tuple[tuple[str, Any, str], ...] = (
-    ("multi_latent_attention", False, "use grouped-query attention"),
     ("attention_output_gate", False, "build the model without the gate"),
     ("rotary_interleaved", False, "permute the query and key weights to half-split pairs"),
     ("flash_decode", False, "set it to False: the context attends by itself"),
@@ -29,6 +30,11 @@ _REQUIRED: tuple[tuple[str, Any, str], ...] = (
     ("pipeline_model_parallel_size", 1, "load the model without pipeline parallelism"),
     ("fp8", None, "load the model in bfloat16"),
 )
+_SOFTMAX_TYPES = ("vanilla", "off-by-one", "learnable")
+_OURS: dict[type, type] = {
+    SelfAttention: PagedSelfAttention,
+    MLASelfAttention: PagedLatentAttention,
+}
 
 
 def unwrapped(model: Any) -> Any:
@@ -45,9 +51,10 @@ def adapt_model(model: Any) -> GPTModel:
     """Turn a megatron-core ``GPTModel`` into ours, weights untouched; ours is returned as it is.
 
     ``Float16Module`` and ``DistributedDataParallel`` are taken off. Its attention layers become
-    :class:`PagedSelfAttention`, its class :class:`GPTModel`, and its experts' weights views of
-    stacked ones (``models/moe/adapt.py``). Rotary embeddings ("rope"), learned
-    ones and none are supported. Graphs that megatron-core would capture are turned off.
+    :class:`PagedSelfAttention` or :class:`PagedLatentAttention`, its class :class:`GPTModel`, and
+    its experts' weights views of stacked ones (``models/moe/adapt.py``). Rotary embeddings
+    ("rope"), learned ones and none are supported. Graphs that megatron-core would capture are
+    turned off.
 
     Raises:
         ConfigError: the model has a part that cannot be served; the message names it. The model
@@ -59,7 +66,7 @@ def adapt_model(model: Any) -> GPTModel:
     layers = _attention_layers(model)
     _turn_off_own_graphs(model)
     for layer in layers:
-        layer.self_attention.__class__ = PagedSelfAttention
+        layer.self_attention.__class__ = _OURS[type(layer.self_attention)]
         adapt_experts(layer)
     model.__class__ = GPTModel
     _attach_own_rotary(model)
@@ -92,11 +99,14 @@ def _attention_layers(model: Any) -> list[Any]:
     if model.mtp_process:
         layers += [layer.transformer_layer for layer in model.mtp.layers]
     for layer in layers:
-        if type(layer.self_attention) is not SelfAttention:
+        if type(layer.self_attention) not in _OURS:
             raise ConfigError(
                 f"layer {layer.layer_number} has {type(layer.self_attention).__name__}: build the "
-                "layers with megatron.core's SelfAttention, as get_gpt_layer_local_spec() does"
+                "layers with megatron.core's SelfAttention or MLASelfAttention, as "
+                "get_gpt_layer_local_spec() does"
             )
+        if isinstance(layer.self_attention, MLASelfAttention):
+            _check_latents(layer)
         check_experts(layer)
     return layers
 
@@ -112,16 +122,35 @@ def _check_config(config: Any) -> None:
             f"model config window_size={window!r} is not supported: use (tokens behind, 0)"
         )
     softmax = getattr(config, "softmax_type", "vanilla")
-    if getattr(softmax, "name", softmax) != "vanilla":
+    known = ("vanilla",) if config.multi_latent_attention else _SOFTMAX_TYPES
+    if getattr(softmax, "name", softmax) not in known:
         raise ConfigError(
-            f"model config softmax_type={config.softmax_type!r} is not supported: use 'vanilla'"
+            f"model config softmax_type={config.softmax_type!r} is not supported: use "
+            f"{' or '.join(map(repr, known))}"
+        )
+
+
+def _check_latents(layer: Any) -> None:
+    attention = layer.self_attention
+    if hasattr(attention.linear_kv_up_proj, "layer_norm_weight"):
+        raise ConfigError(
+            f"layer {layer.layer_number} norms its latents inside of linear_kv_up_proj, and the "
+            "cache holds normed ones: build it with get_gpt_layer_local_spec()"
+        )
+    if attention.config.rope_type == "rope" and attention.config.rotary_percent != 1:
+        raise ConfigError(
+            f"model config rotary_percent={attention.config.rotary_percent} is not supported with "
+            "multi_latent_attention: use 1.0"
         )
 
 
 def _attach_own_rotary(model: Any) -> None:
     """Rotations by our table, in the place of megatron-core's."""
     attach_rotary(model, None)
-    if model.position_embedding_type == "rope":
+    if model.config.multi_latent_attention:
+        table = _latent_table(model.decoder.layers[0].self_attention, model.max_sequence_length)
+        attach_rotary(model, table.to(next(model.parameters()).device))
+    elif model.position_embedding_type == "rope":
         rotary = model.rotary_pos_emb
         table = RotaryTable(
             rotary.inv_freq,
@@ -131,6 +160,16 @@ def _attach_own_rotary(model: Any) -> None:
         attach_rotary(model, table.to(next(model.parameters()).device))
         # GPTModel computes no rotary embeddings of its own from here on.
         model.position_embedding_type = "none"
+
+
+def _latent_table(attention: Any, max_sequence_length: int) -> RotaryTable:
+    """Rotations of multi-latent attention, which has its own in each layer."""
+    rotary, factor = attention.rotary_pos_emb, 1.0
+    frequencies = rotary.inv_freq
+    if attention.config.rope_type == "yarn":
+        angles, factor = rotary.get_emb(2)
+        frequencies = angles[1].flatten()[: frequencies.shape[0]]
+    return RotaryTable(frequencies, max_sequence_length, factor=factor)
 
 
 def _turn_off_own_graphs(model: Any) -> None:

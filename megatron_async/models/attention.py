@@ -17,8 +17,12 @@ from megatron_async.models.rope import RotaryTable, apply_rope
 
 from megatron.core.transformer.attention import SelfAttention  # isort: skip
 from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
+from megatron.core.transformer.module import MegatronModule  # isort: skip
 from megatron.core.transformer.transformer_layer import (  # isort: skip
     get_transformer_layer_offset,
+)
+from megatron.core.transformer.utils import (  # isort: skip
+    make_sharded_tensors_for_checkpoint,
 )
 
 _RMS_NORMS = (RMSNorm, torch.nn.RMSNorm)
@@ -42,23 +46,49 @@ class AttentionContext(Protocol):
         head_dim]`` to all tokens of each row's own sequence up to its own position.
 
         ``layer_index`` counts this pipeline stage's layers from 0; multi-token prediction layers
-        come after the decoder's. ``limits`` are ``window`` and ``soft_cap`` of a layer that has one
-        of them. Returns ``[T, heads, head_dim]``.
+        come after the decoder's. ``limits`` are ``window``, ``soft_cap`` and ``sinks`` of a layer
+        that has them. Returns ``[T, heads, head_dim]``.
         """
+        ...
+
+    def attend_latent(
+        self, layer_index: int, q: Tensor, latent: Tensor | None, softmax_scale: float, rank: int
+    ) -> Tensor:
+        """Likewise of multi-latent attention: store ``latent`` ``[T, 1, size]``, the key of all
+        heads, whose first ``rank`` elements are its value, and attend with ``q`` ``[T, heads,
+        size]``. Returns ``[T, heads, rank]``. Without ``latent`` it is there already."""
         ...
 
 
 class NoCoreAttention(torch.nn.Module):
-    """Stands in for megatron's core attention, which :class:`PagedSelfAttention` never calls."""
+    """Stands in for megatron's core attention, which :class:`PagedAttention` never calls.
 
-    def __init__(self, **_: Any) -> None:
+    Attributes:
+        softmax_offset: a logit of each of this rank's heads, under megatron's name; None without.
+    """
+
+    def __init__(self, config: Any = None, **_: Any) -> None:
         super().__init__()
+        offset = None
+        if config is not None and config.softmax_type == "learnable":
+            heads = config.num_attention_heads // config.tensor_model_parallel_size
+            offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
+        self.register_parameter("softmax_offset", offset)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """As megatron's own core attention stores it: split by heads."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        split = {"softmax_offset": 0}
+        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            state, prefix, split, sharded_offsets
+        )
+        return found
 
 
-class PagedSelfAttention(SelfAttention):  # type: ignore[misc]
-    """Causal self-attention: over a whole sequence, or through an inference context.
-
-    Projections, grouping and query/key norms are megatron's.
+class PagedAttention(MegatronModule):  # type: ignore[misc]
+    """What our attention layers have beside megatron's.
 
     Attributes:
         limits: ``window`` and ``soft_cap`` (see ``ModelConfig``) where the layer has them.
@@ -66,6 +96,8 @@ class PagedSelfAttention(SelfAttention):  # type: ignore[misc]
         cache_layer: its layer of the KV cache, where not all layers attend; None counts all.
     """
 
+    config: Any
+    layer_number: int
     limits: dict[str, Any]
     query_scaling: tuple[float, int] | None
     cache_layer: int | None = None
@@ -85,14 +117,29 @@ class PagedSelfAttention(SelfAttention):  # type: ignore[misc]
             offset = get_transformer_layer_offset(self.config)
         place: int = self.layer_number - 1 - offset
         self.layer_index = place if self.cache_layer is None else self.cache_layer
+        self.softmax_scale = self._scale()
+
+    def _scale(self) -> float:
         scale = self.config.softmax_scale
-        self.softmax_scale = 1 / math.sqrt(self.config.kv_channels) if scale is None else scale
+        return 1 / math.sqrt(self.config.kv_channels) if scale is None else float(scale)
 
     @property
     def rotary(self) -> RotaryTable | None:
         """The table of this layer's rotation."""
         table: RotaryTable | None = self.__dict__["rotary"]
         return table
+
+    @property
+    def sinks(self) -> Tensor | None:
+        """A logit of each of this rank's heads, which takes its share of the softmax."""
+        offset: Tensor | None = getattr(self.core_attention, "softmax_offset", None)
+        return None if offset is None else offset.flatten()
+
+    @property
+    def attend_options(self) -> dict[str, Any]:
+        """What a context's attention is told of this layer."""
+        sinks = self.sinks
+        return self.limits if sinks is None else {**self.limits, "sinks": sinks}
 
     def limit(
         self, window: int | None, soft_cap: float | None, query_scaling: tuple[float, int] | None
@@ -102,6 +149,20 @@ class PagedSelfAttention(SelfAttention):  # type: ignore[misc]
         limits = {"window": window, "soft_cap": soft_cap}
         self.limits = {name: value for name, value in limits.items() if value is not None}
         self.query_scaling = query_scaling
+
+    def rotations(self, context: AttentionContext) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of a forward's tokens; the layer rotates."""
+        rotary = self.rotary
+        assert rotary is not None
+        is_long = getattr(context, "long_rotation", None) if rotary.long is not None else None
+        return rotary.lookup(context.position_ids, is_long)
+
+
+class PagedSelfAttention(PagedAttention, SelfAttention):  # type: ignore[misc]
+    """Causal self-attention: over a whole sequence, or through an inference context.
+
+    Projections, grouping and query/key norms are megatron's.
+    """
 
     def forward(
         self,
@@ -161,12 +222,14 @@ class PagedSelfAttention(SelfAttention):  # type: ignore[misc]
         if groups > 1:
             key, value = (x.repeat_interleave(groups, dim=2) for x in (key, value))
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        if self.limits:
+        sinks = self.sinks
+        if self.limits or sinks is not None:
             mask = positions <= positions[:, None]
             mask &= positions > positions[:, None] - self.limits.get("window", length)
             output = masked_attention(
-                query, key, value, mask, self.softmax_scale, self.limits.get("soft_cap")
-            )
+                query, key, value, mask, self.softmax_scale, self.limits.get("soft_cap"),
+                None if sinks is None else sinks[:, None],
+            )  # fmt: skip
             return output.permute(2, 0, 1, 3).contiguous()
         output = F.scaled_dot_product_attention(
             query,
@@ -182,15 +245,13 @@ class PagedSelfAttention(SelfAttention):  # type: ignore[misc]
         self, context: AttentionContext, query: Tensor, key: Tensor, value: Tensor
     ) -> Tensor:
         query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
-        rotary = self.rotary
-        if rotary is not None:
-            is_long = getattr(context, "long_rotation", None) if rotary.long is not None else None
-            cos, sin = rotary.lookup(context.position_ids, is_long)
+        if self.rotary is not None:
+            cos, sin = self.rotations(context)
             query, key = apply_rope(query, cos, sin), apply_rope(key, cos, sin)
         if self.query_scaling is not None:
             query = query * self._query_factors(context.position_ids)[:, None, None].to(query.dtype)
         output = context.attend(
-            self.layer_index, query, key, value, self.softmax_scale, **self.limits
+            self.layer_index, query, key, value, self.softmax_scale, **self.attend_options
         )
         return output.unsqueeze(1)
 
@@ -230,6 +291,6 @@ class PagedSelfAttention(SelfAttention):  # type: ignore[misc]
             norm.weight if has_norm else None,
             self.k_layernorm.weight if has_norm else None,
             norm.eps if has_norm else 0.0,
-            **self.limits,
+            **self.attend_options,
         )
         return output.unsqueeze(1)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from megatron_async import megatron_compat as compat
 from megatron_async.errors import ConfigError
-from megatron_async.models.attention import PagedSelfAttention
+from megatron_async.models.attention import PagedAttention
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.gpt import GPTModel
 from megatron_async.models.mamba.spec import number_attention_layers
@@ -21,7 +21,10 @@ from megatron_async.models.spec import gpt_block_spec, link_norms, mtp_block_spe
 
 from megatron.core import parallel_state  # isort: skip
 from megatron.core.transformer.transformer_block import get_num_layers_to_build  # isort: skip
-from megatron.core.transformer.transformer_config import TransformerConfig  # isort: skip
+from megatron.core.transformer.transformer_config import (  # isort: skip
+    MLATransformerConfig,
+    TransformerConfig,
+)
 
 
 _OUTPUTS = ("linear_proj.weight", "linear_fc2.weight", "out_proj.weight")
@@ -61,7 +64,10 @@ def transformer_config(
             "without tensor parallelism"
         )
     on_cpu = torch.device(device).type == "cpu"
-    return TransformerConfig(
+    latent = config.latent_attention
+    kind = TransformerConfig if latent is None else MLATransformerConfig
+    return kind(
+        **_latents(config),
         num_layers=config.num_layers,
         hidden_size=config.hidden_size,
         num_attention_heads=config.num_attention_heads,
@@ -77,6 +83,8 @@ def transformer_config(
         add_bias_linear=False,
         gated_linear_unit=config.gated,
         activation_func=F.silu if config.activation == "swiglu" else F.gelu,
+        activation_func_clamp_value=config.activation_limit,
+        softmax_type="learnable" if config.attention_sinks else "vanilla",
         use_te_activation_func=True,  # the MLP takes its activation from the layer spec
         mtp_num_layers=config.mtp_num_layers or None,
         mamba_state_dim=config.mamba_state_dim,
@@ -97,6 +105,20 @@ def transformer_config(
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
     )
+
+
+def _latents(config: ModelConfig) -> dict[str, Any]:
+    """Fields of megatron's config that a model with multi-latent attention has. Its rotation and
+    its scale are not read: ours have what YaRN does to them."""
+    latent = config.latent_attention
+    if latent is None:
+        return {}
+    names = ("q_lora_rank", "kv_lora_rank", "qk_pos_emb_head_dim", "v_head_dim")
+    return {
+        **{name: getattr(latent, name) for name in names},
+        "qk_head_dim": config.head_dim - latent.qk_pos_emb_head_dim,
+        "rope_type": "rope",
+    }
 
 
 def _experts(config: ModelConfig) -> dict[str, Any]:
@@ -198,12 +220,17 @@ def attach_features(model: GPTModel, config: ModelConfig) -> None:
         tokens = scaling and scaling.original_max_position_embeddings
         query_scaling = config.query_scaling_beta, tokens or config.max_sequence_length
     for module in model.modules():
-        if isinstance(module, PagedSelfAttention):
+        if isinstance(module, PagedAttention):
             layer = module.layer_number - 1
             window = config.attention_window(layer)
             rotary = model.rotary if window is None else model.sliding_rotary or model.rotary
             module.attach(None if layer in config.nope_layers else rotary)
             module.limit(window, config.attention_soft_cap, query_scaling)
+            latent = config.latent_attention
+            if latent is not None and latent.norm_epsilon is not None:
+                for norm in (module.kv_layernorm, getattr(module, "q_layernorm", None)):
+                    if norm is not None:
+                        norm.eps = latent.norm_epsilon
     if model.pre_process:
         scale_embedding(model.embedding, config.embedding_multiplier)
     if model.post_process:
@@ -214,7 +241,7 @@ def attach_rotary(model: GPTModel, rotary: RotaryTable | None) -> None:
     """Give the model its rotary table (None for no rotation), which all attention layers read."""
     model.rotary, model.sliding_rotary = rotary, None
     for module in model.modules():
-        if isinstance(module, PagedSelfAttention):
+        if isinstance(module, PagedAttention):
             module.attach(rotary)
 
 

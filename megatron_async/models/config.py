@@ -3,64 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from dataclasses import dataclass
-from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal
 
-from megatron_async.config import MAX_COUNT
-from megatron_async.errors import CheckpointError, shown
+from megatron_async.errors import CheckpointError
 from megatron_async.kernels.mamba.layer import MambaSizes
+from megatron_async.models.config_fields import check_fields
+from megatron_async.models.latent_config import LatentAttention, check_latent
 from megatron_async.models.mamba.sizes import EXPERTS, check_hybrid, mamba_sizes
 from megatron_async.models.moe.check import check_experts
-
-
-def _wanted(kind: Any, value: Any, least: int) -> str | None:
-    """What a field of type ``kind`` must be, where ``value`` is not that."""
-    if get_origin(kind) in (Union, UnionType):
-        (kind,) = (inner for inner in get_args(kind) if inner is not NoneType)
-        wanted = None if value is None else _wanted(kind, value, least)
-        return wanted and f"{wanted} or None"
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is float:
-        # An integer of hundreds of digits is no float either.
-        good, wanted = is_number and 0 < value <= sys.float_info.max, "a finite number above 0"
-    elif kind is int:
-        good = is_number and isinstance(value, int) and least <= value <= MAX_COUNT
-        wanted = f"a {'positive' if least else 'non-negative'} integer of at most {MAX_COUNT}"
-    elif kind is bool:
-        good, wanted = isinstance(value, bool), "true or false"
-    elif get_origin(kind) is Literal:
-        known = isinstance(value, str) and value in get_args(kind)
-        good, wanted = known, f"one of {', '.join(get_args(kind))}"
-    elif get_origin(kind) is tuple:
-        element = get_args(kind)[0]
-        is_list = isinstance(value, tuple)
-        good = is_list and all(_wanted(element, x, least=0) is None for x in value)
-        wanted = f"a list, each element {_wanted(element, None, least=0)}"
-    else:
-        good, wanted = isinstance(value, kind), f"a {kind.__name__}"
-    return None if good else wanted
-
-
-def _check_fields(config: RopeScaling | ModelConfig, may_be_zero: tuple[str, ...] = ()) -> None:
-    """Check each field by its type. Integers in float fields become floats, lists become tuples:
-    JSON does not tell them apart.
-
-    Raises:
-        CheckpointError: a value is of another type, or out of range.
-    """
-    for name, kind in get_type_hints(type(config)).items():
-        value = getattr(config, name)
-        if isinstance(value, list) and tuple in [get_origin(k) for k in (kind, *get_args(kind))]:
-            value = tuple(value)
-            object.__setattr__(config, name, value)
-        wanted = _wanted(kind, value, least=0 if name in may_be_zero else 1)
-        if wanted is not None:
-            raise CheckpointError(f"model config: {name}={shown(value, 500)} must be {wanted}")
-        if value is not None and float in (kind, *get_args(kind)) and not isinstance(value, tuple):
-            object.__setattr__(config, name, float(value))
-
 
 _NEEDED_BY: dict[str, tuple[str, ...]] = {
     "linear": (),
@@ -103,7 +54,7 @@ class RopeScaling:
     long_factor: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        _check_fields(self)
+        check_fields(self)
         for name in _NEEDED_BY[self.kind]:
             if getattr(self, name) is None:
                 raise CheckpointError(f"model config: rope scaling {self.kind} needs {name}")
@@ -116,7 +67,7 @@ class RopeScaling:
                 )
 
 
-GATED = ("swiglu", "geglu", "geglu_tanh")
+GATED = ("swiglu", "clamped_swiglu", "geglu", "geglu_tanh")
 """Activations of which the first linear layer holds a gate and an up projection."""
 
 
@@ -150,6 +101,12 @@ class ModelConfig:
         nope_layers: layers without rotation.
         sliding_rope_theta: of layers with a window; None takes ``rope_theta`` and
             ``rope_scaling``. Their own scaling is ``sliding_rope_scaling``.
+        attention_sinks: each head has a logit of its own in the softmax, of a token without a value
+            (GPT-OSS; megatron's ``softmax_type`` "learnable").
+        latent_attention: keys and values come from a latent, which alone is kept; ``head_dim`` is
+            that of queries and keys, rotated part included.
+        activation_limit: of "clamped_swiglu", ``x * sigmoid(1.702 x) * (up + 1)``: x is at most,
+            ``up`` between minus and plus so much.
         query_scaling_beta: the query of position p is multiplied by 1 + beta *
             log(1 + floor(p / original_max_position_embeddings)) (Llama 4, Ministral 3).
         residual_multiplier: of what attention and MLP add to the residual stream.
@@ -163,7 +120,8 @@ class ModelConfig:
             Sigmoid scores are divided by their sum over the chosen ones.
         moe_router_num_groups, moe_router_group_topk: a token's experts are of the
             ``moe_router_group_topk`` groups with the largest sum of the best ``moe_router_topk /
-            moe_router_group_topk`` scores in a group (DeepSeek-V3, arXiv:2412.19437).
+            moe_router_group_topk`` scores in a group (DeepSeek-V3, arXiv:2412.19437), or, with
+            ``moe_router_group_max``, with the largest score (DeepSeek-V2).
         moe_router_topk_scaling_factor: of the weights of the chosen experts.
         moe_router_enable_expert_bias: a bias of each expert is added to sigmoid scores, for the
             choice alone.
@@ -197,8 +155,10 @@ class ModelConfig:
     norm_placement: Literal["pre", "post", "both"] = "pre"
     parallel_residual: Literal["one_norm", "two_norms"] | None = None
     activation: Literal[
-        "swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu", "squared_relu"
-    ] = "swiglu"
+        "swiglu", "clamped_swiglu", "geglu", "geglu_tanh", "gelu", "gelu_tanh", "relu",
+        "squared_relu",
+    ] = "swiglu"  # fmt: skip
+    activation_limit: float | None = None
     qk_norm: bool = False
     qk_norm_kind: Literal["head", "each_head", "projection", "l2"] = "head"
     qkv_bias: bool = False
@@ -207,6 +167,8 @@ class ModelConfig:
     tie_word_embeddings: bool = False
     attention_scale: float | None = None
     attention_soft_cap: float | None = None
+    attention_sinks: bool = False
+    latent_attention: LatentAttention | None = None
     logit_soft_cap: float | None = None
     sliding_window: int | None = None
     sliding_layers: tuple[int, ...] | None = None
@@ -230,6 +192,7 @@ class ModelConfig:
     moe_router_pre_softmax: bool = False
     moe_router_num_groups: int | None = None
     moe_router_group_topk: int | None = None
+    moe_router_group_max: bool = False
     moe_router_topk_scaling_factor: float | None = None
     moe_router_enable_expert_bias: bool = False
     moe_router_bias: bool = False
@@ -247,7 +210,7 @@ class ModelConfig:
     mamba_norm_epsilon: float = 1e-5
 
     def __post_init__(self) -> None:
-        _check_fields(self, may_be_zero=("mtp_num_layers",))
+        check_fields(self, may_be_zero=("mtp_num_layers",))
         if self.hybrid_override_pattern is not None:
             check_hybrid(self)
         if self.num_attention_heads % self.num_kv_heads:
@@ -280,6 +243,12 @@ class ModelConfig:
                         f"model config: short_factor and long_factor must have "
                         f"{self.rotary_dim // 2} elements above 0, one for each rotated pair"
                     )
+        if (self.activation == "clamped_swiglu") != (self.activation_limit is not None):
+            raise CheckpointError(
+                "model config: activation='clamped_swiglu' and activation_limit need each other"
+            )
+        if self.latent_attention is not None:
+            check_latent(self, self.latent_attention)
         if self.qk_norm_kind == "l2" and self.normalization != "RMSNorm":
             raise CheckpointError("model config: qk_norm_kind='l2' needs normalization='RMSNorm'")
         if self.num_moe_experts is not None:
@@ -292,7 +261,9 @@ class ModelConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Elements of each head that are rotated, from the first on."""
+        """Elements of each head that are rotated: the first ones, or, with latents, the last."""
+        if self.latent_attention is not None:
+            return self.latent_attention.qk_pos_emb_head_dim
         return int(self.head_dim * self.rotary_fraction)
 
     def layers_of(self, letter: str) -> tuple[int, ...]:
@@ -346,6 +317,8 @@ class ModelConfig:
             for name in ("rope_scaling", "sliding_rope_scaling"):
                 if values.get(name) is not None:
                     values[name] = RopeScaling(**values[name])
+            if values.get("latent_attention") is not None:
+                values["latent_attention"] = LatentAttention(**values["latent_attention"])
             return cls(**values)
         except TypeError as error:
             raise CheckpointError(f"model config: {error}") from error

@@ -102,12 +102,19 @@ def _scaling(scaling: RopeScaling) -> str:
 
 def _attention(config: ModelConfig) -> list[str]:
     found = []
+    latent = config.latent_attention
+    if latent is not None:
+        found.append(
+            f"multi-latent attention, whose cache holds {latent.cached} elements a token and layer"
+        )
     if config.sliding_window is not None:
         layers = sum(config.attention_window(n) is not None for n in range(config.num_layers))
         where = f"{layers} of {config.num_layers} layers"
         found.append(f"a window of {config.sliding_window} tokens in {where}")
     if config.attention_soft_cap is not None:
         found.append(f"attention scores capped at {config.attention_soft_cap:g}")
+    if config.attention_sinks:
+        found.append("attention sinks, a logit of each head")
     if config.attention_scale is not None:
         found.append(f"attention scale {config.attention_scale:g}")
     if config.qk_norm:

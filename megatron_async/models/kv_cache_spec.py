@@ -21,7 +21,8 @@ class KVCacheSpec:
     """What one token needs in the KV cache of this rank.
 
     ``num_layers`` counts the ``num_mtp_layers`` of multi-token prediction too, after the decoder's;
-    ``num_kv_heads`` is this tensor-parallel rank's share.
+    ``num_kv_heads`` is this tensor-parallel rank's share. With multi-latent attention a token has
+    one key, of ``head_dim`` elements, and no value: the first ``latent_rank`` of the key are it.
     """
 
     num_layers: int
@@ -29,6 +30,7 @@ class KVCacheSpec:
     head_dim: int
     dtype: torch.dtype
     num_mtp_layers: int = 0
+    latent_rank: int | None = None
 
     @property
     def decoder(self) -> KVCacheSpec:
@@ -38,7 +40,8 @@ class KVCacheSpec:
     @property
     def token_bytes(self) -> int:
         """Bytes of the keys and values of one token."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        tensors = 2 if self.latent_rank is None else 1
+        return tensors * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
 def kv_cache_spec(model: Any) -> KVCacheSpec:
@@ -51,35 +54,43 @@ def kv_cache_spec(model: Any) -> KVCacheSpec:
         ConfigError: there is no layer that attends or is recurrent, or two attention layers differ
             in what they cache.
     """
-    shapes: dict[tuple[int, int], str] = {}
+    shapes: dict[tuple[int, int, int | None], str] = {}
     num_layers = num_mtp_layers = 0
     for name, index, attention in _attention_layers(model):
-        kv_heads: int = attention.num_query_groups_per_partition
-        head_dim: int = attention.hidden_size_per_attention_head
-        shapes.setdefault((kv_heads, head_dim), name)
+        shapes.setdefault(_cached(attention), name)
         num_layers = max(num_layers, index + 1)
         num_mtp_layers += name.startswith(MTP_LAYER)
     if not shapes and any(hasattr(module, "state_tensors") for module in model.modules()):
-        shapes[1, 1] = "no layer"
+        shapes[1, 1, None] = "no layer"
     if not shapes:
         raise ConfigError("the model has no attention layer; serve one that has")
     if len(shapes) > 1:
         found = ", ".join(
             f"{name} has {kv_heads} KV heads of {head_dim} elements"
-            for (kv_heads, head_dim), name in shapes.items()
+            for (kv_heads, head_dim, _), name in shapes.items()
         )
         raise ConfigError(
             f"the model's attention layers differ in what they cache: {found}; one KV cache serves "
             "layers that are alike in this"
         )
-    ((num_kv_heads, head_dim),) = shapes
+    ((num_kv_heads, head_dim, latent_rank),) = shapes
     return KVCacheSpec(
         num_layers=num_layers,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         dtype=next(model.parameters()).dtype,
         num_mtp_layers=num_mtp_layers,
+        latent_rank=latent_rank,
     )
+
+
+def _cached(attention: Any) -> tuple[int, int, int | None]:
+    """KV heads, elements of a key, and how many of them are the value of a latent."""
+    latent_rank: int | None = getattr(attention, "latent_rank", None)
+    if latent_rank is not None:
+        return 1, latent_rank + attention.config.qk_pos_emb_head_dim, latent_rank
+    kv_heads: int = attention.num_query_groups_per_partition
+    return kv_heads, attention.hidden_size_per_attention_head, None
 
 
 def _attention_layers(model: Any) -> Iterator[tuple[str, int, Any]]:

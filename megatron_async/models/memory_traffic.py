@@ -78,15 +78,24 @@ def _dense_elements(config: ModelConfig) -> int:
 
 
 def _attention_elements(config: ModelConfig) -> int:
-    hidden = config.hidden_size
-    query = config.num_attention_heads * config.head_dim
-    key_value = config.num_kv_heads * config.head_dim
+    """Of a layer's attention, but for its norm."""
+    hidden, heads, latent = config.hidden_size, config.num_attention_heads, config.latent_attention
+    query, key_value = heads * config.head_dim, config.num_kv_heads * config.head_dim
+    if latent is not None:
+        rank, direct = latent.kv_lora_rank, latent.q_lora_rank is None
+        queries = hidden if direct else latent.q_lora_rank or 0
+        found = queries * query + (0 if direct else queries * (hidden + 1))
+        found += hidden * latent.cached + rank
+        of_head = config.head_dim - latent.qk_pos_emb_head_dim + latent.v_head_dim
+        found += hidden if config.attention_output_bias else 0
+        return found + rank * heads * of_head + heads * latent.v_head_dim * hidden
     found = hidden * (query + 2 * key_value) + query * hidden
     if config.qk_norm:
         all_heads = config.qk_norm_kind in ("projection", "each_head")
         found += query + key_value if all_heads else 2 * config.head_dim
-    found += query + 2 * key_value if config.qkv_bias else 0
-    return found + (hidden if config.attention_output_bias else 0)
+    found += heads if config.attention_sinks else 0
+    found += hidden if config.attention_output_bias else 0
+    return found + (query + 2 * key_value if config.qkv_bias else 0)
 
 
 def _mlp_elements(config: ModelConfig, size: int, ffn: int, bias: bool) -> int:
@@ -117,6 +126,8 @@ def kv_bytes(
     """Bytes of keys and values that attention of ``batch_size`` rows reads, each over ``tokens``
     tokens or a layer's window, in so many layers; None is all of the decoder."""
     row = 2 * config.num_kv_heads * config.head_dim * itemsize
+    if config.latent_attention is not None:
+        row = config.latent_attention.cached * itemsize
     windows = [config.attention_window(n) for n in config.layers_of(ATTENTION)]
     if layers is not None:
         windows = [None] * layers

@@ -203,3 +203,9 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if rotated < x.shape[-1]:
         parts.append(x[..., rotated:].float())
     return torch.cat(parts, dim=-1).to(x.dtype)
+
+
+def apply_rope_to_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """:func:`apply_rope` of heads ``[..., 2 * pairs]`` whose pairs are neighbours, as DeepSeek has
+    them. They come out half a head apart: products of queries and keys are the same."""
+    return apply_rope(torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1), cos, sin)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 from megatron_async.models.config import ModelConfig, RopeScaling
+from megatron_async.models.latent_config import LatentAttention
 
 
 def _shape(
@@ -67,6 +69,48 @@ SHAPES: dict[str, ModelConfig] = {
         num_moe_experts=128,
         moe_ffn_hidden_size=768,
         moe_router_topk=8,
+    ),
+    "deepseek-v2-lite": _shape(
+        *(27, 2048, 16, 16, 192, 10944),
+        vocab_size=102400,
+        max_sequence_length=163840,
+        norm_epsilon=1e-6,
+        rope_scaling=RopeScaling(kind="yarn", factor=40.0, original_max_position_embeddings=4096),
+        attention_scale=(0.1 * 0.707 * math.log(40.0) + 1.0) ** 2 / math.sqrt(192),
+        latent_attention=LatentAttention(
+            kv_lora_rank=512, qk_pos_emb_head_dim=64, v_head_dim=128, norm_epsilon=1e-6
+        ),
+        num_moe_experts=64,
+        moe_layer_freq=(0, *(1,) * 26),
+        moe_ffn_hidden_size=1408,
+        moe_router_topk=6,
+        moe_router_pre_softmax=True,
+        moe_shared_expert_intermediate_size=2816,
+    ),
+    "gpt-oss-20b": _shape(
+        *(24, 2880, 64, 8, 64, 2880),
+        vocab_size=201088,
+        max_sequence_length=131072,
+        qkv_bias=True,
+        attention_output_bias=True,
+        mlp_bias=True,
+        attention_sinks=True,
+        sliding_window=128,
+        sliding_layers=tuple(range(0, 24, 2)),
+        rope_theta=150000.0,
+        rope_scaling=RopeScaling(
+            kind="yarn",
+            factor=32.0,
+            original_max_position_embeddings=4096,
+            attention_factor=0.1 * math.log(32.0) + 1.0,
+            truncate=False,
+        ),
+        activation="clamped_swiglu",
+        activation_limit=7.0,
+        num_moe_experts=32,
+        moe_ffn_hidden_size=2880,
+        moe_router_topk=4,
+        moe_router_bias=True,
     ),
     "qwen2.5-7b": _shape(
         *(28, 3584, 28, 4, 128, 18944),

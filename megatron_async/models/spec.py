@@ -11,6 +11,7 @@ from megatron_async import megatron_compat as compat  # noqa: F401  (before mega
 from megatron_async.models.activation import (
     GEGLU,
     GELU,
+    ClampedSwiGLU,
     GEGLUTanh,
     GELUTanh,
     ReLU,
@@ -20,6 +21,7 @@ from megatron_async.models.activation import (
 from megatron_async.models.attention import NoCoreAttention, PagedSelfAttention
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.general_layer import GeneralDecoderLayer
+from megatron_async.models.latent_attention import PagedLatentAttention
 from megatron_async.models.mamba.spec import hybrid_layer_specs
 from megatron_async.models.moe.layer import MoELayer, padding_mask
 from megatron_async.models.norm import (
@@ -38,6 +40,9 @@ from megatron.core.transformer.attention import SelfAttentionSubmodules  # isort
 from megatron.core.transformer.enums import AttnMaskType  # isort: skip
 from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
 from megatron.core.transformer.mlp import MLP, MLPSubmodules  # isort: skip
+from megatron.core.transformer.multi_latent_attention import (  # isort: skip
+    MLASelfAttentionSubmodules,
+)
 from megatron.core.transformer.multi_token_prediction import (  # isort: skip
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
@@ -53,6 +58,7 @@ from megatron.core.transformer.transformer_layer import (  # isort: skip
 
 _ACTIVATIONS: dict[str, type[torch.nn.Module]] = {
     "swiglu": SwiGLU,
+    "clamped_swiglu": ClampedSwiGLU,
     "geglu": GEGLU,
     "geglu_tanh": GEGLUTanh,
     "gelu": GELU,
@@ -167,18 +173,46 @@ def mlp_spec(config: ModelConfig, layer: int) -> ModuleSpec | _MoESpec:
     return ModuleSpec(module=MLP, submodules=submodules)
 
 
-def gpt_layer_spec(
-    config: ModelConfig, device: torch.device | str = "cpu", layer: int = 0
-) -> ModuleSpec:
-    """One transformer layer, counted from 0, with :class:`PagedSelfAttention` and megatron's own
-    linears."""
-    norm = _norm(config, device)
+def _attention_spec(config: ModelConfig, norm: type) -> ModuleSpec:
+    params = {"attn_mask_type": AttnMaskType.causal}
     attention_row = BiasedRowParallelLinear if config.attention_output_bias else RowParallelLinear
     q_norm, k_norm = IdentityOp, IdentityOp
     if config.qk_norm:
         # Norms of all heads are always ours.
         of_heads = norm if config.qk_norm_kind == "head" else _norm(config, "cpu")
         q_norm, k_norm = head_norm_classes(of_heads, config.qk_norm_kind)
+    if config.latent_attention is not None:
+        latent = MLASelfAttentionSubmodules(
+            linear_q_proj=ColumnParallelLinear,
+            linear_q_down_proj=ColumnParallelLinear,
+            linear_q_up_proj=ColumnParallelLinear,
+            linear_kv_down_proj=ColumnParallelLinear,
+            linear_kv_up_proj=ColumnParallelLinear,
+            core_attention=NoCoreAttention,
+            linear_proj=attention_row,
+            q_layernorm=norm,
+            kv_layernorm=norm,
+        )
+        return ModuleSpec(module=PagedLatentAttention, params=params, submodules=latent)
+    return ModuleSpec(
+        module=PagedSelfAttention,
+        params=params,
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=NoCoreAttention,
+            linear_proj=attention_row,
+            q_layernorm=q_norm,
+            k_layernorm=k_norm,
+        ),
+    )
+
+
+def gpt_layer_spec(
+    config: ModelConfig, device: torch.device | str = "cpu", layer: int = 0
+) -> ModuleSpec:
+    """One transformer layer, counted from 0, with :class:`PagedSelfAttention` and megatron's own
+    linears."""
+    norm = _norm(config, device)
     has_input_norm = config.norm_placement != "post"
     has_mlp_norm = has_input_norm and config.parallel_residual != "one_norm"
     general = general_parts(config, norm)
@@ -187,17 +221,7 @@ def gpt_layer_spec(
         params=general or {},
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm if has_input_norm else IdentityOp,
-            self_attention=ModuleSpec(
-                module=PagedSelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear,
-                    core_attention=NoCoreAttention,
-                    linear_proj=attention_row,
-                    q_layernorm=q_norm,
-                    k_layernorm=k_norm,
-                ),
-            ),
+            self_attention=_attention_spec(config, norm),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=norm if has_mlp_norm else IdentityOp,
             mlp=mlp_spec(config, layer),

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_async.kernels.gemm.batch_invariant import batch_invariant_mode
 from megatron_async.kernels.gemm.tile_config import MAX_ROWS
 from megatron_async.models.adapt import adapt_model
-from megatron_async.models.attention import PagedSelfAttention
+from megatron_async.models.attention import PagedAttention
 from megatron_async.models.fused import coverage
 from megatron_async.models.fused.decoder import FusedDecoder
 from megatron_async.models.fused.mtp import FusedMtp
@@ -110,7 +110,7 @@ class GPTInferenceWrapper:
         windows = [
             module.limits.get("window")
             for module in self.model.modules()
-            if isinstance(module, PagedSelfAttention)
+            if isinstance(module, PagedAttention)
         ]
         known = [window for window in windows if window is not None]
         return max(known) if windows and len(known) == len(windows) else None

@@ -20,6 +20,7 @@ from megatron_async.config import (
 )
 from megatron_async.device.memory import GIB, must_fit
 from megatron_async.errors import ConfigError
+from megatron_async.kernels import trial
 from megatron_async.kernels.attention import paged_attention
 from megatron_async.kernels.attention.decode_attention import DecodeAttentions, Heads, heads_of
 from megatron_async.models.kv_cache_spec import KVCacheSpec
@@ -50,6 +51,15 @@ def _warn_of_slow_attention(kv_channels: int) -> None:
     )
 
 
+@functools.cache
+def _warn_of_latents_on_trial() -> None:
+    logger.warning(
+        "multi-latent attention runs in PyTorch's operations and reads whole block tables, which "
+        "is slow: its kernels are %s",
+        trial.REASON,
+    )
+
+
 class DynamicInferenceContext(BaseInferenceContext):
     """KV cache and per-slot state on the device. Names of the arguments are megatron-core's.
 
@@ -76,6 +86,8 @@ class DynamicInferenceContext(BaseInferenceContext):
         batch_invariant: attend with every token as a row of its own, prefill chunks too, so that
             a token's bits do not depend on the forward that computes it.
         num_speculative_tokens: drafts that each decode row brings along, for a model that drafts.
+        cache_mla_latent: the cache holds latents, keys that their values are a part of, and nothing
+            else; ``kv_channels`` counts their elements (multi-latent attention).
         further_token_bytes: what a token takes in caches beside this one, see :meth:`beside`;
             ``buffer_size_gb`` is for all of them.
 
@@ -104,6 +116,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         batch_invariant: bool = False,
         num_speculative_tokens: int = 0,
         further_token_bytes: int = 0,
+        cache_mla_latent: bool = False,
     ) -> None:
         super().__init__(materialize_only_last_token_logits=True)
         check_paused_buffer_size(paused_buffer_size_gb)
@@ -134,7 +147,10 @@ class DynamicInferenceContext(BaseInferenceContext):
         num_drafts = check_integer("num_speculative_tokens", num_speculative_tokens, 0, MAX_DRAFTS)
         self.num_speculative_tokens = num_drafts
 
-        token_bytes = 2 * num_layers * num_attention_heads * kv_channels * params_dtype.itemsize
+        tensors = 1 if cache_mla_latent else 2
+        token_bytes = (
+            tensors * num_layers * num_attention_heads * kv_channels * params_dtype.itemsize
+        )
         block_bytes = (token_bytes + further_token_bytes) * block_size_tokens
         size = f"block_count={block_count}"
         self.max_blocks_per_request = -(-max_sequence_length // block_size_tokens)
@@ -171,7 +187,7 @@ class DynamicInferenceContext(BaseInferenceContext):
             # [layers, key or value, blocks, tokens, heads, head dimension]
             self.kv_cache = torch.zeros(
                 num_layers,
-                2,
+                tensors,
                 block_count + 1,
                 block_size_tokens,
                 num_attention_heads,
@@ -194,8 +210,11 @@ class DynamicInferenceContext(BaseInferenceContext):
         self.block_table = self.slots.block_table
         self.finished = self.slots.finished
         self.kv_length = self.slots.kv_length
-        if self.device.type == "cuda" and kv_channels > paged_attention.KERNEL_HEAD_DIM:
-            _warn_of_slow_attention(kv_channels)
+        if self.device.type == "cuda":
+            if cache_mla_latent and not trial.LATENT:
+                _warn_of_latents_on_trial()
+            elif not cache_mla_latent and kv_channels > paged_attention.KERNEL_HEAD_DIM:
+                _warn_of_slow_attention(kv_channels)
 
         self.begin(no_tokens(self.device))
         self.states: RecurrentStates | None = None
@@ -213,7 +232,8 @@ class DynamicInferenceContext(BaseInferenceContext):
             "block_count or buffer_size_gb",
         ):
             _, _, *blocks, _, _ = self.kv_cache.shape
-            shape = (spec.num_layers, 2, *blocks, spec.num_kv_heads, spec.head_dim)
+            tensors = 2 if spec.latent_rank is None else 1
+            shape = (spec.num_layers, tensors, *blocks, spec.num_kv_heads, spec.head_dim)
             cache = torch.zeros(shape, dtype=spec.dtype, device=self.device)
         other = copy.copy(self)
         other.take_cache(cache)
@@ -359,10 +379,46 @@ class DynamicInferenceContext(BaseInferenceContext):
     ) -> torch.Tensor:
         """Append key and value [T, Hkv, D] to ``layer`` of the cache and attend with query
         [T, Hq, D]. Returns [T, Hq, D]; rows of padding tokens hold anything finite. ``limits``
-        are ``window`` and ``soft_cap`` of the layer, see ``kernels/attention``."""
+        are ``window``, ``soft_cap`` and ``sinks`` of the layer, see ``kernels/attention``."""
         keys, values = self.kv_cache[layer]
         paged_attention.append_kv(keys, values, key, value, self.slot_mapping)
         return self._attend_appended(query, keys, values, softmax_scale, limits)
+
+    def attend_latent(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        latent: torch.Tensor | None,
+        softmax_scale: float,
+        rank: int,
+    ) -> torch.Tensor:
+        """:meth:`attend` to latents: append ``latent`` [T, 1, D], whose first ``rank`` elements are
+        its value, and attend with query [T, Hq, D]. Returns [T, Hq, rank]. None has been appended
+        by :meth:`append_latent`."""
+        (keys,) = self.kv_cache[layer]
+        if latent is not None:
+            keys.flatten(0, 1).index_copy_(0, self.slot_mapping, latent)
+        return self._attend_appended(query, keys, keys, softmax_scale, {"latent": rank})
+
+    def append_latent(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        packed: torch.Tensor,
+        out: torch.Tensor,
+        cos_sin: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+    ) -> None:
+        """On CUDA: append latents from the packed projection, normed and rotated, and rotate
+        ``query`` into ``out``, in one kernel (``kernels/attention/latent_append.py``)."""
+        from megatron_async.kernels.attention.latent_append import latent_append
+
+        (keys,) = self.kv_cache[layer]
+        latent_append(
+            query, packed.contiguous(), out, keys, self.slot_mapping, self.position_ids, cos_sin,
+            weight, eps,
+        )  # fmt: skip
 
     def attend_packed(
         self,
@@ -433,9 +489,9 @@ class DynamicInferenceContext(BaseInferenceContext):
         limits: dict[str, Any],
     ) -> torch.Tensor:
         rows = self._metadata.decode_rows
-        if self._metadata.chunks is None or self._each_token_is_a_row(query):
+        if self._metadata.chunks is None or self._each_token_is_a_row(query, limits):
             return self._attend_decode(query, keys, values, softmax_scale, limits)
-        out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+        out = query.new_zeros(*query.shape[:2], limits.get("latent", query.shape[2]))
         if rows:
             out[:rows] = self._attend_decode(query[:rows], keys, values, softmax_scale, limits)
         paged_attention.paged_mixed_attention(
@@ -444,10 +500,12 @@ class DynamicInferenceContext(BaseInferenceContext):
         )  # fmt: skip
         return out
 
-    def _each_token_is_a_row(self, query: torch.Tensor) -> bool:
+    def _each_token_is_a_row(self, query: torch.Tensor, limits: dict[str, Any]) -> bool:
         """Whether the tokens of chunks attend like decode rows: to be invariant, or on CUDA
         because no kernel takes the chunks."""
-        return self.batch_invariant or (query.is_cuda and not paged_attention.has_kernel(query))
+        if self.batch_invariant:
+            return True
+        return query.is_cuda and not paged_attention.has_kernel(query, limits.get("latent"))
 
     def _attend_decode(
         self,
@@ -457,7 +515,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         scale: float,
         limits: dict[str, Any],
     ) -> torch.Tensor:
-        if self._each_token_is_a_row(query):
+        if self._each_token_is_a_row(query, limits):
             # Decode rows and the tokens of chunks alike: each attends up to its own position.
             lengths = self.position_ids + 1
             if query.is_cuda:

@@ -106,13 +106,14 @@ class TextGenerationController:
         spec = getattr(model, "kv_cache_spec", None)
         if spec is None:
             return
-        layers, _, _, _, heads, head_dim = context.kv_cache.shape
+        layers, tensors, _, _, heads, head_dim = context.kv_cache.shape
         # Layers of multi-token prediction need room only where they run.
         needed = max(min(layers, spec.num_layers), spec.decoder.num_layers)
         for name, has, needs in (
             ("num_layers", layers, needed),
             ("num_attention_heads", heads, spec.num_kv_heads),
             ("kv_channels", head_dim, spec.head_dim),
+            ("cache_mla_latent", tensors == 1, spec.latent_rank is not None),
             ("params_dtype", context.params_dtype, spec.dtype),
         ):
             if has != needs:

@@ -61,6 +61,18 @@ MINISTRAL3 = {
 }
 GEMMA = dict(head_dim=16, sliding_window=20, query_pre_attn_scalar=20)
 
+LATENT = dict(
+    num_key_value_heads=4,
+    n_routed_experts=8,
+    num_experts_per_tok=3,
+    moe_intermediate_size=24,
+    kv_lora_rank=32,
+    q_lora_rank=None,
+    qk_nope_head_dim=16,
+    qk_rope_head_dim=8,
+    v_head_dim=12,
+)
+DEEPSEEK_YARN = {**YARN, "mscale": 0.707, "mscale_all_dim": 0.9}
 EXPERTS = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=24)
 
 
@@ -176,6 +188,31 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         position_embedding_type="rope",
         layer_types=["linear_attention", "full_attention"],
     ),
+    "deepseek_v2": _of(
+        "DeepseekV2",
+        **LATENT,
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        rope_parameters=DEEPSEEK_YARN,
+    ),
+    "deepseek_v2-groups": _of(
+        "DeepseekV2",
+        **{**LATENT, "q_lora_rank": 24},
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.7,
+        rms_norm_eps=1e-5,
+    ),
+    "gpt_oss": _of(
+        "GptOss",
+        head_dim=16,
+        num_local_experts=6,
+        num_experts_per_tok=3,
+        sliding_window=20,
+        swiglu_limit=1.5,
+        rope_parameters={**YARN, "truncate": False},
+    ),
     "mixtral": _of("Mixtral", sliding_window=25, num_local_experts=4),
     "olmoe": _of("Olmoe", num_experts=8, num_experts_per_tok=3),
     "qwen2_moe": _of(
@@ -206,6 +243,8 @@ def random_model(name: str) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(
         CONFIGS[name](), attn_implementation="eager"
     ).eval()
+    # Some types take None for their own default ids, of a larger vocabulary.
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
     with torch.no_grad():
         if name.startswith("gemma"):  # else a token's own embedding decides on the next one
             model.get_input_embeddings().weight.mul_(0.05)

@@ -33,10 +33,9 @@ def mend_interpreter() -> None:
 
     Triton 3.6 and 3.7 convert an array of one element to an integer, which NumPy 2.4 refuses. They
     multiply with ``np.matmul``, and some CPUs' BLAS adds a row up in an order that depends on where
-    the row lies; a GPU's tensor cores do not. The words of bfloat16 are numbers to it.
+    the row lies; a GPU's tensor cores do not. Of bfloat16 they multiply the bits.
     """
     import numpy as np
-    import triton.language as tl
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor
@@ -46,9 +45,9 @@ def mend_interpreter() -> None:
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
     def widened(x: Any) -> Any:
-        if x.dtype.scalar is not tl.bfloat16:
-            return x.data
-        return (x.data.astype(np.uint32) << 16).view(np.float32)
+        if x.dtype.scalar.is_bf16():  # held as the bits of the upper half of a float32
+            return (x.data.astype(np.uint32) << 16).view(np.float32)
+        return x.data
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
         left, right = (widened(x).astype(d.data.dtype) for x in (a, b))

@@ -12,9 +12,17 @@ from megatron_async import megatron_compat as compat
 
 from megatron.core.models.gpt import GPTModel  # isort: skip
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
-from megatron.core.transformer import TransformerConfig  # isort: skip
+from megatron.core.transformer.dot_product_attention import DotProductAttention  # isort: skip
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig  # isort: skip
 
 VOCAB = 96
+
+
+class OfLatents(DotProductAttention):
+    """megatron-core's own attention, which does not take what its multi-latent attention says."""
+
+    def __init__(self, *args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
 
 
 class Tokenizer:
@@ -40,14 +48,15 @@ def no_gpu() -> Iterator[None]:
 
 
 def stock_model(device: str = "cpu", **changes: Any) -> GPTModel:
-    """Two layers; ``changes`` are of its config."""
+    """Two layers; ``changes`` are of its config, of multi-latent attention if they name it."""
     compat.ensure_parallel_state()
     torch.manual_seed(0)
-    config = TransformerConfig(
+    has_latents = changes.get("multi_latent_attention", False)
+    config = (MLATransformerConfig if has_latents else TransformerConfig)(
         num_layers=2,
         hidden_size=64,
         num_attention_heads=4,
-        num_query_groups=2,
+        num_query_groups=4 if has_latents else 2,
         use_cpu_initialization=True,
         init_method=lambda weight: torch.nn.init.normal_(weight, std=0.3),
         output_layer_init_method=lambda weight: torch.nn.init.normal_(weight, std=0.3),
@@ -58,9 +67,16 @@ def stock_model(device: str = "cpu", **changes: Any) -> GPTModel:
         gradient_accumulation_fusion=False,
         **changes,
     )
+    spec = get_gpt_layer_local_spec(
+        normalization=config.normalization,
+        multi_latent_attention=has_latents,
+        qk_layernorm=config.qk_layernorm,
+    )
+    if has_latents:
+        spec.submodules.self_attention.submodules.core_attention = OfLatents
     model = GPTModel(
         config=config,
-        transformer_layer_spec=get_gpt_layer_local_spec(normalization="LayerNorm"),
+        transformer_layer_spec=spec,
         vocab_size=VOCAB,
         max_sequence_length=128,
         parallel_output=False,

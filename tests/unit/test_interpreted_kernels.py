@@ -16,15 +16,15 @@ from tests.support.patience import PATIENCE_SECONDS
 
 HERE = Path(__file__)
 RUNS = (
-    (("test_step_state.py",), 2),
-    (("test_sample_kernel.py", "test_window_kernels.py"), 1),
-    (("test_fused_kernels.py", "test_mtp_kernels.py", "test_mamba_kernels.py"), 1),
-    (("test_extras_kernels.py",), 1),
+    (("test_step_state.py", "test_fused_kernels.py", "test_mtp_kernels.py"), 1),
+    (("test_sample_kernel.py", "test_window_kernels.py", "test_extras_kernels.py"), 1),
+    (("test_moe_kernels.py", "test_mamba_kernels.py"), 1),
     (
         (
             "test_paged_attention_kernel.py",
             "test_paged_prefill.py",
             "test_sliding_window.py",
+            "test_latent_attention.py",
             "test_batch_invariant_products.py",
         ),
         1,

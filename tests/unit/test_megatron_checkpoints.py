@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from megatron_async.checkpoint import describe_pretrained, load_pretrained, save_distributed
+from megatron_async.checkpoint.distributed_metadata import read_metadata
 from megatron_async.checkpoint.path import load_tokenizer
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import CheckpointError, RequestError
@@ -27,6 +28,11 @@ from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import config_at
 
 from megatron.core.enums import ModelType  # isort: skip
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import (  # isort: skip
+    YarnRotaryEmbedding,
+    _yarn_get_mscale,
+)
+from megatron.core.transformer.transformer_config import MLATransformerConfig  # isort: skip
 
 TINY = Path(__file__).parents[2] / "megatron_async/assets/tiny"
 CONFIG = ModelConfig(
@@ -62,6 +68,14 @@ ARGUMENTS: dict[str, Any] = {
     "model_type": ModelType.encoder_or_decoder,
     "exit_signal": signal.SIGTERM,
     "mtp_hsm": False,
+}
+LATENTS: dict[str, Any] = {
+    "multi_latent_attention": True, "qk_layernorm": True, "qk_head_dim": 8, "kv_lora_rank": 12,
+    "qk_pos_emb_head_dim": 6, "v_head_dim": 10, "q_lora_rank": 20, "rotary_scaling_factor": 8.0,
+    "mscale": 0.7, "mscale_all_dim": 0.9, "original_max_position_embeddings": 16,
+}  # fmt: skip
+LATENT_SIZES = {
+    name: LATENTS[name] for name in ("kv_lora_rank", "qk_pos_emb_head_dim", "v_head_dim")
 }
 
 
@@ -174,6 +188,49 @@ def test_arguments_of_a_training_describe_the_model(
     assert describe_pretrained(root).config == ModelConfig(**expected)
 
 
+@pytest.mark.parametrize("rope_type", (None, "rope"))
+def test_latents_of_a_training_are_those_of_megatron(rope_type: str | None, tmp_path: Path) -> None:
+    """Its rotations, its scale, and the names of Transformer Engine's layers for its norms."""
+    config = ModelConfig.from_dict(
+        {**CONFIG.to_dict(), "num_kv_heads": 2, "head_dim": 14, "attention_scale": 1.0}
+        | {"latent_attention": {**LATENT_SIZES, "q_lora_rank": 20}}
+    )
+    model = build_model(config, device="cpu", dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    save_distributed(tmp_path, model, config)
+    (tmp_path / "config.json").unlink()
+    write_arguments(tmp_path, **LATENTS, rope_type=rope_type)
+    names = set(read_metadata(tmp_path))
+    assert {
+        "decoder.layers.input_layernorm.weight",
+        "decoder.layers.self_attention.linear_kv_up_proj.layer_norm_weight",
+        "decoder.layers.self_attention.linear_q_up_proj.layer_norm_weight",
+    } <= names
+    loaded = load_pretrained(tmp_path)
+    attention = loaded.model.decoder.layers[0].self_attention
+    for name, parameter in model.named_parameters():
+        assert torch.equal(loaded.model.get_parameter(name), parameter), name
+    mla = {name: value for name, value in LATENTS.items() if name != "qk_layernorm"}
+    megatron = MLATransformerConfig(
+        num_layers=1, hidden_size=16, num_attention_heads=2, **mla,
+        **({} if rope_type is None else {"rope_type": rope_type}),
+    )  # fmt: skip
+    mscale = _yarn_get_mscale(megatron.rotary_scaling_factor, megatron.mscale_all_dim)
+    assert attention.softmax_scale == pytest.approx(mscale**2 / 14**0.5)
+    cos, _ = attention.rotary.prefix(60)
+    if rope_type is None:
+        rotary = YarnRotaryEmbedding(
+            6, scaling_factor=8.0, original_max_position_embeddings=16, mscale=0.7,
+            mscale_all_dim=0.9, use_cpu_initialization=True,
+        )  # fmt: skip
+        angles, factor = rotary.get_emb(60)
+        torch.testing.assert_close(cos, angles[:, 0, 0, :3].cos() * factor)
+    else:
+        torch.testing.assert_close(cos[1], (10000 ** (-torch.arange(0, 6, 2) / 6)).cos())
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -185,7 +242,9 @@ def test_arguments_of_a_training_describe_the_model(
             "args.moe_router_load_balancing_type=.*supported: a top-k router",
         ),
         ({"moe_apply_probs_on_input": True}, "args.moe_apply_probs_on_input=True is not"),
-        ({"multi_latent_attention": True}, "args.multi_latent_attention=True is not supported"),
+        ({"multi_latent_attention": True}, "args.qk_layernorm=None is not supported.*norms of lat"),
+        ({**LATENTS, "rotary_percent": 0.5}, "args.rotary_percent=0.5 is not supported"),
+        ({**LATENTS, "rope_type": "xpos"}, "args.rope_type='xpos' is not supported"),
         (
             {"position_embedding_type": "mrope"},
             "position_embedding_type='mrope'.* rope",

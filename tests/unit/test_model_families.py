@@ -90,7 +90,7 @@ def test_config_says_the_same_after_a_way_through_json(name: str) -> None:
     "name",
     [
         *("gemma3", "cohere-qk-norm", "olmo2", "glm4", "phi3", "granite", "qwen2_moe", "bamba"),
-        "nemotron_h-experts",
+        *("deepseek_v2-groups", "gpt_oss", "nemotron_h-experts"),
     ],
 )
 def test_weights_survive_saving_and_updates(name: str, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ MOST_STEPS = 1500
 BLOCKS = {1: (4, 14), WINDOW: (1, 120)}
 """Block size and count, by window. Windows cross blocks, so that a step assigns more of them than
 its packet has rows."""
-HYBRID_ASKS = {1: 18, WINDOW: 10}
+HYBRID_ASKS = {1: 16, WINDOW: 6}
 SNAPSHOTS = {1: 4, WINDOW: 12}
 """Requests of the workload with a model that has recurrent layers, by window, and fewer snapshots
 than its prefixes."""

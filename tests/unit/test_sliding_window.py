@@ -1,4 +1,4 @@
-"""Sliding windows and soft caps: the references and the Triton kernels against float64.
+"""Sliding windows, soft caps and sinks: the references and the Triton kernels against float64.
 
 On a GPU the kernels are compiled. Without one, ``TRITON_INTERPRET=1`` runs them on the CPU.
 """
@@ -22,9 +22,18 @@ LIMITS: list[dict[str, Any]] = [
     {"window": 1},
     {"window": 40, "soft_cap": 0.7},
     {"window": 300},
+    {"sinks": True},
+    {"sinks": True, "window": 40},
 ]
 limits_of_all_kinds = pytest.mark.parametrize("limits", LIMITS, ids=str)
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2}
+
+
+def with_sinks(limits: dict[str, Any], heads: int, device: str) -> dict[str, Any]:
+    """A sink of each head in place of True; the scores lie between -1 and 1 mostly."""
+    if "sinks" not in limits:
+        return limits
+    return {**limits, "sinks": torch.linspace(-1, 8, heads, device=device)}
 
 
 def expected(query: Tensor, keys: Tensor, values: Tensor, scale: float, limits: Any) -> Tensor:
@@ -38,7 +47,9 @@ def expected(query: Tensor, keys: Tensor, values: Tensor, scale: float, limits: 
     scores = torch.einsum("hd,thd->ht", query.double(), keys) * scale
     if cap is not None:
         scores = torch.tanh(scores / cap) * cap
-    return torch.einsum("ht,thd->hd", scores.softmax(-1), values)
+    if (sinks := limits.get("sinks")) is not None:
+        scores = torch.cat([scores, sinks.double()[:, None]], dim=1)
+    return torch.einsum("ht,thd->hd", scores.softmax(-1)[:, : len(keys)], values)
 
 
 def forget(cache: Tensor, blocks: Tensor, tokens: int) -> None:
@@ -57,6 +68,7 @@ def check_decode(
     case = make_decode(
         list(lengths), heads=6, kv_heads=2, head_dim=24, block_size=16, dtype=dtype, device=device
     )
+    limits = with_sinks(limits, 6, device)
     wanted = []
     for row, length in enumerate(lengths):
         blocks = case.table[row]
@@ -86,6 +98,7 @@ def check_prefill(
     case = make_prefill(
         list(pieces), group=3, head_dim=24, block_size=16, dtype=dtype, device=device
     )
+    limits = with_sinks(limits, case.query.shape[1], device)
     wanted = torch.full_like(case.query, UNTOUCHED, dtype=torch.float64)
     for slot, first, length, start in case.chunks.tolist():
         blocks = case.table[slot]

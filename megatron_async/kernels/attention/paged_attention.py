@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from megatron_async.kernels import trial
+
 LENGTH_MULTIPLE = 64
 """Rows are attended over their KV length rounded up to this many tokens. The padded length of a
 row depends on that row alone, so its result does not depend on the others."""
@@ -23,14 +25,23 @@ TOKENS_AT_ONCE = 16
 """Most tokens of one sequence that are attended together."""
 
 QUERY_MULTIPLE = 8
+GATHERED_BYTES = 2**28
+"""Of keys that :func:`paged_decode_attention_reference` gathers at once, unless a row has more."""
 KERNEL_HEAD_DIM = 256
+MOST_LATENT, MOST_LATENT_ROTATED = 512, 128
+"""Of the kernels: elements of a latent, and of the rotated part behind it."""
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def has_kernel(query: torch.Tensor) -> bool:
-    """Whether attention with ``query`` [T, Hq, D] runs in Triton kernels."""
-    is_supported = query.dtype in KERNEL_DTYPES and query.shape[-1] <= KERNEL_HEAD_DIM
-    return query.is_cuda and is_supported
+def has_kernel(query: torch.Tensor, latent: int | None = None) -> bool:
+    """Whether attention with ``query`` [T, Hq, D] runs in Triton kernels; ``latent`` as in
+    :func:`paged_decode_attention`."""
+    size = query.shape[-1]
+    if latent is None:
+        fits = size <= KERNEL_HEAD_DIM
+    else:
+        fits = trial.LATENT and latent <= MOST_LATENT and size - latent <= MOST_LATENT_ROTATED
+    return query.is_cuda and query.dtype in KERNEL_DTYPES and fits
 
 
 def append_kv(
@@ -60,6 +71,8 @@ def paged_decode_attention(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    latent: int | None = None,
 ) -> torch.Tensor:
     """One query token a row: query [R, Hq, D], lengths [R] int64, caches [blocks, bs, Hkv, D].
 
@@ -69,23 +82,27 @@ def paged_decode_attention(
     a row's bits do not depend on the other rows, nor on how many there are.
 
     With a ``window`` a row attends to the last ``window`` of these positions alone, and reads no
-    others; with a ``soft_cap`` its scores are capped, see :func:`masked_attention`.
+    others; with a ``soft_cap`` its scores are capped, and ``sinks`` [Hq] take their share of each
+    head's softmax, see :func:`masked_attention`.
+
+    In multi-latent attention (DeepSeek-V2, arXiv:2405.04434) ``value_cache`` is ``key_cache``: the
+    first ``latent`` elements of a key are its value. Returns [R, Hq, latent] then.
 
     On CUDA this is the Triton kernel where it applies, else
     :func:`paged_decode_attention_reference`.
     """
-    if has_kernel(query):
+    if has_kernel(query, latent):
         from megatron_async.kernels.attention.paged_decode_triton import (
             paged_decode_attention_triton,
         )
 
         return paged_decode_attention_triton(
             query, key_cache, value_cache, block_table, lengths, scale, table_rows,
-            window=window, soft_cap=soft_cap,
+            window=window, soft_cap=soft_cap, sinks=sinks, latent=latent,
         )  # fmt: skip
     return paged_decode_attention_reference(
         query, key_cache, value_cache, block_table, lengths, scale, table_rows,
-        window=window, soft_cap=soft_cap,
+        window=window, soft_cap=soft_cap, sinks=sinks, latent=latent,
     )  # fmt: skip
 
 
@@ -100,15 +117,32 @@ def paged_decode_attention_reference(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    latent: int | None = None,
 ) -> torch.Tensor:
     """:func:`paged_decode_attention` with PyTorch; it reads all C blocks of every row."""
+    rows = query.shape[0]
+    row_bytes = block_table.shape[1] * key_cache[0].numel() * key_cache.itemsize
+    most = max(1, GATHERED_BYTES // row_bytes)
+    if rows > most:
+        return torch.cat(
+            [
+                paged_decode_attention_reference(
+                    query[some], key_cache, value_cache,
+                    block_table[some] if table_rows is None else block_table, lengths[some], scale,
+                    None if table_rows is None else table_rows[some],
+                    window=window, soft_cap=soft_cap, sinks=sinks, latent=latent,
+                )
+                for some in (slice(first, first + most) for first in range(0, rows, most))
+            ]
+        )  # fmt: skip
     if table_rows is not None:
         block_table = block_table[table_rows]
     out = _attend(
         query[:, None], key_cache, value_cache, block_table, lengths[:, None], 0, scale,
-        window, soft_cap,
+        window, soft_cap, sinks,
     )  # fmt: skip
-    return out[:, 0]
+    return out[:, 0, :, :latent]
 
 
 def _attend(
@@ -121,16 +155,19 @@ def _attend(
     scale: float,
     window: int | None,
     soft_cap: float | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """R sequences with n tokens each: query [R, n, Hq, D], block_table [R, C], lengths [R, n].
 
     Returns [R, n, Hq, D]. The first ``least`` positions belong to all of the sequences. A token's
-    bits depend neither on R nor, without a ``soft_cap``, on n.
+    bits depend neither on R nor, without a ``soft_cap`` and ``sinks``, on n.
     """
     rows, tokens, heads, head_dim = query.shape
     kv_heads = key_cache.shape[2]
     keys = key_cache[block_table].flatten(1, 2)
-    values = value_cache[block_table].flatten(1, 2)
+    values = keys
+    if value_cache is not key_cache:
+        values = value_cache[block_table].flatten(1, 2)
     positions = torch.arange(keys.shape[1], device=query.device)
     # What no token of a sequence sees may be anything, NaN included, and 0 * NaN would spread.
     beyond = positions[least:] >= lengths.amax(1, keepdim=True)
@@ -151,6 +188,10 @@ def _attend(
     mask = mask[:, None, :, None]
     if tokens > 1:
         mask = mask.expand(-1, -1, -1, padded, -1)
+    if sinks is not None:
+        by_group = sinks.new_zeros(kv_heads, tokens, padded)
+        by_group[:, :, :group] = sinks.view(kv_heads, 1, group)
+        sinks = by_group.flatten(1)
     # A lone row may run outside of a parallel region, with other matrix kernels.
     shape = (max(rows, 2), -1, -1, -1)
     out: torch.Tensor = masked_attention(
@@ -160,6 +201,7 @@ def _attend(
         mask.flatten(2, 3).expand(shape),
         scale,
         soft_cap,
+        sinks,
     )
     out = out[:rows].unflatten(2, (tokens, padded))[:, :, :, :group]
     return out.transpose(1, 2).reshape(rows, tokens, heads, head_dim)
@@ -176,6 +218,8 @@ def paged_decode_attention_by_length(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    latent: int | None = None,
 ) -> torch.Tensor:
     """:func:`paged_decode_attention` for a device whose lengths the caller may read: rows of
     like length are attended together, over no more blocks than they have, a few at a time.
@@ -188,7 +232,7 @@ def paged_decode_attention_by_length(
         min(-(-length // (block_size * unit)) * unit, block_table.shape[1]) for length in lengths
     ]
     groups: dict[tuple[int, int], list[range]] = {}
-    if sequences is None or soft_cap is not None:
+    if sequences is None or soft_cap is not None or sinks is not None:
         sequences = list(range(len(lengths)))
     for run in _runs(widths, sequences):
         groups.setdefault((widths[run[0]], len(run)), []).append(run)
@@ -207,6 +251,7 @@ def paged_decode_attention_by_length(
                 scale,
                 window,
                 soft_cap,
+                sinks,
             )
             if tokens > 1 and bool(found.isnan().any()):
                 # A row's NaN would be its neighbours', too.
@@ -220,9 +265,10 @@ def paged_decode_attention_by_length(
                     scale,
                     window=window,
                     soft_cap=soft_cap,
+                    sinks=sinks,
                 ).view_as(found)
             out[index] = found
-    return out
+    return out[..., :latent]
 
 
 def _runs(widths: list[int], sequences: Sequence[int]) -> Iterator[range]:
@@ -250,6 +296,8 @@ def paged_mixed_attention(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    latent: int | None = None,
 ) -> None:
     """The prefill chunks of a step: query [T, Hq, D], caches [blocks, bs, Hkv, D].
 
@@ -257,24 +305,25 @@ def paged_mixed_attention(
     length`` are positions ``start ..`` of the sequence whose blocks are ``block_table[slot]``; the
     table is [S, C] int64, and the keys and values of these positions are in the cache already.
     Causal. Chunks follow each other in the order of their tokens; entries of length 0 come last,
-    with ``first`` = T. Writes the tokens of chunks to ``out`` [T, Hq, D] and leaves the others.
+    with ``first`` = T. Writes the tokens of chunks to ``out`` [T, Hq, D], or [T, Hq, latent], and
+    leaves the others.
 
     On CUDA this is the Triton kernel, whose launch depends on shapes alone, where
     :func:`has_kernel` says so; the reference reads ``chunks`` on the host.
     """
-    if has_kernel(query):
+    if has_kernel(query, latent):
         from megatron_async.kernels.attention.paged_prefill_triton import (
             paged_mixed_attention_triton,
         )
 
         paged_mixed_attention_triton(
             query, key_cache, value_cache, block_table, chunks, scale, out,
-            window=window, soft_cap=soft_cap,
+            window=window, soft_cap=soft_cap, sinks=sinks, latent=latent,
         )  # fmt: skip
         return
     paged_mixed_attention_reference(
         query, key_cache, value_cache, block_table, chunks, scale, out,
-        window=window, soft_cap=soft_cap,
+        window=window, soft_cap=soft_cap, sinks=sinks, latent=latent,
     )  # fmt: skip
 
 
@@ -289,6 +338,8 @@ def paged_mixed_attention_reference(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    latent: int | None = None,
 ) -> None:
     """:func:`paged_mixed_attention` with PyTorch, chunk after chunk."""
     for slot, first, length, start in chunks.tolist():
@@ -296,7 +347,7 @@ def paged_mixed_attention_reference(
             tokens = slice(first, first + length)
             out[tokens] = paged_prefill_attention(
                 query[tokens], key_cache, value_cache, block_table[slot], start, scale,
-                window=window, soft_cap=soft_cap,
+                window=window, soft_cap=soft_cap, sinks=sinks, latent=latent,
             )  # fmt: skip
 
 
@@ -310,11 +361,13 @@ def paged_prefill_attention(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    latent: int | None = None,
 ) -> torch.Tensor:
     """A chunk of one sequence: query [T, Hq, D] at positions ``start .. start + T``.
 
     ``block_table`` [C] int64 covers at least start + T positions, whose keys and values (the
-    chunk's own included) are in the cache already. Causal. Returns [T, Hq, D].
+    chunk's own included) are in the cache already. Causal. Returns [T, Hq, D or latent].
     """
     tokens = query.shape[0]
     length = start + tokens
@@ -336,9 +389,10 @@ def paged_prefill_attention(
         mask[None, None],
         scale,
         soft_cap,
+        None if sinks is None else sinks[:, None],
         enable_gqa=True,
     )
-    return out[0].transpose(0, 1)
+    return out[0].transpose(0, 1)[..., :latent]
 
 
 def masked_attention(
@@ -348,13 +402,16 @@ def masked_attention(
     mask: torch.Tensor,
     scale: float,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     *,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
     """Attention of query ``[..., H, Q, D]`` over key and value ``[..., Hkv, K, D]`` where ``mask``
     (bool, broadcast to ``[..., H, Q, K]``) is true. Scores s become ``soft_cap * tanh(s /
-    soft_cap)`` before the mask (Gemma 2, arXiv:2408.00118)."""
-    if soft_cap is None:
+    soft_cap)`` before the mask (Gemma 2, arXiv:2408.00118). ``sinks``, broadcast to ``[..., H,
+    Q]``, are one more score each, of a token without a value (attention sinks, arXiv:2309.17453, as
+    GPT-OSS learns them)."""
+    if soft_cap is None and sinks is None:
         return scaled_dot_product_attention(
             query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa
         )
@@ -362,6 +419,14 @@ def masked_attention(
         group = query.shape[-3] // key.shape[-3]
         key, value = (x.repeat_interleave(group, dim=-3) for x in (key, value))
     scores = query.float() @ key.float().transpose(-1, -2) * scale
-    scores = torch.tanh(scores / soft_cap) * soft_cap
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(-1)
+    if soft_cap is not None:
+        scores = torch.tanh(scores / soft_cap) * soft_cap
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is None:
+        weights = scores.softmax(-1)
+    else:
+        sink = sinks.float()[..., None]
+        highest = torch.maximum(scores.amax(-1, keepdim=True), sink)
+        weights = torch.exp(scores - highest)
+        weights = weights / (weights.sum(-1, keepdim=True) + torch.exp(sink - highest))
     return (weights @ value.float()).to(query.dtype)

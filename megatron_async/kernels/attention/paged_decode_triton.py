@@ -4,6 +4,9 @@ Splitting the keys and values of one row over programs is Flash-Decoding (Dao et
 vLLM's block tables. How a row is split depends on its own length alone, tiles and orders of
 summation are fixed, and no program sees two rows: a row's bits depend on nothing but its own
 query, keys, values and length.
+
+In multi-latent attention all heads share one key, whose first elements are its value: they take it
+in tiles of heads, and read it once.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -11,6 +14,7 @@ query, keys, values and length.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,11 +27,19 @@ MAX_SPLITS = 32
 """Bounds the programs and the workspace of a row, however long the block table is."""
 TILE_BYTES = 16384
 """Keys of a tile; two tiles of keys and of values are in shared memory at a time."""
+LATENT_MIN_SPLIT = 128
+LATENT_MAX_SPLITS = 64
+"""As MIN_SPLIT and MAX_SPLITS, where rows have few heads to be divided by."""
+LATENT_HEADS = 16
+"""Of a program of multi-latent attention."""
+LATENT_TILE_BYTES = 32768
+LATENT_STAGES = 3
 MOST_ROWS = 8192
 """Of a launch: a grid takes 65,535, and the workspace grows with them."""
 NUM_WARPS = 4
 NUM_STAGES = 5
 LOG2_E = math.log2(math.e)
+IN_LOG2 = tl.constexpr(LOG2_E)
 NEG_INF = tl.constexpr(float("-inf"))
 
 
@@ -79,11 +91,12 @@ def _split_kernel(
     BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr,
     D_PAD: tl.constexpr, TILE: tl.constexpr, HAS_ROWS: tl.constexpr, PRECISION: tl.constexpr,
     MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr,
-    SOFT_CAP: tl.constexpr,
+    SOFT_CAP: tl.constexpr, LATENT: tl.constexpr, MORE: tl.constexpr, MORE_PAD: tl.constexpr,
 ):  # fmt: skip
     """One split of one row for the heads of one group: unnormalised sum, maximum and mass.
 
-    Scores are in units of log2. Splits beyond the row's length are left unwritten.
+    Scores are in units of log2. Splits beyond the row's length are left unwritten. LATENT: keys
+    have D elements, which are their values too, and MORE.
     """
     kv_head = tl.program_id(0)
     split = tl.program_id(1)
@@ -108,6 +121,12 @@ def _split_kernel(
         query_ptr + row * query_row + head[:, None] * query_head + d[None, :],
         mask=(member < GROUP)[:, None] & in_head[None, :], other=0.0,
     )  # fmt: skip
+    more = tl.arange(0, MORE_PAD)
+    if LATENT:
+        query_more = tl.load(
+            query_ptr + row * query_row + head[:, None] * query_head + D + more[None, :],
+            mask=(member < GROUP)[:, None] & (more < MORE)[None, :], other=0.0,
+        )  # fmt: skip
     if HAS_ROWS:
         table_ptr += tl.load(table_rows_ptr + row).to(tl.int64) * table_row
     else:
@@ -136,10 +155,16 @@ def _split_kernel(
             mask = mask & in_head[None, :]
         key_at = block * key_block + token * key_token
         key = tl.load(key_ptr + key_at[:, None] + d[None, :], mask=mask, other=0.0)
-        value_at = block * value_block + token * value_token
-        value = tl.load(value_ptr + value_at[:, None] + d[None, :], mask=mask, other=0.0)
-
-        score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+        score = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+        if LATENT:
+            value = key
+            in_more = is_valid[:, None] & (more < MORE)[None, :]
+            key = tl.load(key_ptr + key_at[:, None] + D + more[None, :], mask=in_more, other=0.0)
+            score = tl.dot(query_more, tl.trans(key), score, input_precision=PRECISION)
+        else:
+            value_at = block * value_block + token * value_token
+            value = tl.load(value_ptr + value_at[:, None] + d[None, :], mask=mask, other=0.0)
+        score = score * scale
         score = capped(score, SOFT_CAP)
         score = tl.where(is_valid[None, :], score, NEG_INF)
         highest, mass, total = accumulate(score, value, highest, mass, total, PRECISION)
@@ -156,11 +181,12 @@ def _split_kernel(
 
 @triton.jit
 def _combine_kernel(
-    partial_ptr, stats_ptr, length_ptr, out_ptr, capacity, splits, window,
+    partial_ptr, stats_ptr, length_ptr, sinks_ptr, out_ptr, capacity, splits, window,
     D: tl.constexpr, D_PAD: tl.constexpr, CHUNK: tl.constexpr,
-    MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr,
+    MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one head of one row, CHUNK at a time in their order."""
+    """Merge the splits of one head of one row, CHUNK at a time in their order; a sink is one more
+    score, of a token without a value."""
     row = tl.program_id(0).to(tl.int64)
     at = row * tl.num_programs(1) + tl.program_id(1)
     length, first, split_size = _row_splits(
@@ -173,6 +199,10 @@ def _combine_kernel(
     highest = tl.max(tl.load(stats_ptr + every * 2, mask=every < count, other=NEG_INF), 0)
     d = tl.arange(0, D_PAD)
     mass = 0.0
+    if SINKS:
+        sink = tl.load(sinks_ptr + tl.program_id(1)).to(tl.float32) * IN_LOG2
+        highest = tl.maximum(highest, sink)
+        mass = tl.exp2(sink - highest)
     total = tl.zeros([D_PAD], tl.float32)
     for chunk in range(0, count, CHUNK):
         split = chunk + tl.arange(0, CHUNK)
@@ -192,6 +222,35 @@ def _tile_tokens(head_pad: int, dtype: torch.dtype) -> int:
     return max(16, min(64, TILE_BYTES // (head_pad * dtype.itemsize)))
 
 
+class SplitPlan(NamedTuple):
+    """How rows are divided among programs."""
+
+    group: int
+    """Heads of a program, which share their keys."""
+    tile: int
+    min_split: int
+    max_splits: int
+    stages: int
+
+
+def split_plan(
+    heads: int, kv_heads: int, value_dim: int, dtype: torch.dtype, *, is_latent: bool
+) -> SplitPlan:
+    """Of rows of ``heads`` query heads over ``kv_heads`` KV heads."""
+    head_pad = max(16, triton.next_power_of_2(value_dim))
+    if not is_latent:
+        tile = _tile_tokens(head_pad, dtype)
+        return SplitPlan(heads // kv_heads, tile, MIN_SPLIT, MAX_SPLITS, NUM_STAGES)
+    tile = max(16, min(64, LATENT_TILE_BYTES // (head_pad * dtype.itemsize)))
+    group = heads_at_once(heads, LATENT_HEADS)
+    return SplitPlan(group, tile, LATENT_MIN_SPLIT, LATENT_MAX_SPLITS, LATENT_STAGES)
+
+
+def heads_at_once(heads: int, most: int) -> int:
+    """The largest divisor of ``heads`` up to ``most``."""
+    return next(n for n in range(min(heads, most), 0, -1) if heads % n == 0)
+
+
 def paged_decode_attention_triton(
     query: Tensor,
     key_cache: Tensor,
@@ -203,8 +262,11 @@ def paged_decode_attention_triton(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    latent: int | None = None,
 ) -> Tensor:
-    """``paged_attention.paged_decode_attention`` for bfloat16, float16 and float32, D <= 256.
+    """``paged_attention.paged_decode_attention`` for bfloat16, float16 and float32, and sizes of
+    heads that ``paged_attention.has_kernel`` knows.
 
     Caches may be strided; only their head dimension must be contiguous. Lengths are at least 1.
     Nothing waits for the device, and allocations depend on shapes alone.
@@ -225,7 +287,8 @@ def paged_decode_attention_triton(
     lengths = lengths.contiguous()
     columns = block_table.shape[1]
     capacity = columns * block_size
-    out = torch.empty((rows, heads, head_dim), dtype=query.dtype, device=query.device)
+    value_dim = latent or head_dim
+    out = torch.empty((rows, heads, value_dim), dtype=query.dtype, device=query.device)
     if rows == 0:
         return out
     if rows > MOST_ROWS:
@@ -241,32 +304,38 @@ def paged_decode_attention_triton(
                 None if table_rows is None else table_rows[some],
                 window=window,
                 soft_cap=soft_cap,
+                sinks=sinks,
+                latent=latent,
             )
         return out
+    plan = split_plan(heads, kv_heads, value_dim, query.dtype, is_latent=latent is not None)
     # A window has tokens of one split more than its size.
-    reach = capacity if window is None else min(capacity, window + MIN_SPLIT - 1)
-    splits = min(MAX_SPLITS, triton.cdiv(reach, MIN_SPLIT))
-    partial = torch.empty((rows, heads, splits, head_dim), dtype=torch.float32, device=query.device)
-    stats = torch.empty((rows, heads, splits, 2), dtype=torch.float32, device=query.device)
-    group = heads // kv_heads
-    head_pad = max(16, triton.next_power_of_2(head_dim))
-    _split_kernel[(kv_heads, splits, rows)](
+    reach = capacity if window is None else min(capacity, window + plan.min_split - 1)
+    splits = min(plan.max_splits, triton.cdiv(reach, plan.min_split))
+    partial = query.new_empty((rows, heads, splits, value_dim), dtype=torch.float32)
+    stats = query.new_empty((rows, heads, splits, 2), dtype=torch.float32)
+    head_pad = max(16, triton.next_power_of_2(value_dim))
+    more = head_dim - value_dim
+    _split_kernel[(heads // plan.group, splits, rows)](
         query, key_cache, value_cache, block_table,
         block_table if table_rows is None else table_rows, lengths, partial, stats,
         query.stride(0), query.stride(1), key_cache.stride(0), key_cache.stride(1),
-        key_cache.stride(2), value_cache.stride(0), value_cache.stride(1), value_cache.stride(2),
-        block_table.stride(0), columns, splits, scale * LOG2_E, window or 0,
-        BLOCK_SIZE=block_size, GROUP=group, GROUP_PAD=max(16, triton.next_power_of_2(group)),
-        D=head_dim, D_PAD=head_pad, TILE=_tile_tokens(head_pad, query.dtype),
-        HAS_ROWS=table_rows is not None,
+        0 if latent else key_cache.stride(2), value_cache.stride(0), value_cache.stride(1),
+        value_cache.stride(2), block_table.stride(0), columns, splits, scale * LOG2_E, window or 0,
+        BLOCK_SIZE=block_size, GROUP=plan.group,
+        GROUP_PAD=max(16, triton.next_power_of_2(plan.group)),
+        D=value_dim, D_PAD=head_pad, TILE=plan.tile, HAS_ROWS=table_rows is not None,
         PRECISION="ieee" if query.dtype is torch.float32 else "tf32",
-        MIN_SPLIT=MIN_SPLIT, MAX_SPLITS=MAX_SPLITS, WINDOW=window is not None,
+        MIN_SPLIT=plan.min_split, MAX_SPLITS=plan.max_splits, WINDOW=window is not None,
         SOFT_CAP=(soft_cap or 0.0) * LOG2_E,
-        num_warps=NUM_WARPS, num_stages=NUM_STAGES,
+        LATENT=latent is not None, MORE=more, MORE_PAD=max(16, triton.next_power_of_2(more)),
+        num_warps=NUM_WARPS, num_stages=plan.stages,
     )  # fmt: skip
     _combine_kernel[(rows, heads)](
-        partial, stats, lengths, out, capacity, splits, window or 0,
-        D=head_dim, D_PAD=head_pad, CHUNK=8, MIN_SPLIT=MIN_SPLIT, MAX_SPLITS=MAX_SPLITS,
-        WINDOW=window is not None, num_warps=2,
+        partial, stats, lengths, stats if sinks is None else sinks, out, capacity, splits,
+        window or 0,
+        D=value_dim, D_PAD=head_pad, CHUNK=8, MIN_SPLIT=plan.min_split,
+        MAX_SPLITS=plan.max_splits, WINDOW=window is not None, SINKS=sinks is not None,
+        num_warps=2,
     )  # fmt: skip
     return out

@@ -19,10 +19,13 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.kernels.attention.paged_decode_triton import (
+    IN_LOG2,
+    LATENT_TILE_BYTES,
     LOG2_E,
     NEG_INF,
     accumulate,
     capped,
+    heads_at_once,
 )
 from megatron_async.step import packet
 
@@ -40,14 +43,16 @@ LOWEST = tl.constexpr(-1e30)
 
 @triton.jit
 def _attend_tile(
-    start, query, position, end, highest, mass, total, key_ptr, value_ptr, table_ptr,
+    start, query, query_more, position, end, highest, mass, total, key_ptr, value_ptr, table_ptr,
     key_block, key_token, value_block, value_token, scale, window,
     IS_EDGE: tl.constexpr, BLOCK_SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     TILE: tl.constexpr, PRECISION: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    LATENT: tl.constexpr, MORE: tl.constexpr, MORE_PAD: tl.constexpr,
 ):  # fmt: skip
     """Keys ``start .. start + TILE`` into the running maximum, mass and unnormalised sum.
 
-    IS_EDGE: not all of the tokens see all of the keys.
+    IS_EDGE: not all of the tokens see all of the keys. LATENT: keys have D elements, which are
+    their values too, and MORE.
     """
     d = tl.arange(0, D_PAD)
     place = start + tl.arange(0, TILE)
@@ -69,16 +74,25 @@ def _attend_tile(
         if D != D_PAD:
             mask = mask & (d < D)[None, :]
         key = tl.load(key_ptr + key_at, mask=mask, other=0.0)
-        value = tl.load(value_ptr + value_at, mask=mask, other=0.0)
+        value = key if LATENT else tl.load(value_ptr + value_at, mask=mask, other=0.0)
     elif D != D_PAD:
         in_head = tl.broadcast_to((d < D)[None, :], [TILE, D_PAD])
         key = tl.load(key_ptr + key_at, mask=in_head, other=0.0)
-        value = tl.load(value_ptr + value_at, mask=in_head, other=0.0)
+        value = key if LATENT else tl.load(value_ptr + value_at, mask=in_head, other=0.0)
     else:
         key = tl.load(key_ptr + key_at)
-        value = tl.load(value_ptr + value_at)
+        value = key if LATENT else tl.load(value_ptr + value_at)
 
-    score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+    score = tl.dot(query, tl.trans(key), input_precision=PRECISION)
+    if LATENT:
+        more = tl.arange(0, MORE_PAD)
+        more_at = (block * key_block + token * key_token)[:, None] + D + more[None, :]
+        in_more = tl.broadcast_to((more < MORE)[None, :], [TILE, MORE_PAD])
+        if IS_EDGE:
+            in_more = in_more & seen[:, None]
+        key_more = tl.load(key_ptr + more_at, mask=in_more, other=0.0)
+        score = tl.dot(query_more, tl.trans(key_more), score, input_precision=PRECISION)
+    score = score * scale
     score = capped(score, SOFT_CAP)
     if IS_EDGE:
         sees = place[None, :] <= position[:, None]
@@ -90,12 +104,13 @@ def _attend_tile(
 
 @triton.jit
 def _prefill_kernel(
-    query_ptr, key_ptr, value_ptr, table_ptr, chunks_ptr, out_ptr, chunk_count,
+    query_ptr, key_ptr, value_ptr, table_ptr, chunks_ptr, sinks_ptr, out_ptr, chunk_count,
     query_row, query_head, out_row, out_head, key_block, key_token, key_head,
     value_block, value_token, value_head, table_row, scale, window,
     BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, CHUNKS_PAD: tl.constexpr, PRECISION: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, LATENT: tl.constexpr,
+    MORE: tl.constexpr, MORE_PAD: tl.constexpr,
 ):  # fmt: skip
     """One tile of tokens of one chunk, for the heads of one group."""
     TOKENS: tl.constexpr = ROWS // GROUP
@@ -130,6 +145,12 @@ def _prefill_kernel(
         is_row = is_row & (d < D)[None, :]
     query_at = (token * query_row + head * query_head)[:, None] + d[None, :]
     query = tl.load(query_ptr + query_at, mask=is_row, other=0.0)
+    query_more = query
+    if LATENT:
+        more = tl.arange(0, MORE_PAD)
+        more_at = (token * query_row + head * query_head)[:, None] + D + more[None, :]
+        is_more = (row < count * GROUP)[:, None] & (more < MORE)[None, :]
+        query_more = tl.load(query_ptr + more_at, mask=is_more, other=0.0)
     key_ptr += kv_head * key_head
     value_ptr += kv_head * value_head
 
@@ -143,26 +164,35 @@ def _prefill_kernel(
         # Before them, those that the last tokens no longer see. A tile may have nothing for a
         # token then, so its maximum begins with a number.
         highest = tl.full([ROWS], LOWEST, tl.float32)
+    if SINKS:
+        # One more score, of a token without a value; it comes first.
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * IN_LOG2
+        highest = tl.maximum(sink, LOWEST)
+        mass = tl.exp2(sink - highest)
+    if WINDOW:
         left = tl.maximum(begin + 1 - window, 0) // TILE * TILE
         whole = tl.minimum(tl.cdiv(tl.maximum(end - window, 0), TILE) * TILE, seen)
         whole = tl.maximum(whole, left)
         for start in range(left, whole, TILE):
             highest, mass, total = _attend_tile(
-                start, query, position, end, highest, mass, total, key_ptr, value_ptr, table_ptr,
-                key_block, key_token, value_block, value_token, scale, window,
+                start, query, query_more, position, end, highest, mass, total, key_ptr, value_ptr,
+                table_ptr, key_block, key_token, value_block, value_token, scale, window,
                 True, BLOCK_SIZE, D, D_PAD, TILE, PRECISION, WINDOW, SOFT_CAP,
+                LATENT, MORE, MORE_PAD,
             )  # fmt: skip
     for start in range(whole, seen, TILE):
         highest, mass, total = _attend_tile(
-            start, query, position, end, highest, mass, total, key_ptr, value_ptr, table_ptr,
-            key_block, key_token, value_block, value_token, scale, window,
+            start, query, query_more, position, end, highest, mass, total, key_ptr, value_ptr,
+            table_ptr, key_block, key_token, value_block, value_token, scale, window,
             False, BLOCK_SIZE, D, D_PAD, TILE, PRECISION, WINDOW, SOFT_CAP,
+            LATENT, MORE, MORE_PAD,
         )  # fmt: skip
     for start in range(seen, end, TILE):
         highest, mass, total = _attend_tile(
-            start, query, position, end, highest, mass, total, key_ptr, value_ptr, table_ptr,
-            key_block, key_token, value_block, value_token, scale, window,
+            start, query, query_more, position, end, highest, mass, total, key_ptr, value_ptr,
+            table_ptr, key_block, key_token, value_block, value_token, scale, window,
             True, BLOCK_SIZE, D, D_PAD, TILE, PRECISION, WINDOW, SOFT_CAP,
+            LATENT, MORE, MORE_PAD,
         )  # fmt: skip
     out = (total / mass[:, None]).to(out_ptr.dtype.element_ty)
     out_at = (token * out_row + head * out_head)[:, None] + d[None, :]
@@ -187,6 +217,14 @@ def tile_config(head_pad: int, dtype: torch.dtype) -> TileConfig:
     return TileConfig(64, max(16, min(64, KEY_TILE_BYTES // (head_pad * dtype.itemsize))), 4, 3)
 
 
+def latent_tile_config(head_pad: int, dtype: torch.dtype) -> TileConfig:
+    """:func:`tile_config` of multi-latent attention, whose sums are twice as wide as any other's.
+    A program has as many heads as go into its rows."""
+    if dtype is torch.float32:
+        return TileConfig(16, 16, 8, 1)
+    return TileConfig(64, max(16, min(64, LATENT_TILE_BYTES // (head_pad * dtype.itemsize))), 8, 2)
+
+
 def paged_mixed_attention_triton(
     query: Tensor,
     key_cache: Tensor,
@@ -198,8 +236,11 @@ def paged_mixed_attention_triton(
     *,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    latent: int | None = None,
 ) -> None:
-    """``paged_attention.paged_mixed_attention`` for bfloat16, float16 and float32, D <= 256.
+    """``paged_attention.paged_mixed_attention`` for bfloat16, float16 and float32, and sizes of
+    heads that ``paged_attention.has_kernel`` knows.
 
     Caches may be strided; only their head dimension must be contiguous. Nothing waits for the
     device, and the launch depends on shapes alone.
@@ -216,22 +257,31 @@ def paged_mixed_attention_triton(
     if query.stride(2) != 1:
         query = query.contiguous()
     count = chunks.shape[0]
-    group = heads // kv_heads
-    head_pad = max(16, triton.next_power_of_2(head_dim))
-    config = tile_config(head_pad, query.dtype)
+    value_dim = latent or head_dim
+    head_pad = max(16, triton.next_power_of_2(value_dim))
+    if latent is None:
+        group = heads // kv_heads
+        config = tile_config(head_pad, query.dtype)
+    else:
+        config = latent_tile_config(head_pad, query.dtype)
+        group = heads_at_once(heads, config.rows)
+    more = head_dim - value_dim
     rows = max(config.rows, triton.next_power_of_2(group))
     tiles = tokens // (rows // group) + min(count, tokens)
     if not tiles:
         return
-    _prefill_kernel[(kv_heads, tiles)](
-        query, key_cache, value_cache, block_table, chunks, out, count,
+    _prefill_kernel[(heads // group, tiles)](
+        query, key_cache, value_cache, block_table, chunks, query if sinks is None else sinks,
+        out, count,
         query.stride(0), query.stride(1), out.stride(0), out.stride(1),
-        key_cache.stride(0), key_cache.stride(1), key_cache.stride(2),
+        key_cache.stride(0), key_cache.stride(1), 0 if latent else key_cache.stride(2),
         value_cache.stride(0), value_cache.stride(1), value_cache.stride(2),
         block_table.stride(0), scale * LOG2_E, window or 0,
-        BLOCK_SIZE=block_size, GROUP=group, D=head_dim, D_PAD=head_pad, ROWS=rows,
+        BLOCK_SIZE=block_size, GROUP=group, D=value_dim, D_PAD=head_pad, ROWS=rows,
         TILE=config.keys, CHUNKS_PAD=triton.next_power_of_2(count),
         PRECISION="ieee" if query.dtype is torch.float32 else "tf32",
         WINDOW=window is not None, SOFT_CAP=(soft_cap or 0.0) * LOG2_E,
+        SINKS=sinks is not None, LATENT=latent is not None, MORE=more,
+        MORE_PAD=max(16, triton.next_power_of_2(more)),
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip

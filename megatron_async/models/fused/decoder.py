@@ -41,10 +41,11 @@ from megatron_async.models.fused.modules import (
     MambaModule,
     MlpModule,
 )
+from megatron_async.models.fused.moe_block import ExpertKernels, MoeBlock, is_mixture
 from megatron_async.models.fused.report import ATTENTION, MLP, Block, DecodeCoverage
 from megatron_async.models.fused.residual import AllReduce, Norm, Step, Workspace
 
-FusedBlock = EmbeddingBlock | AttentionBlock | MlpBlock | MambaBlock | HeadBlock
+FusedBlock = EmbeddingBlock | AttentionBlock | MlpBlock | MoeBlock | MambaBlock | HeadBlock
 
 
 class Runs(Protocol):
@@ -110,6 +111,7 @@ class FusedDecoder:
     ) -> list[Place]:
         first, *inner, last = self.coverage.blocks
         attentions = decode_attention.DecodeAttentions(device)
+        experts = ExpertKernels(device, self._gemms.sm_count)
         places: list[Place] = []
         for layer in model.decoder.layers:
             blocks = tuple(block for block in inner if block.layer == layer.layer_number)
@@ -128,14 +130,16 @@ class FusedDecoder:
                         )
                     places.append(Place((block,), AttentionModule(layer, where), fused))
                 elif block.kind == MLP:
-                    if block.reason is None:
+                    if block.reason is None and is_mixture(layer.mlp):
+                        fused = MoeBlock(layer, experts, where)
+                    elif block.reason is None:
                         fused = MlpBlock(layer, model.config, self._gemms, all_reduce, where)
                     places.append(Place((block,), MlpModule(layer, where), fused))
                 else:
                     if block.reason is None:
                         fused = MambaBlock(layer, self._gemms, where)
                     places.append(Place((block,), MambaModule(layer, where), fused))
-        like = next((p.fused for p in places if isinstance(p.fused, MlpBlock)), None)
+        like = next((p.fused for p in places if isinstance(p.fused, MlpBlock | MoeBlock)), None)
         embedding = EmbeddingBlock(model, device, like) if first.reason is None else None
         head = HeadBlock(model, self._gemms) if last.reason is None else None
         return [
@@ -210,7 +214,7 @@ class FusedDecoder:
         key = most, context.block_size_tokens
         if key not in self._chosen:
             chosen = self._choose(most, context)
-            kinds = AttentionBlock | MlpBlock | MambaBlock
+            kinds = AttentionBlock | MlpBlock | MoeBlock | MambaBlock
             inside = any(isinstance(block, kinds) for block in chosen)
             self._chosen[key] = chosen if inside else None
         return self._chosen[key]

@@ -90,4 +90,6 @@ def _between(decay: Tensor) -> Tensor:
 
 def _chunks(x: Tensor, chunk: int, further: int) -> Tensor:
     """``[batch, S, ...]`` to ``[batch, chunks, chunk, ...]``, with zeros behind the last token."""
-    return F.pad(x, [0, 0] * (x.dim() - 2) + [0, further]).unflatten(1, (-1, chunk))
+    padded = F.pad(x, [0, 0] * (x.dim() - 2) + [0, further])
+    chunks: Tensor = padded.unflatten(1, (-1, chunk))
+    return chunks

@@ -7,6 +7,7 @@ from megatron_async.models.config import ModelConfig
 
 _FUNCTIONS = {
     "swiglu": "silu",
+    "clamped_swiglu": "quick_gelu",
     "geglu": "gelu",
     "geglu_tanh": "gelu_tanh",
     "gelu": "gelu",
@@ -28,11 +29,16 @@ def router_settings(config: ModelConfig) -> RouterSettings:
         normalize=config.moe_router_score_function == SIGMOID and top_k > 1,
         num_groups=config.moe_router_num_groups or 1,
         kept_groups=kept or 1,
-        group_score_experts=top_k // kept if kept else 1,
+        group_score_experts=top_k // kept if kept and not config.moe_router_group_max else 1,
         scaling_factor=config.moe_router_topk_scaling_factor or 1.0,
     )
 
 
 def expert_activation(config: ModelConfig) -> ExpertActivation:
     """What is between an expert's two linear layers."""
-    return ExpertActivation(function=_FUNCTIONS[config.activation], gated=config.gated)
+    return ExpertActivation(
+        function=_FUNCTIONS[config.activation],
+        gated=config.gated,
+        limit=config.activation_limit,
+        offset=float(config.activation == "clamped_swiglu"),
+    )

@@ -1,0 +1,90 @@
+"""MXFP4 weights (OCP Microscaling Formats 1.0), unpacked when they are read.
+
+32 neighbours of a row share a power of two; each is one of 16 numbers, of 4 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from megatron_async.checkpoint.targets import Target
+from megatron_async.errors import CheckpointError
+
+Kind = Literal["blocks", "scales"]
+Arrange = Callable[[Tensor], Tensor]
+
+BLOCK = 32
+_NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_EXPONENT_BIAS = 127
+_NOT_A_NUMBER = 255
+
+
+def unpack(blocks: Tensor, scales: Tensor) -> Tensor:
+    """fp32 ``[..., 32 * n]``, exact.
+
+    Args:
+        blocks: uint8 ``[..., n, 16]``; the lower four bits of a byte come first.
+        scales: uint8 ``[..., n]``, exponents of two plus 127; 255 is not a number.
+    """
+    numbers = torch.tensor(_NUMBERS, device=blocks.device)
+    numbers = torch.cat((numbers, -numbers))
+    pairs = torch.stack((blocks & 15, blocks >> 4), dim=-1)
+    values = numbers[pairs.flatten(-2).int()]
+    unpacked = torch.ldexp(values, scales.int()[..., None] - _EXPONENT_BIAS)
+    return unpacked.masked_fill_((scales == _NOT_A_NUMBER)[..., None], torch.nan).flatten(-2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mxfp4Target(Target):
+    """One of the two stored tensors of a parameter ``[experts, rows, columns]``: the parameter is
+    filled when both are there, expert by expert; ``select`` arranges an expert's rows.
+
+    Args:
+        kind: which of the two.
+        waiting: what has come of the two, shared by both.
+    """
+
+    kind: Kind
+    waiting: dict[str, Tensor]
+    dtypes: ClassVar[tuple[str, ...]] = ("U8",)
+
+    def copy_from(self, stored: Tensor) -> None:
+        """Keep ``stored``, or fill the view where it is the second of the two."""
+        self.waiting[self.kind] = stored
+        if len(self.waiting) == 2:
+            with torch.no_grad():
+                both = zip(self.waiting["blocks"], self.waiting["scales"], strict=True)
+                for expert, (blocks, scales) in enumerate(both):
+                    self.view[expert].copy_(self.select(unpack(blocks, scales)))
+            self.waiting.clear()
+
+
+def mxfp4_targets(stored: str, name: str, parameter: Tensor, select: Arrange) -> dict[str, Target]:
+    """Targets of ``<stored>_blocks`` and ``<stored>_scales``, which together are ``parameter``.
+
+    Args:
+        select: arranges the rows of an expert; see :class:`Target`.
+
+    Raises:
+        CheckpointError: rows of the parameter are no whole blocks.
+    """
+    *lead, columns = parameter.shape
+    if columns % BLOCK:
+        raise CheckpointError(
+            f"{stored}_blocks: MXFP4 weights have rows of a multiple of {BLOCK} elements, and "
+            f"those of {name} have {columns}"
+        )
+    shapes: dict[Kind, tuple[int, ...]] = {
+        "blocks": (*lead, columns // BLOCK, BLOCK // 2),
+        "scales": (*lead, columns // BLOCK),
+    }
+    waiting: dict[str, Tensor] = {}
+    return {
+        f"{stored}_{kind}": Mxfp4Target(parameter, shape, select, kind=kind, waiting=waiting)
+        for kind, shape in shapes.items()
+    }

@@ -1,0 +1,94 @@
+"""megatron-core's own models with multi-latent attention or attention sinks, adapted in place."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_async.engine.build import build_context, resolve_device
+from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.errors import ConfigError
+from megatron_async.megatron_api.context import DynamicInferenceContext
+from megatron_async.megatron_api.inference_config import InferenceConfig
+from megatron_async.models.adapt import adapt_model
+from megatron_async.models.wrapper import GPTInferenceWrapper
+from megatron_async.runner.controller import TextGenerationController
+from tests.support.engines import config_at, greedy
+from tests.support.stock_model import no_gpu, stock_model  # noqa: F401
+
+from megatron.core import tensor_parallel  # isort: skip
+
+LATENTS: dict[str, Any] = dict(
+    multi_latent_attention=True, kv_lora_rank=16, qk_head_dim=8,
+    qk_pos_emb_head_dim=4, v_head_dim=16, qk_layernorm=True,
+)  # fmt: skip
+STOCK: dict[str, dict[str, Any]] = {
+    "latents-yarn": {
+        **LATENTS, "q_lora_rank": 12, "rotary_scaling_factor": 4.0, "mscale_all_dim": 0.7,
+        "original_max_position_embeddings": 16,
+    },
+    "latents-rope": {**LATENTS, "q_lora_rank": None, "rope_type": "rope"},
+    "sinks": {"softmax_type": "learnable"},
+    "one-more-in-the-sum": {"softmax_type": "off-by-one"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_stock_model_of_megatron_is_adapted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Its dropout has a random state for each rank.
+    tracker = SimpleNamespace(fork=contextlib.nullcontext)
+    monkeypatch.setattr(tensor_parallel, "get_cuda_rng_tracker", lambda: tracker)
+    model = stock_model(**STOCK[name])
+    ids = torch.randint(0, 90, (2, 40), generator=torch.Generator().manual_seed(6))
+    positions = torch.arange(40).expand(2, -1)
+    mask = torch.ones(40, 40, dtype=torch.bool).triu(1)[None, None]
+    with torch.no_grad():
+        if name == "sinks":
+            for layer in model.decoder.layers:
+                layer.self_attention.core_attention.softmax_offset.normal_(std=2.0)
+        expected = model(ids, positions, mask)
+        found = adapt_model(model)(ids, positions, mask)
+        torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
+        wrapper = GPTInferenceWrapper(model)
+        config = config_at(1, max_requests=2, block_count=8, prefill_chunk_tokens=16)
+        context = build_context(wrapper, config, resolve_device("cpu"))
+        with DynamicInferenceEngine(
+            TextGenerationController(wrapper, None), context, config=config
+        ) as ours:
+            tokens = ours.generate([ids[0].tolist()], [greedy(6)])[0].generated_tokens
+    assert tokens[0] == int(expected[0, -1].argmax())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({**LATENTS, "softmax_type": "learnable"}, "softmax_type='learnable'.*use 'vanilla'$"),
+        ({**LATENTS, "rope_type": "rope", "rotary_percent": 0.5}, "rotary_percent=0.5"),
+    ],
+)
+def test_stock_model_that_cannot_be_served_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        adapt_model(stock_model(**changes))
+
+
+def test_contexts_of_megatron_hold_latents() -> None:
+    sizes: dict[str, Any] = dict(params_dtype=torch.float32, num_layers=2, kv_channels=16,
+                                 num_attention_heads=4, max_sequence_length=64)  # fmt: skip
+    with pytest.raises(ConfigError, match="kv_lora_rank=None must be"):
+        DynamicInferenceContext(**sizes, block_count=4, cache_mla_latent=True)
+    model = adapt_model(stock_model(**LATENTS, rope_type="rope", q_lora_rank=None))
+    spec = GPTInferenceWrapper(model).kv_cache_spec
+    config = InferenceConfig(buffer_size_gb=0.001, max_sequence_length=64, block_size_tokens=16)
+    for context in (
+        DynamicInferenceContext(model.config, config),
+        DynamicInferenceContext(
+            **sizes, buffer_size_gb=0.001, block_size_tokens=16, cache_mla_latent=True,
+            kv_lora_rank=16, qk_pos_emb_head_dim=4,
+        ),
+    ):  # fmt: skip
+        assert context.cache_mla_latent and context.kv_reduced_dim == spec.head_dim == 20
+        assert context.block_size_bytes == 16 * spec.token_bytes == 16 * 2 * 20 * 4
