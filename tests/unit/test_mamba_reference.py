@@ -7,6 +7,7 @@ import torch
 
 from megatron_async.kernels.mamba.layer import LayerStates, MambaParameters, MambaSizes
 from megatron_async.kernels.mamba.reference import mix_rows, scan_chunks, scan_pieces
+from megatron_async.kernels.mamba.rows import WindowRows, rows_of_chunks
 from tests.support.mamba_cases import SIZES, expected, parameters_of, pool_of, rows_of
 
 
@@ -107,3 +108,18 @@ def test_pieces_are_the_recurrence() -> None:
     torch.testing.assert_close(outs[1], outs[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(pools[1].ssm[:3], pools[0].ssm[:3], rtol=1e-4, atol=1e-4)
     assert pools[1].inputs[:3].equal(pools[0].inputs[:3])
+
+
+def test_rows_of_tables_are_contiguous_as_the_kernels_read_them() -> None:
+    """They come from columns of packets. The second row has no token, the third one of two."""
+    table = torch.tensor([[1, 4, 3, 8], [2, 9, 0, 0]])
+    positions = torch.arange(10, 17)
+    chunks = rows_of_chunks(table[:, 0], table[:, 1], table[:, 2], positions)
+    assert chunks.starts.tolist() == [14, 16] and chunks.keeps.tolist() == [3, 0]
+    tokens = torch.tensor([[0, 1], [7, 7], [2, 7]])
+    windows = WindowRows()(table.T[:3, 0], table.T[:3, 1], positions, 2, tokens)
+    assert windows.lengths.tolist() == [2, 0, 1] and windows.starts.tolist() == [10, 16, 12]
+    plain = WindowRows()(table.T[:3, 0], table.T[:3, 1], positions, 2)
+    assert plain.first.tolist() == [0, 2, 4] and plain.starts.tolist() == [10, 12, 14]
+    for rows in (chunks, windows, plain):
+        assert all(column.is_contiguous() for column in rows)
