@@ -421,7 +421,7 @@ def mix_rows_triton(
     why_not = unsupported(parameters)
     if why_not is not None:
         raise ValueError(f"{why_not}: use reference.mix_rows")
-    check_layout(projected, parameters, states, out)
+    check_layout(projected, parameters, states, rows, out)
     ring = states.inputs.shape[1]
     windows = chunks or most > 1 or ring > sizes.conv_width
     if tile is None:
@@ -455,13 +455,19 @@ def norm_kind(norm: GatedNorm | None) -> int:
 
 
 def check_layout(
-    projected: Tensor, parameters: MambaParameters, states: LayerStates, out: Tensor
+    projected: Tensor,
+    parameters: MambaParameters,
+    states: LayerStates,
+    rows: StateRows,
+    out: Tensor,
 ) -> None:
     """Raises ValueError for tensors that the kernels would read wrongly."""
     if projected.stride(1) != 1 or out.stride(1) != 1 or states.inputs.stride(2) != 1:
         raise ValueError("the last dimensions of projected, out and inputs must be contiguous")
     if not states.ssm[0].is_contiguous() or not parameters.conv_weight.is_contiguous():
         raise ValueError("each slot's ssm state and conv_weight must be contiguous")
+    if not all(column.is_contiguous() for column in rows):
+        raise ValueError("the columns of rows must be contiguous")
 
 
 def scan_tokens_triton(

@@ -37,6 +37,7 @@ class WindowRows:
                 a row; None: token j of row r is ``r * window + j``.
         """
         count = len(slots)
+        slots, behind = slots.contiguous(), behind.contiguous()
         first, lengths, ones = self._of_shape(count, window, slots.device)
         if tokens is not None:
             first = tokens[:, 0].clamp(max=len(position_ids) - 1)
@@ -63,5 +64,6 @@ def rows_of_chunks(
 ) -> StateRows:
     """N prefill chunks of ``lengths`` tokens from token ``offsets`` on, int64 ``[N]``; those
     without tokens have the null slot."""
+    slots, lengths = slots.contiguous(), lengths.contiguous()
     first = offsets.clamp(max=len(position_ids) - 1)
     return StateRows(slots, first, lengths, position_ids[first], torch.zeros_like(slots), lengths)

@@ -256,7 +256,7 @@ def scan_chunks_triton(
     why_not = unsupported(parameters)
     if why_not is not None:
         raise ValueError(f"{why_not}: use reference.scan_chunks")
-    check_layout(projected, parameters, states, out)
+    check_layout(projected, parameters, states, rows, out)
     tokens, count = len(projected), len(rows.slots)
     inner, width = sizes.inner, sizes.conv_channels
     pdl = uses_pdl(projected.device)

@@ -150,8 +150,9 @@ class FusedDecoder:
 
     @property
     def gemms(self) -> dict[str, Gemm]:
-        """The GEMMs of the fused blocks by name: "qkv", "projection", "fc1", "fc2" and "head", and
-        of layers whose shapes differ from the first one's, such as "fc1 of layer 3"."""
+        """The GEMMs of the fused blocks by name: "qkv", "projection", "fc1", "fc2",
+        "in_proj", "out_proj" and "head", and of layers whose shapes differ from the first one's,
+        such as "fc1 of layer 3"."""
         return self._gemms.declared
 
     def defines(self, gemm: Gemm, rows: int, tiling: TileConfig) -> dict[str, int]:
