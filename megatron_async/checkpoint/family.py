@@ -43,6 +43,7 @@ class Names:
         transposed: linear weights are stored ``[in, out]``.
         interleaved: rotated pairs are stored next to each other, not half a head apart.
         prefix: of all names but ``head``; older files leave it out.
+        in_memory: what transformers has in its memory in place of a prefix in files: both.
         ignored: ends of the names of tensors that hold no parameter.
         experts: names in layers of experts.
         mamba: prefix of a Mamba-2 mixer.
@@ -70,6 +71,7 @@ class Names:
     transposed: bool = False
     interleaved: bool = False
     prefix: str = ""
+    in_memory: tuple[str, str] | None = None
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
     experts: ExpertNames = field(default_factory=ExpertNames)
     mamba: str = "mamba"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -119,6 +120,14 @@ def by_group(stored: Tensor, config: ModelConfig, interleaved: bool) -> Tensor:
     return torch.cat(grouped, dim=1).reshape(stored.shape)
 
 
+def _as_stored(names: Names, stored: Collection[str]) -> Names:
+    """``names`` with the prefix of files or of transformers' memory, as it is in ``stored``."""
+    if names.in_memory is None or not any(n.startswith(names.in_memory[1]) for n in stored):
+        return names
+    prefixed = {name: getattr(names, name) for name in ("embedding", "final_norm", "layer")}
+    return replace(names, **{k: v.replace(*names.in_memory, 1) for k, v in prefixed.items()})
+
+
 def weight_targets(
     config: ModelConfig,
     parameters: dict[str, Tensor],
@@ -137,6 +146,7 @@ def weight_targets(
     Raises:
         IntegrityError: ``parameters`` are not those of a model built from ``config``.
     """
+    names = _as_stored(names, stored)
     targets = Targets(parameters, parallel, transposed=names.transposed)
     targets.whole(f"{names.embedding}.weight", EMBEDDING)
     if names.positions is not None:

@@ -20,6 +20,7 @@ from megatron_async.checkpoint.native import save_native
 from megatron_async.checkpoint.transformers_config import transformers_config
 from megatron_async.checkpoint.update import read_weights
 from megatron_async.errors import CheckpointError
+from megatron_async.integrations.transformers.weights import convert_model
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.features import features
 from tests.support.huggingface_models import CONFIGS, random_model
@@ -120,6 +121,16 @@ def test_models_with_experts_have_a_way_back(name: str) -> None:
     back = transformers_config(config)
     assert back.model_type == name
     assert convert_config(Path("config.json"), {**back.to_dict(), "architectures": None}) == config
+
+
+@pytest.mark.parametrize("name", ["bamba", "nemotron_h-experts"])
+def test_hybrid_models_are_converted_from_memory(name: str) -> None:
+    theirs = random_model(name)
+    ours = convert_model(theirs).model
+    ids = torch.randint(1, 100, (1, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        found = ours(ids, torch.arange(40)[None], None, runtime_gather_output=True)
+        torch.testing.assert_close(found, theirs(ids).logits, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])

@@ -4,29 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_async.checkpoint import hybrid_fields as hybrid
 from megatron_async.checkpoint.expert_weights import ExpertNames
 from megatron_async.checkpoint.family import Family, Names
 from megatron_async.checkpoint.fields import Fields
-from megatron_async.checkpoint.hybrid_fields import (
-    letters,
-    mamba_fields,
-    pattern,
-    pattern_fields,
-    sigmoid_experts,
-)
 from megatron_async.models.mamba.sizes import EXPERTS
 
 
 def config(fields: Fields) -> dict[str, Any]:
-    kinds = pattern(fields, "hybrid_override_pattern") or letters(fields, "layers_block_type", None)
+    kinds = hybrid.pattern(fields, "hybrid_override_pattern")
+    kinds = kinds or hybrid.letters(fields, "layers_block_type", None)
     if fields.optional("sliding_window", int) is not None:
         raise fields.unsupported("sliding_window", "null")
     head_dim = fields.optional("attention_head_dim", int)  # as its authors' files have it
     return {
         **({} if head_dim is None else {"head_dim": head_dim}),
-        **mamba_fields(fields),
-        **pattern_fields(kinds),
-        **(sigmoid_experts(fields) if EXPERTS in kinds else {}),
+        **hybrid.mamba_fields(fields),
+        **hybrid.pattern_fields(kinds),
+        **(hybrid.sigmoid_experts(fields) if EXPERTS in kinds else {}),
         "position_embedding": "none",
         "max_sequence_length": fields.read("max_position_embeddings", int),
     }
@@ -47,10 +42,14 @@ FAMILY = Family(
         fc1=("mixer.up_proj",),
         fc2="mixer.down_proj",
         mamba="mixer",
+        in_memory=("backbone.", "model."),
         experts=ExpertNames(
             router="mixer.gate",
             expert="mixer.experts.{}.",
             fc1=("up_proj",),
+            stacked="mixer.experts.",
+            stacked_fc1="up_proj",
+            stacked_router="mixer.gate",
             shared_fc1=("mixer.shared_experts.up_proj",),
             shared_fc2="mixer.shared_experts.down_proj",
             expert_bias="mixer.gate.e_score_correction_bias",
