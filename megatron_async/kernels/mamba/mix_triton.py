@@ -18,62 +18,28 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.kernels.mamba.layer import (
-    GatedNorm,
     LayerStates,
     MambaParameters,
     MambaSizes,
     StateRows,
 )
+from megatron_async.kernels.mamba.parts_triton import (
+    check_layout,
+    load,
+    norm_group_of,
+    norm_kind,
+    silu,
+    step_size,
+    store,
+    unsupported,
+)
 from megatron_async.kernels.mamba.reference import remember
 from megatron_async.kernels.pdl import uses_pdl
-
-NORM_BLOCK = tl.constexpr(2048)
-"""Channels that are normed at a time."""
-
-MOST_STATE = 256
-"""Elements of a channel's state, which a program holds in registers."""
-
-NO_NORM, NORM_AFTER_GATE, NORM_BEFORE_GATE = range(3)
-
-
-@triton.jit
-def _silu(x):
-    return x / (1.0 + tl.exp(-x))
-
-
-@triton.jit
-def _step_size(raw, bias, low, high):
-    """Softplus, clamped. Of small numbers log(1 + e) is its series: a GPU's logarithm is exact to
-    some 2e-7 of 1, which a small step would feel."""
-    dt = raw.to(tl.float32) + bias
-    e = tl.exp(tl.minimum(dt, 20.0))
-    s = tl.minimum(e, 0.0625)
-    series = s * (1 - s * (1 / 2 - s * (1 / 3 - s * (1 / 4 - s * (1 / 5 - s * (1 / 6))))))
-    log = tl.where(e < 0.0625, series, tl.log(1.0 + e))
-    dt = tl.where(dt > 20.0, dt, log)
-    return tl.minimum(tl.maximum(dt, low), high)
-
-
-@triton.jit
-def _load(ptr, mask, EVEN: tl.constexpr):
-    """Zeros outside of the mask; EVEN: there is nothing outside."""
-    if EVEN:
-        return tl.load(ptr)
-    else:
-        return tl.load(ptr, mask=mask, other=0.0)
-
-
-@triton.jit
-def _store(ptr, value, mask, EVEN: tl.constexpr):
-    if EVEN:
-        tl.store(ptr, value)
-    else:
-        tl.store(ptr, value, mask=mask)
 
 
 @triton.jit
 def _tap(weight_ptr, channel, mask, tap, CONV: tl.constexpr, EVEN: tl.constexpr):
-    return _load(weight_ptr + channel * CONV + tap, mask, EVEN).to(tl.float32)
+    return load(weight_ptr + channel * CONV + tap, mask, EVEN).to(tl.float32)
 
 
 @triton.jit
@@ -113,7 +79,7 @@ def _taps(
 @triton.jit
 def _activated(total, bias, dtype: tl.constexpr):
     """As the layer's dtype has it, in float32."""
-    return _silu(total + bias).to(dtype).to(tl.float32)
+    return silu(total + bias).to(dtype).to(tl.float32)
 
 
 @triton.jit
@@ -130,12 +96,12 @@ def _output(
     """Gate, and write for the norm or as the result."""
     y = tl.sum(state * c[None, :], axis=1) + d * x
     if NORM != 2:
-        z = _load(token_ptr - INNER + channel, is_channel, EVEN).to(tl.float32)
-        y *= _silu(z)
+        z = load(token_ptr - INNER + channel, is_channel, EVEN).to(tl.float32)
+        y *= silu(z)
     if NORM == 0:
-        _store(out_ptr + channel, y.to(out_ptr.dtype.element_ty), is_channel, EVEN)
+        store(out_ptr + channel, y.to(out_ptr.dtype.element_ty), is_channel, EVEN)
     else:
-        _store(gated_ptr + channel, y, is_channel, EVEN)
+        store(gated_ptr + channel, y, is_channel, EVEN)
 
 
 @triton.jit
@@ -144,12 +110,12 @@ def _keep_inputs(
     EVEN: tl.constexpr,
 ):  # fmt: skip
     """What no other program of the row keeps of a token."""
-    _store(kept_ptr + channel, _load(token_ptr + channel, is_channel, EVEN), is_channel, EVEN)
+    store(kept_ptr + channel, load(token_ptr + channel, is_channel, EVEN), is_channel, EVEN)
     if has_dt:
         tl.store(kept_ptr + dt_at, tl.load(token_ptr + dt_at))
     if has_bc:
-        _store(kept_ptr + b_channel, _load(token_ptr + b_channel, is_n, EVEN), is_n, EVEN)
-        _store(kept_ptr + c_channel, _load(token_ptr + c_channel, is_n, EVEN), is_n, EVEN)
+        store(kept_ptr + b_channel, load(token_ptr + b_channel, is_n, EVEN), is_n, EVEN)
+        store(kept_ptr + c_channel, load(token_ptr + c_channel, is_n, EVEN), is_n, EVEN)
 
 
 @triton.jit
@@ -195,7 +161,7 @@ def _mix_kernel(
     ssm_ptr += slot * ssm_slot
     state = tl.zeros([CHANNELS, STATE_PAD], tl.float32)
     if start != behind:
-        state = _load(ssm_ptr + state_at, is_state, EVEN).to(tl.float32)
+        state = load(ssm_ptr + state_at, is_state, EVEN).to(tl.float32)
 
     b_channel = INNER + group * STATE + n
     c_channel = b_channel + GROUPS * STATE
@@ -203,13 +169,13 @@ def _mix_kernel(
     b_bias = tl.zeros([STATE_PAD], tl.float32)
     c_bias = tl.zeros([STATE_PAD], tl.float32)
     if HAS_BIAS:
-        x_bias = _load(conv_bias_ptr + channel, is_channel, EVEN).to(tl.float32)
-        b_bias = _load(conv_bias_ptr + b_channel, is_n, EVEN).to(tl.float32)
-        c_bias = _load(conv_bias_ptr + c_channel, is_n, EVEN).to(tl.float32)
+        x_bias = load(conv_bias_ptr + channel, is_channel, EVEN).to(tl.float32)
+        b_bias = load(conv_bias_ptr + b_channel, is_n, EVEN).to(tl.float32)
+        c_bias = load(conv_bias_ptr + c_channel, is_n, EVEN).to(tl.float32)
     dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
     rate = -tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
     if WIDE_D:
-        d = _load(d_ptr + channel, is_channel, EVEN).to(tl.float32)
+        d = load(d_ptr + channel, is_channel, EVEN).to(tl.float32)
     else:
         d = tl.load(d_ptr + head).to(tl.float32)
     ring_ptr = inputs_ptr + slot * inputs_slot
@@ -228,7 +194,7 @@ def _mix_kernel(
                 CONV, CONV, RING, EVEN,
             )  # fmt: skip
             raw = tl.load(ring_ptr + position % RING * inputs_row + DT + head)
-            dt = _step_size(raw, dt_bias, dt_low, dt_high)
+            dt = step_size(raw, dt_bias, dt_low, dt_high)
             x, b = _activated(x, x_bias, dtype), _activated(b, b_bias, dtype)
             state = _updated(state, x, b, dt, rate, state_dtype)
 
@@ -257,15 +223,15 @@ def _mix_kernel(
         gated_ptr += first * INNER
     else:
         gated_ptr += row.to(tl.int64) * most * INNER
-    x += x_last * _load(token_ptr + channel, is_channel, EVEN).to(tl.float32)
-    b += b_last * _load(token_ptr + b_channel, is_n, EVEN).to(tl.float32)
-    c += c_last * _load(token_ptr + c_channel, is_n, EVEN).to(tl.float32)
-    dt = _step_size(tl.load(token_ptr + DT + head), dt_bias, dt_low, dt_high)
+    x += x_last * load(token_ptr + channel, is_channel, EVEN).to(tl.float32)
+    b += b_last * load(token_ptr + b_channel, is_n, EVEN).to(tl.float32)
+    c += c_last * load(token_ptr + c_channel, is_n, EVEN).to(tl.float32)
+    dt = step_size(tl.load(token_ptr + DT + head), dt_bias, dt_low, dt_high)
     x, b = _activated(x, x_bias, dtype), _activated(b, b_bias, dtype)
     c = _activated(c, c_bias, dtype)
     state = _updated(state, x, b, dt, rate, state_dtype)
     if not CHUNKS:
-        _store(ssm_ptr + state_at, state.to(state_dtype), is_state, EVEN)
+        store(ssm_ptr + state_at, state.to(state_dtype), is_state, EVEN)
         _keep_inputs(
             token_ptr, ring_ptr + start % RING * inputs_row, channel, is_channel, b_channel,
             c_channel, is_n, DT + head, has_dt, has_bc, EVEN,
@@ -293,10 +259,10 @@ def _mix_kernel(
                 ring_ptr, token_ptr, conv_weight_ptr, c_channel, is_n, position, start,
                 inputs_row, projected_stride, CONV, RING, EVEN,
             )  # fmt: skip
-            x += x_last * _load(token_ptr + channel, is_channel, EVEN).to(tl.float32)
-            b += b_last * _load(token_ptr + b_channel, is_n, EVEN).to(tl.float32)
-            c += c_last * _load(token_ptr + c_channel, is_n, EVEN).to(tl.float32)
-            dt = _step_size(tl.load(token_ptr + DT + head), dt_bias, dt_low, dt_high)
+            x += x_last * load(token_ptr + channel, is_channel, EVEN).to(tl.float32)
+            b += b_last * load(token_ptr + b_channel, is_n, EVEN).to(tl.float32)
+            c += c_last * load(token_ptr + c_channel, is_n, EVEN).to(tl.float32)
+            dt = step_size(tl.load(token_ptr + DT + head), dt_bias, dt_low, dt_high)
             x, b = _activated(x, x_bias, dtype), _activated(b, b_bias, dtype)
             c = _activated(c, c_bias, dtype)
             state = _updated(state, x, b, dt, rate, state_dtype)
@@ -312,7 +278,7 @@ def _mix_kernel(
             )  # fmt: skip
         gated_ptr -= (length - 1) * INNER
     if CHUNKS:
-        _store(ssm_ptr + state_at, state.to(state_dtype), is_state, EVEN)
+        store(ssm_ptr + state_at, state.to(state_dtype), is_state, EVEN)
 
     if NORM != 0:
         norm_group = head * HEAD_DIM // NORM_GROUP
@@ -324,35 +290,13 @@ def _mix_kernel(
         if before == programs - 1:
             tl.store(count_ptr, 0)
             for step in range(0, length):
-                _norm_group(
+                norm_group_of(
                     gated_ptr + step * INNER + norm_group * NORM_GROUP,
                     projected_ptr + (first + step) * projected_stride + norm_group * NORM_GROUP,
                     norm_weight_ptr + norm_group * NORM_GROUP,
                     out_ptr + (first + step) * out_stride + norm_group * NORM_GROUP,
                     eps, NORM_GROUP, NORM == 2,
                 )  # fmt: skip
-
-
-@triton.jit
-def _norm_group(
-    gated_ptr, z_ptr, weight_ptr, out_ptr, eps, SIZE: tl.constexpr, GATES: tl.constexpr
-):
-    """Norm SIZE channels of a token. They were written by other programs: read past the L1."""
-    BLOCK: tl.constexpr = min(NORM_BLOCK, triton.next_power_of_2(SIZE))
-    total = tl.zeros([BLOCK], tl.float32)
-    for begin in tl.static_range(0, SIZE, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        value = tl.load(gated_ptr + at, mask=at < SIZE, other=0.0, cache_modifier=".cg")
-        total += value * value
-    scale = tl.rsqrt(tl.sum(total) / SIZE + eps)
-    for begin in tl.static_range(0, SIZE, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        if SIZE > BLOCK:
-            value = tl.load(gated_ptr + at, mask=at < SIZE, other=0.0, cache_modifier=".cg")
-        normed = value * scale * tl.load(weight_ptr + at, mask=at < SIZE, other=0.0).to(tl.float32)
-        if GATES:
-            normed *= _silu(tl.load(z_ptr + at, mask=at < SIZE, other=0.0).to(tl.float32))
-        tl.store(out_ptr + at, normed.to(out_ptr.dtype.element_ty), mask=at < SIZE)
 
 
 class MixTile(NamedTuple):
@@ -383,16 +327,6 @@ class MixWorkspace:
             self.gated = torch.empty(tokens, sizes.inner, dtype=torch.float32, device=device)
             # A norm group has a head at least.
             self.arrived = torch.zeros(rows, sizes.heads, dtype=torch.int32, device=device)
-
-
-def unsupported(parameters: MambaParameters) -> str | None:
-    """Why the kernels do not compute a layer; None if they do."""
-    norm, sizes = parameters.norm, parameters.sizes
-    if sizes.state_size > MOST_STATE:
-        return f"a state of {sizes.state_size} a channel is larger than {MOST_STATE}"
-    if norm is not None and norm.group_size % sizes.head_dim:
-        return f"a norm group of {norm.group_size} is not made of heads of {sizes.head_dim}"
-    return None
 
 
 def mix_rows_triton(
@@ -445,29 +379,6 @@ def mix_rows_triton(
         RING=ring, CHUNKS=chunks, WINDOWS=windows, PDL=pdl,
         num_warps=tile.warps, launch_pdl=pdl, **limit,
     )  # fmt: skip
-
-
-def norm_kind(norm: GatedNorm | None) -> int:
-    """As the kernels take it."""
-    if norm is None:
-        return NO_NORM
-    return NORM_BEFORE_GATE if norm.before_gate else NORM_AFTER_GATE
-
-
-def check_layout(
-    projected: Tensor,
-    parameters: MambaParameters,
-    states: LayerStates,
-    rows: StateRows,
-    out: Tensor,
-) -> None:
-    """Raises ValueError for tensors that the kernels would read wrongly."""
-    if projected.stride(1) != 1 or out.stride(1) != 1 or states.inputs.stride(2) != 1:
-        raise ValueError("the last dimensions of projected, out and inputs must be contiguous")
-    if not states.ssm[0].is_contiguous() or not parameters.conv_weight.is_contiguous():
-        raise ValueError("each slot's ssm state and conv_weight must be contiguous")
-    if not all(column.is_contiguous() for column in rows):
-        raise ValueError("the columns of rows must be contiguous")
 
 
 def scan_tokens_triton(

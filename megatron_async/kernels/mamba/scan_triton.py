@@ -21,11 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.kernels.mamba.layer import LayerStates, MambaParameters, StateRows
-from megatron_async.kernels.mamba.mix_triton import (
-    _norm_group,
-    _silu,
-    _step_size,
+from megatron_async.kernels.mamba.parts_triton import (
     check_layout,
+    norm_group_of,
+    silu,
+    step_size,
     unsupported,
 )
 from megatron_async.kernels.pdl import pdl_enter, uses_pdl
@@ -90,7 +90,7 @@ def _conv_kernel(
     bias = tl.zeros([CHANNELS], tl.float32)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + channel, mask=is_channel, other=0.0).to(tl.float32)
-    value = _silu(total + bias[None, :]).to(convolved_ptr.dtype.element_ty)
+    value = silu(total + bias[None, :]).to(convolved_ptr.dtype.element_ty)
     out_at = (first + step)[:, None] * WIDTH + channel[None, :]
     tl.store(convolved_ptr + out_at, value, mask=mask)
 
@@ -155,7 +155,7 @@ def _scan_kernel(
         raw = tl.load(
             projected_ptr + step * projected_stride + INNER + WIDTH + head, mask=is_step, other=0.0
         )
-        dt = tl.where(is_step, _step_size(raw, dt_bias, dt_low, dt_high), 0.0)
+        dt = tl.where(is_step, step_size(raw, dt_bias, dt_low, dt_high), 0.0)
         decays = tl.cumsum(dt * rate, 0)
         total = tl.sum(dt * rate, 0)
         # Within the piece: token i takes in what tokens j up to itself brought.
@@ -172,7 +172,7 @@ def _scan_kernel(
         state = tl.dot(tl.trans(entering), b.to(tl.float32), state, input_precision=PRECISION)
         if GATES:
             z_at = step[:, None] * projected_stride + channel[None, :]
-            y *= _silu(tl.load(projected_ptr + z_at, mask=is_x, other=0.0).to(tl.float32))
+            y *= silu(tl.load(projected_ptr + z_at, mask=is_x, other=0.0).to(tl.float32))
         out_at = step[:, None] * out_stride + channel[None, :]
         tl.store(out_ptr + out_at, y.to(out_ptr.dtype.element_ty), mask=is_x)
     tl.store(ssm_ptr + state_at, state.to(ssm_ptr.dtype.element_ty), mask=is_state)
@@ -213,7 +213,7 @@ def _norm_kernel(
     end = tl.minimum(begin + TOKENS, tl.load(lengths_ptr + row))
     at = tl.program_id(1) * SIZE
     for token in range(first + begin, first + end):
-        _norm_group(
+        norm_group_of(
             gated_ptr + token * INNER + at, projected_ptr + token * projected_stride + at,
             weight_ptr + at, out_ptr + token * out_stride + at, eps, SIZE, GATES,
         )  # fmt: skip
@@ -249,7 +249,7 @@ def scan_chunks_triton(
         rows: of lengths on the device; none is behind, and ``keeps`` are the lengths.
 
     Raises:
-        ValueError: ``mix_triton.unsupported`` names a reason, or a tensor is laid out in another
+        ValueError: ``parts_triton.unsupported`` names a reason, or a tensor is laid out in another
             way.
     """
     sizes, norm = parameters.sizes, parameters.norm

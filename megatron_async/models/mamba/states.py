@@ -107,7 +107,7 @@ def kernels_why_not(parameters: MambaParameters) -> str | None:
     """Why no kernels compute such a layer on a GPU; None if they do."""
     if not trial.MAMBA:
         return trial.REASON
-    from megatron_async.kernels.mamba.mix_triton import unsupported
+    from megatron_async.kernels.mamba.parts_triton import unsupported
 
     return unsupported(parameters)
 
