@@ -140,7 +140,7 @@ def test_corrupt_tokenizer_is_an_error(tmp_path: Path) -> None:
         ({"vocab_size": 10**13}, "vocab_size=10+ must be a positive integer of at most 2147483647"),
         ({"mtp_num_layers": 0.5}, "mtp_num_layers=0.5 must be a non-negative integer"),
         ({"mtp_num_layers": -1}, "mtp_num_layers=-1 must be a non-negative integer"),
-        ({"activation": "elu"}, "activation='elu' must be one of swiglu, geglu, geglu_tanh"),
+        ({"activation": "elu"}, "activation='elu' must be one of swiglu, clamped_swiglu, geglu"),
         ({"normalization": []}, r"normalization=\[\] must be one of RMSNorm, LayerNorm"),
         ({"position_embedding": "alibi"}, "position_embedding='alibi' must be one of rope, "),
         ({"norm_epsilon": "x"}, "norm_epsilon='x' must be a finite number above 0"),
