@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, overload
 
 from megatron_async.errors import IntegrityError, RequestError
 from megatron_async.sampling_params import SamplingParams
@@ -161,6 +161,23 @@ class TokenIds(list[int]):
         """A list of its own."""
         return list(self)
 
+    def numel(self) -> int:
+        """Number of tokens."""
+        return len(self)
+
+    @property
+    def shape(self) -> tuple[int]:
+        """Of one dimension."""
+        return (len(self),)
+
+    @overload
+    def size(self, dim: None = None) -> tuple[int]: ...
+    @overload
+    def size(self, dim: int) -> int: ...
+    def size(self, dim: int | None = None) -> tuple[int] | int:
+        """:attr:`shape`, or the number of tokens of dimension 0 or -1."""
+        return self.shape if dim is None else self.shape[dim]
+
 
 _METADATA = {
     "temperature": "float32",
@@ -190,8 +207,9 @@ class DynamicInferenceRequest:
 
     Log-probabilities are None unless asked for. ``generated_log_probs`` has one for each generated
     token, ``prompt_log_probs`` one for each prompt token but the first. The ``top_n`` lists have
-    for the same tokens those of the most likely ones, by token id, the most likely first; the
-    token itself may not be among them.
+    for the same tokens those of the most likely ones, ``dict[int, float]`` by token id, the most
+    likely first; the token itself may not be among them. In engines that are built as megatron-core
+    builds them it is ``dict[str, float]``, by the tokens' texts.
     """
 
     request_id: int
@@ -202,8 +220,8 @@ class DynamicInferenceRequest:
     generated_text: str | None = None
     generated_log_probs: list[float] | None = None
     prompt_log_probs: list[float] | None = None
-    generated_top_n_logprobs: list[dict[int, float]] | None = None
-    prompt_top_n_logprobs: list[dict[int, float]] | None = None
+    generated_top_n_logprobs: list[Any] | None = None
+    prompt_top_n_logprobs: list[Any] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     seed: int | None = None

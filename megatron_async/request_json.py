@@ -38,6 +38,8 @@ def _to_json(name: str, value: Any, request: DynamicInferenceRequest) -> Any:
         return [[span.ticket, span.params.serialize()] for span in value]
     if name == "events":
         return [_event_to_json(event) for event in value]
+    if name in _TOPS and value is not None:
+        return [_top_to_json(top) for top in value]
     if isinstance(value, SamplingParams):
         return value.serialize()
     if isinstance(value, Status):
@@ -49,6 +51,12 @@ def _to_json(name: str, value: Any, request: DynamicInferenceRequest) -> Any:
     if isinstance(value, list):
         return [list(each) if isinstance(each, tuple) else each for each in value]
     return value
+
+
+def _top_to_json(top: dict[Any, float]) -> Any:
+    """By text as pairs: in JSON text token ids are strings too."""
+    by_text = any(isinstance(token, str) for token in top)
+    return [[token, of] for token, of in top.items()] if by_text else top
 
 
 def _event_to_json(event: DynamicInferenceEvent) -> dict[str, Any]:
@@ -104,16 +112,17 @@ def _event(data: dict[str, Any]) -> DynamicInferenceEvent:
     )
 
 
-def _top(tokens: dict[Any, float]) -> dict[int, float]:
-    """In JSON text token ids are strings."""
-    return {int(token): log_prob for token, log_prob in tokens.items()}
+def _top(top: Any) -> dict[Any, float]:
+    if isinstance(top, list):
+        return {str(token): of for token, of in top}
+    return {int(token): of for token, of in top.items()}
 
 
+_TOPS = ("generated_top_n_logprobs", "prompt_top_n_logprobs")
 _FROM_JSON: dict[str, Convert] = {
     "prompt_tokens": TokenIds,
     "sampling_params": SamplingParams.deserialize,
-    "generated_top_n_logprobs": _or_none(_each(_top)),
-    "prompt_top_n_logprobs": _or_none(_each(_top)),
+    **dict.fromkeys(_TOPS, _or_none(_each(_top))),
     "finish_reason": _or_none(FinishReason),
     "choices": _each(request_from_json),
     "weight_spans": _each(lambda span: WeightSpan(*span)),

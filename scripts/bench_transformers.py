@@ -2,11 +2,16 @@
 
     python scripts/bench_transformers.py gpt2 --batch 1 4 32 --json results.json
     python scripts/bench_transformers.py /path/to/model --variants baseline captured --trace traces
+    python scripts/bench_transformers.py --table --budget 240 --json table.json
 
 Each variant is compared with the tokens of stock on the same cache before it is timed; a variant
 that differs is reported and not timed. A run without a GPU is refused: on the CPU all variants are
-stock, and its figures would say nothing. ``random:gpt2`` and the like have random weights, for
-machines without a checkpoint.
+stock, and its figures would say nothing; ``--device cpu`` is a trial of the script itself.
+``random:gpt2`` and the like have random weights, for machines without a checkpoint.
+
+``--table`` measures the rows of ``transformers_rows.py``, each in a process of its own that is
+killed after ``--budget`` seconds, and goes on after one that fails. The file has what was found
+from the first row on.
 """
 
 from __future__ import annotations
@@ -14,14 +19,24 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from transformers_rows import ROWS, line_of, run_row, run_table, seconds_of
 
 RANDOM = {
+    "random:tiny-gpt2": {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 64},
+    "random:tiny-llama-1b": {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64,
+    },
+    "random:tiny-llama-8b": {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 64,
+    },
     "random:gpt2": {"n_embd": 768, "n_layer": 12, "n_head": 12},
     "random:gpt2-medium": {"n_embd": 1024, "n_layer": 24, "n_head": 16},
     "random:gpt2-large": {"n_embd": 1280, "n_layer": 36, "n_head": 20},
@@ -29,6 +44,11 @@ RANDOM = {
         "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
         "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
         "max_position_embeddings": 8192, "tie_word_embeddings": True,
+    },
+    "random:llama-8b": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256,
+        "max_position_embeddings": 16384, "rope_theta": 500000.0,
     },
 }  # fmt: skip
 
@@ -42,7 +62,15 @@ class Variant(NamedTuple):
 
 
 def variants() -> dict[str, Variant]:
-    from megatron_async.integrations.transformers import async_generate, generate_captured
+    from megatron_async.integrations.transformers import (
+        AsyncGenerate,
+        alternating_streams,
+        async_generate,
+        generate_captured,
+    )
+
+    def alternating() -> Any:
+        return AsyncGenerate(streams=alternating_streams)
 
     def stock() -> None:
         return None
@@ -52,8 +80,11 @@ def variants() -> dict[str, Variant]:
         "interleaved": Variant(False, False, lambda: async_generate),
         "static": Variant(True, False, stock),
         "static-interleaved": Variant(True, False, lambda: async_generate),
+        "alternating": Variant(False, False, alternating),
+        "static-alternating": Variant(True, False, alternating),
         "compiled": Variant(True, True, stock),
         "all": Variant(True, True, lambda: async_generate),
+        "all-alternating": Variant(True, True, alternating),
         "captured": Variant(True, False, lambda: generate_captured),
     }
 
@@ -63,11 +94,16 @@ def load(name: str, dtype: torch.dtype, device: str) -> Any:
 
     if name in RANDOM:
         torch.manual_seed(0)
-        with torch.device(device):
-            if "gpt2" in name:
-                model: Any = t.GPT2LMHeadModel(t.GPT2Config(**RANDOM[name]))
-            else:
-                model = t.LlamaForCausalLM(t.LlamaConfig(**RANDOM[name]))
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)  # in fp32 the largest would not fit
+        try:
+            with torch.device(device):
+                if "gpt2" in name:
+                    model: Any = t.GPT2LMHeadModel(t.GPT2Config(**RANDOM[name]))
+                else:
+                    model = t.LlamaForCausalLM(t.LlamaConfig(**RANDOM[name]))
+        finally:
+            torch.set_default_dtype(before)
         return model.to(dtype).eval()
     return t.AutoModelForCausalLM.from_pretrained(name, dtype=dtype).to(device).eval()
 
@@ -100,21 +136,14 @@ def generation(
     return run
 
 
-def seconds_of(run: Callable[[], Any]) -> float:
-    torch.cuda.synchronize()
-    started = time.perf_counter()
-    run()
-    torch.cuda.synchronize()
-    return time.perf_counter() - started
-
-
 def trace(run: Callable[[], Any], path: Path) -> None:
     """A profile in Chrome's format, which shows the two streams."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
         run()
-        torch.cuda.synchronize()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
     path.parent.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(str(path))
 
@@ -131,7 +160,7 @@ def measure(model: Any, name: str, batch: int, options: argparse.Namespace) -> d
     if not same and not variant.compiled:
         return {**result, "error": "tokens differ from those of stock on the same cache"}
     run()
-    seconds = [seconds_of(run) for _ in range(options.runs)]
+    seconds = [seconds_of(run, model.device) for _ in range(options.runs)]
     new = tokens.shape[1] - options.prompt
     if options.trace is not None:
         trace(run, options.trace / f"{name}-{batch}.json")
@@ -146,7 +175,8 @@ def measure(model: Any, name: str, batch: int, options: argparse.Namespace) -> d
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("model", help=f"a name or directory, or one of {', '.join(RANDOM)}")
+    said = f"a name or directory, or one of {', '.join(RANDOM)}"
+    parser.add_argument("model", nargs="?", help=said)
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
     parser.add_argument("--variants", nargs="+", choices=list(variants()), default=list(variants()))
     parser.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
@@ -156,27 +186,61 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["bfloat16", "float16", "float32"], default="bfloat16")
     parser.add_argument("--trace", type=Path, help="directory for a profile of each variant")
     parser.add_argument("--json", type=Path, help="where the results go")
-    return parser.parse_args(arguments)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    said = "measure the rows of the table, with --json, and no model"
+    parser.add_argument("--table", action="store_true", help=said)
+    parser.add_argument("--rows", nargs="+", choices=list(ROWS), help="these of the table alone")
+    parser.add_argument("--row", choices=list(ROWS), help="one row, in this process")
+    parser.add_argument("--budget", type=float, default=240.0, help="seconds of each row")
+    parser.add_argument("--tiny", action="store_true", help="rows of tiny models, for a trial")
+    options = parser.parse_args(arguments)
+    if options.table and (options.json is None or options.model is not None):
+        parser.error("--table goes with --json FILE, and without a model")
+    if not options.table and options.row is None and options.model is None:
+        parser.error("give a model, or --table")
+    return options
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Measure and print a table."""
-    options = parse(arguments)
-    if not torch.cuda.is_available():
-        raise SystemExit("bench_transformers needs a GPU: on the CPU every variant is stock")
-    model = load(options.model, getattr(torch, options.dtype), "cuda")
-    device = torch.cuda.get_device_name()
+def measure_model(options: argparse.Namespace) -> None:
+    """All variants of one model, a line each; one that fails is reported."""
+    model = load(options.model, getattr(torch, options.dtype), options.device)
+    device = options.device_name
     print(f"{options.model}, {options.dtype}, {device}, torch {torch.__version__}")
     results = []
     for batch in options.batch:
         for name in options.variants:
-            result = measure(model, name, batch, options)
+            try:
+                result = measure(model, name, batch, options)
+            except Exception as error:  # such as memory that is not there
+                result = {"model": options.model, "variant": name, "batch": batch}
+                result["error"] = f"{type(error).__name__}: {error}"[:500]
             results.append({**result, "device": device, "torch": torch.__version__})
             told = result.get("error") or f"{result['ms_per_token']:.3f} ms/token"
             print(f"batch {batch:>3}  {name:<20} {told}", flush=True)
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=1))
+            if options.json is not None:
+                options.json.write_text(json.dumps(results, indent=1))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Measure and print a table; 1 if a row of it did not come to its end."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = parse(arguments)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("bench_transformers needs a GPU: on the CPU every variant is stock")
+    options.device_name = "cpu" if options.device == "cpu" else torch.cuda.get_device_name()
+    if options.table:
+        keep = ("--device", options.device, "--dtype", options.dtype, "--runs", str(options.runs))
+        size = ("--tokens", str(options.tokens), "--prompt", str(options.prompt))
+        given = [*keep, *size, *["--tiny"] * options.tiny]
+        return int(
+            run_table(Path(__file__), given, options, lambda line: print(line, flush=True)) > 0
+        )
+    if options.row is not None:
+        print(line_of(run_row(options.row, options)), flush=True)
+    else:
+        measure_model(options)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

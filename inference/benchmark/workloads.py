@@ -15,6 +15,7 @@ from megatron_async.request import step_summary
 
 from .drafts import PLAIN, Drafts, all_drafts, draft_figures
 from .engines import Started, close_engines, fit_together, make_engine, ragged_config, start_engine
+from .experts import experts_read
 from .host import HostConditions, host_watch
 from .loads import Load, RaggedLoad, Request, arrivals, with_stops
 from .model import BenchmarkModel
@@ -253,8 +254,9 @@ class DecodeWorkload(Workload):
         tokens = statistics.fmean([count for of_round in rounds for count in of_round.tokens])
         figures = step_figures(steps, tokens)
         figures |= draft_figures([run.counters for run in found.runs], tokens / batch_size)
-        floor = self._floor_ms(batch_size, found.drafts)
         last = found.runs[-1]
+        experts = self._experts_read(batch_size, last, found.drafts)
+        floor = self._floor_ms(batch_size, found.drafts, experts)
         if last.events is not None:
             last.events["in_timed_round"] = self._marks_timed_rounds
         more = {
@@ -265,12 +267,21 @@ class DecodeWorkload(Workload):
             "host_ms_p50": statistics.median(hosts),
             "host_ms_p99": percentile(hosts, 0.99),
             "round_host_ms": [statistics.median(of_round.host_ms) for of_round in rounds],
+            "experts_read": experts,
             "floor_ms": floor,
             "floor_share": None if floor is None else floor / figures["step_ms_mean"],
         }
         return self.row(found, last, figures | more)
 
-    def _floor_ms(self, batch_size: int, drafts: Drafts) -> float | None:
+    def _experts_read(self, batch_size: int, run: Run, drafts: Drafts) -> float | None:
+        """Of a layer by a step; None without experts, or without a floor."""
+        if self._bandwidth is None:
+            return None
+        return experts_read(self.model, self._requests(batch_size), run.tokens, drafts.window)
+
+    def _floor_ms(
+        self, batch_size: int, drafts: Drafts, experts: float | None = None
+    ) -> float | None:
         """Of a step. Prompt look-up reads next to nothing."""
         if self._bandwidth is None:
             return None
@@ -284,6 +295,7 @@ class DecodeWorkload(Workload):
             new_tokens=self._load.new_tokens,
             drafts=drafts.count if drafts.method == "mtp" else 0,
             draft_model=model.draft_config,
+            experts=experts,
         )
 
     def _profile(self, row: dict[str, Any]) -> None:

@@ -92,7 +92,8 @@ def run(args: argparse.Namespace) -> int:
         _report(engine, len(futures), time.perf_counter() - started)
         if results is not None:
             steps = engine.counters.steps_launched
-            results.write(results_to_json([future.result() for future in futures], steps))
+            ended = [future.result() for future in futures]
+            results.write(results_to_json(ended, steps, engine.controller.tokenizer))
     return EXIT_BAD_INPUT if len(futures) < len(jobs) else 0
 
 

@@ -31,7 +31,7 @@ FLAGS: Table = {
     "--stop-words": works("--stop"),
     "--return-log-probs": works(""),
     "--skip-prompt-log-probs": works(""),
-    "--top-n-logprobs": works("by token id"),
+    "--top-n-logprobs": works("by text in the file of --output-path, by token id with --json"),
     "--output-path": works("of generate; prompts may be served beside --json"),
     "--tokenizer-model": works("a tokenizer.json, or the directory of one"),
     "--seed": works(""),

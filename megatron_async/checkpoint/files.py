@@ -53,14 +53,19 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def parse_token_ids(path: Path, name: str, value: Any) -> tuple[int, ...]:
-    """Token ids given as null, one int or a list of ints; each once."""
+def parse_token_ids(path: Path, name: str, value: Any, vocab_size: int) -> tuple[int, ...]:
+    """Token ids of the vocabulary, given as null, one int or a list of ints; each once."""
     ids = [] if value is None else value if isinstance(value, list) else [value]
     for token_id in ids:
         if type(token_id) is not int or not 0 <= token_id <= MAX_COUNT:
             raise CheckpointError(
                 f"{path}: {name}={value!r} must be a token id or a list of token ids, "
                 f"each of at most {MAX_COUNT}"
+            )
+        if token_id >= vocab_size:
+            raise CheckpointError(
+                f"{path}: {name}={token_id} is not one of the vocabulary's {vocab_size} tokens; "
+                "correct it, or set it to null"
             )
     return tuple(dict.fromkeys(ids))
 

@@ -61,6 +61,5 @@ def describe(directory: Path, values: dict[str, Any]) -> Description:
         generation_eos = read_json(generation_path).get("eos_token_id")
         if generation_eos is not None:
             eos_path, eos = generation_path, generation_eos
-    return Description(
-        config, parse_token_ids(eos_path, "eos_token_id", eos), parse_dtype(path, dtype)
-    )
+    eos_ids = parse_token_ids(eos_path, "eos_token_id", eos, config.vocab_size)
+    return Description(config, eos_ids, parse_dtype(path, dtype))

@@ -21,11 +21,11 @@ def read_json(path: Path, most: int = MOST_BYTES) -> dict[str, Any]:
     """The JSON object in ``path``, of at most ``most`` bytes.
 
     Raises:
-        CheckpointError: the file is missing, unreadable, too large, or not a JSON object.
+        CheckpointError: the file is missing, unreadable, too large, or not a JSON object in UTF-8.
     """
     data = read_file(path, most)
-    try:
-        values = json.loads(data)
+    try:  # UTF-8 alone, as transformers reads it: json.loads would guess the encoding of bytes
+        values = json.loads(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON: {one_line(error)}") from error
     if not isinstance(values, dict):

@@ -122,8 +122,9 @@ def describe(directory: Path, values: dict[str, Any]) -> Description:
         config = ModelConfig.from_dict(values["model"])
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    parse_token_ids(path, "bos_token_id", values.get("bos_token_id"))
-    eos_token_ids = parse_token_ids(path, "eos_token_ids", values.get("eos_token_ids"))
+    size = config.vocab_size
+    parse_token_ids(path, "bos_token_id", values.get("bos_token_id"), size)
+    eos_token_ids = parse_token_ids(path, "eos_token_ids", values.get("eos_token_ids"), size)
     return Description(config, eos_token_ids, parse_dtype(path, values.get("dtype")))
 
 

@@ -11,8 +11,11 @@ if TYPE_CHECKING:
     from megatron_async.device.protocol import Device
 
 
-def open_device(torch_device: torch.device, config: EngineConfig) -> Device:
+def open_device(torch_device: torch.device, config: EngineConfig, *, graphs: bool = True) -> Device:
     """The device that runs steps on ``torch_device``.
+
+    Args:
+        graphs: on a GPU, capture steps; see ``CudaDevice``.
 
     Raises:
         ConfigError: the device is of a type that is not supported.
@@ -26,5 +29,5 @@ def open_device(torch_device: torch.device, config: EngineConfig) -> Device:
     if torch_device.type == "cuda":
         from megatron_async.device.cuda import CudaDevice
 
-        return CudaDevice(torch_device)
+        return CudaDevice(torch_device, graphs=graphs)
     raise ConfigError(f"device={str(torch_device)!r} is not supported; use cpu or cuda")

@@ -34,12 +34,18 @@ def no_collection() -> Iterator[None]:
 
 
 class CudaDevice:
-    """Launches on one stream; graphs are captured from the same stream into one pool."""
+    """Launches on one stream; graphs are captured from the same stream into one pool.
+
+    Args:
+        graphs: capture what is launched again and again. Without it the same kernels in the same
+            shapes are launched one by one.
+    """
 
     captures = True
 
-    def __init__(self, torch_device: torch.device) -> None:
+    def __init__(self, torch_device: torch.device, *, graphs: bool = True) -> None:
         self.torch_device = torch_device
+        self._graphs = graphs
         self.stream = torch.cuda.Stream(torch_device)
         self._pool = torch.cuda.graph_pool_handle()
         self._rings: list[_Counted] = []
@@ -66,21 +72,26 @@ class CudaDevice:
             for _ in range(WARM_UP_RUNS):
                 work()
             self.stream.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with (
-                no_collection(),
-                torch.cuda.graph(
-                    graph,
-                    pool=self._pool,
-                    stream=self.stream,
-                    capture_error_mode="thread_local",
-                ),
-            ):
-                work()
+            made: Graph
+            if self._graphs:
+                made = _CudaGraph(self, self._captured(work), name)
+            else:
+                made = _EagerCall(self, work, name)
         # Warm-up ran for real: put the rings back to where they were.
         for ring in self._rings:
             ring.rewind()
-        return _CudaGraph(self, graph, name)
+        return made
+
+    def _captured(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with (
+            no_collection(),
+            torch.cuda.graph(
+                graph, pool=self._pool, stream=self.stream, capture_error_mode="thread_local"
+            ),
+        ):
+            work()
+        return graph
 
     def packet_ring(self, entries: int, width: int) -> CudaPacketRing:
         ring = CudaPacketRing(self, entries, width)
@@ -142,6 +153,18 @@ class _CudaGraph:
                 self._graph.replay()
             else:
                 timeline.record(self._graph.replay, self._name, device.ticket)
+
+
+class _EagerCall:
+    """In place of a graph."""
+
+    def __init__(self, device: CudaDevice, work: Callable[[], None], name: str) -> None:
+        self._device = device
+        self._work = work
+        self._name = name
+
+    def replay(self) -> None:
+        self._device.enqueue(self._work, self._name)
 
 
 class _Counted:

@@ -63,7 +63,8 @@ class DynamicInferenceEngine:
         enable_chunked_prefill: without it a prompt is prefilled in one forward.
         as_megatron: as in megatron-core a request that is too long is handed out as a failed
             record, where :meth:`add_request` and :meth:`generate` raise else; and a step of a
-            suspended engine that has nothing to hand out raises, where it does nothing else.
+            suspended engine that has nothing to hand out raises, where it does nothing else; and
+            the ``top_n`` lists of requests are by text, where they are by token id else.
         config: scheduling and debugging.
         eos_token_ids: tokens that end a request which names no ``termination_id``; None takes the
             tokenizer's ``eod``.
@@ -143,6 +144,7 @@ class DynamicInferenceEngine:
             controller.tokenizer,
             track_pauses=config.track_paused_request_events,
             eos_token_ids=validator.eos_token_ids,
+            top_by_text=as_megatron,
         )
         self.config = config = with_step_costs(config, self.runner, context, limits)
         self.scheduler = Scheduler(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,9 @@ import numpy as np
 from megatron_async.errors import IntegrityError
 from megatron_async.request import DynamicInferenceRequest, TokenLogProbs
 from megatron_async.step.extras import MAX_TOP_LOG_PROBS
+
+TokenName = Callable[[int], str]
+"""What a token is called in a request's ``top_n`` lists, in place of its id."""
 
 
 def read_log_probs(words: Any, n: int) -> list[TokenLogProbs]:
@@ -31,6 +35,15 @@ def read_log_probs(words: Any, n: int) -> list[TokenLogProbs]:
     ]
 
 
+def tops_by_text(top: dict[int, float], name: TokenName) -> dict[str, float]:
+    """The most likely tokens by text, as megatron-core has them; of tokens with the same text, such
+    as parts of characters, the likeliest."""
+    named: dict[str, float] = {}
+    for token, log_prob in top.items():
+        named.setdefault(name(token), log_prob)
+    return named
+
+
 def start_log_probs(request: DynamicInferenceRequest) -> None:
     """Give the request empty lists for what it asks; the others stay None."""
     params = request.sampling_params
@@ -44,17 +57,21 @@ def start_log_probs(request: DynamicInferenceRequest) -> None:
         request.prompt_top_n_logprobs = [] if top else None
 
 
-def add_generated(request: DynamicInferenceRequest, words: Any) -> list[TokenLogProbs]:
+def add_generated(
+    request: DynamicInferenceRequest, words: Any, name: TokenName | None = None
+) -> list[TokenLogProbs]:
     """Append the log-probabilities of generated tokens, ``words`` [tokens, LOG_PROB_WORDS]; returns
-    them. Nothing when the request has not asked."""
+    them, by token id. Nothing when the request has not asked."""
     if request.generated_log_probs is None:
         return []
     each = read_log_probs(words, request.sampling_params.top_n_logprobs)
-    _extend(request.generated_log_probs, request.generated_top_n_logprobs, each)
+    _extend(request.generated_log_probs, request.generated_top_n_logprobs, each, name)
     return each
 
 
-def add_of_prompt(request: DynamicInferenceRequest, first: int, words: Any) -> None:
+def add_of_prompt(
+    request: DynamicInferenceRequest, first: int, words: Any, name: TokenName | None = None
+) -> None:
     """Append the log-probabilities of prompt tokens, of which the first has position ``first``.
 
     What has come before stays: a prompt computed again after an eviction adds nothing twice.
@@ -74,12 +91,12 @@ def add_of_prompt(request: DynamicInferenceRequest, first: int, words: Any) -> N
     new = words[due - first : len(request.prompt_tokens) - first]
     if len(new):
         each = read_log_probs(new, request.sampling_params.top_n_logprobs)
-        _extend(known, request.prompt_top_n_logprobs, each)
+        _extend(known, request.prompt_top_n_logprobs, each, name)
 
 
 def _extend(
-    own: list[float], top: list[dict[int, float]] | None, each: list[TokenLogProbs]
+    own: list[float], top: list[Any] | None, each: list[TokenLogProbs], name: TokenName | None
 ) -> None:
     own += [item.log_prob for item in each]
     if top is not None:
-        top += [item.top for item in each]
+        top += [item.top if name is None else tops_by_text(item.top, name) for item in each]

@@ -13,7 +13,12 @@ from concurrent.futures import InvalidStateError
 from typing import Any, NamedTuple
 
 from megatron_async.engine.host_ends import HostEnds
-from megatron_async.engine.log_probs import add_generated, add_of_prompt, start_log_probs
+from megatron_async.engine.log_probs import (
+    TokenName,
+    add_generated,
+    add_of_prompt,
+    start_log_probs,
+)
 from megatron_async.engine.metrics import count_drafts
 from megatron_async.engine.request_text import RequestText
 from megatron_async.errors import EngineStoppedError, ModelOutputError
@@ -109,6 +114,8 @@ class OutputProcessor:
 
     Args:
         eos_token_ids: the model's own end tokens.
+        top_by_text: ``top_n`` lists of requests have the texts of tokens, as megatron-core's, where
+            there is a tokenizer.
 
     Attributes:
         ends: what ends requests before their tokens are committed: stop words, and what others
@@ -127,6 +134,7 @@ class OutputProcessor:
         *,
         track_pauses: bool,
         eos_token_ids: Iterable[int] = (),
+        top_by_text: bool = False,
     ) -> None:
         self.ends = HostEnds()
         self.weight_version = 0
@@ -135,6 +143,9 @@ class OutputProcessor:
         self.reports: list[StepReport] = []
         self.on_finish: Callable[[DynamicInferenceRequest], None] | None = None
         self._tokenizer = tokenizer
+        self._token_name: TokenName | None = None
+        if top_by_text and tokenizer is not None:
+            self._token_name = lambda token: str(tokenizer.detokenize([token]))
         self._track_pauses = track_pauses
         self._eos_token_ids = frozenset(eos_token_ids)
         self._entries: dict[int, Entry] = {}
@@ -242,6 +253,7 @@ class OutputProcessor:
         now = time.perf_counter()
         self.reports.append(report)
         entries, version, outputs = self._entries, self.weight_version, self.outputs
+        name = self._token_name
         keys, rows, reasons, discarded, log_probs, prompt_log_probs = commit
         if prompt_log_probs is not None:
             self._add_of_prompts(prompt_log_probs)
@@ -252,7 +264,7 @@ class OutputProcessor:
             if key in discarded:
                 request.counters.discarded += 1
                 continue
-            each = () if words is None else add_generated(request, words[: len(tokens)])
+            each = () if words is None else add_generated(request, words[: len(tokens)], name)
             if len(tokens) != 1:
                 self._start_window(entry, tokens, report, each)
                 if not tokens:
@@ -300,7 +312,7 @@ class OutputProcessor:
     def _add_of_prompts(self, prompt_log_probs: Mapping[int, tuple[int, Any]]) -> None:
         for key, (first, words) in prompt_log_probs.items():
             if self.is_live(key):
-                add_of_prompt(self._entries[key].request, first, words)
+                add_of_prompt(self._entries[key].request, first, words, self._token_name)
 
     def _start_window(
         self,

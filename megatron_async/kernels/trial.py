@@ -2,6 +2,9 @@
 sm_90a, but not yet run on a GPU. Engines take the torch code and the modules instead; the tests
 turn them on."""
 
+MOE = False
+"""Those of layers of experts in decode steps."""
+
 LATENT = False
 """Multi-latent attention, in decode steps and in prefill."""
 

@@ -90,8 +90,7 @@ class DynamicInferenceContext(context.DynamicInferenceContext):
             keywords.get("use_cuda_graphs_for_non_decode_steps", True)
         )
         own = {name: value for name, value in keywords.items() if name in _OWN}
-        graphs = keywords.get("num_cuda_graphs")
-        own["num_cuda_graphs"] = None if graphs == -1 else graphs
+        own["num_cuda_graphs"] = _num_cuda_graphs(keywords.get("num_cuda_graphs"))
         own["max_requests"] = _max_requests(keywords)
         own["max_tokens"] = _max_tokens(keywords, own["max_requests"])
         try:
@@ -246,6 +245,17 @@ class BlockAllocator:
             f"active {self.get_active_used()}/{self.active_count}; "
             f"paused {self.get_paused_used()}/{self.paused_count}"
         )
+
+
+def _num_cuda_graphs(count: Any) -> int | None:
+    """As given; None and -1 are all."""
+    if count is None or (count == -1 and not isinstance(count, bool)):
+        return None
+    try:
+        return check_integer("num_cuda_graphs", count, 1)
+    except ConfigError as error:
+        said = "; None and -1 capture all, and enable_cuda_graph=False of the engine none"
+        raise ConfigError(f"{error}{said}") from None
 
 
 def _of_latents(keywords: dict[str, Any]) -> dict[str, Any]:

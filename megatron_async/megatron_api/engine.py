@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from megatron_async.config import DEFAULT_ASYNC_DEPTH, MAX_DEPTH, EngineConfig, check_config
+from megatron_async.device import open_device
 from megatron_async.engine import engine
 from megatron_async.engine.build import EngineParts
 from megatron_async.engine.output_processor import TokenOutput
@@ -62,7 +63,8 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
 
     Args:
         controller, context: the model and its cache.
-        enable_cuda_graph: accepted without effect: steps are captured on a GPU.
+        enable_cuda_graph: False launches the kernels of a step one by one; else steps are captured
+            on a GPU.
         random_seed: from which requests that bring no seed derive theirs; None takes the model
             config's ``inference_sampling_seed`` with an ``InferenceConfig``, else ``config``'s.
         track_paused_request_events, inference_logging_step_interval: as in :class:`EngineConfig`.
@@ -114,6 +116,8 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
         self.pg_collection = pg_collection
         self.random_seed = config.random_seed if random_seed is None else random_seed
         self.enable_cuda_graph = bool(enable_cuda_graph)
+        if enable_cuda_graph is False and options.get("device") is None:
+            options["device"] = open_device(context.device, config, graphs=False)
         self.cuda_graph_impl = "local" if enable_cuda_graph else "none"
         self.unified_memory_level = 0
         self.persist_cuda_graphs = True

@@ -102,7 +102,11 @@ LLM: Table = {
     "update_weights": works("ours: a directory, a .safetensors file, or a state dict"),
     "shutdown": works("closes the engine"),
     "wait_for_shutdown": works(""),
-    "serve": refused("the server loads the model by itself: `megatron-async serve --model PATH`"),
+    "serve": refused(
+        "the server's engine is a process of its own, started again when it dies, which cannot "
+        "have a model of this one: give the checkpoint's directory, or that of "
+        "megatron_async.checkpoint.save_distributed, to `megatron-async serve --model PATH`"
+    ),
     "submit": refused(STEPS_OF_ITS_OWN),
     "run_sync": refused(STEPS_OF_ITS_OWN),
     "engine": works(""),
@@ -120,7 +124,10 @@ NOT_HERE: Table = {
     **dict.fromkeys(
         ("InferenceClient", "DataParallelInferenceCoordinator", "Headers"), refused(NO_ZMQ)
     ),
-    "ServeConfig": refused("the server has options: `megatron-async serve --help`"),
+    "ServeConfig": refused(
+        "the server has options: `megatron-async serve --model PATH --host --port "
+        "--api-server-count`, and those that `megatron-async serve --help` lists"
+    ),
     **dict.fromkeys(
         (
             "VLMInferenceWrapper",

@@ -33,7 +33,7 @@ CONTEXT: Table = {
     "cache_mla_latent": works("always so for a model with multi-latent attention"),
     "kv_lora_rank": works(LATENTS),
     "qk_pos_emb_head_dim": works(LATENTS),
-    "num_cuda_graphs": works("most row buckets captured; None and -1 capture all"),
+    "num_cuda_graphs": works("most row buckets captured, at least 1; None and -1 capture all"),
     "materialize_only_last_token_logits": works(
         "log-probabilities of prompts are computed for the requests that ask, whatever it says"
     ),
@@ -265,7 +265,9 @@ CONTROLLER_ATTRIBUTES: Table = {
 ENGINE: Table = {
     "controller": works(""),
     "context": works(""),
-    "enable_cuda_graph": accepted("steps are captured on a GPU, and never on a CPU"),
+    "enable_cuda_graph": works(
+        "False launches kernels one by one; else steps are captured on a GPU, and never on a CPU"
+    ),
     "random_seed": works("from which requests that bring no seed derive theirs"),
     "track_paused_request_events": works(""),
     "enable_chunked_prefill": works(
@@ -382,7 +384,10 @@ SAMPLING_PARAMS: Table = {
     ),
     "return_segments": accepted("TokenOutput has the text of each token", None, False),
     "termination_id": works("None takes the tokenizer's eod, -1 none"),
-    "top_n_logprobs": works("by token id, at most 20; return_log_probs is not needed"),
+    "top_n_logprobs": works(
+        "at most 20; by text, of tokens with the same text the likeliest; return_log_probs is not "
+        "needed"
+    ),
     "return_prompt_top_n_logprobs": accepted("skip_prompt_log_probs decides"),
     "stop_words": works("the text is cut before the word"),
     "detokenize_stop_sequence": works("main: the text is cut behind the word"),
@@ -421,9 +426,9 @@ REQUEST: Table = {
         works(""),
     ),
     "generated_text": works("without the token that ended it, unlike theirs"),
-    "generated_top_n_logprobs": works("by token id"),
-    "prompt_top_n_logprobs": works("by token id"),
-    "prompt_tokens": works("a list with tolist()"),
+    "generated_top_n_logprobs": works("by text; by token id where there is no tokenizer"),
+    "prompt_top_n_logprobs": works("by text; by token id where there is no tokenizer"),
+    "prompt_tokens": works("a list with tolist(), numel(), shape and size()"),
     "prompt_length": works("main"),
     "ttft": works("main: seconds from arrival to the first token"),
     "num_cached_tokens": works("main: prompt tokens found in the prefix cache"),

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.metrics import EngineCounters
 from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import DEPTHS, config_at
+
+
+@functools.cache
+def embedded(model: str, device: str, dtype: str) -> DynamicInferenceEngine:
+    """The weights that the engines of a model share."""
+    config = config_at(0, device=device, dtype=dtype, max_requests=1, batch_invariant=True)
+    return DynamicInferenceEngine.from_pretrained(model, config)
 
 
 def decode_under_pressure(
@@ -32,7 +41,7 @@ def decode_under_pressure(
         batch_invariant=True,
         enable_prefix_caching=not roomy,
     )
-    with DynamicInferenceEngine.from_pretrained(model, config) as engine:
+    with embedded(model, device, dtype).with_config(config) as engine:
         requests = engine.generate(
             [prompt for prompt in prompts for _ in params], params * len(prompts)
         )

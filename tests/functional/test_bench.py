@@ -52,6 +52,7 @@ ROW = {
     "host_ms_p99": float,
     "round_host_ms": list,
     "speedup_over_serial": float,
+    "experts_read": type(None),
     "floor_ms": type(None),
     "floor_share": type(None),
     "startup_seconds": float,

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+import transformers
 
 from megatron_async.checkpoint import load_pretrained
 from megatron_async.engine.build import build_context, resolve_device
@@ -15,7 +16,13 @@ from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.runner.controller import TextGenerationController
 from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import config_at
-from tests.support.huggingface_models import CONFIGS, VOCAB_SIZE, random_model
+from tests.support.huggingface_models import (
+    CONFIGS,
+    LONGROPE,
+    SIZES,
+    VOCAB_SIZE,
+    random_model,
+)
 
 DEPTHS = (0, 1, 2)
 PROMPT_LENGTHS = (41, 61)
@@ -149,6 +156,36 @@ class _WithoutWindow(GPTInferenceWrapper):
     """A model whose scheduler knows of no window."""
 
     attention_window = None
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("Llama", {"rope_parameters": {**LONGROPE, "original_max_position_embeddings": 16}}),
+        ("Mistral", {"sliding_window": 1}),
+    ],
+)
+def test_tokens_are_those_of_generate_without_a_cache_where_its_cache_changes_them(
+    kind: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """docs/models.md says why. If a later transformers mends it, the page can be shortened."""
+    torch.manual_seed(5)
+    config = getattr(transformers, f"{kind}Config")(**SIZES, **changes)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    model.save_pretrained(tmp_path)
+    prompt = torch.tensor([list(range(3, 15))])
+    expected = model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        use_cache=False,
+    )[0, 12:].tolist()
+    params = SamplingParams(temperature=0, num_tokens_to_generate=NEW_TOKENS, termination_id=-1)
+    config = config_at(1, max_requests=2, block_size_tokens=4, block_count=60, debug=True)
+    with DynamicInferenceEngine.from_pretrained(tmp_path, config) as engine:
+        (request,) = engine.generate(prompt.tolist(), params)
+    assert request.generated_tokens == expected
 
 
 def test_longrope_request_that_is_paused_at_the_border_is_computed_again(tmp_path: Path) -> None:

@@ -46,6 +46,7 @@ def run(
         f"    print({machine!r})\n"
         "    sys.exit()\n"
         f"names = {(*THREADS, 'TEST_GPUS')!r}\n"
+        "print('of', sys.argv[2])\n"
         "call = {'arguments': sys.argv[2:], **{name: os.environ.get(name) for name in names}}\n"
         f"print(json.dumps(call), file=open({str(calls)!r}, 'a'))\n"
         f"sys.exit(sys.argv[2] == {failing!r})\n"
@@ -68,12 +69,13 @@ def run(
 def test_everything_is_run_and_arguments_go_to_pytest(tmp_path: Path) -> None:
     done = run(tmp_path, "tests/unit", "-k", "two words")
     assert done.status == 0 and "[test] all passed" in done.output
-    assert [call["arguments"] for call in done.calls] == [
-        ["ruff", "check", "."],
-        ["ruff", "format", "--check", "."],
+    *lint, one, other = [call["arguments"] for call in done.calls]
+    assert lint == [["ruff", "check", "."], ["ruff", "format", "--check", "."]]
+    assert sorted((one, other)) == [
         ["mypy"],
         ["pytest", "-n", "3", "--dist", "worksteal", "tests/unit", "-k", "two words"],
     ]
+    assert done.output.index("[test] pytest\nof pytest") < done.output.index("types\nof mypy")
     assert [done.calls[-1][name] for name in THREADS] == ["1", "1"]
 
 
@@ -81,6 +83,8 @@ def test_a_failure_does_not_stop_the_others(tmp_path: Path) -> None:
     done = run(tmp_path, failing="ruff")
     assert done.status == 1 and "[test] failed: lint format\n" in done.output
     assert len(done.calls) == 4
+    done = run(tmp_path, failing="mypy")
+    assert done.status == 1 and "[test] failed: types\n" in done.output
 
 
 @pytest.mark.parametrize(
@@ -91,7 +95,7 @@ def test_a_python_without_lint_tools_runs_the_tests(
 ) -> None:
     done = run(tmp_path, missing=missing)
     assert done.status == 0 and f"is left out: {tmp_path}/python has no {missing}" in done.output
-    assert [call["arguments"][0] for call in done.calls] == left
+    assert sorted(call["arguments"][0] for call in done.calls) == sorted(left)
 
 
 def test_a_python_without_what_the_tests_need_is_refused(tmp_path: Path) -> None:

@@ -3,14 +3,20 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
+from megatron_async.device import cuda
 from megatron_async.device.cpu import POISON, CpuDevice
 from megatron_async.device.cuda import CudaPacketRing, CudaResultRing
 from megatron_async.device.protocol import Ints
+
+SPINS_BETWEEN_CHECKS = 10
+"""A host that spins longer keeps the interpreter's lock from the thread that it waits for."""
 
 
 class CudaRingsDevice(CpuDevice):
@@ -18,7 +24,7 @@ class CudaRingsDevice(CpuDevice):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self.stream = SimpleNamespace(query=self.raise_failure, synchronize=self.synchronize)
+        self.stream = SimpleNamespace(query=self._query, synchronize=self.synchronize)
         self.results_taken = 0
 
     def packet_ring(self, entries: int, width: int) -> Any:
@@ -26,6 +32,10 @@ class CudaRingsDevice(CpuDevice):
 
     def result_ring(self, entries: int, width: int) -> Any:
         return CudaResults(self, entries, width)
+
+    def _query(self) -> None:
+        self.raise_failure()
+        time.sleep(1e-5)
 
 
 class CudaPackets:
@@ -65,7 +75,8 @@ class CudaResults:
         host.sequence.fill_(number + 1)
 
     def wait(self, number: int, width: int) -> Ints:
-        return self.host.wait(number, width)
+        with patch.object(cuda, "SPINS_BETWEEN_CHECKS", SPINS_BETWEEN_CHECKS):
+            return self.host.wait(number, width)
 
     def put_back(self, number: int) -> None:
         self.host.put_back(number)

@@ -192,6 +192,8 @@ def random_model(name: str) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(
         CONFIGS[name](), attn_implementation="eager"
     ).eval()
+    # Some types take None for their own default ids, of a larger vocabulary.
+    model.config.eos_token_id = model.generation_config.eos_token_id = None
     with torch.no_grad():
         if name.startswith("gemma"):  # else a token's own embedding decides on the next one
             model.get_input_embeddings().weight.mul_(0.05)

@@ -33,7 +33,7 @@ def mend_interpreter() -> None:
 
     Triton 3.6 and 3.7 convert an array of one element to an integer, which NumPy 2.4 refuses. They
     multiply with ``np.matmul``, and some CPUs' BLAS adds a row up in an order that depends on where
-    the row lies; a GPU's tensor cores do not.
+    the row lies; a GPU's tensor cores do not. Of bfloat16 they multiply the bits.
     """
     import numpy as np
     from triton.runtime import interpreter
@@ -44,8 +44,13 @@ def mend_interpreter() -> None:
         patch(tensor, scope)
         scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
+    def widened(x: Any) -> Any:
+        if x.dtype.scalar.is_bf16():  # held as the bits of the upper half of a float32
+            return (x.data.astype(np.uint32) << 16).view(np.float32)
+        return x.data
+
     def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
-        left, right = (x.data.astype(d.data.dtype) for x in (a, b))
+        left, right = (widened(x).astype(d.data.dtype) for x in (a, b))
         total = np.zeros_like(d.data)
         for k in range(left.shape[-1]):
             total += left[..., k : k + 1] * right[..., k : k + 1, :]

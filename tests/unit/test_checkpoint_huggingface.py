@@ -364,11 +364,26 @@ def test_corrupt_index_is_named(tmp_path: Path, content: str, message: str) -> N
         (json.dumps(config_of("Llama", dtype="int8")), "dtype='int8' is not one of float32"),
         (json.dumps(config_of("Llama", eos_token_id="x")), "eos_token_id='x' must be a token id"),
         (json.dumps(config_of("Llama", eos_token_id=2**31)), "json: eos_token_id=2147483648 must"),
+        (json.dumps(config_of("Llama", eos_token_id=[1, 99])), "99 is not one of the vocabulary's"),
     ],
 )
 def test_corrupt_config_is_named(tmp_path: Path, config: str, message: str) -> None:
     (tmp_path / "config.json").write_text(config)
     with pytest.raises(CheckpointError, match=message):
+        load_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-32-le"])
+def test_a_config_that_is_not_utf_8_is_named(tmp_path: Path, encoding: str) -> None:
+    text = json.dumps(config_of("Llama"))
+    (tmp_path / "config.json").write_text(text, encoding=encoding)
+    with pytest.raises(
+        CheckpointError, match=r"config\.json: (not valid JSON|must hold)"
+    ) as raised:
+        load_pretrained(tmp_path)
+    assert "\n" not in str(raised.value)
+    (tmp_path / "config.json").write_text(text, encoding="utf-8-sig")
+    with pytest.raises(CheckpointError, match=r"has neither model\.safetensors nor"):
         load_pretrained(tmp_path)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_async.kernels import trial
 from megatron_async.kernels.gemm.tile_config import (
     GELU,
     GELU_TANH,
@@ -332,8 +333,8 @@ def test_a_decoder_that_may_do_anything_leaves_nothing(
         FusedDecoder(model)
 
 
-def test_a_layer_of_experts_keeps_its_fused_attention() -> None:
-    """megatron's own: the router is no part of what the kernels know."""
+def test_a_layer_of_experts_keeps_its_fused_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """megatron's own."""
     spec = get_gpt_layer_local_spec(num_experts=2, normalization="RMSNorm")
     config = TransformerConfig(
         **SWIGLU, num_layers=2, hidden_size=128, num_attention_heads=4, num_moe_experts=2,
@@ -347,10 +348,18 @@ def test_a_layer_of_experts_keeps_its_fused_attention() -> None:
         parallel_output=False,
         position_embedding_type="rope",
     )
-    covered = cover(adapt_model(model.bfloat16()))
+    model = adapt_model(model.bfloat16())
+    covered = cover(model)
     assert covered.fused(ATTENTION) == (1, 2) and covered.fused(MLP) == ()
-    assert [str(fallback) for fallback in covered.fallbacks] == [
-        f"the MLP {BOTH} AdaptedMoELayer is not covered"
+    assert [str(fallback) for fallback in covered.fallbacks] == [f"the MLP {BOTH} {trial.REASON}"]
+    monkeypatch.setattr(trial, "MOE", True)
+    assert cover(model).fused(MLP) == (1, 2)
+    first, second = (layer.mlp for layer in model.decoder.layers)
+    first.router.expert_bias = torch.zeros(2).bfloat16()
+    second.__class__ = type("Other", (type(second),), {})
+    assert [str(fallback) for fallback in cover(model).fallbacks] == [
+        "the MLP of layer 1: its expert bias is torch.bfloat16",
+        "the MLP of layer 2: Other is not covered",
     ]
 
 
@@ -361,7 +370,7 @@ def test_dense_layers_between_experts_keep_their_fused_mlp() -> None:
     covered = cover(model)
     assert covered.fused(ATTENTION) == (1, 2, 3) and covered.fused(MLP) == (2,)
     assert [str(fallback) for fallback in covered.fallbacks] == [
-        "the MLP of layers 1, 3: MoELayer is not covered"
+        f"the MLP of layers 1, 3: {trial.REASON}"
     ]
 
 

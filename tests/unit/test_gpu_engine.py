@@ -191,3 +191,18 @@ def test_memory_of_a_closed_engine_comes_back_without_a_collection() -> None:
             gc.enable()
     left = [now - earlier for now, earlier in zip(after, [0, *after], strict=False)]
     assert max(left) < 2**25 + 2**21
+
+
+def test_without_graphs_the_same_tokens_come_from_kernels_one_by_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", None)
+    rng = random.Random(5)
+    asks = [random_ask(rng, max_new=12) for _ in range(6)]
+    device = CudaDevice(torch.device("cuda"), graphs=False)
+    with hash_engine(
+        2, device=device, device_name="cuda", max_requests=4, block_count=100
+    ) as engine:
+        requests = engine.generate([list(a.prompt) for a in asks], [*map(sampling_params, asks)])
+    for ask, request in zip(asks, requests, strict=True):
+        assert request.generated_tokens == decode_alone(ask)[0]

@@ -16,10 +16,9 @@ from tests.support.patience import PATIENCE_SECONDS
 
 HERE = Path(__file__)
 RUNS = (
-    (("test_step_state.py",), 2),
-    (("test_sample_kernel.py", "test_window_kernels.py"), 1),
-    (("test_fused_kernels.py", "test_mtp_kernels.py"), 1),
-    (("test_extras_kernels.py",), 1),
+    (("test_step_state.py", "test_fused_kernels.py", "test_mtp_kernels.py"), 1),
+    (("test_sample_kernel.py", "test_window_kernels.py", "test_extras_kernels.py"), 1),
+    (("test_moe_kernels.py",), 1),
     (
         (
             "test_paged_attention_kernel.py",

@@ -22,8 +22,10 @@ from megatron_async import (
     SamplingParams,
     TextGenerationController,
 )
+from megatron_async.device import open_device
 from megatron_async.errors import ConfigError, RequestError, RequestTooLongError
 from megatron_async.megatron_api import EngineState
+from megatron_async.megatron_api import engine as megatron_engine
 from megatron_async.request import DynamicInferenceRequest, RequestFuture, Status
 from tests.support.patience import PATIENCE_SECONDS
 from tests.support.stock_model import (
@@ -118,7 +120,20 @@ def test_a_record_has_what_scripts_ask_of_it(model: Any) -> None:
     assert future.result() is record
     assert len(request.prompt_tokens) == request.prompt_length == 5
     assert request.prompt_tokens[0] == 65 and request.prompt_tokens[1:3] == [66, 67]
-    assert request.prompt_tokens.tolist() == [65, 66, 67, 68, 69]
+    ids = request.prompt_tokens
+    assert ids.tolist() == [65, 66, 67, 68, 69]
+    assert ids.numel() == ids.size(0) == ids.size(-1) == 5 and ids.shape == ids.size() == (5,)
+    with pytest.raises(IndexError):
+        ids.size(1)
+    tops = request.prompt_top_n_logprobs + request.generated_top_n_logprobs
+    assert len(tops) == 4 + 8
+    for token, own, top in zip(
+        request.generated_tokens,
+        request.generated_log_probs,
+        request.generated_top_n_logprobs,
+        strict=True,
+    ):
+        assert next(iter(top)) == Tokenizer().detokenize([token]) and top[next(iter(top))] == own
     assert len(request.prompt_log_probs + request.generated_log_probs) == 4 + 8
     assert request.ttft == request.tpot[0] and request.num_cached_tokens == 0
     assert request.tracked_metadata == [1.0, 1, 0.0, -1, True, False, 2]
@@ -144,7 +159,8 @@ def test_a_request_comes_back_from_json(model: Any) -> None:
         assert back.sampling_params == request.sampling_params
     back = DynamicInferenceRequest.deserialize(done.result().serialize())
     assert back.choices[0] is back and back.choices[1].request_id < 0
-    assert list(back.generated_top_n_logprobs[0]) == list(done.result().generated_top_n_logprobs[0])
+    assert back.generated_top_n_logprobs == done.result().generated_top_n_logprobs
+    assert {type(token) for top in back.generated_top_n_logprobs for token in top} == {str}
     assert back.steps == done.result().steps and back.counters == done.result().counters
     for wrong in ({}, {"request_id": 1, "who": 2}, {"request_id": 1, "status": "GONE"}):
         with pytest.raises(RequestError, match="serialized request"):
@@ -206,6 +222,12 @@ def test_stop_ends_run_engine(model: Any, ends: str) -> None:
         engine.close()
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("value", [0, True, -2, 1.5, "2"])
+def test_a_number_of_graphs_that_there_cannot_be_is_named(model: Any, value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"num_cuda_graphs=.*at least 1; None and -1 capture all"):
+        DynamicInferenceContext(model.config, small(num_cuda_graphs=value))
 
 
 @pytest.mark.parametrize(
@@ -356,7 +378,7 @@ def test_wrappers_are_taken_off_the_model() -> None:
     engine.close()
 
 
-def test_both_values_of_the_graph_options_run(model: Any) -> None:
+def test_both_values_of_the_graph_options_run(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = None
     for impl in ("none", "local"):
         own = stock_model()
@@ -367,6 +389,13 @@ def test_both_values_of_the_graph_options_run(model: Any) -> None:
         expected = expected or record.generated_tokens
         assert record.generated_tokens == expected
         engine.close()
+    opened = []
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        opened.append(options)
+        return open_device(*arguments, **options)
+
+    monkeypatch.setattr(megatron_engine, "open_device", noted)
     for value in (False, True):
         context = build(model).context
         controller = TextGenerationController(model, Tokenizer(), pp_group=None)
@@ -377,6 +406,7 @@ def test_both_values_of_the_graph_options_run(model: Any) -> None:
         assert engine.enable_cuda_graph is value
         assert engine.cuda_graph_impl == ("local" if value else "none")
         engine.close()
+    assert opened[-1] == {"graphs": False} and len(opened) == 2, "of an engine that was not built"
 
 
 # --- the main branch ---------------------------------------------------------------------------

@@ -121,6 +121,7 @@ def test_generate_takes_the_arguments_of_a_megatron_script(
             *("generate", "--load", "tiny", "--tokenizer-model", str(TINY / "tokenizer.json")),
             *("--prompts", "def f(", "import os", "--num-tokens-to-generate", "8"),
             *("--top_k", "1", "--termination-id", "-1", "--return-log-probs"),
+            *("--top-n-logprobs", "2"),
             *("--micro-batch-size", "1", "--use-mcore-models", "--disable-chunked-prefill"),
             *("--no-load-optim", "--tensor-model-parallel-size", "1", "--use-checkpoint-args"),
             *("--output-path", str(output)),
@@ -139,6 +140,8 @@ def test_generate_takes_the_arguments_of_a_megatron_script(
     assert results["0"]["generated_text"] in out
     assert len(results["0"]["generated_tokens"]) == 8
     assert len(results["0"]["logprobs"]) == len("def f(") - 1 + 8
+    top = results["0"]["top_n_logprobs"][0]
+    assert len(top) == 2 and results["0"]["generated_text"].startswith(next(iter(top)))
     for wrong in (TINY / "config.json", tmp_path):
         with pytest.raises(CheckpointError, match=r"no tokenizer\.json"):
             load_tokenizer("random:qwen0.6b", wrong)

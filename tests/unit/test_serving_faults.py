@@ -18,12 +18,13 @@ import safetensors.torch
 import megatron_async
 from megatron_async.config import EngineConfig
 from megatron_async.errors import CheckpointError, ConfigError, EngineDeadError
-from megatron_async.serving.child_process import ChildProcess
+from megatron_async.serving.child_process import ChildProcess, error_of
 from megatron_async.serving.engine_client import EngineClient
 from megatron_async.serving.messages import (
     Endpoint,
     Generate,
     Launch,
+    NotStarted,
     Started,
     ToSupervisor,
 )
@@ -130,17 +131,22 @@ def test_a_process_is_frozen_killed_and_given_up(tmp_path: Path) -> None:
     run(test())
 
 
-@pytest.mark.parametrize("model, config, error", (
-    ("/nowhere", {}, CheckpointError), ("tiny", {"max_sequence_length": 10**6}, ConfigError),
-))  # fmt: skip
-def test_what_cannot_start_says_why(
-    model: str, config: dict[str, Any], error: type[Exception]
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [("CheckpointError", CheckpointError), ("ConfigError", ConfigError)]
+    + [(name, EngineDeadError) for name in ("OSError", "Any", "annotations", "no_such")],
+)
+def test_the_error_that_kept_a_process_from_starting(name: str, error: type[Exception]) -> None:
+    found = error_of(NotStarted(name, "because"))
+    assert type(found) is error and str(found) == "because"
+
+
+def test_what_cannot_start_says_why() -> None:
     async def test() -> None:
-        fields = dataclasses.asdict(EngineConfig(device="cpu", **config))
+        fields = dataclasses.asdict(EngineConfig(device="cpu", max_sequence_length=10**6))
         endpoint = Endpoint.private()
-        supervisor = Supervisor(Launch(model, fields, endpoint))
-        with pytest.raises(error):
+        supervisor = Supervisor(Launch("tiny", fields, endpoint))
+        with pytest.raises(ConfigError, match="max_sequence_length"):
             await supervisor.start()
         assert supervisor.state == "dead" and supervisor.gave_up and supervisor.starts == 1
         await supervisor.stop()

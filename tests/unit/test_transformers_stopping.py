@@ -33,15 +33,18 @@ from transformers import (
 from megatron_async.integrations.transformers import (
     AsyncGenerate,
     AsyncStoppingCriteriaList,
+    alternating_streams,
     async_generate,
     async_stopping,
     notices,
     reads_on_host,
 )
+from megatron_async.integrations.transformers.streams import AlternatingStreams
 from tests.support.compared_generation import (
     Heard,
     assert_generates_as_stock,
     assert_same_cache,
+    assert_same_result,
     generate_seeded,
 )
 from tests.support.late_streams import LateStreams
@@ -565,13 +568,146 @@ def test_no_forward_behind_the_prefill_reads_a_value() -> None:
     assert "warn_if_padding_and_no_attention_mask" not in vars(model.transformer)
 
 
+# --- streams that take turns ------------------------------------------------------------------
+
+
+class FakeStream:
+    """Knows what has been launched on it, and on others before what it has waited for."""
+
+    def __init__(self, device: Any = None, priority: int = 0) -> None:
+        self.known: set[str] = set()
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.known |= event.known
+
+    def wait_stream(self, stream: FakeStream) -> None:
+        self.known |= stream.known
+
+
+class FakeEvent:
+    def __init__(self) -> None:
+        self.known: frozenset[str] = frozenset()
+
+    def record(self, stream: FakeStream) -> None:
+        self.known = frozenset(stream.known)
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """Work of the CPU is over."""
+
+
+class AlternatingOnCpu(AlternatingStreams):
+    def host_buffer(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def rng_state(self) -> Any:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: Any) -> None:
+        torch.set_rng_state(state)
+
+
+@pytest.fixture
+def current(monkeypatch: pytest.MonkeyPatch) -> list[FakeStream]:
+    """The current stream, of a fake of CUDA's."""
+    held = [FakeStream()]
+    fakes = {
+        "Stream": FakeStream,
+        "Event": FakeEvent,
+        "current_stream": lambda device=None: held[0],
+        "set_stream": lambda stream: held.__setitem__(0, stream),
+    }
+    for name, fake in fakes.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    return held
+
+
+@pytest.mark.parametrize("count", [6, 7])
+def test_streams_take_turns_and_wait_for_the_token_alone(
+    count: int, current: list[FakeStream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, callers, used = generator_model("gpt2"), current[0], []
+    forward, check = type(model).forward, AsyncStoppingCriteriaList._unfinished_after
+    # Each name is the number of tokens in the sequence.
+    seen: dict[str, set[str]] = {}
+
+    def launched(name: str) -> None:
+        seen[name] = set(current[0].known)
+        current[0].known.add(name)
+
+    @functools.wraps(forward)  # its arguments decide what it is given
+    def noted_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        launched(f"forward {len(used)}")
+        used.append(current[0])
+        return forward(self, *args, **kwargs)
+
+    def noted_check(self: Any, *args: Any) -> Any:
+        launched(f"check {len(used) - 1}")
+        return check(self, *args)
+
+    # Of one row the host looks at the token, and there is no check to overlap.
+    given = arguments(2, eos_token_id=[127], max_new_tokens=count)
+    stock = model.generate(**given)
+    monkeypatch.setattr(type(model), "forward", noted_forward)
+    monkeypatch.setattr(AsyncStoppingCriteriaList, "_unfinished_after", noted_check)
+    out = model.generate(**given, custom_generate=AsyncGenerate(streams=AlternatingOnCpu))
+    assert torch.equal(out, stock)
+    assert used[1] is not callers
+    assert used == [callers, used[1]] * 3 + [callers] * (count - 6)
+    for step in range(1, count):
+        assert f"forward {step - 1}" in seen[f"forward {step}"]
+        assert f"check {step - 1}" not in seen[f"forward {step}"], "it would not overlap"
+    for step in range(1, count):  # joined before the next token is selected
+        assert f"check {step - 1}" in seen[f"check {step}"]
+    assert current[0] is callers and callers.known >= seen.keys()
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_streams_that_take_turns_give_what_stock_gives(
+    current: list[FakeStream], sample: bool
+) -> None:
+    callers = current[0]
+    given = arguments(do_sample=sample, eos_token_id=[3, 5, 7, 9, 11])
+    given.update(EVERYTHING)
+    model = generator_model("llama")
+    stock, state = generate_seeded(model, given)
+    given["custom_generate"] = AsyncGenerate(ahead=3, streams=AlternatingOnCpu)
+    ours, own_state = generate_seeded(model, given)
+    assert_same_result(ours, stock)
+    assert torch.equal(own_state, state)
+    assert current[0] is callers
+
+
+def test_after_an_error_the_callers_stream_is_the_current_one(current: list[FakeStream]) -> None:
+    callers = current[0]
+    criteria = StoppingCriteriaList([Raises(ValueError("boom"), 8)])
+    with pytest.raises(ValueError, match="boom"):
+        generator_model("gpt2").generate(
+            **arguments(1, eos_token_id=[127]),
+            stopping_criteria=criteria,
+            custom_generate=AsyncGenerate(streams=AlternatingOnCpu),
+        )
+    assert current[0] is callers
+
+
 # --- a GPU ------------------------------------------------------------------------------------
+
+
+SCHEMES = {
+    "side stream": async_generate,
+    "alternating": AsyncGenerate(streams=alternating_streams),
+}
 
 
 @pytest.mark.gpu
 @NEEDS_GPU
+@pytest.mark.parametrize("scheme", ["side stream", "alternating"])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-def test_equality_on_a_gpu(cache: str) -> None:
+def test_equality_on_a_gpu(cache: str, scheme: str) -> None:
+    import copy
+
     model = copy.deepcopy(generator_model("gpt2")).cuda()
     for rows, sample in ((1, False), (4, True), (16, True)):
         given = arguments(rows, do_sample=sample, eos_token_id=[3, 5, 7])
@@ -580,9 +716,11 @@ def test_equality_on_a_gpu(cache: str) -> None:
         torch.manual_seed(1)
         stock, state = model.generate(**given), torch.cuda.get_rng_state()
         torch.manual_seed(1)
-        ours = model.generate(**given, custom_generate=async_generate)
+        stream = torch.cuda.current_stream()
+        ours = model.generate(**given, custom_generate=SCHEMES[scheme])
         assert torch.equal(ours, stock)
         assert torch.equal(torch.cuda.get_rng_state(), state)
+        assert torch.cuda.current_stream() == stream
 
 
 @pytest.mark.gpu

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         AsyncStoppingCriteriaList,
         reads_on_host,
     )
+    from megatron_async.integrations.transformers.streams import alternating_streams
 
 HOMES = {
     "AsyncContinuousBatchingManager": "manager",
@@ -34,6 +35,7 @@ HOMES = {
     "async_generate": "generate",
     "async_generate_batch": "batch",
     "async_stopping": "generate",
+    "alternating_streams": "streams",
     "generate_captured": "captured",
     "reads_on_host": "stopping",
 }
@@ -43,6 +45,7 @@ __all__ = [
     "AsyncGenerate",
     "AsyncStoppingCriteriaList",
     "CapturedGenerate",
+    "alternating_streams",
     "async_generate",
     "async_generate_batch",
     "async_stopping",

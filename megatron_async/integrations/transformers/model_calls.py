@@ -51,7 +51,10 @@ class ModelCalls:
             for name, value in asked.to_dict().items()
             if name in ("fullgraph", "dynamic", "backend", "mode", "options")
         }
-        modes = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}
+        modes: dict[Any, str | None] = {
+            "reduce-overhead": None,
+            "max-autotune": "max-autotune-no-cudagraphs",
+        }
         given["mode"] = modes.get(given.get("mode"), given.get("mode"))
         return given
 

@@ -209,7 +209,8 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]
         self, input_ids: Tensor, tokens: Tensor, scores: Scores, unfinished: Tensor
     ) -> Tensor:
         if self._ends is None:
-            return unfinished & ~self._criteria(input_ids, scores)
+            left: Tensor = unfinished & ~self._criteria(input_ids, scores)
+            return left
         if not self._ends.numel():
             return unfinished
         return unfinished.masked_fill(torch.isin(tokens, self._ends), 0)

@@ -114,6 +114,48 @@ class CudaStreams:
         torch.cuda.current_stream(self.device).wait_stream(self.side)
 
 
+class AlternatingStreams(CudaStreams):
+    """Two streams of a CUDA device that take turns: the work of a token stays on the stream that
+    computed it, and what is launched afterwards goes to the other one, which waits for the token
+    alone.
+
+    WAR: what one stream frees is reused on that stream, by launches that come after it has waited
+    for all that the other one had read by then; ``work`` reads on, as in the base class.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._callers: torch.cuda.Stream | None = None
+
+    def submit(self, work: Work) -> CudaTicket:
+        current = torch.cuda.current_stream(self.device)
+        if self._callers is None:
+            self._callers = current
+        other = self.side if current == self._callers else self._callers
+        selected, computed, copied = (torch.cuda.Event() for _ in range(3))
+        selected.record(current)
+        copies = work()
+        computed.record(current)
+        for host, source in copies:
+            host.copy_(source, non_blocking=True)
+        copied.record(current)
+        other.wait_event(selected)
+        torch.cuda.set_stream(other)
+        return CudaTicket(computed, copied)
+
+    def close(self) -> None:
+        """As the base class's; the caller's stream is the current one again."""
+        if self._callers is not None:
+            self._callers.wait_stream(self.side)
+            torch.cuda.set_stream(self._callers)
+            self._callers = None
+
+
+def alternating_streams(device: torch.device) -> Streams | None:
+    """As :func:`streams_of`, of streams that take turns."""
+    return AlternatingStreams(device) if device.type == "cuda" else None
+
+
 def streams_of(device: torch.device) -> Streams | None:
     """Streams of ``device``; None where work cannot be deferred, as on the CPU."""
     return CudaStreams(device) if device.type == "cuda" else None

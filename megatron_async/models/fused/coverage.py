@@ -20,6 +20,7 @@ from megatron_async.kernels.gemm.tile_config import (
     STAGE_K,
 )
 from megatron_async.models.attention import PagedSelfAttention
+from megatron_async.models.fused.moe_block import experts_why_not, is_mixture
 from megatron_async.models.fused.parts import epilogue_of, norm_kind
 from megatron_async.models.fused.report import (
     ATTENTION,
@@ -109,7 +110,7 @@ def mtp_blocks(model: Any, *, unwanted: str | None = None) -> tuple[Block, ...]:
         found += [
             Block(PROJECTION, number, reason or projection_why_not(layer, model)),
             Block(ATTENTION, number, inside or attention_why_not(inner, model)),
-            Block(MLP, number, inside or mlp_why_not(inner, model.config)),
+            Block(MLP, number, inside or _draft_mlp_why_not(inner, model.config)),
             Block(HEAD, number, reason or head_why_not(model, layer.final_layernorm)),
         ]
     return tuple(found)
@@ -120,6 +121,13 @@ def _mtp_layer_why_not(layer: Any) -> str | None:
     if type(layer) is not MultiTokenPredictionLayer:
         return f"{type(layer).__name__} is not covered"
     return "it has forward hooks" if _has_hooks(layer) else None
+
+
+def _draft_mlp_why_not(layer: Any, config: Any) -> str | None:
+    """Why the MLP of an MTP layer is not computed by kernels."""
+    if is_mixture(layer.mlp):
+        return "experts of MTP layers are not covered"
+    return mlp_why_not(layer, config)
 
 
 def projection_why_not(layer: Any, model: Any) -> str | None:
@@ -239,6 +247,12 @@ def mlp_why_not(layer: Any, config: Any) -> str | None:
     mlp, norm = layer.mlp, layer.pre_mlp_layernorm
     if layer.mlp_bda is not get_bias_dropout_add:
         return "its output is not added to the residual stream as it is"
+    if is_mixture(mlp):
+        if norm_kind(norm) is None:
+            return f"norm {type(norm).__name__} is not covered"
+        if _has_hooks(*mlp.modules()):
+            return "a module has forward hooks"
+        return experts_why_not(mlp, config) or _modules_why_not([norm])
     if type(mlp) is not megatron_mlp.MLP:
         return f"{type(mlp).__name__} is not covered"
     if norm_kind(norm) is None:

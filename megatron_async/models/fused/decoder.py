@@ -39,10 +39,11 @@ from megatron_async.models.fused.modules import (
     LayerModule,
     MlpModule,
 )
+from megatron_async.models.fused.moe_block import ExpertKernels, MoeBlock, is_mixture
 from megatron_async.models.fused.report import Block, DecodeCoverage
 from megatron_async.models.fused.residual import AllReduce, Norm, Step, Workspace
 
-FusedBlock = EmbeddingBlock | AttentionBlock | MlpBlock | HeadBlock
+FusedBlock = EmbeddingBlock | AttentionBlock | MlpBlock | MoeBlock | HeadBlock
 
 
 class Runs(Protocol):
@@ -108,6 +109,7 @@ class FusedDecoder:
     ) -> list[Place]:
         first, *inner, last = self.coverage.blocks
         attentions = decode_attention.DecodeAttentions(device)
+        experts = ExpertKernels(device, self._gemms.sm_count)
         places = []
         for layer, attention, mlp in zip(
             model.decoder.layers, inner[::2], inner[1::2], strict=True
@@ -115,18 +117,21 @@ class FusedDecoder:
             if coverage.layer_why_not(layer) is not None:
                 places.append(Place((attention, mlp), LayerModule(layer), None))
                 continue
-            fused_attention, fused_mlp = None, None
+            fused_attention: AttentionBlock | None = None
+            fused_mlp: MlpBlock | MoeBlock | None = None
             if attention.reason is None:
                 rotary = layer.self_attention.rotary
                 cos_sin = None if rotary is None else rotary.cos_sin
                 fused_attention = AttentionBlock(
                     layer, cos_sin, self._gemms, attentions, all_reduce
                 )
-            if mlp.reason is None:
+            if mlp.reason is None and is_mixture(layer.mlp):
+                fused_mlp = MoeBlock(layer, experts)
+            elif mlp.reason is None:
                 fused_mlp = MlpBlock(layer, model.config, self._gemms, all_reduce)
             places.append(Place((attention,), AttentionModule(layer), fused_attention))
             places.append(Place((mlp,), MlpModule(layer), fused_mlp))
-        like = next((p.fused for p in places if isinstance(p.fused, MlpBlock)), None)
+        like = next((p.fused for p in places if isinstance(p.fused, MlpBlock | MoeBlock)), None)
         embedding = EmbeddingBlock(model, device, like) if first.reason is None else None
         head = HeadBlock(model, self._gemms) if last.reason is None else None
         return [
@@ -201,7 +206,9 @@ class FusedDecoder:
         key = most, context.block_size_tokens
         if key not in self._chosen:
             chosen = self._choose(most, context)
-            inside = any(isinstance(block, AttentionBlock | MlpBlock) for block in chosen)
+            inside = any(
+                isinstance(block, AttentionBlock | MlpBlock | MoeBlock) for block in chosen
+            )
             self._chosen[key] = chosen if inside else None
         return self._chosen[key]
 

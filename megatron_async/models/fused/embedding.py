@@ -12,6 +12,7 @@ from megatron_async.kernels.gemm.tile_config import LAYER_NORM, STAGE_K
 from megatron_async.kernels.norm.embed import Embed
 from megatron_async.models.fused.gemms import Work
 from megatron_async.models.fused.mlp_block import MlpBlock
+from megatron_async.models.fused.moe_block import MoeBlock
 from megatron_async.models.fused.residual import LAYER, Norm, Step
 
 
@@ -26,7 +27,9 @@ class EmbeddingBlock:
 
     norm: Norm | None = None
 
-    def __init__(self, model: Any, device: torch.device, like: MlpBlock | None = None) -> None:
+    def __init__(
+        self, model: Any, device: torch.device, like: MlpBlock | MoeBlock | None = None
+    ) -> None:
         self._embedding = model.embedding
         self._has_positions = model.position_embedding_type == "learned_absolute"
         self._hidden_size: int = model.config.hidden_size

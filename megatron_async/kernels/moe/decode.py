@@ -1,0 +1,320 @@
+"""A decode step's layer of experts in three kernels: router, and two grouped GEMMs.
+
+Norm and router (``router_triton.py``) -> first linear layers and activation -> second ones, added
+up over a row's experts and to the residual stream (``experts_triton.py``). Nothing is sorted: the
+router writes a table of which expert has which row. Shared experts of a multiple of the routed
+ones' size are experts that each row has. No value reaches the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from megatron_async.kernels.moe.experts_triton import down_kernel, up_kernel
+from megatron_async.kernels.moe.reference import (
+    Routing,
+    activate,
+    expert_mlp,
+    route,
+    router_logits,
+)
+from megatron_async.kernels.moe.router_triton import BLOCK_E, BLOCK_H, router_kernel
+from megatron_async.kernels.moe.settings import SIGMOID, ExpertActivation, RouterSettings
+from megatron_async.kernels.moe.tiles import MAX_ROWS, MoeTiles, choose_tiles, padded_rows
+from megatron_async.kernels.pdl import uses_pdl
+
+
+@dataclass(frozen=True, slots=True)
+class MoeShape:
+    """What kernels of a layer are compiled for.
+
+    Args:
+        hidden, inner: sizes; ``inner`` is one expert's.
+        shared: shared experts of ``inner`` each.
+        center: the norm is a LayerNorm, else an RMSNorm.
+    """
+
+    hidden: int
+    inner: int
+    settings: RouterSettings
+    activation: ExpertActivation
+    shared: int = 0
+    center: bool = False
+
+    @property
+    def slots(self) -> int:
+        """Experts of a row, shared ones included."""
+        return self.settings.top_k + self.shared
+
+    def most_experts(self, rows: int) -> int:
+        """That ``rows`` rows may need, shared ones included."""
+        return min(self.settings.num_experts, rows * self.settings.top_k) + self.shared
+
+
+class MoeWeights(NamedTuple):
+    """Parameters of a layer, contiguous and of one dtype but for ``expert_bias``, which is fp32.
+
+    ``norm`` is weight ``[H]`` and bias ``[H]`` or None; the others are those of
+    ``reference.py``. ``shared_w1`` is ``[2 S, H]`` or ``[S, H]``, ``shared_w2`` ``[H, S]`` with
+    ``S = shared * inner``; ``shared_gate`` ``[1, H]`` weighs them by a sigmoid.
+    """
+
+    norm: tuple[Tensor, Tensor | None]
+    router: Tensor
+    w1: Tensor
+    w2: Tensor
+    router_bias: Tensor | None = None
+    expert_bias: Tensor | None = None
+    b1: Tensor | None = None
+    b2: Tensor | None = None
+    shared_w1: Tensor | None = None
+    shared_w2: Tensor | None = None
+    shared_gate: Tensor | None = None
+
+
+class Live(NamedTuple):
+    """Row t is live where ``values[t] >= first``; int64 ``[T]``. The others read no expert."""
+
+    values: Tensor
+    first: int
+
+
+class MoeDecode:
+    """Layers of one shape on one device. Buffers are static: one layer runs at a time.
+
+    Attributes:
+        count: int32 ``[1]``, experts that the last layer read, shared ones included.
+    """
+
+    def __init__(
+        self,
+        shape: MoeShape,
+        device: torch.device,
+        dtype: torch.dtype = torch.bfloat16,
+        sm_count: int = 132,
+        tiles: MoeTiles | None = None,
+    ) -> None:
+        self.shape, self._device, self._dtype = shape, device, dtype
+        self._fixed, self._sm_count = tiles, sm_count
+        experts = shape.settings.num_experts + shape.shared
+        self._blocks = triton.cdiv(shape.settings.num_experts, BLOCK_E.value)
+        self._splits = triton.cdiv(shape.hidden, BLOCK_H.value)
+        most = max(self.tiles(rows).down.splits for rows in (16, 32, MAX_ROWS))
+        width = self._blocks * BLOCK_E.value + 1
+        with torch.inference_mode(False):
+            self.count = self._integers(1)
+            self._arrivals = self._integers(1 + triton.cdiv(shape.hidden, 16))
+            self.ids = self._integers(MAX_ROWS, shape.slots)
+            self._experts = self._integers(experts)
+            self._bits = torch.zeros(experts, dtype=torch.int64, device=device)
+            self.weights = self._floats(MAX_ROWS, shape.slots)
+            self._weight_of = self._floats(experts, MAX_ROWS)
+            self._logits = self._floats(self._splits * MAX_ROWS * width)
+            self._partial = self._floats(most * MAX_ROWS * shape.hidden if most > 1 else 1)
+            self._normed = torch.empty(MAX_ROWS, shape.hidden, dtype=dtype, device=device)
+            self._activated = torch.empty(
+                shape.most_experts(MAX_ROWS) * MAX_ROWS, shape.inner, dtype=dtype, device=device
+            )
+
+    def _integers(self, *size: int) -> Tensor:
+        return torch.zeros(*size, dtype=torch.int32, device=self._device)
+
+    def _floats(self, *size: int) -> Tensor:
+        return torch.zeros(*size, device=self._device)
+
+    def tiles(self, rows: int) -> MoeTiles:
+        """Tiles of a step of so many rows."""
+        shape = self.shape
+        return self._fixed or choose_tiles(
+            shape.hidden, shape.inner, padded_rows(rows), self._sm_count
+        )
+
+    def statistic_rows(self, rows: int) -> int:
+        """Elements that one partial statistic of a step of so many rows covers."""
+        return self.tiles(rows).down.block_n
+
+    def __call__(
+        self,
+        weights: MoeWeights,
+        hidden: Tensor,
+        statistics: Tensor,
+        eps: float,
+        out: Tensor,
+        *,
+        live: Live | None = None,
+        residual: Tensor | None = None,
+        statistics_out: Tensor | None = None,
+        scaled: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """``out = experts(norm(hidden)) + residual``, for up to :data:`MAX_ROWS` rows.
+
+        Args:
+            hidden: ``[T, H]``.
+            statistics: fp32 ``[T, tiles, 2]``, those of ``hidden``, see
+                ``kernels/norm/add_statistics.py``.
+            out: ``[T, H]``; may be ``hidden``.
+            residual: ``[T, H]``; may be ``out``.
+            statistics_out: fp32 ``[T, H / statistic_rows, 2]``, those of ``out``; with ``scaled``
+                for an RMSNorm, else for a LayerNorm. None computes none.
+            scaled: the weight ``[H]`` of the RMSNorm that comes next, and where ``out`` times it
+                goes.
+        """
+        self.route(weights, hidden, statistics, eps, live)
+        self.up(weights, hidden.shape[0])
+        self.down(weights, out, residual, statistics_out, scaled)
+
+    def routing(self, rows: int) -> Routing:
+        """What :meth:`route` chose for so many rows."""
+        chosen = slice(self.shape.settings.top_k)
+        return Routing(self.ids[:rows, chosen], self.weights[:rows, chosen])
+
+    def route(
+        self,
+        weights: MoeWeights,
+        hidden: Tensor,
+        statistics: Tensor,
+        eps: float,
+        live: Live | None = None,
+    ) -> None:
+        """Norm the rows and choose their experts."""
+        shape, settings = self.shape, self.shape.settings
+        rows, of_group = hidden.shape[0], settings.num_experts // settings.num_groups
+        norm_weight, norm_bias = weights.norm
+        router_kernel[(self._blocks * self._splits,)](
+            hidden, norm_weight, _or(norm_bias, norm_weight), statistics, statistics.shape[1], eps,
+            weights.router, _or(weights.router_bias, hidden),
+            _or(weights.expert_bias, self.weights), _or(weights.shared_gate, hidden),
+            self._experts if live is None else live.values,
+            0 if live is None else live.first, settings.scaling_factor, self._normed, self._logits,
+            self._arrivals, self.ids, self.weights, self._experts, self._bits, self._weight_of,
+            self.count, rows,
+            HIDDEN=shape.hidden, EXPERTS=settings.num_experts, TOP_K=settings.top_k,
+            SHARED=shape.shared, ROWS=padded_rows(rows), CHUNK=_chunk(rows), SPLITS=self._splits,
+            EXPERT_BLOCKS=self._blocks, CENTER=shape.center, HAS_NORM_BIAS=norm_bias is not None,
+            HAS_BIAS=weights.router_bias is not None,
+            HAS_EXPERT_BIAS=weights.expert_bias is not None,
+            HAS_GATE=weights.shared_gate is not None, HAS_LIVE=live is not None,
+            SIGMOID=settings.score_function == SIGMOID, PRE_SOFTMAX=settings.pre_softmax,
+            NORMALIZE=settings.normalize, GROUPS=settings.num_groups, KEPT=settings.kept_groups,
+            SUMMED=settings.group_score_experts,
+            GROUPS_PADDED=triton.next_power_of_2(settings.num_groups),
+            OF_GROUP_PADDED=triton.next_power_of_2(of_group),
+            PLACES=triton.next_power_of_2(shape.slots), **self._common(),
+            num_warps=4 if rows <= 4 else 8,
+        )  # fmt: skip
+
+    def up(self, weights: MoeWeights, rows: int) -> None:
+        """First linear layers and activation of the experts that :meth:`route` chose."""
+        shape, tile, activation = self.shape, self.tiles(rows).up, self.shape.activation
+        blocks = triton.cdiv(shape.inner, tile.block_n // (2 if activation.gated else 1))
+        up_kernel[(blocks * shape.most_experts(rows),)](
+            self._normed, weights.w1, _or(weights.b1, weights.w1),
+            _or(weights.shared_w1, weights.w1), self._experts, self._bits, self._weight_of,
+            self.count, self._activated,
+            HIDDEN=shape.hidden, INNER=shape.inner, EXPERTS=shape.settings.num_experts,
+            SHARED=shape.shared, ROWS=padded_rows(rows), BLOCK_N=tile.block_n,
+            BLOCK_K=tile.block_k, BLOCKS=blocks, GATED=activation.gated,
+            FUNCTION=activation.function, LIMIT=activation.limit, OFFSET=activation.offset,
+            HAS_BIAS=weights.b1 is not None, SWAP=tile.swap, NUM_STAGES=tile.stages,
+            **self._common(), num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+
+    def down(
+        self,
+        weights: MoeWeights,
+        out: Tensor,
+        residual: Tensor | None = None,
+        statistics_out: Tensor | None = None,
+        scaled: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """Second linear layers, added up; after :meth:`up`."""
+        shape, rows = self.shape, out.shape[0]
+        tile = self.tiles(rows).down
+        next_weight, scaled_out = scaled or (out, out)
+        down_kernel[(triton.cdiv(shape.hidden, tile.block_n) * tile.splits,)](
+            self._activated, weights.w2, _or(weights.b2, weights.w2),
+            _or(weights.shared_w2, weights.w2), self._experts, self._bits, self.count, self.ids,
+            self.weights, self._partial, self._arrivals[1:], _or(residual, out), out,
+            _or(statistics_out, self.weights), next_weight, scaled_out, rows,
+            HIDDEN=shape.hidden, INNER=shape.inner, EXPERTS=shape.settings.num_experts,
+            SHARED=shape.shared, ROWS=padded_rows(rows), SLOTS=shape.slots, BLOCK_N=tile.block_n,
+            BLOCK_K=tile.block_k, SPLITS=tile.splits, HAS_BIAS=weights.b2 is not None,
+            HAS_RESIDUAL=residual is not None, STATISTICS=statistics_out is not None,
+            CENTER=scaled is None, SWAP=tile.swap, NUM_STAGES=tile.stages, **self._common(),
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+
+    def _common(self) -> dict[str, object]:
+        pdl = uses_pdl(self._device)
+        precision = "ieee" if self._dtype is torch.float32 else "tf32"
+        return {"PRECISION": precision, "PDL": pdl, "launch_pdl": pdl}
+
+
+def _chunk(rows: int) -> int:
+    """Rows that the router's last program chooses for at once."""
+    return 4 if rows <= 4 else min(padded_rows(rows), 32)
+
+
+def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
+    """``other`` where there is none: a pointer that is not followed."""
+    return other if tensor is None else tensor
+
+
+def norm_reference(
+    shape: MoeShape, weights: MoeWeights, hidden: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Normed rows, rounded as ``hidden``, and logits ``[T, experts]``, with PyTorch, in fp32."""
+    wide = _widened(weights)
+    norm_weight, norm_bias = wide.norm
+    size = (shape.hidden,)
+    if shape.center:
+        normed = F.layer_norm(hidden.float(), size, norm_weight, norm_bias, eps)
+    else:
+        normed = F.rms_norm(hidden.float(), size, norm_weight, eps)
+    normed = normed.to(hidden.dtype).float()
+    return normed, router_logits(normed, wide.router, wide.router_bias)
+
+
+def moe_decode_reference(
+    shape: MoeShape,
+    weights: MoeWeights,
+    hidden: Tensor,
+    eps: float,
+    *,
+    live: Live | None = None,
+    residual: Tensor | None = None,
+    routing: Routing | None = None,
+) -> Tensor:
+    """What :class:`MoeDecode` writes to ``out``, with PyTorch, in fp32.
+
+    Args:
+        routing: in place of what the router chooses, whose last bits decide between equals.
+    """
+    wide = _widened(weights)
+    mask = None if live is None else live.values >= live.first
+    normed, logits = norm_reference(shape, weights, hidden, eps)
+    if routing is None:
+        routing = route(logits, shape.settings, expert_bias=wide.expert_bias, live=mask)
+    total = expert_mlp(normed, routing, wide.w1, wide.w2, shape.activation, b1=wide.b1, b2=wide.b2)
+    if wide.shared_w1 is not None and wide.shared_w2 is not None:
+        activated = activate(F.linear(normed, wide.shared_w1), shape.activation)
+        shared = F.linear(activated, wide.shared_w2)
+        if wide.shared_gate is not None:
+            shared = shared * torch.sigmoid(F.linear(normed, wide.shared_gate))
+        total = total + (shared if mask is None else shared.masked_fill(~mask[:, None], 0.0))
+    if residual is not None:
+        total = total + residual.float()
+    return total.to(hidden.dtype)
+
+
+def _widened(weights: MoeWeights) -> MoeWeights:
+    norm_weight, norm_bias = weights.norm
+    norm = norm_weight.float(), None if norm_bias is None else norm_bias.float()
+    parts = (None if part is None else part.float() for part in weights[1:])
+    return MoeWeights(norm, *parts)  # type: ignore[arg-type]

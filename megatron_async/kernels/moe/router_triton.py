@@ -1,0 +1,265 @@
+"""The router of a decode step in one Triton kernel: norm, logits, choice, and who needs whom.
+
+Programs take experts by a slice of the hidden size each, and leave partial logits. The last to come
+adds them up in order, so the sums are the same in every run, chooses the experts of all rows, and
+writes what the GEMMs read: which experts have rows, which these are, and their weights.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from megatron_async.kernels.pdl import pdl_enter
+
+BLOCK_E = tl.constexpr(16)
+"""Experts of a program."""
+BLOCK_H = tl.constexpr(256)
+"""Elements of the hidden size of a program."""
+_STATISTICS = tl.constexpr(32)
+_LOWEST = tl.constexpr(-(2**31) + 1)
+_TAKEN = tl.constexpr(-(2**63))
+_LOADS = tl.constexpr(8)
+"""Loads of partial logits on their way at once."""
+
+
+@triton.jit
+def _row_scale(
+    statistics_ptr, row, in_rows, tiles, eps,
+    HIDDEN: tl.constexpr, ROWS: tl.constexpr, CENTER: tl.constexpr,
+):  # fmt: skip
+    """Mean and 1 / deviation of each row, from its producer's partial statistics."""
+    mean = tl.zeros([ROWS], tl.float32)
+    square = tl.zeros([ROWS], tl.float32)
+    for first in range(0, tiles, _STATISTICS):
+        tile = first + tl.arange(0, _STATISTICS)
+        at = statistics_ptr + (row[:, None] * tiles + tile[None, :]) * 2
+        mask = in_rows[:, None] & (tile < tiles)[None, :]
+        means = tl.load(at, mask=mask, other=0.0)
+        squares = tl.load(at + 1, mask=mask, other=0.0)
+        if CENTER:
+            squares += means * means * (HIDDEN / tiles)
+            mean += tl.sum(means, 1)
+        square += tl.sum(squares, 1)
+    mean = mean / tiles
+    return mean, 1.0 / tl.sqrt(square / HIDDEN - mean * mean + eps)
+
+
+@triton.jit
+def _keys(values, column, valid, COLUMNS: tl.constexpr):
+    """int64 that order as values do, NaN highest; of equal values the first column is highest."""
+    bits = (values + 0.0).to(tl.int32, bitcast=True)  # no negative zero
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    ordered = tl.where(values == values, ordered, 0x7FFFFFFF)
+    ordered = tl.where(valid, ordered, _LOWEST).to(tl.int64)
+    return ordered * 0x100000000 + (COLUMNS - 1 - column)
+
+
+@triton.jit
+def _added_up(partial_ptr, stride, mask, SPLITS: tl.constexpr):
+    """Sum over splits, in order."""
+    total = tl.load(partial_ptr, mask=mask, other=0.0, cache_modifier=".cg")
+    for s in tl.range(1, SPLITS, loop_unroll_factor=_LOADS):
+        total += tl.load(partial_ptr + s * stride, mask=mask, other=0.0, cache_modifier=".cg")
+    return total
+
+
+@triton.jit
+def _in_kept_groups(
+    choice, column, valid, CHUNK: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr,
+    SUMMED: tl.constexpr, GROUPS_PADDED: tl.constexpr, OF_GROUP_PADDED: tl.constexpr,
+):  # fmt: skip
+    """``choice`` with -inf but for the columns of the groups with the highest scores."""
+    COLUMNS: tl.constexpr = GROUPS_PADDED * OF_GROUP_PADDED
+    keys = _keys(choice, column[None, :], valid[None, :], COLUMNS)
+    keys = tl.reshape(keys, [CHUNK, GROUPS_PADDED, OF_GROUP_PADDED])
+    values = tl.reshape(choice, [CHUNK, GROUPS_PADDED, OF_GROUP_PADDED])
+    score = tl.zeros([CHUNK, GROUPS_PADDED], tl.float32)
+    for _ in range(SUMMED):
+        is_best = keys == tl.max(keys, 2)[:, :, None]
+        score += tl.sum(tl.where(is_best, values, 0.0), 2)
+        keys = tl.where(is_best, _TAKEN, keys)
+    group = tl.arange(0, GROUPS_PADDED)
+    order = _keys(score, group[None, :], (group < GROUPS)[None, :], GROUPS_PADDED)
+    for _ in range(KEPT):
+        order = tl.where(order == tl.max(order, 1)[:, None], _TAKEN, order)
+    kept = tl.broadcast_to(order[:, :, None], [CHUNK, GROUPS_PADDED, OF_GROUP_PADDED]) == _TAKEN
+    return tl.where(tl.reshape(kept, [CHUNK, COLUMNS]), choice, float("-inf"))
+
+
+@triton.jit
+def _scores(logits, valid, SIGMOID: tl.constexpr, PRE_SOFTMAX: tl.constexpr):
+    """What weights are made of, of logits ``[rows, columns]``."""
+    scores = logits
+    if SIGMOID:
+        scores = 1.0 / (1.0 + tl.exp(-logits))
+    elif PRE_SOFTMAX:
+        shown = tl.where(valid[None, :], logits, float("-inf"))
+        scores = tl.exp(shown - tl.max(shown, 1)[:, None])
+        scores = scores / tl.sum(scores, 1)[:, None]
+    return scores
+
+
+@triton.jit
+def _best(
+    keys, scores, CHUNK: tl.constexpr, TOP_K: tl.constexpr, PLACES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The best columns of each row and their scores ``[rows, places]``, -inf from ``TOP_K`` on; and
+    which columns ``[rows, columns]`` are among them."""
+    place = tl.arange(0, PLACES)
+    columns = tl.zeros([CHUNK, PLACES], tl.int32)
+    found = tl.full([CHUNK, PLACES], float("-inf"), tl.float32)
+    for j in range(TOP_K):
+        best = tl.max(keys, 1)
+        is_best = keys == best[:, None]
+        score = tl.sum(tl.where(is_best, scores, 0.0), 1)
+        column = COLUMNS - 1 - (best & 0x7FFFFFFF).to(tl.int32)
+        is_place = place[None, :] == j
+        columns = tl.where(is_place, column[:, None], columns)
+        found = tl.where(is_place, score[:, None], found)
+        keys = tl.where(is_best, _TAKEN, keys)
+    return columns, found, keys == _TAKEN
+
+
+@triton.jit
+def _weights(
+    scores, scaling, TOP_K: tl.constexpr, PLACES: tl.constexpr, SOFTMAX: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+):  # fmt: skip
+    """Routing weights of the chosen experts' scores ``[rows, places]``."""
+    if SOFTMAX:
+        weights = tl.exp(scores - tl.max(scores, 1)[:, None])
+        weights = weights / tl.sum(weights, 1)[:, None]
+    else:
+        weights = tl.where((tl.arange(0, PLACES) < TOP_K)[None, :], scores, 0.0)
+    if NORMALIZE:
+        weights = weights / (tl.sum(weights, 1) + 1e-20)[:, None]
+    return weights * scaling
+
+
+@triton.jit(do_not_specialize=["rows", "tiles", "first_live"])
+def router_kernel(
+    hidden_ptr, norm_weight_ptr, norm_bias_ptr, statistics_ptr, tiles, eps, weight_ptr, bias_ptr,
+    expert_bias_ptr, gate_ptr, live_ptr, first_live, scaling, normed_ptr, partial_ptr, arrivals_ptr,
+    ids_ptr, weights_ptr, experts_ptr, bits_ptr, weight_of_ptr, count_ptr, rows,
+    HIDDEN: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, EXPERT_BLOCKS: tl.constexpr,
+    CENTER: tl.constexpr, HAS_NORM_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_EXPERT_BIAS: tl.constexpr, HAS_GATE: tl.constexpr, HAS_LIVE: tl.constexpr,
+    SIGMOID: tl.constexpr, PRE_SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr,
+    GROUPS: tl.constexpr, KEPT: tl.constexpr, SUMMED: tl.constexpr, GROUPS_PADDED: tl.constexpr,
+    OF_GROUP_PADDED: tl.constexpr, PLACES: tl.constexpr, PRECISION: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """See :class:`~.decode.MoeDecode`. The grid is ``EXPERT_BLOCKS * SPLITS``.
+
+    Of partial logits a split has ``[ROWS, WIDTH]``: the experts', and that of the shared experts'
+    gate. ``CHUNK`` rows are chosen for at once.
+    """
+    WIDTH: tl.constexpr = EXPERT_BLOCKS * BLOCK_E + 1
+    program = tl.program_id(0)
+    block, split = program % EXPERT_BLOCKS, program // EXPERT_BLOCKS
+    expert = block * BLOCK_E + tl.arange(0, BLOCK_E)
+    column = split * BLOCK_H + tl.arange(0, BLOCK_H)
+    in_hidden = column < HIDDEN
+    # Parameters: nobody writes them, so they are read before the kernel in front has ended.
+    weight = tl.load(
+        weight_ptr + expert[:, None] * HIDDEN + column[None, :],
+        mask=(expert < EXPERTS)[:, None] & in_hidden[None, :],
+        other=0.0,
+    )
+    norm_weight = tl.load(norm_weight_ptr + column, mask=in_hidden, other=0.0).to(tl.float32)
+    pdl_enter(PDL)
+
+    row = tl.arange(0, ROWS)
+    in_rows = row < rows
+    at = row[:, None] * HIDDEN + column[None, :]
+    mask = in_rows[:, None] & in_hidden[None, :]
+    x = tl.load(hidden_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    mean, scale = _row_scale(statistics_ptr, row, in_rows, tiles, eps, HIDDEN, ROWS, CENTER)
+    if CENTER:
+        x -= mean[:, None]
+    x = x * scale[:, None] * norm_weight[None, :]
+    if HAS_NORM_BIAS:
+        x += tl.load(norm_bias_ptr + column, mask=in_hidden, other=0.0).to(tl.float32)[None, :]
+    normed = tl.where(mask, x, 0.0).to(normed_ptr.dtype.element_ty)
+    product = tl.dot(normed, tl.trans(weight), input_precision=PRECISION)
+    partial_at = partial_ptr + (split * ROWS + row) * WIDTH
+    tl.store(partial_at[:, None] + expert[None, :], product, mask=in_rows[:, None])
+    if block == 0:
+        tl.store(normed_ptr + at, normed, mask=mask)
+        if HAS_GATE:
+            gate = tl.load(gate_ptr + column, mask=in_hidden, other=0.0).to(tl.float32)
+            of_gate = tl.sum(normed.to(tl.float32) * gate[None, :], 1)
+            tl.store(partial_at + WIDTH - 1, of_gate, mask=in_rows)
+
+    tl.debug_barrier()
+    arrived = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel")
+    tl.debug_barrier()
+    if arrived == EXPERT_BLOCKS * SPLITS - 1:
+        tl.store(arrivals_ptr, 0)  # for the next launch
+        COLUMNS: tl.constexpr = GROUPS_PADDED * OF_GROUP_PADDED
+        OF_GROUP: tl.constexpr = EXPERTS // GROUPS
+        SLOTS: tl.constexpr = TOP_K + SHARED
+        # A column is an expert, the first of a group at a multiple of OF_GROUP_PADDED.
+        c = tl.arange(0, COLUMNS)
+        e = c // OF_GROUP_PADDED * OF_GROUP + c % OF_GROUP_PADDED
+        valid = (c // OF_GROUP_PADDED < GROUPS) & (c % OF_GROUP_PADDED < OF_GROUP)
+        place = tl.arange(0, PLACES)
+        is_routed = (place < TOP_K)[None, :]
+        bits = tl.zeros([COLUMNS], tl.int64)  # which rows an expert has
+        live_bits = tl.zeros([CHUNK], tl.int64)
+        for first in range(0, ROWS, CHUNK):
+            t = first + tl.arange(0, CHUNK)
+            live = t < rows
+            if HAS_LIVE:
+                live = live & (tl.load(live_ptr + t, mask=live, other=0) >= first_live)
+            of_row = partial_ptr + t * WIDTH
+            logits = _added_up(
+                of_row[:, None] + e[None, :], ROWS * WIDTH, live[:, None] & valid[None, :], SPLITS
+            )
+            if HAS_BIAS:
+                logits += tl.load(bias_ptr + e, mask=valid, other=0.0).to(tl.float32)[None, :]
+            scores = _scores(logits, valid, SIGMOID, PRE_SOFTMAX)
+            choice = scores
+            if HAS_EXPERT_BIAS:
+                choice += tl.load(expert_bias_ptr + e, mask=valid, other=0.0)[None, :]
+            if KEPT < GROUPS:
+                choice = _in_kept_groups(
+                    choice, c, valid, CHUNK, GROUPS, KEPT, SUMMED, GROUPS_PADDED, OF_GROUP_PADDED
+                )
+            keys = _keys(choice, c[None, :], valid[None, :], COLUMNS)
+            columns, found, is_chosen = _best(keys, scores, CHUNK, TOP_K, PLACES, COLUMNS)
+            ids = columns // OF_GROUP_PADDED * OF_GROUP + columns % OF_GROUP_PADDED
+            weights = _weights(
+                found, scaling, TOP_K, PLACES, not (SIGMOID or PRE_SOFTMAX), NORMALIZE
+            )
+            if SHARED:
+                of_shared = tl.full([CHUNK], 1.0, tl.float32)
+                if HAS_GATE:
+                    gates = _added_up(of_row + WIDTH - 1, ROWS * WIDTH, live, SPLITS)
+                    of_shared = 1.0 / (1.0 + tl.exp(-gates))
+                weights = tl.where(is_routed, weights, of_shared[:, None])
+                ids = tl.where(is_routed, ids, (EXPERTS + place - TOP_K)[None, :])
+            is_slot = live[:, None] & (place < SLOTS)[None, :]
+            slot = t[:, None] * SLOTS + place[None, :]
+            in_slots = (t < rows)[:, None] & (place < SLOTS)[None, :]
+            tl.store(ids_ptr + slot, tl.where(is_slot, ids, -1), mask=in_slots)
+            tl.store(weights_ptr + slot, tl.where(is_slot, weights, 0.0), mask=in_slots)
+            tl.store(weight_of_ptr + ids * ROWS + t[:, None], weights, mask=is_slot)
+            row_bit = tl.where(live, tl.full([CHUNK], 1, tl.int64) << t.to(tl.int64), 0)
+            bits |= tl.sum(tl.where(is_chosen, row_bit[:, None], 0), 0)
+            live_bits |= row_bit
+        needed = (bits != 0).to(tl.int32)
+        number = tl.cumsum(needed, 0) - needed
+        tl.store(experts_ptr + number, e, mask=needed > 0)
+        tl.store(bits_ptr + number, bits, mask=needed > 0)
+        count = tl.sum(needed, 0)
+        all_live = tl.sum(live_bits, 0)
+        for i in tl.static_range(SHARED):
+            tl.store(experts_ptr + count + i, EXPERTS + i)
+            tl.store(bits_ptr + count + i, all_live)
+        tl.store(count_ptr, count + (all_live != 0).to(tl.int32) * SHARED)

@@ -1,0 +1,177 @@
+"""A layer of experts in three kernels (``kernels/moe/decode.py``).
+
+norm and router -> first linear layers of the needed experts -> second ones (add to the residual
+stream)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_async.kernels import trial
+from megatron_async.kernels.gemm.tile_config import LAYER_NORM
+from megatron_async.models.fused.gemms import Work
+from megatron_async.models.fused.parts import norm_of
+from megatron_async.models.fused.residual import LAYER, Norm, Step
+from megatron_async.models.moe.adapt import AdaptedMoELayer
+from megatron_async.models.moe.layer import MoELayer, SharedExpertMLP
+
+from megatron.core.transformer.moe.shared_experts import (  # isort: skip
+    SharedExpertMLP as MegatronSharedExpertMLP,
+)
+
+if TYPE_CHECKING:
+    from megatron_async.kernels.moe.decode import MoeDecode, MoeShape, MoeWeights
+
+_ALIGNMENT = 16
+"""Sizes are multiples of it."""
+_MOST_EXPERTS, _MOST_CHOSEN = 512, 16
+
+
+def is_mixture(mlp: Any) -> bool:
+    """Whether it is a layer of experts of this package, or an adapted one."""
+    return type(mlp) in (MoELayer, AdaptedMoELayer)
+
+
+def experts_why_not(mlp: Any, config: Any) -> str | None:
+    """Why what :func:`is_mixture` knows is not computed by kernels."""
+    if not trial.MOE:
+        return trial.REASON
+    if mlp.fc1_latent_proj is not None:
+        return "its experts have latent projections"
+    if config.tensor_model_parallel_size > 1:
+        return "its experts are split over ranks"
+    settings = mlp.settings
+    if settings.num_experts > _MOST_EXPERTS or settings.top_k > _MOST_CHOSEN:
+        return f"{settings.top_k} of {settings.num_experts} experts are not covered"
+    w2 = mlp.weights[1]
+    if w2.shape[1] % _ALIGNMENT or w2.shape[2] % _ALIGNMENT:
+        return f"experts of {w2.shape[2]} x {w2.shape[1]} are not covered"
+    return _tensors_why_not(mlp) or _shared_why_not(mlp)
+
+
+def _tensors_why_not(mlp: Any) -> str | None:
+    given = [*mlp.weights, mlp.router.weight, mlp.router.bias]
+    for tensor in (tensor for tensor in given if tensor is not None):
+        if tensor.dtype != torch.bfloat16 or not tensor.is_contiguous() or tensor.data_ptr() % 16:
+            return "its experts or its router are not contiguous bfloat16"
+    expert_bias = mlp.router.expert_bias
+    if expert_bias is not None and expert_bias.dtype != torch.float32:
+        return f"its expert bias is {expert_bias.dtype}"
+    return None
+
+
+def _shared_why_not(mlp: Any) -> str | None:
+    """Why its shared experts are not computed as experts that each row has."""
+    shared = mlp.shared_experts
+    if shared is None:
+        return None
+    if type(shared) not in (SharedExpertMLP, MegatronSharedExpertMLP):
+        return f"{type(shared).__name__} is not covered"
+    inner = mlp.weights[1].shape[2]
+    if shared.linear_fc2.weight.shape[1] % inner:
+        return f"shared experts of {shared.linear_fc2.weight.shape[1]} are no multiple of {inner}"
+    if mlp.weights[2] is not None:
+        return "shared experts have no bias, and the others do"
+    if mlp.activation.limit is not None or mlp.activation.offset:
+        return "shared experts have another activation"
+    for linear in (shared.linear_fc1, shared.linear_fc2):
+        if linear.bias is not None:
+            return "shared experts have a bias"
+        if linear.weight.dtype != torch.bfloat16 or not linear.weight.is_contiguous():
+            return "shared experts are not contiguous bfloat16"
+    return None
+
+
+class ExpertKernels:
+    """The kernels of a model's layers of experts. Layers of one shape share theirs."""
+
+    def __init__(self, device: torch.device, sm_count: int) -> None:
+        self._device, self._sm_count = device, sm_count
+        self._kernels: dict[MoeShape, MoeDecode] = {}
+
+    def get(self, shape: MoeShape) -> MoeDecode:
+        """Those of a shape."""
+        from megatron_async.kernels.moe.decode import MoeDecode
+
+        if shape not in self._kernels:
+            self._kernels[shape] = MoeDecode(shape, self._device, sm_count=self._sm_count)
+        return self._kernels[shape]
+
+
+class MoeBlock:
+    """Norm, router, experts and residual addition of one layer.
+
+    Args:
+        layer: one that ``coverage.mlp_why_not`` has nothing against.
+    """
+
+    def __init__(self, layer: Any, kernels: ExpertKernels) -> None:
+        self.norm: Norm = norm_of(layer.pre_mlp_layernorm)
+        self._mlp = layer.mlp
+        self._kernels = kernels.get(_shape_of(layer.mlp, self.norm))
+
+    def why_not(self, rows: int, context: Any) -> str | None:
+        """None: it runs for all rows that are decoded in kernels."""
+        return None
+
+    def __call__(self, step: Step, given: Tensor | None, reader: Norm | None) -> Tensor | None:
+        """Add the layer's experts to the residual stream, see
+        :class:`~.attention_block.AttentionBlock` for the arguments."""
+        from megatron_async.kernels.moe.decode import Live
+
+        assert given is not None
+        residual, context = step.residual, step.context
+        hidden = residual.hidden
+        statistics = None
+        if reader is not None:
+            covered = self._kernels.statistic_rows(hidden.shape[0])
+            statistics = residual.statistics(LAYER, covered)
+        # Keys and values of dead rows go to the null block, the first.
+        live = Live(context.slot_mapping, context.block_size_tokens)
+        self._kernels(
+            self._weights(), hidden, given, self.norm.eps, hidden, live=live, residual=hidden,
+            statistics_out=statistics, scaled=residual.scaled_for(reader),
+        )  # fmt: skip
+        return statistics
+
+    def _weights(self) -> MoeWeights:
+        from megatron_async.kernels.moe.decode import MoeWeights
+
+        mlp, shared = self._mlp, self._mlp.shared_experts
+        w1, w2, b1, b2 = mlp.weights
+        router = mlp.router
+        weights = MoeWeights(
+            (self.norm.weight, self.norm.bias), router.weight, w1, w2, router.bias,
+            router.expert_bias, b1, b2,
+        )  # fmt: skip
+        if shared is None:
+            return weights
+        return weights._replace(
+            shared_w1=shared.linear_fc1.weight,
+            shared_w2=shared.linear_fc2.weight,
+            shared_gate=shared.gate_weight,
+        )
+
+    def statistic_rows(self, rows: int) -> int:
+        """Elements that one partial statistic at the end of the block covers."""
+        return self._kernels.statistic_rows(rows)
+
+    def work(self, rows: int, context: Any, reader: Norm | None) -> Iterator[Work]:
+        """Nothing ahead: Triton compiles at the first call."""
+        return iter(())
+
+
+def _shape_of(mlp: Any, norm: Norm) -> MoeShape:
+    from megatron_async.kernels.moe.decode import MoeShape
+
+    _, hidden, inner = mlp.weights[1].shape
+    shared = mlp.shared_experts
+    count = 0 if shared is None else shared.linear_fc2.weight.shape[1] // inner
+    return MoeShape(
+        hidden, inner, mlp.settings, mlp.activation, count, center=norm.kind == LAYER_NORM
+    )

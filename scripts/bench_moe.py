@@ -1,0 +1,261 @@
+"""Time the kernels of a decode step's experts on a GPU, launch by launch, for several tiles.
+
+    python scripts/bench_moe.py
+    python scripts/bench_moe.py --shape mixtral --rows 1,32 --sweep
+
+Each line is a launch: mean microseconds of calls in a CUDA graph that goes round several layers, so
+that weights come from memory; the experts of a layer that its rows need; GB/s of their weights; and
+the share of the floor, their bytes over the bandwidth that a copy reaches. ``layer`` is all three
+launches, as a step has them. ``error`` is the largest difference from the reference in units of the
+largest value; above 2e-2 the exit status is 1. ``--sweep`` times other tiles too and says which
+won.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from bench_kernels import microseconds
+
+from megatron_async.device.bandwidth import copy_bandwidth
+from megatron_async.kernels.gemm.skinny_gemm import statistics_of
+from megatron_async.kernels.gemm.tile_config import RMS_NORM
+from megatron_async.kernels.moe.decode import (
+    MoeDecode,
+    MoeShape,
+    MoeWeights,
+    moe_decode_reference,
+)
+from megatron_async.kernels.moe.settings import ExpertActivation, RouterSettings
+from megatron_async.kernels.moe.tiles import MoeTiles, Tile, choose_tiles, padded_rows
+
+EPS, ERROR_LIMIT, SM_SHARED_BYTES = 1e-6, 2e-2, 227 * 1024
+NORMED: dict[str, Any] = {"pre_softmax": True, "normalize": True}
+SHAPES = {
+    "qwen3-30b-a3b": MoeShape(
+        2048, 768, RouterSettings(num_experts=128, top_k=8, **NORMED), ExpertActivation()
+    ),
+    "mixtral": MoeShape(
+        4096, 14336, RouterSettings(num_experts=8, top_k=2, **NORMED), ExpertActivation()
+    ),
+    "deepseek-v2-lite": MoeShape(
+        2048,
+        1408,
+        RouterSettings(num_experts=64, top_k=6, pre_softmax=True),
+        ExpertActivation(),
+        shared=2,
+    ),
+    "gpt-oss-20b": MoeShape(
+        2880,
+        2880,
+        RouterSettings(num_experts=32, top_k=4),
+        ExpertActivation(function="quick_gelu", limit=7.0, offset=1.0),
+    ),
+}
+LAYERS = {1: 6, 2: 5, 4: 4, 8: 3}
+"""Layers that a graph goes round, by rows; 2 for more."""
+
+
+class Layer(NamedTuple):
+    """One layer's parameters and input, and the kernels with buffers of their own."""
+
+    weights: MoeWeights
+    hidden: torch.Tensor
+    statistics: torch.Tensor
+    kernels: MoeDecode
+
+
+def make_layer(shape: MoeShape, rows: int, device: torch.device, sm_count: int) -> Layer:
+    """Drawn weights and rows; bfloat16."""
+
+    def drawn(*size: int, scale: float = 1.0) -> torch.Tensor:
+        return torch.empty(*size, device=device, dtype=torch.bfloat16).normal_(0, scale)
+
+    experts, hidden, inner = shape.settings.num_experts, shape.hidden, shape.inner
+    halves, shared = 2 if shape.activation.gated else 1, shape.shared * shape.inner
+    weights = MoeWeights(
+        (torch.ones(hidden, device=device, dtype=torch.bfloat16), None),
+        drawn(experts, hidden, scale=hidden**-0.5),
+        drawn(experts, halves * inner, hidden, scale=hidden**-0.5),
+        drawn(experts, hidden, inner, scale=inner**-0.5),
+        shared_w1=drawn(halves * shared, hidden, scale=hidden**-0.5) if shared else None,
+        shared_w2=drawn(hidden, shared, scale=shared**-0.5) if shared else None,
+    )
+    x = drawn(rows, hidden)
+    kernels = MoeDecode(shape, device, sm_count=sm_count)
+    return Layer(weights, x, statistics_of(x, RMS_NORM, 16), kernels)
+
+
+def with_tiles(layer: Layer, tiles: MoeTiles) -> Layer:
+    """The same layer with kernels of other tiles."""
+    rows, old = layer.hidden.shape[0], layer.kernels
+    kernels = MoeDecode(old.shape, layer.hidden.device, tiles=tiles)
+    kernels.route(layer.weights, layer.hidden, layer.statistics, EPS)
+    kernels.up(layer.weights, rows)
+    return layer._replace(kernels=kernels)
+
+
+def up_tiles(rows: int) -> Iterator[Tile]:
+    """Tiles of the first GEMM that fit into an SM."""
+    for block_n, block_k, swap in (
+        (32, 128, False), (32, 256, False), (64, 64, False), (64, 128, False), (64, 64, True),
+        (64, 128, True), (128, 64, True),
+    ):  # fmt: skip
+        for an_sm in (2, 3):
+            yield from _staged(Tile(block_n, block_k, 0, swap=swap), rows, an_sm)
+
+
+def down_tiles(shape: MoeShape, rows: int, sm_count: int) -> Iterator[Tile]:
+    """Tiles of the second GEMM that fit into an SM."""
+    for block_n, block_k, swap in (
+        (16, 128, False), (32, 128, False), (32, 64, False), (64, 128, False), (64, 64, True),
+        (64, 128, True),
+    ):  # fmt: skip
+        most = -(-shape.inner // block_k)
+        for splits in (1, 2, 3, 4, 6, 8, 12):
+            programs = -(-shape.hidden // block_n) * splits
+            if splits <= most and 1.4 <= programs / sm_count <= 3.1:
+                an_sm = round(programs / sm_count + 0.4)
+                tile = Tile(block_n, block_k, 0, splits=splits, swap=swap)
+                yield from _staged(tile, rows, an_sm)
+
+
+def _staged(tile: Tile, rows: int, an_sm: int) -> Iterator[Tile]:
+    """With as many stages as let so many programs share an SM."""
+    stage = (tile.block_n + rows) * tile.block_k * 2
+    stages = min(12, (SM_SHARED_BYTES // an_sm - 2048) // stage + 1)
+    if stages >= 3:
+        yield replace(tile, stages=stages)
+
+
+class Bench:
+    """Layers of one shape under so many rows."""
+
+    def __init__(
+        self, shape: MoeShape, rows: int, bandwidth: float, device: torch.device, sm_count: int
+    ) -> None:
+        self.shape, self.rows, self.bandwidth = shape, rows, bandwidth
+        self.sm_count = sm_count
+        count = LAYERS.get(rows, 2)
+        self.layers = [make_layer(shape, rows, device, sm_count) for _ in range(count)]
+        for layer in self.layers:
+            layer.kernels.route(layer.weights, layer.hidden, layer.statistics, EPS)
+        self.experts = sum(int(layer.kernels.count) for layer in self.layers) / len(self.layers)
+        self.out = torch.empty_like(self.layers[0].hidden)
+        self.statistics = torch.empty(rows * shape.hidden // 16, 2, device=device)
+
+    def line(self, label: str, byte_count: float, call: Callable[[Layer], object]) -> float:
+        """Time and print a launch that reads so many bytes; returns microseconds."""
+        layers = self.layers
+        us = microseconds(lambda number: call(layers[number % len(layers)]))
+        floor = byte_count / self.bandwidth * 1e6
+        rate = byte_count / us / 1e3
+        print(f"{label:60s} {us:8.2f} us {rate:7.0f} GB/s {floor / us:6.1%}", flush=True)
+        return us
+
+    def route(self, layer: Layer) -> None:
+        """The first launch."""
+        layer.kernels.route(layer.weights, layer.hidden, layer.statistics, EPS)
+
+    def up(self, layer: Layer) -> None:
+        """The second."""
+        layer.kernels.up(layer.weights, self.rows)
+
+    def down(self, layer: Layer) -> None:
+        """The third, as a step has it."""
+        covered = layer.kernels.statistic_rows(self.rows)
+        tiles = self.rows * self.shape.hidden // covered
+        layer.kernels.down(
+            layer.weights, self.out, layer.hidden,
+            self.statistics[:tiles].view(self.rows, -1, 2), (layer.weights.norm[0], self.out),
+        )  # fmt: skip
+
+    def all_three(self, layer: Layer) -> None:
+        """A layer."""
+        self.route(layer)
+        self.up(layer)
+        self.down(layer)
+
+    @property
+    def weight_bytes(self) -> tuple[float, float]:
+        """Of the needed experts: of the first GEMM and of the second."""
+        one = 2.0 * self.shape.hidden * self.shape.inner * self.experts
+        return one * (2 if self.shape.activation.gated else 1), one
+
+    def error(self) -> float:
+        """The first layer's largest difference from the reference."""
+        layer, out = self.layers[0], torch.empty_like(self.out)
+        layer.kernels(layer.weights, layer.hidden, layer.statistics, EPS, out)
+        routing = layer.kernels.routing(self.rows)
+        expected = moe_decode_reference(
+            self.shape, layer.weights, layer.hidden, EPS, routing=routing
+        ).float()
+        return float((out.float() - expected).abs().max() / expected.abs().max())
+
+    def chosen(self) -> None:
+        """The launches with the tiles that a model has."""
+        first, second = self.weight_bytes
+        router = 2.0 * self.shape.settings.num_experts * self.shape.hidden
+        tiles = self.layers[0].kernels.tiles(self.rows)
+        self.line("router", router, self.route)
+        self.line(f"up    {short(tiles.up)}", first, self.up)
+        self.line(f"down  {short(tiles.down)}", second, self.down)
+        self.line("layer", router + first + second, self.all_three)
+
+    def sweep(self) -> None:
+        """Other tiles, each launch by itself, and a layer with the best two."""
+        own, padded = self.layers, padded_rows(self.rows)
+        fixed = choose_tiles(self.shape.hidden, self.shape.inner, padded, self.sm_count)
+        first, second = self.weight_bytes
+        times: dict[str, list[tuple[float, Tile]]] = {"up": [], "down": []}
+        for tile in up_tiles(padded):
+            self.layers = [with_tiles(layer, MoeTiles(tile, fixed.down)) for layer in own]
+            times["up"].append((self.line(f"up    {short(tile)}", first, self.up), tile))
+        for tile in down_tiles(self.shape, padded, self.sm_count):
+            self.layers = [with_tiles(layer, MoeTiles(fixed.up, tile)) for layer in own]
+            times["down"].append((self.line(f"down  {short(tile)}", second, self.down), tile))
+        best = MoeTiles(*(min(found, key=lambda pair: pair[0])[1] for found in times.values()))
+        self.layers = [with_tiles(layer, best) for layer in own]
+        self.line(
+            f"best: up {short(best.up)} down {short(best.down)}", first + second, self.all_three
+        )
+        self.layers = own
+
+
+def short(tile: Tile) -> str:
+    """A tile in a word."""
+    swapped = " swap" if tile.swap else ""
+    return f"{tile.block_n}x{tile.block_k} s{tile.stages} w{tile.warps} k{tile.splits}{swapped}"
+
+
+def main() -> int:
+    """Run the script. Returns 1 if results differ from the reference."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser.add_argument("--shape", default="qwen3-30b-a3b", choices=sorted(SHAPES))
+    parser.add_argument("--rows", default="1,8,32,64", metavar="R,...")
+    parser.add_argument("--sweep", action="store_true")
+    args = parser.parse_args()
+    device, wrong = torch.device("cuda", torch.cuda.current_device()), False
+    sm_count = torch.cuda.get_device_properties(device).multi_processor_count
+    bandwidth = copy_bandwidth(device)
+    print(f"{torch.cuda.get_device_name()}: a copy reaches {bandwidth / 1e12:.2f} TB/s")
+    for rows in map(int, args.rows.split(",")):
+        torch.manual_seed(rows)
+        bench = Bench(SHAPES[args.shape], rows, bandwidth, device, sm_count)
+        error = bench.error()
+        print(f"\n{args.shape}, {rows} rows, {bench.experts:.1f} experts, error {error:.2g}")
+        wrong |= not error < ERROR_LIMIT
+        bench.chosen()
+        if args.sweep:
+            bench.sweep()
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
