@@ -85,7 +85,8 @@ def variants() -> dict[str, Variant]:
         "compiled": Variant(True, True, stock),
         "all": Variant(True, True, lambda: async_generate),
         "all-alternating": Variant(True, True, alternating),
-        "captured": Variant(True, False, lambda: generate_captured),
+        "captured": Variant(True, True, lambda: generate_captured),
+        "captured-uncompiled": Variant(True, False, lambda: generate_captured),
     }
 
 

@@ -3,3 +3,4 @@
 from megatron_async.kernels import trial
 
 trial.LATENT = True  # before the modules that look are imported
+trial.MOE = True

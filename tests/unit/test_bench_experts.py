@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from inference.benchmark import experts
-from inference.benchmark.loads import Request
-from inference.benchmark.model import BenchmarkModel
+from megatron_async.inference.benchmark import experts
+from megatron_async.inference.benchmark.loads import Request
+from megatron_async.inference.benchmark.model import BenchmarkModel
 from megatron_async.kernels.moe import reference
 from megatron_async.models.build import build_model
 from megatron_async.models.wrapper import GPTInferenceWrapper

@@ -349,6 +349,7 @@ def test_a_layer_of_experts_keeps_its_fused_attention(monkeypatch: pytest.Monkey
         position_embedding_type="rope",
     )
     model = adapt_model(model.bfloat16())
+    monkeypatch.setattr(trial, "MOE", False)
     covered = cover(model)
     assert covered.fused(ATTENTION) == (1, 2) and covered.fused(MLP) == ()
     assert [str(fallback) for fallback in covered.fallbacks] == [f"the MLP {BOTH} {trial.REASON}"]
@@ -363,7 +364,8 @@ def test_a_layer_of_experts_keeps_its_fused_attention(monkeypatch: pytest.Monkey
     ]
 
 
-def test_dense_layers_between_experts_keep_their_fused_mlp() -> None:
+def test_dense_layers_between_experts_keep_their_fused_mlp(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "MOE", False)
     values = {"num_layers": 3, "num_moe_experts": 4, "moe_ffn_hidden_size": 64}
     config = replace(our_model("llama").model_config, **values, moe_layer_freq=(1, 0, 1))
     model = build_model(config, device="cpu", dtype=torch.bfloat16, initialize=False)

@@ -251,6 +251,7 @@ def test_a_block_of_experts_is_that_of_its_module(
         for name in others:
             monkeypatch.setattr(coverage, name, lambda *_: "another test's")
     rig = DecodeRig(config, torch.device(device))
+    monkeypatch.setattr(trial, "MOE", False)
     with pytest.raises(ValueError, match="on trial") if device == "cpu" else nullcontext():
         assert FusedDecoder(model).coverage.fused(MLP) == (1,)
     monkeypatch.setattr(trial, "MOE", True)
