@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ import transformers
 
 from megatron_async.checkpoint import load_pretrained, save_distributed, save_native
 from megatron_async.models.config import ModelConfig
+from megatron_async.models.latent_config import LatentAttention
 from tests.support.patience import PATIENCE_SECONDS
 
 PROGRAM = """
@@ -60,6 +62,15 @@ CONFIG = ModelConfig(
     mlp_bias=True,
     mtp_num_layers=1,
 )
+OF_HEADS = {
+    "latents": replace(
+        CONFIG, num_kv_heads=4, qkv_bias=False, mtp_num_layers=0,
+        latent_attention=LatentAttention(
+            kv_lora_rank=12, q_lora_rank=20, qk_pos_emb_head_dim=4, v_head_dim=6
+        ),
+    ),
+    "sinks": replace(CONFIG, attention_sinks=True, mtp_num_layers=0),
+}  # fmt: skip
 
 
 def logits_of(path: Path) -> torch.Tensor:
@@ -93,11 +104,19 @@ def save_all_formats(root: Path) -> None:
     theirs.save_pretrained(root / "huggingface")
     save_native(root / "native", ours, CONFIG)
     save_distributed(root / "distributed", ours, CONFIG)
+    for name, config in OF_HEADS.items():
+        model = build_model(config, device="cpu", dtype=torch.float32)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+        save_native(root / name, model, config)
+        save_distributed(root / f"{name}_distributed", model, config)
 
 
 def test_two_ranks_give_the_logits_of_one(tmp_path: Path) -> None:
     save_all_formats(tmp_path)
     names = ["huggingface", "native", "distributed"]
+    names += [f"{name}{end}" for name in OF_HEADS for end in ("", "_distributed")]
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     root = str(Path(__file__).parents[2])

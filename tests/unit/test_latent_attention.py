@@ -136,6 +136,18 @@ def test_kernels_equal_float64(device: str) -> None:
 
 @pytest.mark.skipif(not HAS_TRITON, reason="the kernels need triton")
 @on_devices
+def test_rows_whose_sums_take_too_much_memory_come_by_parts(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_async.kernels.attention import paged_decode_triton
+
+    monkeypatch.setattr(paged_decode_triton, "LATENT_WORKSPACE_ELEMENTS", 6 * LATENT)
+    attend = paged_decode_triton.paged_decode_attention_triton
+    check_decode(attend, torch.float32, device, lengths=(3, 40))
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="the kernels need triton")
+@on_devices
 @pytest.mark.parametrize(("tokens", "heads", "rank", "rotated"), [(5, 3, 24, 6), (2, 20, 512, 64)])
 def test_append_kernel_equals_its_reference(
     device: str, tokens: int, heads: int, rank: int, rotated: int

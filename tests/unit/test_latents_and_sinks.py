@@ -229,3 +229,19 @@ class TestOnAGpu:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
             steady.reset()
+
+    @pytest.mark.parametrize("name", CONFIGS)
+    def test_batch_invariant_tokens_in_bf16_survive_evictions(self, name: str) -> None:
+        if not trial.LATENT:
+            pytest.skip("products of PyTorch's attention depend on the batch")
+        found = []
+        for depth, blocks in ((0, 60), (2, 16)):
+            with engine(
+                wrapped(name, "cuda", torch.bfloat16), depth, "cuda", max_requests=3,
+                block_size_tokens=4, block_count=blocks, prefill_chunk_tokens=16,
+                batch_invariant=True,
+            ) as invariant:  # fmt: skip
+                requests = invariant.generate(PROMPTS, params())
+                assert (invariant.counters.evictions > 0) == (blocks == 16)
+            found.append([request.generated_tokens for request in requests])
+        assert found[0] == found[1]

@@ -195,6 +195,10 @@ def test_gpt2_without_prefixes_and_with_masks_loads(tmp_path: Path) -> None:
         ("cohere", {"hidden_act": "relu"}, "hidden_act='relu'.*silu"),
         ("mixtral", {"num_local_experts": 0}, "num_moe_experts=0 must be a positive integer"),
         ("mixtral", {"num_experts_per_tok": 5}, "moe_router_topk=5.*num_moe_experts=4"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob=True is not supported.*: False"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method='noaux_tc'.*greedy, group_limit"),
+        ("deepseek_v2", {"kv_lora_rank": 0}, "kv_lora_rank=0 must be a positive integer"),
+        ("gpt_oss", {"swiglu_alpha": 1.5}, "swiglu_alpha=1.5 is not supported; supported: 1.702"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported; supported: null"),
         ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0 is not supported"),
         (

@@ -10,7 +10,8 @@ from megatron_async.checkpoint.family import Family, Names, expert_fields, layer
 from megatron_async.checkpoint.fields import Fields
 from megatron_async.models.latent_config import LatentAttention
 
-ONLY = {"attention_bias": False, "mlp_bias": False, "norm_topk_prob": False, "moe_layer_freq": 1}
+ONLY = {"attention_bias": False, "mlp_bias": False, "norm_topk_prob": False, "moe_layer_freq": 1,
+        "scoring_func": "softmax"}  # fmt: skip
 
 
 def config(fields: Fields) -> dict[str, Any]:
@@ -66,8 +67,7 @@ EXPERTS = ExpertNames(
     shared_fc1=(f"{SHARED}gate_proj", f"{SHARED}up_proj"), shared_fc2=f"{SHARED}down_proj"
 )
 FAMILY = Family(
-    model_type="deepseek_v2",
-    architecture="DeepseekV2ForCausalLM",
+    model_type="deepseek_v2", architecture="DeepseekV2ForCausalLM",
     config=config,
     names=Names(experts=EXPERTS),
     defaults={

@@ -34,6 +34,8 @@ LATENT_HEADS = 16
 """Of a program of multi-latent attention."""
 LATENT_TILE_BYTES = 32768
 LATENT_STAGES = 3
+LATENT_WORKSPACE_ELEMENTS = 2**28
+"""Of a launch of multi-latent attention, whose sums are wide: more rows take more launches."""
 MOST_ROWS = 8192
 """Of a launch: a grid takes 65,535, and the workspace grows with them."""
 NUM_WARPS = 4
@@ -291,9 +293,16 @@ def paged_decode_attention_triton(
     out = torch.empty((rows, heads, value_dim), dtype=query.dtype, device=query.device)
     if rows == 0:
         return out
-    if rows > MOST_ROWS:
-        for first in range(0, rows, MOST_ROWS):
-            some = slice(first, first + MOST_ROWS)
+    plan = split_plan(heads, kv_heads, value_dim, query.dtype, is_latent=latent is not None)
+    # A window has tokens of one split more than its size.
+    reach = capacity if window is None else min(capacity, window + plan.min_split - 1)
+    splits = min(plan.max_splits, triton.cdiv(reach, plan.min_split))
+    most = MOST_ROWS
+    if latent is not None:
+        most = max(1, min(most, LATENT_WORKSPACE_ELEMENTS // (heads * splits * value_dim)))
+    if rows > most:
+        for first in range(0, rows, most):
+            some = slice(first, first + most)
             out[some] = paged_decode_attention_triton(
                 query[some],
                 key_cache,
@@ -308,10 +317,6 @@ def paged_decode_attention_triton(
                 latent=latent,
             )
         return out
-    plan = split_plan(heads, kv_heads, value_dim, query.dtype, is_latent=latent is not None)
-    # A window has tokens of one split more than its size.
-    reach = capacity if window is None else min(capacity, window + plan.min_split - 1)
-    splits = min(plan.max_splits, triton.cdiv(reach, plan.min_split))
     partial = query.new_empty((rows, heads, splits, value_dim), dtype=torch.float32)
     stats = query.new_empty((rows, heads, splits, 2), dtype=torch.float32)
     head_pad = max(16, triton.next_power_of_2(value_dim))
