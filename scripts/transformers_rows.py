@@ -83,12 +83,13 @@ def measure_stop_checks(row: Row, options: Any, keep: Keep) -> None:
         if ours.streams is None:  # a CPU has stock's
             return checks_of_stock()
         ours.begin(ids)
-        left = unfinished
+        left, check = unfinished, None
         for _ in range(CHECKS):
             matrix @ matrix
+            if check is not None:  # behind the next work, as where tokens are selected
+                ours.streams.join(check.ticket)
+                left = check.unfinished if check.unfinished is not None else left
             check = ours.submit(ids, tokens, None, left)
-            ours.streams.join(check.ticket)
-            left = check.unfinished if check.unfinished is not None else left
             if ours.outstanding >= AHEAD:
                 ours.wait_oldest()
             while ours.oldest_ready():

@@ -48,8 +48,11 @@ class CapturedStep:
         self._valid = torch.zeros(batch, dtype=torch.long, device=device)
         self._model = model
         self._forward: Any = model
+        self._finish: Any = self._take
         if compiled is not None:
             self._forward = torch.compile(model.__call__, **compiled)
+            if not sample:  # compiled code draws other random numbers
+                self._finish = torch.compile(self._take, **compiled)
         self._sample = sample
         self._processors = processors
         self._cursor = torch.zeros(1, dtype=torch.long, device=device)
@@ -109,7 +112,7 @@ class CapturedStep:
             return_dict=True,
             **self._told,
         )
-        self._take(outputs.logits[:, -1])
+        self._finish(outputs.logits[:, -1])
         self._position.add_(1)
         self._position_ids.add_(1)
 
