@@ -13,6 +13,7 @@ from megatron_async.kernels.gemm.tile_choice import choose
 from megatron_async.kernels.gemm.tile_config import (
     ADD,
     ANY_SHAPE_ROWS,
+    EPILOGUES,
     GELU,
     GELU_TANH,
     LAYER_NORM,
@@ -285,7 +286,7 @@ def test_emulated_configs_use_every_way_to_build_the_kernels() -> None:
         assert config.fits(n, k, padded(rows), norm, epilogue), config
     for name in ("stream_x", "persistent", "workspace", "tma"):
         assert {getattr(config, name) for config in configs} == {False, True}
-    assert {epilogue for (_, _, _, epilogue, _), _, _ in _SMALL_GEMMS} == set(range(5))
+    assert {epilogue for (_, _, _, epilogue, _), _, _ in _SMALL_GEMMS} == set(range(len(EPILOGUES)))
 
 
 # --- the emulator notices -------------------------------------------------------------------------
