@@ -37,9 +37,9 @@ def mamba_fields(fields: Fields, *, expanded: bool = False) -> dict[str, Any]:
     heads = fields.read("mamba_num_heads", int)
     if expanded:
         inner = fields.read("mamba_expand", int, 2) * fields.read("hidden_size", int)
-        head_dim = fields.get("mamba_head_dim")
-        if head_dim in (None, "auto"):
-            head_dim = inner // max(heads, 1)
+        share = inner // max(heads, 1)
+        is_auto = fields.get("mamba_head_dim") == "auto"
+        head_dim = share if is_auto else fields.read("mamba_head_dim", int, share)
         if heads * head_dim != inner:
             of = f"so many that {heads} heads have {inner} elements"
             raise fields.unsupported("mamba_head_dim", of, head_dim)

@@ -127,13 +127,16 @@ def _experts(config: ModelConfig) -> dict[str, Any]:
         return {}
     names = (
         "num_moe_experts", "moe_ffn_hidden_size", "moe_router_topk", "moe_router_score_function",
-        "moe_router_pre_softmax", "moe_router_num_groups", "moe_router_group_topk",
+        "moe_router_num_groups", "moe_router_group_topk",
         "moe_router_topk_scaling_factor", "moe_router_enable_expert_bias",
         "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_latent_size",
     )  # fmt: skip
     kinds = config.moe_layer_freq
+    # A softmax over one chosen expert is 1, which megatron refuses since it has no gradient.
+    takes_one = config.moe_router_topk == 1
     return {
         **{name: getattr(config, name) for name in names},
+        "moe_router_pre_softmax": config.moe_router_pre_softmax or takes_one,
         "moe_layer_freq": 1 if kinds is None else list(kinds),
         "moe_router_dtype": "fp32",  # as kernels/moe computes
     }

@@ -187,6 +187,7 @@ def test_gpt2_without_prefixes_and_with_masks_loads(tmp_path: Path) -> None:
         ("qwen3-dynamic", {"head_dim": 2}, "dynamic needs more than 2 rotated elements"),
         ("mamba2", {"time_step_limit": [0.0, 0.1]}, r"time_step_limit=\[0.0, 0.1\].*Infinity"),
         ("mamba2", {"head_dim": 20}, "head_dim=20 is not supported.* 8 heads have 128 elements"),
+        ("bamba", {"mamba_d_head": {}}, "mamba_d_head={} must be of type int"),
         ("bamba", {"mamba_n_groups": 3}, "mamba_num_groups=3 must divide the 8 heads"),
         ("nemotron_h", {"layers_block_type": ["mamba", "gru"]}, "layers_block_type=.*one of mamba"),
         ("nemotron_h", {"hybrid_override_pattern": "MX"}, "hybrid_override_pattern='MX'.* letters"),

@@ -210,16 +210,19 @@ def test_rows_that_are_padding_pass_shared_experts_alone() -> None:
     assert not torch.equal(found[mask[0]], expected[mask[0]])
 
 
+@pytest.mark.parametrize("chosen", (1, 2))
 @torch.no_grad()
-def test_latent_projections_and_biases() -> None:
-    """megatron-core needs Transformer Engine for the first, and ties the second to all linears."""
+def test_latent_projections_and_biases(chosen: int) -> None:
+    """megatron-core needs Transformer Engine for the first, and ties the second to all linears. It
+    refuses a softmax over one chosen expert, which is 1."""
     config = changed(
         num_layers=1, moe_layer_freq=None, moe_latent_size=24, mlp_bias=True, moe_router_bias=True,
         moe_shared_expert_intermediate_size=None, moe_shared_expert_gate=False,
+        moe_router_topk=chosen,
     )  # fmt: skip
     (layer,) = layers_of(model_of(config))
     x = torch.randn(5, 64)
-    weights = (x @ layer.router.weight.T + layer.router.bias).topk(2)
+    weights = (x @ layer.router.weight.T + layer.router.bias).topk(chosen)
     latent = x @ layer.fc1_latent_proj.weight.T + layer.fc1_latent_proj.bias
     w1, w2, b1, b2 = layer.weights
     assert w1.shape == (8, 64, 24) and b2.shape == (8, 24)
