@@ -103,11 +103,13 @@ def sigmoid_experts(fields: Fields) -> dict[str, Any]:
     (Nemotron-H).
 
     Raises:
-        CheckpointError: the choice of groups is another than megatron-core's.
+        CheckpointError: the choice of groups, or what weights add up to, is another than
+            megatron-core's, which leaves the weight of one expert as it is.
     """
-    if not fields.read("norm_topk_prob", bool, True):
-        raise fields.unsupported("norm_topk_prob", "true")
     chosen, groups = fields.read("num_experts_per_tok", int, 2), fields.read("n_group", int, 1)
+    if (is_normed := fields.read("norm_topk_prob", bool, True)) != (chosen > 1):
+        of = f"{str(chosen > 1).lower()} with num_experts_per_tok={chosen}"
+        raise fields.unsupported("norm_topk_prob", of, is_normed)
     taken = fields.read("topk_group", int, 1)
     if groups > 1 and chosen != 2 * taken:
         raise fields.unsupported("topk_group", f"half of num_experts_per_tok={chosen}", taken)

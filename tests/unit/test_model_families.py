@@ -192,6 +192,8 @@ def test_gpt2_without_prefixes_and_with_masks_loads(tmp_path: Path) -> None:
         ("nemotron_h", {"layers_block_type": ["mamba", "gru"]}, "layers_block_type=.*one of mamba"),
         ("nemotron_h", {"hybrid_override_pattern": "MX"}, "hybrid_override_pattern='MX'.* letters"),
         ("nemotron_h-experts", {"topk_group": 3}, "topk_group=3.*half of num_experts_per_tok=4"),
+        ("nemotron_h-latent", {"num_experts_per_tok": 1}, "norm_topk_prob=True is.*: false with"),
+        ("nemotron_h-latent", {"norm_topk_prob": False}, "norm_topk_prob=False is.*: true with"),
         ("granitemoehybrid", {"layer_types": ["mamba"]}, "layer_types=.* for each layer"),
         ("cohere", {"hidden_act": "relu"}, "hidden_act='relu'.*silu"),
         ("mixtral", {"num_local_experts": 0}, "num_moe_experts=0 must be a positive integer"),
