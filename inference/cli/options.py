@@ -137,15 +137,16 @@ def name_options(message: str) -> str:
 SEED = integer(-(2**63), 2**63 - 1)
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Which model, and where it runs."""
+def add_model_options(parser: argparse.ArgumentParser, default: str | None = "tiny") -> None:
+    """Which model, and where it runs. Without a ``default`` it is the recorded one's."""
     add = parser.add_argument_group("model").add_argument
     said = "'tiny' is the embedded model, a byte-level GPT that writes Python-like code, and "
     said += "'tiny-moe' one with experts, 'tiny-hybrid' one with Mamba-2 layers; "
     said += "or a Hugging Face, native or megatron "
     said += "dist_checkpointing directory; random:SHAPE has "
-    said += f"random weights in the shape of {', '.join(SHAPES)} (default: tiny)"
-    add("--model", "--load", default="tiny", metavar="tiny|PATH", help=said)
+    said += f"random weights in the shape of {', '.join(SHAPES)} "
+    said += f"(default: {default or 'the recorded one'})"
+    add("--model", "--load", default=default, metavar="tiny|PATH", help=said)
     said = "a tokenizer.json, or its directory (default: the model's, or the one that a checkpoint "
     said += "of Megatron-LM names)"
     add("--tokenizer-model", metavar="PATH", help=said)

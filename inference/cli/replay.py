@@ -7,7 +7,9 @@ import dataclasses
 import sys
 from typing import Any
 
-from megatron_async.engine.recording import read_run
+from megatron_async.checkpoint.path import EMBEDDED, RANDOM
+from megatron_async.engine.recording import Run, read_run
+from megatron_async.errors import ConfigError
 
 from .options import add_model_options, integer, load_engine
 
@@ -32,7 +34,7 @@ def add_command(commands: Any) -> None:
     parser.add_argument("file", metavar="FILE", help="what --record wrote")
     said = "steps in flight; 0 is serial (default: the recorded one)"
     parser.add_argument("--depth", type=integer(0), metavar="N", help=said)
-    add_model_options(parser)
+    add_model_options(parser, default=None)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
         changes |= {"inference_async_scheduling": args.depth > 0, "depth": args.depth or None}
     from megatron_async.engine.replay import replay
 
-    with load_engine(args.model, dataclasses.replace(recorded.config, **changes)) as engine:
+    config = dataclasses.replace(recorded.config, **changes)
+    with load_engine(_model(args, recorded), config) as engine:
         result = replay(recorded, engine)
         depth = engine.depth
     for difference in result.differences:
@@ -54,3 +57,11 @@ def run(args: argparse.Namespace) -> int:
     print(f"not repeated: {what}" if result.differences else f"repeated {how}: {what}")
     sys.stdout.flush()
     return EXIT_DIFFERENT if result.differences else 0
+
+
+def _model(args: argparse.Namespace, recorded: Run) -> str:
+    """The one that is given, or the recorded one, whose directory a run does not say."""
+    name = recorded.model_name
+    if args.model is None and name not in EMBEDDED and not name.startswith(RANDOM):
+        raise ConfigError(f"{args.file}: recorded with the model {name!r}; add --model PATH")
+    return args.model or name

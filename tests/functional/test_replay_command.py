@@ -28,7 +28,7 @@ def test_a_recorded_generation_is_repeated(
     record(path, "--depth", "2")
     capsys.readouterr()
     at = [] if depth is None else ["--depth", str(depth)]
-    assert main(["replay", str(path), "--model", "tiny", *at]) == 0
+    assert main(["replay", str(path), *at]) == 0
     how = "with equal tokens (recorded at depth 2)" if depth == 0 else "exactly"
     expected = f"repeated {how}: 4 requests, 4 commands, depth {2 if depth is None else depth}\n"
     assert capsys.readouterr().out == expected
@@ -46,6 +46,15 @@ def test_a_run_that_went_otherwise_is_shown(tmp_path: Path, capsys: Capture) -> 
     assert out.startswith("differs: entry ") and "not repeated: 4 requests" in out
     assert main(["replay", str(path), "--depth", "1"]) == 1
     assert capsys.readouterr().out.startswith("differs: request ")
+
+
+def test_the_model_is_the_recorded_one(tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "run.jsonl"
+    record(path, "--model", "random:tiny-nemotron-h")
+    assert main(["replay", str(path)]) == 0
+    path.write_text(path.read_text().replace("random:tiny-nemotron-h", "my-model"))
+    assert main(["replay", str(path)]) == 2
+    assert "recorded with the model 'my-model'; add --model PATH" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
