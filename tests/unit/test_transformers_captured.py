@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import CompileConfig, LogitsProcessor
+from transformers import BloomConfig, BloomForCausalLM, CompileConfig, LogitsProcessor
 
 from megatron_async.integrations.transformers import CapturedGenerate, generate_captured, notices
 from tests.support.called_graphs import CalledGraphs
@@ -117,6 +118,51 @@ def test_what_cannot_be_captured_stops_asynchronously(
     assert torch.equal(*(getattr(out, "sequences", out) for out in (ours, stock)))
     assert any(reason in record.message for record in caplog.records)
     assert graphs.runs == 0 and streams.submitted > 0
+
+
+def test_positions_go_on_from_the_callers() -> None:
+    model, graphs = generator_model("gpt2"), CalledGraphs()
+    given = arguments(2, attention_mask=torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]]))
+    for more in ({}, {"position_ids": torch.arange(7, 12).expand(2, 5)}):
+        stock = model.generate(**given, **more)
+        custom = CapturedGenerate(3, LateStreams(), graphs)
+        assert torch.equal(model.generate(**given, **more, custom_generate=custom), stock)
+
+
+def test_what_each_forward_is_given_is_not_captured() -> None:
+    model, graphs = generator_model("gpt2"), CalledGraphs()
+    given = arguments(token_type_ids=torch.ones((4, 5), dtype=torch.long))
+    custom = CapturedGenerate(3, LateStreams(), graphs)
+    assert torch.equal(model.generate(**given, custom_generate=custom), model.generate(**given))
+    assert graphs.runs == 0
+
+
+def test_alibi_is_not_captured() -> None:
+    config = BloomConfig(vocab_size=24, hidden_size=16, n_layer=1, n_head=2)
+    model, graphs = BloomForCausalLM(config).eval(), CalledGraphs()
+    custom = CapturedGenerate(3, LateStreams(), graphs)
+    given = arguments()
+    assert torch.equal(model.generate(**given, custom_generate=custom), model.generate(**given))
+    assert graphs.runs == 0
+
+
+def test_nothing_is_launched_beyond_the_positions_of_the_model() -> None:
+    model, ids = generator_model("gpt2"), prompts(1, 62, 8)["input_ids"]
+    end = model.generate(ids, max_new_tokens=3, pad_token_id=0)[0, -1:].tolist()
+    given = arguments(input_ids=ids, attention_mask=torch.ones_like(ids), eos_token_id=end)
+    stock = model.generate(**given)
+    assert stock.shape[1] == 65, "ends too early to show it"
+    custom = CapturedGenerate(4, LateStreams(), CalledGraphs())
+    assert torch.equal(model.generate(**given, custom_generate=custom), stock)
+
+
+def test_weights_that_moved_are_captured_again() -> None:
+    model, graphs = copy.deepcopy(generator_model("llama")), CalledGraphs()
+    custom = CapturedGenerate(3, LateStreams(), graphs)
+    model.generate(**arguments(), custom_generate=custom)
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.roll(1, 0))
+    model.generate(**arguments(), custom_generate=custom)
+    assert graphs.captures == 2
 
 
 def test_an_interrupt_leaves_no_half_captured_step() -> None:

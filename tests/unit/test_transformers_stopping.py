@@ -26,8 +26,11 @@ from transformers import (
     LogitsProcessor,
     MaxLengthCriteria,
     MaxTimeCriteria,
+    StaticCache,
     StoppingCriteria,
     StoppingCriteriaList,
+    XLNetConfig,
+    XLNetLMHeadModel,
 )
 
 from megatron_async.integrations.transformers import (
@@ -519,6 +522,48 @@ def test_the_context_serves_its_model_alone_and_nests() -> None:
 def test_ahead_is_checked() -> None:
     with pytest.raises(ValueError, match="at least 1"):
         AsyncGenerate(0)
+
+
+def test_random_state_of_a_model_in_training_mode() -> None:
+    model = generator_model("gpt2").train()
+    try:
+        assert_generates_as_stock(model, arguments(1, eos_token_id=[3, 5, 7, 9, 11]), seed=1)
+    finally:
+        model.eval()
+
+
+def test_nothing_is_launched_beyond_the_positions_of_the_model() -> None:
+    model, ids = generator_model("gpt2"), prompts(1, 62, 8)["input_ids"]  # it has 64
+    end = model.generate(ids, max_new_tokens=3, pad_token_id=0)[0, -1:].tolist()
+    given = {"input_ids": ids, "max_new_tokens": 10, "pad_token_id": 0, "eos_token_id": end}
+    stock, _ = assert_generates_as_stock(model, given)
+    assert stock.shape[1] == 65, "ends too early to show it"
+
+
+def test_nothing_is_launched_beyond_the_users_static_cache() -> None:
+    model, ids = generator_model("llama"), prompts(1)["input_ids"]
+    end = model.generate(ids, max_new_tokens=4, pad_token_id=0)[0, -1:].tolist()
+
+    def run(**more: Any) -> tuple[Tensor, StaticCache]:
+        cache = StaticCache(config=model.config, max_cache_len=8)
+        given = arguments(1, eos_token_id=end, past_key_values=cache, **more)
+        return model.generate(**given), cache
+
+    stock, kept = run()
+    ours, cache = run(custom_generate=AsyncGenerate(3, LateStreams()))
+    assert torch.equal(ours, stock)
+    assert_same_cache(cache, kept)
+
+
+def test_a_cache_that_the_model_made_of_tuples_is_that_of_stock() -> None:
+    config = XLNetConfig(vocab_size=24, d_model=16, n_layer=1, n_head=2, d_inner=16, mem_len=9)
+    model = XLNetLMHeadModel(config).eval()
+    given = arguments(1, eos_token_id=list(range(5, 20)), return_dict_in_generate=True)
+    given = {**given, "use_cache": False, "output_logits": True}
+    stock, _ = generate_seeded(model, given)
+    ours, _ = generate_seeded(model, {**given, "custom_generate": AsyncGenerate(3, LateStreams())})
+    assert torch.equal(ours.sequences, stock.sequences)
+    assert len(ours.logits) == len(stock.logits)
 
 
 def test_processors_see_the_ids_of_stock() -> None:

@@ -32,6 +32,12 @@ def decoder_part(cache: Any) -> Any:
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
 
+def is_cache(cache: Any) -> bool:
+    """Whether it is one of transformers' cache classes. Some models (XLNet) make tuples in the
+    prefill, whatever ``use_cache`` says, and others have classes of their own (RWKV)."""
+    return isinstance(decoder_part(cache), Cache)
+
+
 def obstacle_to_rollback(cache: Any, length_limit: int | None) -> str | None:
     """Why tokens cannot be taken back from ``cache``; None where they can.
 
@@ -40,7 +46,7 @@ def obstacle_to_rollback(cache: Any, length_limit: int | None) -> str | None:
     if cache is None:
         return None
     part = decoder_part(cache)
-    if not isinstance(part, Cache):
+    if not is_cache(cache):
         return f"a cache of type {type(part).__name__} cannot be cropped"
     if getattr(part, "offloading", False):
         return "an offloaded cache cannot be cropped"
@@ -62,7 +68,7 @@ def obstacle_to_rollback(cache: Any, length_limit: int | None) -> str | None:
 
 
 def layers_of(cache: Any) -> Iterator[Any]:
-    if cache is not None:
+    if cache is not None and is_cache(cache):
         yield from decoder_part(cache).layers
 
 

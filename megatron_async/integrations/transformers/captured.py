@@ -21,7 +21,11 @@ from megatron_async.integrations.transformers.generate import (
     generate_arguments,
 )
 from megatron_async.integrations.transformers.graphs import CudaGraphs, Graphs
-from megatron_async.integrations.transformers.model_calls import ModelCalls, pad_token
+from megatron_async.integrations.transformers.model_calls import (
+    ModelCalls,
+    longest_input,
+    pad_token,
+)
 from megatron_async.integrations.transformers.notices import say_once
 from megatron_async.integrations.transformers.selection import INVALID
 from megatron_async.integrations.transformers.stopping import AsyncStoppingCriteriaList
@@ -132,6 +136,7 @@ class CapturedGenerate:
             model.dtype,
             model.config.to_json_string(),
             repr(compiled),
+            tuple(p.data_ptr() for p in model.parameters()),  # a graph has their addresses
             tuple((type(p).__name__, repr(sorted(vars(p).items()))) for p in processors),
         )
         kept = self._steps.setdefault(model, OrderedDict())
@@ -175,6 +180,7 @@ class CapturedLoop:
         self._streams = streams
         self._graphs = graphs
         self._depth = depth
+        self._longest: int | None = None
         self._streamer = call.get("streamer")
         self._launched = self._ended = 0
         self._outstanding: deque[Launched] = deque()
@@ -186,11 +192,14 @@ class CapturedLoop:
         """Decode; returns ids, int64 ``(batch, prompt + generated)``."""
         step, prompt = self._step, input_ids.shape[1]
         step.cache.reset()
+        longest = longest_input(model, step.cache)
+        self._longest = None if longest is None else longest - prompt
         model_kwargs["past_key_values"] = step.cache
         pad = pad_token(config, input_ids)
         step.begin(
             input_ids,
             model_kwargs.get("attention_mask"),
+            model_kwargs.get("position_ids"),
             end_tokens(self._criteria, input_ids),
             input_ids.new_zeros(()) if pad is None else pad,
         )
@@ -223,10 +232,12 @@ class CapturedLoop:
 
     def _has_ended(self, is_last: bool) -> bool:
         """Look at what has arrived; wait only if another step may not be launched before."""
+        is_longest = self._longest is not None and self._launched > self._longest
+        depth = 1 if is_last or is_longest else self._depth
         while self._outstanding:
             ticket = self._outstanding[0].ticket
             if not ticket.ready():
-                if not is_last and len(self._outstanding) < self._depth:
+                if len(self._outstanding) < depth:
                     return False
                 ticket.wait()
             if self._settle():

@@ -73,8 +73,16 @@ class CapturedStep:
         """Whether steps draw random numbers."""
         return self._sample
 
-    def begin(self, input_ids: Tensor, mask: Tensor | None, ends: Tensor, pad: Tensor) -> None:
-        """Take a call's prompts ``(batch, prompt)``, their mask likewise, and its end tokens."""
+    def begin(
+        self,
+        input_ids: Tensor,
+        mask: Tensor | None,
+        positions: Tensor | None,
+        ends: Tensor,
+        pad: Tensor,
+    ) -> None:
+        """Take a call's prompts ``(batch, prompt)``, their mask and positions likewise, and its end
+        tokens. Without positions the mask has them (transformers 4.57)."""
         prompt = input_ids.shape[1]
         self._cursor.zero_()
         self._unfinished.fill_(1)
@@ -88,6 +96,8 @@ class CapturedStep:
         else:
             self._allowed[:, 0, 0, :prompt] = mask.bool()
             self._position_ids.copy_(mask.long().sum(dim=-1, keepdim=True))
+        if positions is not None:
+            self._position_ids.copy_(positions[:, -1:] + 1)
 
     def first(self, logits: Tensor) -> None:
         """Select the first token from the prefill's logits ``(batch, vocabulary)``."""

@@ -12,10 +12,15 @@ from torch import Tensor
 from megatron_async.integrations.transformers.cache_rollback import (
     Mark,
     find_cache,
+    is_cache,
     mark,
     roll_back,
 )
-from megatron_async.integrations.transformers.model_calls import ModelCalls, pad_token
+from megatron_async.integrations.transformers.model_calls import (
+    ModelCalls,
+    longest_input,
+    pad_token,
+)
 from megatron_async.integrations.transformers.recorded import Recorded
 from megatron_async.integrations.transformers.selection import select
 from megatron_async.integrations.transformers.stopping import AsyncStoppingCriteriaList, Check
@@ -37,9 +42,16 @@ def processors_of(processor: Any) -> Iterable[Any]:
     return processor if isinstance(processor, Iterable) else [processor]
 
 
-def is_stock(processor: Any) -> bool:
-    """Whether a logits processor is of transformers: none of those draws random numbers."""
-    return type(processor).__module__.startswith("transformers.")
+def is_stock(thing: Any) -> bool:
+    """Whether a logits processor or a model is of transformers: none of those draws random numbers,
+    but for models in training mode."""
+    return type(thing).__module__.startswith("transformers.")
+
+
+def draws(model: Any, processor: Any, config: Any) -> bool:
+    """Whether random numbers may be drawn while a token is computed."""
+    stock = is_stock(model) and all(is_stock(p) for p in processors_of(processor))
+    return config.do_sample or not stock or any(m.training for m in model.modules())
 
 
 class Decoding:
@@ -77,15 +89,17 @@ class Decoding:
         self._calls = ModelCalls(model, config)
         self._recorded = Recorded(config, model.config.is_encoder_decoder)
         self._pads = any(hasattr(c, "eos_token_id") for c in criteria)
-        self._draws = config.do_sample or any(
-            not is_stock(p) for p in processors_of(logits_processor)
-        )
+        self._draws = draws(model, logits_processor, config)
         self._pad = pad_token(config, input_ids)
         looked_at = criteria.on_device or criteria.host_marked or config.do_sample
         self._checks = bool(looked_at) or streamer is not None
         self._unfinished = torch.ones(input_ids.shape[0], dtype=torch.long, device=input_ids.device)
         self._unjoined: Check | None = None
         self._is_last = False
+        embeds = model_kwargs.get("inputs_embeds")
+        unseen = 0 if embeds is None else embeds.shape[1] - input_ids.shape[1]
+        longest = longest_input(model, find_cache(model_kwargs))
+        self._longest = None if longest is None else longest - unseen
 
     def run(self) -> Any:
         """Decode; returns what stock ``generate`` returns."""
@@ -95,6 +109,9 @@ class Decoding:
             outputs = self._calls.forward(self.input_ids, self.model_kwargs)
             with self._calls.decoding():
                 self._take(outputs)
+                cache = find_cache(self.model_kwargs)
+                if self._keeps_cache and cache is not None and not is_cache(cache):
+                    self._ahead = 1  # made in the prefill, and nothing can be taken back
                 del outputs  # the logits of all prompt tokens
                 while not self._has_ended():
                     self._take(self._calls.forward(self.input_ids, self.model_kwargs))
@@ -142,7 +159,9 @@ class Decoding:
         while self._criteria.oldest_ready():
             if self._settle():
                 return True
-        while self._criteria.outstanding >= (1 if self._is_last else self._ahead):
+        length = self.input_ids.shape[1]
+        is_longest = self._longest is not None and length > self._longest
+        while self._criteria.outstanding >= (1 if self._is_last or is_longest else self._ahead):
             self._criteria.wait_oldest()
             if self._settle():
                 return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from megatron_async.integrations.transformers.cache_rollback import find_cache, 
 from megatron_async.integrations.transformers.model_calls import (
     attention_kind,
     is_own_cache_of_generate,
+    takes_cache_position,
 )
 from megatron_async.integrations.transformers.stopping import AsyncStoppingCriteriaList
 
@@ -66,6 +68,36 @@ WARPERS = (
 """Logits processors that look at the scores alone."""
 
 
+TAKEN = (
+    "attention_mask",
+    "cache_position",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "past_key_values",
+    "return_dict",
+    "use_cache",
+)
+"""Keyword arguments of forwards that a captured step has a place for."""
+
+
+def obstacle_in_arguments(model: Any, model_kwargs: dict[str, Any]) -> str | None:
+    """Why forwards cannot be given ``model_kwargs`` in a captured step; None where they can."""
+    positions, mask = model_kwargs.get("position_ids"), model_kwargs.get("attention_mask")
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        return f"{type(model).__name__} takes no position_ids"
+    if getattr(model.config, "alibi", False):
+        return "ALiBi makes its biases from a mask of two dimensions"
+    if mask is not None and mask.ndim != 2:
+        return "the attention mask has other dimensions than two"
+    if positions is not None and (positions.ndim != 2 or takes_cache_position(model)):
+        return "the position_ids are the caller's"
+    for name, value in model_kwargs.items():
+        if value is not None and name not in (*TAKEN, "position_ids"):
+            return f"forwards are given {name}"
+    return None
+
+
 def obstacle_to_capture(
     model: Any,
     criteria: AsyncStoppingCriteriaList,
@@ -90,6 +122,10 @@ def obstacle_to_capture(
         return 'it needs cache_implementation="static", and no cache of the caller\'s'
     if {type(layer).__name__ for layer in cache.layers} != {"StaticLayer"}:
         return "the static cache has layers other than of full attention"
+    if any(module.training for module in model.modules()):
+        return "the model is in training mode"
+    if (reason := obstacle_in_arguments(model, model_kwargs)) is not None:
+        return reason
     if attention_kind(model) not in ("sdpa", "eager"):
         return f"attention {attention_kind(model)!r} takes no mask of four dimensions"
     for processor in processors:

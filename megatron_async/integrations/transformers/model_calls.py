@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 from transformers import CompileConfig
+from transformers.cache_utils import StaticLayer
 
 PADDING_CHECK = "warn_if_padding_and_no_attention_mask"
 
@@ -122,6 +123,16 @@ def stock_sample(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 def stock_beam_search(model: Any, *args: Any, **kwargs: Any) -> Any:
     return type(model)._beam_search(model, *args, **kwargs)
+
+
+def longest_input(model: Any, cache: Any) -> int | None:
+    """The most tokens that a forward can have behind it, by the table of positions and a static
+    cache: on a GPU one more is an error that ends the process. None: no limit is known."""
+    config = model.config.get_text_config(decoder=True)
+    limits = [getattr(config, "max_position_embeddings", None)]
+    layers = getattr(getattr(cache, "self_attention_cache", cache), "layers", ())
+    limits += [layer.max_cache_len for layer in layers if type(layer) is StaticLayer]
+    return min((limit for limit in limits if isinstance(limit, int)), default=None)
 
 
 def pad_token(config: Any, input_ids: Tensor) -> Tensor | None:
