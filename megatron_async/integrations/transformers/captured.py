@@ -23,6 +23,7 @@ from megatron_async.integrations.transformers.generate import (
 from megatron_async.integrations.transformers.graphs import CudaGraphs, Graphs
 from megatron_async.integrations.transformers.model_calls import (
     ModelCalls,
+    forget_unused_cache,
     longest_input,
     pad_token,
 )
@@ -194,6 +195,7 @@ class CapturedLoop:
         step.cache.reset()
         longest = longest_input(model, step.cache)
         self._longest = None if longest is None else longest - prompt
+        forget_unused_cache(model, find_cache(model_kwargs))
         model_kwargs["past_key_values"] = step.cache
         pad = pad_token(config, input_ids)
         step.begin(
