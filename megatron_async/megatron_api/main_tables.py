@@ -5,8 +5,8 @@ from __future__ import annotations
 from megatron_async.megatron_api.names import Table, accepted, refused, works
 from megatron_async.megatron_api.tables import (
     CONTEXT,
-    NO_HYBRID,
     NO_ZMQ,
+    STATE_POOL,
     STATIC,
     STEPS_OF_ITS_OWN,
 )
@@ -35,7 +35,7 @@ _NO_COORDINATOR = "one engine serves all requests, so none are routed"
 INFERENCE_CONFIG: Table = {
     **{name: CONTEXT[name] for name in _SHARED},
     "block_size_tokens": works("tokens of a block; the default is theirs, 256"),
-    "mamba_memory_ratio": accepted(NO_HYBRID, None),
+    "mamba_memory_ratio": accepted(STATE_POOL, None),
     "kv_cache_management_mode": works(
         '"recompute" computes running requests again after resume(); "persist" and "offload" keep '
         "the KV cache on its device"
@@ -52,7 +52,7 @@ INFERENCE_CONFIG: Table = {
     ),
     "prefix_caching_coordinator_policy": accepted(_NO_COORDINATOR),
     "prefix_caching_routing_alpha": accepted(_NO_COORDINATOR),
-    "prefix_caching_mamba_gb": accepted(NO_HYBRID, None),
+    "prefix_caching_mamba_gb": accepted(STATE_POOL, None),
     "track_paused_request_events": works(""),
     "track_generated_token_events": accepted("a request's tpot has the time of each token"),
     "logging_step_interval": works("steps between two lines of the log"),

@@ -7,7 +7,7 @@ from megatron_async.megatron_api.names import Table, accepted, refused, works
 ONE_PROCESS = "one process holds the model: load the checkpoint with a parallel size of 1"
 NO_GROUPS = "one process holds the model, so process groups are not asked"
 LATENTS = "elements of a latent and of the rotated key behind it, with cache_mla_latent"
-NO_HYBRID = "recurrent state has a pool of its own, which the engine sizes"
+STATE_POOL = "recurrent state has a pool of its own, which the engine sizes"
 INNER = "part of megatron-core's own step; the engine has another one"
 NO_ZMQ = "there is no coordinator process; use MegatronLLM, or `megatron-async serve`"
 STEPS_OF_ITS_OWN = "a thread of the engine's own runs no coroutines; use the methods"
@@ -37,7 +37,7 @@ CONTEXT: Table = {
     "materialize_only_last_token_logits": works(
         "log-probabilities of prompts are computed for the requests that ask, whatever it says"
     ),
-    "mamba_inference_state_config": accepted(NO_HYBRID, None),
+    "mamba_inference_state_config": accepted(STATE_POOL, None),
     "use_cuda_graphs_for_non_decode_steps": works("False captures no steps with prefill chunks"),
     "use_flashinfer_fused_rope": accepted(ATTENTION + " by kernels of this package", None, False),
     "unified_memory_level": accepted("the KV cache stays in the memory of its device", None, 0),
@@ -186,7 +186,7 @@ CONTEXT_ATTRIBUTES: Table = {
             "num_mamba_layers",
             "reset_mamba_state",
         ),
-        refused(NO_HYBRID),
+        refused(STATE_POOL),
     ),
 }
 """Attributes and methods of ``DynamicInferenceContext`` in core_v0.16.1."""

@@ -154,8 +154,8 @@ def is_own_cache_of_generate(model: Any, cache: Any) -> bool:
 def forget_unused_cache(model: Any, cache: Any) -> None:
     """transformers 4.57 keeps the static cache of a call for the next one, which fails if no
     forward has used it."""
-    if getattr(model, "_cache", None) is cache and not cache.layers[0].is_initialized:
-        del model._cache
+    if vars(model).get("_cache") is cache and not cache.layers[0].is_initialized:
+        vars(model).pop("_cache")
 
 
 def attention_kind(model: Any) -> str:
