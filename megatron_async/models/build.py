@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 
 from megatron_async import megatron_compat as compat
+from megatron_async.device.memory import GIB, memory_bytes
 from megatron_async.errors import ConfigError
 from megatron_async.models.attention import PagedAttention
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.gpt import GPTModel
 from megatron_async.models.mamba.spec import number_attention_layers
+from megatron_async.models.memory_traffic import weight_bytes
 from megatron_async.models.rope import RotaryTable
 from megatron_async.models.scaled_layers import scale_embedding, scale_logits
 from megatron_async.models.spec import gpt_block_spec, link_norms, mtp_block_spec
@@ -203,7 +205,16 @@ def build_random_model(
 
     Linear layers draw from a normal distribution of standard deviation 0.02 (those that end a
     residual branch from a narrower one), so activations stay finite in bfloat16 at any depth.
+
+    Raises:
+        ConfigError: the device has less memory than the weights take.
     """
+    total, needed = memory_bytes(torch.device(device)), weight_bytes(config, dtype.itemsize)
+    if total is not None and needed > total:
+        raise ConfigError(
+            f"the weights take {needed / GIB:,.1f} GiB in {str(dtype).removeprefix('torch.')}, and "
+            f"device {device} has {total / GIB:,.1f} GiB; take a smaller shape or dtype"
+        )
     torch.manual_seed(seed)
     model = build_model(config, device=device, dtype=dtype)
     model.eval()

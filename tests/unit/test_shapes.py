@@ -12,9 +12,11 @@ import torch
 
 from megatron_async.device import bandwidth
 from megatron_async.device.bandwidth import copy_bandwidth
+from megatron_async.errors import ConfigError
 from megatron_async.inference.benchmark import runner
 from megatron_async.inference.benchmark.model import BenchmarkModel
 from megatron_async.inference.cli.main import main
+from megatron_async.models import build
 from megatron_async.models.build import build_random_model
 from megatron_async.models.memory_traffic import (
     expected_experts,
@@ -152,3 +154,13 @@ def test_a_copy_measures_the_bandwidth_of_a_gpu_that_has_no_figure(
     monkeypatch.setattr(bandwidth, "COPY_BANDWIDTH", {})
     # Other processes may copy too; more than the memory delivers no copy can measure.
     assert 0.02 * known < copy_bandwidth(device) < 1.15 * known
+
+
+def test_random_weights_beyond_the_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = SHAPES["tiny-llama"]
+    needed = weight_bytes(config, 4)
+    monkeypatch.setattr(build, "memory_bytes", lambda device: needed - 1)
+    with pytest.raises(ConfigError, match=r"in float32, and device cpu has .* GiB; take a smaller"):
+        build_random_model(config, device=torch.device("cpu"), dtype=torch.float32)
+    monkeypatch.setattr(build, "memory_bytes", lambda device: needed)
+    build_random_model(config, device=torch.device("cpu"), dtype=torch.float32)
