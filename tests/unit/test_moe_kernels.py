@@ -266,11 +266,11 @@ def test_a_block_of_experts_is_that_of_its_module(
                   runtime_gather_output=True)[0]
         )  # fmt: skip
 
-    expected = rig.decode(modules)
-    assert relative_error(found, expected.double()) < LIMIT
+    expected = rig.decode(modules)  # rounded to 16 bits as often as what it is compared with
+    assert relative_error(found, expected.double()) < 2 * LIMIT
     with torch.no_grad():
         model.decoder.layers[1].mlp.experts.linear_fc2.weight.mul_(-1)
-    assert relative_error(found, rig.decode(modules).double()) > 3 * LIMIT
+    assert relative_error(found, rig.decode(modules).double()) > 6 * LIMIT
 
 
 def test_the_benchmark_times_what_computes_the_same(
