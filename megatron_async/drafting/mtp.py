@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.drafting.mtp_rows import DraftRows, DraftShape, draft_rows
-from megatron_async.kernels.drafting.mtp_input import DraftInput, hidden_before
+from megatron_async.kernels.drafting.mtp_input import DraftInput, NormParameters, hidden_before
 from megatron_async.runner.attention_metadata import metadata_of_mixed
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.drafter import MixedTokens, SampledRows
@@ -117,8 +117,10 @@ class MtpDrafter:
         passes = max(count, self._layers)
         shape = DraftShape(len(rows.slots), 1 + self._count, self._layers, passes)
         drafts = self._rows_of(rows, shape)
+        norm = None
         for draft in range(passes):
-            hidden, logits = self._run_draft(self._input_of(draft, hidden, rows, drafts, shape))
+            of = self._input_of(draft, hidden, rows, drafts, shape)
+            hidden, logits, norm = self._run_draft(of._replace(norm=norm))
             if draft < count:
                 into = drafts.tokens[:, shape.window + draft]
                 self._sample(logits, rows.slots, drafts, draft, into)
@@ -192,16 +194,18 @@ class MtpDrafter:
             draft, layer, tokens, positions, hidden, rows.last, rows.slots, self._tails
         )
 
-    def _run_draft(self, of: DraftInput) -> tuple[Tensor, Tensor]:
-        """Hidden states ``[R, n, hidden]`` that the layer puts out, and logits ``[R, vocab]`` of
-        the last token of each row."""
+    def _run_draft(self, of: DraftInput) -> tuple[Tensor, Tensor, NormParameters | None]:
+        """Hidden states ``[R, n, hidden]`` that the layer puts out, logits ``[R, vocab]`` of the
+        last token of each row, and the final norm if the hidden states have not passed it."""
         if self._fused is not None and self._fused.takes(of.layer, *of.tokens.shape, self._context):
-            found: tuple[Tensor, Tensor] = self._fused.forward(of, self._context)
+            found: tuple[Tensor, Tensor, NormParameters | None] = self._fused.forward(
+                of, self._context
+            )
             return found
         before = hidden_before(of)
         hidden = self._run(of.layer, before.flatten(0, 1), of.tokens.flatten(), of.position_ids)
         hidden = hidden.view(before.shape)
-        return hidden, self._wrapper.logits(hidden[:, -1])
+        return hidden, self._wrapper.logits(hidden[:, -1]), None
 
     def _run(self, layer: int, hidden: Tensor, ids: Tensor, positions: Tensor) -> Tensor:
         """Layer ``layer`` over tokens ``[T]`` whose attention the context knows."""

@@ -143,6 +143,7 @@ CASES: dict[str, tuple[Change, dict[str, tuple[int, ...]]]] = {
     ),
     small=[
         ("qwen3", "all fused", 2, 2),
+        ("qwen3", "all fused", 1, 3),
         ("qwen3", "own projection", 2, 2),
         ("qwen3", "own transformer layer", 2, 2),
         ("gpt2", "own attention", 1, 2),

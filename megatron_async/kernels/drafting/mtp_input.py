@@ -5,7 +5,22 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+
+class NormParameters(NamedTuple):
+    """A norm's weight ``[N]``, its bias ``[N]`` (a LayerNorm; None of an RMSNorm) and epsilon."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """With PyTorch."""
+        if self.bias is None:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class DraftInput(NamedTuple):
@@ -22,6 +37,7 @@ class DraftInput(NamedTuple):
         slots: int64 ``[R]``.
         tails: ``[slots, layers, hidden]``: by layer, what its row of the row's first token needs of
             the layer before, which put it out in an earlier step.
+        norm: the final norm of the layer before, which ``hidden`` has not passed; None if it has.
     """
 
     draft: int
@@ -32,6 +48,7 @@ class DraftInput(NamedTuple):
     last: Tensor
     slots: Tensor
     tails: Tensor
+    norm: NormParameters | None = None
 
     @property
     def token_count(self) -> int:
@@ -42,7 +59,7 @@ class DraftInput(NamedTuple):
 def hidden_before(of: DraftInput) -> Tensor:
     """The hidden states that the tokens meet, ``[R, n, hidden]``; keeps the tails of the next
     step."""
-    hidden, draft = of.hidden, of.draft
+    hidden, draft = of.hidden if of.norm is None else of.norm(of.hidden), of.draft
     if draft > of.layer:
         return hidden[:, -1:]
     window = hidden.shape[1]

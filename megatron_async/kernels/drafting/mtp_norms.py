@@ -2,7 +2,8 @@
 and the next layer read.
 
 Each is one Triton kernel with the gathers around it, next to its reference in torch. The first
-moves 4 T N elements, the second 2 T N and R N.
+moves 4 T N elements, the second 2 T N and R N. Where the head norms by itself the first norms what
+the layer before has put out, and there is no second.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -10,7 +11,6 @@ moves 4 T N elements, the second 2 T N and R N.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_async.kernels.drafting.mtp_input import DraftInput, hidden_before
+from megatron_async.kernels.drafting.mtp_input import DraftInput, NormParameters, hidden_before
 from megatron_async.kernels.pdl import pdl_enter, uses_pdl
 
 MAX_COLUMNS = 32768
@@ -26,20 +26,6 @@ MAX_COLUMNS = 32768
 
 FIRST, NEXT, FURTHER = (tl.constexpr(number) for number in range(3))
 """Where hidden states come from: the decoder, the layer before, the same layer again."""
-
-
-class NormParameters(NamedTuple):
-    """A norm's weight ``[N]``, its bias ``[N]`` (a LayerNorm; None of an RMSNorm) and epsilon."""
-
-    weight: Tensor
-    bias: Tensor | None
-    eps: float
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """With PyTorch."""
-        if self.bias is None:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 @triton.jit
@@ -56,10 +42,11 @@ def _normed(x, weight, bias, column, mask, columns, eps, CENTER: tl.constexpr):
 @triton.jit
 def _mtp_input_kernel(
     tokens, position_ids, table, positions, enorm_weight, enorm_bias, hidden, last_ptr, slots,
-    tails, hnorm_weight, hnorm_bias, out,
-    tokens_stride, columns, layers, layer, enorm_eps, hnorm_eps,
+    tails, hnorm_weight, hnorm_bias, final_weight, final_bias, out,
+    tokens_stride, columns, layers, layer, enorm_eps, hnorm_eps, final_eps,
     WIDTH: tl.constexpr, BEFORE: tl.constexpr, SOURCE: tl.constexpr, HAS_POSITIONS: tl.constexpr,
-    CENTER_E: tl.constexpr, CENTER_H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    CENTER_E: tl.constexpr, CENTER_H: tl.constexpr, FINAL: tl.constexpr, CENTER_F: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One half of one token's input: its embedding, or the hidden state that it meets."""
     pdl_enter(PDL)
@@ -86,6 +73,11 @@ def _mtp_input_kernel(
         if SOURCE == FURTHER:
             before = row * BEFORE + BEFORE - 1
         x = tl.load(hidden + before * columns + column, mask=mask, other=0.0)
+        if FINAL:
+            x = _normed(
+                x.to(tl.float32), final_weight, final_bias, column, mask, columns, final_eps,
+                CENTER_F,
+            ).to(dtype)  # fmt: skip
         if SOURCE == NEXT:
             first = WIDTH - 1 - layer - last
             tail = tails + (tl.load(slots + row) * layers + layer) * columns + column
@@ -94,8 +86,14 @@ def _mtp_input_kernel(
             # WAR: one program of a row reads its tail and writes the next one.
             tl.debug_barrier()
             if (j == first) | ((first < 0) & (j == WIDTH - layer)):
-                kept = hidden + (row * BEFORE + WIDTH - layer) * columns + column
-                tl.store(tail, tl.load(kept, mask=mask, other=0.0), mask=mask)
+                at = hidden + (row * BEFORE + WIDTH - layer) * columns + column
+                kept = tl.load(at, mask=mask, other=0.0)
+                if FINAL:
+                    kept = _normed(
+                        kept.to(tl.float32), final_weight, final_bias, column, mask, columns,
+                        final_eps, CENTER_F,
+                    ).to(dtype)  # fmt: skip
+                tl.store(tail, kept, mask=mask)
         x = x.to(tl.float32)
         x = _normed(x, hnorm_weight, hnorm_bias, column, mask, columns, hnorm_eps, CENTER_H)
         tl.store(out + (token * 2 + 1) * columns + column, x.to(dtype), mask=mask)
@@ -123,14 +121,17 @@ def mtp_input(
     source = FIRST if of.draft == 0 else NEXT if of.draft == of.layer else FURTHER
     block = triton.next_power_of_2(columns)
     pdl = uses_pdl(out.device)
+    final = hnorm if of.norm is None else of.norm
     _mtp_input_kernel[(rows * width, 2)](
         of.tokens, of.position_ids, table, table if positions is None else positions,
         enorm.weight, enorm.weight if enorm.bias is None else enorm.bias, of.hidden, of.last,
-        of.slots, of.tails, hnorm.weight, hnorm.weight if hnorm.bias is None else hnorm.bias, out,
-        of.tokens.stride(0), columns, of.tails.shape[1], of.layer, enorm.eps, hnorm.eps,
+        of.slots, of.tails, hnorm.weight, hnorm.weight if hnorm.bias is None else hnorm.bias,
+        final.weight, final.weight if final.bias is None else final.bias, out,
+        of.tokens.stride(0), columns, of.tails.shape[1], of.layer, enorm.eps, hnorm.eps, final.eps,
         WIDTH=width, BEFORE=of.hidden.shape[1], SOURCE=source.value,
         HAS_POSITIONS=positions is not None, CENTER_E=enorm.bias is not None,
-        CENTER_H=hnorm.bias is not None, BLOCK=block, PDL=pdl,
+        CENTER_H=hnorm.bias is not None, FINAL=of.norm is not None,
+        CENTER_F=final.bias is not None, BLOCK=block, PDL=pdl,
         num_warps=max(1, min(16, block // 512)), launch_pdl=pdl,
     )  # fmt: skip
     return None
@@ -217,6 +218,41 @@ def mtp_output_reference(
     statistics[:, 0, 0] = mean
     statistics[:, 0, 1] = (wide - mean[:, None]).square().sum(1)
     chosen.copy_(last * norm.weight if norm.bias is None else last)
+
+
+@triton.jit
+def _norm_rows_kernel(
+    x_ptr, weight, bias, out, columns, eps,
+    CENTER: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One token."""
+    pdl_enter(PDL)
+    start = tl.program_id(0).to(tl.int64) * columns
+    column = tl.arange(0, BLOCK)
+    mask = column < columns
+    x = tl.load(x_ptr + start + column, mask=mask, other=0.0).to(tl.float32)
+    x = _normed(x, weight, bias, column, mask, columns, eps, CENTER)
+    tl.store(out + start + column, x.to(out.dtype.element_ty), mask=mask)
+
+
+def norm_rows(x: Tensor, norm: NormParameters, out: Tensor) -> None:
+    """The final norm of a decoder, from which the first layer drafts.
+
+    Args:
+        x: ``[T, N]``, contiguous.
+        out: ``[T, N]``, contiguous, filled with the normed x.
+    """
+    columns = x.shape[1]
+    if columns > MAX_COLUMNS:
+        out.copy_(norm(x))
+        return
+    block = triton.next_power_of_2(columns)
+    pdl = uses_pdl(x.device)
+    _norm_rows_kernel[(len(x),)](
+        x, norm.weight, norm.weight if norm.bias is None else norm.bias, out, columns, norm.eps,
+        CENTER=norm.bias is not None, BLOCK=block, PDL=pdl,
+        num_warps=max(1, min(16, block // 512)), launch_pdl=pdl,
+    )  # fmt: skip
 
 
 def input_kernel(x: Tensor) -> Callable[..., None]:

@@ -39,12 +39,21 @@ class HeadBlock:
     def __call__(self, step: Step, given: Tensor | None, reader: Norm | None) -> None:
         """Fill the step's logits, and its hidden states if it wants them."""
         residual = step.residual
+        if step.hidden_states is not None:
+            self._norm_into(step.hidden_states, residual.hidden)
         self._kernels.get(self._gemm, padded(residual.hidden.shape[0]))(
             residual.input_of(self.norm), self._weight, step.logits, norm=self.norm.parameters,
             statistics=given,
         )  # fmt: skip
-        if step.hidden_states is not None:
-            step.hidden_states.copy_(self._model.decoder.final_layernorm(residual.hidden))
+
+    def _norm_into(self, out: Tensor, hidden: Tensor) -> None:
+        """In front of the GEMM, which brings its weights meanwhile."""
+        if not hidden.is_cuda:
+            out.copy_(self._model.decoder.final_layernorm(hidden))
+            return
+        from megatron_async.kernels.drafting import mtp_norms
+
+        mtp_norms.norm_rows(hidden, mtp_norms.NormParameters(*self.norm.parameters), out)
 
     def work(self, rows: int, context: Any, reader: Norm | None) -> Iterator[Work]:
         """What is compiled for ``rows`` tokens."""

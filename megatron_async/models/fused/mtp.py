@@ -9,14 +9,14 @@ context at hand, and runs its modules elsewhere.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import decode_attention
-from megatron_async.kernels.drafting.mtp_input import DraftInput
+from megatron_async.kernels.drafting.mtp_input import DraftInput, NormParameters
 from megatron_async.kernels.gemm.tile_config import MAX_ROWS, TileConfig, padded
 from megatron_async.models.fused import coverage
 from megatron_async.models.fused.attention_block import AttentionBlock
@@ -27,6 +27,7 @@ from megatron_async.models.fused.mtp_blocks import (
     DraftHeadBlock,
     DraftHeadModule,
     DraftStep,
+    GemmHeadBlock,
     ProjectionBlock,
     ProjectionModule,
 )
@@ -43,6 +44,20 @@ class Runs(Protocol):
     def __call__(
         self, step: DraftStep, given: Tensor | None, reader: Norm | None
     ) -> Tensor | None: ...
+
+
+class Drafted(NamedTuple):
+    """What a layer puts out for n tokens in each of R rows; all of it is overwritten later.
+
+    Args:
+        hidden: ``[R, n, hidden]``, bfloat16.
+        logits: ``[R, vocab]`` of the last token of each row, bfloat16.
+        norm: the layer's final norm, if ``hidden`` has not passed it.
+    """
+
+    hidden: Tensor
+    logits: Tensor
+    norm: NormParameters | None = None
 
 
 class Place:
@@ -68,6 +83,14 @@ class Place:
             return self.blocks[0].reason
         reason: str | None = self.fused.why_not(self.rows(rows, width), context)
         return reason
+
+    def choose(self, rows: int, width: int, context: Any) -> Runs:
+        """What runs."""
+        chosen = self.module if self.why_not(rows, width, context) else self.fused
+        if isinstance(chosen, DraftHeadBlock):
+            chosen = chosen.alone(rows, width) or chosen
+        run: Runs = chosen
+        return run
 
 
 class FusedMtp:
@@ -138,17 +161,14 @@ class FusedMtp:
         key = layer, rows, width, context.block_size_tokens
         if key not in self._chosen:
             chosen, places = self._choose(layer, rows, width, context), self._layers[layer]
-            is_fused = any(run is place.fused for run, place in zip(chosen, places, strict=True))
+            is_fused = any(
+                run is not place.module for run, place in zip(chosen, places, strict=True)
+            )
             self._chosen[key] = chosen if is_fused else None
         return self._chosen[key] is not None
 
     def _choose(self, layer: int, rows: int, width: int, context: Any) -> list[Runs]:
-        return [
-            place.module
-            if place.fused is None or place.why_not(rows, width, context)
-            else place.fused
-            for place in self._layers[layer]
-        ]
+        return [place.choose(rows, width, context) for place in self._layers[layer]]
 
     def compile(self, rows: Sequence[int], width: int, context: Any) -> None:
         """Compile what drafts in so many rows need, of ``width`` tokens and of one, side by side;
@@ -183,15 +203,11 @@ class FusedMtp:
         return tuple(blocks)
 
     @torch.no_grad()
-    def forward(self, of: DraftInput, context: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, of: DraftInput, context: Any) -> Drafted:
         """Run the layer that gives a draft; :meth:`takes` must have said yes.
 
         Args:
             context: its metadata must be those of these tokens.
-
-        Returns:
-            Hidden states ``[R, n, hidden]`` after the layer's final norm, and the logits
-            ``[R, vocab]`` of the last token of each row, bfloat16. Both are overwritten later.
         """
         rows, width = of.tokens.shape
         plan = self._chosen[of.layer, rows, width, context.block_size_tokens]
@@ -209,7 +225,10 @@ class FusedMtp:
         for number, block in enumerate(plan):
             reader = plan[number + 1].norm if number + 1 < len(plan) else None
             statistics = block(step, statistics, reader)
-        return hidden[: of.token_count].view(rows, width, -1), logits
+        head = plan[-1]
+        if isinstance(head, GemmHeadBlock):
+            return Drafted(residual.hidden.view(rows, width, -1), logits, head.parameters)
+        return Drafted(hidden[: of.token_count].view(rows, width, -1), logits)
 
     @torch.no_grad()
     def project(self, of: DraftInput) -> Tensor:

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_async.kernels.drafting.mtp_input import DraftInput, hidden_before
+from megatron_async.kernels.drafting.mtp_input import DraftInput, NormParameters, hidden_before
 from megatron_async.kernels.gemm.tile_config import ADD, MAX_ROWS, NO_NORM, STORE, padded
-from megatron_async.models.fused.gemms import SkinnyGemms, Work, missing
+from megatron_async.models.fused.gemms import Gemm, SkinnyGemms, Work, missing
 from megatron_async.models.fused.parts import norm_of, output_weight
 from megatron_async.models.fused.residual import LAYER, Norm, Step
 
-if TYPE_CHECKING:
-    from megatron_async.kernels.drafting.mtp_norms import NormParameters
+NORM_IN_GEMM = True
+"""The norm of a layer's output has no kernel of its own where the last tokens of all rows lie one
+behind the other: the head's GEMM computes it, and the kernel in front of the next layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +37,6 @@ class DraftStep(Step):
 
 
 def _parameters(norm: Any) -> NormParameters:
-    from megatron_async.kernels.drafting.mtp_norms import NormParameters
-
     found = norm_of(norm)
     return NormParameters(found.weight, found.bias, found.eps)
 
@@ -164,10 +163,47 @@ class DraftHeadBlock:
             statistics=statistics,
         )  # fmt: skip
 
+    def alone(self, rows: int, width: int) -> GemmHeadBlock | None:
+        """The block that needs no kernel but the GEMM, where it can be taken."""
+        if not NORM_IN_GEMM or (rows > 1 and width > 1):
+            return None
+        return GemmHeadBlock(self._norm, self._model, self._kernels, self._gemm)
+
     def work(self, rows: int, context: Any, reader: Norm | None) -> Iterator[Work]:
         """What is compiled for padded ``rows``."""
         if self.why_not(rows, context) is None:
             yield self._kernels.work(self._gemm, rows)
+
+
+class GemmHeadBlock:
+    """The GEMM of :class:`DraftHeadBlock`, with the statistics of the block in front of it, of one
+    row or of one token each. Hidden states stay as they were before the norm.
+
+    Args:
+        final: the layer's final norm.
+    """
+
+    def __init__(self, final: Any, model: Any, gemms: SkinnyGemms, gemm: Gemm) -> None:
+        self._final, self._model, self._kernels, self._gemm = final, model, gemms, gemm
+
+    @property
+    def norm(self) -> Norm:
+        """What the block in front leaves statistics for."""
+        return norm_of(self._final)
+
+    @property
+    def parameters(self) -> NormParameters:
+        """Of the norm that hidden states have not passed."""
+        return _parameters(self._final)
+
+    def __call__(self, step: DraftStep, given: Tensor | None, reader: Norm | None) -> None:
+        """Fill the step's logits."""
+        assert given is not None
+        rows, norm = step.logits.shape[0], self.norm
+        self._kernels.get(self._gemm, padded(rows))(
+            step.residual.input_of(norm)[-rows:], output_weight(self._model), step.logits,
+            norm=norm.parameters, statistics=given[-rows:],
+        )  # fmt: skip
 
 
 class DraftHeadModule:
