@@ -14,7 +14,7 @@ not accepted (``mtp_rows``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.drafter import MixedTokens, SampledRows
 from megatron_async.runner.sampler import has_triton, sample_tokens
 from megatron_async.sampling.sample import candidates
+
+if TYPE_CHECKING:
+    from megatron_async.kernels.drafting.mtp_rows import RowsKernel
 
 CHUNK_FIRST, CHUNK_LENGTH, CHUNK_START = 1, 2, 3
 
@@ -116,11 +119,12 @@ class MtpDrafter:
         # Layers that draft nothing now must see the tokens that stay, to draft later.
         passes = max(count, self._layers)
         shape = DraftShape(len(rows.slots), 1 + self._count, self._layers, passes)
-        drafts = self._rows_of(rows, shape)
+        drafts, begin = self._rows_of(rows, shape)
         norm = None
         for draft in range(passes):
             of = self._input_of(draft, hidden, rows, drafts, shape)
-            hidden, logits, norm = self._run_draft(of._replace(norm=norm))
+            hidden, logits, norm = self._run_draft(of._replace(norm=norm, begin=begin))
+            begin = None
             if draft < count:
                 into = drafts.tokens[:, shape.window + draft]
                 self._sample(logits, rows.slots, drafts, draft, into)
@@ -139,21 +143,34 @@ class MtpDrafter:
         tokens = torch.nn.functional.pad(rows.tokens, (0, missing))
         return rows._replace(tokens=tokens), torch.nn.functional.pad(hidden, (0, 0, 0, missing))
 
-    def _rows_of(self, rows: SampledRows, shape: DraftShape) -> DraftRows:
+    def _rows_of(self, rows: SampledRows, shape: DraftShape) -> tuple[DraftRows, RowsKernel | None]:
+        """What drafts run over, and what has yet to fill it: the first one's input does."""
         context, state = self._context, self._state
         block_size, null_slot = context.block_size_tokens, context.null_slot
         if self._has_kernels:
-            from megatron_async.kernels.drafting.mtp_rows import draft_rows_gpu
+            from megatron_async.kernels.drafting.mtp_rows import rows_kernel
 
-            found = draft_rows_gpu(*rows, state, *shape[2:], block_size, null_slot)
-            return DraftRows._make([*found, None])
-        return draft_rows(
+            kernel = rows_kernel(*rows, state, *shape[2:], block_size, null_slot)
+            found = DraftRows._make([*kernel.outputs, None])
+            if self._input_begins(shape):
+                return found, kernel
+            kernel()
+            return found, None
+        found = draft_rows(
             rows,
             state,
             shape,
             block_size=block_size,
             null_slot=null_slot,
             read_lengths=context.device.type != "cuda",
+        )
+        return found, None
+
+    def _input_begins(self, shape: DraftShape) -> bool:
+        return (
+            self._fused is not None
+            and not self._learns_positions
+            and self._fused.begins(shape.rows, shape.window, self._context)
         )
 
     def _sample(

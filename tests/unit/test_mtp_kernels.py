@@ -26,7 +26,7 @@ if HAS_TRITON:
         mtp_output_reference,
         norm_rows,
     )
-    from megatron_async.kernels.drafting.mtp_rows import draft_rows_gpu, take_draft
+    from megatron_async.kernels.drafting.mtp_rows import rows_kernel, take_draft
     from megatron_async.kernels.sampling.sample_cuda import Taken
 
 SLOTS, COLUMNS, BLOCK_SIZE, HIDDEN = 9, 6, 4, 24
@@ -73,7 +73,9 @@ def test_rows_of_drafts_are_those_of_the_reference(
     wanted = draft_rows(
         sampled, state, shape, block_size=BLOCK_SIZE, null_slot=SLOTS, read_lengths=False
     )
-    got = draft_rows_gpu(*sampled, state, layers, count, BLOCK_SIZE, SLOTS)
+    kernel = rows_kernel(*sampled, state, layers, count, BLOCK_SIZE, SLOTS)
+    kernel()
+    got = kernel.outputs
     spans = [shape.span(draft) for draft in range(count)]
     assert [s.start for s in spans[1:]] == [s.stop for s in spans[:-1]]
     assert shape.size == spans[-1].stop == len(got[1])
@@ -82,6 +84,38 @@ def test_rows_of_drafts_are_those_of_the_reference(
     for name, one, other in zip(wanted._fields[1:-1], got[1:], wanted[1:-1], strict=True):
         assert one.dtype == other.dtype and one.equal(other), name
     assert (wanted.slots != SLOTS).any() and (wanted.slots == SLOTS).any()
+
+
+@on_devices
+@pytest.mark.parametrize("learns_positions", (False, True))
+@pytest.mark.parametrize(("rows", "center"), ((1, False), (7, True)))
+def test_the_first_input_fills_the_rows_of_drafts_too(
+    device: str, rows: int, center: bool, learns_positions: bool
+) -> None:
+    torch.manual_seed(rows)
+    window, layers, count = 4, 2, 3
+    state, sampled = state_of(device, count), sampled_rows(device, rows, window)
+    sampled = sampled._replace(tokens=sampled.tokens % 50)
+    hidden = torch.randn(rows, window, HIDDEN).bfloat16().to(device)
+    table, learned = torch.randn(2, 50, HIDDEN).bfloat16().to(device)
+    tails = torch.zeros(SLOTS + 1, layers, HIDDEN).bfloat16().to(device)
+    norms, found = (norm_of(device, center=center), norm_of(device, center=center)), []
+    for begins in (False, True):
+        kernel = rows_kernel(*sampled, state, layers, count, BLOCK_SIZE, SLOTS)
+        for each in kernel.outputs:
+            each.zero_()
+        if not begins:
+            kernel()
+        tokens, positions = kernel.outputs[0][:, :window], kernel.outputs[2][: rows * window]
+        of = DraftInput(
+            0, 0, tokens, positions, hidden, sampled.last, sampled.slots, tails,
+            begin=kernel if begins else None,
+        )  # fmt: skip
+        out = torch.empty(rows * window, 2 * HIDDEN).bfloat16().to(device)
+        mtp_input(of, table, learned if learns_positions else None, *norms, out)
+        found.append([out, *kernel.outputs])
+    for one, other in zip(*found, strict=True):
+        assert one.equal(other) and one.any()
 
 
 @on_devices

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from megatron_async.kernels.drafting.mtp_rows import RowsKernel
 
 
 class NormParameters(NamedTuple):
@@ -38,6 +41,8 @@ class DraftInput(NamedTuple):
         tails: ``[slots, layers, hidden]``: by layer, what its row of the row's first token needs of
             the layer before, which put it out in an earlier step.
         norm: the final norm of the layer before, which ``hidden`` has not passed; None if it has.
+        begin: fills ``tokens`` and what attention reads of them. The kernel of the first layer's
+            input does this too, and takes the tokens from where this does; None if it is done.
     """
 
     draft: int
@@ -49,6 +54,7 @@ class DraftInput(NamedTuple):
     slots: Tensor
     tails: Tensor
     norm: NormParameters | None = None
+    begin: RowsKernel | None = None
 
     @property
     def token_count(self) -> int:

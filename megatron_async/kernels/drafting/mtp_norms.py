@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.kernels.drafting.mtp_input import DraftInput, NormParameters, hidden_before
+from megatron_async.kernels.drafting.mtp_rows import RowsKernel, draft_row
 from megatron_async.kernels.pdl import pdl_enter, uses_pdl
 
 MAX_COLUMNS = 32768
@@ -99,6 +100,70 @@ def _mtp_input_kernel(
         tl.store(out + (token * 2 + 1) * columns + column, x.to(dtype), mask=mask)
 
 
+@triton.jit
+def _first_input_kernel(
+    row_slots, row_tokens, row_last, row_first, finished, block_table, computed_from, max_total,
+    inverse_temperature, top_k, top_p, seed,
+    tokens, placed, sample_positions,
+    row_inverse_temperature, row_top_k, row_top_p, row_seed,
+    tokens_stride, block_columns, null_slot,
+    table, enorm_weight, enorm_bias, hidden, hnorm_weight, hnorm_bias, out,
+    columns, enorm_eps, hnorm_eps,
+    WINDOW: tl.constexpr, LAYERS: tl.constexpr, COUNT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr, PLACES: tl.constexpr,
+    CENTER_E: tl.constexpr, CENTER_H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """``_mtp_input_kernel`` of the first layer; a third program of each row's first token does the
+    index arithmetic of the row, which none of the others reads."""
+    pdl_enter(PDL)
+    token = tl.program_id(0).to(tl.int64)
+    row, j = token // WINDOW, token % WINDOW
+    at = tl.maximum(tl.load(row_last + row) - (WINDOW - 1) + j, 0)
+    column = tl.arange(0, BLOCK)
+    mask = column < columns
+    dtype = out.dtype.element_ty
+    if tl.program_id(1) == 0:
+        number = tl.load(row_tokens + row * tokens_stride + at)
+        x = tl.load(table + number * columns + column, mask=mask, other=0.0).to(tl.float32)
+        x = _normed(x, enorm_weight, enorm_bias, column, mask, columns, enorm_eps, CENTER_E)
+        tl.store(out + token * 2 * columns + column, x.to(dtype), mask=mask)
+    elif tl.program_id(1) == 1:
+        before = hidden + (row * WINDOW + at) * columns + column
+        x = tl.load(before, mask=mask, other=0.0).to(tl.float32)
+        x = _normed(x, hnorm_weight, hnorm_bias, column, mask, columns, hnorm_eps, CENTER_H)
+        tl.store(out + (token * 2 + 1) * columns + column, x.to(dtype), mask=mask)
+    elif j == 0:
+        draft_row(
+            row, tl.num_programs(0) // WINDOW,
+            row_slots, row_tokens, row_last, row_first, finished, block_table, computed_from,
+            max_total, inverse_temperature, top_k, top_p, seed, tokens, placed, sample_positions,
+            row_inverse_temperature, row_top_k, row_top_p, row_seed,
+            tokens_stride, block_columns, null_slot,
+            WINDOW, LAYERS, COUNT, BLOCK_SIZE, COLUMNS, PLACES,
+        )  # fmt: skip
+
+
+def _first_input(
+    begin: RowsKernel,
+    hidden: Tensor,
+    table: Tensor,
+    enorm: NormParameters,
+    hnorm: NormParameters,
+    out: Tensor,
+) -> None:
+    columns = table.shape[1]
+    block = triton.next_power_of_2(columns)
+    pdl = uses_pdl(out.device)
+    _first_input_kernel[(len(out), 3)](
+        *begin.arguments, table,
+        enorm.weight, enorm.weight if enorm.bias is None else enorm.bias, hidden,
+        hnorm.weight, hnorm.weight if hnorm.bias is None else hnorm.bias, out,
+        columns, enorm.eps, hnorm.eps, **begin.constants,
+        CENTER_E=enorm.bias is not None, CENTER_H=hnorm.bias is not None, BLOCK=block, PDL=pdl,
+        num_warps=max(1, min(16, block // 512)), launch_pdl=pdl,
+    )  # fmt: skip
+
+
 def mtp_input(
     of: DraftInput,
     table: Tensor,
@@ -117,6 +182,10 @@ def mtp_input(
     columns = table.shape[1]
     if columns > MAX_COLUMNS:
         return mtp_input_reference(of, table, positions, enorm, hnorm, out)
+    if of.begin is not None and positions is None:
+        return _first_input(of.begin, of.hidden, table, enorm, hnorm, out)
+    if of.begin is not None:
+        of.begin()
     rows, width = of.tokens.shape
     source = FIRST if of.draft == 0 else NEXT if of.draft == of.layer else FURTHER
     block = triton.next_power_of_2(columns)
@@ -146,6 +215,8 @@ def mtp_input_reference(
     out: Tensor,
 ) -> None:
     """:func:`mtp_input` with PyTorch."""
+    if of.begin is not None:
+        of.begin()
     embedded = F.embedding(of.tokens.flatten(), table)
     if positions is not None:
         embedded = embedded + F.embedding(of.position_ids, positions)

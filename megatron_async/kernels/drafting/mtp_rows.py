@@ -1,5 +1,6 @@
 """Triton kernels of the index arithmetic when MTP layers draft: one ahead of all drafts of a step,
-and one that takes each draft from its samples where the sampler does not do it.
+or inside the kernel of the first layer's input (``mtp_norms``), and one that takes each draft from
+its samples where the sampler does not do it.
 
 The reference is ``drafting.mtp_rows.draft_rows``, equal bit for bit.
 """
@@ -8,8 +9,8 @@ The reference is ``drafting.mtp_rows.draft_rows``, equal bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 import triton
@@ -33,18 +34,17 @@ class DraftingSlotState(SlotState, Protocol):
 
 
 @triton.jit
-def _draft_rows_kernel(
+def draft_row(
+    row, rows,
     row_slots, row_tokens, row_last, row_first, finished, block_table, computed_from, max_total,
     inverse_temperature, top_k, top_p, seed,
     tokens, placed, sample_positions,
     row_inverse_temperature, row_top_k, row_top_p, row_seed,
     tokens_stride, columns, null_slot,
     WINDOW: tl.constexpr, LAYERS: tl.constexpr, COUNT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    COLUMNS: tl.constexpr, PLACES: tl.constexpr, PDL: tl.constexpr,
+    COLUMNS: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
-    """One row."""
-    pdl_enter(PDL)
-    row, rows = tl.program_id(0), tl.num_programs(0)
+    """One row of a step; the other arguments are those of :class:`RowsKernel`."""
     slot = tl.load(row_slots + row)
     last = tl.load(row_last + row)
     end = tl.load(row_first + row) + last
@@ -89,7 +89,49 @@ def _draft_rows_kernel(
     tl.store(row_seed + row, tl.load(seed + slot))
 
 
-def draft_rows_gpu(
+@triton.jit
+def _draft_rows_kernel(
+    row_slots, row_tokens, row_last, row_first, finished, block_table, computed_from, max_total,
+    inverse_temperature, top_k, top_p, seed,
+    tokens, placed, sample_positions,
+    row_inverse_temperature, row_top_k, row_top_p, row_seed,
+    tokens_stride, columns, null_slot,
+    WINDOW: tl.constexpr, LAYERS: tl.constexpr, COUNT: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr, PLACES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One row."""
+    pdl_enter(PDL)
+    draft_row(
+        tl.program_id(0), tl.num_programs(0),
+        row_slots, row_tokens, row_last, row_first, finished, block_table, computed_from,
+        max_total, inverse_temperature, top_k, top_p, seed, tokens, placed, sample_positions,
+        row_inverse_temperature, row_top_k, row_top_p, row_seed, tokens_stride, columns, null_slot,
+        WINDOW, LAYERS, COUNT, BLOCK_SIZE, COLUMNS, PLACES,
+    )  # fmt: skip
+
+
+class RowsKernel(NamedTuple):
+    """The index arithmetic ahead of all drafts of a step; a call launches it.
+
+    Args:
+        rows: of the step.
+        arguments, constants: of :func:`draft_row`, in order, and by name.
+        outputs: the tensors of ``drafting.mtp_rows.DraftRows``, in its order, which it fills.
+    """
+
+    rows: int
+    arguments: tuple[Tensor | int, ...]
+    constants: Mapping[str, int]
+    outputs: Sequence[Tensor]
+
+    def __call__(self) -> None:
+        pdl = uses_pdl(self.outputs[0].device)
+        _draft_rows_kernel[(self.rows,)](
+            *self.arguments, **self.constants, PDL=pdl, num_warps=1, launch_pdl=pdl
+        )
+
+
+def rows_kernel(
     slots: Tensor,
     sampled: Tensor,
     last: Tensor,
@@ -99,8 +141,8 @@ def draft_rows_gpu(
     count: int,
     block_size: int,
     null_slot: int,
-) -> Sequence[Tensor]:
-    """The tensors of ``drafting.mtp_rows.DraftRows``, in its order.
+) -> RowsKernel:
+    """What is to be launched.
 
     Args:
         slots, sampled, last, first: ``runner.drafter.SampledRows``.
@@ -116,17 +158,19 @@ def draft_rows_gpu(
     sample_positions = torch.empty(count, rows, dtype=torch.int64, device=device)
     parameters = (state.inverse_temperature, state.top_k, state.top_p, state.seed)
     of_rows = [torch.empty(rows, dtype=each.dtype, device=device) for each in parameters]
-    pdl = uses_pdl(device)
-    _draft_rows_kernel[(rows,)](
+    arguments: tuple[Tensor | int, ...] = (
         slots.contiguous(), sampled, last.contiguous(), first.contiguous(),
         state.finished.view(torch.uint8), state.block_table, state.computed_from, state.max_total,
         *parameters, tokens, placed, sample_positions, *of_rows,
         sampled.stride(0), state.block_table.shape[1], null_slot,
-        WINDOW=window, LAYERS=layers, COUNT=count, BLOCK_SIZE=block_size,
-        COLUMNS=triton.next_power_of_2(window + count), PLACES=triton.next_power_of_2(each),
-        PDL=pdl, num_warps=1, launch_pdl=pdl,
     )  # fmt: skip
-    return (tokens, *placed.unbind(0), sample_positions, *of_rows)
+    constants = {
+        "WINDOW": window, "LAYERS": layers, "COUNT": count, "BLOCK_SIZE": block_size,
+        "COLUMNS": triton.next_power_of_2(window + count),
+        "PLACES": triton.next_power_of_2(each),
+    }  # fmt: skip
+    outputs = (tokens, *placed.unbind(0), sample_positions, *of_rows)
+    return RowsKernel(rows, arguments, constants, outputs)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import decode_attention
 from megatron_async.kernels.drafting.mtp_input import DraftInput, NormParameters
 from megatron_async.kernels.gemm.tile_config import MAX_ROWS, TileConfig, padded
-from megatron_async.models.fused import coverage
+from megatron_async.models.fused import coverage, mtp_blocks
 from megatron_async.models.fused.attention_block import AttentionBlock
 from megatron_async.models.fused.gemms import Gemm, SkinnyGemms, Work
 from megatron_async.models.fused.mlp_block import MlpBlock
@@ -166,6 +166,13 @@ class FusedMtp:
             )
             self._chosen[key] = chosen if is_fused else None
         return self._chosen[key] is not None
+
+    def begins(self, rows: int, width: int, context: Any) -> bool:
+        """Whether the first layer's input may have ``begin``, if positions have no embeddings."""
+        if not mtp_blocks.BEGIN_IN_INPUT or not self.takes(0, rows, width, context):
+            return False
+        plan = self._chosen[0, rows, width, context.block_size_tokens]
+        return plan is not None and isinstance(plan[0], ProjectionBlock)
 
     def _choose(self, layer: int, rows: int, width: int, context: Any) -> list[Runs]:
         return [place.choose(rows, width, context) for place in self._layers[layer]]

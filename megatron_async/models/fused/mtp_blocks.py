@@ -23,6 +23,9 @@ NORM_IN_GEMM = True
 """The norm of a layer's output has no kernel of its own where the last tokens of all rows lie one
 behind the other: the head's GEMM computes it, and the kernel in front of the next layer."""
 
+BEGIN_IN_INPUT = True
+"""The index arithmetic ahead of all drafts is inside the kernel of the first layer's input."""
+
 
 @dataclass(frozen=True, slots=True)
 class DraftStep(Step):
