@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_async.drafting.mtp import MtpDrafter
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import rope_append
-from megatron_async.models.fused import coverage, report
+from megatron_async.models.fused import coverage, mtp_blocks, report
 from megatron_async.models.fused.report import ATTENTION, HEAD, MLP, PROJECTION
 from megatron_async.models.fused.tuning import FusedStep
 from megatron_async.models.wrapper import GPTInferenceWrapper
@@ -27,7 +27,9 @@ from tests.unit.test_forward_accuracy import TOLERANCE
 
 __all__ = ["device"]
 
-pytest.importorskip("triton", reason="next to fused blocks are kernels of Triton's")
+mtp_norms = pytest.importorskip(
+    "megatron_async.kernels.drafting.mtp_norms", reason="needs Triton", exc_type=ImportError
+)
 
 LIMIT = TOLERANCE[torch.bfloat16]
 LAYERS = (3, 4)
@@ -171,6 +173,35 @@ def test_fused_blocks_draft_as_modules_do(
     for one, other in zip(got, wanted, strict=True):
         assert one.isfinite().all()
         assert relative_error(one, other.double()) < LIMIT
+
+
+@emulated
+@pytest.mark.parametrize("in_gemm", (False, True))
+@torch.inference_mode()
+def test_a_draft_takes_these_kernels(in_gemm: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Besides the sampler; what the last layer puts out for itself is one token."""
+    emulator.install(monkeypatch)
+    monkeypatch.setattr(mtp_blocks, "NORM_IN_GEMM", in_gemm)
+    launched: list[str] = []
+    launch = emulator.EmulatedKernel.launch
+
+    def noted(kernel: Any, *given: Any) -> None:
+        launched.append("gemm or attention")
+        launch(kernel, *given)
+
+    monkeypatch.setattr(emulator.EmulatedKernel, "launch", noted)
+    for name in ("input", "output"):
+        kernel = getattr(mtp_norms, f"mtp_{name}_reference")
+
+        def norm(*given: Any, name: str = name, kernel: Any = kernel) -> None:
+            launched.append(name)
+            kernel(*given)
+
+        monkeypatch.setattr(mtp_norms, f"mtp_{name}_reference", norm)
+    model, rows, count = mtp_model("qwen3", torch.device("cpu")), 1, 3
+    DraftRig(model, torch.device("cpu"), rows, count).run(GPTInferenceWrapper(model), fused=True)
+    each = ["input", *6 * ["gemm or attention"], *([] if in_gemm else ["output"])]
+    assert launched == 2 * count * [*each, "gemm or attention"]
 
 
 @torch.inference_mode()

@@ -18,7 +18,11 @@ from tests.support.interpreter import HAS_TRITON, on_devices
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not built for this platform")
 
 if HAS_TRITON:
-    from megatron_async.kernels.drafting.mtp_input import DraftInput, NormParameters
+    from megatron_async.kernels.drafting.mtp_input import (
+        DraftInput,
+        NormParameters,
+        hidden_before,
+    )
     from megatron_async.kernels.drafting.mtp_norms import (
         mtp_input,
         mtp_input_reference,
@@ -233,6 +237,29 @@ class Wrapper:
         return out
 
 
+class Blocks:
+    """Stands for the fused layers of a model: their input begins a step, and what they put out has
+    a norm to pass."""
+
+    def __init__(self, wrapper: Wrapper) -> None:
+        self._wrapper = wrapper
+
+    def begins(self, *_: Any) -> bool:
+        return True
+
+    takes = begins
+
+    def forward(self, of: Any, context: Any) -> Any:
+        assert (of.begin is not None) == (of.draft == 0) == (of.norm is None)
+        if of.begin is not None:
+            of.begin()
+        before = hidden_before(of)
+        hidden = self._wrapper.mtp_forward(
+            of.layer, before.flatten(0, 1), of.tokens.flatten(), of.position_ids, context
+        ).view(before.shape)
+        return hidden / 2, self._wrapper.logits(hidden[:, -1]), lambda x: 2 * x
+
+
 @on_devices
 def test_drafts_of_the_kernels_are_those_of_torch(device: str) -> None:
     torch.manual_seed(1)
@@ -249,9 +276,9 @@ def test_drafts_of_the_kernels_are_those_of_torch(device: str) -> None:
     steps = [sampled_rows(device, rows, window) for _ in range(2)]
     steps = [each._replace(tokens=each.tokens % 60) for each in steps]
     pending = torch.randn(2, rows * window, HIDDEN).to(device)
-    for has_kernels in (False, True):
+    for has_kernels, blocks in ((False, None), (True, None), (True, Blocks(wrapper))):
         drafter = MtpDrafter(wrapper, context, rows)
-        drafter._has_kernels = has_kernels
+        drafter._has_kernels, drafter._fused = has_kernels, blocks
         drafts = []
         for hidden, step in zip(pending, steps, strict=True):
             drafter._pending[:] = hidden
@@ -260,5 +287,7 @@ def test_drafts_of_the_kernels_are_those_of_torch(device: str) -> None:
             kept = context.slots.drafts[step.slots] if drafted is None else drafted
             drafts.append(kept.where((step.slots != SLOTS)[:, None], 0).clone())
         found.append((torch.stack(drafts), drafter._tails[:SLOTS]))
-    assert found[0][0].equal(found[1][0]) and found[0][0].unique().numel() > 5
-    assert found[0][1].equal(found[1][1])
+    (drafts, tails), *others = found
+    assert drafts.unique().numel() > 5
+    for other in others:
+        assert drafts.equal(other[0]) and tails.equal(other[1])
