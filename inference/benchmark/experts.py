@@ -36,7 +36,8 @@ def experts_read(
         generated: the tokens of each request, as many of each.
         window: tokens that a row brings to a step; drafts count as what came in their place.
     """
-    layers = [layer.mlp for layer in model.wrapper.model.decoder.layers if is_mixture(layer.mlp)]
+    mlps = (getattr(layer, "mlp", None) for layer in model.wrapper.model.decoder.layers)
+    layers = [mlp for mlp in mlps if is_mixture(mlp)]
     if not layers or not requests:
         return None
     steps = max(min(map(len, generated)) - window, 0)

@@ -24,7 +24,12 @@ from megatron_async.kernels.moe.reference import (
     route,
     router_logits,
 )
-from megatron_async.kernels.moe.router_triton import BLOCK_E, BLOCK_H, router_kernel
+from megatron_async.kernels.moe.router_triton import (
+    BLOCK_E,
+    BLOCK_H,
+    GATE_PLACES,
+    router_kernel,
+)
 from megatron_async.kernels.moe.settings import SIGMOID, ExpertActivation, RouterSettings
 from megatron_async.kernels.moe.tiles import MAX_ROWS, MoeTiles, choose_tiles, padded_rows
 from megatron_async.kernels.pdl import uses_pdl
@@ -106,7 +111,7 @@ class MoeDecode:
         self._blocks = triton.cdiv(shape.settings.num_experts, BLOCK_E.value)
         self._splits = triton.cdiv(shape.hidden, BLOCK_H.value)
         most = max(self.tiles(rows).down.splits for rows in (16, 32, MAX_ROWS))
-        width = self._blocks * BLOCK_E.value + 1
+        width = self._blocks * BLOCK_E.value + GATE_PLACES.value
         with torch.inference_mode(False):
             self.count = self._integers(1)
             self._arrivals = self._integers(1 + triton.cdiv(shape.hidden, 16))

@@ -18,11 +18,13 @@ BLOCK_E = tl.constexpr(16)
 """Experts of a program."""
 BLOCK_H = tl.constexpr(256)
 """Elements of the hidden size of a program."""
-_STATISTICS = tl.constexpr(32)
+GATE_PLACES = tl.constexpr(4)
+"""Floats behind a row's partial logits, the first of them that of the shared experts' gate: rows
+begin at 16 bytes."""
+_STATISTICS = tl.constexpr(4096)
+"""Partial statistics, of all rows together, that are on their way at once."""
 _LOWEST = tl.constexpr(-(2**31) + 1)
 _TAKEN = tl.constexpr(-(2**63))
-_LOADS = tl.constexpr(8)
-"""Loads of partial logits on their way at once."""
 
 
 @triton.jit
@@ -31,10 +33,11 @@ def _row_scale(
     HIDDEN: tl.constexpr, ROWS: tl.constexpr, CENTER: tl.constexpr,
 ):  # fmt: skip
     """Mean and 1 / deviation of each row, from its producer's partial statistics."""
+    TILES: tl.constexpr = _STATISTICS // ROWS
     mean = tl.zeros([ROWS], tl.float32)
     square = tl.zeros([ROWS], tl.float32)
-    for first in range(0, tiles, _STATISTICS):
-        tile = first + tl.arange(0, _STATISTICS)
+    for first in range(0, tiles, TILES):
+        tile = first + tl.arange(0, TILES)
         at = statistics_ptr + (row[:, None] * tiles + tile[None, :]) * 2
         mask = in_rows[:, None] & (tile < tiles)[None, :]
         means = tl.load(at, mask=mask, other=0.0)
@@ -59,9 +62,9 @@ def _keys(values, column, valid, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _added_up(partial_ptr, stride, mask, SPLITS: tl.constexpr):
-    """Sum over splits, in order."""
+    """Sum over splits, in order. Unrolled, the loads are on their way together."""
     total = tl.load(partial_ptr, mask=mask, other=0.0, cache_modifier=".cg")
-    for s in tl.range(1, SPLITS, loop_unroll_factor=_LOADS):
+    for s in tl.static_range(1, SPLITS):
         total += tl.load(partial_ptr + s * stride, mask=mask, other=0.0, cache_modifier=".cg")
     return total
 
@@ -103,38 +106,27 @@ def _scores(logits, valid, SIGMOID: tl.constexpr, PRE_SOFTMAX: tl.constexpr):
 
 
 @triton.jit
-def _best(
-    keys, scores, CHUNK: tl.constexpr, TOP_K: tl.constexpr, PLACES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """The best columns of each row and their scores ``[rows, places]``, -inf from ``TOP_K`` on; and
-    which columns ``[rows, columns]`` are among them."""
-    place = tl.arange(0, PLACES)
-    columns = tl.zeros([CHUNK, PLACES], tl.int32)
-    found = tl.full([CHUNK, PLACES], float("-inf"), tl.float32)
-    for j in range(TOP_K):
-        best = tl.max(keys, 1)
-        is_best = keys == best[:, None]
-        score = tl.sum(tl.where(is_best, scores, 0.0), 1)
-        column = COLUMNS - 1 - (best & 0x7FFFFFFF).to(tl.int32)
-        is_place = place[None, :] == j
-        columns = tl.where(is_place, column[:, None], columns)
-        found = tl.where(is_place, score[:, None], found)
+def _ranks(keys, TOP_K: tl.constexpr):
+    """0 for the best column of each row, 1 for the next, ..., ``TOP_K`` for those not chosen.
+
+    Columns stay where they are: a round is one reduction within a warp."""
+    ranks = tl.full(keys.shape, TOP_K, tl.int32)
+    for j in tl.static_range(TOP_K):
+        is_best = keys == tl.max(keys, 1)[:, None]
+        ranks = tl.where(is_best, j, ranks)
         keys = tl.where(is_best, _TAKEN, keys)
-    return columns, found, keys == _TAKEN
+    return ranks
 
 
 @triton.jit
-def _weights(
-    scores, scaling, TOP_K: tl.constexpr, PLACES: tl.constexpr, SOFTMAX: tl.constexpr,
-    NORMALIZE: tl.constexpr,
-):  # fmt: skip
-    """Routing weights of the chosen experts' scores ``[rows, places]``."""
+def _weights(scores, is_chosen, scaling, SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr):
+    """Routing weights of the chosen columns of ``scores``; 0 for the others."""
     if SOFTMAX:
-        weights = tl.exp(scores - tl.max(scores, 1)[:, None])
+        shown = tl.where(is_chosen, scores, float("-inf"))
+        weights = tl.exp(shown - tl.max(shown, 1)[:, None])
         weights = weights / tl.sum(weights, 1)[:, None]
     else:
-        weights = tl.where((tl.arange(0, PLACES) < TOP_K)[None, :], scores, 0.0)
+        weights = tl.where(is_chosen, scores, 0.0)
     if NORMALIZE:
         weights = weights / (tl.sum(weights, 1) + 1e-20)[:, None]
     return weights * scaling
@@ -159,7 +151,7 @@ def router_kernel(
     Of partial logits a split has ``[ROWS, WIDTH]``: the experts', and that of the shared experts'
     gate. ``CHUNK`` rows are chosen for at once.
     """
-    WIDTH: tl.constexpr = EXPERT_BLOCKS * BLOCK_E + 1
+    WIDTH: tl.constexpr = EXPERT_BLOCKS * BLOCK_E + GATE_PLACES
     program = tl.program_id(0)
     block, split = program % EXPERT_BLOCKS, program // EXPERT_BLOCKS
     expert = block * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -194,7 +186,7 @@ def router_kernel(
         if HAS_GATE:
             gate = tl.load(gate_ptr + column, mask=in_hidden, other=0.0).to(tl.float32)
             of_gate = tl.sum(normed.to(tl.float32) * gate[None, :], 1)
-            tl.store(partial_at + WIDTH - 1, of_gate, mask=in_rows)
+            tl.store(partial_at + EXPERT_BLOCKS * BLOCK_E, of_gate, mask=in_rows)
 
     tl.debug_barrier()
     arrived = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel")
@@ -206,10 +198,12 @@ def router_kernel(
         SLOTS: tl.constexpr = TOP_K + SHARED
         # A column is an expert, the first of a group at a multiple of OF_GROUP_PADDED.
         c = tl.arange(0, COLUMNS)
-        e = c // OF_GROUP_PADDED * OF_GROUP + c % OF_GROUP_PADDED
-        valid = (c // OF_GROUP_PADDED < GROUPS) & (c % OF_GROUP_PADDED < OF_GROUP)
+        # Of one group they are plainly the same, so a warp may have whole rows of logits.
+        e, valid = c, c < EXPERTS
+        if GROUPS > 1:
+            e = c // OF_GROUP_PADDED * OF_GROUP + c % OF_GROUP_PADDED
+            valid = (c // OF_GROUP_PADDED < GROUPS) & (c % OF_GROUP_PADDED < OF_GROUP)
         place = tl.arange(0, PLACES)
-        is_routed = (place < TOP_K)[None, :]
         bits = tl.zeros([COLUMNS], tl.int64)  # which rows an expert has
         live_bits = tl.zeros([CHUNK], tl.int64)
         for first in range(0, ROWS, CHUNK):
@@ -232,24 +226,29 @@ def router_kernel(
                     choice, c, valid, CHUNK, GROUPS, KEPT, SUMMED, GROUPS_PADDED, OF_GROUP_PADDED
                 )
             keys = _keys(choice, c[None, :], valid[None, :], COLUMNS)
-            columns, found, is_chosen = _best(keys, scores, CHUNK, TOP_K, PLACES, COLUMNS)
-            ids = columns // OF_GROUP_PADDED * OF_GROUP + columns % OF_GROUP_PADDED
+            ranks = _ranks(keys, TOP_K)
+            is_chosen = (ranks < TOP_K) & live[:, None]
             weights = _weights(
-                found, scaling, TOP_K, PLACES, not (SIGMOID or PRE_SOFTMAX), NORMALIZE
+                scores, ranks < TOP_K, scaling, not (SIGMOID or PRE_SOFTMAX), NORMALIZE
             )
-            if SHARED:
-                of_shared = tl.full([CHUNK], 1.0, tl.float32)
-                if HAS_GATE:
-                    gates = _added_up(of_row + WIDTH - 1, ROWS * WIDTH, live, SPLITS)
-                    of_shared = 1.0 / (1.0 + tl.exp(-gates))
-                weights = tl.where(is_routed, weights, of_shared[:, None])
-                ids = tl.where(is_routed, ids, (EXPERTS + place - TOP_K)[None, :])
-            is_slot = live[:, None] & (place < SLOTS)[None, :]
+            slot = t[:, None] * SLOTS + ranks
+            tl.store(ids_ptr + slot, tl.broadcast_to(e[None, :], slot.shape), mask=is_chosen)
+            tl.store(weights_ptr + slot, weights, mask=is_chosen)
+            tl.store(weight_of_ptr + e[None, :] * ROWS + t[:, None], weights, mask=is_chosen)
+            of_shared = tl.full([CHUNK], 1.0, tl.float32)
+            if HAS_GATE:
+                gates = _added_up(of_row + EXPERT_BLOCKS * BLOCK_E, ROWS * WIDTH, live, SPLITS)
+                of_shared = 1.0 / (1.0 + tl.exp(-gates))
+            # The other places: shared experts, and all of rows that are not live.
+            is_shared = live[:, None] & ((place >= TOP_K) & (place < SLOTS))[None, :]
+            is_dead = ((t < rows) & (live == 0))[:, None] & (place < SLOTS)[None, :]
+            ids = tl.where(is_shared, (EXPERTS + place - TOP_K)[None, :], -1)
+            weights = tl.where(is_shared, of_shared[:, None], 0.0)
             slot = t[:, None] * SLOTS + place[None, :]
-            in_slots = (t < rows)[:, None] & (place < SLOTS)[None, :]
-            tl.store(ids_ptr + slot, tl.where(is_slot, ids, -1), mask=in_slots)
-            tl.store(weights_ptr + slot, tl.where(is_slot, weights, 0.0), mask=in_slots)
-            tl.store(weight_of_ptr + ids * ROWS + t[:, None], weights, mask=is_slot)
+            tl.store(ids_ptr + slot, ids, mask=is_shared | is_dead)
+            tl.store(weights_ptr + slot, weights, mask=is_shared | is_dead)
+            if SHARED:
+                tl.store(weight_of_ptr + ids * ROWS + t[:, None], weights, mask=is_shared)
             row_bit = tl.where(live, tl.full([CHUNK], 1, tl.int64) << t.to(tl.int64), 0)
             bits |= tl.sum(tl.where(is_chosen, row_bit[:, None], 0), 0)
             live_bits |= row_bit

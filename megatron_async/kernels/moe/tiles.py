@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 MAX_ROWS = 64
 """Most rows of a step that the kernels take."""
-_SHARED_BYTES = 110 * 1024
-"""Shared memory of a program at most: two find room on an SM."""
-_MOST_SPLITS = 16
-_WEIGHT_BYTES = 48 * 1024
-"""Weights that a program has on their way at least, if they fit."""
+_SM_SHARED_BYTES, _RESERVED_BYTES = 227 * 1024, 2048
+"""Shared memory of an SM, and what a program takes beside its stages."""
+_AN_SM = 3
+"""Programs that share an SM. With two their gaps show: on an H200 they took 12 % to 45 % longer
+over 32 rows."""
+_MOST_SPLITS, _MOST_STAGES = 16, 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +50,11 @@ def padded_rows(rows: int) -> int:
 def choose_tiles(hidden: int, inner: int, rows: int, sm_count: int) -> MoeTiles:
     """Tiles for weights of ``hidden`` by ``inner``, and padded ``rows``.
 
-    A heuristic: about three programs an SM in the second GEMM, few rows of the weight for each, and
-    as many stages as let two programs share an SM.
+    A heuristic, measured on an H200 (``scripts/bench_moe.py --sweep``): three programs an SM, and
+    as many stages as let them share it. With more than 16 rows the weight comes first.
     """
-    block_k = 128 if hidden % 128 == 0 else 64
-    up = Tile(32, block_k, _stages(32, block_k, rows))
+    up_k = 128 if hidden % 128 == 0 else 64
+    up = Tile(64, up_k, _stages(64, up_k, rows, _AN_SM), swap=rows > 16)
     choices = []
     for block_n in (size for size in (16, 32, 64) if hidden % size == 0):
         for block_k in (64, 128):
@@ -63,13 +64,19 @@ def choose_tiles(hidden: int, inner: int, rows: int, sm_count: int) -> MoeTiles:
                 an_sm = -(-programs // sm_count)
                 uneven = -(-most // splits) * splits / most
                 idle = an_sm * sm_count / programs
-                taste = 1 + 0.05 * abs(an_sm - 3) + 0.03 * (block_n != 32) + 0.03 * (block_k != 128)
-                choices.append((uneven * idle * taste, splits, block_n, block_k))
-    _, splits, block_n, block_k = min(choices)
-    return MoeTiles(up, Tile(block_n, block_k, _stages(block_n, block_k, rows), splits=splits))
+                taste = (
+                    1
+                    + 0.05 * abs(an_sm - _AN_SM)
+                    + 0.03 * (block_n != 32)
+                    + 0.03 * (block_k != 128)
+                )
+                choices.append((uneven * idle * taste, splits, block_n, block_k, an_sm))
+    _, splits, block_n, block_k, an_sm = min(choices)
+    stages = _stages(block_n, block_k, rows, min(an_sm, _AN_SM))
+    return MoeTiles(up, Tile(block_n, block_k, stages, splits=splits))
 
 
-def _stages(block_n: int, block_k: int, rows: int) -> int:
+def _stages(block_n: int, block_k: int, rows: int, an_sm: int) -> int:
+    """With so many programs on an SM; one stage more than it has buffers."""
     stage = (block_n + rows) * block_k * 2
-    wanted = -(-_WEIGHT_BYTES // (block_n * block_k * 2)) + 1
-    return max(3, min(wanted, _SHARED_BYTES // stage))
+    return max(3, min((_SM_SHARED_BYTES // an_sm - _RESERVED_BYTES) // stage + 1, _MOST_STAGES))
