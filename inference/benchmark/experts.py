@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from megatron_async.config import EngineConfig
-from megatron_async.engine.build import build_context
+from megatron_async.engine.build import build_context, keep_states
 from megatron_async.kernels.moe.reference import route, router_logits
 from megatron_async.models.fused.moe_block import is_mixture
+from megatron_async.runner.recurrent_states import RecurrentStates, StepStates
 
 from .loads import Request
 from .model import BenchmarkModel
@@ -65,6 +66,7 @@ def _chosen(model: BenchmarkModel, layers: Sequence[Any], tokens: list[int]) -> 
         device=str(model.device),
     )
     context = build_context(model.wrapper, config, model.device)
+    keep_states(model.wrapper, config, context)
     size, device = context.block_size_tokens, model.device
     blocks = -(-count // size)
     context.block_table[0, :blocks] = torch.arange(1, blocks + 1, device=device)
@@ -75,11 +77,20 @@ def _chosen(model: BenchmarkModel, layers: Sequence[Any], tokens: list[int]) -> 
         torch.zeros_like(positions), positions, decode_rows=0, chunks=chunk,
         last_token_index=positions[-1:], read_lengths=device.type != "cuda",
     )  # fmt: skip
+    if context.states is not None:
+        _begin_states(context.states, count, context.finished)
     found: list[Tensor] = []
     with torch.no_grad(), _routers_watched(layers, found):
         model.wrapper.forward(torch.tensor(tokens, device=device), positions, context)
     context.release()
     return torch.stack(found).long().cpu()
+
+
+def _begin_states(states: RecurrentStates, count: int, finished: Tensor) -> None:
+    """Tell recurrent layers of a prompt of ``count`` tokens in slot 0, and of no decode row."""
+    zero = torch.zeros(1, dtype=torch.int64, device=finished.device)
+    decode = states.decode_rows(zero[:0], zero[:0], finished, 1, zero[:0, None])
+    states.step = StepStates(decode, states.chunks(zero, zero, zero, zero + count, finished))
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.sampling_params import SamplingParams
 from tests.support.decode_rig import small
 from tests.unit.test_forward_accuracy import draw_weights
+from tests.unit.test_hybrid_models import CONFIG as HYBRID
 
 EXPERTS, TOP_K, NEW = 12, 2, 6
 
@@ -78,3 +79,11 @@ def test_a_model_without_experts_reads_none(model: BenchmarkModel) -> None:
     dense = build_model(small("llama"), device="cpu", dtype=torch.float32, initialize=False)
     without = replace(model, wrapper=GPTInferenceWrapper(dense))
     assert experts.experts_read(without, *texts(2), 1) is None
+
+
+def test_layers_without_an_mlp_have_no_experts(model: BenchmarkModel) -> None:
+    config = replace(HYBRID, num_moe_experts=EXPERTS, moe_router_topk=TOP_K)
+    hybrid = build_model(config, device="cpu", dtype=torch.float32, initialize=False)
+    draw_weights(hybrid)
+    with_mixers = replace(model, config=config, wrapper=GPTInferenceWrapper(hybrid))
+    assert experts.experts_read(with_mixers, *texts(1), 1) == TOP_K
