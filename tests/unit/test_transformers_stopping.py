@@ -674,7 +674,7 @@ def test_streams_take_turns_and_wait_for_the_token_alone(
     count: int, current: list[FakeStream], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, callers, used = generator_model("gpt2"), current[0], []
-    forward, check = type(model).forward, AsyncStoppingCriteriaList._unfinished_after
+    forward, check = type(model).forward, AsyncStoppingCriteriaList._after
     # Each name is the number of tokens in the sequence.
     seen: dict[str, set[str]] = {}
 
@@ -696,7 +696,7 @@ def test_streams_take_turns_and_wait_for_the_token_alone(
     given = arguments(2, eos_token_id=[127], max_new_tokens=count)
     stock = model.generate(**given)
     monkeypatch.setattr(type(model), "forward", noted_forward)
-    monkeypatch.setattr(AsyncStoppingCriteriaList, "_unfinished_after", noted_check)
+    monkeypatch.setattr(AsyncStoppingCriteriaList, "_after", noted_check)
     out = model.generate(**given, custom_generate=AsyncGenerate(streams=AlternatingOnCpu))
     assert torch.equal(out, stock)
     assert used[1] is not callers

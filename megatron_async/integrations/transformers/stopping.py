@@ -16,6 +16,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from megatron_async.integrations.transformers.end_check import after_ends
 from megatron_async.integrations.transformers.selection import INVALID, is_invalid
 from megatron_async.integrations.transformers.streams import Copies, Streams, Ticket
 
@@ -191,8 +192,9 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]
         check = Check(input_ids.shape[1], scores, *buffers, read=read)
 
         def work() -> Copies:
-            check.unfinished = self._unfinished_after(input_ids, tokens, scores, unfinished)
-            copies = [(check.results, torch.stack((tokens, check.unfinished)))]
+            after = self._after(input_ids, tokens, scores, unfinished)
+            check.unfinished = after[1]
+            copies = [(check.results, after)]
             if probabilities is not None:
                 copies.append((check.invalid, is_invalid(probabilities)))
             return copies
@@ -205,15 +207,13 @@ class AsyncStoppingCriteriaList(StoppingCriteriaList):  # type: ignore[misc]
         self._outstanding.append(check)
         return check
 
-    def _unfinished_after(
+    def _after(
         self, input_ids: Tensor, tokens: Tensor, scores: Scores, unfinished: Tensor
     ) -> Tensor:
-        if self._ends is None:
-            left: Tensor = unfinished & ~self._criteria(input_ids, scores)
-            return left
-        if not self._ends.numel():
-            return unfinished
-        return unfinished.masked_fill(torch.isin(tokens, self._ends), 0)
+        """The tokens, and which rows are unfinished after them; int64 ``(2, batch)``."""
+        if self._ends is not None:
+            return after_ends(tokens, unfinished, self._ends)
+        return torch.stack((tokens, unfinished & ~self._criteria(input_ids, scores)))
 
     def _buffers(self, batch: int) -> tuple[Tensor, Tensor]:
         assert self.streams is not None
