@@ -1,14 +1,15 @@
-"""Kernels on trial: proved in Triton's interpreter, in the emulator and by compiling them for
-sm_90a, but not yet run on a GPU. Engines take the torch code and the modules instead; the tests
-turn them on."""
+"""Groups of kernels, and whether engines run them. A new group is on trial, False: proved in
+Triton's interpreter, in the emulator and by compiling it for sm_90a, but not yet run on a GPU.
+Engines then take the torch code and the modules instead; the tests turn it on. Tests also turn a
+group off, to compare."""
 
-MAMBA = False
+MAMBA = True
 """Those of Mamba-2 layers: rows and windows, prefill chunks."""
 
-MOE = False
+MOE = True
 """Those of layers of experts in decode steps."""
 
-LATENT = False
+LATENT = True
 """Multi-latent attention, in decode steps and in prefill."""
 
 REASON = "on trial: it has not run on a GPU yet"

@@ -14,6 +14,7 @@ from megatron_async.checkpoint.native import save_native
 from megatron_async.engine.build import build_context, resolve_device
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import CheckpointError, ConfigError
+from megatron_async.kernels import trial
 from megatron_async.kernels.mamba.layer import LayerStates, StateRows
 from megatron_async.kernels.mamba.reference import gated_norm, mix_rows
 from megatron_async.models.adapt import adapt_model
@@ -238,6 +239,7 @@ def test_attention_and_mlps_are_fused_and_mixers_say_why_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(coverage, "device_why_not", lambda model: None)
+    monkeypatch.setattr(trial, "MAMBA", False)
     config = changed(
         hidden_size=128, head_dim=32, ffn_hidden_size=256, num_layers=5, activation="swiglu",
         hybrid_override_pattern="M-*M-", num_moe_experts=None,
