@@ -437,7 +437,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         from megatron_async.kernels.attention.rope_append import rope_append
 
         keys, values = self.kv_cache[layer]
-        heads = None if limits else self._decode_heads(packed, cos_sin, q_weight, k_weight)
+        heads = self._decode_heads(packed, cos_sin, q_weight, k_weight, limits)
         if heads is not None:
             capacity = self.max_blocks_per_request * self.block_size_tokens
             rows = packed.shape[0] // heads.window
@@ -468,6 +468,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         cos_sin: torch.Tensor | None,
         q_weight: torch.Tensor | None,
         k_weight: torch.Tensor | None,
+        limits: dict[str, Any] | None = None,
     ) -> Heads | None:
         """What one kernel takes all of this step's attention as, if there is one that does."""
         is_plain_decode = (
@@ -477,8 +478,9 @@ class DynamicInferenceContext(BaseInferenceContext):
         if not is_plain_decode or self.batch_invariant or window is None:
             return None
         return heads_of(
-            packed, self.kv_cache, cos_sin, q_weight, k_weight, window, gaps=self.has_gaps
-        )
+            packed, self.kv_cache, cos_sin, q_weight, k_weight, window, gaps=self.has_gaps,
+            limits=limits,
+        )  # fmt: skip
 
     def _attend_appended(
         self,

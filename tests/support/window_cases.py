@@ -4,7 +4,7 @@ padding."""
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,10 +40,13 @@ class WindowCase:
         window: int,
         rows: list[Row],
         seed: int = 0,
+        limits: dict[str, Any] | None = None,
     ) -> None:
         head_dim, group, block_size, norm, rope = shape
         gaps = any(row.gap for row in rows)
         self.heads = Heads(head_dim, group, KV_HEADS, block_size, norm, rope, window, gaps)
+        self.limits = limits or {}
+        self.heads = self.heads.limited(self.limits)
         self.rows, self.window, self.device = rows, window, device
         generator = torch.Generator(device).manual_seed(seed)
 
@@ -78,6 +81,8 @@ class WindowCase:
             at = torch.arange(row.length, device=device)
             past = draw(2, row.length, KV_HEADS, head_dim)
             self.cache[:, self.table[slot][at // block_size], at % block_size] = past
+            if "window" in self.limits:
+                self._forget(slot, row.length + 1 - self.limits["window"], block_size)
         self.packed = draw(len(rows) * window, KV_HEADS * (group + 2) * head_dim)
         self.norms: tuple[Tensor | None, Tensor | None] = (None, None)
         if norm:
@@ -87,6 +92,12 @@ class WindowCase:
             table = (self.capacity, 2, head_dim // 2)
             self.cos_sin = torch.randn(table, generator=generator, device=device)
         self.scale = 1 / math.sqrt(head_dim)
+
+    def _forget(self, slot: int, tokens: int, block_size: int) -> None:
+        """NaN in the first ``tokens`` of a row, whose whole blocks come free."""
+        gone = torch.arange(max(0, tokens), device=self.device)
+        self.cache[:, self.table[slot][gone // block_size], gone % block_size] = math.nan
+        self.table[slot, : len(gone) // block_size] = 0
 
     def kernel(self, cluster: int, split_tokens: int) -> DecodeAttention:
         rows, device = len(self.rows), self.device
@@ -118,8 +129,9 @@ class WindowCase:
         )
         keys, values = cache.double()
         out = paged_decode_attention_reference(
-            query.double(), keys, values, self.table, self.positions + 1, self.scale, self.slots
-        )
+            query.double(), keys, values, self.table, self.positions + 1, self.scale, self.slots,
+            **self.limits,
+        )  # fmt: skip
         return out, cache
 
     @property

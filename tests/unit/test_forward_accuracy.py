@@ -134,7 +134,8 @@ class Float64Model:
         for layer in range(config.num_layers):
             at = f"decoder.layers.{layer}."
             normed = self.norm(hidden, at + "input_layernorm")
-            hidden = hidden + self.attention(normed, at + "self_attention.")
+            window = config.attention_window(layer)
+            hidden = hidden + self.attention(normed, at + "self_attention.", window)
             normed = self.norm(hidden, at + "pre_mlp_layernorm")
             hidden = hidden + self.mlp(normed, at + "mlp.")
         return self.norm(hidden, "decoder.final_layernorm")
@@ -152,7 +153,7 @@ class Float64Model:
         x = x * self.state[name + ".weight"]
         return x if bias is None else x + bias
 
-    def attention(self, x: Tensor, at: str) -> Tensor:
+    def attention(self, x: Tensor, at: str, window: int | None = None) -> Tensor:
         config = self.config
         tokens, kv_heads, dim = len(x), config.num_kv_heads, config.head_dim
         group = config.num_attention_heads // kv_heads
@@ -169,7 +170,11 @@ class Float64Model:
         for some in place.split(QUERIES_AT_ONCE):
             seen = slice(int(some[-1]) + 1)
             scores = torch.einsum("tkgd,skd->kgts", query[some], key[seen, :, 0]) / math.sqrt(dim)
+            if config.attention_soft_cap is not None:
+                scores = (scores / config.attention_soft_cap).tanh() * config.attention_soft_cap
             scores.masked_fill_(place[seen] > some[:, None], -math.inf)
+            if window is not None:
+                scores.masked_fill_(place[seen] <= some[:, None] - window, -math.inf)
             mixed[some] = torch.einsum("kgts,skd->tkgd", scores.softmax(-1), value[seen, :, 0])
         return self.linear(mixed.reshape(tokens, -1), at + "linear_proj")
 

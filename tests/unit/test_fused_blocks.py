@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import decode_attention
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.fused import coverage
@@ -124,6 +125,29 @@ def test_fused_blocks_and_modules_make_one_forward(
         assert fused.coverage.fused(kind) == layers, kind
     rig = DecodeRig(config, device)
     assert rig.error(rig.decode(fused.forward), state) < LIMIT
+
+
+@on_both("window", gpu=[(1,), (2,), (3,)], small=[(2,)])
+def test_layers_with_and_without_an_attention_window(
+    device: torch.device, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a soft cap: each layer has its own kernel, compiled ahead."""
+    config = replace(small("qwen3"), sliding_window=3, sliding_layers=(1,), attention_soft_cap=1.5)
+    model = bfloat16_model(config, device)
+    state, fused = state_of(model), FusedDecoder(model)
+    assert fused.coverage.fused(ATTENTION) == (1, 2)
+    compiled: list[Any] = []
+    monkeypatch.setattr(cuda, "compile_together", lambda work, _: compiled.extend(work))
+    rig = DecodeRig(config, device, rows=2)
+    context = rig.context(window=window)
+    fused.compile([2 * window], context)
+    windows = [macros["SLIDING_WINDOW"] for name, macros in compiled if name == "attention"]
+    assert sorted(windows) == [0, 3]
+    logits = rig.decode_windows(fused.forward, context)
+    assert rig.error(logits, state) < LIMIT
+    for without in ({"sliding_window": None, "sliding_layers": None}, {"attention_soft_cap": None}):
+        rig.config = replace(config, **without)
+        assert rig.error(logits, state) > LIMIT, "they matter"
 
 
 @on_both("name", gpu=[(name,) for name in NAMES], small=[("gpt2",)])

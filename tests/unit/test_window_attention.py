@@ -69,24 +69,41 @@ _GPU = [
         *((1, 2048, _LENGTHS), (8, 2048, _LENGTHS), (2, 64, _BORDERS), (1, 64, _WIDE)),
     )
 ]
+LIMITS: list[dict[str, Any]] = [
+    {"window": 1},
+    {"window": 17},
+    {"window": 96},
+    {"window": 500, "soft_cap": 2.5},
+    {"soft_cap": 0.7},
+]
+"""Attention windows smaller and larger than contexts, drafted windows and tiles."""
 CLOSE = 5e-3
 """Error that rounding of the weights and of the output brings."""
 SMALL = (32, 3, 16, True, True)
+LONG, MANY = (80, 8, 64, False, False), (64, 1, 32, False, True)
 WIDE_SMALL, WIDE_LENGTHS = (32, 1, 16, False, True), [(7 * row) % 33 for row in range(31)]
 
 
 @on_both(
-    *("shape", "window", "cluster", "split_tokens", "lengths", "make_rows"),
-    gpu=[(*each, rows_of) for each in _GPU]
-    + [(*each, rows_with_gaps) for each in _GPU if each[1] > 1],
+    *("shape", "window", "cluster", "split_tokens", "lengths", "make_rows", "limits"),
+    gpu=[(*each, rows_of, {}) for each in _GPU]
+    + [(*each, rows_with_gaps, {}) for each in _GPU if each[1] > 1]
+    + [
+        (*each, rows_with_gaps if n % 2 and each[1] > 1 else rows_of, LIMITS[n % len(LIMITS)])
+        for n, each in enumerate(_GPU[::3])
+    ],
     small=[
-        ((128, 4, 16, False, True), 4, 2, 2048, [33], rows_of),
-        ((80, 8, 64, False, False), 5, 1, 64, [126], rows_of),
-        (SMALL, 4, 4, 16, [14, 63], rows_of),
-        (WIDE_SMALL, 2, 1, 1024, WIDE_LENGTHS, rows_of),
-        ((80, 8, 64, False, False), 3, 1, 64, [0, 126], rows_with_gaps),
-        (SMALL, 4, 4, 16, [0, 63], rows_with_gaps),
-        (WIDE_SMALL, 2, 1, 1024, WIDE_LENGTHS[:20], rows_with_gaps),
+        ((128, 4, 16, False, True), 4, 2, 2048, [33], rows_of, {}),
+        (LONG, 5, 1, 64, [126], rows_of, {}),
+        (SMALL, 4, 4, 16, [14, 63], rows_of, {}),
+        (WIDE_SMALL, 2, 1, 1024, WIDE_LENGTHS, rows_of, {}),
+        (LONG, 3, 1, 64, [0, 126], rows_with_gaps, {}),
+        (SMALL, 4, 4, 16, [0, 63], rows_with_gaps, {}),
+        (WIDE_SMALL, 2, 1, 1024, WIDE_LENGTHS[:20], rows_with_gaps, {}),
+        (MANY, 1, 2, 16, [0, 15, 16, 69, 70, 200], rows_of, {"window": 70}),
+        (SMALL, 4, 4, 16, [14, 63], rows_of, {"window": 33}),
+        (LONG, 3, 1, 64, [0, 126], rows_with_gaps, {"window": 2}),
+        (WIDE_SMALL, 2, 1, 1024, WIDE_LENGTHS[:20], rows_of, {"window": 17, "soft_cap": 0.7}),
     ],
 )
 class TestWindows:
@@ -99,11 +116,12 @@ class TestWindows:
         split_tokens: int,
         lengths: list[int],
         make_rows: MakeRows,
+        limits: dict[str, Any],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         if device.type == "cpu":  # each cluster has one item after the other
             monkeypatch.setattr(cuda, "sm_count", lambda index: 1)
-        case = WindowCase(device, shape, window, make_rows(window, lengths))
+        case = WindowCase(device, shape, window, make_rows(window, lengths), limits=limits)
         before, (wanted, cache) = case.cache.clone(), case.wanted()
         out, counted = case.attend(case.kernel(cluster, split_tokens)), case.counted
         assert out.isfinite().all(), "padding too"
@@ -126,9 +144,10 @@ class TestWindows:
         split_tokens: int,
         lengths: list[int],
         make_rows: MakeRows,
+        limits: dict[str, Any],
     ) -> None:
         """Neither another row nor a token behind it in its window can change them, not with NaN."""
-        case = WindowCase(device, shape, window, make_rows(window, lengths))
+        case = WindowCase(device, shape, window, make_rows(window, lengths), limits=limits)
         kernel = case.kernel(cluster, split_tokens)
         first = case.attend(kernel)
         assert torch.equal(case.attend(kernel), first), "what one launch counts is gone"
@@ -146,6 +165,36 @@ class TestWindows:
             assert torch.equal(again[~changed], first[~changed])
             broken = changed & case.counted & (row % 3 == 1)
             assert again[broken].isnan().all()
+
+
+@on_both("window", gpu=[(1,), (2,)], small=[(2,)])
+def test_a_value_behind_the_attention_window_reaches_nobody(
+    device: torch.device, window: int
+) -> None:
+    """A window of drafts that is longer than the attention window."""
+    case = WindowCase(device, SMALL, 4, rows_of(4, [20]), limits={"window": window})
+    kernel = case.kernel(1, 2048)
+    first = case.attend(kernel)
+    case.packed.unflatten(1, (2, 5, -1))[0, :, 4] = math.nan
+    again = case.attend(kernel)
+    assert again[:window].isnan().all()
+    assert torch.equal(again[window:], first[window:])
+
+
+def test_a_window_that_is_never_full_takes_the_kernel_without_one() -> None:
+    plain = Heads(128, 4, 8, 64, norm=False, rope=True)
+    limited = plain.limited({"window": 4096, "soft_cap": 50.0})
+    assert plain.limited({"window": 4096}).defines(1, 4096, 132) == plain.defines(1, 4096, 132)
+    macros = limited.defines(1, 8192, 132)
+    assert (macros["SLIDING_WINDOW"], macros["SOFT_CAP"]) == (4096, 0x42480000)
+
+
+@pytest.mark.parametrize("window", [1, 2, 15, 16, 17, 18, 33, 100, 500])
+def test_splits_have_room_for_what_a_window_reads(window: int) -> None:
+    heads = Heads(128, 4, 8, 64, norm=False, rope=True, sliding_window=window)
+    for capacity in (64, 320):
+        tiles = [-(-n // 16) - max(0, n + 1 - window) // 16 for n in range(capacity)]
+        assert 16 * max(tiles) <= heads.read_tokens(capacity) <= capacity
 
 
 def test_windows_of_a_step_are_what_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,15 +226,22 @@ def test_windows_of_a_step_are_what_the_kernel_takes(monkeypatch: pytest.MonkeyP
     assert len(steps) > 5 and sum(padding) > 0
 
 
-@on_both("lengths", gpu=[(_WIDE,)], small=[(WIDE_LENGTHS,)])
+@on_both(
+    *("lengths", "limits"),
+    gpu=[(_WIDE, {}), (_WIDE, LIMITS[1])],
+    small=[(WIDE_LENGTHS, LIMITS[1])],
+)
 def test_a_models_own_forward_takes_windows_to_the_kernel(
-    device: torch.device, lengths: list[int], monkeypatch: pytest.MonkeyPatch
+    device: torch.device,
+    lengths: list[int],
+    limits: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Steps of more tokens than the fused GEMMs take."""
     if device.type == "cpu":
         emulator.install(monkeypatch, sm_count=2)
         monkeypatch.setattr(cuda, "unavailable", lambda index: None)
-    case = WindowCase(device, WIDE_SMALL, 2, rows_of(2, lengths))
+    case = WindowCase(device, WIDE_SMALL, 2, rows_of(2, lengths), limits=limits)
     context = DynamicInferenceContext(
         params_dtype=torch.bfloat16, num_layers=1, kv_channels=32, num_attention_heads=2,
         max_sequence_length=case.capacity, block_count=1, block_size_tokens=16, device=device,
@@ -200,11 +256,13 @@ def test_a_models_own_forward_takes_windows_to_the_kernel(
     context.begin(metadata._replace(window=None))
     assert context._decode_heads(*given) is None, "tokens of a row in another way"
     context.begin(metadata)
+    assert context._decode_heads(*given, {"sinks": case.packed}) is None
+    assert context._decode_heads(*given, limits) == case.heads
     with monkeypatch.context() as patch:
         patch.setattr(decode_attention, "FUSED_WINDOWS", False)
         assert context._decode_heads(*given) is None
     wanted, _ = case.wanted()
-    out = context.attend_packed(0, case.packed, case.scale, case.cos_sin, None, None, 0.0)
+    out = context.attend_packed(0, case.packed, case.scale, case.cos_sin, None, None, 0.0, **limits)
     assert relative_error(out[case.counted], wanted[case.counted]) < CLOSE
 
 
@@ -244,14 +302,20 @@ def test_an_engine_with_drafts_decodes_its_windows_in_fused_kernels(
 
 @emulated
 @pytest.mark.parametrize(
-    ("there", "instead"),
+    ("there", "instead", "limits"),
     [
-        ("(e * 8 + 2 * t + j) / HEADS + 1 : valid", "WINDOW : valid"),
-        ("rotate(i, own_position,", "rotate(i, position,"),
-        ("if (is_broken) x = y = 0;", ";"),
+        ("(e * 8 + 2 * t + j) / HEADS + 1 : valid", "WINDOW : valid", {}),
+        ("rotate(i, own_position,", "rotate(i, position,", {}),
+        ("if (is_broken) x = y = 0;", ";", {}),
+        ("const int edge = before +", "const int edge =", {"window": 9}),
+        ("&& token + r >= EDGE(item.position)", "", {"window": 9}),
+        ("- FINITE(most[e][j % 2])", "- most[e][j % 2]", {"window": 26}),
+        ("? SCORE(upper", "? (upper", {"soft_cap": 0.7}),
     ],
 )
-def test_the_emulator_notices(there: str, instead: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_emulator_notices(
+    there: str, instead: str, limits: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """That the tests above can fail."""
     text = emulator.source_text("attention")
     assert there in text
@@ -259,7 +323,7 @@ def test_the_emulator_notices(there: str, instead: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(emulator, "source_text", lambda _: text.replace(there, instead))
     build = emulator.EmulatedKernel
     monkeypatch.setattr(decode_attention, "kernel", lambda source, macros, _: build(source, macros))
-    case = WindowCase(torch.device("cpu"), SMALL, 2, rows_of(2, [14, 40]))
+    case = WindowCase(torch.device("cpu"), SMALL, 2, rows_of(2, [14, 40]), limits=limits)
     wanted, _ = case.wanted()
     case.packed.unflatten(1, (2, 5, -1))[1, :, 4] = math.nan
     counted = case.counted.clone()

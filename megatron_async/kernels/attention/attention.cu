@@ -15,6 +15,9 @@
 //   has a position, a cache slot, and a finite result, all without meaning
 //   GAPS 1: there may be padding in front of a row's first token too; padding has the null slot, which is
 //   above all others
+//   SLIDING_WINDOW: tokens that a query sees, its own included; 0 is all. Tokens in front of these are
+//   not read: their blocks may be others' by now
+//   SOFT_CAP: the bits of an fp32 cap c, scores s become c * tanh(s / c); 0 is none
 //   SHARES: the heads of a group are divided into so many items, each of which reads the keys and values
 //
 // A warp takes tiles of 16 tokens: scores[16 tokens x 8 heads] and out[D x 8 heads] with m16n8k16, for
@@ -76,6 +79,20 @@ static_assert(MAX_SPLITS <= 32, "a lane for each split");
 static_assert(LANE_ROWS <= 32, "a lane for each row of a lane");
 static_assert(PARTS_AT % 16 == 0 && (CLUSTER == 1 || SENT_BYTES % 16 == 0), "four at a time");
 
+// Of a row with so many tokens in the cache: the first that it reads, and the tiles from there on. Later
+// queries of a window have later edges, so a query may see nothing of a tile, and nothing up to it.
+// Without a window the code is what it is without these lines.
+#if SLIDING_WINDOW
+#define EDGE(tokens) max(0, (tokens) + 1 - SLIDING_WINDOW)
+#define TILES(tokens) (((tokens) + 15) / 16 - EDGE(tokens) / 16)
+#define FINITE(most) ((most) == MINUS_INF ? 0.f : (most))
+#define SEEN(broken) (SLIDING_WINDOW < 32 ? (broken) >> (32 - SLIDING_WINDOW) % 32 : (broken))
+#else
+#define SEEN(broken) (broken)
+#define TILES(tokens) (((tokens) + 15) / 16)
+#define FINITE(most) (most)
+#endif
+
 extern "C" __device__ const int shared_bytes = SHARED_BYTES > MIN_SHARED ? SHARED_BYTES : MIN_SHARED;
 
 extern __shared__ __align__(128) char shared[];
@@ -93,6 +110,15 @@ __device__ __forceinline__ void add(float4& sum, float weight, float4 part) {
 __device__ __forceinline__ bool is_finite(float v) {
   return (__float_as_uint(v) & 0x7f800000u) != 0x7f800000u;
 }
+#if SOFT_CAP
+__device__ __forceinline__ float capped(float score) {  // in base 2; tanh(x) = 1 - 2 / (1 + e^2x)
+  const float log2_e = 1.4426950408889634f, cap = __uint_as_float(SOFT_CAP) * log2_e;
+  return cap - 2.f * cap / (1.f + exp2f(score * (2.f * log2_e / cap)));
+}
+#define SCORE(score) capped(score)
+#else
+#define SCORE(score) (score)
+#endif
 __device__ __forceinline__ float weight_of(float m, float of) {
   return m == MINUS_INF ? 0.f : exp2f(m - of);
 }
@@ -129,7 +155,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
   auto tokens_of = [&](int row) { return row < rows ? (int)load_l2(positions + row * WINDOW) : 0; };
 #endif
   auto splits_of = [&](int row, int tokens) {
-    const int tiles = (tokens + 15) / 16;
+    const int tiles = TILES(tokens);
     const int split_tiles =
         SPLIT_TILES * max(1, (tiles + SPLIT_TILES * MAX_SPLITS - 1) / (SPLIT_TILES * MAX_SPLITS));
     return row < rows ? max(1, (tiles + split_tiles - 1) / split_tiles) : 0;
@@ -186,12 +212,15 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         item.position = __shfl_sync(~0u, tokens, j);
       }
     }
-    const int tiles = (item.position + 15) / 16;
+    const int tiles = TILES(item.position);
     const int begin = tiles * item.split / item.splits;
     const int these = tiles * (item.split + 1) / item.splits - begin;
     const int end = begin + these * (rank + 1) / CLUSTER;
     item.first = begin + these * rank / CLUSTER + warp;
     item.count = item.first < end ? (end - item.first + WARPS - 1) / WARPS : 0;
+#if SLIDING_WINDOW
+    item.first += EDGE(item.position) / 16;
+#endif
 #if GAPS
     const First first = first_of(item.row);
     item.table = block_table + first.slot * columns;
@@ -221,7 +250,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     for (int j = 0; j < CHUNKS / 2; j++) {
       int unit = lane + 32 * j, r = unit / CHUNKS, c = unit % CHUNKS;
       size_t from = at + (size_t)r * KV_HEADS * D + c * 8;
+#if SLIDING_WINDOW
+      bool keep = token + r < item.position && token + r >= EDGE(item.position);
+#else
       bool keep = token + r < item.position;
+#endif
       copy16_or_zero(into + place(r, c), keys + from, keep);
       copy16_or_zero(into + TILE_BYTES + place(r, c), values + from, keep);
     }
@@ -315,7 +348,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
 
     // Tokens from `valid` on weigh nothing; of the new ones those behind a query's own, and in front of
     // the row's first one, where a query sees its own. A tile of one token has `rows` 0: its row stands
-    // for all.
+    // for all. With a sliding window, those in front of a query's edge weigh nothing either.
     auto attend = [&](u32 tile, u32 value_tile, int rows, int valid, bool is_new) {
       float s[EIGHTS][4];  // tokens g and g + 8
 #pragma unroll
@@ -347,8 +380,17 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
           float& upper = s[e][j];
           float& lower = s[e][j + 2];
           const int seen = WINDOW > 1 && is_new ? (e * 8 + 2 * t + j) / HEADS + 1 : valid;
-          upper = g < seen ? upper * scale_log2 : MINUS_INF;
-          lower = g + 8 < seen ? lower * scale_log2 : MINUS_INF;
+          upper = g < seen ? SCORE(upper * scale_log2) : MINUS_INF;
+          lower = g + 8 < seen ? SCORE(lower * scale_log2) : MINUS_INF;
+#if SLIDING_WINDOW
+          int before = WINDOW > 1 ? (e * 8 + 2 * t + j) / HEADS : 0;  // of the query's tokens
+#if GAPS
+          if (!is_new) before = max(0, before - item.gap);
+#endif
+          const int edge = before + (is_new ? 0 : valid) + 1 - SLIDING_WINDOW;
+          if (g < edge) upper = MINUS_INF;
+          if (g + 8 < edge) lower = MINUS_INF;
+#endif
 #if GAPS
           const int unseen = is_new ? min(item.gap, (e * 8 + 2 * t + j) / HEADS) : 0;
           if (g < unseen) upper = MINUS_INF;
@@ -377,7 +419,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
       for (int e = 0; e < EIGHTS; e++) {
 #pragma unroll
         for (int j = 0; j < 4; j++) {
-          s[e][j] = exp2f(s[e][j] - most[e][j % 2]);
+          s[e][j] = exp2f(s[e][j] - FINITE(most[e][j % 2]));
           total[e][j % 2] += s[e][j];
         }
         // From a token's heads to a head's tokens.
@@ -415,7 +457,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         for (int e = 0; e < EIGHTS; e++)
 #pragma unroll
           for (int j = 0; j < 2; j++)
-            if (broken << (31 - min((e * 8 + 2 * t + j) / HEADS, 31))) total[e][j] = NOT_A_NUMBER;
+            if (SEEN(broken << (31 - min((e * 8 + 2 * t + j) / HEADS, 31)))) total[e][j] = NOT_A_NUMBER;
       }
     }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import struct
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +37,8 @@ all tokens are appended first, and each token attends as a row of its own
 (``context.attend_packed``)."""
 MAX_WINDOW = 16
 """The new tokens of a row are one tile."""
+TILE = 16
+"""Tokens that a warp takes at once."""
 MAX_QUERIES = 32
 """Of a window's tokens and the heads of an item: a warp's sums of them fit into its ring."""
 
@@ -115,7 +119,8 @@ class AttentionArguments(NamedTuple):
 class Heads(NamedTuple):
     """What the attention of a model's layers is like: ``group`` query heads of each KV head, norms
     of heads, rotation; ``window`` tokens of each row, and ``gaps`` where there may be padding in
-    front of them too."""
+    front of them too. A query sees the last ``sliding_window`` tokens, its own included, and its
+    scores are capped at ``soft_cap``; 0 is without. Layers of one model may differ in these."""
 
     head_dim: int
     group: int
@@ -125,6 +130,20 @@ class Heads(NamedTuple):
     rope: bool
     window: int = 1
     gaps: bool = False
+    sliding_window: int = 0
+    soft_cap: float = 0.0
+
+    def limited(self, limits: Mapping[str, Any]) -> Heads:
+        """With a layer's ``window`` and ``soft_cap``, see ``models/attention.py``."""
+        return self._replace(
+            sliding_window=limits.get("window", 0), soft_cap=float(limits.get("soft_cap", 0.0))
+        )
+
+    def read_tokens(self, capacity: int) -> int:
+        """Most tokens that the tiles have which a row of up to ``capacity`` tokens reads."""
+        if not self.sliding_window:
+            return capacity
+        return min(capacity, self.sliding_window + 2 * TILE)
 
     @property
     def shares(self) -> int:
@@ -142,7 +161,7 @@ class Heads(NamedTuple):
         lane_rows = 1 << (-(-rows // LANES) - 1).bit_length()
         max_splits = MAX_SPLITS
         if rows > LANES:  # their partial sums take memory for each row
-            needed = kv_splits(capacity, cluster, split_tokens)
+            needed = kv_splits(self.read_tokens(capacity), cluster, split_tokens)
             max_splits = 1 << (needed - 1).bit_length()
         queries = self.group // self.shares * self.window
         warps = WARPS if self.head_dim * queries <= MAX_ELEMENTS else WARPS // 2
@@ -152,6 +171,9 @@ class Heads(NamedTuple):
             "CLUSTER": cluster, "WARPS": warps, "ST": STAGES, "MIN_SHARED": MIN_SHARED_BYTES,
             "SPLIT_TOKENS": split_tokens, "MAX_SPLITS": max_splits, "LANE_ROWS": lane_rows,
             "WINDOW": self.window, "SHARES": self.shares, "GAPS": int(self.gaps),
+            # A row that is never longer than its window takes the kernel without one.
+            "SLIDING_WINDOW": self.sliding_window if self.sliding_window < capacity else 0,
+            "SOFT_CAP": int.from_bytes(struct.pack("<f", self.soft_cap), "little"),
         }  # fmt: skip
 
 
@@ -164,6 +186,7 @@ def heads_of(
     window: int = 1,
     *,
     gaps: bool = False,
+    limits: Mapping[str, Any] | None = None,
 ) -> Heads | None:
     """What the kernel takes a decode step's packed projection as; None if it does not take it.
 
@@ -172,7 +195,11 @@ def heads_of(
         kv_cache: ``[layers, 2, blocks, block_size, kv_heads, head_dim]``.
         cos_sin: fp32 ``[positions, 2, pairs]``.
         window, gaps: tokens of each row, see :class:`Heads`.
+        limits: ``window``, ``soft_cap`` and ``sinks`` of a layer that has them.
     """
+    limits = limits or {}
+    if "sinks" in limits:
+        return None
     tokens, width = packed.shape
     block_size, kv_heads, head_dim = kv_cache.shape[3:]
     tensors = (packed, kv_cache, q_weight, k_weight)
@@ -190,7 +217,7 @@ def heads_of(
     return Heads(
         head_dim, group, kv_heads, block_size, q_weight is not None, cos_sin is not None, window,
         gaps and window > 1,
-    )  # fmt: skip
+    ).limited(limits)  # fmt: skip
 
 
 class DecodeAttention:
@@ -219,7 +246,8 @@ class DecodeAttention:
         macros = heads.defines(rows, capacity, sm_count, cluster=cluster, split_tokens=split_tokens)
         self._cluster = macros["CLUSTER"]
         self._kernel = kernel("attention", macros, device)
-        splits = kv_splits(capacity, self._cluster, macros["SPLIT_TOKENS"])
+        read = heads.read_tokens(capacity)
+        splits = kv_splits(read, self._cluster, macros["SPLIT_TOKENS"])
         resident = max(1, CTAS_PER_SM * sm_count // self._cluster)
         self._window = heads.window
         items = rows * heads.kv_heads * heads.shares

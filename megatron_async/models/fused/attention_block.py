@@ -56,6 +56,7 @@ class AttentionBlock:
         self.norm: Norm = norm_of(layer.input_layernorm)
         self._index: int = attention.layer_index
         self._scale: float = attention.softmax_scale
+        self._limits: dict[str, Any] = attention.limits
         self._rotary = rotary
         self._head_dim: int = attention.hidden_size_per_attention_head
         self._heads: int = attention.num_attention_heads_per_partition
@@ -101,8 +102,9 @@ class AttentionBlock:
         window = getattr(context, "window", 1)
         if window is None or rows % window or self._unsupported(context, window) is not None:
             out = context.attend_packed(
-                self._index, qkv, self._scale, self._rotary, q_weight, k_weight, eps
-            )
+                self._index, qkv, self._scale, self._rotary, q_weight, k_weight, eps,
+                **self._limits,
+            )  # fmt: skip
             return self._projection(out.flatten(1), residual, reader)
         keys, values = context.kv_cache[self._index]
         heads = self._heads_in(context, window, gaps=getattr(context, "has_gaps", False))
@@ -148,7 +150,7 @@ class AttentionBlock:
             self._head_dim, self._heads // self._kv_heads, self._kv_heads,
             context.block_size_tokens, self._head_norms[0] is not None, self._rotary is not None,
             window, gaps and window > 1,
-        )  # fmt: skip
+        ).limited(self._limits)  # fmt: skip
 
 
 def tokens_of_row(context: Any) -> int:

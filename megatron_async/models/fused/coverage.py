@@ -236,8 +236,6 @@ def attention_why_not(layer: Any, model: Any) -> str | None:
             return "norms of the heads are not RMSNorm"
         if norms[0].eps != norms[1].eps:
             return "norms of queries and keys differ in epsilon"
-    if attention.limits:
-        return f"its attention has a {' and a '.join(attention.limits)}".replace("_", " ")
     if attention.sinks is not None:
         return "its attention has sinks"
     if attention.query_scaling is not None:
