@@ -226,6 +226,20 @@ def test_an_engine_decodes_through_blocks_of_either_kind(device: torch.device, n
         assert max(rig.worst_errors(3)) < LIMIT
 
 
+@on_both("soft_cap", gpu=[(None,), (1.5,)], small=[])
+def test_blocks_behind_an_attention_window_come_free_and_are_not_read(
+    device: torch.device, soft_cap: float | None
+) -> None:
+    config = replace(small("qwen3"), sliding_window=9, attention_soft_cap=soft_cap)
+    values = {"num_cuda_graphs": 1, "block_size_tokens": 16}
+    rig = Rig(config, torch.bfloat16, str(device), 2, **values)
+    with rig.engine:
+        covered = rig.engine.controller.inference_wrapped_model.decode_coverage()
+        assert covered.fused(ATTENTION) == (1, 2)
+        rig.engine.context.kv_cache[:, :, 0] = torch.nan
+        assert max(rig.worst_errors(2, prompt_tokens=40)) < LIMIT
+
+
 FAULTS: dict[str, Callable[[dict[str, Any]], None]] = {
     "statistics of something else": lambda given: given["statistics"].mul_(4),
     "no scaled stream": lambda given: given["scaled"][1].zero_(),

@@ -101,7 +101,6 @@ WIDE_SMALL, WIDE_LENGTHS = (32, 1, 16, False, True), [(7 * row) % 33 for row in 
         (SMALL, 4, 4, 16, [0, 63], rows_with_gaps, {}),
         (WIDE_SMALL, 2, 1, 1024, WIDE_LENGTHS[:20], rows_with_gaps, {}),
         (MANY, 1, 2, 16, [0, 15, 16, 69, 70, 200], rows_of, {"window": 70}),
-        (SMALL, 4, 4, 16, [14, 63], rows_of, {"window": 33}),
         (LONG, 3, 1, 64, [0, 126], rows_with_gaps, {"window": 2}),
         (WIDE_SMALL, 2, 1, 1024, WIDE_LENGTHS[:20], rows_of, {"window": 17, "soft_cap": 0.7}),
     ],
@@ -308,9 +307,7 @@ def test_an_engine_with_drafts_decodes_its_windows_in_fused_kernels(
         ("rotate(i, own_position,", "rotate(i, position,", {}),
         ("if (is_broken) x = y = 0;", ";", {}),
         ("const int edge = before +", "const int edge =", {"window": 9}),
-        ("&& token + r >= EDGE(item.position)", "", {"window": 9}),
         ("- FINITE(most[e][j % 2])", "- most[e][j % 2]", {"window": 26}),
-        ("? SCORE(upper", "? (upper", {"soft_cap": 0.7}),
     ],
 )
 def test_the_emulator_notices(
