@@ -127,11 +127,16 @@ def test_fused_blocks_and_modules_make_one_forward(
     assert rig.error(rig.decode(fused.forward), state) < LIMIT
 
 
-@on_both("window", gpu=[(1,), (2,), (3,)], small=[(2,)])
+@on_both(
+    *("window", "fused_windows"),
+    gpu=[(1, True), (2, True), (3, True), (2, False)],
+    small=[(2, True)],
+)
 def test_layers_with_and_without_an_attention_window(
-    device: torch.device, window: int, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, window: int, fused_windows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a soft cap: each layer has its own kernel, compiled ahead."""
+    monkeypatch.setattr(decode_attention, "FUSED_WINDOWS", fused_windows)
     config = replace(small("qwen3"), sliding_window=3, sliding_layers=(1,), attention_soft_cap=1.5)
     model = bfloat16_model(config, device)
     state, fused = state_of(model), FusedDecoder(model)
@@ -142,7 +147,7 @@ def test_layers_with_and_without_an_attention_window(
     context = rig.context(window=window)
     fused.compile([2 * window], context)
     windows = [macros["SLIDING_WINDOW"] for name, macros in compiled if name == "attention"]
-    assert sorted(windows) == [0, 3]
+    assert sorted(windows) == ([0, 3] if fused_windows else [])
     logits = rig.decode_windows(fused.forward, context)
     assert rig.error(logits, state) < LIMIT
     for without in ({"sliding_window": None, "sliding_layers": None}, {"attention_soft_cap": None}):
