@@ -38,7 +38,7 @@ def experts_read(
         window: tokens that a row brings to a step; drafts count as what came in their place.
     """
     mlps = (getattr(layer, "mlp", None) for layer in model.wrapper.model.decoder.layers)
-    layers = [mlp for mlp in mlps if is_mixture(mlp)]
+    layers: list[Any] = [mlp for mlp in mlps if is_mixture(mlp)]
     if not layers or not requests:
         return None
     steps = max(min(map(len, generated)) - window, 0)
