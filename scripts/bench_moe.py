@@ -6,7 +6,8 @@
 Each line is a launch: mean microseconds of calls in a CUDA graph that goes round several layers, so
 that weights come from memory; the experts of a layer that its rows need; GB/s of their weights; and
 the share of the floor, their bytes over the bandwidth that a copy reaches. ``layer`` is all three
-launches, as a step has them. ``error`` is the largest difference from the reference in units of the
+launches, as a step has them; ``one kernel`` is the same in one (``kernels/moe/row.py``), for rows that
+it takes, with its own error, also as three launches. ``error`` is the largest difference from the reference in units of the
 largest value; above 2e-2 the exit status is 1. ``--sweep`` times other tiles too and says which
 won.
 """
@@ -25,6 +26,7 @@ from bench_kernels import microseconds
 from megatron_async.device.bandwidth import copy_bandwidth
 from megatron_async.kernels.gemm.skinny_gemm import statistics_of
 from megatron_async.kernels.gemm.tile_config import RMS_NORM
+from megatron_async.kernels.moe import row
 from megatron_async.kernels.moe.decode import (
     MoeDecode,
     MoeShape,
@@ -87,14 +89,14 @@ def make_layer(shape: MoeShape, rows: int, device: torch.device, sm_count: int) 
         shared_w2=drawn(hidden, shared, scale=shared**-0.5) if shared else None,
     )
     x = drawn(rows, hidden)
-    kernels = MoeDecode(shape, device, sm_count=sm_count)
+    kernels = MoeDecode(shape, device, sm_count=sm_count, one_kernel=False)
     return Layer(weights, x, statistics_of(x, RMS_NORM, 16), kernels)
 
 
 def with_tiles(layer: Layer, tiles: MoeTiles) -> Layer:
     """The same layer with kernels of other tiles."""
     rows, old = layer.hidden.shape[0], layer.kernels
-    kernels = MoeDecode(old.shape, layer.hidden.device, tiles=tiles)
+    kernels = MoeDecode(old.shape, layer.hidden.device, tiles=tiles, one_kernel=False)
     kernels.route(layer.weights, layer.hidden, layer.statistics, EPS)
     kernels.up(layer.weights, rows)
     return layer._replace(kernels=kernels)
@@ -147,7 +149,8 @@ class Bench:
             layer.kernels.route(layer.weights, layer.hidden, layer.statistics, EPS)
         self.experts = sum(int(layer.kernels.count) for layer in self.layers) / len(self.layers)
         self.out = torch.empty_like(self.layers[0].hidden)
-        self.statistics = torch.empty(rows * shape.hidden // 16, 2, device=device)
+        self.scaled = torch.empty_like(self.out)
+        self.statistics = torch.empty(rows * shape.hidden // 8, 2, device=device)
 
     def line(self, label: str, byte_count: float, call: Callable[[Layer], object]) -> float:
         """Time and print a launch that reads so many bytes; returns microseconds."""
@@ -181,6 +184,47 @@ class Bench:
         self.up(layer)
         self.down(layer)
 
+    def of_few(self, label: str, **options: Any) -> float:
+        """Time and print the one kernel, as a step has it; returns its error."""
+        layer = self.layers[0]
+        kernel = row.MoeRow(self.shape, layer.hidden.device, self.sm_count, **options)
+        found = row.Found(
+            layer.kernels.ids[: self.rows], layer.kernels.weights[: self.rows], layer.kernels.count
+        )
+        tiles = self.rows * self.shape.hidden // kernel.statistic_rows
+        statistics = self.statistics[:tiles].view(self.rows, -1, 2)
+
+        def call(layer: Layer) -> None:
+            kernel(
+                layer.weights, layer.hidden, layer.statistics, EPS, self.out, found,
+                residual=layer.hidden, statistics_out=statistics,
+                scaled=(layer.weights.norm[0], self.scaled),
+            )  # fmt: skip
+
+        router = 2.0 * self.shape.settings.num_experts * self.shape.hidden
+        self.line(label, router + sum(self.weight_bytes), call)
+        call(layer)
+        return self.difference(self.out, layer.hidden)
+
+    def few(self, sweep: bool) -> float:
+        """The one kernel, or why it does not take so many rows; returns its largest error."""
+        refused = row.why_not(self.shape, self.rows, torch.bfloat16, self.sm_count)
+        if refused is not None:
+            print(f"one kernel: {refused}")
+            return 0.0
+        options: list[dict[str, Any]] = [{}, {"one_launch": False}]
+        if sweep:
+            coarse = row.tile(self.shape.hidden, self.sm_count) == 16
+            for threads in (128, 256, 512) if coarse else (128, 256):
+                options += [{"threads": threads, "loads": loads} for loads in (4, 8, 16)]
+        worst = 0.0
+        for each in options:
+            label = " ".join(f"{name} {value}" for name, value in each.items())
+            error = self.of_few(f"one kernel {label}", **each)
+            print(f"  error {error:.2g}")
+            worst = max(worst, error)
+        return worst
+
     @property
     def weight_bytes(self) -> tuple[float, float]:
         """Of the needed experts: of the first GEMM and of the second."""
@@ -191,9 +235,14 @@ class Bench:
         """The first layer's largest difference from the reference."""
         layer, out = self.layers[0], torch.empty_like(self.out)
         layer.kernels(layer.weights, layer.hidden, layer.statistics, EPS, out)
+        return self.difference(out, None)
+
+    def difference(self, out: torch.Tensor, residual: torch.Tensor | None) -> float:
+        """How far the first layer's output is from the reference, with the experts just chosen."""
+        layer = self.layers[0]
         routing = layer.kernels.routing(self.rows)
         expected = moe_decode_reference(
-            self.shape, layer.weights, layer.hidden, EPS, routing=routing
+            self.shape, layer.weights, layer.hidden, EPS, routing=routing, residual=residual
         ).float()
         return float((out.float() - expected).abs().max() / expected.abs().max())
 
@@ -252,6 +301,7 @@ def main() -> int:
         print(f"\n{args.shape}, {rows} rows, {bench.experts:.1f} experts, error {error:.2g}")
         wrong |= not error < ERROR_LIMIT
         bench.chosen()
+        wrong |= not bench.few(args.sweep) < ERROR_LIMIT
         if args.sweep:
             bench.sweep()
     return int(wrong)

@@ -9,6 +9,9 @@ MAMBA = True
 MOE = True
 """Those of layers of experts in decode steps."""
 
+MOE_ROW = False
+"""Of these the one kernel for few rows, in place of three."""
+
 LATENT = True
 """Multi-latent attention, in decode steps and in prefill."""
 

@@ -279,6 +279,12 @@ void await_copies(size_t pending) {
   }
 }
 
+void publish(void* at, const void* value, size_t size) {
+  checked(at, size);
+  if (std::memcmp(at, value, size)) events++;
+  std::memcpy(at, value, size);
+}
+
 void wgmma(float* sums, int columns, u32 a, u32 b) {
   if (a % 1024 >= 128 || b % 1024 >= 128 || a % 32 || b % 32) fail("misaligned matrix");
   fiber->products.push_back({sums, columns, a, b});
@@ -308,12 +314,21 @@ u32 __reduce_add_sync(unsigned, u32 v) {
   for (int lane = 0; lane < 32; lane++) sum += of_lane(all, lane);
   return sum;
 }
+u32 __reduce_max_sync(unsigned, u32 v) {
+  const u32* all = show(v);
+  u32 most = 0;
+  for (int lane = 0; lane < 32; lane++) most = std::max(most, of_lane(all, lane));
+  return most;
+}
+u32 __reduce_min_sync(unsigned, u32 v) { return ~__reduce_max_sync(~0u, ~v); }
 u32 __ballot_sync(unsigned, bool v) {
   const bool* all = show(v);
   u32 bits = 0;
   for (int lane = 0; lane < 32; lane++) bits |= (u32)of_lane(all, lane) << lane;
   return bits;
 }
+
+void wait_a_little() { give_way(); }
 
 void wait_for_predecessor() {
   arrive_and_wait(fiber->block->predecessor);

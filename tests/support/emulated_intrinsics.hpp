@@ -58,6 +58,7 @@ void wgmma(float* sums, int columns, u32 a, u32 b);
 void await_wgmma();
 void send(u32 into, const void* value, u32 size, u32 barrier);
 char* shared_at(u32 at, u32 size);
+void publish(void* at, const void* value, size_t size);
 
 // Runs `body` in each thread of a grid, in clusters of blocks next to each other in x. It may touch
 // `ranges` ranges of memory, of which those with `is_late` are still being written.
@@ -124,6 +125,8 @@ T __shfl_sync(unsigned, T v, int lane) {
 }
 bool __any_sync(unsigned, bool v);
 u32 __reduce_add_sync(unsigned, u32 v);
+u32 __reduce_max_sync(unsigned, u32 v);
+u32 __reduce_min_sync(unsigned, u32 v);
 u32 __ballot_sync(unsigned, bool v);
 inline int __popc(u32 v) { return __builtin_popcount(v); }
 
@@ -161,6 +164,13 @@ template <typename T>
 T load_l2(const T* p) {
   return *emulator::checked(p);
 }
+inline Vec load_weights(const void* p) { return *emulator::checked((const Vec*)p); }
+
+inline void publish(u32* at, u32 v) { emulator::publish(at, &v, 4); }
+inline void publish(u64* at, u64 v) { emulator::publish(at, &v, 8); }
+inline u64 poll(const u64* at) { return *emulator::checked(at); }
+inline Vec poll_vec(const u32* at) { return *emulator::checked((const Vec*)at); }
+void wait_a_little();
 
 void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1);
 template <int COLUMNS>

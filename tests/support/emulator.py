@@ -20,6 +20,7 @@ import torch
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import decode_attention as attention
 from megatron_async.kernels.gemm import skinny_gemm
+from megatron_async.kernels.moe import row as moe_row
 from megatron_async.kernels.norm import embed
 from megatron_async.kernels.sampling import sample_cuda as sample
 
@@ -54,14 +55,15 @@ _RUNTIME_OPTIONS = (
 FOLDER = "EMULATED_KERNELS"
 """The environment variable with the folder of what is built, where processes share it."""
 _SHARED = re.compile(r"extern __shared__ __align__\([^)]+\) char shared\[\];")
-_CLUSTER = {"embed": "1", "sample": "C"}
-"""CTAs of a cluster, where that is not ``CLUSTER``."""
+_CLUSTER = {"embed": "1", "sample": "C", "moe_row": "CTAS"}
+"""CTAs of a cluster, where that is not ``CLUSTER``; or that wait for each other."""
 _WRITTEN_BEFORE = {
     "skinny_gemm_mma": ("x", "stats_in", "residual"),
     "skinny_gemm_wgmma": ("x_map", "stats_in", "residual"),
     "attention": ("qkv",),
     "embed": ("token_ids", "position_ids"),
     "sample": (0,),
+    "moe_row": ("x", "stats_in", "live", "launches", "logits", "activated", "residual"),
 }
 """Arguments that the kernel in front writes."""
 SM_COUNT = 132
@@ -135,7 +137,7 @@ def _kernel(source: str, defines: tuple[tuple[str, int], ...]) -> EmulatedKernel
 
 def install(monkeypatch: pytest.MonkeyPatch, sm_count: int = SM_COUNT) -> None:
     """Let the wrappers of the CUDA kernels, and the fused forward, work on a CPU."""
-    for module in (skinny_gemm, attention, embed, sample):
+    for module in (skinny_gemm, attention, embed, sample, moe_row):
         monkeypatch.setattr(module, "kernel", kernel)
     monkeypatch.setattr(cuda, "sm_count", lambda device_index: sm_count)
     monkeypatch.setattr(cuda, "tensor_map", tensor_map)

@@ -12,6 +12,7 @@ from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention.decode_attention import AttentionArguments
 from megatron_async.kernels.gemm.skinny_gemm import MmaArguments, SkinnyGemm, WgmmaArguments
 from megatron_async.kernels.gemm.tile_config import NO_NORM, RMS_NORM, STORE, TileConfig
+from megatron_async.kernels.moe.row import RowArguments
 from megatron_async.kernels.norm.embed import EmbedArguments
 from tests.support import emulator
 from tests.support.cuda_kernels import emulated
@@ -21,6 +22,7 @@ RECORDS: dict[str, Any] = {
     "skinny_gemm_wgmma": WgmmaArguments,
     "attention": AttentionArguments,
     "embed": EmbedArguments,
+    "moe_row": RowArguments,
 }
 POINTERS = {
     "u16": torch.bfloat16, "char": torch.bfloat16, "u32": torch.int32, "i64": torch.int64,

@@ -136,6 +136,36 @@ __device__ __forceinline__ u16 load_l2(const u16* p) {
   return v;
 }
 
+// Weights that are read once, by one thread.
+__device__ __forceinline__ Vec load_weights(const void* p) {
+  Vec v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
+  return v;
+}
+// Words that another CTA of the grid publishes, each as a whole, and reads until they are there.
+__device__ __forceinline__ void publish(u32* at, u32 v) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(v) : "memory");
+}
+__device__ __forceinline__ void publish(u64* at, u64 v) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(at), "l"(v) : "memory");
+}
+__device__ __forceinline__ u64 poll(const u64* at) {
+  u64 v;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(at) : "memory");
+  return v;
+}
+__device__ __forceinline__ Vec poll_vec(const u32* at) {
+  Vec v;
+  asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(at)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ void wait_a_little() { asm volatile("nanosleep.u32 20;" ::: "memory"); }
+
 // c[16x8] += a[16x16] b[16x8], bfloat16 in, fp32 out.
 __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "

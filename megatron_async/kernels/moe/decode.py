@@ -3,7 +3,8 @@
 Norm and router (``router_triton.py``) -> first linear layers and activation -> second ones, added
 up over a row's experts and to the residual stream (``experts_triton.py``). Nothing is sorted: the
 router writes a table of which expert has which row. Shared experts of a multiple of the routed
-ones' size are experts that each row has. No value reaches the host.
+ones' size are experts that each row has. No value reaches the host. Few rows have a kernel of their
+own (``row.py``).
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch.nn.functional as F
 import triton
 from torch import Tensor
 
+from megatron_async.kernels import trial
+from megatron_async.kernels.moe import row
 from megatron_async.kernels.moe.experts_triton import down_kernel, up_kernel
 from megatron_async.kernels.moe.reference import (
     Routing,
@@ -93,6 +96,10 @@ class Live(NamedTuple):
 class MoeDecode:
     """Layers of one shape on one device. Buffers are static: one layer runs at a time.
 
+    Args:
+        one_kernel: whether ``row.py`` computes the few rows that it takes; None follows
+            ``trial.MOE_ROW`` and the device.
+
     Attributes:
         count: int32 ``[1]``, experts that the last layer read, shared ones included.
     """
@@ -104,8 +111,12 @@ class MoeDecode:
         dtype: torch.dtype = torch.bfloat16,
         sm_count: int = 132,
         tiles: MoeTiles | None = None,
+        one_kernel: bool | None = None,
     ) -> None:
         self.shape, self._device, self._dtype = shape, device, dtype
+        if one_kernel is None:
+            one_kernel = trial.MOE_ROW and row.runs_on(device)
+        self._row = row.MoeRow(shape, device, sm_count) if one_kernel else None
         self._fixed, self._sm_count = tiles, sm_count
         experts = shape.settings.num_experts + shape.shared
         self._blocks = triton.cdiv(shape.settings.num_experts, BLOCK_E.value)
@@ -142,7 +153,13 @@ class MoeDecode:
 
     def statistic_rows(self, rows: int) -> int:
         """Elements that one partial statistic of a step of so many rows covers."""
-        return self.tiles(rows).down.block_n
+        few = self._of_few(rows)
+        return few.statistic_rows if few else self.tiles(rows).down.block_n
+
+    def _of_few(self, rows: int) -> row.MoeRow | None:
+        """The one kernel, if it takes so many rows."""
+        refused = row.why_not(self.shape, rows, self._dtype, self._sm_count)
+        return self._row if refused is None else None
 
     def __call__(
         self,
@@ -170,9 +187,24 @@ class MoeDecode:
             scaled: the weight ``[H]`` of the RMSNorm that comes next, and where ``out`` times it
                 goes.
         """
+        rows = hidden.shape[0]
+        few = self._of_few(rows)
+        if few is not None:
+            found = row.Found(self.ids[:rows], self.weights[:rows], self.count)
+            few(
+                weights, hidden, statistics, eps, out, found, live=live, residual=residual,
+                statistics_out=statistics_out, scaled=scaled,
+            )  # fmt: skip
+            return
         self.route(weights, hidden, statistics, eps, live)
-        self.up(weights, hidden.shape[0])
+        self.up(weights, rows)
         self.down(weights, out, residual, statistics_out, scaled)
+
+    def work(self, rows: int, *, gate: bool) -> list[tuple[str, dict[str, int]]]:
+        """CUDA kernels of a step of so many rows, for :func:`~.compile.compile_together`; Triton
+        compiles at the first call."""
+        few = self._of_few(rows)
+        return [] if few is None else few.work(rows, gate=gate)
 
     def routing(self, rows: int) -> Routing:
         """What :meth:`route` chose for so many rows."""

@@ -1,4 +1,4 @@
-"""A layer of experts in three kernels (``kernels/moe/decode.py``).
+"""A layer of experts in three kernels, or one (``kernels/moe/decode.py``).
 
 norm and router -> first linear layers of the needed experts -> second ones (add to the residual
 stream)
@@ -164,8 +164,10 @@ class MoeBlock:
         return self._kernels.statistic_rows(rows)
 
     def work(self, rows: int, context: Any, reader: Norm | None) -> Iterator[Work]:
-        """Nothing ahead: Triton compiles at the first call."""
-        return iter(())
+        """What is compiled ahead; Triton compiles at the first call."""
+        shared = self._mlp.shared_experts
+        gate = shared is not None and shared.gate_weight is not None
+        return iter(self._kernels.work(rows, gate=gate))
 
 
 def _shape_of(mlp: Any, norm: Norm) -> MoeShape:

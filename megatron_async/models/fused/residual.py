@@ -24,7 +24,7 @@ LAYER, HALF = range(2)
 """Between two layers, and between a layer's attention and its MLP. In hybrid models, whose layers
 have one block each, every other border is one of them."""
 
-FINEST_TILE = 16
+FINEST_TILE = 8
 """Elements that one partial statistic covers at least."""
 
 

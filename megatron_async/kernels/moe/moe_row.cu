@@ -1,0 +1,100 @@
+// A layer of experts for few rows in one kernel: out = experts(norm(x)) + residual. Weights are streamed
+// once from memory, straight into registers.
+//
+//   H, INNER   hidden size, and an expert's; EXPERTS, TOP_K of them a row, SHARED that each row has
+//   ROWS       of the step; a row's bits do not depend on the others
+//   CTAS       of the grid, at most as many as run at once: they wait for each other
+//   PHASES     1: norm and router's logits, 2: choice, first linear layers and activation, 4: second linear
+//              layers; 7 is all in one launch, and three launches, in order, do the same
+//   CENTER     1: LayerNorm, 0: RMSNorm;  GATE 1: a sigmoid weighs the shared experts
+//   SIGMOID, PRE_SOFTMAX, NORMALIZE, GROUPS, KEPT, SUMMED   see RouterSettings
+//   GATED, FUNCTION, HAS_LIMIT   see ExpertActivation; FUNCTION 0 SiLU, 1 quick GELU, 2 GELU (erf),
+//              3 GELU (tanh), 4 squared ReLU, 5 ReLU
+//   TILE       columns of the output that a partial statistic covers
+//   THREADS, LOADS   of a CTA, and of a thread in a step: two steps' are on their way
+//   MIN_SHARED bytes of shared memory to take at least: more than half keeps two CTAs off one SM
+//
+// There is no barrier of the grid. Each logit, and then each activation, is published in a word together
+// with the number of the launch, and who needs it reads the word until the number is right (as NCCL's
+// LL protocol). A CTA counts its launches itself, so graphs may replay in any order on one stream.
+//
+// x, residual and out may be one tensor, and the statistics another: a CTA writes them when it has all
+// activations, so every CTA whose logits or activations count has read its input.
+
+#include "moe_row.cuh"
+#include "moe_row_router.cuh"
+#include "moe_row_choice.cuh"
+#include "moe_row_up.cuh"
+#include "moe_row_down.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    moe_row(const u16* x, const float2* stats_in, int stats_tiles, float eps, const u16* norm_weight,
+            const u16* norm_bias, const u16* router, const u16* router_bias, const float* expert_bias,
+            const u16* gate, const i64* live, int first_live, float scaling, const u16* w1, const u16* b1,
+            const u16* shared_w1, const u16* w2, const u16* b2, const u16* shared_w2, float limit,
+            float offset, u32* launches, u32* logits, u32* activated, u32* ids, float* weights,
+            u32* count, const u16* residual, u16* out, float2* stats_out, const u16* next_weight,
+            u16* scaled) {
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  RouterWeights own;
+  if (ROUTES || GOES_UP) own.load(norm_weight, norm_bias, router, gate);
+  if (expert_bias && warp < ROWS)
+    for (int i = lane; i < EXPERTS; i += 32) touch(expert_bias + i);
+  if (next_weight && threadIdx.x == 0 && blockIdx.x < TILES) touch(next_weight + blockIdx.x * TILE);
+  wait_for_predecessor();
+  release_successor();
+
+  const u32 launch = load_l2(launches + blockIdx.x) + 1;
+  bool is_live = lane < ROWS;
+  if (live && is_live) is_live = load_l2(live + lane) >= first_live;
+  if (ROUTES || GOES_UP)
+    norm_and_route(own, x, stats_in, stats_tiles, eps, norm_bias != nullptr, router_bias, (u64*)logits,
+                   launch);
+  if (PHASES == 1) return;
+
+  // A warp for each row; live ones come first in shared memory.
+  const u32 live_mask = __ballot_sync(~0u, is_live);
+  const int rows = __popc(live_mask);
+  if (warp < ROWS) {
+    const bool is_dead = !(live_mask >> warp & 1);
+    int expert = -1;
+    float weight = 0.f;
+    if (!is_dead) {
+      expert = choose((const u64*)logits + warp * LOGITS, launch, expert_bias, scaling, weight);
+      const int place = __popc(live_mask & ((1u << warp) - 1));
+      const int number = expert < EXPERTS ? expert : expert - EXPERTS;
+      const bool is_shared = expert >= EXPERTS;
+      const u16* up = is_shared ? shared_w1 + (size_t)number * INNER * H
+                                : w1 + (size_t)number * (1 + GATED) * INNER * H;
+      const u16* down = is_shared ? shared_w2 + number * INNER : w2 + (size_t)number * H * INNER;
+      if (lane < SLOTS) slots()[place * SLOTS + lane] = Slot{up, down, weight, expert};
+      if (lane == 0) live_rows()[place] = warp;
+    }
+    if (blockIdx.x == 0 && lane < SLOTS && GOES_UP) {
+      ids[warp * SLOTS + lane] = (u32)expert;
+      weights[warp * SLOTS + lane] = weight;
+    }
+  }
+  __syncthreads();
+
+  if (GOES_UP) {
+    if (blockIdx.x == 0 && warp == WARPS - 1) {
+      u32 found = 0;  // experts that no slot in front has
+      for (int i = lane; i < rows * SLOTS; i += 32) {
+        bool is_new = true;
+        for (int j = 0; j < i; j++) is_new &= slots()[j].expert != slots()[i].expert;
+        found += is_new;
+      }
+      found = __reduce_add_sync(~0u, found);
+      if (lane == 0) *count = found;
+    }
+    Up up{b1, limit, offset, activated, launch};
+    up.run(rows);
+    publish_dead_rows(activated, live_mask, launch);
+  }
+  if (GOES_DOWN) {
+    Down down{b2, residual, next_weight, out, scaled, stats_out, rows};
+    down.run(activated, launch);
+    if (threadIdx.x == 0) launches[blockIdx.x] = launch;
+  }
+}

@@ -1,0 +1,208 @@
+"""A layer of experts for few rows in one kernel: how ``moe_row.cu`` is built and called.
+
+For few rows three launches are mostly latency: here the grid routes, and then streams the weights of
+the chosen experts, in one. All its CTAs run at once and wait for each other's words, so no other
+kernel that does so may run next to it on another stream.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_async.kernels import compile as cuda
+from megatron_async.kernels.compile import Bf16, Fp32, Int32, Int64, kernel
+from megatron_async.kernels.moe.settings import SIGMOID
+
+if TYPE_CHECKING:
+    from megatron_async.kernels.moe.decode import Live, MoeShape, MoeWeights
+
+MOST_ROWS = 4
+ONE_LAUNCH = True
+"""Whether all phases are one launch; else three, which wait for nothing."""
+THREADS, LOADS = 512, 8
+"""Of a CTA, and of a thread in a step, 16 bytes each: two steps of loads are on their way."""
+MIN_SHARED_BYTES = 116 * 1024
+"""One CTA on an SM, not two on one and none on another."""
+MOST_SHARED_BYTES = 227 * 1024
+_MOST_SLOTS = _MOST_GROUPS = 32
+_MOST_EXPERTS, _MOST_HIDDEN = 512, 8192
+"""A thread has what it needs of the router's weights in registers."""
+_FUNCTIONS = ("silu", "quick_gelu", "gelu", "gelu_tanh", "squared_relu", "relu")
+_TILES = (8, 16)
+_GAIN = 0.9
+"""The smaller tile is taken if it leaves the busiest CTA at most such a share of the columns."""
+
+
+class RowArguments(NamedTuple):
+    """Parameters of ``moe_row.cu``, in order."""
+
+    x: Bf16
+    stats_in: Fp32
+    stats_tiles: int
+    eps: float
+    norm_weight: Bf16
+    norm_bias: Bf16 | None
+    router: Bf16
+    router_bias: Bf16 | None
+    expert_bias: Fp32 | None
+    gate: Bf16 | None
+    live: Int64 | None
+    first_live: int
+    scaling: float
+    w1: Bf16
+    b1: Bf16 | None
+    shared_w1: Bf16 | None
+    w2: Bf16
+    b2: Bf16 | None
+    shared_w2: Bf16 | None
+    limit: float
+    offset: float
+    launches: Int32
+    logits: Int32
+    activated: Int32
+    ids: Int32
+    weights: Fp32
+    count: Int32
+    residual: Bf16 | None
+    out: Bf16
+    stats_out: Fp32 | None
+    next_weight: Bf16 | None
+    scaled: Bf16 | None
+
+
+class Found(NamedTuple):
+    """Where a launch leaves what it chose: see :class:`~.decode.MoeDecode`."""
+
+    ids: Tensor
+    weights: Tensor
+    count: Tensor
+
+
+def runs_on(device: torch.device) -> bool:
+    """Whether the kernel runs on a device."""
+    return device.type == "cuda" and cuda.unavailable(device.index or 0) is None
+
+
+def why_not(shape: MoeShape, rows: int, dtype: torch.dtype, sm_count: int) -> str | None:
+    """Why the kernel does not take so many rows of this shape; None if it does."""
+    settings = shape.settings
+    if dtype != torch.bfloat16:
+        return f"{dtype} is not covered"
+    if not 1 <= rows <= MOST_ROWS:
+        return f"{rows} rows are not from 1 to {MOST_ROWS}"
+    if rows > 1 and rows * settings.top_k > settings.num_experts // 2:
+        return f"{rows} rows would read some of {settings.num_experts} experts several times"
+    if shape.hidden % 16 or shape.inner % 16 or shape.hidden > _MOST_HIDDEN:
+        return f"experts of {shape.inner} x {shape.hidden} are not covered"
+    if settings.num_experts > _MOST_EXPERTS or shape.slots > _MOST_SLOTS:
+        return f"{shape.slots} of {settings.num_experts} experts are not covered"
+    if settings.kept_groups < settings.num_groups and settings.num_groups > _MOST_GROUPS:
+        return f"{settings.num_groups} groups are more than {_MOST_GROUPS}"
+    if shared_bytes(shape, rows, sm_count) > MOST_SHARED_BYTES:
+        return f"{rows} rows of {shape.slots} x {shape.inner} do not fit into shared memory"
+    return None
+
+
+def tile(hidden: int, ctas: int) -> int:
+    """Columns of the output that one partial statistic covers: those of a CTA at a time."""
+    fine, coarse = (-(-hidden // size // ctas) * size for size in _TILES)
+    return _TILES[0] if fine <= _GAIN * coarse else _TILES[1]
+
+
+def shared_bytes(shape: MoeShape, rows: int, ctas: int, threads: int = THREADS) -> int:
+    """What a CTA takes of shared memory, at most."""
+    logits = -(-(shape.settings.num_experts + 1) // ctas)
+    for_a_row = 2 * (shape.hidden + shape.slots * shape.inner) + 24 * shape.slots + 2 * 4 * 16
+    return rows * (for_a_row + threads // 32 * (4 * logits + 8) + 4) + 32
+
+
+class MoeRow:
+    """Layers of one shape, of few rows each, on one device and one stream.
+
+    Args:
+        ctas: of the grid: at most as many as the device has SMs.
+        threads, loads: of a CTA, and of a thread in a step; None for those that fit the tile.
+        one_launch: see :data:`ONE_LAUNCH`.
+
+    Attributes:
+        statistic_rows: elements that one partial statistic covers.
+    """
+
+    def __init__(
+        self,
+        shape: MoeShape,
+        device: torch.device,
+        ctas: int,
+        *,
+        threads: int | None = None,
+        loads: int = LOADS,
+        one_launch: bool | None = None,
+    ) -> None:
+        self._shape, self._device, self._ctas, self._loads = shape, device, ctas, loads
+        self.statistic_rows = tile(shape.hidden, ctas)
+        self._threads = threads or min(THREADS, 32 * self.statistic_rows)
+        self._one_launch = ONE_LAUNCH if one_launch is None else one_launch
+        logits = shape.settings.num_experts + 1
+        with torch.inference_mode(False):
+            # By rows: each launch of so many rows writes all words, see moe_row.cu.
+            self._words = [
+                tuple(
+                    torch.zeros(size, dtype=torch.int32, device=device)
+                    for size in (ctas, rows * logits * 2, rows * shape.slots * shape.inner)
+                )
+                for rows in range(1, MOST_ROWS + 1)
+            ]
+
+    def defines(self, rows: int, *, gate: bool, phases: int = 7) -> dict[str, int]:
+        """Macros of ``moe_row.cu``."""
+        shape, settings, activation = self._shape, self._shape.settings, self._shape.activation
+        return {
+            "H": shape.hidden, "INNER": shape.inner, "EXPERTS": settings.num_experts,
+            "TOP_K": settings.top_k, "SHARED": shape.shared, "ROWS": rows, "CTAS": self._ctas,
+            "PHASES": phases, "CENTER": int(shape.center), "GATE": int(gate),
+            "SIGMOID": int(settings.score_function == SIGMOID),
+            "PRE_SOFTMAX": int(settings.pre_softmax), "NORMALIZE": int(settings.normalize),
+            "GROUPS": settings.num_groups, "KEPT": settings.kept_groups,
+            "SUMMED": settings.group_score_experts, "GATED": int(activation.gated),
+            "FUNCTION": _FUNCTIONS.index(activation.function),
+            "HAS_LIMIT": int(activation.limit is not None), "TILE": self.statistic_rows,
+            "THREADS": self._threads, "LOADS": self._loads, "MIN_SHARED": MIN_SHARED_BYTES,
+        }  # fmt: skip
+
+    def work(self, rows: int, *, gate: bool) -> list[tuple[str, dict[str, int]]]:
+        """Source and macros of the launches for so many rows."""
+        phases = (7,) if self._one_launch else (1, 2, 4)
+        return [("moe_row", self.defines(rows, gate=gate, phases=each)) for each in phases]
+
+    def __call__(
+        self,
+        weights: MoeWeights,
+        hidden: Tensor,
+        statistics: Tensor,
+        eps: float,
+        out: Tensor,
+        found: Found,
+        *,
+        live: Live | None = None,
+        residual: Tensor | None = None,
+        statistics_out: Tensor | None = None,
+        scaled: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """See :class:`~.decode.MoeDecode`."""
+        rows, settings = hidden.shape[0], self._shape.settings
+        norm_weight, norm_bias = weights.norm
+        next_weight, scaled_out = (None, None) if scaled is None else scaled
+        arguments = RowArguments(
+            hidden, statistics, statistics.shape[1], float(eps), norm_weight, norm_bias,
+            weights.router, weights.router_bias, weights.expert_bias, weights.shared_gate,
+            None if live is None else live.values, 0 if live is None else live.first,
+            float(settings.scaling_factor), weights.w1, weights.b1, weights.shared_w1, weights.w2,
+            weights.b2, weights.shared_w2, float(self._shape.activation.limit or 0.0),
+            float(self._shape.activation.offset), *self._words[rows - 1], *found, residual, out,
+            statistics_out, next_weight, scaled_out,
+        )  # fmt: skip
+        for source, macros in self.work(rows, gate=weights.shared_gate is not None):
+            kernel(source, macros, self._device).launch((self._ctas, 1, 1), arguments)
