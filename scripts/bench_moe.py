@@ -6,10 +6,10 @@
 Each line is a launch: mean microseconds of calls in a CUDA graph that goes round several layers, so
 that weights come from memory; the experts of a layer that its rows need; GB/s of their weights; and
 the share of the floor, their bytes over the bandwidth that a copy reaches. ``layer`` is all three
-launches, as a step has them; ``one kernel`` is the same in one (``kernels/moe/row.py``), for rows that
-it takes, with its own error, also as three launches. ``error`` is the largest difference from the reference in units of the
-largest value; above 2e-2 the exit status is 1. ``--sweep`` times other tiles too and says which
-won.
+launches, as a step has them; ``one kernel`` is the same in one (``kernels/moe/row.py``), for rows
+that it takes, with its own error, also as three launches. ``error`` is the largest difference from
+the reference in units of the largest value; above 2e-2 the exit status is 1. ``--sweep`` times
+other tiles too and says which won.
 """
 
 from __future__ import annotations
@@ -217,6 +217,7 @@ class Bench:
             coarse = row.tile(self.shape.hidden, self.sm_count) == 16
             for threads in (128, 256, 512) if coarse else (128, 256):
                 options += [{"threads": threads, "loads": loads} for loads in (4, 8, 16)]
+            options += [{"ahead": ahead} for ahead in (0, 256, 1024)]
         worst = 0.0
         for each in options:
             label = " ".join(f"{name} {value}" for name, value in each.items())

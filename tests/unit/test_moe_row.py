@@ -43,7 +43,7 @@ if HAS_TRITON:
     )
 
     QWEN = MoeShape(64, 32, settings(8, 2, pre_softmax=True, normalize=True), SWIGLU)
-    SMALL = (
+    SMALL: Any = (
         (QWEN, 1, {}),
         (MoeShape(528, 48, settings(40, 3), GPT_OSS), 2, {"bias": True}),
         (
@@ -52,7 +52,7 @@ if HAS_TRITON:
             {"expert_bias": True, "gate": True},
         ),
     )
-    ON_GPU = [
+    ON_GPU: Any = [
         (LARGE[name], rows, {"bias": name == "gpt-oss"})
         for name in LARGE
         for rows in (1, 2, 3, 4)
@@ -69,7 +69,7 @@ if HAS_TRITON:
                   RELU2, 2), 4, {"expert_bias": True}),
     ]  # fmt: skip
 else:
-    SMALL, ON_GPU = (), []  # type: ignore[assignment]
+    SMALL, ON_GPU = (), []
 CTAS = 3
 """Of an emulated GPU."""
 
@@ -179,6 +179,7 @@ def test_the_number_of_launches_may_overflow(monkeypatch: pytest.MonkeyPatch) ->
     case = RowCase(QWEN, 1, torch.device("cpu"))
     expected = case.run()
     for before in (0xFFFF - 1, 0xFFFFFFFF - 1):
+        assert case.kernels._row is not None
         launches = case.kernels._row._words[0][0]
         launches.copy_(torch.tensor(before).to(torch.int32))
         for _ in range(3):

@@ -42,14 +42,20 @@ __device__ __forceinline__ void norm_and_route(const RouterWeights& weights, con
   float2 stats[ROWS];
 #pragma unroll
   for (int row = 0; row < ROWS; row++) {
+    stats[row] = make_float2(0.f, 0.f);
 #pragma unroll
     for (int k = 0; k < OWN_VECTORS; k++) {
       const int at = (threadIdx.x + k * THREADS) * 8;
       if (at < H) own[row][k] = load_l2_vec(x + row * H + at);
     }
-    stats[row] = make_float2(0.f, 0.f);
-    for (int tile = threadIdx.x; tile < stats_tiles; tile += THREADS) {
-      const float2 v = load_l2(stats_in + row * stats_tiles + tile);
+  }
+  for (int tile = threadIdx.x; tile < stats_tiles; tile += THREADS) {
+    float2 of_tile[ROWS];  // all on their way at once
+#pragma unroll
+    for (int row = 0; row < ROWS; row++) of_tile[row] = load_l2(stats_in + row * stats_tiles + tile);
+#pragma unroll
+    for (int row = 0; row < ROWS; row++) {
+      const float2 v = of_tile[row];
       stats[row].x += v.x;
       stats[row].y += CENTER ? v.y + v.x * v.x * (float)(H / stats_tiles) : v.y;
     }

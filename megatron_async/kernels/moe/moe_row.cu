@@ -12,6 +12,7 @@
 //              3 GELU (tanh), 4 squared ReLU, 5 ReLU
 //   TILE       columns of the output that a partial statistic covers
 //   THREADS, LOADS   of a CTA, and of a thread in a step: two steps' are on their way
+//   AHEAD      vectors behind these that a warp brings into L2 before the activations are there
 //   MIN_SHARED bytes of shared memory to take at least: more than half keeps two CTAs off one SM
 //
 // There is no barrier of the grid. Each logit, and then each activation, is published in a word together
@@ -33,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const u16* gate, const i64* live, int first_live, float scaling, const u16* w1, const u16* b1,
             const u16* shared_w1, const u16* w2, const u16* b2, const u16* shared_w2, float limit,
             float offset, u32* launches, u32* logits, u32* activated, u32* ids, float* weights,
-            u32* count, const u16* residual, u16* out, float2* stats_out, const u16* next_weight,
+            u32* found, const u16* residual, u16* out, float2* stats_out, const u16* next_weight,
             u16* scaled) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   RouterWeights own;
@@ -45,15 +46,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   release_successor();
 
   const u32 launch = load_l2(launches + blockIdx.x) + 1;
-  bool is_live = lane < ROWS;
-  if (live && is_live) is_live = load_l2(live + lane) >= first_live;
+  i64 own_live = first_live;
+  if (live && lane < ROWS) own_live = load_l2(live + lane);
   if (ROUTES || GOES_UP)
     norm_and_route(own, x, stats_in, stats_tiles, eps, norm_bias != nullptr, router_bias, (u64*)logits,
                    launch);
   if (PHASES == 1) return;
 
   // A warp for each row; live ones come first in shared memory.
-  const u32 live_mask = __ballot_sync(~0u, is_live);
+  const u32 live_mask = __ballot_sync(~0u, lane < ROWS && own_live >= first_live);
   const int rows = __popc(live_mask);
   if (warp < ROWS) {
     const bool is_dead = !(live_mask >> warp & 1);
@@ -79,14 +80,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
   if (GOES_UP) {
     if (blockIdx.x == 0 && warp == WARPS - 1) {
-      u32 found = 0;  // experts that no slot in front has
+      u32 experts = 0;  // that no slot in front has
       for (int i = lane; i < rows * SLOTS; i += 32) {
         bool is_new = true;
         for (int j = 0; j < i; j++) is_new &= slots()[j].expert != slots()[i].expert;
-        found += is_new;
+        experts += is_new;
       }
-      found = __reduce_add_sync(~0u, found);
-      if (lane == 0) *count = found;
+      experts = __reduce_add_sync(~0u, experts);
+      if (lane == 0) *found = experts;
     }
     Up up{b1, limit, offset, activated, launch};
     up.run(rows);

@@ -1,7 +1,7 @@
 """A layer of experts for few rows in one kernel: how ``moe_row.cu`` is built and called.
 
-For few rows three launches are mostly latency: here the grid routes, and then streams the weights of
-the chosen experts, in one. All its CTAs run at once and wait for each other's words, so no other
+For few rows three launches are mostly latency: here the grid routes, and then streams the weights
+of the chosen experts, in one. All its CTAs run at once and wait for each other's words, so no other
 kernel that does so may run next to it on another stream.
 """
 
@@ -24,6 +24,8 @@ ONE_LAUNCH = True
 """Whether all phases are one launch; else three, which wait for nothing."""
 THREADS, LOADS = 512, 8
 """Of a CTA, and of a thread in a step, 16 bytes each: two steps of loads are on their way."""
+AHEAD = 512
+"""Vectors of 16 bytes behind these that a warp brings into L2, before activations are there."""
 MIN_SHARED_BYTES = 116 * 1024
 """One CTA on an SM, not two on one and none on another."""
 MOST_SHARED_BYTES = 227 * 1024
@@ -65,7 +67,7 @@ class RowArguments(NamedTuple):
     activated: Int32
     ids: Int32
     weights: Fp32
-    count: Int32
+    found: Int32
     residual: Bf16 | None
     out: Bf16
     stats_out: Fp32 | None
@@ -74,11 +76,12 @@ class RowArguments(NamedTuple):
 
 
 class Found(NamedTuple):
-    """Where a launch leaves what it chose: see :class:`~.decode.MoeDecode`."""
+    """Where a launch leaves what it chose, as :class:`~.decode.MoeDecode` has it: experts and their
+    weights for each row, and of how many experts it read."""
 
     ids: Tensor
     weights: Tensor
-    count: Tensor
+    experts: Tensor
 
 
 def runs_on(device: torch.device) -> bool:
@@ -124,7 +127,8 @@ class MoeRow:
 
     Args:
         ctas: of the grid: at most as many as the device has SMs.
-        threads, loads: of a CTA, and of a thread in a step; None for those that fit the tile.
+        threads, loads, ahead: see :data:`THREADS` and :data:`AHEAD`; None for those that fit the
+            tile.
         one_launch: see :data:`ONE_LAUNCH`.
 
     Attributes:
@@ -139,9 +143,11 @@ class MoeRow:
         *,
         threads: int | None = None,
         loads: int = LOADS,
+        ahead: int = AHEAD,
         one_launch: bool | None = None,
     ) -> None:
-        self._shape, self._device, self._ctas, self._loads = shape, device, ctas, loads
+        self._shape, self._device, self._ctas = shape, device, ctas
+        self._loads, self._ahead = loads, ahead
         self.statistic_rows = tile(shape.hidden, ctas)
         self._threads = threads or min(THREADS, 32 * self.statistic_rows)
         self._one_launch = ONE_LAUNCH if one_launch is None else one_launch
@@ -169,7 +175,8 @@ class MoeRow:
             "SUMMED": settings.group_score_experts, "GATED": int(activation.gated),
             "FUNCTION": _FUNCTIONS.index(activation.function),
             "HAS_LIMIT": int(activation.limit is not None), "TILE": self.statistic_rows,
-            "THREADS": self._threads, "LOADS": self._loads, "MIN_SHARED": MIN_SHARED_BYTES,
+            "THREADS": self._threads, "LOADS": self._loads, "AHEAD": self._ahead,
+            "MIN_SHARED": MIN_SHARED_BYTES,
         }  # fmt: skip
 
     def work(self, rows: int, *, gate: bool) -> list[tuple[str, dict[str, int]]]:
