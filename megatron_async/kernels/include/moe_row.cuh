@@ -10,6 +10,7 @@
 #define LOGITS (EXPERTS + GATE)
 #define OWN_LOGITS ((LOGITS + CTAS - 1) / CTAS)
 #define LANE_EXPERTS ((EXPERTS + 31) / 32)
+#define ROW_WARPS (WARPS / (ROWS == 3 ? 4 : ROWS))  // that choose for a row
 #define DEPTH (LOADS / (1 + GATED))  // of a step, for each half of the first weight
 #define UP_STEPS ((VECTORS + 32 * DEPTH - 1) / (32 * DEPTH))
 #define DOWN_STEPS ((ROW_VECTORS + 32 * LOADS - 1) / (32 * LOADS))
@@ -33,8 +34,10 @@ struct __align__(8) Slot {
 #define SUMS_AT (SLOTS_AT + (ROWS * SLOTS * 24 + 15) / 16 * 16)  // [ROWS][OWN_LOGITS][WARPS]
 #define STATS_AT (SUMS_AT + ROWS * OWN_LOGITS * WARPS * 4)       // [ROWS][WARPS], mean and square
 #define TOTALS_AT (STATS_AT + ROWS * WARPS * 8)           // [2][ROWS][TILE]
-#define LIVE_AT (TOTALS_AT + 2 * ROWS * TILE * 4)         // [ROWS] live rows, then how many
-#define SHARED_BYTES (LIVE_AT + (ROWS + 1) * 4)
+#define LIVE_AT (TOTALS_AT + 2 * ROWS * TILE * 4)         // [ROWS], live ones first
+#define LOGITS_AT (LIVE_AT + ROWS * 4)                    // [ROWS][LOGITS]
+#define SCORES_AT (LOGITS_AT + ROWS * LOGITS * 4)         // [ROWS][EXPERTS]
+#define SHARED_BYTES (SCORES_AT + ROWS * EXPERTS * 4)
 
 static_assert(H % 16 == 0 && INNER % 16 == 0 && H % TILE == 0, "shape");
 static_assert(ROWS <= WARPS && ROWS * TILE <= THREADS && SLOTS <= 32 && GROUPS <= 32, "a lane for each");
@@ -66,11 +69,6 @@ __device__ __forceinline__ float sum_of_warp(float v, int lanes = 32) {
 #pragma unroll
   for (int d = 16; d; d >>= 1)
     if (d < lanes) v += __shfl_xor_sync(~0u, v, d);
-  return v;
-}
-__device__ __forceinline__ float most_of_warp(float v) {
-#pragma unroll
-  for (int d = 16; d; d >>= 1) v = max(v, __shfl_xor_sync(~0u, v, d));
   return v;
 }
 

@@ -94,13 +94,15 @@ struct Up {
       publish_activation(activated + row * ROW_WORDS + item % ROW_WORDS, out, launch);
   }
 
-  __device__ __forceinline__ void run(int live) {
+  // The first loads, before the weights of the slots are there.
+  __device__ __forceinline__ void begin(int live, Vec (&a)[LOADS], Vec (&b)[LOADS]) {
     const i64 all = (i64)live * ROW_WORDS;
     last = (int)(all * (blockIdx.x + 1) / CTAS);
     at.item = ahead.item = (int)(all * blockIdx.x / CTAS) + (int)threadIdx.x / 32;
-    Vec a[LOADS], b[LOADS];
     load(a);
     load(b);
+  }
+  __device__ __forceinline__ void finish(Vec (&a)[LOADS], Vec (&b)[LOADS]) {
     while (at.item < last) {
       use(a);
       load(a);

@@ -53,27 +53,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                    launch);
   if (PHASES == 1) return;
 
-  // A warp for each row; live ones come first in shared memory.
   const u32 live_mask = __ballot_sync(~0u, lane < ROWS && own_live >= first_live);
   const int rows = __popc(live_mask);
-  if (warp < ROWS) {
-    const bool is_dead = !(live_mask >> warp & 1);
-    int expert = -1;
-    float weight = 0.f;
-    if (!is_dead) {
-      expert = choose((const u64*)logits + warp * LOGITS, launch, expert_bias, scaling, weight);
-      const int place = __popc(live_mask & ((1u << warp) - 1));
-      const int number = expert < EXPERTS ? expert : expert - EXPERTS;
-      const bool is_shared = expert >= EXPERTS;
-      const u16* up = is_shared ? shared_w1 + (size_t)number * INNER * H
-                                : w1 + (size_t)number * (1 + GATED) * INNER * H;
-      const u16* down = is_shared ? shared_w2 + number * INNER : w2 + (size_t)number * H * INNER;
-      if (lane < SLOTS) slots()[place * SLOTS + lane] = Slot{up, down, weight, expert};
-      if (lane == 0) live_rows()[place] = warp;
-    }
+  await_logits((const u64*)logits, launch);
+  __syncthreads();
+  const int row = warp / ROW_WARPS, place = __popc(live_mask & ((1u << row) - 1));
+  const bool is_live = row < ROWS && (live_mask >> row & 1), is_first = warp % ROW_WARPS == 0;
+  if (is_live) {
+    choose(row, place, warp % ROW_WARPS, expert_bias, w1, w2);
+    if (SHARED && is_first) add_shared_experts(place, shared_w1, shared_w2);
+    if (is_first && lane == 0) live_rows()[place] = row;
+  }
+  __syncthreads();
+
+  Vec a[LOADS], b[LOADS];
+  Up up{b1, limit, offset, activated, launch};
+  if (GOES_UP) up.begin(rows, a, b);
+  if (row < ROWS && is_first) {
+    const float weight = is_live ? weigh(row, place, scaling) : 0.f;
+    if (is_live && lane < SLOTS) slots()[place * SLOTS + lane].weight = weight;
     if (blockIdx.x == 0 && lane < SLOTS && GOES_UP) {
-      ids[warp * SLOTS + lane] = (u32)expert;
-      weights[warp * SLOTS + lane] = weight;
+      ids[row * SLOTS + lane] = is_live ? (u32)slots()[place * SLOTS + lane].expert : ~0u;
+      weights[row * SLOTS + lane] = weight;
     }
   }
   __syncthreads();
@@ -89,8 +90,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       experts = __reduce_add_sync(~0u, experts);
       if (lane == 0) *found = experts;
     }
-    Up up{b1, limit, offset, activated, launch};
-    up.run(rows);
+    up.finish(a, b);
     publish_dead_rows(activated, live_mask, launch);
   }
   if (GOES_DOWN) {

@@ -119,6 +119,7 @@ def shared_bytes(shape: MoeShape, rows: int, ctas: int, threads: int = THREADS) 
     """What a CTA takes of shared memory, at most."""
     logits = -(-(shape.settings.num_experts + 1) // ctas)
     for_a_row = 2 * (shape.hidden + shape.slots * shape.inner) + 24 * shape.slots + 2 * 4 * 16
+    for_a_row += 8 * (shape.settings.num_experts + 1)
     return rows * (for_a_row + threads // 32 * (4 * logits + 8) + 4) + 32
 
 
