@@ -45,7 +45,7 @@ if HAS_TRITON:
     QWEN = MoeShape(64, 32, settings(8, 2, pre_softmax=True, normalize=True), SWIGLU)
     SMALL: Any = (
         (QWEN, 1, {}),
-        (MoeShape(528, 48, settings(40, 3), GPT_OSS), 2, {"bias": True}),
+        (MoeShape(528, 48, settings(160, 3), GPT_OSS), 2, {"bias": True}),
         (
             MoeShape(96, 32, settings(36, 4, **DEEPSEEK), RELU2, shared=2, center=True),
             4,

@@ -158,6 +158,8 @@ class MoeDecode:
 
     def _of_few(self, rows: int) -> row.MoeRow | None:
         """The one kernel, if it takes so many rows."""
+        if self._row is None:
+            return None
         refused = row.why_not(self.shape, rows, self._dtype, self._sm_count)
         return self._row if refused is None else None
 

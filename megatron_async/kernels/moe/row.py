@@ -127,7 +127,7 @@ class MoeRow:
     """Layers of one shape, of few rows each, on one device and one stream.
 
     Args:
-        ctas: of the grid: at most as many as the device has SMs.
+        ctas: of the grid; no more than the device has SMs are launched.
         threads, loads, ahead: see :data:`THREADS` and :data:`AHEAD`; None for those that fit the
             tile.
         one_launch: see :data:`ONE_LAUNCH`.
@@ -147,6 +147,8 @@ class MoeRow:
         ahead: int = AHEAD,
         one_launch: bool | None = None,
     ) -> None:
+        if device.type == "cuda":  # more would wait for each other in vain
+            ctas = min(ctas, cuda.sm_count(device.index or 0))
         self._shape, self._device, self._ctas = shape, device, ctas
         self._loads, self._ahead = loads, ahead
         self.statistic_rows = tile(shape.hidden, ctas)
@@ -201,6 +203,7 @@ class MoeRow:
     ) -> None:
         """See :class:`~.decode.MoeDecode`."""
         rows, settings = hidden.shape[0], self._shape.settings
+        launches, logits, activated = self._words[rows - 1]
         norm_weight, norm_bias = weights.norm
         next_weight, scaled_out = (None, None) if scaled is None else scaled
         arguments = RowArguments(
@@ -209,7 +212,8 @@ class MoeRow:
             None if live is None else live.values, 0 if live is None else live.first,
             float(settings.scaling_factor), weights.w1, weights.b1, weights.shared_w1, weights.w2,
             weights.b2, weights.shared_w2, float(self._shape.activation.limit or 0.0),
-            float(self._shape.activation.offset), *self._words[rows - 1], *found, residual, out,
+            float(self._shape.activation.offset), launches, logits, activated, found.ids,
+            found.weights, found.experts, residual, out,
             statistics_out, next_weight, scaled_out,
         )  # fmt: skip
         for source, macros in self.work(rows, gate=weights.shared_gate is not None):
