@@ -157,6 +157,17 @@ def test_equal_logits_and_nan_have_experts_that_exist(device: torch.device) -> N
 
 
 @on_both(gpu=[()], small=[()])
+def test_of_many_equal_experts_the_first_are_chosen(device: torch.device) -> None:
+    shape, rows, options = SMALL[1]
+    case = RowCase(shape, rows, device, **options)
+    case.weights.router.zero_()
+    case.weights.router_bias.zero_()
+    case.weights.router_bias[150] = 1.0
+    case.run()
+    assert case.kernels.ids[:rows].tolist() == [[150, 0, 1]] * rows
+
+
+@on_both(gpu=[()], small=[()])
 def test_a_dead_row_reads_no_expert(device: torch.device) -> None:
     case = RowCase(QWEN, 1, device)
     expected = case.run()[0]
@@ -185,6 +196,22 @@ def test_the_number_of_launches_may_overflow(monkeypatch: pytest.MonkeyPatch) ->
         for _ in range(3):
             assert all(map(torch.equal, case.run(), expected))
         assert launches.unique().tolist() == [int(torch.tensor(before + 3).to(torch.int32))]
+
+
+@emulated
+def test_words_of_a_dead_row_are_not_taken_when_numbers_come_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    emulator.install(monkeypatch)
+    case = RowCase(QWEN, 1, torch.device("cpu"))
+    assert case.kernels._row is not None
+    case.run()
+    case.kernels._row._words[0][0].fill_(0xFFFF)
+    case.live.values.zero_()
+    case.run()
+    case.live.values.fill_(9)
+    case.weights.w1.mul_(2)
+    assert case.error() < LIMIT
 
 
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_gpu)])
