@@ -57,6 +57,8 @@ setup(
     extras_require={
         "cuda": ["cuda-bindings", "triton"],
         "plot": ["matplotlib"],
+        # Several engines behind one server.
+        "replicas": [*SERVER, "ray[serve]>=2.56,<3"],
         "server": SERVER,
         # The SDK, and the exporter of OTLP by HTTP.
         "tracing": ["fastapi[opentelemetry]>=0.165"],

@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from . import options
+from .serve_replicas import add_replica_options, check_replica_options
 
 if TYPE_CHECKING:
     from megatron_async.serving.build import FrontendSettings
@@ -68,6 +69,7 @@ def add_command(commands: Any) -> None:
     add("--tool-call-format", choices=("hermes", "llama3"), help=said)
     said = "serve token ids alone, to /v1/completions; the model needs no tokenizer"
     add("--skip-tokenizer-init", action="store_true", help=said)
+    add_replica_options(parser)
     options.add_model_options(parser)
     options.add_scheduling_options(parser, default="off")
     options.add_engine_options(parser)
@@ -86,7 +88,13 @@ def run(args: argparse.Namespace) -> int:
 
     depth = options.resolve_scheduling(args.inference_async_scheduling, args.depth, default=False)
     engine_config = options.engine_config(args, depth)
+    check_replica_options(args)
     config = _server_config(args)
+    if args.replicas is not None:
+        from .serve_replicas import serve_replicas
+
+        settings = _frontend_settings(args, config, None)
+        return 0 if serve_replicas(args, engine_config, settings) else EXIT_GIVEN_UP
     listening = open_socket(args.host, args.port)
     endpoint = Endpoint.private()
     settings = _frontend_settings(args, config, endpoint)
@@ -142,7 +150,7 @@ def _sampling_defaults(args: argparse.Namespace) -> dict[str, float | int]:
 
 
 def _frontend_settings(
-    args: argparse.Namespace, config: ServerConfig, endpoint: Endpoint
+    args: argparse.Namespace, config: ServerConfig, endpoint: Endpoint | None
 ) -> FrontendSettings:
     from megatron_async.serving.build import FrontendSettings
 

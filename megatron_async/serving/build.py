@@ -11,10 +11,10 @@ from megatron_async.errors import ConfigError
 from megatron_async.serving.chat import Chat
 from megatron_async.serving.engine_client import EngineClient
 from megatron_async.serving.frontend import Frontend, ServerConfig
-from megatron_async.serving.generation import Generator
+from megatron_async.serving.generation import Client, Generator
 from megatron_async.serving.log_prob_shapes import TokenNames
 from megatron_async.serving.messages import Endpoint
-from megatron_async.serving.metrics import ServerMetrics
+from megatron_async.serving.metrics import EngineCollector, EngineValues, ServerMetrics
 
 
 class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -22,6 +22,7 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     Args:
         model: a model directory, or ``"tiny"``.
+        endpoint: of the engine process; None where there are several, as replicas.
         tokenizer_model: a ``tokenizer.json``, or its directory, instead of the model's own.
         chat_template: a file with a Jinja template instead of the model's own.
         tool_call_format: how the model writes tool calls; None for what its template says.
@@ -31,7 +32,7 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     model: str
-    endpoint: Endpoint
+    endpoint: Endpoint | None = None
     config: ServerConfig
     tokenizer_model: str | None = None
     chat_template: str | None = None
@@ -48,17 +49,26 @@ def build_frontend(settings: FrontendSettings) -> tuple[Frontend, EngineClient]:
         CheckpointError: tokenizer or chat template cannot be read.
         ConfigError: the model has no tokenizer.
     """
-    config = settings.config
+    assert settings.endpoint is not None
     client = EngineClient(settings.endpoint)
-    text = _no_text() if settings.skip_tokenizer_init else _text_of(settings)
-    directory = settings.metrics_directory
-    metrics = ServerMetrics(
-        config.model_names[0],
-        lambda: client.snapshot,
-        lambda: client.state == "ready",
-        directory=None if directory is None else Path(directory),
+    values = EngineCollector(
+        settings.config.model_names[0], lambda: client.snapshot, lambda: client.state == "ready"
     )
-    front = Frontend(
+    return frontend_over(client, values, settings), client
+
+
+def frontend_over(client: Client, values: EngineValues, settings: FrontendSettings) -> Frontend:
+    """A front end that has its way to the engine, or to several; raises as :func:`build_frontend`.
+
+    Args:
+        values: what they have counted.
+    """
+    config, directory = settings.config, settings.metrics_directory
+    text = _no_text() if settings.skip_tokenizer_init else _text_of(settings)
+    metrics = ServerMetrics(
+        config.model_names[0], values, directory=None if directory is None else Path(directory)
+    )
+    return Frontend(
         config=config,
         generator=Generator(
             client, text.tokenizer, metrics, request_timeout=config.request_timeout
@@ -68,7 +78,6 @@ def build_frontend(settings: FrontendSettings) -> tuple[Frontend, EngineClient]:
         token_names=text.token_names,
         metrics=metrics,
     )
-    return front, client
 
 
 class Text(NamedTuple):

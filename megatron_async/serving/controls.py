@@ -91,6 +91,11 @@ class Controls:
         self._live = LiveSteps(engine)
 
     @property
+    def kept(self) -> Kept:
+        """What the next process must know."""
+        return self._kept
+
+    @property
     def weight_version(self) -> int:
         """Weight updates since the server's start, whatever became of earlier processes."""
         return self._first_version + self._engine.weight_version

@@ -354,9 +354,9 @@ class Link:
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromEngine)
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()
-        self._outputs = self._open(identity)
+        self._outputs = self._open(identity, endpoint)
         self._outputs.connect(endpoint.outputs)
-        self._commands = self._open(identity)
+        self._commands = self._open(identity, endpoint)
         self._monitor = self._commands.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._commands.connect(endpoint.commands)
         self._is_open = True
@@ -386,8 +386,9 @@ class Link:
             each.close(linger)
         self._context.term()
 
-    def _open(self, identity: bytes) -> zmq.Socket[bytes]:
+    def _open(self, identity: bytes, endpoint: Endpoint) -> zmq.Socket[bytes]:
         opened = self._context.socket(zmq.DEALER)
+        endpoint.secure(opened, serves=False)
         opened.setsockopt(zmq.ROUTING_ID, identity)
         opened.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
         opened.setsockopt(zmq.SNDHWM, 0)

@@ -81,7 +81,7 @@ class EngineProcess:
         self._front_ends: dict[bytes, ConnectedFrontEnd] = {}
         self._dropped: dict[bytes, float] = {}
         """Front ends that will be told so when they read again, if that is before a time."""
-        self._outputs = OutputSocket(self._context, launch.endpoint.outputs)
+        self._outputs = OutputSocket(self._context, launch.endpoint)
         self._max_sequences: int | None = None
         if launch.max_queue is not None:
             self._max_sequences = engine.context.max_requests + launch.max_queue
@@ -90,6 +90,7 @@ class EngineProcess:
         self._commands = self._context.socket(zmq.ROUTER)
         self._commands.setsockopt(zmq.LINGER, 0)
         self._commands.setsockopt(zmq.RCVHWM, 0)
+        launch.endpoint.secure(self._commands, serves=True)
         self._commands.bind(launch.endpoint.commands)
 
     def run(self) -> int:
@@ -223,6 +224,7 @@ class EngineProcess:
             version=__version__,
             max_sequences=self._max_sequences,
             not_ready=self._controls.lost,
+            kept=self._controls.kept,
         )
 
     def _snapshot(self) -> Snapshot:

@@ -84,6 +84,8 @@ class FrontEnds:
         backoff: float = 0.5,
     ) -> None:
         self.config = settings.config
+        assert settings.endpoint is not None
+        self._endpoint = settings.endpoint
         self._metrics = Path(settings.endpoint.directory) / "metrics"
         self._settings = msgspec.structs.replace(settings, metrics_directory=str(self._metrics))
         self._listening = listening
@@ -172,7 +174,7 @@ class FrontEnds:
                     await self._ending.wait()
 
     def _start(self) -> ChildProcess[FromFrontEnd]:
-        self._settings.endpoint.prepare()
+        self._endpoint.prepare()
         self._metrics.mkdir(exist_ok=True)
         descriptor = self._listening.fileno()
         process: ChildProcess[FromFrontEnd] = ChildProcess(

@@ -37,8 +37,13 @@ _DEFAULTS = SamplingParams().serialize()
 class Client(Protocol):
     """What the front end needs of ``EngineClient``."""
 
-    state: str
-    snapshot: Snapshot | None
+    @property
+    def state(self) -> str:
+        """See there."""
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """See there."""
 
     def check_ready(self) -> None:
         """Raises EngineDeadError, which says why, while no request can be served."""

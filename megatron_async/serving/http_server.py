@@ -142,7 +142,7 @@ async def serve(
         # From within a signal's handler, which may have come between any two lines.
         loop.call_soon_threadsafe(loop.call_later, timeout, _spawn(front.generator.abort_all))
 
-    lifespan = _lifespan(connection, waits=listen is not None)
+    lifespan = connected(connection, waits=listen is not None)
     app = make_app(front, lifespan=lifespan, tracer_provider=tracer_provider)
     server = HttpServer(_uvicorn_config(app, timeout), drain, has_signals=listen is None)
     if listen is not None:
@@ -157,7 +157,7 @@ async def serve(
     )
 
 
-def _lifespan(connection: Connection, *, waits: bool) -> Lifespan:
+def connected(connection: Connection, *, waits: bool) -> Lifespan:
     """Open and close the way to the engine; ``waits`` for it a moment before connections are
     accepted."""
 

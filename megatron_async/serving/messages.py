@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
+import socket
 import stat
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import zmq
 
 from megatron_async.errors import ConfigError
 
@@ -21,26 +24,52 @@ LogProbs = list[tuple[float, dict[int, float]]]
 """For each token its log-probability and the most likely tokens' by id."""
 
 
+class Network(msgspec.Struct, frozen=True):
+    """Two ports of a host, and the key pair that all share who may know them."""
+
+    host: str
+    ports: tuple[int, int]
+    keys: tuple[bytes, bytes]
+
+    def url(self, place: int) -> str:
+        """Of one of the ports."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"tcp://{host}:{self.ports[place]}"
+
+
 class Endpoint(msgspec.Struct, frozen=True):
-    """Where the engine process is to be found: two Unix sockets.
+    """Where the engine process is to be found: two Unix sockets, or two ports.
 
     Args:
         directory: of the sockets; nobody but this user may enter it.
         secret: the identity of every front end begins with it.
+        network: None for Unix sockets.
     """
 
     directory: str
     secret: bytes
+    network: Network | None = None
 
     @property
     def commands(self) -> str:
         """A ROUTER's address, for what front ends send."""
-        return f"ipc://{self.directory}/commands"
+        return f"ipc://{self.directory}/commands" if self.network is None else self.network.url(0)
 
     @property
     def outputs(self) -> str:
         """A ROUTER's address, for what they get."""
-        return f"ipc://{self.directory}/outputs"
+        return f"ipc://{self.directory}/outputs" if self.network is None else self.network.url(1)
+
+    def secure(self, opened: zmq.Socket[bytes], *, serves: bool) -> None:
+        """What passes a network is encrypted, and without the key nobody is heard."""
+        if self.network is None:
+            return
+        opened.curve_publickey, opened.curve_secretkey = self.network.keys
+        opened.ipv6 = ":" in self.network.host
+        if serves:
+            opened.curve_server = True
+        else:
+            opened.curve_serverkey = self.network.keys[0]
 
     @classmethod
     def private(cls) -> Endpoint:
@@ -53,6 +82,18 @@ class Endpoint(msgspec.Struct, frozen=True):
                 "TMPDIR to a shorter one"
             )
         return cls(directory, secrets.token_bytes(16))
+
+    @classmethod
+    def over_network(cls, host: str) -> Endpoint:
+        """At two ports of ``host`` that are free now, by a key pair of CurveZMQ."""
+        with contextlib.ExitStack() as stack:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            opened = [stack.enter_context(socket.socket(family)) for _ in range(2)]
+            for each in opened:
+                each.bind((host, 0))
+            commands, outputs = (each.getsockname()[1] for each in opened)
+        network = Network(host, (commands, outputs), zmq.curve_keypair())
+        return msgspec.structs.replace(cls.private(), network=network)
 
     def prepare(self) -> None:
         """Make the directory again if somebody has removed it: what cleans up temporary files does.
@@ -259,6 +300,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True):
 
     Args:
         not_ready: why no request is served although the engine runs; None when they are.
+        kept: what it was told, and another one must know to be the same.
     """
 
     model_name: str
@@ -273,6 +315,7 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True):
     max_sequences: int | None = None
     """That may run or wait at the same time; None for any number."""
     not_ready: str | None = None
+    kept: Kept = Kept()
 
 
 FromEngine = Outputs | Answer | Snapshot | Dropped | EngineInfo

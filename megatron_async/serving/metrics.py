@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -93,24 +93,28 @@ REQUEST_SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320)
 TOKEN_COUNTS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
+class EngineValues(Protocol):
+    """A collector of prometheus_client."""
+
+    def describe(self) -> list[Metric]:
+        """Nothing, so that registering asks for no snapshot."""
+
+    def collect(self) -> Iterator[Metric]:
+        """All values now."""
+
+
 class ServerMetrics:
     """The metrics of one front end, in a registry of its own.
 
     Args:
         model_name: a label of all of them.
-        snapshot: the engine's last snapshot; None before the first.
-        is_ready: the engine serves.
+        engine: reads what the engine, or several, have counted.
         directory: where front ends in several processes count together; None for one. It is
             ``PROMETHEUS_MULTIPROC_DIR`` too.
     """
 
     def __init__(
-        self,
-        model_name: str,
-        snapshot: Callable[[], Snapshot | None],
-        is_ready: Callable[[], bool] = lambda: True,
-        *,
-        directory: Path | None = None,
+        self, model_name: str, engine: EngineValues, *, directory: Path | None = None
     ) -> None:
         self.registry = CollectorRegistry()
         self._shown = self.registry
@@ -118,7 +122,7 @@ class ServerMetrics:
             self._shown = CollectorRegistry()  # has the sums in place of this process's own
             MultiProcessCollector(self._shown, directory)
         self._label = {"model_name": model_name}
-        self._shown.register(_EngineCollector(model_name, snapshot, is_ready))
+        self._shown.register(engine)
 
         self._first_token = self._histogram(
             "time_to_first_token_seconds", "From arrival to the first token", FIRST_TOKEN_SECONDS
@@ -198,15 +202,21 @@ class ServerMetrics:
         return Counter(full, said, ["model_name", by], registry=self.registry)
 
 
-class _EngineCollector:
+class EngineCollector:
     """Reads the engine's last snapshot when somebody asks. Its counters begin anew with each
-    process, as Prometheus expects of a restart."""
+    process, as Prometheus expects of a restart.
+
+    Args:
+        model_name: a label of all values.
+        snapshot: the engine's last snapshot; None before the first.
+        is_ready: the engine serves.
+    """
 
     def __init__(
         self,
         model_name: str,
         snapshot: Callable[[], Snapshot | None],
-        is_ready: Callable[[], bool],
+        is_ready: Callable[[], bool] = lambda: True,
     ) -> None:
         self._model_name = model_name
         self._snapshot = snapshot

@@ -7,7 +7,7 @@ import threading
 import msgspec
 import zmq
 
-from megatron_async.serving.messages import FromEngine
+from megatron_async.serving.messages import Endpoint, FromEngine
 
 HIGH_WATER_MARK = 4096
 """Messages on their way to one front end; it is dropped when it leaves more unread. At a step each
@@ -21,14 +21,15 @@ class OutputSocket:
     the lock is. Nobody polls it.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: Endpoint) -> None:
         self._encoder = msgspec.msgpack.Encoder()
         self._lock = threading.RLock()
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # say so when a front end is not there
         self._socket.setsockopt(zmq.LINGER, 200)
-        self._socket.bind(address)
+        endpoint.secure(self._socket, serves=True)
+        self._socket.bind(endpoint.outputs)
 
     def send(self, identity: bytes, message: FromEngine) -> bool:
         """False when the front end is not there, or does not read."""

@@ -20,7 +20,7 @@ from megatron_async.engine.metrics import EngineCounters
 from megatron_async.inference.cli.main import build_parser
 from megatron_async.serving.http_server import ABORT_SECONDS
 from megatron_async.serving.messages import Snapshot
-from megatron_async.serving.metrics import GAUGES, ServerMetrics
+from megatron_async.serving.metrics import GAUGES, EngineCollector, ServerMetrics
 from megatron_async.serving.supervisor import STOP_SECONDS
 
 ROOT = Path(__file__).parents[2]
@@ -198,7 +198,7 @@ def labels() -> dict[str, set[str]]:
     counters = EngineCounters()
     counters.not_overlapped["serial: depth 0"] = 1
     snapshot = Snapshot(0.0, counters.to_dict(), dict.fromkeys(GAUGES, 1))
-    metrics = ServerMetrics("tiny", lambda: snapshot)
+    metrics = ServerMetrics("tiny", EngineCollector("tiny", lambda: snapshot))
     metrics.refused(429)
     metrics.finished("stop", None, 1.0)
     found: dict[str, set[str]] = {}

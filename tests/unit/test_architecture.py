@@ -80,9 +80,11 @@ FORBIDDEN = {
     "serving": (
         "megatron_async.inference",
         "megatron_async.megatron_api",
+        "megatron_async.replicas",
         "inference",
         "tests",
     ),
+    "replicas": ("megatron_async.inference", "megatron_async.megatron_api", "inference", "tests"),
     "perfetto": ("megatron_async.inference", "inference", "megatron_async.serving"),
     ".": ("megatron_async.inference", "inference", "tests"),
 }
@@ -100,6 +102,12 @@ def test_arrows_point_one_way(folder: str) -> None:
                 assert name != forbidden and not name.startswith(forbidden + "."), (
                     f"{path.relative_to(ROOT)} imports {name}"
                 )
+
+
+def test_ray_is_imported_in_one_file() -> None:
+    for path in (*PACKAGE.rglob("*.py"), *(ROOT / "inference").rglob("*.py")):
+        if path != PACKAGE / "replicas" / "ray_serve.py":
+            assert not [n for n in imports_of(path) if n.partition(".")[0] == "ray"], path
 
 
 def test_nothing_imports_the_integrations() -> None:

@@ -42,7 +42,7 @@ from megatron_async.serving.messages import (
     Kept,
     Output,
 )
-from megatron_async.serving.metrics import ServerMetrics
+from megatron_async.serving.metrics import EngineCollector, ServerMetrics
 from tests.support.engines import hash_engine
 from tests.support.served_engine import (
     NoParent,
@@ -718,9 +718,10 @@ def test_a_dead_engine_has_no_gauges() -> None:
         with engine_in_thread(small_engine()) as endpoint:
             client = EngineClient(endpoint)
             await client.connect()
-            metrics = ServerMetrics(
+            values = EngineCollector(
                 "tiny", lambda: client.snapshot, lambda: client.state == "ready"
             )
+            metrics = ServerMetrics("tiny", values)
             async with patience():
                 while b"kv_blocks_total" not in metrics.text():
                     await asyncio.sleep(0.01)

@@ -8,7 +8,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from megatron_async.engine.metrics import EngineCounters
 from megatron_async.serving.messages import Snapshot
-from megatron_async.serving.metrics import BY_POSITION, COUNTERS, SECONDS, ServerMetrics
+from megatron_async.serving.metrics import (
+    BY_POSITION,
+    COUNTERS,
+    SECONDS,
+    EngineCollector,
+    ServerMetrics,
+)
 
 USAGE = {"prompt_tokens": 7, "cached_tokens": 0, "generated_tokens": 5, "queue_time": 0.25}
 
@@ -30,7 +36,7 @@ def test_the_engines_counters_and_gauges_are_those_of_the_last_snapshot() -> Non
     counters.verified([(1, 2, 3), (1,), (), (4, 5)], [3] * 4)
     gauges = {"requests_running": 2, "requests_waiting": 1, "blocks_free": 25, "blocks_total": 100}
     snapshots = [None, Snapshot(0.0, counters.to_dict(), gauges)]
-    metrics = ServerMetrics("tiny", lambda: snapshots[-1], lambda: False)
+    metrics = ServerMetrics("tiny", EngineCollector("tiny", lambda: snapshots[-1], lambda: False))
     values = values_of(metrics)
     assert values["generation_tokens_total", ""] == 41
     assert values["step_seconds_total", ""] == 2.5
@@ -51,7 +57,7 @@ def test_every_counter_that_is_shown_exists() -> None:
 
 
 def test_a_front_ends_own_timings_are_histograms() -> None:
-    metrics = ServerMetrics("tiny", lambda: None)
+    metrics = ServerMetrics("tiny", EngineCollector("tiny", lambda: None))
     metrics.opened()
     metrics.opened()
     metrics.closed()

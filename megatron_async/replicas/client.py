@@ -1,0 +1,420 @@
+"""All replicas, for the coroutines of a front end: as one ``EngineClient``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Collection, Coroutine, Mapping
+from typing import Any
+
+import msgspec
+
+from megatron_async.errors import (
+    BusyError,
+    ConfigError,
+    EngineDeadError,
+    EngineGivenUpError,
+    MegatronAsyncError,
+    QueueFullError,
+    RequestError,
+)
+from megatron_async.replicas.roster import Directory, Listing, Member
+from megatron_async.replicas.routing import PrefixRouter
+from megatron_async.serving.engine_client import EngineClient
+from megatron_async.serving.messages import Control, EngineInfo, Generate, Output, Snapshot
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_RETRIES = 1
+ASK_AGAIN_SECONDS = 0.5
+"""After the directory could not be asked, and while a replica's last requests end."""
+UPDATE_SECONDS = 600.0
+"""For a replica to come back and take new weights; then it is replaced."""
+OF_ONE = frozenset({"info", "live", "profile"})
+"""Controls that one replica answers; ``weights`` goes from one to the next, others to all."""
+
+
+class Replica:
+    """One replica, as a front end sees it.
+
+    Attributes:
+        own: sequences that this front end has given it and that have not ended.
+        leaves: it gets no more requests.
+    """
+
+    def __init__(self, member: Member, client: EngineClient) -> None:
+        self.name = member.name
+        self.endpoint = member.endpoint
+        self.client = client
+        self.own = 0
+        self.leaves = False
+        self._seen: Snapshot | None = None
+        self._others = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """It may get requests."""
+        if self.leaves:
+            return False
+        try:
+            self.client.check_ready()
+        except EngineDeadError:
+            return False
+        return True
+
+    @property
+    def load(self) -> int:
+        """Sequences that run or wait: those of this front end, and those of others by the replica's
+        last snapshot."""
+        snapshot = self.client.snapshot
+        if snapshot is not self._seen:
+            self._seen, self._others = snapshot, 0
+            if snapshot is not None:
+                gauges = snapshot.gauges
+                total = gauges["requests_running"] + gauges["requests_waiting"]
+                self._others = max(0, int(total) - self.own)
+        return self.own + self._others
+
+    async def command(self, name: str, **arguments: Any) -> dict[str, Any]:
+        """Ask it something; raises as the client's."""
+        return await self.client.command(Control(0, name, arguments))
+
+
+class ReplicasClient:
+    """Gives requests of one front end to replicas, and hands out what they bring. What the front
+    end needs of it is the same as of an :class:`~megatron_async.serving.engine_client.EngineClient`
+    (:class:`~megatron_async.serving.generation.Client`), and so is what belongs where.
+
+    Args:
+        directory: who the replicas are.
+        retries: times that a request of which nothing was sent yet is tried again when its replica
+            has died; 0 fails it at once. A replica that is full is always passed over.
+        router: who gets what; None for one of the default.
+
+    Attributes:
+        retried: requests that were tried again because their replica had died.
+
+    Raises:
+        ConfigError: ``retries`` is below 0.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        *,
+        retries: int = DEFAULT_RETRIES,
+        router: PrefixRouter | None = None,
+    ) -> None:
+        if retries < 0:
+            raise ConfigError(f"retries={retries} must be at least 0")
+        self.retried = 0
+        self._directory = directory
+        self._retries = retries
+        self._router = PrefixRouter() if router is None else router
+        self._replicas: dict[str, Replica] = {}
+        self._version = 0
+        self._has_been_ready = False
+        self._given_up: str | None = None
+        self._ready = asyncio.Event()
+        self._running: dict[int, tuple[Replica, int]] = {}
+        self._changing_weights = asyncio.Lock()
+        self._follower: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # --- its life -----------------------------------------------------------------------------
+
+    async def connect(self) -> None:
+        """Begin to look for replicas; :meth:`ready` waits for one."""
+        self._follower = asyncio.create_task(self._follow(), name="replicas")
+
+    async def aclose(self) -> None:
+        """Abort what is in progress and leave."""
+        tasks = [*self._tasks, *([] if self._follower is None else [self._follower])]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+        await asyncio.gather(*(replica.client.aclose() for replica in self._replicas.values()))
+
+    async def ready(self) -> EngineInfo:
+        """Wait until a replica serves; what it serves."""
+        while not (found := self._usable()):
+            await self._ready.wait()
+            self._ready.clear()
+        return await found[0].client.info()
+
+    def give_up(self, reason: str) -> None:
+        """There will be no replicas any more."""
+        self._given_up = reason
+        for replica in self._replicas.values():
+            replica.client.give_up(reason)
+
+    # --- what they are ------------------------------------------------------------------------
+
+    @property
+    def state(self) -> str:
+        """As of an ``EngineClient``: "ready" while any replica is."""
+        if self._usable():
+            return "ready"
+        return "dead" if self._has_been_ready or self._given_up else "starting"
+
+    @property
+    def snapshots(self) -> dict[str, Snapshot]:
+        """The last of each replica, by name."""
+        found = {name: replica.client.snapshot for name, replica in self._replicas.items()}
+        return {name: snapshot for name, snapshot in found.items() if snapshot is not None}
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """The sum of all; None where none has sent one."""
+        each = list(self.snapshots.values())
+        if not each:
+            return None
+        return Snapshot(
+            max(snapshot.time for snapshot in each),
+            summed([snapshot.counters for snapshot in each]),
+            summed([snapshot.gauges for snapshot in each])
+            | {"weight_version": max(snapshot.gauges["weight_version"] for snapshot in each)},
+        )
+
+    @property
+    def states(self) -> dict[str, bool]:
+        """Whether each replica serves, by name."""
+        return {name: replica.is_ready for name, replica in self._replicas.items()}
+
+    async def info(self) -> EngineInfo:
+        """What the replicas serve; raises EngineDeadError where there has been none yet."""
+        found = self._usable() or [r for r in self._replicas.values() if not r.leaves]
+        for replica in found:
+            with contextlib.suppress(EngineDeadError):
+                return await replica.client.info()
+        raise EngineDeadError("no replica has started yet")
+
+    def check_ready(self) -> None:
+        """Raises EngineDeadError, which says why, while no request can be served."""
+        if self._usable():
+            return
+        if self._given_up is not None:
+            raise EngineGivenUpError(self._given_up)
+        for replica in self._replicas.values():
+            if not replica.leaves:
+                replica.client.check_ready()  # says what is wrong with this one
+        raise EngineDeadError("no replica serves now; try again later")
+
+    def _usable(self) -> list[Replica]:
+        found = [replica for replica in self._replicas.values() if replica.is_ready]
+        self._has_been_ready |= bool(found)
+        return found
+
+    # --- requests -----------------------------------------------------------------------------
+
+    async def generate(self, request: Generate) -> AsyncGenerator[Output, None]:
+        """As ``EngineClient.generate``, by one of the replicas.
+
+        Raises:
+            RequestError: the request cannot be served.
+            QueueFullError: as many wait as may, at every replica.
+            EngineDeadError: no replica serves now, or that of the request has died.
+        """
+        tried: set[str] = set()
+        deaths, sent = 0, False
+        while True:
+            replica = self._choose(request.prompt, tried)
+            outputs = self._generate(replica, request)
+            try:
+                async with contextlib.aclosing(outputs):
+                    async for output in outputs:
+                        if sent and not output.token_ids and output.finish_reason is None:
+                            continue  # a second replica has taken it
+                        yield output
+                        sent = True
+                return
+            except QueueFullError:
+                tried.add(replica.name)
+                if sent or not self._candidates(tried):
+                    raise
+            except EngineDeadError as error:
+                tried.add(replica.name)
+                deaths += 1
+                if sent or deaths > self._retries or not self._candidates(tried):
+                    said = "the replica that served this request has died"
+                    raise EngineDeadError(f"{said} ({error}); try again later") from error
+                self.retried += 1
+                logger.warning("replica %s has died; a request is tried again", replica.name)
+
+    async def abort(self, request_id: int) -> None:
+        """As ``EngineClient.abort``."""
+        if request_id in self._running:
+            replica, own_id = self._running[request_id]
+            await replica.client.abort(own_id)
+
+    def _candidates(self, tried: Collection[str]) -> dict[str, int]:
+        """The loads of all that may get a request."""
+        return {r.name: r.load for r in self._usable() if r.name not in tried}
+
+    def _choose(self, prompt: list[int], tried: Collection[str]) -> Replica:
+        loads = self._candidates(tried)
+        if not loads:
+            self.check_ready()
+            raise EngineDeadError("no replica serves now; try again later")
+        return self._replicas[self._router.choose(prompt, loads)]
+
+    async def _generate(self, replica: Replica, request: Generate) -> AsyncGenerator[Output, None]:
+        count = request.params.get("best_of") or request.params.get("n")
+        sequences = count if isinstance(count, int) else 1  # the engine refuses what is none
+        client = replica.client
+        own = msgspec.structs.replace(request, request_id=client.next_request_id())
+        replica.own += sequences
+        self._running[request.request_id] = replica, own.request_id
+        try:
+            async with contextlib.aclosing(client.generate(own)) as outputs:
+                async for output in outputs:
+                    yield output
+        finally:
+            replica.own -= sequences
+            del self._running[request.request_id]
+
+    # --- controls -----------------------------------------------------------------------------
+
+    async def command(self, control: Control) -> dict[str, Any]:
+        """Ask something of all replicas, or for what is one engine's of the first; raises as
+        ``EngineClient.command``. New weights go to one replica after the other, each of which goes
+        on with its requests, so that none is lost."""
+        if control.name == "weights":
+            return await self._change_weights(control.arguments)
+        self.check_ready()
+        replicas = self._usable()
+        if control.name in OF_ONE:
+            return await replicas[0].command(control.name, **control.arguments)
+        asked = (replica.command(control.name, **control.arguments) for replica in replicas)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        if control.name == "reset_prefix_cache":
+            self._router.index.clear()
+        good = [answer for answer in answers if isinstance(answer, dict)]
+        for answer in answers:
+            # One that has died meanwhile comes back with what the others know.
+            is_serious = not isinstance(answer, EngineDeadError) or not good
+            if isinstance(answer, BaseException) and is_serious:
+                raise answer
+        await self._keep(replicas[answers.index(good[0])])
+        return good[0]
+
+    async def _change_weights(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        if self._changing_weights.locked():
+            raise BusyError("the weights are being changed already; wait for it")
+        async with self._changing_weights:
+            first = self._first_to_change()
+            answer = await first.command("weights", **arguments)
+            # From now on no replica joins without them, so that those of the listing are all.
+            listing = await self._keep(first)
+            await self._take_over(listing)
+            failed: list[str] = []
+            for member in listing.members:
+                replica = self._replicas.get(member.name)
+                if replica is not None and replica is not first and not replica.leaves:
+                    failed += await self._update(replica, arguments)
+            self._router.index.clear()
+            if failed:
+                count = len(listing.members) - len(failed)
+                said = f"{count} of {len(listing.members)} replicas have the new weights; the "
+                raise RequestError(f"{said}others are replaced: {'; '.join(failed)}")
+            return answer
+
+    def _first_to_change(self) -> Replica:
+        """One that serves, else one that would with other weights; raises EngineDeadError."""
+        found = self._usable() or [
+            replica
+            for replica in self._replicas.values()
+            if replica.client.state == "ready" and not replica.leaves
+        ]
+        if not found:
+            self.check_ready()
+            raise EngineDeadError("no replica serves now; try again later")
+        return found[0]
+
+    async def _update(self, replica: Replica, arguments: Mapping[str, Any]) -> list[str]:
+        """Bring new weights to one more replica; why it has not taken them. It is then replaced by
+        one that begins with them."""
+        try:
+            async with asyncio.timeout(UPDATE_SECONDS):
+                await replica.client.ready()
+                await replica.command("weights", **arguments)
+            return []
+        except TimeoutError:
+            said = f"no answer in {UPDATE_SECONDS:g} seconds"
+        except MegatronAsyncError as error:
+            said = str(error)
+        await self._directory.expel(replica.name)
+        return [f"{replica.name}: {said}"]
+
+    async def _keep(self, replica: Replica) -> Listing:
+        return await self._directory.keep((await replica.client.info()).kept)
+
+    # --- who they are -------------------------------------------------------------------------
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                listing = await self._directory.changed(self._version)
+            except Exception as error:
+                logger.warning("the replicas are not known: %s", error)
+                await asyncio.sleep(ASK_AGAIN_SECONDS)
+                continue
+            await self._take_over(listing)
+
+    async def _take_over(self, listing: Listing) -> None:
+        """See the members of a listing as they are."""
+        if listing.version == self._version:
+            return
+        self._version = listing.version
+        members = {member.name: member for member in listing.members}
+        for name, replica in self._replicas.items():
+            if not replica.leaves and (
+                name not in members or members[name].endpoint != replica.endpoint
+            ):
+                replica.leaves = True
+                self._spawn(self._part(replica))
+        for name, member in members.items():
+            known = self._replicas.get(name)
+            if known is None or known.leaves:
+                client = EngineClient(member.endpoint)
+                replica = self._replicas[name] = Replica(member, client)
+                await client.connect()
+                self._spawn(self._greet(replica))
+        self._router.index.keep_only(members)
+
+    async def _greet(self, replica: Replica) -> None:
+        await replica.client.ready()
+        self._ready.set()
+
+    async def _part(self, replica: Replica) -> None:
+        """Let the requests of a replica that leaves end."""
+        while replica.own and replica.client.state == "ready":
+            await asyncio.sleep(ASK_AGAIN_SECONDS)
+        await replica.client.aclose()
+        if self._replicas.get(replica.name) is replica:
+            del self._replicas[replica.name]
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def summed(each: list[dict[str, Any]]) -> dict[str, Any]:
+    """Numbers of several replicas, added up by name; so are lists by place and dicts by name."""
+    total: dict[str, Any] = {}
+    for one in each:
+        for name, value in one.items():
+            total[name] = value if name not in total else _added(total[name], value)
+    return total
+
+
+def _added(one: Any, other: Any) -> Any:
+    if isinstance(one, dict):
+        return summed([one, other])
+    if isinstance(one, (list, tuple)):
+        longer, shorter = sorted((list(one), list(other)), key=len, reverse=True)
+        return [a + b for a, b in zip(longer, [*shorter, *[0] * len(longer)], strict=False)]
+    return one + other

@@ -1,0 +1,419 @@
+"""Replicas as deployments of Ray Serve: one of engines, one of their roster, one that serves HTTP.
+
+Ray starts, watches, replaces and scales the replicas. A request does not pass through Ray: the
+front end chooses a replica and talks to its engine process by ZeroMQ, as in a server with one
+engine. A call through a handle of Ray costs a hundred times as much as that for each token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import secrets
+import signal
+import socket
+import threading
+from typing import Any
+
+import msgspec
+import ray
+from fastapi import FastAPI
+from ray import serve
+from ray.serve import Application
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+from ray.serve.handle import DeploymentHandle
+
+from megatron_async.errors import ConfigError
+from megatron_async.replicas.client import DEFAULT_RETRIES, ReplicasClient
+from megatron_async.replicas.engine_replica import EngineReplica, ReplicaSettings
+from megatron_async.replicas.metrics import ReplicasCollector
+from megatron_async.replicas.roster import Listing, Member, Roster
+from megatron_async.replicas.routing import DEFAULT_MOST_EXTRA, PrefixRouter
+from megatron_async.serving.app import make_app
+from megatron_async.serving.build import FrontendSettings, frontend_over
+from megatron_async.serving.child_process import error_of
+from megatron_async.serving.frontend import Frontend
+from megatron_async.serving.http_server import connected
+from megatron_async.serving.messages import Kept, NotStarted
+from megatron_async.serving.tracing import make_provider
+
+logger = logging.getLogger(__name__)
+
+ROSTER = "Roster"
+ENGINE = "Engine"
+FRONT_END = "FrontEnd"
+LISTING_SECONDS = 20.0
+"""For which the roster waits for a change before it answers."""
+HEALTH_SECONDS = 2.0
+WATCH_SECONDS = 5.0
+"""Between two looks whether Ray is still there."""
+CONNECT_SECONDS = 5.0
+"""For a Ray cluster to accept a connection."""
+MOST_CALLS = 100_000
+"""Of the roster at the same time: each front end always waits for it."""
+LATE_SECONDS = 15.0
+"""For a replica to go, beyond what its requests have."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """How many replicas there are, what each needs, and who gets a request.
+
+    Args:
+        replicas: that are started; with ``max_replicas`` the fewest.
+        max_replicas: the most, started as requests queue up; None for always as many.
+        target_requests: sequences that run or wait at each replica, on average, that
+            autoscaling aims at.
+        gpus, cpus: of a replica, as Ray counts them; None for one GPU where ``RayReplicas`` finds
+            any and the model is not for a CPU, else none.
+        retries: see ``ReplicasClient``.
+        most_extra: see ``PrefixRouter``.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    replicas: int = 1
+    max_replicas: int | None = None
+    target_requests: float = 32.0
+    gpus: float | None = None
+    cpus: float = 0.0
+    retries: int = DEFAULT_RETRIES
+    most_extra: int = DEFAULT_MOST_EXTRA
+
+    def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise ConfigError(f"replicas={self.replicas} must be at least 1")
+        if self.max_replicas is not None and self.max_replicas < self.replicas:
+            raise ConfigError(
+                f"max_replicas={self.max_replicas} must be at least replicas={self.replicas}"
+            )
+        if not self.target_requests > 0:
+            raise ConfigError(f"target_requests={self.target_requests} must be above 0")
+        for name in ("gpus", "cpus", "retries", "most_extra"):
+            if not (getattr(self, name) or 0) >= 0:
+                raise ConfigError(f"{name}={getattr(self, name)} must be at least 0")
+
+
+# --- deployments ------------------------------------------------------------------------------
+
+
+class RosterDeployment:
+    """The ``Roster``, which all others call."""
+
+    def __init__(self) -> None:
+        self._roster = Roster()
+
+    async def changed(self, version: int, seconds: float) -> Listing:
+        """See ``Roster.changed``."""
+        return await self._roster.changed(version, seconds)
+
+    async def call(self, name: str, *arguments: Any) -> Any:
+        """A method of the roster."""
+        return getattr(self._roster, name)(*arguments)
+
+
+class RosterHandle:
+    """The roster, for replicas and front ends."""
+
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+        self._handle = handle
+
+    async def changed(self, version: int) -> Listing:
+        """See ``Directory``."""
+        listing: Listing = await self._handle.changed.remote(version, LISTING_SECONDS)
+        return listing
+
+    async def keep(self, kept: Kept) -> Listing:
+        """See ``Directory``."""
+        listing: Listing = await self._call("keep", kept)
+        return listing
+
+    async def expel(self, name: str) -> None:
+        """See ``Directory``."""
+        await self._call("expel", name)
+
+    async def kept(self) -> Kept:
+        """See ``Registrar``."""
+        listing: Listing = await self._call("listing")
+        return listing.kept
+
+    async def join(self, member: Member, kept: Kept) -> bool:
+        """See ``Registrar``."""
+        return bool(await self._call("join", member, kept))
+
+    async def standing(self, name: str) -> str:
+        """See ``Registrar``."""
+        return str(await self._call("standing", name))
+
+    async def leave(self, name: str) -> None:
+        """See ``Registrar``."""
+        await self._call("leave", name)
+
+    async def fail(self, failure: NotStarted) -> None:
+        """See ``Registrar``."""
+        await self._call("fail", failure)
+
+    async def _call(self, name: str, *arguments: Any) -> Any:
+        return await self._handle.call.remote(name, *arguments)
+
+
+class EngineDeployment:
+    """A replica. Ray asks how it is, how much it has to do, and tells it to go."""
+
+    async def __init__(self, settings: ReplicaSettings, roster: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
+        name = serve.get_replica_context().replica_id.unique_id
+        host = ray.util.get_node_ip_address()
+        self._replica = EngineReplica(name, settings, RosterHandle(roster), host=host)
+        await self._replica.start()
+
+    async def check_health(self) -> None:
+        """Raises why the replica is to be replaced."""
+        await self._replica.check()
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """See ``EngineReplica.stats``."""
+        return self._replica.stats()
+
+    async def __del__(self) -> None:
+        await self._replica.leave()
+
+
+class FrontEndDeployment:
+    """The server's own FastAPI application, behind Ray's proxy.
+
+    Args:
+        engines: are not called: as an argument they are part of the application.
+    """
+
+    def __init__(
+        self,
+        settings: FrontendSettings,
+        plan: Plan,
+        roster: DeploymentHandle[Any],
+        engines: DeploymentHandle[Any],
+    ) -> None:
+        front, client = frontend_of_replicas(settings, plan, RosterHandle(roster))
+        provider = make_provider(settings.otlp_traces_endpoint)
+        self._app = make_app(
+            front, lifespan=connected(client, waits=True), tracer_provider=provider
+        )
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return self._app
+
+
+def scale(ctx: AutoscalingContext) -> tuple[float, dict[str, Any]]:
+    """Replicas for what runs and waits, at ``target_ongoing_requests`` for each."""
+    each = (ctx.aggregated_metrics or {}).get("requests", {})
+    assert ctx.config is not None
+    return math.ceil(sum(each.values()) / ctx.config.get_target_ongoing_requests()), {}
+
+
+# --- applications -----------------------------------------------------------------------------
+
+
+def engines(settings: ReplicaSettings, plan: Plan, roster: Application) -> Application:
+    """The deployment of engines, for an application that has a :func:`roster`."""
+    options: dict[str, Any] = {"num_replicas": plan.replicas}
+    if plan.max_replicas is not None:
+        scaling = AutoscalingConfig(
+            min_replicas=plan.replicas,
+            initial_replicas=plan.replicas,
+            max_replicas=plan.max_replicas,
+            target_ongoing_requests=plan.target_requests,
+            policy=AutoscalingPolicy(policy_function=scale),
+        )
+        options = {"autoscaling_config": scaling}
+    deployment = serve.deployment(
+        name=ENGINE,
+        ray_actor_options={"num_cpus": plan.cpus, "num_gpus": plan.gpus or 0},
+        health_check_period_s=HEALTH_SECONDS,
+        graceful_shutdown_timeout_s=settings.shutdown_timeout + LATE_SECONDS,
+        graceful_shutdown_wait_loop_s=0.1,
+        **options,
+    )(EngineDeployment)
+    return deployment.bind(settings, roster)
+
+
+def roster() -> Application:
+    """The deployment of the roster."""
+    deployment = serve.deployment(
+        name=ROSTER,
+        num_replicas=1,
+        max_ongoing_requests=MOST_CALLS,
+        ray_actor_options={"num_cpus": 0},
+        graceful_shutdown_timeout_s=1.0,
+        graceful_shutdown_wait_loop_s=0.1,
+    )(RosterDeployment)
+    return deployment.bind()
+
+
+def application(
+    settings: ReplicaSettings,
+    front: FrontendSettings,
+    plan: Plan | None = None,
+    *,
+    front_ends: int = 1,
+) -> Application:
+    """All of a server, to be run by ``serve.run``, or mounted in an application of one's own.
+
+    Args:
+        front: what the HTTP server serves; its ``endpoint`` is None.
+        front_ends: replicas of the deployment that serves HTTP.
+    """
+    plan = Plan() if plan is None else plan
+    known = roster()
+    deployment = serve.deployment(
+        name=FRONT_END,
+        num_replicas=front_ends,
+        max_ongoing_requests=MOST_CALLS,
+        ray_actor_options={"num_cpus": 0},
+    )(serve.ingress()(FrontEndDeployment))
+    return deployment.bind(front, plan, known, engines(settings, plan, known))
+
+
+def frontend_of_replicas(
+    settings: FrontendSettings, plan: Plan, directory: Any
+) -> tuple[Frontend, ReplicasClient]:
+    """A front end and its way to the replicas of a ``Directory``; raises as ``build_frontend``."""
+    router = PrefixRouter(most_extra=plan.most_extra)
+    client = ReplicasClient(directory, retries=plan.retries, router=router)
+    values = ReplicasCollector(settings.config.model_names[0], client)
+    return frontend_over(client, values, settings), client
+
+
+def _check_address(address: str | None) -> None:
+    """Raises OSError where nobody answers: Ray itself would try for minutes."""
+    host, colon, port = (address or "").rpartition(":")
+    if colon and "/" not in host and port.isdecimal():
+        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+
+
+def _take_signals_back() -> None:
+    """Ray's library puts handlers of its own below Python's, which print a trace."""
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.getsignal(number) or signal.SIG_DFL)
+
+
+# --- for a server of our own --------------------------------------------------------------------
+
+
+class RayReplicas:
+    """Replicas without an HTTP deployment, from start to end: the ``Engine`` of a server, and the
+    ``Directory`` of its ``ReplicasClient``.
+
+    Args:
+        address: of a Ray cluster to join; None starts one of this machine, which ends with it.
+    """
+
+    def __init__(self, settings: ReplicaSettings, plan: Plan, *, address: str | None) -> None:
+        self._settings = settings
+        self._plan = plan
+        self._address = address
+        self._name = f"megatron-async-{secrets.token_hex(4)}"
+        self._roster: RosterHandle | None = None
+        self._is_started = asyncio.Event()
+        self._is_connected = False
+
+    async def start(self) -> None:
+        """Start Ray and the replicas, and wait until one of them serves.
+
+        Raises:
+            MegatronAsyncError: they cannot serve what they are asked to, or Ray cannot be had.
+        """
+        await asyncio.to_thread(self._connect)
+        _take_signals_back()
+        await asyncio.to_thread(self._deploy)
+        handle = RosterHandle(serve.get_deployment_handle(ROSTER, self._name))
+        version = 0
+        while True:
+            listing = await handle.changed(version)
+            if listing.members:
+                break
+            if listing.failure is not None:
+                raise error_of(listing.failure)
+            version = listing.version
+        self._roster = handle
+        self._is_started.set()
+
+    async def given_up(self) -> str:
+        """Wait until Ray is not there any more. It replaces replicas for as long as it is."""
+        while True:
+            await asyncio.sleep(WATCH_SECONDS)
+            try:
+                status = await asyncio.to_thread(serve.status)
+            except Exception as error:
+                return f"Ray has ended: {error}"
+            if self._name not in status.applications:
+                return "the application was deleted from Ray Serve"
+
+    async def stop(self) -> None:
+        """End the replicas, and Ray where this has started it."""
+        if self._is_connected:
+            await asyncio.to_thread(self._disconnect)
+
+    async def changed(self, version: int) -> Listing:
+        """See ``Directory``."""
+        return await (await self._known()).changed(version)
+
+    async def keep(self, kept: Kept) -> Listing:
+        """See ``Directory``."""
+        return await (await self._known()).keep(kept)
+
+    async def expel(self, name: str) -> None:
+        """See ``Directory``."""
+        await (await self._known()).expel(name)
+
+    async def _known(self) -> RosterHandle:
+        await self._is_started.wait()
+        assert self._roster is not None
+        return self._roster
+
+    # --- in threads: Ray's own functions block --------------------------------------------------
+
+    def _connect(self) -> None:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+        if self._address is None:
+            options |= {"include_dashboard": False}
+        try:
+            _check_address(self._address)
+            ray.init(self._address or "local", **options)
+        except Exception as error:
+            said = (
+                "Ray cannot be started" if self._address is None else f"no Ray at {self._address}"
+            )
+            raise ConfigError(f"{said}: {error}") from None
+        self._is_connected = True
+        self._check_room()
+
+    def _check_room(self) -> None:
+        gpus = ray.cluster_resources().get("GPU", 0.0)
+        if self._plan.gpus is None:
+            is_for_cpu = str(self._settings.config.get("device")).startswith("cpu")
+            each = 0.0 if is_for_cpu or not gpus else 1.0
+            self._plan = msgspec.structs.replace(self._plan, gpus=each)
+        needed = self._plan.replicas * (self._plan.gpus or 0)
+        if self._address is None and needed > gpus:
+            raise ConfigError(
+                f"{self._plan.replicas} replicas need {needed:g} GPUs, and this machine has "
+                f"{gpus:g}; lower --replicas or --replica-gpus"
+            )
+
+    def _deploy(self) -> None:
+        quiet = {"enable_access_log": False, "log_level": "ERROR"}
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        serve.start(proxy_location="Disabled", logging_config=quiet)
+        logging.getLogger("ray.serve").setLevel(logging.ERROR)
+        app = engines(self._settings, self._plan, roster())
+        target = serve.RunTarget(app, name=self._name, route_prefix=None)
+        serve.run_many([target], wait_for_applications_running=False)
+
+    def _disconnect(self) -> None:
+        with contextlib.suppress(Exception):  # it may be gone already
+            serve.delete(self._name)
+        ray.shutdown()

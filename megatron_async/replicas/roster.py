@@ -1,0 +1,118 @@
+"""Which replicas there are, and what a new one must know. One for all front ends."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from typing import Protocol
+
+import msgspec
+
+from megatron_async.serving.messages import Endpoint, Kept, NotStarted
+
+
+class Member(msgspec.Struct, frozen=True):
+    """A replica that serves, and its engine process."""
+
+    name: str
+    endpoint: Endpoint
+
+
+class Listing(msgspec.Struct, frozen=True):
+    """All members at a time.
+
+    Args:
+        version: another one for each change.
+        kept: what all replicas were told, and new ones must know.
+        failure: why the last one that could not start did not.
+    """
+
+    version: int
+    members: tuple[Member, ...]
+    kept: Kept
+    failure: NotStarted | None = None
+
+
+class Directory(Protocol):
+    """What a front end needs of the :class:`Roster`, wherever that is."""
+
+    async def changed(self, version: int) -> Listing:
+        """The members as soon as their version is another one than ``version``, or now and then."""
+
+    async def keep(self, kept: Kept) -> Listing:
+        """Replicas were told this. The members that know it, or must be told it too."""
+
+    async def expel(self, name: str) -> None:
+        """A replica is not what the others are: nobody may ask it, and it is to be replaced."""
+
+
+class Roster:
+    """Members join with the weights that all have, or do not join. So a change of weights that
+    is first kept here and then told all members reaches every replica, whenever it starts.
+
+    It forgets all when its process dies; then the members join again, with what they know.
+    """
+
+    def __init__(self) -> None:
+        self.kept = Kept()
+        self._failure: NotStarted | None = None
+        self._members: dict[str, Member] = {}
+        self._expelled: set[str] = set()
+        self._version = 1
+        self._changed = asyncio.Event()
+
+    def listing(self) -> Listing:
+        """All members now."""
+        members = tuple(self._members.values())
+        return Listing(self._version, members, self.kept, self._failure)
+
+    async def changed(self, version: int, seconds: float) -> Listing:
+        """The members as soon as their version is another one, or after so many seconds."""
+        if version == self._version:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    await self._changed.wait()
+        return self.listing()
+
+    def join(self, member: Member, kept: Kept) -> bool:
+        """A replica serves, and knows ``kept``; False when there is more to know."""
+        if kept.weight_version > self.kept.weight_version:
+            self.kept = kept
+        if kept.weight_version < self.kept.weight_version:
+            return False
+        if self._members.get(member.name) != member:
+            self._members[member.name] = member
+            self._change()
+        return True
+
+    def fail(self, failure: NotStarted) -> None:
+        """A replica cannot start."""
+        self._failure = failure
+        self._change()
+
+    def standing(self, name: str) -> str:
+        """Of a replica: "member", "expelled", or "unknown"."""
+        if name in self._expelled:
+            return "expelled"
+        return "member" if name in self._members else "unknown"
+
+    def leave(self, name: str) -> None:
+        """A replica takes no requests any more. Nothing happens when it is no member."""
+        if self._members.pop(name, None) is not None:
+            self._change()
+
+    def expel(self, name: str) -> None:
+        """See :class:`Directory`."""
+        self._expelled.add(name)
+        self.leave(name)
+
+    def keep(self, kept: Kept) -> Listing:
+        """See :class:`Directory`. What is older than what is known changes nothing."""
+        if kept.weight_version >= self.kept.weight_version:
+            self.kept = kept
+        return self.listing()
+
+    def _change(self) -> None:
+        self._version += 1
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
