@@ -788,6 +788,7 @@ def test_info_is_the_same_by_both_ways() -> None:
             info = await client.info()
             assert info.depth == 2 and info.max_requests == 4 and info.block_count == 300
             answer = await client.command(Control(0, "info"))
-            assert answer == msgspec.structs.asdict(info)
+            sent = msgspec.msgpack.encode(msgspec.structs.asdict(info))
+            assert answer == msgspec.msgpack.decode(sent)
 
     run(test())
