@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from megatron_async.errors import ConfigError, shown
+from megatron_async.kv_events_config import KVEventsConfig, kv_events_config
 
 DEFAULT_ASYNC_DEPTH = 1
 MAX_DEPTH = 64
@@ -130,6 +133,8 @@ class EngineConfig:
             says how much at the start. Without it such requests are refused.
         capture_mixed_steps: capture steps with prefill chunks too, one graph for each token
             bucket; without it their kernels are launched one by one, with the same results.
+        kv_events_config: publish which blocks the prefix cache knows, for routers outside; a
+            ``KVEventsConfig``, or its fields in a mapping. None publishes nothing.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:N"``; None takes a GPU where there is one.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None takes the checkpoint's on a GPU
             and float32 on a CPU.
@@ -170,6 +175,7 @@ class EngineConfig:
     num_cuda_graphs: int | None = None
     enable_sampling_extras: bool = True
     capture_mixed_steps: bool = True
+    kv_events_config: KVEventsConfig | Mapping[str, Any] | None = None
     device: str | None = None
     dtype: str | None = None
     jitter_seed: int | None = None
@@ -199,6 +205,7 @@ class EngineConfig:
         if self.tokenizer_model is not None and not isinstance(self.tokenizer_model, str):
             raise ConfigError(f"tokenizer_model={shown(self.tokenizer_model)} must be a path")
         self._check_step_costs()
+        object.__setattr__(self, "kv_events_config", kv_events_config(self.kv_events_config))
         self._check("depth", 0, MAX_DEPTH, optional=True)
         self._check("inference_logging_step_interval", 0)
         self._check("max_tokens", 1, optional=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import json
 import logging
 import math
 import re
@@ -237,6 +238,17 @@ def add_scheduling_options(parser: argparse.ArgumentParser, *, default: str) -> 
     modes: dict[str, Any] = {"dest": "inference_async_scheduling", "type": asynchronous}
     said = "legacy or async: megatron-core's spelling of the first"
     add("--inference-dynamic-batching-async-sched-mode", metavar="MODE", help=said, **modes)
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """A type of argparse: an object in JSON."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("must be a JSON object")
+    return value
 
 
 def add_engine_options(parser: argparse.ArgumentParser, **defaults: int) -> None:

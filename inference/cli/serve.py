@@ -64,6 +64,9 @@ def add_command(commands: Any) -> None:
     said = "send a trace of each request to this OTLP collector, as in "
     said += "http://localhost:4318/v1/traces (default: as the OTEL_* variables say, else none)"
     add("--otlp-traces-endpoint", metavar="URL", help=said)
+    said = "publish which blocks the prefix cache knows, by ZeroMQ as vLLM does, as in "
+    said += '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"} (default: no)'
+    add("--kv-events-config", type=options.json_object, metavar="JSON", help=said)
     add("--chat-template", metavar="FILE", help="a Jinja template instead of the model's own")
     said = "how the model writes tool calls (default: as its chat template says)"
     add("--tool-call-format", choices=("hermes", "llama3"), help=said)

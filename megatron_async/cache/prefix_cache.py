@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_async.cache.block_allocator import BlockAllocator
+from megatron_async.cache.event_log import EventLog
 from megatron_async.cache.state_snapshots import StateSnapshots
 
 ROOT = 0
@@ -25,6 +26,9 @@ class PrefixCache:
 
     The state of recurrent layers cannot be shared so: of a model that has some, a prefix is of use
     up to a node whose state was kept, one of ``snapshots``.
+
+    Attributes:
+        log: is told of blocks that become known and are forgotten; None for nobody.
     """
 
     def __init__(
@@ -37,6 +41,7 @@ class PrefixCache:
     ) -> None:
         self.enabled = enabled
         self.snapshots = snapshots
+        self.log: EventLog | None = None
         self._allocator = allocator
         self._block_size = block_size
         self._nodes: dict[Key, tuple[int, int]] = {}
@@ -90,6 +95,8 @@ class PrefixCache:
         self._nodes[key] = (node, block)
         self._key_of_block[block] = key
         self._allocator.keep(block)
+        if self.log is not None:
+            self.log.stored(parent, node, tokens)
         return node
 
     def clear(self) -> None:
@@ -97,6 +104,8 @@ class PrefixCache:
         self._nodes.clear()
         self._key_of_block.clear()
         self._allocator.forget_all()
+        if self.log is not None:
+            self.log.cleared()
         if self.snapshots is not None:
             self.snapshots.clear()
 
@@ -109,3 +118,5 @@ class PrefixCache:
         node, _ = self._nodes.pop(self._key_of_block.pop(block))
         if self.snapshots is not None:
             self.snapshots.forget(node)
+        if self.log is not None:
+            self.log.removed(node)

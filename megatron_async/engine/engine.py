@@ -29,6 +29,7 @@ from megatron_async.engine.commands import (
 from megatron_async.engine.driver import Driver, prompts_with_params
 from megatron_async.engine.engine_thread import StreamTable
 from megatron_async.engine.guidance import Grammars, Guidance
+from megatron_async.engine.kv_events import publish_kv_events
 from megatron_async.engine.loop import DecodeLoop
 from megatron_async.engine.metrics import EngineCounters
 from megatron_async.engine.output_processor import OutputProcessor, TokenOutput
@@ -42,6 +43,7 @@ from megatron_async.errors import (
     EngineStoppedError,
     RequestError,
 )
+from megatron_async.kv_events_config import kv_events_config
 from megatron_async.request import DynamicInferenceRequest, RequestFuture
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.controller import TextGenerationController
@@ -152,6 +154,16 @@ class DynamicInferenceEngine:
         self.scheduler = Scheduler(
             limits, self.outputs.ends, costs=step_costs_of(config, limits), debug=config.debug
         )
+        try:
+            self._kv_events = publish_kv_events(
+                kv_events_config(config.kv_events_config),
+                self.scheduler.table.prefixes,
+                limits.block_size,
+                "CPU" if context.device.type == "cpu" else "GPU",
+            )
+        except BaseException:
+            self.device.close()
+            raise
         self.guidance = Guidance(self.runner, grammars)
         self.streams = StreamTable()
         self._sinks = SinkQueue()
@@ -539,6 +551,8 @@ class DynamicInferenceEngine:
             self.runner.release()
             if self._run_file is not None:
                 self._run_file.close()
+            if self._kv_events is not None:
+                self._kv_events.close()
         self.outputs.resolve_futures()
         self.loop.commands.wake()
 

@@ -73,7 +73,7 @@ class RunFile:
 
     def begin(self, config: EngineConfig, model_name: str) -> None:
         """Write the header."""
-        config_entry = {**dataclasses.asdict(config), "record": None}
+        config_entry = {**dataclasses.asdict(config), "record": None, "kv_events_config": None}
         self.write({"format": FORMAT, "model": model_name, "config": config_entry})
 
     def write(self, entry: Entry) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import logging
 from typing import Any, Protocol
 
 import msgspec
 
 from megatron_async.errors import EngineDeadError, EngineGivenUpError, MegatronAsyncError
+from megatron_async.kv_events_config import kv_events_config
 from megatron_async.replicas.roster import Member
 from megatron_async.serving.engine_client import EngineClient
 from megatron_async.serving.messages import Control, Endpoint, Kept, Launch, NotStarted
@@ -70,13 +72,27 @@ class EngineReplica:
     Args:
         name: that no other replica has.
         host: the address at which other hosts find this one.
+        rank: of those that run, which tells the addresses of their KV events apart.
+
+    Raises:
+        ConfigError: the KV events cannot be published as asked.
     """
 
     def __init__(
-        self, name: str, settings: ReplicaSettings, registrar: Registrar, *, host: str
+        self,
+        name: str,
+        settings: ReplicaSettings,
+        registrar: Registrar,
+        *,
+        host: str,
+        rank: int = 0,
     ) -> None:
         self.name = name
         self._settings = settings
+        self._config = dict(settings.config)
+        events = kv_events_config(self._config.get("kv_events_config"))
+        if events is not None:
+            self._config["kv_events_config"] = dataclasses.asdict(events.of_rank(rank))
         self._registrar = registrar
         self._host = host
         self._supervisor: Supervisor | None = None
@@ -146,7 +162,7 @@ class EngineReplica:
             endpoint = Endpoint.over_network(self._host)
         else:
             endpoint = Endpoint.private()
-        launch = Launch(settings.model, settings.config, endpoint, settings.max_queue, kept=kept)
+        launch = Launch(settings.model, self._config, endpoint, settings.max_queue, kept=kept)
         self._supervisor = Supervisor(launch, max_restarts=settings.max_restarts)
         self._client = EngineClient(endpoint)
         await self._supervisor.start()

@@ -164,9 +164,14 @@ class EngineDeployment:
     """A replica. Ray asks how it is, how much it has to do, and tells it to go."""
 
     async def __init__(self, settings: ReplicaSettings, roster: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
-        name = serve.get_replica_context().replica_id.unique_id
-        host = ray.util.get_node_ip_address()
-        self._replica = EngineReplica(name, settings, RosterHandle(roster), host=host)
+        context = serve.get_replica_context()
+        self._replica = EngineReplica(
+            context.replica_id.unique_id,
+            settings,
+            RosterHandle(roster),
+            host=ray.util.get_node_ip_address(),
+            rank=context.rank.rank,
+        )
         await self._replica.start()
 
     async def check_health(self) -> None:

@@ -1,0 +1,173 @@
+"""The events of the prefix cache on a ZeroMQ socket, in the format that vLLM publishes.
+
+A message is three frames: topic, sequence number (8 bytes, big-endian, from 0), and a batch in
+msgpack, ``[time in seconds, events, data-parallel rank]``. An event is an array too, its type's
+name first; the fields are those of vLLM's ``vllm/distributed/kv_events.py`` up to ``lora_name``. At
+a replay socket, a request of one frame, the first number wanted, is answered by the kept messages
+from there on, without topic, and one with the number -1 and no batch.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any
+
+from megatron_async.cache.event_log import CacheEvent, Cleared, EventLog, Removed, Stored
+from megatron_async.cache.prefix_cache import ROOT, PrefixCache
+from megatron_async.errors import ConfigError
+from megatron_async.kv_events_config import NAME, KVEventsConfig
+
+BATCH_SECONDS = 0.01
+"""Between two looks for events: what has happened meanwhile is one batch."""
+CLOSE_MILLISECONDS = 200
+"""For the last batches to leave."""
+END = (-1).to_bytes(8, "big", signed=True)
+
+
+def publish_kv_events(
+    config: KVEventsConfig | None,
+    prefixes: PrefixCache,
+    block_size: int,
+    medium: str,
+    rank: int = 0,
+) -> KVEventPublisher | None:
+    """Begin to publish what becomes of ``prefixes``; None where nobody asks for it.
+
+    Raises:
+        ConfigError: there is nothing to publish, or no way to.
+    """
+    if config is None or not config.is_on:
+        return None
+    if not prefixes.enabled:
+        raise ConfigError(f"{NAME} needs enable_prefix_caching; turn it on")
+    publisher = KVEventPublisher(config, EventLog(ROOT), block_size, medium)
+    prefixes.log = publisher.log
+    return publisher
+
+
+class KVEventPublisher:
+    """A thread that sends the events of a log.
+
+    Args:
+        medium: where the blocks are, "GPU" or "CPU".
+
+    Attributes:
+        log: what is sent.
+
+    Raises:
+        ConfigError: pyzmq or msgspec is missing, or an address cannot be used.
+    """
+
+    def __init__(self, config: KVEventsConfig, log: EventLog, block_size: int, medium: str) -> None:
+        zmq, msgspec = _libraries()
+        self.log = log
+        self._block_size = block_size
+        self._medium = medium
+        self._rank = config.data_parallel_rank
+        self._topic = config.topic.encode()
+        self._sequence = 0
+        self._past: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._error = zmq.ZMQError
+        self._context = zmq.Context()
+        self._closing = threading.Event()
+        try:
+            self._publisher = self._context.socket(zmq.PUB)
+            self._publisher.setsockopt(zmq.SNDHWM, config.hwm)
+            self._publisher.setsockopt(zmq.LINGER, CLOSE_MILLISECONDS)
+            _open(self._publisher, "endpoint", config.endpoint, zmq)
+            self._replay: Any = None
+            if config.replay_endpoint is not None:
+                self._replay = self._context.socket(zmq.ROUTER)
+                self._replay.setsockopt(zmq.LINGER, CLOSE_MILLISECONDS)
+                _open(self._replay, "replay_endpoint", config.replay_endpoint, zmq, binds=True)
+        except BaseException:
+            self._context.destroy(0)
+            raise
+        self._thread = threading.Thread(target=self._run, name="kv events", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Send what is left, and end."""
+        self._closing.set()
+        self._thread.join()
+        self._context.destroy(CLOSE_MILLISECONDS)
+
+    def _run(self) -> None:
+        while not self._closing.is_set():
+            self._send()
+            if self._replay is None:
+                self._closing.wait(BATCH_SECONDS)
+            elif self._replay.poll(BATCH_SECONDS * 1000):
+                self._answer()
+        self._send()
+
+    def _send(self) -> None:
+        events = self.log.take()
+        if not events:
+            return
+        number = self._sequence.to_bytes(8, "big")
+        shown = shown_events(events, self._block_size, self._medium)
+        batch = self._encode([time.time(), shown, self._rank])
+        self._publisher.send_multipart((self._topic, number, batch))
+        self._past.append((number, batch))
+        self._sequence += 1
+
+    def _answer(self) -> None:
+        """Past batches, to one who asks. A client that is not there any more gets none."""
+        *envelope, first = self._replay.recv_multipart()
+        if len(envelope) != 2 or len(first) != 8:
+            return
+        try:
+            for number, batch in list(self._past):
+                if number >= first:  # of the same length, so that they compare as numbers do
+                    self._replay.send_multipart((*envelope, number, batch))
+            self._replay.send_multipart((*envelope, END, b""))
+        except self._error:
+            return
+
+
+def shown_events(events: Sequence[CacheEvent], block_size: int, medium: str) -> list[list[Any]]:
+    """Events as vLLM's arrays. Blocks of which each follows the one before are one event, and so
+    are those that are removed together."""
+    shown: list[list[Any]] = []
+    for event in events:
+        last = shown[-1] if shown else [""]
+        match event:
+            case Stored(block, parent, tokens):
+                if last[0] == "BlockStored" and last[1][-1] == parent:
+                    last[1].append(block)
+                    last[3].extend(tokens)
+                else:
+                    stored = [[block], parent, list(tokens), block_size, None, medium, None]
+                    shown.append(["BlockStored", *stored])
+            case Removed(block):
+                if last[0] == "BlockRemoved":
+                    last[1].append(block)
+                else:
+                    shown.append(["BlockRemoved", [block], medium])
+            case Cleared():
+                shown.append(["AllBlocksCleared"])
+    return shown
+
+
+def _open(opened: Any, name: str, address: str, zmq: ModuleType, *, binds: bool = False) -> None:
+    binds = binds or "*" in address or "::" in address or not address.startswith("tcp://")
+    try:
+        opened.bind(address) if binds else opened.connect(address)
+    except zmq.ZMQError as error:
+        said = f"{NAME}: {name}={address!r} cannot be used: {error.strerror}; choose another"
+        raise ConfigError(said) from None
+
+
+def _libraries() -> tuple[ModuleType, ModuleType]:
+    try:
+        import msgspec
+        import zmq
+    except ImportError as error:
+        raise ConfigError(f"{NAME} needs {error.name}; install megatron-async[server]") from None
+    return zmq, msgspec

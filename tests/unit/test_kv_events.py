@@ -1,0 +1,279 @@
+"""The events of the prefix cache, read as vLLM's subscribers read them, against the cache."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from megatron_async.cache.block_allocator import BlockAllocator
+from megatron_async.cache.block_hash import prefix_hashes
+from megatron_async.cache.event_log import Cleared, EventLog, Removed, Stored
+from megatron_async.cache.prefix_cache import LONG_ROOT, ROOT, PrefixCache
+from megatron_async.config import EngineConfig
+from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.engine.kv_events import shown_events
+from megatron_async.errors import ConfigError
+from megatron_async.kv_events_config import KVEventsConfig
+from megatron_async.sampling_params import SamplingParams
+from tests.support.engines import hash_engine
+from tests.support.patience import PATIENCE_SECONDS
+
+BLOCK = 4
+
+
+# --- vLLM's types, by their documentation -----------------------------------------------------
+
+
+class Event(msgspec.Struct, array_like=True, omit_defaults=True, tag=True):
+    pass
+
+
+class BlockStored(Event):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None
+    medium: str | None
+    lora_name: str | None
+    extra_keys: list[Any] | None = None
+
+
+class BlockRemoved(Event):
+    block_hashes: list[int]
+    medium: str | None
+
+
+class AllBlocksCleared(Event):
+    pass
+
+
+class Batch(msgspec.Struct, array_like=True, omit_defaults=True):
+    ts: float
+    events: list[BlockStored | BlockRemoved | AllBlocksCleared]
+    data_parallel_rank: int | None = None
+
+
+class Subscriber:
+    """Knows which blocks are cached, with the tokens that lead to each.
+
+    Attributes:
+        blocks: tokens of each block and of all before it, by hash.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: dict[int, list[int]] = {}
+        self.expected = 0
+        self._decoder = msgspec.msgpack.Decoder(Batch)
+
+    def take(self, number: bytes, payload: bytes) -> Batch:
+        assert int.from_bytes(number, "big") == self.expected
+        self.expected += 1
+        batch = self._decoder.decode(payload)
+        for event in batch.events:
+            self.apply(event)
+        return batch
+
+    def apply(self, event: Any) -> None:
+        if isinstance(event, AllBlocksCleared):
+            self.blocks.clear()
+        elif isinstance(event, BlockRemoved):
+            for each in event.block_hashes:
+                del self.blocks[each]  # nothing unknown is removed
+        else:
+            size, parent = event.block_size, event.parent_block_hash
+            for place, each in enumerate(event.block_hashes):
+                assert each not in self.blocks
+                before = [] if parent is None else self.blocks.get(parent, [])
+                own = event.token_ids[place * size : (place + 1) * size]
+                self.blocks[each] = [*before, *own]
+                parent = each
+
+
+# --- the cache --------------------------------------------------------------------------------
+
+
+def test_the_cache_without_a_log_keeps_none() -> None:
+    assert PrefixCache(BlockAllocator(4), BLOCK, enabled=True).log is None
+
+
+def test_events_rebuild_the_cache_under_random_use() -> None:
+    """Insertions, evictions in any order and resets: after each the log's blocks are those that a
+    subscriber knows, and those below the root of the cache."""
+    allocator = BlockAllocator(30)
+    cache = PrefixCache(allocator, BLOCK, enabled=True)
+    log = cache.log = EventLog(ROOT)
+    subscriber, draw = Subscriber(), random.Random(1)
+    seen: set[str] = set()
+    for _ in range(600):
+        if draw.random() < 0.01:
+            cache.clear()
+        root = LONG_ROOT if draw.random() < 0.1 else ROOT
+        tokens = [draw.randrange(2) for _ in range(BLOCK * draw.randrange(1, 5))]
+        blocks, node = cache.match(tokens, len(tokens), root)
+        for block in blocks:
+            allocator.share(block)
+        for start in range(len(blocks) * BLOCK, len(tokens), BLOCK):
+            block = allocator.allocate()
+            blocks.append(block)
+            node = cache.insert(node, tuple(tokens[start : start + BLOCK]), block)
+        order = blocks if draw.random() < 0.5 else blocks[::-1]  # beginnings may go first
+        allocator.release(order)
+        encoded = msgspec.msgpack.encode(shown_events(log.take(), BLOCK, "CPU"))
+        for event in msgspec.msgpack.decode(
+            encoded, type=list[BlockStored | BlockRemoved | AllBlocksCleared]
+        ):
+            subscriber.apply(event)
+            seen.add(type(event).__name__)
+        assert set(subscriber.blocks) == log.blocks()
+        if root == ROOT:
+            assert set(prefix_hashes(tokens, BLOCK)) & log.blocks() or not blocks
+    assert seen == {"BlockStored", "BlockRemoved", "AllBlocksCleared"}
+
+
+def test_blocks_in_a_row_are_one_event() -> None:
+    events = [
+        Cleared(),
+        Stored(1, None, (5, 6)),
+        Stored(2, 1, (7, 8)),
+        Stored(3, 1, (7, 9)),
+        Removed(3),
+        Removed(2),
+    ]
+    assert shown_events(events, 2, "GPU") == [
+        ["AllBlocksCleared"],
+        ["BlockStored", [1, 2], None, [5, 6, 7, 8], 2, None, "GPU", None],
+        ["BlockStored", [3], 1, [7, 9], 2, None, "GPU", None],
+        ["BlockRemoved", [3, 2], "GPU"],
+    ]
+
+
+def test_a_node_whose_parent_was_forgotten_first_is_counted() -> None:
+    log = EventLog(ROOT)
+    log.stored(ROOT, 1, (1,))
+    log.stored(1, 2, (2,))
+    log.removed(1)
+    log.stored(ROOT, 3, (1,))
+    log.stored(3, 4, (2,))  # again what node 2 stands for
+    log.removed(2)
+    events = log.take()
+    assert [type(event) for event in events] == [Cleared, Stored, Stored, Removed, Stored]
+    assert len(log.blocks()) == 2
+
+
+# --- the engine -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Any]]:
+    with zmq.Context() as opened:
+        yield opened
+
+
+def addresses(folder: Path) -> dict[str, Any]:
+    return {
+        "enable_kv_cache_events": True,
+        "endpoint": f"ipc://{folder}/events",
+        "replay_endpoint": f"ipc://{folder}/replay",
+        "topic": "kv",
+    }
+
+
+def engine_of(config: Any, **values: Any) -> DynamicInferenceEngine:
+    sizes: dict[str, Any] = {"max_requests": 3, "block_size_tokens": BLOCK, "block_count": 24}
+    return hash_engine(1, **sizes, **values, kv_events_config=config)
+
+
+def receive(socket: zmq.Socket[bytes]) -> list[bytes]:
+    assert socket.poll(PATIENCE_SECONDS * 1000)
+    return socket.recv_multipart()
+
+
+def test_a_subscriber_knows_the_engines_cache(tmp_path: Path, context: Any) -> None:
+    """Under eviction and reset. What it missed at the beginning comes from the replay socket."""
+    given = addresses(tmp_path)
+    with engine_of(given) as engine:
+        log = engine.scheduler.table.prefixes.log
+        assert log is not None
+        live = context.socket(zmq.SUB)
+        live.connect(given["endpoint"])
+        live.subscribe("kv")
+        replay = context.socket(zmq.DEALER)  # a REQ socket takes one answer alone
+        replay.connect(given["replay_endpoint"])
+        subscriber, held = Subscriber(), []
+        params = SamplingParams(num_tokens_to_generate=9, temperature=0.0, termination_id=-1)
+        for round_ in range(6):
+            prompts = [[7, 7, 7, 7, round_, i, 1, 2, 3] for i in range(5)]
+            engine.generate(prompts, params)
+            if round_ == 4:
+                engine.reset_prefix_cache()
+            if round_ == 5:
+                assert log.blocks()
+        # It has joined late, so that it asks for all, and then goes on from where that ends.
+        end = time.monotonic() + PATIENCE_SECONDS
+        while log.blocks() != set(subscriber.blocks):
+            assert time.monotonic() < end
+            replay.send_multipart((b"", subscriber.expected.to_bytes(8, "big")))
+            while (frames := receive(replay))[2]:
+                subscriber.take(*frames[1:])
+            assert frames[1] == (-1).to_bytes(8, "big", signed=True)
+        assert subscriber.expected >= 2
+        engine.generate([[9] * 12], params)
+        while log.blocks() != set(subscriber.blocks):
+            topic, number, payload = receive(live)
+            held.append(topic)
+            if int.from_bytes(number, "big") >= subscriber.expected:
+                batch = subscriber.take(number, payload)
+                assert batch.data_parallel_rank == 0 and batch.ts <= time.time()
+        assert set(held) == {b"kv"}
+        nine = prefix_hashes([9] * 12, BLOCK)
+        assert [subscriber.blocks[each] for each in nine] == [[9] * 4, [9] * 8, [9] * 12]
+        live.close(0)
+        replay.close(0)
+
+
+def test_nothing_is_published_unless_asked() -> None:
+    for config in (None, {}, {"enable_kv_cache_events": True, "publisher": "null"}):
+        with engine_of(config) as engine:
+            assert engine.scheduler.table.prefixes.log is None
+
+
+def test_each_replica_has_addresses_of_its_own() -> None:
+    config = KVEventsConfig(endpoint="tcp://*:5557", replay_endpoint="ipc:///tmp/replay")
+    third = config.of_rank(3)
+    assert third.endpoint == "tcp://*:5560" and third.replay_endpoint == "ipc:///tmp/replay_dp3"
+    assert third.data_parallel_rank == 3 and config.of_rank(0) == config
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"endpont": "tcp://*:1"}, "has no 'endpont'"),
+        ({"endpoint": "5557"}, "endpoint='5557' must be an address"),
+        ({"endpoint": "tcp://*"}, "has no port"),
+        ({"publisher": "kafka"}, "publisher='kafka' must be null or zmq"),
+        ({"buffer_steps": 0}, "buffer_steps=0 must be an integer of at least 1"),
+        ({"enable_kv_cache_events": 1}, "enable_kv_cache_events=1 must be true or false"),
+        ({"replay_endpoint": "tcp://*:5557"}, "choose another"),
+        ("tcp://*:5557", "must be a JSON object"),
+    ],
+)
+def test_wrong_values_are_named(given: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match="kv_events_config") as caught:
+        EngineConfig(kv_events_config=given)
+    assert said in str(caught.value)
+
+
+def test_what_cannot_be_published_is_an_error(tmp_path: Path) -> None:
+    given = addresses(tmp_path)
+    with pytest.raises(ConfigError, match="needs enable_prefix_caching"):
+        engine_of(given, enable_prefix_caching=False)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        engine_of({**given, "endpoint": f"ipc://{tmp_path}/no/such/folder"})
