@@ -66,6 +66,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="decode a million tokens in the long run, instead of a hundred thousand",
     )
+    parser.addoption(
+        "--ray",
+        action="store_true",
+        help="run the tests that start Ray too, which take minutes",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -84,6 +89,11 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--ray"):
+        skipped = pytest.mark.skip(reason="it starts Ray, for minutes; give --ray")
+        for item in items:
+            if item.get_closest_marker("ray") is not None:
+                item.add_marker(skipped)
     items.sort(key=lambda item: item.path.name not in LONG)
     part, parts = config.getoption("--part")
     items[:] = items[part::parts]

@@ -108,7 +108,7 @@ def serve_replicas(
     log_as_json()
 
     def say_ready() -> None:
-        said = f"{args.model} at {url_of(listening)}, {args.replicas} replicas"
+        said = f"{args.model} by {args.replicas} replicas at {url_of(listening)}"
         print(f"{options.PROGRAM}: {said}", file=sys.stderr)
 
     provider = make_provider(settings.otlp_traces_endpoint)

@@ -136,7 +136,7 @@ def shown_events(events: Sequence[CacheEvent], block_size: int, medium: str) -> 
     are those that are removed together."""
     shown: list[list[Any]] = []
     for event in events:
-        last = shown[-1] if shown else [""]
+        last: list[Any] = shown[-1] if shown else [""]
         match event:
             case Stored(block, parent, tokens):
                 if last[0] == "BlockStored" and last[1][-1] == parent:

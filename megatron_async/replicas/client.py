@@ -338,7 +338,10 @@ class ReplicasClient:
         one that begins with them."""
         try:
             async with asyncio.timeout(UPDATE_SECONDS):
-                await replica.client.ready()
+                while replica.client.state != "ready":  # its engine is being started again
+                    await asyncio.sleep(ASK_AGAIN_SECONDS)
+                    if replica.leaves:
+                        return []
                 await replica.command("weights", **arguments)
             return []
         except TimeoutError:

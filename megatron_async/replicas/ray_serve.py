@@ -45,11 +45,13 @@ logger = logging.getLogger(__name__)
 ROSTER = "Roster"
 ENGINE = "Engine"
 FRONT_END = "FrontEnd"
-LISTING_SECONDS = 20.0
+LISTING_SECONDS = 5.0
 """For which the roster waits for a change before it answers."""
 HEALTH_SECONDS = 2.0
 WATCH_SECONDS = 5.0
 """Between two looks whether Ray is still there."""
+LOOK_BACK_SECONDS = 12.0
+"""Over which the load is averaged for autoscaling; Ray gathers it every ten."""
 CONNECT_SECONDS = 5.0
 """For a Ray cluster to accept a connection."""
 MOST_CALLS = 100_000
@@ -66,6 +68,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         max_replicas: the most, started as requests queue up; None for always as many.
         target_requests: sequences that run or wait at each replica, on average, that
             autoscaling aims at.
+        upscale_seconds, downscale_seconds: for which more or fewer replicas must be wanted before
+            there are.
         gpus, cpus: of a replica, as Ray counts them; None for one GPU where ``RayReplicas`` finds
             any and the model is not for a CPU, else none.
         retries: see ``ReplicasClient``.
@@ -78,6 +82,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     replicas: int = 1
     max_replicas: int | None = None
     target_requests: float = 32.0
+    upscale_seconds: float = 5.0
+    downscale_seconds: float = 300.0
     gpus: float | None = None
     cpus: float = 0.0
     retries: int = DEFAULT_RETRIES
@@ -92,7 +98,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
             )
         if not self.target_requests > 0:
             raise ConfigError(f"target_requests={self.target_requests} must be above 0")
-        for name in ("gpus", "cpus", "retries", "most_extra"):
+        seconds = ("upscale_seconds", "downscale_seconds")
+        for name in ("gpus", "cpus", "retries", "most_extra", *seconds):
             if not (getattr(self, name) or 0) >= 0:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 0")
 
@@ -229,6 +236,9 @@ def engines(settings: ReplicaSettings, plan: Plan, roster: Application) -> Appli
             initial_replicas=plan.replicas,
             max_replicas=plan.max_replicas,
             target_ongoing_requests=plan.target_requests,
+            upscale_delay_s=plan.upscale_seconds,
+            downscale_delay_s=plan.downscale_seconds,
+            look_back_period_s=LOOK_BACK_SECONDS,
             policy=AutoscalingPolicy(policy_function=scale),
         )
         options = {"autoscaling_config": scaling}

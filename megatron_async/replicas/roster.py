@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 
 from megatron_async.serving.messages import Endpoint, Kept, NotStarted
+
+LAPSE_SECONDS = 20.0
+"""After which a member that gives no sign of life is none any more: several of its health checks,
+each of which asks for its standing."""
 
 
 class Member(msgspec.Struct, frozen=True):
@@ -51,10 +57,16 @@ class Roster:
     is first kept here and then told all members reaches every replica, whenever it starts.
 
     It forgets all when its process dies; then the members join again, with what they know.
+
+    Args:
+        clock: seconds. A member that has not asked for its standing for :data:`LAPSE_SECONDS` is
+            gone; one that is not joins again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.kept = Kept()
+        self._clock = clock
+        self._seen: dict[str, float] = {}
         self._failure: NotStarted | None = None
         self._members: dict[str, Member] = {}
         self._expelled: set[str] = set()
@@ -63,6 +75,9 @@ class Roster:
 
     def listing(self) -> Listing:
         """All members now."""
+        oldest = self._clock() - LAPSE_SECONDS
+        for name in [name for name, seen in self._seen.items() if seen < oldest]:
+            self.leave(name)
         members = tuple(self._members.values())
         return Listing(self._version, members, self.kept, self._failure)
 
@@ -80,6 +95,7 @@ class Roster:
             self.kept = kept
         if kept.weight_version < self.kept.weight_version:
             return False
+        self._seen[member.name] = self._clock()
         if self._members.get(member.name) != member:
             self._members[member.name] = member
             self._change()
@@ -94,10 +110,14 @@ class Roster:
         """Of a replica: "member", "expelled", or "unknown"."""
         if name in self._expelled:
             return "expelled"
-        return "member" if name in self._members else "unknown"
+        if name not in self._members:
+            return "unknown"
+        self._seen[name] = self._clock()
+        return "member"
 
     def leave(self, name: str) -> None:
         """A replica takes no requests any more. Nothing happens when it is no member."""
+        self._seen.pop(name, None)
         if self._members.pop(name, None) is not None:
             self._change()
 

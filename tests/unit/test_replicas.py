@@ -22,7 +22,7 @@ from megatron_async.errors import (
 from megatron_async.replicas.client import ReplicasClient, summed
 from megatron_async.replicas.metrics import ReplicasCollector
 from megatron_async.replicas.prefix_index import PrefixIndex
-from megatron_async.replicas.roster import Listing, Member, Roster
+from megatron_async.replicas.roster import LAPSE_SECONDS, Listing, Member, Roster
 from megatron_async.replicas.routing import BLOCK_TOKENS, PrefixRouter
 from megatron_async.serving.messages import Control, Endpoint, Generate, Kept, Output
 from megatron_async.serving.metrics import ServerMetrics
@@ -130,6 +130,20 @@ def test_nobody_joins_without_the_weights_that_all_have() -> None:
     assert [m.name for m in roster.listing().members] == ["two"]
     again = Roster()  # its process has died, and members join again with what they know
     assert again.join(two, new) and again.kept == new and not again.join(one, Kept())
+
+
+def test_a_member_that_gives_no_sign_of_life_is_gone_until_it_joins_again() -> None:
+    now = 0.0
+    roster = Roster(lambda: now)
+    for name in ("one", "two"):
+        assert roster.join(Member(name, Endpoint(name, b"")), Kept())
+    now = LAPSE_SECONDS - 1
+    assert roster.standing("two") == "member"
+    now = LAPSE_SECONDS + 1
+    assert [m.name for m in roster.listing().members] == ["two"]
+    assert roster.standing("one") == "unknown"
+    assert roster.join(Member("one", Endpoint("one", b"")), Kept())
+    assert len(roster.listing().members) == 2
 
 
 def test_a_change_is_told_at_once_and_silence_ends() -> None:
