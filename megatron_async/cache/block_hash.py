@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 
 HASH_BYTES = 8
+TOKEN_BYTES = 8
 
 
 def block_hash(parent: int | None, tokens: Sequence[int]) -> int:
@@ -14,17 +15,27 @@ def block_hash(parent: int | None, tokens: Sequence[int]) -> int:
 
     Two prefixes with the same hash are one in 2**63. Where that is too many, compare tokens.
     """
-    before = b"" if parent is None else parent.to_bytes(HASH_BYTES, "little")
-    digest = blake2b(array("q", tokens).tobytes(), digest_size=HASH_BYTES, key=before).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return _hash(b"" if parent is None else _key(parent), array("q", tokens).tobytes())
 
 
 def prefix_hashes(tokens: Sequence[int], block_size: int, most: int | None = None) -> list[int]:
     """Of each full block of ``block_size`` tokens, at most ``most`` of them from the beginning."""
-    hashes: list[int] = []
-    parent: int | None = None
     count = len(tokens) // block_size
-    for start in range(0, (count if most is None else min(count, most)) * block_size, block_size):
-        parent = block_hash(parent, tokens[start : start + block_size])
-        hashes.append(parent)
+    if most is not None:
+        count = min(count, most)
+    held, width = array("q", tokens[: count * block_size]).tobytes(), block_size * TOKEN_BYTES
+    hashes: list[int] = []
+    key = b""
+    for start in range(0, len(held), width):
+        block = _hash(key, held[start : start + width])
+        hashes.append(block)
+        key = _key(block)
     return hashes
+
+
+def _key(block: int) -> bytes:
+    return block.to_bytes(HASH_BYTES, "little")
+
+
+def _hash(key: bytes, held: bytes) -> int:
+    return int.from_bytes(blake2b(held, digest_size=HASH_BYTES, key=key).digest(), "little") >> 1

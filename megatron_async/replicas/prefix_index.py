@@ -14,7 +14,7 @@ class PrefixIndex:
     What was used longest ago is forgotten first, the end of a prefix before its beginning.
 
     Args:
-        most: blocks that are remembered, over all replicas. Each takes some 300 bytes.
+        most: blocks that are remembered, over all replicas. Each takes some 360 bytes.
     """
 
     def __init__(self, most: int) -> None:

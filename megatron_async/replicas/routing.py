@@ -14,7 +14,7 @@ BLOCK_TOKENS = 64
 MOST_PROMPT_BLOCKS = 512
 """Of a prompt that are compared: two that share so much go to the same replica."""
 MOST_INDEX_BLOCKS = 200_000
-"""That a front end remembers, in some 60 MB."""
+"""That a front end remembers, in some 70 MB."""
 DEFAULT_MOST_EXTRA = 8
 """Sequences that a replica may have more than another one, and still gets prompts for their
 prefix."""
