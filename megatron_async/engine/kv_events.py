@@ -1,10 +1,10 @@
 """The events of the prefix cache on a ZeroMQ socket, in the format that vLLM publishes.
 
 A message is three frames: topic, sequence number (8 bytes, big-endian, from 0), and a batch in
-msgpack, ``[time in seconds, events, data-parallel rank]``. An event is an array too, its type's
-name first; the fields are those of vLLM's ``vllm/distributed/kv_events.py`` up to ``lora_name``. At
-a replay socket, a request of one frame, the first number wanted, is answered by the kept messages
-from there on, without topic, and one with the number -1 and no batch.
+msgpack, ``[time in seconds, events, data-parallel rank]``. An event is a map with its name under
+``type``, as vLLM has it since June 2026 (vllm-project/vllm#42892); before that it was an array. A
+replay socket is asked with one frame, the first number wanted. It answers with the kept messages
+from there on, as they were (#45177), and at the end with the number -1 and no batch.
 """
 
 from __future__ import annotations
@@ -125,34 +125,49 @@ class KVEventPublisher:
         try:
             for number, batch in list(self._past):
                 if number >= first:  # of the same length, so that they compare as numbers do
-                    self._replay.send_multipart((*envelope, number, batch))
-            self._replay.send_multipart((*envelope, END, b""))
+                    self._replay.send_multipart((*envelope, self._topic, number, batch))
+            self._replay.send_multipart((*envelope, b"", END, b""))
         except self._error:
             return
 
 
-def shown_events(events: Sequence[CacheEvent], block_size: int, medium: str) -> list[list[Any]]:
-    """Events as vLLM's arrays. Blocks of which each follows the one before are one event, and so
-    are those that are removed together."""
-    shown: list[list[Any]] = []
+def shown_events(
+    events: Sequence[CacheEvent], block_size: int, medium: str
+) -> list[dict[str, Any]]:
+    """Events as vLLM's maps. Blocks of which each follows the one before are one event, and so are
+    those that are removed together."""
+    shown: list[dict[str, Any]] = []
     for event in events:
-        last: list[Any] = shown[-1] if shown else [""]
+        last = shown[-1] if shown else {"type": ""}
         match event:
             case Stored(block, parent, tokens):
-                if last[0] == "BlockStored" and last[1][-1] == parent:
-                    last[1].append(block)
-                    last[3].extend(tokens)
+                if last["type"] == "BlockStored" and last["block_hashes"][-1] == parent:
+                    last["block_hashes"].append(block)
+                    last["token_ids"].extend(tokens)
                 else:
-                    stored = [[block], parent, list(tokens), block_size, None, medium, None]
-                    shown.append(["BlockStored", *stored])
+                    shown.append(_stored(event, block_size, medium))
             case Removed(block):
-                if last[0] == "BlockRemoved":
-                    last[1].append(block)
+                if last["type"] == "BlockRemoved":
+                    last["block_hashes"].append(block)
                 else:
-                    shown.append(["BlockRemoved", [block], medium])
+                    removed = {"block_hashes": [block], "medium": medium}
+                    shown.append({"type": "BlockRemoved", **removed})
             case Cleared():
-                shown.append(["AllBlocksCleared"])
+                shown.append({"type": "AllBlocksCleared"})
     return shown
+
+
+def _stored(event: Stored, block_size: int, medium: str) -> dict[str, Any]:
+    return {
+        "type": "BlockStored",
+        "block_hashes": [event.block],
+        "parent_block_hash": event.parent,
+        "token_ids": list(event.tokens),
+        "block_size": block_size,
+        "lora_id": None,
+        "medium": medium,
+        "lora_name": None,
+    }
 
 
 def _open(opened: Any, name: str, address: str, zmq: ModuleType, *, binds: bool = False) -> None:

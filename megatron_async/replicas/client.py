@@ -286,6 +286,8 @@ class ReplicasClient:
         self.check_ready()
         replicas = self._usable()
         if control.name in OF_ONE:
+            if control.name == "profile" and replicas[0].endpoint.network is not None:
+                raise RequestError("a profile can be had of replicas on this host alone")
             return await replicas[0].command(control.name, **control.arguments)
         asked = (replica.command(control.name, **control.arguments) for replica in replicas)
         answers = await asyncio.gather(*asked, return_exceptions=True)
