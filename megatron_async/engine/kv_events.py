@@ -138,7 +138,7 @@ def shown_events(
     those that are removed together."""
     shown: list[dict[str, Any]] = []
     for event in events:
-        last = shown[-1] if shown else {"type": ""}
+        last: dict[str, Any] = shown[-1] if shown else {"type": ""}
         match event:
             case Stored(block, parent, tokens):
                 if last["type"] == "BlockStored" and last["block_hashes"][-1] == parent:

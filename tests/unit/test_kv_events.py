@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -200,48 +201,53 @@ def receive(socket: zmq.Socket[bytes]) -> list[bytes]:
     return socket.recv_multipart()
 
 
-def test_a_subscriber_knows_the_engines_cache(tmp_path: Path, context: Any) -> None:
-    """Under eviction and reset. What it missed at the beginning comes from the replay socket."""
+def subscriber_of_the_docs() -> Any:
+    page = (Path(__file__).parents[2] / "docs" / "replicas.md").read_text()
+    (shown,) = (b for b in re.findall(r"```python\n(.*?)```", page, re.S) if "CachedBlocks" in b)
+    names: dict[str, Any] = {}
+    exec(shown, names)
+    return names["CachedBlocks"]
+
+
+def test_the_subscriber_of_the_docs_knows_the_engines_cache(tmp_path: Path, context: Any) -> None:
+    """Under eviction and reset, although it comes late. The replay socket has all from the
+    beginning, in vLLM's types."""
     given = addresses(tmp_path)
+    params = SamplingParams(num_tokens_to_generate=9, temperature=0.0, termination_id=-1)
     with engine_of(given) as engine:
         log = engine.scheduler.table.prefixes.log
         assert log is not None
-        live = context.socket(zmq.SUB)
-        live.connect(given["endpoint"])
-        live.subscribe("kv")
-        replay = context.socket(zmq.DEALER)  # a REQ socket takes one answer alone
-        replay.connect(given["replay_endpoint"])
-        subscriber, held = Subscriber(), []
-        params = SamplingParams(num_tokens_to_generate=9, temperature=0.0, termination_id=-1)
         for round_ in range(6):
             prompts = [[7, 7, 7, 7, round_, i, 1, 2, 3] for i in range(5)]
             engine.generate(prompts, params)
-            if round_ == 4:
+            if round_ == 3:
                 engine.reset_prefix_cache()
-            if round_ == 5:
-                assert log.blocks()
-        # It has joined late, so that it asks for all, and then goes on from where that ends.
+        late = subscriber_of_the_docs()(given["endpoint"], given["replay_endpoint"], "kv")
         end = time.monotonic() + PATIENCE_SECONDS
-        while log.blocks() != set(subscriber.blocks):
+        number = 0
+        while not late.next or late.blocks != log.blocks():
             assert time.monotonic() < end
-            replay.send_multipart((b"", subscriber.expected.to_bytes(8, "big")))
-            while (frames := receive(replay))[3]:
-                assert frames[:2] == [b"", b"kv"]
-                subscriber.take(*frames[2:])
-            assert frames[2] == (-1).to_bytes(8, "big", signed=True)
-        assert subscriber.expected >= 2
-        engine.generate([[9] * 12], params)
-        while log.blocks() != set(subscriber.blocks):
-            topic, number, payload = receive(live)
-            held.append(topic)
-            if int.from_bytes(number, "big") >= subscriber.expected:
-                batch = subscriber.take(number, payload)
-                assert batch.data_parallel_rank == 0 and batch.ts <= time.time()
-        assert set(held) == {b"kv"}
-        nine = prefix_hashes([9] * 12, BLOCK)
-        assert [subscriber.blocks[each] for each in nine] == [[9] * 4, [9] * 8, [9] * 12]
-        live.close(0)
-        replay.close(0)
+            if late.live.poll(20):
+                late.read()
+            else:  # it may not have been there yet, or all was sent
+                engine.generate([[9] * (8 + number % 20)], params)
+                number += 1
+        assert log.blocks()
+
+        replay = context.socket(zmq.DEALER)
+        replay.connect(given["replay_endpoint"])
+        replay.send_multipart((b"", bytes(8)))
+        every = Subscriber()
+        while (frames := receive(replay))[3]:
+            assert frames[:2] == [b"", b"kv"]
+            batch = every.take(*frames[2:])
+            assert batch.data_parallel_rank == 0 and batch.ts <= time.time()
+        assert frames[2] == (-1).to_bytes(8, "big", signed=True)
+        assert set(every.blocks) == late.blocks and every.expected == late.next
+        for block, tokens in every.blocks.items():
+            assert prefix_hashes(tokens, BLOCK)[-1] == block
+        for each in (late.live, late.past, replay):
+            each.close(0)
 
 
 def test_nothing_is_published_unless_asked() -> None:
