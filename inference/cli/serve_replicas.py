@@ -80,7 +80,8 @@ def serve_replicas(
 ) -> bool:
     """Serve until a signal comes; False when Ray has ended before."""
     from megatron_async.replicas.engine_replica import ReplicaSettings
-    from megatron_async.replicas.ray_serve import Plan, RayReplicas, frontend_of_replicas
+    from megatron_async.replicas.ray_cluster import RayReplicas
+    from megatron_async.replicas.ray_serve import Plan, frontend_of_replicas
     from megatron_async.serving.http_server import open_socket, serve, url_of
     from megatron_async.serving.http_server import run as run_loop
     from megatron_async.serving.logs import log_as_json

@@ -19,7 +19,8 @@ from megatron_async.errors import (
     QueueFullError,
     RequestError,
 )
-from megatron_async.replicas.roster import Directory, Listing, Member
+from megatron_async.replicas.replica import Replica, sum_of
+from megatron_async.replicas.roster import Directory, Listing
 from megatron_async.replicas.routing import PrefixRouter
 from megatron_async.serving.engine_client import EngineClient
 from megatron_async.serving.messages import Control, EngineInfo, Generate, Output, Snapshot
@@ -33,52 +34,6 @@ UPDATE_SECONDS = 600.0
 """For a replica to come back and take new weights; then it is replaced."""
 OF_ONE = frozenset({"info", "live", "profile"})
 """Controls that one replica answers; ``weights`` goes from one to the next, others to all."""
-
-
-class Replica:
-    """One replica, as a front end sees it.
-
-    Attributes:
-        own: sequences that this front end has given it and that have not ended.
-        leaves: it gets no more requests.
-    """
-
-    def __init__(self, member: Member, client: EngineClient) -> None:
-        self.name = member.name
-        self.endpoint = member.endpoint
-        self.client = client
-        self.own = 0
-        self.leaves = False
-        self._seen: Snapshot | None = None
-        self._others = 0
-
-    @property
-    def is_ready(self) -> bool:
-        """It may get requests."""
-        if self.leaves:
-            return False
-        try:
-            self.client.check_ready()
-        except EngineDeadError:
-            return False
-        return True
-
-    @property
-    def load(self) -> int:
-        """Sequences that run or wait: those of this front end, and those of others by the replica's
-        last snapshot."""
-        snapshot = self.client.snapshot
-        if snapshot is not self._seen:
-            self._seen, self._others = snapshot, 0
-            if snapshot is not None:
-                gauges = snapshot.gauges
-                total = gauges["requests_running"] + gauges["requests_waiting"]
-                self._others = max(0, int(total) - self.own)
-        return self.own + self._others
-
-    async def command(self, name: str, **arguments: Any) -> dict[str, Any]:
-        """Ask it something; raises as the client's."""
-        return await self.client.command(Control(0, name, arguments))
 
 
 class ReplicasClient:
@@ -114,6 +69,7 @@ class ReplicasClient:
         self._router = PrefixRouter() if router is None else router
         self._replicas: dict[str, Replica] = {}
         self._version = 0
+        self._taken_over = (0, False)
         self._has_been_ready = False
         self._given_up: str | None = None
         self._ready = asyncio.Event()
@@ -169,14 +125,7 @@ class ReplicasClient:
     def snapshot(self) -> Snapshot | None:
         """The sum of all; None where none has sent one."""
         each = list(self.snapshots.values())
-        if not each:
-            return None
-        return Snapshot(
-            max(snapshot.time for snapshot in each),
-            summed([snapshot.counters for snapshot in each]),
-            summed([snapshot.gauges for snapshot in each])
-            | {"weight_version": max(snapshot.gauges["weight_version"] for snapshot in each)},
-        )
+        return sum_of(each) if each else None
 
     @property
     def states(self) -> dict[str, bool]:
@@ -370,14 +319,16 @@ class ReplicasClient:
 
     async def _take_over(self, listing: Listing) -> None:
         """See the members of a listing as they are."""
-        if listing.version == self._version:
+        if (listing.version, listing.is_settled) == self._taken_over:
             return
         self._version = listing.version
+        self._taken_over = listing.version, listing.is_settled
         members = {member.name: member for member in listing.members}
         for name, replica in self._replicas.items():
-            if not replica.leaves and (
-                name not in members or members[name].endpoint != replica.endpoint
-            ):
+            is_gone = listing.is_settled and name not in members
+            if name in members and members[name].endpoint != replica.endpoint:
+                is_gone = True
+            if is_gone and not replica.leaves:
                 replica.leaves = True
                 self._spawn(self._part(replica))
         for name, member in members.items():
@@ -387,7 +338,7 @@ class ReplicasClient:
                 replica = self._replicas[name] = Replica(member, client)
                 await client.connect()
                 self._spawn(self._greet(replica))
-        self._router.index.keep_only(members)
+        self._router.index.keep_only(self._replicas)
 
     async def _greet(self, replica: Replica) -> None:
         await replica.client.ready()
@@ -405,21 +356,3 @@ class ReplicasClient:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def summed(each: list[dict[str, Any]]) -> dict[str, Any]:
-    """Numbers of several replicas, added up by name; so are lists by place and dicts by name."""
-    total: dict[str, Any] = {}
-    for one in each:
-        for name, value in one.items():
-            total[name] = value if name not in total else _added(total[name], value)
-    return total
-
-
-def _added(one: Any, other: Any) -> Any:
-    if isinstance(one, dict):
-        return summed([one, other])
-    if isinstance(one, (list, tuple)):
-        longer, shorter = sorted((list(one), list(other)), key=len, reverse=True)
-        return [a + b for a, b in zip(longer, [*shorter, *[0] * len(longer)], strict=False)]
-    return one + other

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import time
 from collections.abc import Callable
 from typing import Protocol
@@ -31,12 +32,14 @@ class Listing(msgspec.Struct, frozen=True):
         version: another one for each change.
         kept: what all replicas were told, and new ones must know.
         failure: why the last one that could not start did not.
+        is_settled: the roster is old enough to know all members: who is missing has gone.
     """
 
     version: int
     members: tuple[Member, ...]
     kept: Kept
     failure: NotStarted | None = None
+    is_settled: bool = True
 
 
 class Directory(Protocol):
@@ -66,11 +69,14 @@ class Roster:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.kept = Kept()
         self._clock = clock
+        self._born = clock()
         self._seen: dict[str, float] = {}
+        self._weights: dict[str, int] = {}
+        """Versions with which members joined."""
         self._failure: NotStarted | None = None
         self._members: dict[str, Member] = {}
         self._expelled: set[str] = set()
-        self._version = 1
+        self._version = random.randrange(1, 2**31)  # not that of a roster before this one
         self._changed = asyncio.Event()
 
     def listing(self) -> Listing:
@@ -79,7 +85,8 @@ class Roster:
         for name in [name for name, seen in self._seen.items() if seen < oldest]:
             self.leave(name)
         members = tuple(self._members.values())
-        return Listing(self._version, members, self.kept, self._failure)
+        is_settled = oldest >= self._born
+        return Listing(self._version, members, self.kept, self._failure, is_settled)
 
     async def changed(self, version: int, seconds: float) -> Listing:
         """The members as soon as their version is another one, or after so many seconds."""
@@ -92,10 +99,14 @@ class Roster:
     def join(self, member: Member, kept: Kept) -> bool:
         """A replica serves, and knows ``kept``; False when there is more to know."""
         if kept.weight_version > self.kept.weight_version:
+            # This roster is newer than the weights: who joined without them was too early.
             self.kept = kept
+            for name in [n for n, v in self._weights.items() if v < kept.weight_version]:
+                self.leave(name)
         if kept.weight_version < self.kept.weight_version:
             return False
         self._seen[member.name] = self._clock()
+        self._weights[member.name] = kept.weight_version
         if self._members.get(member.name) != member:
             self._members[member.name] = member
             self._change()
@@ -118,6 +129,7 @@ class Roster:
     def leave(self, name: str) -> None:
         """A replica takes no requests any more. Nothing happens when it is no member."""
         self._seen.pop(name, None)
+        self._weights.pop(name, None)
         if self._members.pop(name, None) is not None:
             self._change()
 

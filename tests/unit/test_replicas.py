@@ -19,9 +19,10 @@ from megatron_async.errors import (
     QueueFullError,
     RequestError,
 )
-from megatron_async.replicas.client import ReplicasClient, summed
+from megatron_async.replicas.client import ReplicasClient
 from megatron_async.replicas.metrics import ReplicasCollector
 from megatron_async.replicas.prefix_index import PrefixIndex
+from megatron_async.replicas.replica import summed
 from megatron_async.replicas.roster import LAPSE_SECONDS, Listing, Member, Roster
 from megatron_async.replicas.routing import BLOCK_TOKENS, PrefixRouter
 from megatron_async.serving.messages import Control, Endpoint, Generate, Kept, Output
@@ -129,7 +130,9 @@ def test_nobody_joins_without_the_weights_that_all_have() -> None:
     assert roster.standing("one") == "expelled"
     assert [m.name for m in roster.listing().members] == ["two"]
     again = Roster()  # its process has died, and members join again with what they know
-    assert again.join(two, new) and again.kept == new and not again.join(one, Kept())
+    assert again.join(one, Kept())
+    assert again.join(two, new) and again.kept == new and again.standing("one") == "unknown"
+    assert not again.join(one, Kept())
 
 
 def test_a_member_that_gives_no_sign_of_life_is_gone_until_it_joins_again() -> None:
@@ -165,10 +168,11 @@ def test_a_change_is_told_at_once_and_silence_ends() -> None:
 
 
 class Known:
-    """A roster in this process."""
+    """A roster in this process, old enough to know all members."""
 
     def __init__(self) -> None:
-        self.roster = Roster()
+        times = iter([0.0])
+        self.roster = Roster(lambda: next(times, LAPSE_SECONDS))
 
     async def changed(self, version: int) -> Listing:
         return await self.roster.changed(version, 60)
@@ -369,6 +373,23 @@ def test_replicas_come_and_go_without_a_lost_request() -> None:
                     await asyncio.sleep(0.01)
             with pytest.raises(RequestError, match="temperature"):
                 await asked(client, 3, [3], {"temperature": -1.0})
+
+    run(test())
+
+
+def test_a_new_roster_takes_nobody_away_before_it_knows_all() -> None:
+    async def test() -> None:
+        async with fleet("one", "two") as (engines, client):
+            now = 0.0
+            known = engines.directory.roster.listing().members
+            engines.directory.roster = Roster(lambda: now)
+            await client._take_over(engines.directory.roster.listing())
+            assert list(client.states.values()) == [True, True]
+            engines.directory.roster.join(known[0], Kept())
+            now = LAPSE_SECONDS
+            engines.directory.roster.join(known[0], Kept())
+            await client._take_over(engines.directory.roster.listing())
+            assert sorted(client.states.values()) == [False, True]
 
     run(test())
 

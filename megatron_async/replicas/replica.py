@@ -1,0 +1,83 @@
+"""One replica, as a front end sees it; and the sum of several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from megatron_async.errors import EngineDeadError
+from megatron_async.replicas.roster import Member
+from megatron_async.serving.engine_client import EngineClient
+from megatron_async.serving.messages import Control, Snapshot
+
+
+class Replica:
+    """One replica, as a front end sees it.
+
+    Attributes:
+        own: sequences that this front end has given it and that have not ended.
+        leaves: it gets no more requests.
+    """
+
+    def __init__(self, member: Member, client: EngineClient) -> None:
+        self.name = member.name
+        self.endpoint = member.endpoint
+        self.client = client
+        self.own = 0
+        self.leaves = False
+        self._seen: Snapshot | None = None
+        self._others = 0
+
+    @property
+    def is_ready(self) -> bool:
+        """It may get requests."""
+        if self.leaves:
+            return False
+        try:
+            self.client.check_ready()
+        except EngineDeadError:
+            return False
+        return True
+
+    @property
+    def load(self) -> int:
+        """Sequences that run or wait: those of this front end, and those of others by the replica's
+        last snapshot."""
+        snapshot = self.client.snapshot
+        if snapshot is not self._seen:
+            self._seen, self._others = snapshot, 0
+            if snapshot is not None:
+                gauges = snapshot.gauges
+                total = gauges["requests_running"] + gauges["requests_waiting"]
+                self._others = max(0, int(total) - self.own)
+        return self.own + self._others
+
+    async def command(self, name: str, **arguments: Any) -> dict[str, Any]:
+        """Ask it something; raises as the client's."""
+        return await self.client.command(Control(0, name, arguments))
+
+
+def sum_of(each: Sequence[Snapshot]) -> Snapshot:
+    """One snapshot of several replicas, of which there is at least one."""
+    gauges = summed([snapshot.gauges for snapshot in each])
+    gauges["weight_version"] = max(snapshot.gauges["weight_version"] for snapshot in each)
+    counters = summed([snapshot.counters for snapshot in each])
+    return Snapshot(max(snapshot.time for snapshot in each), counters, gauges)
+
+
+def summed(each: list[dict[str, Any]]) -> dict[str, Any]:
+    """Numbers of several replicas, added up by name; so are lists by place and dicts by name."""
+    total: dict[str, Any] = {}
+    for one in each:
+        for name, value in one.items():
+            total[name] = value if name not in total else _added(total[name], value)
+    return total
+
+
+def _added(one: Any, other: Any) -> Any:
+    if isinstance(one, dict):
+        return summed([one, other])
+    if isinstance(one, (list, tuple)):
+        longer, shorter = sorted((list(one), list(other)), key=len, reverse=True)
+        return [a + b for a, b in zip(longer, [*shorter, *[0] * len(longer)], strict=False)]
+    return one + other
