@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
+import importlib.util
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -19,6 +21,8 @@ from megatron_async.errors import (
     QueueFullError,
     RequestError,
 )
+from megatron_async.inference.cli import serve
+from megatron_async.inference.cli.serve_replicas import check_replica_options
 from megatron_async.replicas.client import ReplicasClient
 from megatron_async.replicas.metrics import ReplicasCollector
 from megatron_async.replicas.prefix_index import PrefixIndex
@@ -464,3 +468,34 @@ def test_sums_are_by_name_and_place() -> None:
         "by": {"x": 1, "y": 2},
         "places": [2, 5],
     }
+
+
+# --- options ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--max-replicas 3", "--max-replicas does nothing without --replicas"),
+        ("--ray-address auto", "--ray-address does nothing without --replicas"),
+        ("--replicas 3 --max-replicas 2", "--max-replicas 2 is below --replicas 3"),
+        ("--replicas 2 --replica-target-requests 4", "does nothing without --max-replicas"),
+        ("--replicas 2 --api-server-count 2", "do not go together yet"),
+        ("--replicas 2 --device cuda:1", "--device cuda:1 is one GPU"),
+    ],
+)
+def test_options_that_contradict_each_other(options: str, said: str) -> None:
+    parser = argparse.ArgumentParser()
+    serve.add_command(parser.add_subparsers())
+    args = parser.parse_args(["serve", "--model", "tiny", *options.split()])
+    with pytest.raises(ConfigError, match=said):
+        check_replica_options(args)
+
+
+def test_without_ray_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    parser = argparse.ArgumentParser()
+    serve.add_command(parser.add_subparsers())
+    args = parser.parse_args(["serve", "--model", "tiny", "--replicas", "2"])
+    with pytest.raises(ConfigError, match=r"install megatron-async\[replicas\]"):
+        check_replica_options(args)
