@@ -37,7 +37,7 @@ from megatron_async.engine.recording import Recorder, RunFile
 from megatron_async.engine.request_queue import Prompt, RequestQueue, checked_id
 from megatron_async.engine.request_validation import RequestValidator
 from megatron_async.engine.step_lock import StepLock
-from megatron_async.engine.weight_update import replace_weights, shared_weights
+from megatron_async.engine.weight_update import CONTINUE, replace_weights, shared_weights
 from megatron_async.errors import (
     EngineStoppedError,
     RequestError,
@@ -429,6 +429,11 @@ class DynamicInferenceEngine:
         in one call for each step; before :meth:`start`. Streams get theirs all the same."""
         self._sinks.sink = sink
 
+    @property
+    def delivers(self) -> bool:
+        """Somebody gets the tokens of all requests as they come (:meth:`deliver_to`)."""
+        return self._sinks.sink is not None
+
     # --- whole engine -------------------------------------------------------------------------
 
     @property
@@ -458,7 +463,11 @@ class DynamicInferenceEngine:
         return self.outputs.weight_version
 
     def update_weights(
-        self, source: str | Path | Mapping[str, Any], *, recompute_kv_cache: bool = True
+        self,
+        source: str | Path | Mapping[str, Any],
+        *,
+        recompute_kv_cache: bool = True,
+        partial_rollouts: str = CONTINUE,
     ) -> int:
         """Replace the weights between two steps. Requests go on; each says in ``weight_spans``
         which version sampled which of its tokens.
@@ -472,16 +481,28 @@ class DynamicInferenceEngine:
             recompute_kv_cache: evict the running requests, so that what they have so far is
                 computed again with the new weights. Otherwise they go on over the old keys and
                 values. Cached prefixes are forgotten in either case.
+            partial_rollouts: what becomes of requests that have generated tokens: ``"continue"``,
+                or ``"restart"``: they begin again behind their prompts with the same seeds, so that
+                each is of one version. Those that are streamed go on, since their tokens have been
+                handed out. What :meth:`step_modern` has handed out comes again.
 
         Returns:
             The new weight version.
 
         Raises:
             CheckpointError: the weights do not fit; the old ones stay.
+            RequestError: ``partial_rollouts`` is neither, or all requests are delivered
+                (:meth:`deliver_to`) and none can be restarted.
         """
         self._driver.check_outside()
         self.lock.check()
-        replace_weights(self, self._weights, source, recompute_kv_cache=recompute_kv_cache)
+        replace_weights(
+            self,
+            self._weights,
+            source,
+            recompute_kv_cache=recompute_kv_cache,
+            partial_rollouts=partial_rollouts,
+        )
         return self.outputs.weight_version
 
     @property
