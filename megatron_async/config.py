@@ -130,6 +130,9 @@ class EngineConfig:
             says how much at the start. Without it such requests are refused.
         capture_mixed_steps: capture steps with prefill chunks too, one graph for each token
             bucket; without it their kernels are launched one by one, with the same results.
+        enable_sleep_mode: weights and KV cache lie in memory that ``sleep`` gives back and
+            ``wake_up`` takes again at the same addresses. Recurrent states, tables and a draft
+            model's weights stay.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:N"``; None takes a GPU where there is one.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None takes the checkpoint's on a GPU
             and float32 on a CPU.
@@ -170,6 +173,7 @@ class EngineConfig:
     num_cuda_graphs: int | None = None
     enable_sampling_extras: bool = True
     capture_mixed_steps: bool = True
+    enable_sleep_mode: bool = False
     device: str | None = None
     dtype: str | None = None
     jitter_seed: int | None = None

@@ -31,6 +31,7 @@ def read_weights(
     source: str | Path | Mapping[str, Any],
     *,
     allow_non_finite_weights: bool = False,
+    all_parameters: bool = False,
 ) -> Callable[[], None]:
     """Read and check new weights as a whole. Calling the result copies them into the parameters of
     ``model``, whose addresses stay. The caller may be in inference mode or not, and so may those
@@ -41,6 +42,7 @@ def read_weights(
             with megatron-core's parameter names; or a state dict with these. Experts may be
             stacked, as the model has them, or each by itself.
         allow_non_finite_weights: take tensors with NaN or infinite elements as they are.
+        all_parameters: some may not be missing.
 
     Raises:
         CheckpointError: a name, a shape, a dtype or a directory's config.json does not fit,
@@ -69,6 +71,8 @@ def read_weights(
         if name not in targets:
             raise CheckpointError(f"the new weights hold {name}, which the model does not have")
         _check_tensor(name, tensor, targets[name])
+    if all_parameters:
+        _check_complete(model, [targets[name] for name in tensors])
     if not allow_non_finite_weights:
         check_finite("the new weights", ((k, v, targets[k].dtype) for k, v in tensors.items()))
     if tied and {OUTPUT, EMBEDDING} <= tensors.keys():
@@ -117,6 +121,17 @@ def _check_tensor(name: str, new: Any, target: torch.Tensor) -> None:
             f"the new {name} has dtype {new.dtype}, the model's has {target.dtype}; supported are "
             f"{', '.join(map(str, _FLOATS))}"
         )
+
+
+def _check_complete(model: GPTModel, targets: list[torch.Tensor]) -> None:
+    """Raise unless ``targets``, parameters or views of them, are all that the model has."""
+    sizes = {target.data_ptr(): target.numel() for target in targets}
+    for name, parameter in model.named_parameters():
+        start, end = parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes
+        if sum(size for at, size in sizes.items() if start <= at < end) != parameter.numel():
+            raise CheckpointError(
+                f"the new weights lack {name}, and the old ones were discarded; give all of them"
+            )
 
 
 def _read(model: GPTModel, path: str | Path) -> Mapping[str, Any]:

@@ -327,6 +327,13 @@ class DecodeLoop:
         self.suspended = False
         self._found_no_plan = False
 
+    def give_up_cache(self) -> None:
+        """While nothing is in flight: evict all requests, and forget all cached prefixes."""
+        for key in self._outputs.keys.values():
+            self._note(EvictRequest(key))
+        self._scheduler.evict_all()
+        self.reset_prefix_cache()
+
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; what is in flight goes on."""
         self.apply_commands()

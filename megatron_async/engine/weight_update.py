@@ -15,6 +15,7 @@ from megatron_async.engine.engine_thread import StreamTable
 from megatron_async.engine.loop import DecodeLoop
 from megatron_async.engine.metrics import NotOverlapped
 from megatron_async.engine.output_processor import OutputProcessor
+from megatron_async.engine.sleep_mode import SleepMode
 from megatron_async.engine.step_lock import StepLock
 from megatron_async.errors import CheckpointError, ConfigError, RequestError
 from megatron_async.runner.controller import TextGenerationController
@@ -33,6 +34,7 @@ class Engine(Protocol):
     lock: StepLock
     loop: DecodeLoop
     outputs: OutputProcessor
+    sleep_mode: SleepMode
     streams: StreamTable
 
     @property
@@ -105,6 +107,7 @@ def replace_weights(
     *,
     recompute_kv_cache: bool,
     partial_rollouts: str = CONTINUE,
+    allow_non_finite_weights: bool | None = None,
 ) -> None:
     """New weights for all engines over them, each between two of its steps.
 
@@ -120,10 +123,17 @@ def replace_weights(
     sharing: list[Engine] = []
     try:
         with weights.lock:
-            allow = wanted.config.allow_non_finite_weights
-            replace = wanted.controller.read_weights(source, allow_non_finite_weights=allow)
+            allow = allow_non_finite_weights
+            if allow is None:
+                allow = wanted.config.allow_non_finite_weights
+            wanted.sleep_mode.check_weights()
+            replace = wanted.controller.read_weights(
+                source,
+                allow_non_finite_weights=allow,
+                all_parameters=wanted.sleep_mode.lost_weights,
+            )
             sharing = weights.engines
-            path = None if isinstance(source, Mapping) else str(source)
+            path = str(source) if isinstance(source, str | Path) else None
 
             def copy(engines: list[Engine]) -> None:
                 try:
@@ -141,6 +151,7 @@ def replace_weights(
                         recompute_kv_cache=recompute_kv_cache,
                         restarted=_not_streamed(engine) if restarts else None,
                     )
+                    engine.sleep_mode.weights_replaced()
 
             _between_steps(sharing, wanted, copy)
     finally:
