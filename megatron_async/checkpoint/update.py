@@ -40,7 +40,8 @@ def read_weights(
     Args:
         source: a model directory, as :func:`load_pretrained` takes it; a ``.safetensors`` file
             with megatron-core's parameter names; or a state dict with these. Experts may be
-            stacked, as the model has them, or each by itself.
+            stacked, as the model has them, or each by itself. For a model that was loaded from a
+            directory of Hugging Face's the names may be those of its tensors.
         allow_non_finite_weights: take tensors with NaN or infinite elements as they are.
         all_parameters: some may not be missing.
 
@@ -62,6 +63,17 @@ def read_weights(
     # megatron-core's layers have an extra state each, which holds no weights.
     tensors = {k: v for k, v in loaded.items() if not str(k).endswith("_extra_state")}
     if not tensors.keys() <= targets.keys():
+        from megatron_async.checkpoint import huggingface_update
+
+        theirs = huggingface_update.targets_of(model, tensors)
+        if theirs is not None:
+            return huggingface_update.replacement(
+                model,
+                theirs,
+                tensors,
+                allow_non_finite_weights=allow_non_finite_weights,
+                all_parameters=all_parameters,
+            )
         from megatron_async.models.moe.names import expert_views
 
         targets |= expert_views(model)

@@ -137,7 +137,7 @@ class WeightGroup:
     def _agreed(self, yes: bool) -> bool:
         """Whether all ranks say so."""
         vote = torch.tensor([int(yes)], dtype=torch.int32, device=self.device)
-        options = dist.AllreduceOptions()
+        options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN
         self._group.allreduce([vote], options).wait()
         return bool(int(vote))
@@ -148,4 +148,5 @@ def _process_group(
 ) -> Any:
     if backend == "gloo":
         return dist.ProcessGroupGloo(store, rank, world_size, timeout)
-    return dist.ProcessGroupNCCL(store, rank, world_size, timeout)
+    nccl: Any = dist.ProcessGroupNCCL
+    return nccl(store, rank, world_size, timeout)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from megatron_async.weight_transfer.shared_weights import SharedWeights, open_we
 from megatron_async.weight_transfer.tensor_info import TensorInfo
 from megatron_async.weight_transfer.weight_group import WeightGroup
 from tests.support.patience import PATIENCE_SECONDS
+from tests.support.served_over_http import free_port
 
 FC1 = "decoder.layers.0.mlp.linear_fc1.weight"
 FC2 = "decoder.layers.0.mlp.linear_fc2.weight"
@@ -77,13 +77,6 @@ torch.save(whole, root + "/sent.pt")
 assert os.wait()[1] == 0
 os._exit(0)
 """
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        port: int = listening.getsockname()[1]
-        return port
 
 
 def test_another_process_gets_the_weights_of_a_divided_trainer(tmp_path: Path) -> None:
