@@ -71,7 +71,6 @@ class WeightGroup:
             raise ConfigError(
                 f"no weight group at {address}:{port}: {str(error).splitlines()[0]}"
             ) from error
-        self._store: Any = store
 
     def send(self, tensors: Mapping[str, Tensor]) -> None:
         """As the trainer: send all weights of a state dict, each in its dtype.
@@ -127,7 +126,7 @@ class WeightGroup:
 
     def close(self) -> None:
         """Leave the group."""
-        self._group = self._store = None
+        self._group = None
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
         """:meth:`broadcast` of a tensor that may be elsewhere; returned where it was."""
