@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+from torch.storage import TypedStorage
 
 from megatron_async.errors import CheckpointError
 from megatron_async.weight_transfer.tensor_info import TensorInfo, infos_of, weights_of
@@ -173,7 +174,7 @@ def _of_cuda_handle(info: TensorInfo, handle: Mapping[str, Any]) -> Tensor:
     fields |= {
         "size": torch.Size(fields["size"]),
         "stride": tuple(fields["stride"]),
-        "storage": torch.UntypedStorage,
+        "storage": TypedStorage,
         "dtype": info.dtype,
         "device": _device_of(fields["device"]),
         "requires_grad": False,

@@ -59,6 +59,8 @@ class WeightGroup:
         self.device = torch.device(device)
         if self.device.type != BACKENDS[backend]:
             raise ConfigError(f"backend={backend!r} does not send tensors of {self.device}")
+        if backend == "nccl" and not dist.is_nccl_available():
+            raise ConfigError("backend='nccl' needs a PyTorch that was built with NCCL")
         self.rank, self.world_size = rank, world_size
         limit = datetime.timedelta(seconds=timeout)
         try:

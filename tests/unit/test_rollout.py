@@ -204,6 +204,7 @@ def test_a_request_without_log_probs_or_an_end_has_no_rollout() -> None:
 
 # --- partial rollouts -------------------------------------------------------------------------
 
+SHORT = 14
 GUIDED = {"structured_outputs": {"regex": "[a-z]{40}"}}
 STOPPED = {"stop_words": ["zzzz"], "include_stop_str_in_output": True}
 
@@ -223,9 +224,10 @@ def test_restarted_rollouts_are_of_the_new_weights_alone() -> None:
     new = plain_model(1).model.state_dict()
     with DynamicInferenceEngine.from_pretrained("tiny", config) as engine:
         futures = [
-            engine.add_request(i, SHARED[: 40 - i], params(**ask)) for i, ask in enumerate(asks)
+            engine.add_request(i, SHARED[: 40 - i], params(num_tokens_to_generate=SHORT, **ask))
+            for i, ask in enumerate(asks)
         ]
-        for _ in range(NEW_WEIGHTS_AT):
+        for _ in range(8):
             engine.step_modern()
         engine.pause_request(0)
         engine.step_modern()
@@ -235,7 +237,10 @@ def test_restarted_rollouts_are_of_the_new_weights_alone() -> None:
         assert engine.get_request(0).generated_tokens == []
         engine.resume_request(0)
         run_to_end(engine)
-        again = [engine.add_request(i, SHARED[: 40 - i], params(**a)) for i, a in enumerate(asks)]
+        again = [
+            engine.add_request(i, SHARED[: 40 - i], params(num_tokens_to_generate=SHORT, **a))
+            for i, a in enumerate(asks)
+        ]
         run_to_end(engine)
     for future, fresh in zip(futures, again, strict=True):
         pairs = zip(future.result(0).choices or [future.result(0)],
@@ -251,7 +256,7 @@ def test_restarted_rollouts_are_of_the_new_weights_alone() -> None:
             assert counters.launched == counters.committed + counters.discarded
     first = futures[0].result(0)
     assert first.counters.restarts == 1 and first.counters.discarded >= begun
-    assert len(first.steps) == len(first.tpot) == LENGTH
+    assert len(first.steps) == len(first.tpot) == SHORT
     assert set(rollout.weight_versions) == {1} and rollout.is_truncated
 
 
