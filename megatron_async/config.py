@@ -131,8 +131,8 @@ class EngineConfig:
         capture_mixed_steps: capture steps with prefill chunks too, one graph for each token
             bucket; without it their kernels are launched one by one, with the same results.
         enable_sleep_mode: weights and KV cache lie in memory that ``sleep`` gives back and
-            ``wake_up`` takes again at the same addresses. Recurrent states, tables and a draft
-            model's weights stay.
+            ``wake_up`` takes again at the same addresses. So do recurrent states; tables of
+            slots and a draft model's weights stay.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:N"``; None takes a GPU where there is one.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None takes the checkpoint's on a GPU
             and float32 on a CPU.

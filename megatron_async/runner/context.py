@@ -90,7 +90,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         cache_mla_latent: the cache holds latents, keys that their values are a part of, and nothing
             else; ``kv_channels`` counts their elements (multi-latent attention).
         releasable: the cache can be given back and had again (sleep mode); ``regions`` is its
-            memory, and that of caches beside it.
+            memory, that of caches beside it, and that of recurrent states.
         further_token_bytes: what a token takes in caches beside this one, see :meth:`beside`;
             ``buffer_size_gb`` is for all of them.
 
@@ -193,7 +193,7 @@ class DynamicInferenceContext(BaseInferenceContext):
             # [layers, key or value, blocks, tokens, heads, head dimension]
             blocks = block_count + 1, block_size_tokens
             shape = (num_layers, tensors, *blocks, num_attention_heads, kv_channels)
-            self.kv_cache = self._zeros(shape, params_dtype)
+            self.kv_cache = self._zeros(shape, dtype=params_dtype)
         slots = self.slot_count + 1
         with must_fit(
             self.device,
@@ -233,13 +233,13 @@ class DynamicInferenceContext(BaseInferenceContext):
             _, _, *blocks, _, _ = self.kv_cache.shape
             tensors = 2 if spec.latent_rank is None else 1
             shape = (spec.num_layers, tensors, *blocks, spec.num_kv_heads, spec.head_dim)
-            cache = self._zeros(shape, spec.dtype)
+            cache = self._zeros(shape, dtype=spec.dtype)
         other = copy.copy(self)
         other.take_cache(cache)
         other.states = None
         return other
 
-    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def _zeros(self, shape: tuple[int, ...], /, *, dtype: torch.dtype) -> torch.Tensor:
         size = torch.Size(shape).numel() * dtype.itemsize
         if not self._releasable or not size:
             return torch.zeros(shape, dtype=dtype, device=self.device)
@@ -278,6 +278,7 @@ class DynamicInferenceContext(BaseInferenceContext):
             entries=1 + self.num_speculative_tokens,
             snapshot_count=snapshot_count,
             device=self.device,
+            zeros=self._zeros,
         )
         return self.states
 

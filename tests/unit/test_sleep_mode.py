@@ -142,6 +142,23 @@ def test_what_cannot_sleep_says_so(engine: DynamicInferenceEngine) -> None:
         other.sleep()
 
 
+def test_recurrent_states_sleep_too() -> None:
+    with DynamicInferenceEngine.from_pretrained("tiny-hybrid", sleepy(block_count=20)) as engine:
+        states = engine.context.states
+        assert states is not None and len(engine.context.regions) > 2
+        expected = [request.generated_tokens for request in engine.generate(PROMPTS, greedy(12))]
+        futures = [engine.add_request(i, p, greedy(12)) for i, p in enumerate(PROMPTS)]
+        for _ in range(6):
+            engine.step_modern()
+        assert any(state.any() for state in states.layer(0).values())
+        engine.sleep()
+        assert not any(state.any() for state in states.layer(0).values())
+        engine.wake_up()
+        while engine.has_unfinished_requests():
+            engine.step_modern()
+    assert [future.result(0).generated_tokens for future in futures] == expected
+
+
 def vars_of(config: EngineConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in EngineConfig.__dataclass_fields__}
 
