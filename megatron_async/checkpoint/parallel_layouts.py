@@ -2,8 +2,8 @@
 
 As megatron-core divides them: heads by query group, so that the rows of ``linear_qkv`` follow each
 other by rank; of a gated ``linear_fc1`` each rank has its share of the gate, then its share of the
-up projection; norms and biases of row-parallel layers are on each rank. Experts are divided by
-their own tensor parallelism in the same way, stacked or each by itself.
+up projection; norms and biases of row-parallel layers are on each rank. Experts are divided in the
+same way, stacked or each by itself, or stacked ones among the ranks as a whole (expert parallel).
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ class Split(NamedTuple):
     groups: int
 
 
-def split_of(name: str, dimensions: int, *, gated: bool) -> Split | None:
+def split_of(name: str, dimensions: int, *, gated: bool, by_expert: bool = False) -> Split | None:
     """How parameter ``name`` is divided; None if each rank has the whole.
 
     Args:
         dimensions: of its shape: that of stacked experts has one more in front.
         gated: the MLPs have a gate.
+        by_expert: stacked experts are divided among the ranks, each as a whole.
     """
     *_, layer, kind = ["", *name.split(".")]
     kind = _OF_ONE_EXPERT.sub(r"\1", kind)
@@ -42,11 +43,15 @@ def split_of(name: str, dimensions: int, *, gated: bool) -> Split | None:
     if dimension is None:
         return None
     in_front = dimensions - (2 if kind == "weight" else 1)
+    if by_expert and in_front and ".experts." in name:
+        return Split(0, 1)
     groups = 2 if gated and layer == "linear_fc1" else 1
     return Split(dimension + in_front, groups)
 
 
-def join_shards(name: str, shards: Sequence[Tensor], *, gated: bool) -> Tensor:
+def join_shards(
+    name: str, shards: Sequence[Tensor], *, gated: bool, by_expert: bool = False
+) -> Tensor:
     """The whole parameter from the shards of ranks 0, 1, ...
 
     Raises:
@@ -59,7 +64,7 @@ def join_shards(name: str, shards: Sequence[Tensor], *, gated: bool) -> Tensor:
                 f"{name} is {shard.dtype} {tuple(shard.shape)} on tensor-parallel rank {rank} and "
                 f"{first.dtype} {tuple(first.shape)} on rank 0"
             )
-    split = split_of(name, first.dim(), gated=gated)
+    split = split_of(name, first.dim(), gated=gated, by_expert=by_expert)
     if split is None:
         for rank, shard in enumerate(others, 1):
             if not same_values(shard, first):
@@ -72,13 +77,15 @@ def join_shards(name: str, shards: Sequence[Tensor], *, gated: bool) -> Tensor:
     return torch.cat([share for block in blocks for share in block], split.dimension)
 
 
-def shard_of(name: str, whole: Tensor, rank: int, size: int, *, gated: bool) -> Tensor:
+def shard_of(
+    name: str, whole: Tensor, rank: int, size: int, *, gated: bool, by_expert: bool = False
+) -> Tensor:
     """The shard of one of ``size`` tensor-parallel ranks: a view where it can be one.
 
     Raises:
         CheckpointError: the parameter does not divide by the ranks.
     """
-    split = split_of(name, whole.dim(), gated=gated)
+    split = split_of(name, whole.dim(), gated=gated, by_expert=by_expert)
     if split is None or size == 1:
         return whole
     _check_divides(name, whole.shape[split.dimension], split.groups * size)
@@ -94,6 +101,7 @@ def relay(
     rank: int = 0,
     size: int = 1,
     vocab_size: int | None = None,
+    by_expert: tuple[bool, bool] = (False, True),
 ) -> dict[str, Tensor]:
     """The state dict of one tensor-parallel rank of an engine from those of a trainer's ranks.
 
@@ -102,6 +110,8 @@ def relay(
         rank, size: of the engine.
         vocab_size: rows of the engine's embedding, over all of its ranks. Training may have padded
             the vocabulary to more, which are left out. None for as many.
+        by_expert: whether the trainer's stacked experts, and the engine's, are divided among the
+            ranks each as a whole, and not by their rows.
 
     Raises:
         CheckpointError: names or shapes do not fit together.
@@ -115,10 +125,12 @@ def relay(
             )
     state = {}
     for name in shards[0]:
-        whole = join_shards(name, [shard[name] for shard in shards], gated=gated)
+        whole = join_shards(
+            name, [shard[name] for shard in shards], gated=gated, by_expert=by_expert[0]
+        )
         if vocab_size is not None and name in (EMBEDDING, OUTPUT):
             whole = whole[:vocab_size]
-        state[name] = shard_of(name, whole, rank, size, gated=gated)
+        state[name] = shard_of(name, whole, rank, size, gated=gated, by_expert=by_expert[1])
     return state
 
 

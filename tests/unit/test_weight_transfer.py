@@ -163,6 +163,13 @@ def test_experts_are_divided_like_other_layers() -> None:
         one = f"decoder.layers.0.mlp.experts.{of_one}"
         assert torch.equal(shard_of(one, stacked[1], 0, 2, gated=True), shards[0][1])
     assert torch.equal(join_shards(name, shards, gated=True), stacked)
+    of_trainer = [{name: shard} for shard in shards]
+    for rank in range(2):  # to an engine that has each expert on one rank, and back
+        ours = relay(of_trainer, gated=True, rank=rank, size=2)
+        assert torch.equal(ours[name], stacked[rank : rank + 1])
+    split = [{name: stacked[:1]}, {name: stacked[1:]}]
+    back = relay(split, gated=True, rank=1, size=2, by_expert=(True, False))
+    assert torch.equal(back[name], shards[1])
     down = shard_of(name.replace("fc1", "fc2"), torch.ones(2, 3, 8), 1, 2, gated=True)
     assert down.shape == (2, 3, 4)
 
