@@ -105,13 +105,14 @@ class Entry:
         self.stop_ids = stop_ids
         self.version: int | None = None
         """Of the weights that its newest token is from."""
-        self.started = self.last_time = time.perf_counter()
+        self.started = time.perf_counter()
         self.restart(tokenizer)
 
     def restart(self, tokenizer: Any) -> None:
         """It has no token."""
         self.text = RequestText(self.request, tokenizer, self.stop_ids)
         self.version = None
+        self.last_time = self.started
 
 
 class OutputProcessor:

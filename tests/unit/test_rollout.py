@@ -257,6 +257,7 @@ def test_restarted_rollouts_are_of_the_new_weights_alone() -> None:
     first = futures[0].result(0)
     assert first.counters.restarts == 1 and first.counters.discarded >= begun
     assert len(first.steps) == len(first.tpot) == SHORT
+    assert sum(first.tpot) == pytest.approx(first.latency)
     assert set(rollout.weight_versions) == {1} and rollout.is_truncated
 
 
