@@ -135,6 +135,9 @@ class EngineConfig:
             bucket; without it their kernels are launched one by one, with the same results.
         kv_events_config: publish which blocks the prefix cache knows, for routers outside; a
             ``KVEventsConfig``, or its fields in a mapping. None publishes nothing.
+        enable_sleep_mode: weights and KV cache lie in memory that ``sleep`` gives back and
+            ``wake_up`` takes again at the same addresses. So do recurrent states; tables of
+            slots and a draft model's weights stay.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:N"``; None takes a GPU where there is one.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None takes the checkpoint's on a GPU
             and float32 on a CPU.
@@ -176,6 +179,7 @@ class EngineConfig:
     enable_sampling_extras: bool = True
     capture_mixed_steps: bool = True
     kv_events_config: KVEventsConfig | Mapping[str, Any] | None = None
+    enable_sleep_mode: bool = False
     device: str | None = None
     dtype: str | None = None
     jitter_seed: int | None = None

@@ -70,7 +70,8 @@ class RequestCounters:
     ``drafted`` has the drafts that were verified in rows whose tokens were taken, and
     ``accepted_by_position`` those that were accepted, by their place. ``cached`` counts prompt
     tokens found in the prefix cache, ``replayed`` tokens computed again after evictions,
-    ``stalls`` the times it waited for a block.
+    ``stalls`` the times it waited for a block, ``restarts`` the times it began again over new
+    weights: what it had generated until then counts as discarded.
     """
 
     launched: int = 0
@@ -83,6 +84,7 @@ class RequestCounters:
     replayed: int = 0
     stalls: int = 0
     evictions: int = 0
+    restarts: int = 0
 
 
 class TokenLogProbs(NamedTuple):
@@ -342,7 +344,7 @@ class DynamicInferenceRequest:
 class Rollout:
     """A finished request for reinforcement learning. ``log_probs[i]`` is that of
     ``generated_tokens[i]``, which was sampled with the weights of the last of ``weight_spans`` that
-    starts at or before i.
+    starts at or before i. :func:`megatron_async.rollouts.batch_of` makes tensors of several.
 
     Raises:
         IntegrityError: a token has no log-probability, or no weight version.
@@ -363,6 +365,31 @@ class Rollout:
             raise IntegrityError(f"{count} tokens have {len(self.log_probs)} log-probabilities")
         if count and (starts[:1] != [0] or starts != sorted(starts) or starts[-1] >= count):
             raise IntegrityError(f"{count} tokens have weight spans that start at {starts}")
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """Prompt and generated tokens."""
+        return self.prompt_tokens + self.generated_tokens
+
+    @property
+    def loss_mask(self) -> tuple[int, ...]:
+        """1 for each of ``tokens`` that was generated, 0 for the prompt's."""
+        return (0,) * len(self.prompt_tokens) + (1,) * len(self.generated_tokens)
+
+    @property
+    def weight_versions(self) -> tuple[int, ...]:
+        """Of the weights that sampled each generated token."""
+        ends = [*[span.start for span in self.weight_spans[1:]], len(self.generated_tokens)]
+        return tuple(
+            span.version
+            for span, end in zip(self.weight_spans, ends, strict=False)
+            for _ in range(span.start, end)
+        )
+
+    @property
+    def is_truncated(self) -> bool:
+        """It ended by its length, and not by itself."""
+        return self.finish_reason is FinishReason.LENGTH
 
 
 class RequestFuture(concurrent.futures.Future[DynamicInferenceRequest]):

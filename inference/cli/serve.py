@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import sys
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "MEGATRON_ASYNC_API_KEY"
 MAX_API_SERVERS = 64
+BACKENDS = ("gloo", "nccl")
 EXIT_GIVEN_UP = 1
 """The engine, or a front end, has died too often; wrong arguments are 2."""
 
@@ -73,9 +75,30 @@ def add_command(commands: Any) -> None:
     said = "serve token ids alone, to /v1/completions; the model needs no tokenizer"
     add("--skip-tokenizer-init", action="store_true", help=said)
     add_replica_options(parser)
+    said = "let clients put the engine to sleep: weights and KV cache give their memory back, and "
+    said += "have it again at the same addresses"
+    add("--enable-sleep-mode", action="store_true", help=said)
+    said = "have vLLM's endpoints for trainers (/sleep, /update_weights and such); without keys "
+    said += "whoever reaches the server may change the engine"
+    add("--server-dev-mode", action="store_true", help=said)
+    said = """what a trainer's collective runs on, as '{"backend": "nccl"}', or "gloo" on a CPU"""
+    add("--weight-transfer-config", type=weight_transfer_backend, metavar="JSON", help=said)
     options.add_model_options(parser)
     options.add_scheduling_options(parser, default="off")
     options.add_engine_options(parser)
+
+
+def weight_transfer_backend(text: str) -> str:
+    """The backend of vLLM's ``--weight-transfer-config``."""
+    try:
+        given = json.loads(text)
+    except ValueError:
+        given = None
+    backend = given.get("backend") if isinstance(given, dict) and len(given) == 1 else None
+    if backend not in BACKENDS:
+        known = " or ".join(f'{{"backend": "{name}"}}' for name in BACKENDS)
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} must be {known}")
+    return str(backend)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -141,6 +164,8 @@ def _server_config(args: argparse.Namespace) -> ServerConfig:
         shutdown_timeout=args.shutdown_timeout,
         max_body_bytes=args.max_body_mib * MIB,
         stays_without_engine=args.keep_alive_on_engine_death,
+        development=args.server_dev_mode,
+        weight_transfer_backend=args.weight_transfer_config,
         sampling_defaults=_sampling_defaults(args),
     )
 

@@ -327,3 +327,4 @@ def load_weights(directory: Path, config: ModelConfig, model: torch.nn.Module) -
         copies={f"{names.head}.weight": embedding} if config.tie_word_embeddings else None,
         ignore=lambda name: name.endswith(names.ignored),
     )
+    vars(model)["huggingface_names"] = names  # for new weights under these

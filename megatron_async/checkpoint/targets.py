@@ -13,7 +13,7 @@ OUTPUT = "output_layer.weight"
 """Megatron's names of the two parameters that may be tied."""
 
 # The dimension that megatron's linears and embeddings split; other parameters are replicated.
-_SPLIT_DIMENSION = {
+SPLIT_DIMENSION = {
     "word_embeddings.weight": 0,
     "output_layer.weight": 0,
     "linear_qkv.weight": 0,
@@ -92,7 +92,7 @@ class TensorParallel:
         ``shape`` is that of this rank's share. With ``groups`` > 1 the rows are that many blocks
         of equal size, each of them split by rank (gate and up projection in ``linear_fc1``).
         """
-        dimension = _SPLIT_DIMENSION.get(".".join(name.split(".")[-2:]))
+        dimension = SPLIT_DIMENSION.get(".".join(name.split(".")[-2:]))
         if self.size == 1 or dimension is None:
             return Target(view, tuple(shape))
         full = list(shape)

@@ -31,6 +31,7 @@ def read_weights(
     source: str | Path | Mapping[str, Any],
     *,
     allow_non_finite_weights: bool = False,
+    all_parameters: bool = False,
 ) -> Callable[[], None]:
     """Read and check new weights as a whole. Calling the result copies them into the parameters of
     ``model``, whose addresses stay. The caller may be in inference mode or not, and so may those
@@ -39,8 +40,10 @@ def read_weights(
     Args:
         source: a model directory, as :func:`load_pretrained` takes it; a ``.safetensors`` file
             with megatron-core's parameter names; or a state dict with these. Experts may be
-            stacked, as the model has them, or each by itself.
+            stacked, as the model has them, or each by itself. For a model that was loaded from a
+            directory of Hugging Face's the names may be those of its tensors.
         allow_non_finite_weights: take tensors with NaN or infinite elements as they are.
+        all_parameters: some may not be missing.
 
     Raises:
         CheckpointError: a name, a shape, a dtype or a directory's config.json does not fit,
@@ -60,6 +63,17 @@ def read_weights(
     # megatron-core's layers have an extra state each, which holds no weights.
     tensors = {k: v for k, v in loaded.items() if not str(k).endswith("_extra_state")}
     if not tensors.keys() <= targets.keys():
+        from megatron_async.checkpoint import huggingface_update
+
+        theirs = huggingface_update.targets_of(model, tensors)
+        if theirs is not None:
+            return huggingface_update.replacement(
+                model,
+                theirs,
+                tensors,
+                allow_non_finite_weights=allow_non_finite_weights,
+                all_parameters=all_parameters,
+            )
         from megatron_async.models.moe.names import expert_views
 
         targets |= expert_views(model)
@@ -69,6 +83,8 @@ def read_weights(
         if name not in targets:
             raise CheckpointError(f"the new weights hold {name}, which the model does not have")
         _check_tensor(name, tensor, targets[name])
+    if all_parameters:
+        _check_complete(model, [targets[name] for name in tensors])
     if not allow_non_finite_weights:
         check_finite("the new weights", ((k, v, targets[k].dtype) for k, v in tensors.items()))
     if tied and {OUTPUT, EMBEDDING} <= tensors.keys():
@@ -117,6 +133,17 @@ def _check_tensor(name: str, new: Any, target: torch.Tensor) -> None:
             f"the new {name} has dtype {new.dtype}, the model's has {target.dtype}; supported are "
             f"{', '.join(map(str, _FLOATS))}"
         )
+
+
+def _check_complete(model: GPTModel, targets: list[torch.Tensor]) -> None:
+    """Raise unless ``targets``, parameters or views of them, are all that the model has."""
+    sizes = {target.data_ptr(): target.numel() for target in targets}
+    for name, parameter in model.named_parameters():
+        start, end = parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes
+        if sum(size for at, size in sizes.items() if start <= at < end) != parameter.numel():
+            raise CheckpointError(
+                f"the new weights lack {name}, and the old ones were discarded; give all of them"
+            )
 
 
 def _read(model: GPTModel, path: str | Path) -> Mapping[str, Any]:

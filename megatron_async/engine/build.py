@@ -21,6 +21,7 @@ from megatron_async.errors import CheckpointError, ConfigError
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.kv_cache_spec import KVCacheSpec
 from megatron_async.models.recurrent_state_spec import RecurrentStateSpec
+from megatron_async.models.releasable_weights import move_parameters
 from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.controller import TextGenerationController
@@ -114,6 +115,7 @@ def build_context(
         num_speculative_tokens=config.num_speculative_tokens,
         further_token_bytes=further,
         cache_mla_latent=spec.latent_rank is not None,
+        releasable=config.enable_sleep_mode,
         device=device,
     )
     _log_cache(context, spec, further)
@@ -298,7 +300,9 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
         allow_non_finite_weights=config.allow_non_finite_weights,
         tokenizer_model=config.tokenizer_model,
     )
+    weights = move_parameters(pretrained.model) if config.enable_sleep_mode else None
     wrapper = GPTInferenceWrapper(pretrained.model, batch_invariant=config.batch_invariant)
+    wrapper.weights_region = weights
     if config.generation_config:
         wrapper.sampling_defaults = sampling_defaults(model_directory(path))
     if config.draft_model is not None:
@@ -361,7 +365,9 @@ def parts_over_same_weights(
         )
     if isinstance(wrapper, GPTInferenceWrapper):
         draft_model, defaults = wrapper.draft_model, wrapper.sampling_defaults
+        weights = wrapper.weights_region
         wrapper = GPTInferenceWrapper(wrapper.model, batch_invariant=config.batch_invariant)
+        wrapper.weights_region = weights
         if config.generation_config:
             if defaults is None:
                 raise ConfigError(

@@ -89,10 +89,12 @@ class Resume:
 @dataclass(frozen=True, slots=True)
 class UpdateWeights:
     """Commit what is in flight and replace the weights. ``source`` is a path, or None for weights
-    that were given in memory: such a run cannot be replayed beyond this point."""
+    that were given in memory: such a run cannot be replayed beyond this point. ``restart``: running
+    requests begin again behind their prompts."""
 
     source: str | None
     recompute_kv_cache: bool
+    restart: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,9 +155,11 @@ def from_json(data: Any) -> Command:
     if kind is None:
         raise RequestError(f"{json.dumps(data)[:80]} is not a command")
     names = {f.name for f in dataclasses.fields(kind)}
-    if names != set(data) - {"command"}:
+    given = {name for name in data if name != "command"}
+    needed = {f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING}
+    if not needed <= given <= names:
         raise RequestError(f"a command {data['command']} has the fields {sorted(names)}")
-    command: Command = kind(**{name: _frozen(data[name]) for name in names})
+    command: Command = kind(**{name: _frozen(data[name]) for name in given})
     return command
 
 

@@ -37,9 +37,12 @@ from megatron_async.engine.output_sink import OutputSink, SinkQueue
 from megatron_async.engine.recording import Recorder, RunFile
 from megatron_async.engine.request_queue import Prompt, RequestQueue, checked_id
 from megatron_async.engine.request_validation import RequestValidator
+from megatron_async.engine.sleep_mode import SleepMode, checked_level, tags_of
 from megatron_async.engine.step_lock import StepLock
-from megatron_async.engine.weight_update import replace_weights, shared_weights
+from megatron_async.engine.weight_update import CONTINUE, replace_weights, shared_weights
 from megatron_async.errors import (
+    CacheTooLargeError,
+    ConfigError,
     EngineStoppedError,
     RequestError,
 )
@@ -201,6 +204,9 @@ class DynamicInferenceEngine:
         if self._run_file is not None:
             self._run_file.begin(config, model_name)
             self.record(Recorder(self._run_file.write))
+        self.sleep_mode = SleepMode(
+            self.loop, self.device, context.regions, getattr(model, "weights_region", None)
+        )
         self._weights = shared_weights(controller.weights_owner)
         with self._weights.lock:
             self._weights.join(self)
@@ -228,6 +234,7 @@ class DynamicInferenceEngine:
         self, config: EngineConfig, *, progress: Progress | None = None
     ) -> DynamicInferenceEngine:
         """Another engine over the same weights."""
+        self.sleep_mode.check_awake()
         parts = parts_over_same_weights(
             self.controller.inference_wrapped_model,
             self.controller.tokenizer,
@@ -441,6 +448,11 @@ class DynamicInferenceEngine:
         in one call for each step; before :meth:`start`. Streams get theirs all the same."""
         self._sinks.sink = sink
 
+    @property
+    def delivers(self) -> bool:
+        """Somebody gets the tokens of all requests as they come (:meth:`deliver_to`)."""
+        return self._sinks.sink is not None
+
     # --- whole engine -------------------------------------------------------------------------
 
     @property
@@ -453,15 +465,65 @@ class DynamicInferenceEngine:
         self._driver.exclusively(self.loop.suspend)
 
     def resume(self) -> None:
-        """Go on after :meth:`suspend`."""
+        """Go on after :meth:`suspend`. Raises RequestError while the engine sleeps."""
+        self.sleep_mode.check_awake()
         self._driver.exclusively(self.loop.resume)
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Some of the engine's memory, or all values of its weights, are gone (:meth:`sleep`)."""
+        return self.sleep_mode.is_sleeping
+
+    def sleep(self, level: int = 1) -> None:
+        """Give the memory of weights and KV cache back until :meth:`wake_up`. What is in flight is
+        committed first; requests wait, and what they have so far is computed again.
+
+        Args:
+            level: 1 keeps the weights in the host's memory, 2 discards them: after waking up the
+                engine waits for :meth:`update_weights` with all parameters. On a CPU level 1
+                leaves the weights where they are.
+
+        Raises:
+            ConfigError: the engine was not built with ``enable_sleep_mode``, or another engine is
+                over the same weights.
+            RequestError: there is no such level.
+        """
+        self.sleep_mode.check_possible()
+        level = checked_level(level)
+        with self._weights.lock:
+            if len(self._weights.engines) > 1:
+                raise ConfigError("another engine is over the same weights; close it first")
+            self._driver.exclusively(lambda: self.sleep_mode.sleep(level))
+
+    def wake_up(self, tags: Iterable[str] | None = None) -> None:
+        """Take the memory back, at the same addresses, and go on when all is there.
+
+        Args:
+            tags: of ``"weights"`` and ``"kv_cache"``, such as the first alone before
+                :meth:`update_weights`; None for both.
+
+        Raises:
+            CacheTooLargeError: somebody else has the memory; it can be tried again.
+        """
+        wanted = tags_of(tags)
+
+        def wake_up() -> None:
+            try:
+                self.sleep_mode.wake_up(wanted)
+            except CacheTooLargeError as error:
+                self.lock.recover(error)
+                raise
+
+        self._driver.exclusively(wake_up)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Running requests keep the blocks that they have."""
         self._driver.exclusively(self.loop.reset_prefix_cache)
 
     def reset(self) -> None:
-        """Abort every request, take what is in flight, and start the counters anew."""
+        """Abort every request, take what is in flight, and start the counters anew. Raises
+        RequestError while the engine sleeps."""
+        self.sleep_mode.check_awake()
         self._driver.exclusively(self.loop.reset)
 
     @property
@@ -470,7 +532,12 @@ class DynamicInferenceEngine:
         return self.outputs.weight_version
 
     def update_weights(
-        self, source: str | Path | Mapping[str, Any], *, recompute_kv_cache: bool = True
+        self,
+        source: str | Path | Mapping[str, Any],
+        *,
+        recompute_kv_cache: bool = True,
+        partial_rollouts: str = CONTINUE,
+        allow_non_finite_weights: bool | None = None,
     ) -> int:
         """Replace the weights between two steps. Requests go on; each says in ``weight_spans``
         which version sampled which of its tokens.
@@ -484,16 +551,31 @@ class DynamicInferenceEngine:
             recompute_kv_cache: evict the running requests, so that what they have so far is
                 computed again with the new weights. Otherwise they go on over the old keys and
                 values. Cached prefixes are forgotten in either case.
+            partial_rollouts: what becomes of requests that have generated tokens: ``"continue"``,
+                or ``"restart"``: they begin again behind their prompts with the same seeds, so that
+                each is of one version. Those that are streamed go on, since their tokens have been
+                handed out. What :meth:`step_modern` has handed out comes again.
+            allow_non_finite_weights: do not read them once more to see whether they are finite;
+                None as the configuration says.
 
         Returns:
             The new weight version.
 
         Raises:
             CheckpointError: the weights do not fit; the old ones stay.
+            RequestError: ``partial_rollouts`` is neither, or all requests are delivered
+                (:meth:`deliver_to`) and none can be restarted.
         """
         self._driver.check_outside()
         self.lock.check()
-        replace_weights(self, self._weights, source, recompute_kv_cache=recompute_kv_cache)
+        replace_weights(
+            self,
+            self._weights,
+            source,
+            recompute_kv_cache=recompute_kv_cache,
+            partial_rollouts=partial_rollouts,
+            allow_non_finite_weights=allow_non_finite_weights,
+        )
         return self.outputs.weight_version
 
     @property

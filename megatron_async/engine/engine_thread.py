@@ -54,6 +54,12 @@ class StreamTable:
     def __len__(self) -> int:
         return len(self._streams)
 
+    @property
+    def keys(self) -> frozenset[int]:
+        """Of the requests that have one."""
+        with self._lock:
+            return frozenset(self._streams)
+
     def add(self, key: int, stream: TokenStream) -> None:
         """Outputs of ``stream.request_id`` go to ``stream``."""
         with self._lock:

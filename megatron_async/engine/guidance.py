@@ -84,6 +84,11 @@ class Guidance:
         self._matchers[key] = request, matcher
         return GrammarEnd(matcher, ends_by_itself=not stop_ids)
 
+    def restart(self, key: int, stop_ids: tuple[int, ...]) -> GrammarEnd | None:
+        """The request begins again; returns as :meth:`open`."""
+        guided = self._matchers.get(key)
+        return None if guided is None else self.open(key, guided[0], stop_ids)
+
     def close(self, keys: Iterable[int]) -> None:
         """The last tickets of these requests have retired."""
         for key in keys:

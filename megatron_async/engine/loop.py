@@ -327,6 +327,13 @@ class DecodeLoop:
         self.suspended = False
         self._found_no_plan = False
 
+    def give_up_cache(self) -> None:
+        """While nothing is in flight: evict all requests, and forget all cached prefixes."""
+        for key in self._outputs.keys.values():
+            self._note(EvictRequest(key))
+        self._scheduler.evict_all()
+        self.reset_prefix_cache()
+
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; what is in flight goes on."""
         self.apply_commands()
@@ -350,10 +357,24 @@ class DecodeLoop:
         self._logged_at = 0
         self._runner.wait_ns = 0
 
-    def adopt_weights(self, source: str | None, *, recompute_kv_cache: bool) -> None:
+    def adopt_weights(
+        self,
+        source: str | None,
+        *,
+        recompute_kv_cache: bool,
+        restarted: Callable[[int], bool] | None = None,
+    ) -> None:
         """The weights are new: what the old ones computed is not used for new prompts again, and
-        with ``recompute_kv_cache`` not for running requests either."""
-        self._note(UpdateWeights(source, recompute_kv_cache))
+        with ``recompute_kv_cache`` not for running requests either. Those whose key is
+        ``restarted`` begin again behind their prompts."""
+        self._note(UpdateWeights(source, recompute_kv_cache, restarted is not None))
+        if restarted is not None:
+            for key in list(self._outputs.keys.values()):
+                if restarted(key) and self._scheduler.restart(key):
+                    stop_ids = self._outputs.restart(key)
+                    watcher = self._guidance.restart(key, tuple(sorted(stop_ids)))
+                    if watcher is not None:
+                        self._outputs.ends.watch(key, watcher)
         if recompute_kv_cache:
             self._scheduler.evict_all()
         self._scheduler.table.forget_prefixes()

@@ -103,10 +103,16 @@ class Entry:
         self.request = request
         self.future = RequestFuture()
         self.stop_ids = stop_ids
-        self.text = RequestText(request, tokenizer, stop_ids)
         self.version: int | None = None
         """Of the weights that its newest token is from."""
-        self.started = self.last_time = time.perf_counter()
+        self.started = time.perf_counter()
+        self.restart(tokenizer)
+
+    def restart(self, tokenizer: Any) -> None:
+        """It has no token."""
+        self.text = RequestText(self.request, tokenizer, self.stop_ids)
+        self.version = None
+        self.last_time = self.started
 
 
 class OutputProcessor:
@@ -177,6 +183,27 @@ class OutputProcessor:
         future.set_result(request)
         self.finished.append(request)
         return future
+
+    def restart(self, key: int) -> frozenset[int]:
+        """Forget what a request has generated, and what of it nobody has taken; it begins again.
+        Returns its stop ids. Its watchers are forgotten but for stop words."""
+        entry = self._entries[key]
+        request, counters = entry.request, entry.request.counters
+        counters.discarded += counters.committed
+        counters.committed = 0
+        counters.restarts += 1
+        for of_tokens in (
+            request.generated_tokens, request.steps, request.tpot, request.weight_spans
+        ):  # fmt: skip
+            of_tokens.clear()
+        request.prompt_log_probs = request.prompt_top_n_logprobs = None
+        start_log_probs(request)
+        self.outputs = [o for o in self.outputs if o.request_id != request.request_id]
+        self.ends.forget(key)
+        entry.restart(self._tokenizer)
+        if entry.text.stopping is not None:
+            self.ends.watch(key, entry.text.stopping)
+        return entry.stop_ids
 
     def drop(self, key: int, request_id: int) -> None:
         """Take back :meth:`open`, however far it came."""

@@ -106,8 +106,11 @@ def _apply(engine: DynamicInferenceEngine, command: Command) -> None:
                 "the run got new weights from memory, which its file does not hold; record a run "
                 "that reads them from a file"
             )
-        recompute = command.recompute_kv_cache
-        engine.update_weights(command.source, recompute_kv_cache=recompute)
+        engine.update_weights(
+            command.source,
+            recompute_kv_cache=command.recompute_kv_cache,
+            partial_rollouts="restart" if command.restart else "continue",
+        )
     elif type(command) in whole:
         whole[type(command)]()
     else:

@@ -11,12 +11,18 @@ from typing import Any, Protocol
 
 from megatron_async.config import EngineConfig
 from megatron_async.device.protocol import Device
+from megatron_async.engine.engine_thread import StreamTable
 from megatron_async.engine.loop import DecodeLoop
 from megatron_async.engine.metrics import NotOverlapped
 from megatron_async.engine.output_processor import OutputProcessor
+from megatron_async.engine.sleep_mode import SleepMode
 from megatron_async.engine.step_lock import StepLock
-from megatron_async.errors import CheckpointError, ConfigError
+from megatron_async.errors import CheckpointError, ConfigError, RequestError
 from megatron_async.runner.controller import TextGenerationController
+
+CONTINUE = "continue"
+RESTART = "restart"
+"""What becomes of requests that have generated tokens with the old weights."""
 
 
 class Engine(Protocol):
@@ -28,6 +34,12 @@ class Engine(Protocol):
     lock: StepLock
     loop: DecodeLoop
     outputs: OutputProcessor
+    sleep_mode: SleepMode
+    streams: StreamTable
+
+    @property
+    def delivers(self) -> bool:
+        """Somebody gets the tokens of all requests as they come."""
 
 
 class SharedWeights:
@@ -94,6 +106,8 @@ def replace_weights(
     source: str | Path | Mapping[str, Any],
     *,
     recompute_kv_cache: bool,
+    partial_rollouts: str = CONTINUE,
+    allow_non_finite_weights: bool | None = None,
 ) -> None:
     """New weights for all engines over them, each between two of its steps.
 
@@ -102,14 +116,24 @@ def replace_weights(
 
     Raises:
         CheckpointError: the weights do not fit, or are not finite and must be; the old ones stay.
+        RequestError: requests that a sink gets the tokens of were to be restarted.
     """
+    _check_partial_rollouts(partial_rollouts, weights.engines)
+    restarts = partial_rollouts == RESTART
     sharing: list[Engine] = []
     try:
         with weights.lock:
-            allow = wanted.config.allow_non_finite_weights
-            replace = wanted.controller.read_weights(source, allow_non_finite_weights=allow)
+            allow = allow_non_finite_weights
+            if allow is None:
+                allow = wanted.config.allow_non_finite_weights
+            wanted.sleep_mode.check_weights()
+            replace = wanted.controller.read_weights(
+                source,
+                allow_non_finite_weights=allow,
+                all_parameters=wanted.sleep_mode.lost_weights,
+            )
             sharing = weights.engines
-            path = None if isinstance(source, Mapping) else str(source)
+            path = str(source) if isinstance(source, str | Path) else None
 
             def copy(engines: list[Engine]) -> None:
                 try:
@@ -122,13 +146,36 @@ def replace_weights(
                     raise
                 for engine in engines:
                     engine.device.synchronize()
-                    engine.loop.adopt_weights(path, recompute_kv_cache=recompute_kv_cache)
+                    engine.loop.adopt_weights(
+                        path,
+                        recompute_kv_cache=recompute_kv_cache,
+                        restarted=_not_streamed(engine) if restarts else None,
+                    )
+                    engine.sleep_mode.weights_replaced()
 
             _between_steps(sharing, wanted, copy)
     finally:
         for engine in sharing:  # outside of all locks
             engine.outputs.resolve_futures()
             engine.loop.commands.wake()
+
+
+def _check_partial_rollouts(partial_rollouts: str, engines: list[Engine]) -> None:
+    if partial_rollouts not in (CONTINUE, RESTART):
+        raise RequestError(
+            f"partial_rollouts={partial_rollouts!r} must be {CONTINUE!r} or {RESTART!r}"
+        )
+    if partial_rollouts == RESTART and any(engine.delivers for engine in engines):
+        raise RequestError(
+            f"partial_rollouts={RESTART!r}: tokens of running requests have been delivered, as a "
+            "server's are; abort them and send them again"
+        )
+
+
+def _not_streamed(engine: Engine) -> Callable[[int], bool]:
+    """Whether a request, by its key, may lose its tokens: nobody has got them one by one."""
+    streamed = engine.streams.keys
+    return lambda key: key not in streamed
 
 
 # By recursion and not with an ``ExitStack``: one that a signal interrupts keeps locks for ever.

@@ -248,12 +248,10 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
         with outside_inference_mode():
             super().reset()
 
-    def update_weights(
-        self, source: str | Path | Mapping[str, Any], *, recompute_kv_cache: bool = True
-    ) -> int:
+    def update_weights(self, source: str | Path | Mapping[str, Any], **options: Any) -> int:
         """See the class that this one is derived from."""
         with outside_inference_mode():
-            return super().update_weights(source, recompute_kv_cache=recompute_kv_cache)
+            return super().update_weights(source, **options)
 
     # --- what others may know -----------------------------------------------------------------
 

@@ -60,11 +60,9 @@ class _LLM:
         if use_coordinator:
             self.engine.start()
 
-    def update_weights(
-        self, source: str | Path | Mapping[str, Any], *, recompute_kv_cache: bool = True
-    ) -> int:
+    def update_weights(self, source: str | Path | Mapping[str, Any], **options: Any) -> int:
         """New weights between two steps, also while the engine is paused; see the engine's."""
-        return self.engine.update_weights(source, recompute_kv_cache=recompute_kv_cache)
+        return self.engine.update_weights(source, **options)
 
     def _generate(self, prompts: Prompts, params: Any, data: Any) -> list[DynamicInferenceRequest]:
         check_keywords("generate()", LLM, {"multi_modal_data": data})

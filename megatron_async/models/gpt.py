@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,6 +10,9 @@ from torch import Tensor
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.rope import RotaryTable
+
+if TYPE_CHECKING:
+    from megatron_async.checkpoint.family import Names
 
 from megatron.core.models.gpt.gpt_model import GPTModel as MegatronGPTModel  # isort: skip
 
@@ -27,6 +30,8 @@ class GPTModel(MegatronGPTModel):  # type: ignore[misc]
         rotary: the table that all attention layers share; None without rotary embeddings.
         sliding_rotary: that of layers with a window, where they have one of their own.
         model_config: what the model was built from; None if its user built it with megatron-core.
+        huggingface_names: of the directory that its weights were loaded from, if that was one of
+            Hugging Face's.
         token_count: ids that may be sampled, where the rest of the vocabulary is padding; None for
             all.
     """
@@ -34,6 +39,7 @@ class GPTModel(MegatronGPTModel):  # type: ignore[misc]
     decoder_hidden_states: Tensor | None = None
     model_config: ModelConfig | None = None
     token_count: int | None = None
+    huggingface_names: Names | None = None
     rotary: RotaryTable | None
     sliding_rotary: RotaryTable | None
 

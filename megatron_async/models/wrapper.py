@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_async.device.releasable import Region
 from megatron_async.kernels.gemm.batch_invariant import batch_invariant_mode
 from megatron_async.kernels.gemm.tile_config import MAX_ROWS
 from megatron_async.models.adapt import adapt_model
@@ -66,6 +67,8 @@ class GPTInferenceWrapper:
         self.inference_context = inference_context
         self.draft_model: GPTInferenceWrapper | None = None
         """A model over the same vocabulary that drafts for this one."""
+        self.weights_region: Region | None = None
+        """Memory of the parameters that can be given back; None if theirs is torch's."""
         self.sampling_defaults: dict[str, Any] | None = None
         """Fields of ``SamplingParams`` for requests that bring none; None for megatron-core's."""
         self.batch_invariant = batch_invariant

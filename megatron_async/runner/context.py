@@ -19,6 +19,7 @@ from megatron_async.config import (
     check_paused_buffer_size,
 )
 from megatron_async.device.memory import GIB, must_fit
+from megatron_async.device.releasable import Region
 from megatron_async.errors import ConfigError
 from megatron_async.kernels import trial
 from megatron_async.kernels.attention import paged_attention
@@ -88,6 +89,8 @@ class DynamicInferenceContext(BaseInferenceContext):
         num_speculative_tokens: drafts that each decode row brings along, for a model that drafts.
         cache_mla_latent: the cache holds latents, keys that their values are a part of, and nothing
             else; ``kv_channels`` counts their elements (multi-latent attention).
+        releasable: the cache can be given back and had again (sleep mode); ``regions`` is its
+            memory, that of caches beside it, and that of recurrent states.
         further_token_bytes: what a token takes in caches beside this one, see :meth:`beside`;
             ``buffer_size_gb`` is for all of them.
 
@@ -117,6 +120,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         num_speculative_tokens: int = 0,
         further_token_bytes: int = 0,
         cache_mla_latent: bool = False,
+        releasable: bool = False,
     ) -> None:
         super().__init__(materialize_only_last_token_logits=True)
         check_paused_buffer_size(paused_buffer_size_gb)
@@ -142,6 +146,8 @@ class DynamicInferenceContext(BaseInferenceContext):
         self.num_cuda_graphs = num_cuda_graphs
         self.params_dtype = params_dtype
         self.batch_invariant = batch_invariant
+        self.regions: list[Region] = []
+        self._releasable = releasable
         self.decoder_hidden_states: torch.Tensor | None = None
         """Of the last forward, ``[T, 1, hidden]``; the model sets it."""
         num_drafts = check_integer("num_speculative_tokens", num_speculative_tokens, 0, MAX_DRAFTS)
@@ -185,16 +191,9 @@ class DynamicInferenceContext(BaseInferenceContext):
             f"{size.partition('=')[0]} or block_size_tokens",
         ):
             # [layers, key or value, blocks, tokens, heads, head dimension]
-            self.kv_cache = torch.zeros(
-                num_layers,
-                tensors,
-                block_count + 1,
-                block_size_tokens,
-                num_attention_heads,
-                kv_channels,
-                dtype=params_dtype,
-                device=self.device,
-            )
+            blocks = block_count + 1, block_size_tokens
+            shape = (num_layers, tensors, *blocks, num_attention_heads, kv_channels)
+            self.kv_cache = self._zeros(shape, dtype=params_dtype)
         slots = self.slot_count + 1
         with must_fit(
             self.device,
@@ -234,11 +233,19 @@ class DynamicInferenceContext(BaseInferenceContext):
             _, _, *blocks, _, _ = self.kv_cache.shape
             tensors = 2 if spec.latent_rank is None else 1
             shape = (spec.num_layers, tensors, *blocks, spec.num_kv_heads, spec.head_dim)
-            cache = torch.zeros(shape, dtype=spec.dtype, device=self.device)
+            cache = self._zeros(shape, dtype=spec.dtype)
         other = copy.copy(self)
         other.take_cache(cache)
         other.states = None
         return other
+
+    def _zeros(self, shape: tuple[int, ...], /, *, dtype: torch.dtype) -> torch.Tensor:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if not self._releasable or not size:
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        region = Region(size, self.device)
+        self.regions.append(region)
+        return region.part(0, shape, dtype).zero_()
 
     def take_cache(self, kv_cache: torch.Tensor) -> None:
         """Keep keys and values in ``kv_cache`` from now on."""
@@ -256,6 +263,7 @@ class DynamicInferenceContext(BaseInferenceContext):
     def release(self) -> None:
         """Free the cache, which nobody uses any more."""
         self.kv_cache = self.kv_cache.new_empty(0)
+        self.regions.clear()
         self.states = None
 
     def keep_states(self, spec: RecurrentStateSpec, snapshot_count: int) -> RecurrentStates:
@@ -270,6 +278,7 @@ class DynamicInferenceContext(BaseInferenceContext):
             entries=1 + self.num_speculative_tokens,
             snapshot_count=snapshot_count,
             device=self.device,
+            zeros=self._zeros,
         )
         return self.states
 

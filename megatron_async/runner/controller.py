@@ -125,7 +125,11 @@ class TextGenerationController:
         return getattr(self.inference_wrapped_model, "model", self.inference_wrapped_model)
 
     def read_weights(
-        self, source: str | Path | Mapping[str, Any], *, allow_non_finite_weights: bool = False
+        self,
+        source: str | Path | Mapping[str, Any],
+        *,
+        allow_non_finite_weights: bool = False,
+        all_parameters: bool = False,
     ) -> Callable[[], None]:
         """Read and check new weights. Calling the result replaces the model's in place; then
         nothing may be in flight.
@@ -139,5 +143,8 @@ class TextGenerationController:
         from megatron_async.checkpoint.update import read_weights
 
         return read_weights(
-            self.weights_owner, source, allow_non_finite_weights=allow_non_finite_weights
+            self.weights_owner,
+            source,
+            allow_non_finite_weights=allow_non_finite_weights,
+            all_parameters=all_parameters,
         )

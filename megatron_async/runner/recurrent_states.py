@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +14,12 @@ from megatron_async.models.recurrent_state_spec import RecurrentStateSpec
 
 ZEROS = -1
 """In place of an entry: begin from a state of zeros."""
+
+
+class Zeros(Protocol):
+    """Makes a tensor of zeros."""
+
+    def __call__(self, shape: tuple[int, ...], /, *, dtype: torch.dtype) -> Tensor: ...
 
 
 class DecodeStates(NamedTuple):
@@ -86,6 +93,7 @@ class RecurrentStates:
     Args:
         entries: states of a slot; the tokens of the largest window.
         snapshot_count: 0 without a prefix cache.
+        zeros: makes a tensor of a shape and dtype on ``device``; None takes torch's.
 
     Raises:
         CacheTooLargeError: they do not fit into the device's memory.
@@ -99,7 +107,9 @@ class RecurrentStates:
         entries: int,
         snapshot_count: int,
         device: torch.device,
+        zeros: Zeros | None = None,
     ) -> None:
+        zeros = zeros or partial(torch.zeros, device=device)
         stored = 1 if spec.replays else entries
         spec = spec.for_window(entries)
         self.spec = spec
@@ -113,7 +123,7 @@ class RecurrentStates:
             f"the recurrent state of {slots} slots, {stored} each",
             "max_requests, depth or num_speculative_tokens",
         ):
-            self._states = _allocate(spec, (slots, stored), device)
+            self._states = _allocate(spec, (slots, stored), zeros)
             self._base = torch.zeros(slots, dtype=torch.int64, device=device)
             # On the device, so that no step fills them in.
             self._null = torch.tensor(slot_count, device=device)
@@ -125,7 +135,7 @@ class RecurrentStates:
             f"{snapshot_count} snapshots of recurrent state for the prefix cache",
             "state_snapshot_count",
         ):
-            self._snapshots = _allocate(spec, (snapshot_count,), device)
+            self._snapshots = _allocate(spec, (snapshot_count,), zeros)
         self.step: StepStates | None = None
         """Of the forward that runs now."""
 
@@ -208,12 +218,8 @@ class RecurrentStates:
             states[:, slots] = float("nan") if states.is_floating_point() else -1
 
 
-def _allocate(
-    spec: RecurrentStateSpec, shape: tuple[int, ...], device: torch.device
-) -> dict[str, Tensor]:
+def _allocate(spec: RecurrentStateSpec, shape: tuple[int, ...], zeros: Zeros) -> dict[str, Tensor]:
     return {
-        tensor.name: torch.zeros(
-            spec.num_layers, *shape, *tensor.shape, dtype=tensor.dtype, device=device
-        )
+        tensor.name: zeros((spec.num_layers, *shape, *tensor.shape), dtype=tensor.dtype)
         for tensor in spec.tensors
     }

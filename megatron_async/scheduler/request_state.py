@@ -84,6 +84,7 @@ class Sequence:
         "stop_ids",
         "tokens",
         "values",
+        "wants_prompt_log_probs",
         "watched",
         "window",
     )
@@ -114,6 +115,7 @@ class Sequence:
         self.values = values
         """Of the REQUEST slot fields."""
         self.extras = extras
+        self.wants_prompt_log_probs = prompt_log_probs
         self.prompt_log_probs = 0 if prompt_log_probs else NO_PROMPT_LOG_PROBS
         """Prompt tokens before which all log-probabilities that are wanted have been taken."""
         self.watched = watched
@@ -162,6 +164,11 @@ class Sequence:
         """The blocks that it holds a reference of."""
         return self.blocks[self.freed :] if self.freed else self.blocks
 
+    @property
+    def prompt_log_probs_begun(self) -> bool:
+        """Wanted log-probabilities of its prompt have been taken."""
+        return self.wants_prompt_log_probs and self.prompt_log_probs > 0
+
     def blocks_short(self, reach: int, block_size: int) -> int:
         """Blocks that ``reach`` further positions need besides those held. Behind
         the last token but one nothing is written."""
@@ -175,3 +182,10 @@ class Sequence:
         self.prefilled = self.prefill_end = self.kv_bound = self.freed = 0
         self.launched = self.committed
         self.node = self.registered = 0
+
+    def restart(self) -> None:
+        """While it waits in the queue, and nothing of it is in flight: begin behind the prompt."""
+        del self.tokens[self.prompt_length :]
+        self.launched = 0
+        if self.wants_prompt_log_probs:
+            self.prompt_log_probs = 0

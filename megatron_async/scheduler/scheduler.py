@@ -138,6 +138,17 @@ class Scheduler:
         for sequence in self.table.evictable():
             self.table.evict(sequence)
 
+    def restart(self, key: int) -> bool:
+        """Drop what the request has generated, and evict it: it begins again behind its prompt.
+        Nothing may be in flight. False for one that has nothing to drop."""
+        sequence = self._unfinished(key)
+        if sequence is None or not (sequence.committed or sequence.prompt_log_probs_begun):
+            return False
+        if sequence.state in EVICTABLE:
+            self.table.evict(sequence)
+        sequence.restart()
+        return True
+
     def update_values(self, key: int, values: Values, drafts: int | None = None) -> bool:
         """New values of the REQUEST slot fields, for what the next launch samples and after, and
         at most so many drafts for a row; None for the engine's."""

@@ -15,6 +15,7 @@ from megatron_async.serving import answer_shapes as shapes
 from megatron_async.serving import engine_api, tracing
 from megatron_async.serving.chat_completions import create_chat_completion
 from megatron_async.serving.completions import create_completion
+from megatron_async.serving.development_api import add_development_endpoints
 from megatron_async.serving.errors import install_error_handlers, json_response
 from megatron_async.serving.frontend import Frontend
 from megatron_async.serving.live_feed import LiveFeed
@@ -69,6 +70,8 @@ def make_app(
     _add_openai(app, front)
     _add_server(app, front)
     _add_engine(app, front)
+    if front.config.development:
+        add_development_endpoints(app, front)
     _add_page(app, front)
     _add_heads(app)
     _add_middleware(app, front)
@@ -82,7 +85,7 @@ def _add_middleware(app: FastAPI, front: Frontend) -> None:
         ApiKeys,
         keys=front.config.api_keys,
         open_paths=OPEN_PATHS,
-        privileged_paths=PRIVILEGED_PATHS,
+        privileged_paths=frozenset() if front.config.development else PRIVILEGED_PATHS,
     )
     if front.config.allow_origins:
         app.add_middleware(
@@ -173,8 +176,10 @@ def _add_engine(app: FastAPI, front: Frontend) -> None:
     command = front.generator.command
 
     @app.post("/pause", response_model=None)
-    async def pause(body: engine_api.PauseRequest | None = None) -> Response:
-        asked = body or engine_api.PauseRequest()
+    async def pause(
+        body: engine_api.PauseRequest | None = None, mode: engine_api.PauseMode | None = None
+    ) -> Response:
+        asked = body or engine_api.PauseRequest(mode=mode or "keep")
         return json_response(await command("pause", mode=asked.mode, timeout=asked.timeout))
 
     @app.post("/resume", response_model=None)

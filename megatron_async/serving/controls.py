@@ -16,6 +16,7 @@ import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 
+from megatron_async.checkpoint.huggingface_update import targets_of
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.host_timeline import HostTimeline
 from megatron_async.errors import (
@@ -30,6 +31,7 @@ from megatron_async.request import StepReport
 from megatron_async.serving.live_requests import TIMEOUT, ConnectedFrontEnd, LiveRequests
 from megatron_async.serving.live_steps import LiveSteps
 from megatron_async.serving.messages import Answer, Control, Kept
+from megatron_async.serving.weight_transfer import WeightTransfer
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,8 @@ THREADS = 4
 CLOSE_SECONDS = 1.0
 """For controls to give their answers when the process ends."""
 MAX_PROFILED_STEPS = 10_000
+SENT = "a trainer, which has sent them,"
+"""In place of the path of weights that are in no file: the next process cannot have them."""
 
 
 class Call:
@@ -89,6 +93,7 @@ class Controls:
         self._updating = threading.Lock()
         self._profiling = threading.Lock()
         self._live = LiveSteps(engine)
+        self._transfer = WeightTransfer(engine)
 
     @property
     def kept(self) -> Kept:
@@ -216,6 +221,50 @@ class Controls:
             self._change(weights=paths, weight_version=self.weight_version)
         return {"weight_version": self.weight_version}
 
+    def sleep(self, level: int = 1) -> dict[str, Any]:
+        """Give the memory of weights and KV cache back; requests wait."""
+        self._engine.sleep(level)
+        return {"is_sleeping": True}
+
+    def wake_up(self, tags: list[str] | None = None) -> dict[str, Any]:
+        """Take it back."""
+        self._engine.wake_up(tags)
+        return {"is_sleeping": self._engine.is_sleeping}
+
+    def state(self) -> dict[str, Any]:
+        """Whether the engine sleeps, and whether nothing is launched."""
+        return {"is_sleeping": self._engine.is_sleeping, "is_paused": self._engine.suspended}
+
+    def init_weight_transfer(self, **where: Any) -> dict[str, Any]:
+        """Join a trainer's group."""
+        with self._updating:
+            self._transfer.connect(**where)
+        return {}
+
+    def start_weight_update(self) -> dict[str, Any]:
+        """Begin an update by the group."""
+        with self._updating:
+            self._transfer.start()
+        return {}
+
+    def receive_weights(self, **announced: Any) -> dict[str, Any]:
+        """Take tensors of the group's trainer, beside those that are served."""
+        with self._updating:
+            return {"tensors": self._transfer.receive(**announced)}
+
+    def finish_weight_update(self) -> dict[str, Any]:
+        """Replace the weights by all that has come. They are in no file: should this process end,
+        the next one says that they are lost."""
+        with self._updating:
+            names = self._transfer.finish(self._engine.update_weights)
+            paths = (*(each for each in self._kept.weights if each != SENT), SENT)
+            if _covers(names, self._engine):
+                paths = (SENT,)
+                self.lost = None
+            if names:
+                self._change(weights=paths, weight_version=self.weight_version)
+        return {"weight_version": self.weight_version}
+
     def reset_prefix_cache(self) -> dict[str, Any]:
         """Forget all cached prefixes."""
         self._engine.reset_prefix_cache()
@@ -323,6 +372,15 @@ def _replaces_all(path: str, engine: DynamicInferenceEngine) -> bool:
     return {name for name, _ in engine.controller.weights_owner.named_parameters()} <= names
 
 
+def _covers(names: frozenset[str], engine: DynamicInferenceEngine) -> bool:
+    """Whether weights of these names, megatron-core's or Hugging Face's, are all of the model's."""
+    model = engine.controller.weights_owner
+    if {name for name, _ in model.named_parameters()} <= names:
+        return True
+    theirs = targets_of(model, names)
+    return theirs is not None and theirs.keys() <= names
+
+
 def _device_name(engine: DynamicInferenceEngine) -> str:
     device = engine.device.torch_device
     if device.type == "cuda":
@@ -353,6 +411,13 @@ CONTROLS: dict[str, Callable[..., dict[str, Any]]] = {
         Controls.resume,
         Controls.drain,
         Controls.weights,
+        Controls.sleep,
+        Controls.wake_up,
+        Controls.state,
+        Controls.init_weight_transfer,
+        Controls.start_weight_update,
+        Controls.receive_weights,
+        Controls.finish_weight_update,
         Controls.reset_prefix_cache,
         Controls.check_idle,
         Controls.live,

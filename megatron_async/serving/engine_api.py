@@ -20,6 +20,7 @@ from megatron_async.serving.request_shapes import Body, Messages, Token
 from megatron_async.serving.sse import until_disconnect
 from megatron_async.version import __version__
 
+PauseMode = Literal["keep", "wait", "abort"]
 Seconds = Annotated[float, Field(ge=0.0, le=86_400.0)]
 
 
@@ -45,7 +46,7 @@ class DetokenizeRequest(Body):
 class PauseRequest(Body):
     """``POST /pause``: what becomes of running requests, and how long they are waited for."""
 
-    mode: Literal["keep", "wait", "abort"] = "keep"
+    mode: PauseMode = "keep"
     timeout: Seconds | None = None
 
 

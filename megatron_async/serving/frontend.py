@@ -36,6 +36,9 @@ class ServerConfig:
         max_body_bytes: of a request.
         max_choices: most texts of a prompt (``n``).
         max_prompts: most prompts of a request.
+        development: have the endpoints of vLLM's development mode, and let clients change the
+            engine without a key where there are none.
+        weight_transfer_backend: what a trainer's collective runs on, gloo or nccl; None for none.
         sampling_defaults: fields of ``SamplingParams`` where a request in OpenAI's shape has none.
 
     Raises:
@@ -51,6 +54,8 @@ class ServerConfig:
     max_body_bytes: int = 16 * MIB
     max_choices: int = 128
     max_prompts: int = 1024
+    development: bool = False
+    weight_transfer_backend: str | None = None
     sampling_defaults: dict[str, float | int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -59,7 +59,8 @@ class CompletionLogProbs:
     """``logprobs`` of one text of ``/v1/completions``, in parts as they come.
 
     Args:
-        top: most likely tokens to show at each position; the token itself is shown too.
+        top: most likely tokens to show at each position; the token itself is shown too. With 0
+            nothing is, unless tokens are called by their ids, which is vLLM's: then itself alone.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class CompletionLogProbs:
         return {
             "tokens": [name(token) for token in ids],
             "token_logprobs": [None if known is None else _finite(known[0]) for known in log_probs],
-            "top_logprobs": tops if self._top else None,
+            "top_logprobs": tops if self._top or self._as_ids else None,
             "text_offset": offsets,
         }
 

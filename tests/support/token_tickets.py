@@ -29,6 +29,12 @@ class TokenTickets:
             if request.finish_reason is not None:
                 del self._live[request_id]
 
+    def begin_again(self, request: DynamicInferenceRequest) -> int:
+        """It has lost all its tokens; returns how many."""
+        lost = len(self._tickets[request.request_id])
+        self._tickets[request.request_id] = []
+        return lost
+
     def last_count(self, request: DynamicInferenceRequest) -> int:
         """Tokens of the last step that brought any."""
         tickets = self._tickets[request.request_id]

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from megatron_async.checkpoint import load_pretrained, save_distributed, save_native
+from megatron_async.checkpoint.parallel_layouts import relay
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.latent_config import LatentAttention
 from tests.support.patience import PATIENCE_SECONDS
@@ -41,6 +42,7 @@ for name in sys.argv[2:]:
             assert "use save_distributed" in str(error)
     logits = loaded.model(ids, ids, None, runtime_gather_output=True)
     torch.save(logits, root / f"{name}.{rank}.pt")
+    torch.save(dict(loaded.model.named_parameters()), root / f"{name}.{rank}.weights.pt")
 # A rank that leaves while the other still talks to it takes gloo's threads down with a crash.
 torch.distributed.barrier()
 torch.distributed.destroy_process_group()
@@ -131,8 +133,28 @@ def test_two_ranks_give_the_logits_of_one(tmp_path: Path) -> None:
         for rank in range(2):
             actual = torch.load(tmp_path / f"{name}.{rank}.pt", weights_only=True)
             torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
+    for name in names:
+        check_layouts(tmp_path, name)
     one, two = (
         dict(load_pretrained(tmp_path / name).model.named_parameters())
         for name in ("distributed", "saved_by_two")
     )
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def check_layouts(root: Path, name: str) -> None:
+    """What two ranks have loaded are the shards of what one has, and together all of it."""
+    model = load_pretrained(root / name).model
+    whole = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    shards = [
+        torch.load(root / f"{name}.{rank}.weights.pt", weights_only=True) for rank in range(2)
+    ]
+    gated = model.model_config.gated
+    joined = relay(shards, gated=gated)
+    assert joined.keys() == whole.keys() and gated
+    assert all(torch.equal(joined[name], whole[name]) for name in whole)
+    for rank, shard in enumerate(shards):
+        found = relay([whole], gated=gated, rank=rank, size=2)
+        assert all(torch.equal(found[name], shard[name]) for name in whole)
+        # Norms alone are on each rank as a whole.
+        assert sum(found[name].shape != whole[name].shape for name in whole) > len(whole) // 2

@@ -21,7 +21,8 @@ from megatron_async.checkpoint.load import load_pretrained
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import IntegrityError, RequestError
 from megatron_async.models.wrapper import GPTInferenceWrapper
-from megatron_async.request import DynamicInferenceRequest, Rollout, WeightSpan
+from megatron_async.request import DynamicInferenceRequest, FinishReason, Rollout, WeightSpan
+from megatron_async.rollouts import batch_of
 from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import config_at
 
@@ -199,3 +200,125 @@ def test_a_request_without_log_probs_or_an_end_has_no_rollout() -> None:
             dataclasses.replace(rollout, weight_spans=spans)
     with pytest.raises(IntegrityError, match="log-probabilities"):
         dataclasses.replace(rollout, log_probs=rollout.log_probs[:-1])
+
+
+# --- partial rollouts -------------------------------------------------------------------------
+
+SHORT = 14
+GUIDED = {"structured_outputs": {"regex": "[a-z]{40}"}}
+STOPPED = {"stop_words": ["zzzz"], "include_stop_str_in_output": True}
+
+
+def run_to_end(engine: DynamicInferenceEngine) -> None:
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+
+
+def test_restarted_rollouts_are_of_the_new_weights_alone() -> None:
+    """Each is what the new weights give from the start: guided, with stop words, n > 1, paused."""
+    config = config_at(
+        2, dtype="float32", max_requests=3, block_size_tokens=BLOCK, block_count=40,
+        max_sequence_length=128, prefill_chunk_tokens=24, debug=True,
+    )  # fmt: skip
+    asks: list[dict[str, Any]] = [{}, {**GUIDED}, {**STOPPED, "n": 2}, {"temperature": 0.0}]
+    new = plain_model(1).model.state_dict()
+    with DynamicInferenceEngine.from_pretrained("tiny", config) as engine:
+        futures = [
+            engine.add_request(i, SHARED[: 40 - i], params(num_tokens_to_generate=SHORT, **ask))
+            for i, ask in enumerate(asks)
+        ]
+        for _ in range(8):
+            engine.step_modern()
+        engine.pause_request(0)
+        engine.step_modern()
+        begun = len(engine.get_request(0).generated_tokens)
+        assert begun > 2
+        assert engine.update_weights(new, partial_rollouts="restart") == 1
+        assert engine.get_request(0).generated_tokens == []
+        engine.resume_request(0)
+        run_to_end(engine)
+        again = [
+            engine.add_request(i, SHARED[: 40 - i], params(num_tokens_to_generate=SHORT, **a))
+            for i, a in enumerate(asks)
+        ]
+        run_to_end(engine)
+    for future, fresh in zip(futures, again, strict=True):
+        pairs = zip(future.result(0).choices or [future.result(0)],
+                    fresh.result(0).choices or [fresh.result(0)], strict=True)  # fmt: skip
+        for request, wanted in pairs:
+            rollout = request.rollout()
+            assert rollout.generated_tokens == wanted.rollout().generated_tokens
+            assert rollout.log_probs == pytest.approx(wanted.rollout().log_probs, abs=TOLERANCE)
+            assert request.prompt_log_probs == wanted.prompt_log_probs
+            assert request.generated_text == wanted.generated_text
+            assert rollout.weight_spans == (WeightSpan(0, 1),)
+            counters = request.counters
+            assert counters.launched == counters.committed + counters.discarded
+    first = futures[0].result(0)
+    assert first.counters.restarts == 1 and first.counters.discarded >= begun
+    assert len(first.steps) == len(first.tpot) == SHORT
+    assert sum(first.tpot) == pytest.approx(first.latency)
+    assert set(rollout.weight_versions) == {1} and rollout.is_truncated
+
+
+def test_what_has_been_handed_out_is_not_restarted() -> None:
+    import asyncio
+
+    config = config_at(1, dtype="float32", max_requests=2, max_sequence_length=64, block_count=20)
+    new = plain_model(1).model.state_dict()
+
+    async def streamed(engine: DynamicInferenceEngine) -> tuple[list[int], list[WeightSpan]]:
+        tokens: list[int] = []
+        spans: list[WeightSpan] = []
+        async for output in engine.stream([65], params(), request_id=5):
+            if len(tokens) == 4:
+                spans = engine.get_request(5).weight_spans
+                engine.update_weights(new, partial_rollouts="restart")
+            assert output.token_id is not None
+            tokens.append(output.token_id)
+        return tokens, spans
+
+    with DynamicInferenceEngine.from_pretrained("tiny", config) as engine:
+        tokens, spans = asyncio.run(streamed(engine))
+        assert len(tokens) == LENGTH and [span.version for span in spans] == [0, 1]
+        with pytest.raises(RequestError, match="partial_rollouts='again' must be"):
+            engine.update_weights(new, partial_rollouts="again")
+        engine.deliver_to(NoSink())
+        with pytest.raises(RequestError, match="have been delivered"):
+            engine.update_weights(new, partial_rollouts="restart")
+        assert engine.weight_version == 1
+
+
+class NoSink:
+    """Takes everything."""
+
+    def deliver(self, taken: Any) -> None:
+        """Nothing comes."""
+
+    def fail(self, error: Any) -> None:
+        """It does not."""
+
+
+def test_a_batch_masks_prompts_padding_and_tokens_that_are_too_old() -> None:
+    common: dict[str, Any] = {"log_probs_mode": "raw", "seed": 1}
+    partial = Rollout(
+        prompt_tokens=(1, 2), generated_tokens=(3, 4, 5), log_probs=(-1.0, -2.0, -3.0),
+        weight_spans=(WeightSpan(0, 0), WeightSpan(2, 1)), finish_reason=FinishReason.STOP,
+        **common,
+    )  # fmt: skip
+    cut = Rollout(
+        prompt_tokens=(6,), generated_tokens=(7,), log_probs=(-4.0,),
+        weight_spans=(WeightSpan(0, 1),), finish_reason=FinishReason.LENGTH, **common,
+    )  # fmt: skip
+    assert partial.weight_versions == (0, 0, 1) and partial.loss_mask == (0, 0, 1, 1, 1)
+    assert cut.is_truncated and not partial.is_truncated
+    batch = batch_of([partial, cut], pad_token_id=9)
+    assert batch.tokens.tolist() == [[1, 2, 3, 4, 5], [6, 7, 9, 9, 9]]
+    assert batch.attention_mask.int().tolist() == [[1] * 5, [1, 1, 0, 0, 0]]
+    assert batch.loss_mask.int().tolist() == [[0, 0, 1, 1, 1], [0, 1, 0, 0, 0]]
+    assert batch.log_probs.tolist() == [[0, 0, -1, -2, -3], [0, -4, 0, 0, 0]]
+    assert batch.weight_versions.tolist() == [[-1, -1, 0, 0, 1], [-1, 1, -1, -1, -1]]
+    fresh = batch_of([partial, cut], oldest_version=1, mask_truncated=True).loss_mask
+    assert fresh.int().tolist() == [[0, 0, 0, 0, 1], [0] * 5]
+    with pytest.raises(RequestError, match="at least one"):
+        batch_of([])

@@ -215,6 +215,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.futures: dict[int, Any] = {}
         self.records: dict[int, DynamicInferenceRequest] = {}
         self.emitted: dict[int, list[int]] = {}
+        self.dropped = 0
+        """Tokens of requests that began again."""
         self.aborted: set[int] = set()
         self.cut: set[int] = set()
         """Aborted by a reset."""
@@ -283,7 +285,17 @@ class EngineMachine(RuleBasedStateMachine):
 
     def update_weights(self, data: st.DataObject) -> None:
         salt = data.draw(st.integers(0, 3))
-        self.salts[self.engine.update_weights({"salt": salt})] = salt
+        rollouts = "restart" if salt % 2 else "continue"
+        live = {n: self.records[n] for n in self.asks.keys() - self.done}
+        before = {n: record.counters.restarts for n, record in live.items()}
+        version = self.engine.update_weights({"salt": salt}, partial_rollouts=rollouts)
+        self.salts[version] = salt
+        for number, record in live.items():
+            if record.counters.restarts > before[number]:
+                assert rollouts == "restart" and not record.generated_tokens
+                self.emitted[number].clear()
+                self.dropped += self.tickets.begin_again(record)
+                self.totals["restarts"] += 1
 
     def reset(self, data: st.DataObject) -> None:
         self.resets_asked += 1
@@ -371,9 +383,9 @@ class EngineMachine(RuleBasedStateMachine):
                 self.totals[name] += getattr(counters, name)
             steps = counters.steps_by_window
             self.totals["narrow_steps"] += sum(n for w, n in steps.items() if w < self.window)
-        assert sum(counters.tokens_committed for counters in self.counted) == sum(
-            len(future.result(timeout=0).generated_tokens) for future in self.futures.values()
-        )
+        kept = [len(f.result(timeout=0).generated_tokens) for f in self.futures.values()]
+        committed = sum(counters.tokens_committed for counters in self.counted)
+        assert committed == sum(kept) + self.dropped
         assert engine.scheduler.allocator.free_count == self.block_count
         engine.scheduler.check_idle()
         self.totals["aborted"] += len(self.aborted)
@@ -443,7 +455,7 @@ def test_any_order_of_events_equals_the_oracle(part: Part, request: pytest.Fixtu
     assert steps / 10 <= totals["steps_with_extras"] < totals["steps_committed"], totals
     for name in (
         "stalls", "pauses", "tokens_replayed", "aborted", "reset", "updates_that_show", "log_probs",
-        "prompt_log_probs", "guided", "processed", "stop_words",
+        "prompt_log_probs", "guided", "processed", "stop_words", "restarts",
     ):  # fmt: skip
         assert totals[name] > 0, (name, totals)
     if part.drafts:

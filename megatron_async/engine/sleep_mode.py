@@ -1,0 +1,126 @@
+"""Sleep: an engine gives its GPU to somebody else, such as a trainer, and takes it back.
+
+Memory comes back at the same addresses (``device/releasable.py``), so captured graphs are kept, and
+waking up costs the copy of the weights and zeros in the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megatron_async.device.protocol import Device
+from megatron_async.device.releasable import Region
+from megatron_async.engine.loop import DecodeLoop
+from megatron_async.errors import ConfigError, RequestError
+
+WEIGHTS = "weights"
+KV_CACHE = "kv_cache"
+TAGS = (WEIGHTS, KV_CACHE)
+LEVELS = (1, 2)
+
+
+class SleepMode:
+    """What of one engine's memory is there. Its methods are called between two steps, as a step.
+
+    Args:
+        kv_caches: all of the engine's.
+        weights: the model's, of which no other engine makes use.
+
+    Attributes:
+        asleep: tags of what is not there.
+        lost_weights: their memory is there and their values are gone, until all are new.
+    """
+
+    def __init__(
+        self, loop: DecodeLoop, device: Device, kv_caches: Iterable[Region], weights: Region | None
+    ) -> None:
+        self.asleep: frozenset[str] = frozenset()
+        self.lost_weights = False
+        self._loop = loop
+        self._device = device
+        self._kv_caches = list(kv_caches)
+        self._weights = weights
+        self._was_suspended = False
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Nothing is launched until :meth:`wake_up`, or new weights."""
+        return bool(self.asleep) or self.lost_weights
+
+    def check_possible(self) -> None:
+        """Raises ConfigError unless the engine was built for it."""
+        if self._weights is None or not self._kv_caches:
+            raise ConfigError(
+                "the engine cannot sleep; build it with EngineConfig(enable_sleep_mode=True), or "
+                "serve with --enable-sleep-mode"
+            )
+
+    def check_awake(self) -> None:
+        """Raises RequestError while it sleeps."""
+        if self.asleep:
+            raise RequestError("the engine sleeps; wake_up() first")
+        if self.lost_weights:
+            raise RequestError("the weights were discarded; give new ones with update_weights")
+
+    def check_weights(self) -> None:
+        """Raises RequestError while there is no memory for weights."""
+        if WEIGHTS in self.asleep:
+            raise RequestError(f"the engine's weights sleep; wake_up([{WEIGHTS!r}]) first")
+
+    def sleep(self, level: int) -> None:
+        """Commit what is in flight, give up what running requests have in the cache, and release
+        the memory; what sleeps already stays so."""
+        weights = self._weights
+        assert weights is not None
+        if not self.is_sleeping:
+            self._was_suspended = self._loop.suspended
+        self._loop.suspend()
+        self._loop.give_up_cache()
+        self._device.synchronize()
+        for cache in self._kv_caches:
+            cache.release(keep=False)
+        self.lost_weights |= level == 2
+        weights.release(keep=not self.lost_weights)
+        self.asleep = frozenset(TAGS)
+
+    def wake_up(self, tags: frozenset[str]) -> None:
+        """Take memory back; with all there, go on, unless the engine was suspended before."""
+        if WEIGHTS in tags & self.asleep:
+            assert self._weights is not None
+            self._weights.restore()
+            self.asleep -= {WEIGHTS}
+        if KV_CACHE in tags & self.asleep:
+            for cache in self._kv_caches:
+                cache.restore(zeros=True)
+            self.asleep -= {KV_CACHE}
+        self._go_on()
+
+    def weights_replaced(self) -> None:
+        """All weights are new."""
+        if self.lost_weights:
+            self.lost_weights = False
+            self._go_on()
+
+    def _go_on(self) -> None:
+        if not self.is_sleeping and self._loop.suspended and not self._was_suspended:
+            self._loop.resume()
+
+
+def tags_of(tags: Iterable[str] | None) -> frozenset[str]:
+    """Checked tags; None is all."""
+    if isinstance(tags, str):
+        tags = [tags]
+    found = frozenset(TAGS if tags is None else tags)
+    if not found <= frozenset(TAGS):
+        raise RequestError(f"tags={sorted(map(str, found))} must be of {', '.join(TAGS)}")
+    return found
+
+
+def checked_level(level: int) -> int:
+    """Raises RequestError for a level that there is not."""
+    if level not in LEVELS or isinstance(level, bool):
+        raise RequestError(
+            f"level={level!r} must be 1, weights are kept in the host's memory, or 2, they are "
+            "discarded"
+        )
+    return level

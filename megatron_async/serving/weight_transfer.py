@@ -1,0 +1,93 @@
+"""New weights that a trainer sends to the server: the engine process's side."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.errors import CheckpointError, RequestError
+from megatron_async.weight_transfer.announced import Group, receive_announced
+from megatron_async.weight_transfer.nccl_group import NcclGroup
+from megatron_async.weight_transfer.tensor_info import TensorInfo
+from megatron_async.weight_transfer.weight_group import WeightGroup
+
+TIMEOUT_SECONDS = 300.0
+
+
+class WeightTransfer:
+    """One trainer's group, and what it has sent. Tensors are gathered beside the weights that are
+    served, which decode on meanwhile; when the update is finished all are checked, and replaced
+    together."""
+
+    def __init__(self, engine: DynamicInferenceEngine) -> None:
+        self._engine = engine
+        self._group: Group | None = None
+        self._packed = False
+        self._arrived: dict[str, Tensor] | None = None
+
+    def connect(
+        self, backend: str, address: str, port: int, rank: int, world_size: int, packed: bool
+    ) -> None:
+        """Join the group of a trainer that listens; another one is left.
+
+        Raises:
+            ConfigError: the trainer does not come.
+        """
+        device = self._engine.context.device
+        where: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": TIMEOUT_SECONDS}
+        self.close()
+        if backend == "nccl":
+            self._group = NcclGroup(address, port, device=device, **where)
+        else:
+            self._group = WeightGroup(address, port, backend=backend, device="cpu", **where)
+        self._packed = packed
+
+    def start(self) -> None:
+        """Begin an update; what an unfinished one has brought is forgotten."""
+        self._arrived = {}
+
+    def receive(
+        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Any], packed: bool
+    ) -> int:
+        """Take the announced tensors; returns how many the update has now.
+
+        Raises:
+            RequestError: there is no group, or no update was started.
+            CheckpointError: what is announced are no tensors.
+        """
+        if self._group is None:
+            raise RequestError("there is no weight-transfer group; init_weight_transfer_engine")
+        if self._arrived is None:
+            raise RequestError("no update was started; start_weight_update first")
+        if not len(names) == len(dtypes) == len(shapes):
+            raise CheckpointError(
+                f"{len(names)} names, {len(dtypes)} dtype_names and {len(shapes)} shapes; give one "
+                "of each for a tensor"
+            )
+        each = zip(names, dtypes, shapes, strict=True)
+        infos = [TensorInfo.from_json(list(one)) for one in each]
+        self._arrived |= receive_announced(self._group, infos, packed=packed or self._packed)
+        return len(self._arrived)
+
+    def finish(self, replace: Callable[[dict[str, Tensor]], object]) -> frozenset[str]:
+        """Give what has arrived to ``replace``, and return the names; nothing is done when it is
+        nothing.
+
+        Raises:
+            RequestError: no update was started.
+        """
+        arrived, self._arrived = self._arrived, None
+        if arrived is None:
+            raise RequestError("no update was started; start_weight_update first")
+        if arrived:
+            replace(arrived)
+        return frozenset(arrived)
+
+    def close(self) -> None:
+        """Leave the group."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.close()

@@ -1,0 +1,78 @@
+"""What is said of a tensor before it is sent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_async.errors import CheckpointError
+
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32,
+        torch.int8, torch.uint8, torch.bool,
+    )
+}  # fmt: skip
+"""By their names."""
+MAX_DIMENSIONS = 8
+MAX_ELEMENTS = 1 << 40
+
+
+class TensorInfo(NamedTuple):
+    """Name, dtype and shape of a tensor."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Of its elements, one after the other."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def to_json(self) -> list[Any]:
+        """In plain types."""
+        return [self.name, str(self.dtype).removeprefix("torch."), list(self.shape)]
+
+    @classmethod
+    def from_json(cls, data: Any) -> TensorInfo:
+        """The inverse; raises CheckpointError for what is none."""
+        if not isinstance(data, (list, tuple)) or len(data) != 3 or not isinstance(data[0], str):
+            raise CheckpointError(f"{str(data)[:80]!r} is no name, dtype and shape of a tensor")
+        name, dtype, shape = data
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            raise CheckpointError(
+                f"the new {name} has dtype {str(dtype)[:40]!r}; supported are {', '.join(DTYPES)}"
+            )
+        is_shape = isinstance(shape, (list, tuple)) and len(shape) <= MAX_DIMENSIONS
+        if not is_shape or any(type(n) is not int or n < 0 for n in shape):
+            raise CheckpointError(f"the new {name} has shape {str(shape)[:80]}; give its sizes")
+        if math.prod(shape) > MAX_ELEMENTS:
+            raise CheckpointError(f"the new {name} has {math.prod(shape):,} elements: too many")
+        return cls(name, DTYPES[dtype], tuple(shape))
+
+
+def infos_of(tensors: Mapping[str, Tensor]) -> list[TensorInfo]:
+    """Of each tensor, in their order; raises CheckpointError for a dtype that is not sent."""
+    infos = []
+    for name, tensor in tensors.items():
+        if tensor.dtype not in DTYPES.values():
+            raise CheckpointError(
+                f"the new {name} has dtype {tensor.dtype}; supported are {', '.join(DTYPES)}"
+            )
+        infos.append(TensorInfo(name, tensor.dtype, tuple(tensor.shape)))
+    return infos
+
+
+def weights_of(state: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The weights of a state dict: the extra states of megatron-core's layers are none."""
+    return {
+        name: value.detach()
+        for name, value in state.items()
+        if isinstance(value, Tensor) and not name.endswith("_extra_state")
+    }

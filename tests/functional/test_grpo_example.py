@@ -1,0 +1,57 @@
+"""The example of reinforcement learning, in short."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "grpo.py"
+
+
+@pytest.fixture(scope="module")
+def grpo() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("grpo_example", SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_rewards_are_for_python_that_ends_and_is_long_enough(grpo: ModuleType) -> None:
+    prompt, whole = "def f(x):\n", "    return " + "x + " * 20 + "x"
+    assert grpo.reward_of(prompt, whole, ended=True) == 1.0
+    assert grpo.reward_of(prompt, whole, ended=False) == 0.0
+    assert grpo.reward_of(prompt, "    return (", ended=True) == 0.0
+    assert 0.0 < grpo.reward_of(prompt, "    pass", ended=True) < 0.2
+
+
+def test_advantages_are_of_a_group(grpo: ModuleType) -> None:
+    found = grpo.advantages_of(torch.tensor([[0.0, 1.0], [1.0, 1.0]]))
+    assert found[0] < 0 < found[1] and found[2:].tolist() == [0.0, 0.0]
+
+
+def test_a_short_run_trains_over_its_own_log_probs(
+    grpo: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    threads = torch.get_num_threads()
+    files = ["--json", str(tmp_path / "run.json"), "--plot", str(tmp_path / "run.png")]
+    sizes = ["--updates", "3", "--prompts", "2", "--group", "2", "--tokens", "12"]
+    try:
+        updates = grpo.main([*sizes, *files])
+    finally:
+        torch.set_num_threads(threads)
+    assert len(updates) == 3 and all(0 < update.tokens <= 48 for update in updates)
+    # Nothing is older than it may be, and the first batch is of the trainer's own weights.
+    assert not any(update.too_old for update in updates)
+    assert abs(updates[0].ratio_error) < 1e-3
+    written = json.loads((tmp_path / "run.json").read_text())
+    assert [update["tokens"] for update in written] == [update.tokens for update in updates]
+    assert (tmp_path / "run.png").stat().st_size > 1000
+    assert "the engine waited" in capsys.readouterr().out

@@ -1,0 +1,60 @@
+"""A server in this process whose engine stands behind the sockets of its process, without text."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.serving.app import make_app
+from megatron_async.serving.engine_client import EngineClient
+from megatron_async.serving.frontend import ServerConfig
+from megatron_async.serving.http_server import open_socket, url_of
+from megatron_async.serving.no_tokenizer import NoTemplates, NoTokenizer, TokenIds
+from tests.support.patience import PATIENCE_SECONDS
+from tests.support.served import NotedMetrics, make_front
+from tests.support.served_engine import NoParent, engine_in_thread
+
+
+def free_port() -> int:
+    """A port that nobody listens at."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port: int = listening.getsockname()[1]
+        return port
+
+
+@contextlib.contextmanager
+def serving(engine: DynamicInferenceEngine, parent: NoParent, **config: Any) -> Iterator[str]:
+    """Its URL; ``config`` is of ServerConfig."""
+    listening = open_socket("127.0.0.1", 0)
+    servers: list[uvicorn.Server] = []
+    started = threading.Event()
+
+    async def main(endpoint: Any) -> None:
+        tokenizer: Any = NoTokenizer()
+        client: Any = EngineClient(endpoint)
+        await client.connect()
+        await client.ready()
+        settings = ServerConfig(model_names=("small",), **config)
+        front = make_front(client, settings, tokenizer, NoTemplates(), NotedMetrics(), TokenIds)
+        servers.append(uvicorn.Server(uvicorn.Config(make_app(front), log_config=None)))
+        asyncio.get_running_loop().call_soon(started.set)
+        await servers[0].serve(sockets=[listening])
+        await client.aclose()
+
+    with engine_in_thread(engine, parent=parent) as endpoint:
+        thread = threading.Thread(target=lambda: asyncio.run(main(endpoint)))
+        thread.start()
+        try:
+            assert started.wait(PATIENCE_SECONDS)
+            yield url_of(listening)
+        finally:
+            servers[0].should_exit = True
+            thread.join(PATIENCE_SECONDS)

@@ -1,0 +1,5 @@
+"""A stand-in."""
+
+
+class StructuredOutputsParams:
+    """Imported, and not used by the client."""
