@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from megatron_async.cache.block_allocator import NULL_BLOCK
 from megatron_async.device.cuda import CudaPacketRing, CudaResultRing
 from megatron_async.device.protocol import Device, PacketRing, ResultRing
+from megatron_async.models.parallel import ModelParallel
 from megatron_async.runner.attention_metadata import AttentionMetadata, metadata_of_mixed
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.drafter import Drafter, MixedTokens, SampledRows
@@ -50,7 +51,8 @@ class StepProgram:
     and to the window of that forward: those of row r from ``r * window`` on.
 
     On CUDA what is around the model in a decode step runs in ``kernels/sampling/step_kernels.py``;
-    the torch code here is the reference. ``WINDOW_KERNELS_ON`` is about steps with drafts.
+    the torch code here is the reference, and samples where the model has several ranks.
+    ``WINDOW_KERNELS_ON`` is about steps with drafts.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class StepProgram:
         self._stage = SamplingStage(
             self._row_records, context, model, drafter, results, extras, synthetic_acceptance
         )
+        self._parallel: ModelParallel | None = getattr(model, "parallel", None)
         self._kernels: StepKernels | None = None
         if isinstance(packets, CudaPacketRing) and isinstance(results, CudaResultRing):
             from megatron_async.kernels.sampling.step_kernels import StepKernels
@@ -156,7 +159,7 @@ class StepProgram:
     def _run_sample(
         self, logits: torch.Tensor, shape: SampleShape, processed: torch.Tensor | None
     ) -> None:
-        if self._kernels is None:
+        if self._kernels is None or self._parallel is not None:
             self._stage.sample(logits, shape, processed)
             return
         if shape.extended:
@@ -326,7 +329,10 @@ class StepProgram:
         logits = self._model.forward(ids, positions, self._context)
         count = len(pending)
         pending.copy_(logits[:count])
-        self._prompt_log_probs.publish(targets, logits[count:, : self._model.vocab_size])
+        vocab_size, prompt_logits = self._model.vocab_size, logits[count:]
+        if self._parallel is not None:
+            prompt_logits = self._parallel.gather_logits(prompt_logits, vocab_size)
+        self._prompt_log_probs.publish(targets, prompt_logits[:, :vocab_size])
 
     def _begin_decode(
         self, states: RecurrentStates, slots: torch.Tensor, positions: torch.Tensor, window: int
