@@ -6,6 +6,7 @@ out has the same bits on each rank that gets it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class ModelParallel:
         self._samples = rank in layout.sampling_ranks
         self._tensor = parallel_state.get_tensor_model_parallel_group()
         self._experts = parallel_state.get_expert_model_parallel_group()
+        self.expert_rank: int = parallel_state.get_expert_model_parallel_rank()
         self._source: int = layout.sampling_ranks[self.tensor_rank]
         self._listeners: Any = None
         for tensor_rank in range(layout.tensor):  # each rank must make all groups
@@ -73,6 +75,16 @@ class ModelParallel:
     def send(self, hidden: Tensor) -> None:
         """Hand hidden states to the next stage."""
         dist.send(hidden.contiguous(), dst=self.layout.neighbour(self.rank, 1))
+
+    def share_from_first_stage_(self, weight: Callable[[], Tensor]) -> None:
+        """Give the last stage's weight the values of the first stage's."""
+        layout = self.layout
+        if layout.pipeline == 1 or not (self.is_first or self.is_last):
+            return
+        if self.is_first:
+            dist.send(weight().detach(), dst=layout.neighbour(self.rank, layout.pipeline - 1))
+        else:
+            dist.recv(weight().detach(), src=layout.neighbour(self.rank, 1 - layout.pipeline))
 
     # --- tokens -------------------------------------------------------------------------------
 

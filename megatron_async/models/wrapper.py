@@ -83,10 +83,12 @@ class GPTInferenceWrapper:
         """This process's place among the ranks of the model; None for one rank."""
         self.rank_group: Any = None
         """Rank 0's hold on the others, a ``RankGroup``; None elsewhere."""
+        self._has_stages = self.parallel is not None and self.parallel.layout.pipeline > 1
         if self.parallel is not None:
             self.logits_width //= self.parallel.layout.tensor
         self.max_sequence_length: int = self.model.max_sequence_length
-        self.device: torch.device = next(self.model.parameters()).device
+        self._like: Tensor = next(self.model.parameters())
+        self.device: torch.device = self._like.device
         self.kv_cache_spec: KVCacheSpec = kv_cache_spec(self.model)
         self.recurrent_state_spec: RecurrentStateSpec | None = recurrent_state_spec(self.model)
         unwanted: str | None = None
@@ -228,10 +230,15 @@ class GPTInferenceWrapper:
                 hidden]) -> [R, hidden]`` selects the rows that get logits.
 
         Returns:
-            Logits ``[R, vocab]`` (or ``[T, vocab]``) in the model's dtype.
+            Logits ``[R, vocab]`` (or ``[T, vocab]``) in the model's dtype: of several ranks this
+            one's columns, and zeros of stages before the last.
         """
         if context is None:
             context = self.inference_context
+        stages = self.parallel if self._has_stages else None
+        if stages is not None and not stages.is_first:
+            size = (len(token_ids), 1, self.model.config.hidden_size)
+            self.model.set_input_tensor(stages.receive_(self._like.new_empty(size)))
         with self.numerics():
             logits: Tensor = self.model(
                 token_ids.unsqueeze(0),
@@ -241,6 +248,12 @@ class GPTInferenceWrapper:
                 runtime_gather_output=self.parallel is None,
                 **self._mask(context),
             )
+        if stages is not None and not stages.is_last:
+            stages.send(logits)
+            self._hidden_states = logits
+            index = getattr(context, "last_token_index", None)
+            count = len(token_ids) if index is None else len(index)
+            return logits.new_zeros(count, self.logits_width)
         at = self.model if context is None else context
         self._hidden_states = getattr(at, "decoder_hidden_states", None)
         return logits.squeeze(0)
