@@ -173,8 +173,8 @@ def weight_targets(
 ) -> Targets:
     """Target of every stored tensor of a checkpoint with ``names``.
 
-    ``parameters`` are those of this rank, which is of ``stage``. ``stored`` are the names of what is
-    there: they decide between layouts that a type may have.
+    ``parameters`` are those of this rank, which is of ``stage``. ``stored`` are the names of what
+    is there: they decide between layouts that a type may have.
 
     ``linear_qkv`` holds, for each key-value head, its query heads, its key, its value.
     ``linear_fc1`` holds the gate's rows, then the up projection's.

@@ -16,9 +16,9 @@ from megatron_async.checkpoint.files import (
     Description,
     dtype_name,
     load_safetensors,
-    stored_shapes,
     parse_dtype,
     parse_token_ids,
+    stored_shapes,
 )
 from megatron_async.checkpoint.targets import Stage, TensorParallel
 from megatron_async.errors import CheckpointError

@@ -126,6 +126,7 @@ class DynamicInferenceEngine:
             eos_token_ids=eos_token_ids,
             grammars=grammars,
             extras_enabled=config.enable_sampling_extras,
+            has_ranks=group is not None,
         )
         self._run_file = None if config.record is None else RunFile(config.record)
         self.device = device or open_device(context.device, config)
@@ -135,7 +136,7 @@ class DynamicInferenceEngine:
                 self.runner = controller.attach(self.device, context, **options)
             else:
                 self.runner = lead_engine(
-                    group, controller, self.device, context, config, limits, options,
+                    group, controller, self.device, context, config, options,
                     enable_chunked_prefill=enable_chunked_prefill,
                 )  # fmt: skip
         except BaseException:

@@ -30,7 +30,6 @@ from megatron_async.ranks.messages import BuildEngine, BuildModel, LoadModel
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.controller import TextGenerationController
 from megatron_async.runner.model_runner import ModelRunner
-from megatron_async.scheduler.limits import Limits
 
 
 def group_of(model: Any, config: EngineConfig) -> RankGroup | None:
@@ -58,7 +57,6 @@ def lead_engine(
     device: Device,
     context: DynamicInferenceContext,
     config: EngineConfig,
-    limits: Limits,
     options: dict[str, Any],
     *,
     enable_chunked_prefill: bool,
@@ -68,7 +66,7 @@ def lead_engine(
     fields = shared_config(
         config,
         max_requests=context.max_requests,
-        max_tokens=limits.max_tokens,
+        max_tokens=config.max_tokens if context.max_tokens is None else context.max_tokens,
         max_sequence_length=context.max_sequence_length,
         block_size_tokens=context.block_size_tokens,
         block_count=context.block_count,

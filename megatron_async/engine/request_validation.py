@@ -71,6 +71,7 @@ class RequestValidator:
 
     Args:
         eos_token_ids: the model's own end tokens; None takes the tokenizer's ``eod``.
+        has_ranks: the model is on several ranks.
 
     Attributes:
         eos_token_ids: the model's own end tokens.
@@ -87,7 +88,9 @@ class RequestValidator:
         eos_token_ids: tuple[int, ...] | None,
         grammars: Grammars,
         extras_enabled: bool,
+        has_ranks: bool = False,
     ) -> None:
+        self._has_ranks = has_ranks
         self._grammars = grammars
         self._extras_enabled = extras_enabled
         self._tokenizer = tokenizer
@@ -121,6 +124,11 @@ class RequestValidator:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params is a {type(params).__name__}, not SamplingParams")
         params = params.checked()
+        if self._has_ranks and params.logits_processors:
+            raise RequestError(
+                "logits_processors are functions of rank 0, and a model of several ranks has no "
+                "whole logits there: leave them out, or load the model on one rank"
+            )
         number = as_integer(priority)
         if number is None or abs(number) > MAX_PRIORITY:
             raise RequestError(

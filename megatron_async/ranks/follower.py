@@ -86,9 +86,10 @@ class Group:
 def join_group(layout: Layout, device: torch.device, store: dist.Store, rank: int) -> Group:
     """Be a rank other than 0 of a group that is led over the same store."""
     call, ring = connect(dist.PrefixStore("ranks", store), rank)
+    group = Group(rank, call, ring, layout.world_size - 1, SPIN_SECONDS[device.type])
     process_group.join(layout, device, dist.PrefixStore("torch", store), rank)
     parallel.set_current(ModelParallel(layout, rank))
-    return Group(rank, call, ring, layout.world_size - 1, SPIN_SECONDS[device.type])
+    return group
 
 
 class Follower:

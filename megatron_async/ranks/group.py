@@ -20,14 +20,19 @@ import torch
 import torch.distributed as dist
 
 from megatron_async import errors
-from megatron_async.errors import ConfigError, MegatronAsyncError, RankDiedError
+from megatron_async.errors import (
+    CheckpointError,
+    ConfigError,
+    MegatronAsyncError,
+    RankDiedError,
+)
 from megatron_async.models import parallel
 from megatron_async.models.parallel import ModelParallel
 from megatron_async.ranks import process_group
 from megatron_async.ranks.channel import ConnectionSender, RingSender, Sender
 from megatron_async.ranks.layout import Layout
 from megatron_async.ranks.meeting import WAKE, Call, accept_all, environment_store
-from megatron_async.ranks.messages import Message, Stop, encode
+from megatron_async.ranks.messages import Message, ReadWeights, ReplaceWeights, Stop, encode
 
 FOLLOWER_MODULE = "megatron_async.engine.rank_process"
 EXIT_SECONDS = 5.0
@@ -70,7 +75,7 @@ class RankGroup:
         self._over = threading.Event()
         self._watching = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watching.start()
-        self._end = weakref.finalize(self, _end_processes, list(processes.values()))
+        self._end = weakref.finalize(self, _end_all, list(processes.values()), sender)
 
     # --- what the ranks are told --------------------------------------------------------------
 
@@ -102,6 +107,37 @@ class RankGroup:
             failed = self._answer() or failed
         if failed is not None:
             raise _error_of(failed)
+
+    def read_weights(
+        self, source: object, allow_non_finite_weights: bool, read: Callable[[], Callable[[], None]]
+    ) -> Callable[[], None]:
+        """Have each rank read its share of new weights; ``read`` does it here. Calling the result
+        replaces them on all ranks; then nothing may be in flight.
+
+        Raises:
+            CheckpointError: they do not fit on some rank, or are not in a directory.
+        """
+        if not isinstance(source, (str, Path)):
+            raise CheckpointError(
+                f"the new weights are a {type(source).__name__}, and each of the model's "
+                f"{self.layout.world_size} ranks reads its own share: give a model directory"
+            )
+        self.tell(ReadWeights(str(source), allow_non_finite_weights))
+        failed: MegatronAsyncError | None = None
+        try:
+            replace = read()
+        except MegatronAsyncError as error:
+            failed = error
+        self.await_answers()
+        if failed is not None:
+            raise failed
+
+        def replace_all() -> None:
+            self.tell(ReplaceWeights())
+            replace()
+            self.await_answers()
+
+        return replace_all
 
     def _answer(self) -> str | None:
         while True:
@@ -184,7 +220,6 @@ class RankGroup:
                 process.wait(max(0.0, deadline - time.monotonic()))
         self._end()
         self._watching.join(EXIT_SECONDS)
-        self._sender.close()
         for call in self._calls.values():
             call.close()
         parallel.set_current(None)
@@ -201,6 +236,11 @@ def _how_ended(process: subprocess.Popen[bytes] | None) -> str:
     if status < 0:
         return f"was killed by {signal.Signals(-status).name}"
     return f"ended with status {status}"
+
+
+def _end_all(processes: list[subprocess.Popen[bytes]], sender: Sender) -> None:
+    _end_processes(processes)
+    sender.close()
 
 
 def _end_processes(processes: list[subprocess.Popen[bytes]]) -> None:
@@ -332,12 +372,12 @@ def lead(
     own = dist.PrefixStore("ranks", store)
     calls.update(accept_all(own, world_size, make_ring, check)[0])
     process_group.join(layout, device, dist.PrefixStore("torch", store))
+    if rings:  # all have it, and nothing is left behind whatever happens from now on
+        rings[0].unlink()
     place = ModelParallel(layout, 0)
     parallel.set_current(place)
-    sender: Sender
-    if rings:
-        sender = rings[0]
-    else:
-        sender = ConnectionSender([calls[rank].say for rank in sorted(calls)])
-    made.append(RankGroup(layout, place, sender, calls, started))
+    senders: list[Sender] = [*rings]
+    if not rings:
+        senders = [ConnectionSender([calls[rank].say for rank in sorted(calls)])]
+    made.append(RankGroup(layout, place, senders[0], calls, started))
     return made[0]

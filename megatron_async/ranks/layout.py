@@ -85,7 +85,7 @@ def unsupported(layout: Layout, config: EngineConfig) -> Iterable[str]:
     if layout.world_size == 1:
         return
     if config.device is not None and config.device.startswith("cuda:"):
-        yield f"device={config.device!r} names one GPU; use 'cuda', of which each rank takes its own"
+        yield f"device={config.device!r} is one GPU; use 'cuda', of which each rank takes its own"
     if (
         layout.pipeline > 1
         and config.num_speculative_tokens

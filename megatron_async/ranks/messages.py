@@ -37,7 +37,6 @@ class BuildModel:
     """Make a model with random weights: the fields of a ``ModelConfig``, and torch's dtype."""
 
     model: dict[str, Any]
-    device: str
     dtype: str
     seed: int
     is_answered: ClassVar[bool] = True

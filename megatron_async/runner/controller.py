@@ -147,6 +147,16 @@ class TextGenerationController:
         Raises:
             CheckpointError: they do not fit.
         """
+        group = getattr(self.inference_wrapped_model, "rank_group", None)
+        if group is not None:
+            read = functools.partial(self._read_weights, source, allow_non_finite_weights)
+            replace: Callable[[], None] = group.read_weights(source, allow_non_finite_weights, read)
+            return replace
+        return self._read_weights(source, allow_non_finite_weights)
+
+    def _read_weights(
+        self, source: str | Path | Mapping[str, Any], allow_non_finite_weights: bool
+    ) -> Callable[[], None]:
         own = getattr(self.inference_wrapped_model, "update_weights", None)
         if own is not None:
             return functools.partial(own, source)
