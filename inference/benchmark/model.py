@@ -116,6 +116,7 @@ def load_benchmark_model(
     if group is not None:
         group.await_answers()
         wrapper.rank_group = group
+        group.model_path = None if args.shape is not None else args.model or "tiny"
     dtype, draft_config = wrapper.kv_cache_spec.dtype, None
     if args.draft_model is not None:
         if group is not None:

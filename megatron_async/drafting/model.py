@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_async.runner.attention_metadata import metadata_of_mixed
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.drafter import MixedTokens, SampledRows
-from megatron_async.runner.sampler import sample_tokens
+from megatron_async.runner.sampler import group_sampler
 
 
 class ModelDrafter:
@@ -101,7 +101,7 @@ class ModelDrafter:
             read_lengths=context.device.type != "cuda",
         )
         logits = self._wrapper.forward(tokens.flatten(), positions.flatten(), context)
-        found: Tensor = sample_tokens(
+        found = group_sampler(self._wrapper)(
             logits,
             state.inverse_temperature[slots],
             state.top_k[slots],

@@ -24,7 +24,7 @@ from megatron_async.kernels.drafting.mtp_input import DraftInput, NormParameters
 from megatron_async.runner.attention_metadata import metadata_of_mixed
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.drafter import MixedTokens, SampledRows
-from megatron_async.runner.sampler import has_triton, sample_tokens
+from megatron_async.runner.sampler import group_sampler, has_triton, sample_tokens
 from megatron_async.sampling.sample import candidates
 
 if TYPE_CHECKING:
@@ -64,7 +64,9 @@ class MtpDrafter:
         """What the sampler counts by row, zeros between its launches."""
         make_fused = getattr(wrapper, "fused_mtp", None)
         self._fused = make_fused() if make_fused is not None else None
-        self._has_kernels = context.device.type == "cuda" and has_triton()
+        self._sample_tokens = group_sampler(wrapper)
+        on_gpu = context.device.type == "cuda" and has_triton()
+        self._has_kernels = on_gpu and self._sample_tokens is sample_tokens
 
     def admit(self, slot: int, tokens: Sequence[int]) -> None:
         pass
@@ -193,7 +195,7 @@ class MtpDrafter:
             taken = Taken(into, by_slot, slots.contiguous(), self._arrivals)
             sample_draft(candidates(logits, vocab_size), parameters, taken)
             return
-        found: Tensor = sample_tokens(logits, *parameters, vocab_size=vocab_size)
+        found = self._sample_tokens(logits, *parameters, vocab_size=vocab_size)
         into.copy_(found.clamp(min=0))
 
     def _input_of(

@@ -340,6 +340,7 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
         if group is not None:
             group.await_answers()
             wrapper.rank_group = group
+            group.model_path = str(path)
         return EngineParts(
             TextGenerationController(wrapper, pretrained.tokenizer),
             build_context(wrapper, config, device),

@@ -46,10 +46,12 @@ from megatron_async.errors import (
     CacheTooLargeError,
     ConfigError,
     EngineStoppedError,
+    RankDiedError,
     RequestError,
 )
 from megatron_async.kv_events_config import kv_events_config
 from megatron_async.ranks.group import RankGroup
+from megatron_async.ranks.leader import LeadingRunner
 from megatron_async.request import DynamicInferenceRequest, RequestFuture
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.controller import TextGenerationController
@@ -207,6 +209,18 @@ class DynamicInferenceEngine:
         self._weights = shared_weights(controller.weights_owner)
         with self._weights.lock:
             self._weights.join(self)
+        if group is not None and isinstance(self.runner, LeadingRunner):
+            group.when_it_dies(self.runner.engine, self._rank_died)
+
+    def _rank_died(self, error: RankDiedError) -> None:
+        """In a thread of the group's: whoever waits for the device gets the error, and the engine
+        stops, if it does nothing now too."""
+        self.device.fail(error)
+        with self.lock.gate, self.lock.mutex:
+            reason = f"the engine was stopped by an error, {type(error).__name__}: {error}"
+            self.lock.stop(EngineStoppedError(f"{reason}; build a new one"))
+        self.outputs.resolve_futures()
+        self.loop.commands.wake()
 
     @classmethod
     def from_pretrained(

@@ -50,6 +50,7 @@ class RankGroup:
 
     Attributes:
         parallel: rank 0's own place.
+        model_path: the directory of the model; None of random weights.
         failure: why the group has ended; None while it lives.
     """
 
@@ -64,6 +65,7 @@ class RankGroup:
         self.layout = layout
         self.parallel = place
         self.failure: RankDiedError | None = None
+        self.model_path: str | None = None
         self._sender = sender
         self._calls = calls
         self._processes = processes
@@ -76,6 +78,11 @@ class RankGroup:
         self._watching = threading.Thread(target=self._watch, name="ranks", daemon=True)
         self._watching.start()
         self._end = weakref.finalize(self, _end_all, list(processes.values()), sender)
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Of the processes that this one has started, by rank."""
+        return {rank: process.pid for rank, process in self._processes.items()}
 
     # --- what the ranks are told --------------------------------------------------------------
 
@@ -152,7 +159,7 @@ class RankGroup:
         if self.failure is not None:
             raise RankDiedError(*self.failure.args)
         if self._closed:
-            raise RankDiedError("the group of ranks has been closed; build a new engine")
+            raise RankDiedError("the ranks of the model have been closed")
 
     @property
     def is_alive(self) -> bool:
@@ -196,15 +203,15 @@ class RankGroup:
         if self._closed:
             return
         how = reason or _how_ended(self._processes.get(rank))
-        self.failure = RankDiedError(f"rank {rank} of the model {how}; build a new engine")
-        for call in list(self._on_death.values()):
-            with contextlib.suppress(Exception):
-                call(self.failure)
-        # The others wait for it for ever.
+        self.failure = RankDiedError(f"rank {rank} of the model {how}")
+        self._over.set()
+        # The others may wait for it for ever.
         _end_processes(list(self._processes.values()))
         for other in self._calls.values():
             other.close()
-        self._over.set()
+        for call in list(self._on_death.values()):
+            with contextlib.suppress(MegatronAsyncError):
+                call(self.failure)
 
     def close(self) -> None:
         """End the other ranks; nothing may be in flight."""

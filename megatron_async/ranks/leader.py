@@ -28,7 +28,11 @@ class LeadingRunner(ModelRunner):
         self._claimed: tuple[Mask, Mask] | None = None
         """Masks of the pending ticket, which the other ranks do not have yet."""
         super().__init__(*args, **options)
-        group.when_it_dies(engine, self.device.fail)
+
+    @property
+    def engine(self) -> int:
+        """The number of its engine in the group."""
+        return self._engine
 
     def launch(self, plan: Plan) -> Ticket:
         self._tell_masks()
