@@ -85,10 +85,11 @@ def load_benchmark_model(
     device = resolve_device(args.device)
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     started = time.perf_counter()
+    sizes: dict[str, Any] = {name: getattr(args, name, 1) for name in PARALLEL_SIZES}
     engine_config = EngineConfig(
         device=args.device,
         dtype=args.dtype,
-        **{name: getattr(args, name, 1) for name in PARALLEL_SIZES},
+        **sizes,
     )
     group = start_ranks(engine_config)
     if group is not None:

@@ -56,6 +56,7 @@ class _Ring:
     def __init__(self, memory: SharedMemory, followers: int) -> None:
         self.memory = memory
         words = 1 + 2 * followers
+        assert memory.buf is not None
         counts = np.frombuffer(memory.buf, dtype=np.int64, count=words)
         self.written = counts[:1]
         self.read, self.asleep = counts[1 : 1 + followers], counts[1 + followers :]
@@ -101,7 +102,6 @@ class RingSender:
         memory = SharedMemory(create=True, size=size + 8 * (1 + 2 * followers))
         self.name = memory.name
         self._ring = _Ring(memory, followers)
-        self._ring.memory.buf[: 8 * (1 + 2 * followers)] = bytes(8 * (1 + 2 * followers))
         self._wake, self._check = wake, check
 
     def send(self, data: bytes) -> None:

@@ -359,7 +359,9 @@ def lead(
             f"{layout} needs {layout.world_size} processes and the launcher has started "
             f"{world_size}; make both equal"
         )
-    started, rings, calls = processes or {}, [], {}
+    started = processes or {}
+    rings: list[RingSender] = []
+    calls: dict[int, Call] = {}
 
     def check() -> None:
         for rank, process in started.items():

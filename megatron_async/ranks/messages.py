@@ -187,16 +187,17 @@ def decode(data: bytes) -> Message:
 
 
 def _plan(rows: list[list[int]], values: list[Any]) -> Plan:
-    plan = Plan(*values)
-    return plan._replace(
-        rows=RowMap(*map(tuple, rows)),
-        assignments=tuple(BlockAssignment(*each) for each in plan.assignments),
-        prefills=tuple(_chunk(each) for each in plan.prefills),
-        admissions=tuple(_admission(*each) for each in plan.admissions),
-        control=tuple(_update(*each) for each in plan.control),
-        restores=tuple(StateCopy(*each) for each in plan.restores),
-        snapshots=tuple(StateCopy(*each) for each in plan.snapshots),
-    )
+    given: dict[str, Any] = dict(zip(Plan._fields, values, strict=True))
+    given |= {
+        "rows": RowMap(*map(tuple, rows)),
+        "assignments": tuple(BlockAssignment(*each) for each in given["assignments"]),
+        "prefills": tuple(_chunk(each) for each in given["prefills"]),
+        "admissions": tuple(_admission(*each) for each in given["admissions"]),
+        "control": tuple(_update(*each) for each in given["control"]),
+        "restores": tuple(StateCopy(*each) for each in given["restores"]),
+        "snapshots": tuple(StateCopy(*each) for each in given["snapshots"]),
+    }
+    return Plan(**given)
 
 
 def _chunk(values: Any) -> PrefillChunk:

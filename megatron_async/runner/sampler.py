@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
@@ -56,14 +54,6 @@ def sample_tokens(
     if logits.is_cuda:
         return sample_tokens_reference(logits, *parameters)
     return sample_tokens_cpu(logits, *parameters)
-
-
-def group_sampler(model: Any) -> Callable[..., Tensor]:
-    """:func:`sample_tokens` of a model's logits, of which a rank of several has some columns."""
-    parallel = getattr(model, "parallel", None)
-    if parallel is None:
-        return sample_tokens
-    return functools.partial(parallel.sample, sample_tokens)
 
 
 @functools.cache

@@ -6,6 +6,8 @@ there too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,7 +19,7 @@ from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.drafter import Drafter, SampledRows
 from megatron_async.runner.extras_tables import ExtrasTables
 from megatron_async.runner.masks import MaskRing
-from megatron_async.runner.sampler import group_sampler, sample_tokens
+from megatron_async.runner.sampler import sample_tokens
 from megatron_async.sampling.log_probs import pack, processed_log_probs, token_log_probs
 from megatron_async.sampling.process_logits import advance, process_logits
 from megatron_async.sampling.synthetic_acceptance import synthetic_bits, threshold
@@ -78,7 +80,6 @@ class SamplingStage:
         self._extras = extras
         self._synthetic_acceptance = synthetic_acceptance
         self._parallel: ModelParallel | None = getattr(model, "parallel", None)
-        self._sample_tokens = group_sampler(model)
         widest = 1 + context.num_speculative_tokens
         self._offsets = torch.arange(widest, device=row_records.device)
         self._sampled = 0
@@ -109,7 +110,9 @@ class SamplingStage:
         if extended:
             sampled = self._process(sampled, window, each, positions.flatten())
         # Of whole rows each rank samples the same.
-        sample = sample_tokens if extended else self._sample_tokens
+        sample: Callable[..., torch.Tensor] = sample_tokens
+        if self._parallel is not None and not extended:
+            sample = partial(self._parallel.sample, sample_tokens)
         tokens = sample(
             sampled,
             state.inverse_temperature[each],
