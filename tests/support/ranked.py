@@ -1,8 +1,8 @@
 """Groups of forked ranks for tests: modules are imported once, by a process of one thread.
 
-``python -m tests.support.ranked FOLDER LAYOUT...`` runs :func:`case` on each layout, such as
-``dense:2,1,1`` (tensor, pipeline, expert), one after the other, and writes what rank 0 found to
-``FOLDER/LAYOUT.json``.
+``python -m tests.support.ranked FOLDER CASE...`` runs :func:`case` on each layout, such as
+``dense:2,1,1`` (tensor, pipeline, expert), and :func:`kill_case` for ``killed:``, one after the
+other, and writes what rank 0 found to ``FOLDER/CASE.json``.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -44,7 +45,7 @@ PROMPTS = [
     COMMON + "def read(path):\n", "for i in range(", "try:\n", "while True:",
 ]  # fmt: skip
 ABORTED = 2
-NEW_TOKENS = 16
+NEW_TOKENS = 13
 SIZES = {
     "max_requests": 3, "block_size_tokens": 8, "block_count": 40, "prefill_chunk_tokens": 16,
     "max_sequence_length": 128, "batch_invariant": True, "debug": True,}  # fmt: skip
@@ -135,6 +136,8 @@ def case(engine: DynamicInferenceEngine, folder: Path, model: str, *, alone: boo
     found["ngram"] = drafted(engine, speculative_method="ngram")
     if engine.controller.inference_wrapped_model.kv_cache_spec.num_mtp_layers:
         found["mtp"] = drafted(engine)
+    elif not alone:
+        found["refused drafts"] = refused(lambda: drafted(engine))
     if not alone:
         processors = SamplingParams(logits_processors=[lambda tokens, logits: logits])
         sizes = config_at(1, tensor_model_parallel_size=4)
@@ -142,7 +145,6 @@ def case(engine: DynamicInferenceEngine, folder: Path, model: str, *, alone: boo
             "processors": refused(lambda: engine.add_request(99, "x", processors)),
             "sizes": refused(lambda: engine.with_config(sizes)),
             "state dict": refused(lambda: engine.update_weights({})),
-            "drafts": refused(lambda: drafted(engine)),
             "wrong weights": refused(lambda: engine.update_weights(folder / "wrong")),
         }
     if model == "dense":
@@ -174,10 +176,32 @@ def lead_case(folder: Path, model: str, layout: Layout, store: dist.Store) -> Fo
         return case(engine, folder, model, alone=group is None)
 
 
+def kill_case(folder: Path) -> Found:
+    """What becomes of requests when a rank that was started here is killed."""
+    config = EngineConfig(device="cpu", tensor_model_parallel_size=2, max_requests=2)
+    endless = SamplingParams(num_tokens_to_generate=2000, termination_id=-1)
+
+    def step_for_ever() -> None:
+        while True:
+            engine.step_modern()
+
+    with DynamicInferenceEngine.from_pretrained(folder / "dense", config) as engine:
+        futures = [engine.add_request(n, "x", endless) for n in range(3)]
+        for _ in range(5):
+            engine.step_modern()
+        group: RankGroup = engine.controller.inference_wrapped_model.rank_group
+        os.kill(group.pids[1], signal.SIGKILL)
+        return {
+            "step": refused(step_for_ever),
+            "requests": [refused(future.result) for future in futures],
+            "next": refused(lambda: engine.add_request(9, "x", endless)),
+        }
+
+
 def run_layout(folder: Path, name: str) -> None:
     """Fork a layout's ranks, and wait for them."""
     model, _, sizes = name.partition(":")
-    layout = Layout(*map(int, sizes.split(",")))
+    layout = Layout(*map(int, sizes.split(","))) if sizes else Layout()
     pids = []
     for rank in reversed(range(layout.world_size)):
         pid = os.fork()
@@ -189,9 +213,11 @@ def run_layout(folder: Path, name: str) -> None:
             store = dist.FileStore(str(folder / f"{name}.store"), layout.world_size)
             if rank:
                 follow(layout, "cpu", store=store, rank=rank)
-            (folder / f"{name}.json").write_text(
-                json.dumps(lead_case(folder, model, layout, store))
-            )
+            if model == "killed":
+                found = kill_case(folder)
+            else:
+                found = lead_case(folder, model, layout, store)
+            (folder / f"{name}.json").write_text(json.dumps(found))
             status = 0
         except BaseException:
             traceback.print_exc()

@@ -30,6 +30,7 @@ Found = dict[str, Any]
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Found]:
     folder = tmp_path_factory.mktemp("ranks")
     names = [f"{m}:{sizes}" for m, several in LAYOUTS.items() for sizes in (ALONE, *several)]
+    names.append("killed:")
     subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.support.ranked", str(folder), *names],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
@@ -121,56 +122,18 @@ def test_what_ranks_do_not_do_is_refused(
     assert "give a model directory" in refused["state dict"]
     assert ": rank " in refused["wrong weights"]
     if sizes != "2,1,1":
-        assert refused["drafts"].startswith("ConfigError: num_speculative_tokens")
+        refused_drafts = found[model, sizes]["refused drafts"]
+        assert refused_drafts.startswith("ConfigError: num_speculative_tokens")
+            "ConfigError: num_speculative_tokens"
+        )
 
 
-KILLED = """
-import os, signal, sys, time
-from megatron_async.config import EngineConfig
-from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.errors import EngineStoppedError, RankDiedError
-from megatron_async.sampling_params import SamplingParams
-
-config = EngineConfig(device="cpu", tensor_model_parallel_size=2, max_requests=2)
-engine = DynamicInferenceEngine.from_pretrained("tiny", config)
-child = engine.controller.inference_wrapped_model.rank_group.pids[1]
-params = SamplingParams(num_tokens_to_generate=2000, termination_id=-1)
-futures = [engine.add_request(n, "x", params) for n in range(3)]
-for _ in range(5):
-    engine.step_modern()
-os.kill(child, signal.SIGKILL)
-killed = time.monotonic()
-try:
-    while True:
-        engine.step_modern()
-except RankDiedError as error:
-    print(error)
-print(time.monotonic() - killed)
-for future in futures:
-    try:
-        future.result()
-    except EngineStoppedError as error:
-        print(error)
-try:
-    engine.add_request(9, "x", params)
-except EngineStoppedError as error:
-    print(error)
-engine.close()
-print("closed", time.monotonic() - killed)
-"""
-
-
-def test_a_killed_rank_ends_the_group_and_its_requests() -> None:
-    ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", KILLED],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        check=True,
-        timeout=PATIENCE_SECONDS,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    death, _, *told, closed = ended.stdout.splitlines()
-    assert death == "rank 1 of the model was killed by SIGKILL"
-    assert len(told) == 4 and all(death in line for line in told)
-    assert closed.startswith("closed")
+def test_a_killed_rank_ends_the_group_and_its_requests(
+    found: dict[tuple[str, str], Found],
+) -> None:
+    """Of a group of processes that rank 0 has started itself."""
+    killed = found["killed", ""]
+    death = "rank 1 of the model was killed by SIGKILL"
+    assert killed["step"] == f"RankDiedError: {death}"
+    assert len(killed["requests"]) == 3 and all(death in line for line in killed["requests"])
+    assert killed["next"].startswith("EngineStoppedError") and death in killed["next"]
