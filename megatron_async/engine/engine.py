@@ -35,7 +35,7 @@ from megatron_async.engine.loop import DecodeLoop
 from megatron_async.engine.metrics import EngineCounters
 from megatron_async.engine.output_processor import OutputProcessor, TokenOutput
 from megatron_async.engine.output_sink import OutputSink, SinkQueue
-from megatron_async.engine.ranked_build import group_of, lead_engine
+from megatron_async.engine.ranked_build import filters_need_extras, group_of, lead_engine
 from megatron_async.engine.recording import Recorder, RunFile
 from megatron_async.engine.request_queue import Prompt, RequestQueue, checked_id
 from megatron_async.engine.request_validation import RequestValidator
@@ -129,6 +129,7 @@ class DynamicInferenceEngine:
             grammars=grammars,
             extras_enabled=config.enable_sampling_extras,
             has_ranks=group is not None,
+            filters_need_extras=filters_need_extras(group, context.device),
         )
         self._run_file = None if config.record is None else RunFile(config.record)
         self.device = device or open_device(context.device, config)

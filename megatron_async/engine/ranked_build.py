@@ -51,6 +51,11 @@ def group_of(model: Any, config: EngineConfig) -> RankGroup | None:
     return group
 
 
+def filters_need_extras(group: RankGroup | None, device: torch.device) -> bool:
+    """Whether the plain S knows no top-k and top-p: the kernels of a GPU with some columns."""
+    return group is not None and group.layout.tensor > 1 and device.type == "cuda"
+
+
 def lead_engine(
     group: RankGroup,
     controller: TextGenerationController,

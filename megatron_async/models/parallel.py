@@ -16,6 +16,32 @@ from torch import Tensor
 from megatron_async.sampling.sharded import sample_tokens_sharded
 
 
+class VocabularyColumns:
+    """What kernels are told of a rank's columns of the logits.
+
+    Attributes:
+        first_id, count: the token ids that the columns are about.
+        suit_kernels: noise comes by fours, and each rank has an id.
+    """
+
+    def __init__(
+        self,
+        first_id: int,
+        count: int,
+        *,
+        suit_kernels: bool,
+        best_of_all: Callable[[Tensor, int], Tensor],
+    ) -> None:
+        self.first_id, self.count = first_id, count
+        self.suit_kernels = suit_kernels
+        self._best_of_all = best_of_all
+
+    def best_of_all(self, packed: Tensor) -> Tensor:
+        """``[R, 1]`` of all ranks from this one's ``[R, splits]``: int64, a score above ``2**31 -
+        1`` less the id, which counts from this rank's first, and of which the largest wins."""
+        return self._best_of_all(packed, self.first_id)
+
+
 class ModelParallel:
     """A rank's groups. To be made by all ranks, at the same time.
 
@@ -124,6 +150,21 @@ class ModelParallel:
                 exchange=self,
             )
         return self._tell_(tokens)
+
+    def columns(self, width: int, vocab_size: int) -> VocabularyColumns:
+        """This rank's columns of logits of that width, of which ids from ``vocab_size`` on are
+        padding."""
+        first_id = self.tensor_rank * width
+        last = (self.layout.tensor - 1) * width
+        return VocabularyColumns(
+            first_id,
+            max(0, min(width, vocab_size - first_id)),
+            suit_kernels=width % 4 == 0 and last < vocab_size,
+            best_of_all=self._best_of_all,
+        )
+
+    def _best_of_all(self, packed: Tensor, first_id: int) -> Tensor:
+        return self._tell_(self.max_(packed.amax(1) - first_id))[:, None]
 
     def _tell_(self, x: Tensor) -> Tensor:
         if self._listeners is not None:

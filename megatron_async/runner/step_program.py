@@ -51,8 +51,7 @@ class StepProgram:
     and to the window of that forward: those of row r from ``r * window`` on.
 
     On CUDA what is around the model in a decode step runs in ``kernels/sampling/step_kernels.py``;
-    the torch code here is the reference, and samples where the model has several ranks.
-    ``WINDOW_KERNELS_ON`` is about steps with drafts.
+    the torch code here is the reference. ``WINDOW_KERNELS_ON`` is about steps with drafts.
     """
 
     def __init__(
@@ -96,18 +95,22 @@ class StepProgram:
         )
         # Behind these there may be columns of padding.
         self._candidates = self._pending_logits[:, : model.vocab_size]
+        self._parallel: ModelParallel | None = getattr(model, "parallel", None)
         self._stage = SamplingStage(
             self._row_records, context, model, drafter, results, extras, synthetic_acceptance
         )
-        self._parallel: ModelParallel | None = getattr(model, "parallel", None)
         self._kernels: StepKernels | None = None
         if isinstance(packets, CudaPacketRing) and isinstance(results, CudaResultRing):
             from megatron_async.kernels.sampling.step_kernels import StepKernels
 
-            if layout.window == 1 or WINDOW_KERNELS_ON:
+            columns = None
+            if self._parallel is not None:
+                columns = self._parallel.columns(self._pending_logits.shape[1], model.vocab_size)
+            takes_columns = columns is None or columns.suit_kernels
+            if (layout.window == 1 or WINDOW_KERNELS_ON) and takes_columns:
                 self._kernels = StepKernels(
                     self._row_records, context.slots, context.block_size_tokens, packets, results,
-                    *(extras or (None, None)), window=layout.window,
+                    *(extras or (None, None)), window=layout.window, columns=columns,
                     synthetic_acceptance=synthetic_acceptance,
                 )  # fmt: skip
 
@@ -159,10 +162,12 @@ class StepProgram:
     def _run_sample(
         self, logits: torch.Tensor, shape: SampleShape, processed: torch.Tensor | None
     ) -> None:
-        if self._kernels is None or self._parallel is not None:
+        if self._kernels is None:
             self._stage.sample(logits, shape, processed)
             return
         if shape.extended:
+            if self._parallel is not None:
+                logits = self._parallel.gather_logits(logits, self._model.vocab_size)
             self._kernels.sample_extended(logits, processed, window=shape.window)
         else:
             self._kernels.sample(logits, window=shape.window)

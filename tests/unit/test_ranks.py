@@ -124,8 +124,6 @@ def test_what_ranks_do_not_do_is_refused(
     if sizes != "2,1,1":
         refused_drafts = found[model, sizes]["refused drafts"]
         assert refused_drafts.startswith("ConfigError: num_speculative_tokens")
-            "ConfigError: num_speculative_tokens"
-        )
 
 
 def test_a_killed_rank_ends_the_group_and_its_requests(
