@@ -20,6 +20,7 @@ from megatron_async.models.mamba.spec import number_attention_layers
 from megatron_async.models.memory_traffic import weight_bytes
 from megatron_async.models.rope import RotaryTable
 from megatron_async.models.scaled_layers import scale_embedding, scale_logits
+from megatron_async.models.sharded_embedding import shard_embedding
 from megatron_async.models.spec import gpt_block_spec, link_norms, mtp_block_spec
 
 from megatron.core import parallel_state  # isort: skip
@@ -295,6 +296,7 @@ def attach_features(model: GPTModel, config: ModelConfig) -> None:
                         norm.eps = latent.norm_epsilon
     if model.pre_process:
         scale_embedding(model.embedding, config.embedding_multiplier)
+        shard_embedding(model.embedding)
     if model.post_process:
         scale_logits(model.output_layer, config.logit_multiplier, config.logit_soft_cap)
 
