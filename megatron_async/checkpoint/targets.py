@@ -160,3 +160,11 @@ class Stage:
         if name.startswith(("output_layer.", _FINAL_NORM)):
             return name if self.is_last else None
         return None  # layers of multi-token prediction: stages have none
+
+    def leaves_out(self, name: str) -> bool:
+        """Whether the whole model's ``name``, or one of tensors stacked over layers, may be of
+        other stages alone."""
+        if self.stages == 1:
+            return False
+        stacked = name.startswith(_LAYERS) and not name.removeprefix(_LAYERS)[:1].isdigit()
+        return stacked or self.local(name) is None
