@@ -230,7 +230,9 @@ class RankGroup:
         for call in self._calls.values():
             call.close()
         parallel.set_current(None)
-        process_group.leave()
+        # Kernels of NCCL that wait for a dead rank would be waited for.
+        if self.failure is None or not dist.is_nccl_available() or not torch.cuda.is_available():
+            process_group.leave()
 
 
 def _how_ended(process: subprocess.Popen[bytes] | None) -> str:
