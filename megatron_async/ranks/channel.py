@@ -7,17 +7,20 @@ the connections carry the messages themselves.
 
 from __future__ import annotations
 
+import mmap
+import os
 import struct
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from multiprocessing.shared_memory import SharedMemory
 from typing import Protocol
 
 import numpy as np
 
-from megatron_async.errors import IntegrityError
+from megatron_async.errors import ConfigError, IntegrityError
 
+SHARED_FOLDER = "/dev/shm"
 RING_BYTES = 1 << 24
 """Of the ring. Rank 0 waits where a follower is that far behind, which no steady step is."""
 HEAD = struct.Struct("<Q")
@@ -53,14 +56,12 @@ class _Ring:
     the interpreter's locks keep the data ahead of the count.
     """
 
-    def __init__(self, memory: SharedMemory, followers: int) -> None:
-        self.memory = memory
+    def __init__(self, memory: mmap.mmap, followers: int) -> None:
         words = 1 + 2 * followers
-        assert memory.buf is not None
-        counts = np.frombuffer(memory.buf, dtype=np.int64, count=words)
+        counts = np.frombuffer(memory, dtype=np.int64, count=words)
         self.written = counts[:1]
         self.read, self.asleep = counts[1 : 1 + followers], counts[1 + followers :]
-        self._data = np.frombuffer(memory.buf, dtype=np.uint8, offset=8 * words)
+        self._data = np.frombuffer(memory, dtype=np.uint8, offset=8 * words)
 
     @property
     def size(self) -> int:
@@ -78,11 +79,6 @@ class _Ring:
         first = min(length, self.size - start)
         return self._data[start : start + first].tobytes() + self._data[: length - first].tobytes()
 
-    def release(self) -> None:
-        """Views must be gone before the memory can be closed."""
-        del self.written, self.read, self.asleep, self._data
-        self.memory.close()
-
 
 class RingSender:
     """The writer of a ring.
@@ -99,8 +95,7 @@ class RingSender:
         check: Callable[[], None],
         size: int = RING_BYTES,
     ) -> None:
-        memory = SharedMemory(create=True, size=size + 8 * (1 + 2 * followers))
-        self.name = memory.name
+        self.name, memory = _new_memory(size + 8 * (1 + 2 * followers))
         self._ring = _Ring(memory, followers)
         self._wake, self._check = wake, check
 
@@ -127,17 +122,17 @@ class RingSender:
 
     def unlink(self) -> None:
         """Nobody will come to it any more; who has it keeps it."""
-        self._ring.memory.unlink()
+        os.unlink(self.name)
 
     def close(self) -> None:
-        self._ring.release()
+        pass
 
 
 class RingReceiver:
     """A reader of a ring.
 
     Args:
-        name: of the shared memory.
+        name: of the file of the shared memory.
         place: which of the ``followers`` this is.
         wakes: set by whoever hears that there is something to read.
         spin_seconds: for how long to look again and again before it sleeps.
@@ -146,8 +141,8 @@ class RingReceiver:
     def __init__(
         self, name: str, place: int, followers: int, wakes: threading.Event, spin_seconds: float
     ) -> None:
-        # Who makes the memory removes it; a tracker of ours would do it when we end.
-        self._ring = _Ring(_attached(name), followers)
+        with open(name, "r+b") as file:
+            self._ring = _Ring(mmap.mmap(file.fileno(), 0), followers)
         self._place = place
         self._at = 0
         self._wakes = wakes
@@ -175,15 +170,24 @@ class RingReceiver:
         ring.asleep[self._place] = 0
 
     def close(self) -> None:
-        self._ring.release()
+        pass
 
 
-def _attached(name: str) -> SharedMemory:
-    from multiprocessing import resource_tracker
-
-    memory = SharedMemory(name=name)
-    resource_tracker.unregister(f"/{memory.name.lstrip('/')}", "shared_memory")
-    return memory
+def _new_memory(size: int) -> tuple[str, mmap.mmap]:
+    """A file in memory that nobody but this user may open, filled with zeros. The standard
+    library's shared memory would be removed by whichever process ends first."""
+    folder = SHARED_FOLDER if os.path.isdir(SHARED_FOLDER) else tempfile.gettempdir()
+    handle, name = tempfile.mkstemp(prefix="megatron-async-ranks-", dir=folder)
+    try:
+        os.posix_fallocate(handle, 0, size)
+        return name, mmap.mmap(handle, size)
+    except OSError as error:
+        os.unlink(name)
+        raise ConfigError(
+            f"{folder} has no room for the {size >> 20} MiB that ranks share: {error.strerror}"
+        ) from None
+    finally:
+        os.close(handle)
 
 
 class ConnectionSender:
