@@ -62,8 +62,10 @@ def main(arguments: Sequence[str]) -> int:
     """Of a process that rank 0 has started: the device, the port of the store, rank 0's process,
     and the sizes of the layout."""
     device, port, parent, *sizes = arguments
-    # A terminal's Ctrl-C is for rank 0.
+    # What a terminal and a service manager send to all processes is for rank 0, which may let
+    # requests end first; this one ends with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _end_with(int(parent))
     rank = int(os.environ["RANK"])
     follow(Layout(*map(int, sizes)), device, store=_store(int(port)), rank=rank)
