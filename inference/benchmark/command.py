@@ -15,6 +15,7 @@ from megatron_async.config import MAX_DEPTH, MAX_REQUESTS
 from megatron_async.errors import ConfigError
 
 from ..cli.options import (
+    PARALLEL_SIZES,
     PROGRAM,
     SEED,
     add_benchmark_model_options,
@@ -266,6 +267,8 @@ def command_line(args: argparse.Namespace) -> str:
     words = [PROGRAM, "bench"]
     for name, value in vars(args).items():
         if name in ("run", "json", "api_key") or value in (None, ""):
+            continue
+        if name in PARALLEL_SIZES and value == 1:
             continue
         if not isinstance(value, bool):
             several = value if isinstance(value, (list, tuple)) else [value]
