@@ -149,13 +149,18 @@ class TextGenerationController:
         """
         group = getattr(self.inference_wrapped_model, "rank_group", None)
         if group is not None:
-            read = functools.partial(self._read_weights, source, allow_non_finite_weights)
+            read = functools.partial(
+                self._read_weights, source, allow_non_finite_weights, all_parameters
+            )
             replace: Callable[[], None] = group.read_weights(source, allow_non_finite_weights, read)
             return replace
-        return self._read_weights(source, allow_non_finite_weights)
+        return self._read_weights(source, allow_non_finite_weights, all_parameters)
 
     def _read_weights(
-        self, source: str | Path | Mapping[str, Any], allow_non_finite_weights: bool
+        self,
+        source: str | Path | Mapping[str, Any],
+        allow_non_finite_weights: bool,
+        all_parameters: bool,
     ) -> Callable[[], None]:
         own = getattr(self.inference_wrapped_model, "update_weights", None)
         if own is not None:

@@ -106,6 +106,7 @@ def test_layouts() -> None:
     ("layout", "config", "reason"),
     [
         (Layout(2), EngineConfig(device="cuda:1"), "device='cuda:1' is one GPU"),
+        (Layout(2), EngineConfig(enable_sleep_mode=True), "enable_sleep_mode"),
         (Layout(1, 2), EngineConfig(num_speculative_tokens=2), "speculative_method='ngram'"),
         (
             Layout(1, 2),
