@@ -15,6 +15,7 @@ DEFAULT_ASYNC_DEPTH = 1
 MAX_DEPTH = 64
 MAX_REQUESTS = 2**16
 MAX_DRAFTS = 64
+MAX_RANKS = 1024
 RECURRENT_STATE_DTYPES = ("float32", "bfloat16")
 SPECULATIVE_METHODS = ("mtp", "ngram")
 MAX_GIB = 2**30
@@ -139,6 +140,9 @@ class EngineConfig:
             ``wake_up`` takes again at the same addresses. So do recurrent states; tables of
             slots and a draft model's weights stay.
         device: ``"cpu"``, ``"cuda"``, ``"cuda:N"``; None takes a GPU where there is one.
+        tensor_model_parallel_size, pipeline_model_parallel_size, expert_model_parallel_size: the
+            processes that share the model's layers, that have some of its layers each, and that
+            have some of its experts each (``ranks/layout.py``); 1 is one process.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None takes the checkpoint's on a GPU
             and float32 on a CPU.
         jitter_seed: CPU only, for tests: sleep random times around device work.
@@ -181,6 +185,9 @@ class EngineConfig:
     kv_events_config: KVEventsConfig | Mapping[str, Any] | None = None
     enable_sleep_mode: bool = False
     device: str | None = None
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
     dtype: str | None = None
     jitter_seed: int | None = None
     record: str | None = None
@@ -194,6 +201,8 @@ class EngineConfig:
         self._check("block_count", 1, MAX_COUNT, optional=True)
         self._check("state_snapshot_count", 0, MAX_COUNT, optional=True)
         self._check("num_cuda_graphs", 1, optional=True)
+        for name in ("tensor", "pipeline", "expert"):
+            self._check(f"{name}_model_parallel_size", 1, MAX_RANKS)
         self._check("num_speculative_tokens", 0, MAX_DRAFTS)
         if self.draft_model is not None and self.speculative_method != "mtp":
             raise ConfigError(

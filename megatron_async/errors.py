@@ -60,6 +60,11 @@ class EngineDeadError(MegatronAsyncError, RuntimeError):
     """The engine's process has died, is frozen or has not started yet; it may come back."""
 
 
+class RankDiedError(MegatronAsyncError, RuntimeError):
+    """A rank of the model's group has died or failed, and the group has ended with it: build a new
+    engine."""
+
+
 class EngineGivenUpError(EngineDeadError):
     """The engine's process has died too often, and is not started again."""
 

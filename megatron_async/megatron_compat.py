@@ -29,6 +29,7 @@ _QUIET = (
     ".*`inference_params` renamed to `inference_context`.*",
     ".*MLP requires ffn_hidden_size.*",
     ".*tp_group is None, using default tp group.*",
+    ".*sequence parallelism must be used.*",
     ".*full scope is deprecated.*",
     ".*custom_layers.transformer_engine.*",
 )

@@ -14,7 +14,16 @@ from typing import Any
 from megatron_async.config import MAX_DEPTH, MAX_REQUESTS
 from megatron_async.errors import ConfigError
 
-from ..cli.options import PROGRAM, SEED, add_benchmark_model_options, integer, number, several
+from ..cli.options import (
+    PARALLEL_SIZES,
+    PROGRAM,
+    SEED,
+    add_benchmark_model_options,
+    add_parallel_options,
+    integer,
+    number,
+    several,
+)
 from ..cli.output_file import OutputFile
 from ..cli.serve import KEY_VARIABLE
 from .drafts import DRAFT_OPTIONS, add_drafting_options, resolve_drafts
@@ -81,6 +90,7 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser("bench", help=said, description=_DESCRIPTION)
     parser.set_defaults(run=run)
     add_benchmark_model_options(parser)
+    add_parallel_options(parser)
     add_drafting_options(parser, bench=True)
     add = parser.add_argument_group("workload decode").add_argument
     add("--batch-sizes", type=several(integer(1, MAX_REQUESTS)), metavar="B,...", help="default: 1")
@@ -257,6 +267,8 @@ def command_line(args: argparse.Namespace) -> str:
     words = [PROGRAM, "bench"]
     for name, value in vars(args).items():
         if name in ("run", "json", "api_key") or value in (None, ""):
+            continue
+        if name in PARALLEL_SIZES and value == 1:
             continue
         if not isinstance(value, bool):
             several = value if isinstance(value, (list, tuple)) else [value]

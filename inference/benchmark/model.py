@@ -12,12 +12,22 @@ from typing import Any
 import torch
 
 from megatron_async.checkpoint import load_pretrained
-from megatron_async.engine.build import check_same_vocabulary, resolve_device
+from megatron_async.config import EngineConfig
+from megatron_async.engine.build import (
+    check_same_vocabulary,
+    resolve_device,
+    shared_config,
+    start_ranks,
+)
 from megatron_async.errors import ConfigError
 from megatron_async.models.build import build_random_model
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.shapes import SHAPES
 from megatron_async.models.wrapper import GPTInferenceWrapper
+from megatron_async.ranks.group import device_of_rank
+from megatron_async.ranks.messages import BuildModel, LoadModel
+
+from ..cli.options import PARALLEL_SIZES
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +85,22 @@ def load_benchmark_model(
     device = resolve_device(args.device)
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     started = time.perf_counter()
+    sizes: dict[str, Any] = {name: getattr(args, name, 1) for name in PARALLEL_SIZES}
+    engine_config = EngineConfig(
+        device=args.device,
+        dtype=args.dtype,
+        **sizes,
+    )
+    group = start_ranks(engine_config)
+    if group is not None:
+        device = device_of_rank(device.type)
     if args.shape is not None:
         name, config, model = args.shape, SHAPES[args.shape], None
         config = dataclasses.replace(config, mtp_num_layers=args.mtp_layers or 0)
         pretrained = None
     else:
+        if group is not None:
+            group.tell(LoadModel(args.model or "tiny", shared_config(engine_config)))
         pretrained = load_pretrained(args.model or "tiny", device=device, dtype=dtype)
         name, config, model = pretrained.name, pretrained.config, pretrained.model
     if longest > config.max_sequence_length:
@@ -88,10 +109,19 @@ def load_benchmark_model(
     if model is None:
         if dtype is None:
             dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        if group is not None:
+            said = str(dtype).removeprefix("torch.")
+            group.tell(BuildModel(config.to_dict(), said, seed))
         model = build_random_model(config, device=device, dtype=dtype, seed=seed)
     wrapper = GPTInferenceWrapper(model)
+    if group is not None:
+        group.await_answers()
+        wrapper.rank_group = group
+        group.model_path = None if args.shape is not None else args.model or "tiny"
     dtype, draft_config = wrapper.kv_cache_spec.dtype, None
     if args.draft_model is not None:
+        if group is not None:
+            raise ConfigError("bench has no --draft-model with several ranks; leave one out")
         drafting = load_pretrained(args.draft_model, device=device, dtype=dtype)
         draft_config = drafting.config
         check_same_vocabulary(config, pretrained and pretrained.tokenizer, drafting)

@@ -81,6 +81,9 @@ def collect(
     workload.run()
     # Engines may have found a reason that the model alone does not give.
     report |= coverage(model)
+    if model.wrapper.rank_group is not None:
+        report["ranks"] = str(model.wrapper.rank_group.layout)
+        model.wrapper.rank_group.close()
     if args.baseline:
         batches = workload.batches()
         config, dtype = dataclasses.replace(model.config, mtp_num_layers=0), model.dtype

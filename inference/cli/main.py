@@ -19,7 +19,7 @@ from ..trace import command as trace
 from ..verify import command as verify
 from . import chat, demo, generate, info, replay, serve, tune
 from .megatron_flags import warn_of_ignored
-from .options import PROGRAM, OneLineErrorParser, name_options
+from .options import PROGRAM, OneLineErrorParser, followed_rank, name_options
 
 COMMANDS = (generate, chat, serve, verify, replay, demo, info, bench, trace, tune)
 """Each module has ``add_command``, which adds a parser and sets ``run`` in it."""
@@ -66,6 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if further:
             warn_of_ignored(parser, further)
         _prepare_stdout()
+        if followed_rank(args):
+            return 0
         status: int = args.run(args)
         sys.stdout.flush()
         return status

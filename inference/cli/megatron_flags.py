@@ -55,10 +55,10 @@ FLAGS: Table = {
     "--decode-only-cuda-graphs": works(""),
     "--disable-chunked-prefill": works("prompts are prefilled in chunks without it"),
     "--num-speculative-tokens": works(""),
-    "--tensor-model-parallel-size": accepted(_ONE, "1"),
-    "--pipeline-model-parallel-size": accepted(_ONE, "1"),
+    "--tensor-model-parallel-size": works(""),
+    "--pipeline-model-parallel-size": works("tokens are the same; stages wait for each other"),
+    "--expert-model-parallel-size": works(""),
     "--context-parallel-size": accepted(_ONE, "1"),
-    "--expert-model-parallel-size": accepted(_ONE, "1"),
     "--inference-dynamic-batching-unified-memory-level": accepted(
         "the KV cache stays in the memory of its device", "0"
     ),

@@ -8,6 +8,7 @@ import dataclasses
 import json
 import logging
 import math
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from megatron_async.config import (
     DEFAULT_ASYNC_DEPTH,
     MAX_COUNT,
     MAX_DEPTH,
+    MAX_RANKS,
     RECURRENT_STATE_DTYPES,
     SPECULATIVE_METHODS,
     EngineConfig,
@@ -113,7 +115,13 @@ DTYPES = ("float32", "bfloat16", "float16")
 _SAME = "inference_async_scheduling max_requests block_count prefill_chunk_tokens batch_invariant "
 _SAME += "enable_prefix_caching allow_non_finite_weights inference_logging_step_interval "
 _SAME += "num_speculative_tokens speculative_method draft_model generation_config "
-_SAME += "tokenizer_model state_snapshot_count recurrent_state_dtype"
+_SAME += "tokenizer_model state_snapshot_count recurrent_state_dtype "
+PARALLEL_SIZES = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "expert_model_parallel_size",
+)
+_SAME += " ".join(PARALLEL_SIZES)
 FLAGS = {name: f"--{name.replace('_', '-')}" for name in _SAME.split()} | {
     "max_tokens": "--inference-dynamic-batching-max-tokens",
     "paused_buffer_size_gb": "--inference-dynamic-batching-paused-buffer-size-gb",
@@ -251,6 +259,34 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
+def add_parallel_options(parser: argparse.ArgumentParser, default: int | None = 1) -> None:
+    """Processes that run one model together; without a ``default`` they are the recorded ones."""
+    add = parser.add_argument_group("ranks of one model").add_argument
+    said = {
+        "tensor": "processes that share the model's layers, each with a GPU of its own",
+        "pipeline": "stages of layers, of so many processes each",
+        "expert": "processes of a stage that have a share of the experts each",
+    }
+    for name, what in zip(PARALLEL_SIZES, said.values(), strict=True):
+        what += f" (default: {default or 'the recorded one'})"
+        kind = integer(1, MAX_RANKS)
+        add(FLAGS[name], dest=name, type=kind, default=default, metavar="N", help=what)
+
+
+def followed_rank(args: argparse.Namespace) -> bool:
+    """Whether a launcher such as torchrun has started this process to follow another one's
+    engine; then it has, until that one ended it."""
+    if os.environ.get("RANK", "0") == "0" or not hasattr(args, PARALLEL_SIZES[0]):
+        return False
+    from megatron_async.engine.build import resolve_device
+    from megatron_async.engine.rank_process import follow
+    from megatron_async.ranks.layout import Layout
+
+    layout = Layout(*(getattr(args, name) or 1 for name in PARALLEL_SIZES))
+    follow(layout, resolve_device(args.device).type)
+    return True
+
+
 def add_engine_options(parser: argparse.ArgumentParser, **defaults: int) -> None:
     """Sizes of the engine, under megatron's names; ``defaults`` are the command's own."""
     fields = EngineConfig(**defaults)  # type: ignore[arg-type]
@@ -307,6 +343,7 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: int) -> None
     said = "capture no steps with prefill chunks: a faster start, slower prompts"
     add(FLAGS["capture_mixed_steps"], dest="capture_mixed_steps", action="store_false", help=said)
     add("--debug", action="store_true", help="check every step and spoil freed memory; slow")
+    add_parallel_options(parser)
 
 
 def _add_drafting_options(add: Callable[..., Any]) -> None:

@@ -11,7 +11,13 @@ from megatron_async.checkpoint.path import EMBEDDED, RANDOM
 from megatron_async.engine.recording import Run, read_run
 from megatron_async.errors import ConfigError
 
-from .options import add_model_options, integer, load_engine
+from .options import (
+    PARALLEL_SIZES,
+    add_model_options,
+    add_parallel_options,
+    integer,
+    load_engine,
+)
 
 EXIT_DIFFERENT = 1
 
@@ -35,12 +41,14 @@ def add_command(commands: Any) -> None:
     said = "steps in flight; 0 is serial (default: the recorded one)"
     parser.add_argument("--depth", type=integer(0), metavar="N", help=said)
     add_model_options(parser, default=None)
+    add_parallel_options(parser, default=None)
 
 
 def run(args: argparse.Namespace) -> int:
     """Run the command. Returns 1 if the replay differs from the recorded run."""
     recorded = read_run(args.file)
-    changes: dict[str, Any] = {k: v for k in ("device", "dtype") if (v := getattr(args, k))}
+    given = ("device", "dtype", *PARALLEL_SIZES)
+    changes: dict[str, Any] = {k: v for k in given if (v := getattr(args, k))}
     if args.depth is not None:
         changes |= {"inference_async_scheduling": args.depth > 0, "depth": args.depth or None}
     from megatron_async.engine.replay import replay

@@ -131,7 +131,8 @@ class Run:
         engine = self._engine
         evictions = engine.counters.evictions
         model = engine.controller.inference_wrapped_model.model
-        version = engine.update_weights(model.state_dict())
+        group = getattr(engine.controller.inference_wrapped_model, "rank_group", None)
+        version = engine.update_weights(model.state_dict() if group is None else group.model_path)
         self._scripted_evictions += engine.counters.evictions - evictions
         self._scripted_barriers += 1
         for name in filter(self._goes_on, self.records):

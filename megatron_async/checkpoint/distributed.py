@@ -21,6 +21,7 @@ from megatron_async.checkpoint.json_file import one_line, read_json
 from megatron_async.checkpoint.megatron_root import BACKEND_FILE
 from megatron_async.checkpoint.native import copy_tokenizer_files, write_config
 from megatron_async.checkpoint.regular_files import file_size, read_range
+from megatron_async.checkpoint.targets import Stage
 from megatron_async.checkpoint.torch_archive import read_tensor
 from megatron_async.errors import CheckpointError
 from megatron_async.models.config import ModelConfig
@@ -236,7 +237,8 @@ def load_weights(directory: Path, model: Any, content: Mapping[str, StoredTensor
     read_common(directory)
     stored = {k: v for k, v in content.items() if not _NOT_WEIGHTS.match(k)}
     parts = _parts(model, stored)
-    missing, unexpected = set(parts) - set(stored), set(stored) - set(parts)
+    missing, stage = set(parts) - set(stored), Stage.of(model)
+    unexpected = {name for name in set(stored) - set(parts) if not stage.leaves_out(name)}
     if missing:
         raise CheckpointError(f"{directory}: tensor {min(missing)} is missing")
     if unexpected:

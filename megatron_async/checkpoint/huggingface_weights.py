@@ -17,8 +17,8 @@ from megatron_async.checkpoint.json_file import read_json
 from megatron_async.checkpoint.latent_weights import latent_targets
 from megatron_async.checkpoint.mamba_weights import mamba_targets
 from megatron_async.checkpoint.mtp_weights import mtp_layers, mtp_targets
-from megatron_async.checkpoint.targets import EMBEDDING, OUTPUT, Target, TensorParallel
-from megatron_async.errors import IntegrityError
+from megatron_async.checkpoint.targets import EMBEDDING, OUTPUT, Stage, Target, TensorParallel
+from megatron_async.errors import CheckpointError, IntegrityError
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.mamba.sizes import ATTENTION, EXPERTS, MAMBA
 
@@ -30,14 +30,36 @@ class Targets(dict[str, Target]):
     """Targets by stored name; knows which parameters no stored tensor fills."""
 
     def __init__(
-        self, parameters: dict[str, Tensor], parallel: TensorParallel, *, transposed: bool = False
+        self,
+        parameters: dict[str, Tensor],
+        parallel: TensorParallel,
+        *,
+        transposed: bool = False,
+        stage: Stage | None = None,
     ) -> None:
         self._parameters = parameters
         self._parallel = parallel
         self._transposed = transposed
+        self._stage = stage or Stage()
         self.unused = set(parameters)
+        self.elsewhere: set[str] = set()
+        """Stored tensors that other ranks take."""
+
+    def is_elsewhere(self, name: str, *stored: str) -> bool:
+        """Whether ``name``, which ``stored`` tensors fill, is a parameter of another stage."""
+        if self._stage.local(name) is not None:
+            return False
+        self.elsewhere.update(stored)
+        return True
 
     def parameter(self, name: str) -> Tensor:
+        local = self._stage.local(name)
+        if local is None:
+            raise CheckpointError(
+                "a model of this type is not divided into pipeline stages: leave "
+                "pipeline_model_parallel_size out"
+            )
+        name = local
         self.unused.discard(name)
         if name not in self._parameters:
             raise IntegrityError(f"the model built for this config has no parameter {name}")
@@ -47,6 +69,8 @@ class Targets(dict[str, Target]):
         self, stored: str, name: str, arrange: Arrange | None = None, groups: int = 1
     ) -> None:
         """``groups``: see :meth:`TensorParallel.target`."""
+        if self.is_elsewhere(name, stored):
+            return
         parameter = self.parameter(name)
         self._add(stored, name, parameter, list(parameter.shape), arrange, groups)
 
@@ -61,6 +85,8 @@ class Targets(dict[str, Target]):
 
         ``lead`` is (groups, parts, rows): a stored tensor takes its slice of parts.
         """
+        if self.is_elsewhere(name, *stored):
+            return
         parameter = self.parameter(name)
         grid = parameter.view(*lead, *parameter.shape[1:])
         for stored_name, part in stored.items():
@@ -70,10 +96,19 @@ class Targets(dict[str, Target]):
 
     def parts(self, stored: Sequence[str], name: str, expert: int | None = None) -> None:
         """Give each stored tensor an equal share of the rows of ``name``, or of one expert's."""
+        if self.is_elsewhere(name, *stored):
+            return
         parameter = self.parameter(name)
-        view = parameter if expert is None else parameter[expert]
+        view = parameter
+        if expert is not None:
+            here = expert - len(parameter) * self._parallel.expert_rank
+            if not 0 <= here < len(parameter):
+                self.elsewhere.update(stored)
+                return
+            view = parameter[here]
         for stored_name, part in zip(stored, view.chunk(len(stored)), strict=True):
-            self._add(stored_name, name, part, list(part.shape), None)
+            of = name if expert is None else "one expert"
+            self._add(stored_name, of, part, list(part.shape), None)
 
     def _add(
         self,
@@ -134,11 +169,12 @@ def weight_targets(
     parallel: TensorParallel,
     names: Names,
     stored: Collection[str] = (),
-) -> dict[str, Target]:
+    stage: Stage | None = None,
+) -> Targets:
     """Target of every stored tensor of a checkpoint with ``names``.
 
-    ``parameters`` are those of this tensor-parallel rank. ``stored`` are the names of what is
-    there: they decide between layouts that a type may have.
+    ``parameters`` are those of this rank, which is of ``stage``. ``stored`` are the names of what
+    is there: they decide between layouts that a type may have.
 
     ``linear_qkv`` holds, for each key-value head, its query heads, its key, its value.
     ``linear_fc1`` holds the gate's rows, then the up projection's.
@@ -147,7 +183,7 @@ def weight_targets(
         IntegrityError: ``parameters`` are not those of a model built from ``config``.
     """
     names = _as_stored(names, stored)
-    targets = Targets(parameters, parallel, transposed=names.transposed)
+    targets = Targets(parameters, parallel, transposed=names.transposed, stage=stage)
     targets.whole(f"{names.embedding}.weight", EMBEDDING)
     if names.positions is not None:
         targets.whole(f"{names.positions}.weight", "embedding.position_embeddings.weight")
@@ -252,7 +288,10 @@ def _head_norms(
         def arrange(weight: Tensor) -> Tensor:
             return half_split(weight.flatten(), config)
 
-        parameter = targets.parameter(f"{ours}.self_attention.{x}_layernorm.weight")
+        name = f"{ours}.self_attention.{x}_layernorm.weight"
+        if targets.is_elsewhere(name, f"{theirs}{stored}.weight"):
+            continue
+        parameter = targets.parameter(name)
         select = {"select": arrange} if names.interleaved else {}
         targets[f"{theirs}{stored}.weight"] = Target(parameter, shape, **select)
 
@@ -316,15 +355,22 @@ def load_weights(directory: Path, config: ModelConfig, model: torch.nn.Module) -
     names = family_of(read_json(directory / "config.json")).names
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     stored = stored_shapes(directory)
-    targets = weight_targets(config, parameters, TensorParallel.current(), names, stored)
-    embedding = f"{names.embedding}.weight"
+    stage = Stage.of(model)
+    found = weight_targets(config, parameters, TensorParallel.current(), names, stored, stage)
+    targets: dict[str, Target] = found
+    elsewhere, embedding = found.elsewhere, f"{names.embedding}.weight"
     if names.prefix and not any(name.startswith(names.prefix) for name in stored):
         targets = _without_prefix(targets, names.prefix)
+        elsewhere = {name.removeprefix(names.prefix) for name in elsewhere}
         embedding = embedding.removeprefix(names.prefix)
+    copies = {f"{names.head}.weight": embedding} if config.tie_word_embeddings else {}
+    if embedding not in targets:  # of a stage that has neither
+        elsewhere = elsewhere | copies.keys()
+        copies = {}
     load_safetensors(
         directory,
         targets,
-        copies={f"{names.head}.weight": embedding} if config.tie_word_embeddings else None,
-        ignore=lambda name: name.endswith(names.ignored),
+        copies=copies,
+        ignore=lambda name: name in elsewhere or name.endswith(names.ignored),
     )
     vars(model)["huggingface_names"] = names  # for new weights under these

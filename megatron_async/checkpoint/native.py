@@ -18,8 +18,9 @@ from megatron_async.checkpoint.files import (
     load_safetensors,
     parse_dtype,
     parse_token_ids,
+    stored_shapes,
 )
-from megatron_async.checkpoint.targets import TensorParallel
+from megatron_async.checkpoint.targets import Stage, TensorParallel
 from megatron_async.errors import CheckpointError
 from megatron_async.models.config import ModelConfig
 
@@ -134,9 +135,9 @@ def load_weights(directory: Path, config: ModelConfig, model: torch.nn.Module) -
     Raises:
         CheckpointError: see :func:`megatron_async.checkpoint.files.load_safetensors`.
     """
-    parallel = TensorParallel.current()
+    parallel, stage = TensorParallel.current(), Stage.of(model)
     gated = config.gated
-    targets = {
+    here = {
         name: parallel.target(
             name,
             parameter.detach(),
@@ -145,4 +146,11 @@ def load_weights(directory: Path, config: ModelConfig, model: torch.nn.Module) -
         )
         for name, parameter in model.named_parameters()
     }
-    load_safetensors(directory, targets)
+    if stage.stages == 1:
+        load_safetensors(directory, here)
+        return
+    names = {name: stage.local(name) for name in stored_shapes(directory)}
+    targets = {name: here[local] for name, local in names.items() if local in here}
+    if missing := here.keys() - set(names.values()):
+        raise CheckpointError(f"{directory}: nothing fills {min(missing)} of this rank's stage")
+    load_safetensors(directory, targets, ignore=lambda name: names[name] is None)

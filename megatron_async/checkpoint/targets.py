@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -67,12 +67,19 @@ class Target:
         return same_values(self.select(stored).to(self.view).reshape(self.view.shape), self.view)
 
 
+_EXPERTS = ".mlp.experts."
+_LAYERS = "decoder.layers."
+_FINAL_NORM = "decoder.final_layernorm."
+
+
 @dataclass(frozen=True, slots=True)
 class TensorParallel:
-    """This process's place among those that share the model's layers."""
+    """This process's place among those that share the model's layers, and its experts."""
 
     rank: int = 0
     size: int = 1
+    expert_rank: int = 0
+    expert_ranks: int = 1
 
     @classmethod
     def current(cls) -> TensorParallel:
@@ -84,6 +91,8 @@ class TensorParallel:
         return cls(
             parallel_state.get_tensor_model_parallel_rank(),
             parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_expert_model_parallel_rank(),
+            parallel_state.get_expert_model_parallel_world_size(),
         )
 
     def target(self, name: str, view: torch.Tensor, shape: list[int], groups: int = 1) -> Target:
@@ -93,14 +102,69 @@ class TensorParallel:
         of equal size, each of them split by rank (gate and up projection in ``linear_fc1``).
         """
         dimension = SPLIT_DIMENSION.get(".".join(name.split(".")[-2:]))
-        if self.size == 1 or dimension is None:
+        rank, size = self.rank, self.size
+        if _EXPERTS in name:  # each is in one piece
+            dimension, rank, size, groups = 0, self.expert_rank, self.expert_ranks, 1
+        if size == 1 or dimension is None:
             return Target(view, tuple(shape))
         full = list(shape)
-        full[dimension] *= self.size
+        full[dimension] *= size
 
         def select(stored: torch.Tensor) -> torch.Tensor:
             sizes = list(stored.shape)
-            sizes[dimension : dimension + 1] = [groups, self.size, -1]
-            return stored.reshape(sizes).select(dimension + 1, self.rank)
+            sizes[dimension : dimension + 1] = [groups, size, -1]
+            return stored.reshape(sizes).select(dimension + 1, rank)
 
         return Target(view, tuple(full), select)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """This process's pipeline stage: ``layers`` layers from ``first`` on.
+
+    ``tied`` says that the last stage has a copy of the embedding for its output layer.
+    """
+
+    first: int = 0
+    layers: int = 0
+    stages: int = 1
+    is_first: bool = True
+    is_last: bool = True
+    tied: bool = False
+
+    @classmethod
+    def of(cls, model: Any) -> Stage:
+        """That of a model that was built for the parallel state."""
+        config = getattr(model, "config", None)
+        stages = getattr(config, "pipeline_model_parallel_size", 1)
+        if stages == 1:
+            return cls()
+        from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+        first, layers = get_transformer_layer_offset(config), len(model.decoder.layers)
+        tied = model.share_embeddings_and_output_weights
+        return cls(first, layers, stages, model.pre_process, model.post_process, tied)
+
+    def local(self, name: str) -> str | None:
+        """What the whole model's parameter ``name`` is called here; None if it is elsewhere."""
+        if self.stages == 1:
+            return name
+        if name.startswith(_LAYERS):
+            number, _, rest = name.removeprefix(_LAYERS).partition(".")
+            layer = int(number) - self.first
+            return f"{_LAYERS}{layer}.{rest}" if 0 <= layer < self.layers else None
+        if name == EMBEDDING and self.tied and self.is_last:
+            return OUTPUT
+        if name.startswith("embedding."):
+            return name if self.is_first else None
+        if name.startswith(("output_layer.", _FINAL_NORM)):
+            return name if self.is_last else None
+        return None  # layers of multi-token prediction: stages have none
+
+    def leaves_out(self, name: str) -> bool:
+        """Whether the whole model's ``name``, or one of tensors stacked over layers, may be of
+        other stages alone."""
+        if self.stages == 1:
+            return False
+        stacked = name.startswith(_LAYERS) and not name.removeprefix(_LAYERS)[:1].isdigit()
+        return stacked or self.local(name) is None

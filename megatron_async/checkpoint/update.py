@@ -57,7 +57,8 @@ def read_weights(
             ".safetensors file or a state dict"
         )
     targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    tied = model.share_embeddings_and_output_weights
+    # The last of several pipeline stages has a copy, and no embedding.
+    tied = model.share_embeddings_and_output_weights and EMBEDDING in targets
     if tied:
         targets[OUTPUT] = targets[EMBEDDING]
     # megatron-core's layers have an extra state each, which holds no weights.

@@ -114,6 +114,11 @@ class CpuDevice:
             self.failure = EngineStoppedError("the device is closed; build a new engine")
             self.wake()
 
+    def fail(self, error: BaseException) -> None:
+        if self.failure is None:
+            self.failure = error
+        self.wake()
+
     def raise_failure(self) -> None:
         """Raise what device work raised, if it did."""
         if self.failure is not None:
@@ -250,6 +255,11 @@ class CpuResultRing:
         if device.poison:
             entry.fill_(POISON)
         return values
+
+    def skip(self, number: int) -> None:
+        if number != self._taken:
+            raise IntegrityError(f"result {number} skipped, {self._taken} is next")
+        self._taken += 1
 
     def put_back(self, number: int) -> None:
         if self._taken == number + 1:

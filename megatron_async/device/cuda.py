@@ -53,6 +53,8 @@ class CudaDevice:
         """Results that the host has taken: what came before their S on the stream is over."""
         self.timeline: CudaTimeline | None = None
         self.ticket = -1
+        self.failure: BaseException | None = None
+        """Why what is on the stream may never end."""
 
     def enqueue(self, work: Callable[[], None], name: str) -> None:
         timeline = self.timeline  # another thread may drop it meanwhile
@@ -126,8 +128,12 @@ class CudaDevice:
     def drop_timeline(self) -> None:
         self.timeline = None
 
+    def fail(self, error: BaseException) -> None:
+        self.failure = error
+
     def close(self) -> None:
-        self.stream.synchronize()
+        if self.failure is None:
+            self.stream.synchronize()
         self._rings.clear()  # they refer back
 
 
@@ -252,6 +258,8 @@ class CudaResultRing(_Counted):
         while (int(seen[0]) - (number + 1)) & 0x80000000:
             spins += 1
             if spins % SPINS_BETWEEN_CHECKS == 0:
+                if self._device.failure is not None:
+                    raise self._device.failure
                 self._device.stream.query()  # raises when a kernel has failed
                 time.sleep(0)
         values = self._views[number % len(self._views)][:width].copy()
@@ -259,6 +267,11 @@ class CudaResultRing(_Counted):
             raise IntegrityError(f"result {number} was overwritten before it was taken")
         self._done = self._device.results_taken = number + 1
         return values
+
+    def skip(self, number: int) -> None:
+        if number != self._done:
+            raise IntegrityError(f"result {number} skipped, {self._done} is next")
+        self._done = self._device.results_taken = number + 1
 
     def put_back(self, number: int) -> None:
         if self._done == number + 1:

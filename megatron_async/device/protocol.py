@@ -63,6 +63,9 @@ class ResultRing(Protocol):
         Each result is taken once, in order. The only place where the host waits for the device.
         """
 
+    def skip(self, number: int) -> None:
+        """Host: result ``number``, the next one, is not wanted; its S has been launched."""
+
     def put_back(self, number: int) -> None:
         """Host: a signal came while ``number`` was waited for. If it was taken all the same, it is
         there to be taken again."""
@@ -112,6 +115,9 @@ class Device(Protocol):
 
     def synchronize(self) -> None:
         """Wait until the device has nothing to do; raises what device work raised."""
+
+    def fail(self, error: BaseException) -> None:
+        """From any thread: who waits for the device gets ``error``, now and from now on."""
 
     def close(self) -> None:
         """Release threads and graphs."""

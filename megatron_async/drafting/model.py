@@ -6,7 +6,8 @@ prefix hits and evictions hold for both.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,7 +102,11 @@ class ModelDrafter:
             read_lengths=context.device.type != "cuda",
         )
         logits = self._wrapper.forward(tokens.flatten(), positions.flatten(), context)
-        found: Tensor = sample_tokens(
+        sample: Callable[..., Tensor] = sample_tokens
+        parallel = getattr(self._wrapper, "parallel", None)
+        if parallel is not None:
+            sample = partial(parallel.sample, sample_tokens)
+        found = sample(
             logits,
             state.inverse_temperature[slots],
             state.top_k[slots],

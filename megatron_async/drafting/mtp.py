@@ -13,7 +13,8 @@ not accepted (``mtp_rows``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from megatron_async.drafting.mtp_rows import DraftRows, DraftShape, draft_rows
 from megatron_async.kernels.drafting.mtp_input import DraftInput, NormParameters, hidden_before
+from megatron_async.models.parallel import ModelParallel
 from megatron_async.runner.attention_metadata import metadata_of_mixed
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.drafter import MixedTokens, SampledRows
@@ -64,7 +66,9 @@ class MtpDrafter:
         """What the sampler counts by row, zeros between its launches."""
         make_fused = getattr(wrapper, "fused_mtp", None)
         self._fused = make_fused() if make_fused is not None else None
-        self._has_kernels = context.device.type == "cuda" and has_triton()
+        self._parallel: ModelParallel | None = getattr(wrapper, "parallel", None)
+        on_gpu = context.device.type == "cuda" and has_triton()
+        self._has_kernels = on_gpu and self._parallel is None
 
     def admit(self, slot: int, tokens: Sequence[int]) -> None:
         pass
@@ -193,7 +197,10 @@ class MtpDrafter:
             taken = Taken(into, by_slot, slots.contiguous(), self._arrivals)
             sample_draft(candidates(logits, vocab_size), parameters, taken)
             return
-        found: Tensor = sample_tokens(logits, *parameters, vocab_size=vocab_size)
+        sample: Callable[..., Tensor] = sample_tokens
+        if self._parallel is not None:
+            sample = partial(self._parallel.sample, sample_tokens)
+        found = sample(logits, *parameters, vocab_size=vocab_size)
         into.copy_(found.clamp(min=0))
 
     def _input_of(

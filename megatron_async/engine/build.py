@@ -16,13 +16,16 @@ from megatron_async.checkpoint.generation_config import sampling_defaults
 from megatron_async.checkpoint.path import model_directory
 from megatron_async.config import EngineConfig, check_config, draft_windows
 from megatron_async.device.memory import GIB
-from megatron_async.drafting.choose import layers_draft
+from megatron_async.drafting.choose import Drafting, layers_draft
 from megatron_async.errors import CheckpointError, ConfigError
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.kv_cache_spec import KVCacheSpec
 from megatron_async.models.recurrent_state_spec import RecurrentStateSpec
 from megatron_async.models.releasable_weights import move_parameters
 from megatron_async.models.wrapper import GPTInferenceWrapper
+from megatron_async.ranks.group import RankGroup, device_of_rank, start_group
+from megatron_async.ranks.layout import Layout, check_supported
+from megatron_async.ranks.messages import LoadModel
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.controller import TextGenerationController
 from megatron_async.runner.model_runner import ModelRunner
@@ -68,9 +71,9 @@ def resolve_device(name: str | None) -> torch.device:
 
 
 def build_context(
-    wrapper: Any, config: EngineConfig, device: torch.device
+    wrapper: Any, config: EngineConfig, device: torch.device, slot_count: int | None = None
 ) -> DynamicInferenceContext:
-    """The cache and slots for a wrapped model.
+    """The cache and slots for a wrapped model; ``slot_count`` None is what the depth needs.
 
     Raises:
         ConfigError: a length exceeds the model's, or the cache cannot hold what is asked.
@@ -107,7 +110,7 @@ def build_context(
         paused_buffer_size_gb=config.paused_buffer_size_gb,
         block_count=block_count,
         max_requests=config.max_requests,
-        slot_count=config.max_requests * (config.effective_depth + 1),
+        slot_count=slot_count or config.max_requests * (config.effective_depth + 1),
         max_tokens=config.max_tokens,
         block_size_tokens=config.block_size_tokens,
         num_cuda_graphs=config.num_cuda_graphs,
@@ -271,14 +274,49 @@ def step_costs_of(config: EngineConfig, limits: Limits) -> StepCosts | None:
     return StepCosts(costs, limits.windows)
 
 
+def runner_options(config: EngineConfig, limits: Limits, drafting: Drafting) -> dict[str, Any]:
+    """Arguments of the runner beside device, context and model: the same on all ranks."""
+    return {
+        "max_tokens": limits.max_tokens,
+        "max_assignments": limits.max_assignments,
+        "depth": config.effective_depth,
+        "poison": config.debug,
+        "extras": config.enable_sampling_extras,
+        "capture_mixed": config.capture_mixed_steps,
+        "make_drafter": drafting.make,
+        "windows": limits.windows,
+    }
+
+
+def limits_for(
+    wrapper: Any,
+    context: DynamicInferenceContext,
+    config: EngineConfig,
+    drafting: Drafting,
+    *,
+    enable_chunked_prefill: bool,
+) -> Limits:
+    """:func:`limits_of` a wrapped model that drafts so."""
+    return limits_of(
+        context,
+        config,
+        enable_chunked_prefill=enable_chunked_prefill,
+        lookahead=drafting.lookahead,
+        admit_tokens=drafting.wants_tokens,
+        rotation_limit=getattr(wrapper, "rotation_limit", None),
+        attention_window=getattr(wrapper, "attention_window", None),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What an engine is built from."""
+    """What an engine is built from. ``group`` are the ranks that were started for it."""
 
     controller: TextGenerationController
     context: DynamicInferenceContext
     eos_token_ids: tuple[int, ...] | None
     model_name: str
+    group: RankGroup | None = None
 
 
 def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
@@ -291,7 +329,55 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
     check_config(config)
     if not isinstance(path, str | os.PathLike):
         raise CheckpointError(f"path={path!r} must be 'tiny' or the path of a model directory")
-    device = resolve_device(config.device)
+    group = start_ranks(config)
+    if group is None:
+        device = resolve_device(config.device)
+    else:
+        device = device_of_rank(resolve_device(config.device).type)
+        group.tell(LoadModel(str(path), shared_config(config)))
+    try:
+        wrapper, pretrained = load_wrapper(path, config, device)
+        if group is not None:
+            group.await_answers()
+            wrapper.rank_group = group
+            group.model_path = str(path)
+        return EngineParts(
+            TextGenerationController(wrapper, pretrained.tokenizer),
+            build_context(wrapper, config, device),
+            pretrained.eos_token_ids,
+            pretrained.name,
+            group,
+        )
+    except BaseException:
+        if group is not None:
+            group.close()
+        raise
+
+
+def start_ranks(config: EngineConfig) -> RankGroup | None:
+    """The group that a configuration asks for, of which this process is rank 0; None for one rank.
+
+    Raises:
+        ConfigError: the configuration does not suit a group, or the machine.
+    """
+    layout = Layout.of(config)
+    check_supported(layout, config)
+    if layout.world_size == 1:
+        return None
+    return start_group(layout, resolve_device(config.device).type)
+
+
+def shared_config(config: EngineConfig, **values: Any) -> dict[str, Any]:
+    """Fields for the other ranks, each of which has a device of its own, and records nothing."""
+    fields = dataclasses.asdict(dataclasses.replace(config, record=None, **values))
+    device = fields["device"]
+    return {**fields, "device": None if device is None else torch.device(device).type}
+
+
+def load_wrapper(
+    path: str | Path, config: EngineConfig, device: torch.device
+) -> tuple[GPTInferenceWrapper, Pretrained]:
+    """The model of a directory, or this rank's share of it, with the one that drafts."""
     dtype = None if config.dtype is None else getattr(torch, config.dtype)
     pretrained = load_pretrained(
         path,
@@ -316,12 +402,7 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
             drafting.model, batch_invariant=config.batch_invariant
         )
         check_same_vocabulary(pretrained.config, pretrained.tokenizer, drafting)
-    return EngineParts(
-        TextGenerationController(wrapper, pretrained.tokenizer),
-        build_context(wrapper, config, device),
-        pretrained.eos_token_ids,
-        pretrained.name,
-    )
+    return wrapper, pretrained
 
 
 def check_same_vocabulary(config: ModelConfig, tokenizer: Any, drafting: Pretrained) -> None:
@@ -365,9 +446,9 @@ def parts_over_same_weights(
         )
     if isinstance(wrapper, GPTInferenceWrapper):
         draft_model, defaults = wrapper.draft_model, wrapper.sampling_defaults
-        weights = wrapper.weights_region
+        group, weights = wrapper.rank_group, wrapper.weights_region
         wrapper = GPTInferenceWrapper(wrapper.model, batch_invariant=config.batch_invariant)
-        wrapper.weights_region = weights
+        wrapper.rank_group, wrapper.weights_region = group, weights
         if config.generation_config:
             if defaults is None:
                 raise ConfigError(

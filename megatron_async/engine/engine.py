@@ -14,9 +14,10 @@ from megatron_async.drafting.choose import choose_drafting
 from megatron_async.engine.build import (
     EngineParts,
     keep_states,
-    limits_of,
+    limits_for,
     load_parts,
     parts_over_same_weights,
+    runner_options,
     step_costs_of,
     with_step_costs,
 )
@@ -34,6 +35,7 @@ from megatron_async.engine.loop import DecodeLoop
 from megatron_async.engine.metrics import EngineCounters
 from megatron_async.engine.output_processor import OutputProcessor, TokenOutput
 from megatron_async.engine.output_sink import OutputSink, SinkQueue
+from megatron_async.engine.ranked_build import filters_need_extras, group_of, lead_engine
 from megatron_async.engine.recording import Recorder, RunFile
 from megatron_async.engine.request_queue import Prompt, RequestQueue, checked_id
 from megatron_async.engine.request_validation import RequestValidator
@@ -44,9 +46,12 @@ from megatron_async.errors import (
     CacheTooLargeError,
     ConfigError,
     EngineStoppedError,
+    RankDiedError,
     RequestError,
 )
 from megatron_async.kv_events_config import kv_events_config
+from megatron_async.ranks.group import RankGroup
+from megatron_async.ranks.leader import LeadingRunner
 from megatron_async.request import DynamicInferenceRequest, RequestFuture
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.controller import TextGenerationController
@@ -76,6 +81,7 @@ class DynamicInferenceEngine:
             tokenizer's ``eod``.
         progress: shows the capture of graphs.
         device: where steps run; None opens the context's.
+        owned_group: the ranks of the model, if they end when the engine is closed.
 
     Raises:
         ConfigError: two arguments contradict each other.
@@ -94,6 +100,7 @@ class DynamicInferenceEngine:
         model_name: str = "model",
         progress: Progress | None = None,
         device: Device | None = None,
+        owned_group: RankGroup | None = None,
     ) -> None:
         config = EngineConfig(max_requests=context.max_requests) if config is None else config
         check_config(config)
@@ -105,15 +112,11 @@ class DynamicInferenceEngine:
         model = controller.inference_wrapped_model
         drafting = choose_drafting(model, context.num_speculative_tokens, config)
         keep_states(model, config, context)
-        limits = limits_of(
-            context,
-            config,
-            enable_chunked_prefill=enable_chunked_prefill,
-            lookahead=drafting.lookahead,
-            admit_tokens=drafting.wants_tokens,
-            rotation_limit=getattr(model, "rotation_limit", None),
-            attention_window=getattr(model, "attention_window", None),
+        limits = limits_for(
+            model, context, config, drafting, enable_chunked_prefill=enable_chunked_prefill
         )
+        group = group_of(model, config)
+        self._owned_group = owned_group
         vocab_size = model.vocab_size
         grammars = Grammars(controller.tokenizer, vocab_size)
         validator = RequestValidator(
@@ -125,23 +128,20 @@ class DynamicInferenceEngine:
             eos_token_ids=eos_token_ids,
             grammars=grammars,
             extras_enabled=config.enable_sampling_extras,
+            has_ranks=group is not None,
+            filters_need_extras=filters_need_extras(group, context.device),
         )
         self._run_file = None if config.record is None else RunFile(config.record)
         self.device = device or open_device(context.device, config)
         try:
-            self.runner = controller.attach(
-                self.device,
-                context,
-                max_tokens=limits.max_tokens,
-                max_assignments=limits.max_assignments,
-                depth=config.effective_depth,
-                poison=config.debug,
-                extras=config.enable_sampling_extras,
-                capture_mixed=config.capture_mixed_steps,
-                progress=progress,
-                make_drafter=drafting.make,
-                windows=limits.windows,
-            )
+            options = runner_options(config, limits, drafting) | {"progress": progress}
+            if group is None:
+                self.runner = controller.attach(self.device, context, **options)
+            else:
+                self.runner = lead_engine(
+                    group, controller, self.device, context, config, options,
+                    enable_chunked_prefill=enable_chunked_prefill,
+                )  # fmt: skip
         except BaseException:
             if device is None:
                 self.device.close()
@@ -210,6 +210,18 @@ class DynamicInferenceEngine:
         self._weights = shared_weights(controller.weights_owner)
         with self._weights.lock:
             self._weights.join(self)
+        if group is not None and isinstance(self.runner, LeadingRunner):
+            group.when_it_dies(self.runner.engine, self._rank_died)
+
+    def _rank_died(self, error: RankDiedError) -> None:
+        """In a thread of the group's: whoever waits for the device gets the error, and the engine
+        stops, if it does nothing now too."""
+        self.device.fail(error)
+        with self.lock.gate, self.lock.mutex:
+            reason = f"the engine was stopped by an error, {type(error).__name__}: {error}"
+            self.lock.stop(EngineStoppedError(f"{reason}; build a new one"))
+        self.outputs.resolve_futures()
+        self.loop.commands.wake()
 
     @classmethod
     def from_pretrained(
@@ -249,15 +261,21 @@ class DynamicInferenceEngine:
     def _over(
         cls, parts: EngineParts, config: EngineConfig, progress: Progress | None, **options: Any
     ) -> DynamicInferenceEngine:
-        return cls(
-            parts.controller,
-            parts.context,
-            config=config,
-            eos_token_ids=parts.eos_token_ids,
-            model_name=parts.model_name,
-            progress=progress,
-            **options,
-        )
+        try:
+            return cls(
+                parts.controller,
+                parts.context,
+                config=config,
+                eos_token_ids=parts.eos_token_ids,
+                model_name=parts.model_name,
+                progress=progress,
+                owned_group=parts.group,
+                **options,
+            )
+        except BaseException:
+            if parts.group is not None:
+                parts.group.close()
+            raise
 
     # --- requests, from any thread ------------------------------------------------------------
 
@@ -631,6 +649,8 @@ class DynamicInferenceEngine:
             self.lock.stop(EngineStoppedError("the engine is closed; build a new one"))
             self.device.close()
             self.runner.release()
+            if self._owned_group is not None:
+                self._owned_group.close()
             if self._run_file is not None:
                 self._run_file.close()
             if self._kv_events is not None:

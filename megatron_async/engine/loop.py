@@ -34,7 +34,6 @@ from megatron_async.runner.model_runner import ModelRunner
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.scheduler.request_state import Sequence
 from megatron_async.scheduler.scheduler import Scheduler
-from megatron_async.step.extras import Extras
 from megatron_async.step.plan import Plan, Ticket
 from megatron_async.step.records import StepResult
 
@@ -307,7 +306,7 @@ class DecodeLoop:
             command.max_new,
             command.stop_ids,
             command.values,
-            extras=None if command.extras is None else Extras(*command.extras),
+            extras=self._validator.extras_of(command),
             prompt_log_probs=command.prompt_log_probs,
             watched=self._outputs.ends.watches(command.key),
             fork_of=command.fork_of,

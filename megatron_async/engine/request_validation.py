@@ -66,11 +66,27 @@ def seed_of(values: Values) -> int:
     return int(dict(zip(names, values, strict=True))["seed"])  # type: ignore[arg-type]
 
 
+def has_filters(values: Values) -> bool:
+    """Whether the values of the REQUEST slot fields ask for top-k or top-p, now or in case that the
+    request is sampled later."""
+    names = (field.name for field in fields_from(Source.REQUEST))
+    found: dict[str, Any] = dict(zip(names, values, strict=True))
+    return bool(found["top_k"] > 0 or 0 < found["top_p"] < 1)
+
+
+def filters(params: SamplingParams) -> bool:
+    """:func:`has_filters` of parameters."""
+    return has_filters(request_values(dataclasses.replace(params, seed=0)))
+
+
 class RequestValidator:
     """Checks requests against the model, the cache and themselves.
 
     Args:
         eos_token_ids: the model's own end tokens; None takes the tokenizer's ``eod``.
+        has_ranks: the model is on several ranks.
+        filters_need_extras: top-k and top-p need the extended S too: on GPUs of which each has some
+            columns of the logits.
 
     Attributes:
         eos_token_ids: the model's own end tokens.
@@ -87,7 +103,11 @@ class RequestValidator:
         eos_token_ids: tuple[int, ...] | None,
         grammars: Grammars,
         extras_enabled: bool,
+        has_ranks: bool = False,
+        filters_need_extras: bool = False,
     ) -> None:
+        self._has_ranks = has_ranks
+        self._filters_need_extras = filters_need_extras
         self._grammars = grammars
         self._extras_enabled = extras_enabled
         self._tokenizer = tokenizer
@@ -121,6 +141,11 @@ class RequestValidator:
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling_params is a {type(params).__name__}, not SamplingParams")
         params = params.checked()
+        if self._has_ranks and params.logits_processors:
+            raise RequestError(
+                "logits_processors are functions of rank 0, and a model of several ranks has no "
+                "whole logits there: leave them out, or load the model on one rank"
+            )
         number = as_integer(priority)
         if number is None or abs(number) > MAX_PRIORITY:
             raise RequestError(
@@ -174,11 +199,24 @@ class RequestValidator:
                 )
         checked = dataclasses.replace(params, **changes).checked()
         self._check_drafts(checked)
+        if self._filters_need_extras and filters(checked) and not filters(params):
+            raise RequestError(
+                "top_k and top_p cannot be turned on while a request runs on a model whose "
+                "vocabulary is divided over GPUs; add the request with one of them"
+            )
         return UpdateSamplingParams(key, {name: getattr(checked, name) for name in changes})
 
     def values(self, request_id: int, params: SamplingParams) -> Values:
         """The values of the REQUEST slot fields."""
         return request_values(dataclasses.replace(params, seed=self.seed(request_id, params.seed)))
+
+    def extras_of(self, command: AddRequest) -> Extras | None:
+        """What S is asked for a request; None for what the plain S does."""
+        if command.extras is not None:
+            return Extras(*command.extras)
+        if self._filters_need_extras and has_filters(command.values):
+            return NO_EXTRAS
+        return None
 
     def seed(self, request_id: int, given: int | None) -> int:
         """A request's seed, derived from the engine's unless it is given."""
@@ -310,6 +348,11 @@ class RequestValidator:
             bad_words=bad_words,
             guided=self._is_guided(params),
         )
+        if self._filters_need_extras and not self._extras_enabled and filters(params):
+            raise RequestError(
+                "top_k and top_p need enable_sampling_extras=True where the vocabulary is divided "
+                "over GPUs; turn it on, or leave them out"
+            )
         self._check_extras(extras)
         self._check_candidates(extras)
         return extras

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from megatron_async import megatron_compat as compat
 from megatron_async.device.memory import GIB, memory_bytes
 from megatron_async.errors import ConfigError
+from megatron_async.models import parallel
 from megatron_async.models.attention import PagedAttention
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.gpt import GPTModel
@@ -19,10 +20,14 @@ from megatron_async.models.mamba.spec import number_attention_layers
 from megatron_async.models.memory_traffic import weight_bytes
 from megatron_async.models.rope import RotaryTable
 from megatron_async.models.scaled_layers import scale_embedding, scale_logits
+from megatron_async.models.sharded_embedding import shard_embedding
 from megatron_async.models.spec import gpt_block_spec, link_norms, mtp_block_spec
 
 from megatron.core import parallel_state  # isort: skip
 from megatron.core.transformer.transformer_block import get_num_layers_to_build  # isort: skip
+from megatron.core.transformer.transformer_layer import (  # isort: skip
+    get_transformer_layer_offset,
+)
 from megatron.core.transformer.transformer_config import (  # isort: skip
     MLATransformerConfig,
     TransformerConfig,
@@ -40,10 +45,12 @@ def transformer_config(
     Linear biases are not in it: the layer spec decides them (:mod:`megatron_async.models.spec`).
 
     Raises:
-        ConfigError: a size does not divide by the tensor-parallel size, or a norm of heads does
-            not work with one above 1.
+        ConfigError: layers, heads, experts or other sizes do not divide by the parallel sizes, or
+            the model has a part that works with none above 1.
     """
     tensor = parallel_state.get_tensor_model_parallel_world_size()
+    _check_expert_ranks(config, tensor)
+    stages = _check_stages(config)
     for name in ("num_attention_heads", "num_kv_heads", "ffn_hidden_size", "vocab_size"):
         if getattr(config, name) % tensor:
             raise ConfigError(
@@ -54,11 +61,6 @@ def transformer_config(
         raise ConfigError(
             "a model with a hybrid_override_pattern is not divided over tensor-parallel ranks: "
             "load it without tensor parallelism"
-        )
-    if tensor > 1 and config.num_moe_experts is not None:
-        raise ConfigError(
-            f"num_moe_experts={config.num_moe_experts} needs all experts on each rank: load the "
-            "model without tensor parallelism"
         )
     if tensor > 1 and config.qk_norm and config.qk_norm_kind in ("projection", "each_head"):
         raise ConfigError(
@@ -88,7 +90,7 @@ def transformer_config(
         activation_func_clamp_value=config.activation_limit,
         softmax_type="learnable" if config.attention_sinks else "vanilla",
         use_te_activation_func=True,  # the MLP takes its activation from the layer spec
-        mtp_num_layers=config.mtp_num_layers or None,
+        mtp_num_layers=(config.mtp_num_layers or None) if stages == 1 else None,
         mamba_state_dim=config.mamba_state_dim,
         mamba_head_dim=config.mamba_head_dim,
         mamba_num_groups=config.mamba_num_groups,
@@ -99,7 +101,8 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         tensor_model_parallel_size=tensor,
-        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        pipeline_model_parallel_size=stages,
+        num_layers_in_first_pipeline_stage=_layers_of_first_stage(config.num_layers, stages),
         use_cpu_initialization=on_cpu,
         perform_initialization=on_cpu,
         bias_activation_fusion=False,
@@ -107,6 +110,44 @@ def transformer_config(
         masked_softmax_fusion=False,
         gradient_accumulation_fusion=False,
     )
+
+
+def _check_expert_ranks(config: ModelConfig, tensor: int) -> None:
+    """Raises :class:`ConfigError` unless each rank can have a share of the experts."""
+    ranks = parallel_state.get_expert_model_parallel_world_size()
+    name = f"expert_model_parallel_size={ranks}"
+    if config.num_moe_experts is None:
+        if ranks > 1:
+            raise ConfigError(f"{name}, but the model has no experts; leave it out")
+        return
+    if config.num_moe_experts % ranks:
+        raise ConfigError(
+            f"num_moe_experts={config.num_moe_experts} does not divide by {name}: use a smaller one"
+        )
+    if tensor > 1 and ranks % tensor:
+        raise ConfigError(
+            f"experts are not split by tensor parallelism: with tensor_model_parallel_size={tensor}"
+            f" set expert_model_parallel_size to {tensor} too"
+        )
+
+
+def _check_stages(config: ModelConfig) -> int:
+    """The number of pipeline stages; raises :class:`ConfigError` if the model does not divide."""
+    stages: int = parallel_state.get_pipeline_model_parallel_world_size()
+    if stages == 1:
+        return stages
+    name = f"pipeline_model_parallel_size={stages}"
+    if config.num_layers < stages:
+        raise ConfigError(f"num_layers={config.num_layers} are too few for {name}: use a smaller")
+    for field in ("hybrid_override_pattern", "latent_attention"):
+        if getattr(config, field) is not None:
+            raise ConfigError(f"a model with {field} has no stages: leave {name} out")
+    return stages
+
+
+def _layers_of_first_stage(layers: int, stages: int) -> int | None:
+    """Where they do not divide, the first stage has more of them."""
+    return layers - layers // stages * (stages - 1) if layers % stages else None
 
 
 def _latents(config: ModelConfig) -> dict[str, Any]:
@@ -138,6 +179,7 @@ def _experts(config: ModelConfig) -> dict[str, Any]:
     takes_one = config.moe_router_topk == 1
     return {
         **{name: getattr(config, name) for name in names},
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         "moe_router_pre_softmax": config.moe_router_pre_softmax or takes_one,
         "moe_layer_freq": 1 if kinds is None else list(kinds),
         "moe_router_dtype": "fp32",  # as kernels/moe computes
@@ -169,6 +211,7 @@ def build_model(
     device = torch.device(device)
     megatron_config = transformer_config(config, dtype, device)
     megatron_config.perform_initialization &= initialize
+    stages = megatron_config.pipeline_model_parallel_size
     on_device: Any = contextlib.nullcontext()
     if device.type == "cuda":
         on_device = torch.cuda.device(device)
@@ -176,9 +219,12 @@ def build_model(
         model = GPTModel(
             config=megatron_config,
             transformer_layer_spec=gpt_block_spec(
-                config, get_num_layers_to_build(megatron_config), device
+                config,
+                get_num_layers_to_build(megatron_config),
+                device,
+                first=get_transformer_layer_offset(megatron_config),
             ),
-            mtp_block_spec=mtp_block_spec(config, device),
+            mtp_block_spec=mtp_block_spec(config, device) if stages == 1 else None,
             vocab_size=config.vocab_size,
             max_sequence_length=config.max_sequence_length,
             share_embeddings_and_output_weights=config.tie_word_embeddings,
@@ -217,6 +263,9 @@ def build_random_model(
         )
     torch.manual_seed(seed)
     model = build_model(config, device=device, dtype=dtype)
+    place = parallel.current()
+    if place is not None and config.tie_word_embeddings:
+        place.share_from_first_stage_(model.shared_embedding_or_output_weight)
     model.eval()
     model.requires_grad_(False)
     return model
@@ -247,6 +296,7 @@ def attach_features(model: GPTModel, config: ModelConfig) -> None:
                         norm.eps = latent.norm_epsilon
     if model.pre_process:
         scale_embedding(model.embedding, config.embedding_multiplier)
+        shard_embedding(model.embedding)
     if model.post_process:
         scale_logits(model.output_layer, config.logit_multiplier, config.logit_soft_cap)
 

@@ -43,6 +43,12 @@ class GPTModel(MegatronGPTModel):  # type: ignore[misc]
     rotary: RotaryTable | None
     sliding_rotary: RotaryTable | None
 
+    def setup_embeddings_and_output_layer(self) -> None:
+        """As megatron's, but that stages with a tied output layer load their own copies: its
+        collective moves them to a GPU."""
+        if self.config.pipeline_model_parallel_size == 1:
+            super().setup_embeddings_and_output_layer()
+
     def _postprocess(
         self,
         hidden_states: Tensor,
@@ -52,7 +58,9 @@ class GPTModel(MegatronGPTModel):  # type: ignore[misc]
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        if labels is not None or not self.post_process:
+        if not self.post_process:
+            return hidden_states
+        if labels is not None:
             result: Tensor = super()._postprocess(
                 hidden_states, input_ids, position_ids, labels, *args, **kwargs
             )

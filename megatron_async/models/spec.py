@@ -231,11 +231,13 @@ def gpt_layer_spec(
 
 
 def gpt_block_spec(
-    config: ModelConfig, num_layers: int, device: torch.device | str = "cpu"
+    config: ModelConfig, num_layers: int, device: torch.device | str = "cpu", first: int = 0
 ) -> TransformerBlockSubmodules:
-    """The decoder: ``num_layers`` layers (those of this pipeline stage) and the final norm."""
+    """The decoder: ``num_layers`` layers, those of this pipeline stage from ``first`` on, and the
+    final norm."""
     norm = _norm(config, device)
-    specs = [gpt_layer_spec(config, device, layer) for layer in range(num_layers)]
+    layers = range(first, first + num_layers)
+    specs = [gpt_layer_spec(config, device, layer) for layer in layers]
     if config.hybrid_override_pattern is not None:
         specs = hybrid_layer_specs(config, norm, specs)
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)

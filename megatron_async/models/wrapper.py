@@ -14,15 +14,18 @@ from torch import Tensor
 from megatron_async.device.releasable import Region
 from megatron_async.kernels.gemm.batch_invariant import batch_invariant_mode
 from megatron_async.kernels.gemm.tile_config import MAX_ROWS
+from megatron_async.models import parallel
 from megatron_async.models.adapt import adapt_model
 from megatron_async.models.attention import PagedAttention
 from megatron_async.models.fused import coverage
 from megatron_async.models.fused.decoder import FusedDecoder
 from megatron_async.models.fused.mtp import FusedMtp
 from megatron_async.models.fused.report import DecodeCoverage
+from megatron_async.models.fused.residual import AllReduce
 from megatron_async.models.gpt import GPTModel
 from megatron_async.models.kv_cache_spec import KVCacheSpec, kv_cache_spec
 from megatron_async.models.moe.adapt import AdaptedMoELayer
+from megatron_async.models.parallel import ModelParallel
 from megatron_async.models.recurrent_state_spec import RecurrentStateSpec, recurrent_state_spec
 
 __all__ = ["GPTInferenceWrapper", "KVCacheSpec"]
@@ -73,10 +76,19 @@ class GPTInferenceWrapper:
         """Fields of ``SamplingParams`` for requests that bring none; None for megatron-core's."""
         self.batch_invariant = batch_invariant
         self.logits_width: int = self.model.vocab_size
-        """Columns of the logits; those behind the vocabulary are padding, and never sampled."""
+        """Columns of the logits, of this rank's alone; those behind the vocabulary are padding, and
+        never sampled."""
         self.vocab_size: int = self.model.token_count or self.logits_width
+        self.parallel: ModelParallel | None = parallel.current()
+        """This process's place among the ranks of the model; None for one rank."""
+        self.rank_group: Any = None
+        """Rank 0's hold on the others, a ``RankGroup``; None elsewhere."""
+        self._has_stages = self.parallel is not None and self.parallel.layout.pipeline > 1
+        if self.parallel is not None:
+            self.logits_width //= self.parallel.layout.tensor
         self.max_sequence_length: int = self.model.max_sequence_length
-        self.device: torch.device = next(self.model.parameters()).device
+        self._like: Tensor = next(self.model.parameters())
+        self.device: torch.device = self._like.device
         self.kv_cache_spec: KVCacheSpec = kv_cache_spec(self.model)
         self.recurrent_state_spec: RecurrentStateSpec | None = recurrent_state_spec(self.model)
         unwanted: str | None = None
@@ -85,7 +97,7 @@ class GPTInferenceWrapper:
         elif not fused_decode:
             unwanted = "fused_decode=False"
         self._coverage = DecodeCoverage(
-            coverage.blocks(self.model, unwanted=unwanted),
+            coverage.blocks(self.model, parallel=self._all_reduce is not None, unwanted=unwanted),
             coverage.mtp_blocks(self.model, unwanted=unwanted),
         )
         self._fused: FusedDecoder | None = None
@@ -97,9 +109,16 @@ class GPTInferenceWrapper:
         )
         self._hidden_states: Tensor | None = None
         if self._coverage.off is None:
-            self._fused = FusedDecoder(self.model)
+            self._fused = FusedDecoder(self.model, all_reduce=self._all_reduce)
         if self.device.type == "cuda" and unwanted is None:
             self._coverage.log()
+
+    @property
+    def _all_reduce(self) -> AllReduce | None:
+        """What adds partial sums up over ranks that share a layer; None for one of them."""
+        if self.parallel is None or self.parallel.layout.tensor == 1:
+            return None
+        return self.parallel.sum_
 
     @property
     def rotation_limit(self) -> int | None:
@@ -131,7 +150,7 @@ class GPTInferenceWrapper:
             self._outgrown.extend((self._fused, self._fused_mtp))
             self._fused_mtp = None
             if self._fused is not None:
-                self._fused = FusedDecoder(self.model)
+                self._fused = FusedDecoder(self.model, all_reduce=self._all_reduce)
         if self.draft_model is not None:
             self.draft_model.reserve_positions(length)
 
@@ -211,19 +230,30 @@ class GPTInferenceWrapper:
                 hidden]) -> [R, hidden]`` selects the rows that get logits.
 
         Returns:
-            Logits ``[R, vocab]`` (or ``[T, vocab]``) in the model's dtype.
+            Logits ``[R, vocab]`` (or ``[T, vocab]``) in the model's dtype: of several ranks this
+            one's columns, and zeros of stages before the last.
         """
         if context is None:
             context = self.inference_context
+        stages = self.parallel if self._has_stages else None
+        if stages is not None and not stages.is_first:
+            size = (len(token_ids), 1, self.model.config.hidden_size)
+            self.model.set_input_tensor(stages.receive_(self._like.new_empty(size)))
         with self.numerics():
             logits: Tensor = self.model(
                 token_ids.unsqueeze(0),
                 position_ids.unsqueeze(0),
                 None,
                 inference_context=context,
-                runtime_gather_output=True,
+                runtime_gather_output=self.parallel is None,
                 **self._mask(context),
             )
+        if stages is not None and not stages.is_last:
+            stages.send(logits)
+            self._hidden_states = logits
+            index = getattr(context, "last_token_index", None)
+            count = len(token_ids) if index is None else len(index)
+            return logits.new_zeros(count, self.logits_width)
         at = self.model if context is None else context
         self._hidden_states = getattr(at, "decoder_hidden_states", None)
         return logits.squeeze(0)
@@ -260,7 +290,8 @@ class GPTInferenceWrapper:
     def logits(self, hidden_states: Tensor) -> Tensor:
         """The output layer over normed hidden states: ``[R, hidden]`` to ``[R, vocab]``."""
         with self.numerics():
-            return self.model.logits(hidden_states[:, None]).squeeze(0)
+            gathers = self.parallel is None
+            return self.model.logits(hidden_states[:, None], gathers).squeeze(0)
 
     def numerics(self) -> AbstractContextManager[None]:
         """The scope in which all of the model's Python must run, MTP layers included."""

@@ -63,11 +63,21 @@ class TextGenerationController:
                 ids.insert(0, bos)
         return ids
 
+    @property
+    def synthetic_acceptance(self) -> float | None:
+        """The rate at which drafts count as right, for ``bench``."""
+        return self._synthetic_acceptance
+
     def attach(
-        self, device: Device, context: DynamicInferenceContext, **options: Any
+        self,
+        device: Device,
+        context: DynamicInferenceContext,
+        *,
+        make: Callable[..., ModelRunner] = ModelRunner,
+        **options: Any,
     ) -> ModelRunner:
         """A runner of this model over a context, for the one engine that it serves; ``options`` are
-        :class:`ModelRunner`'s.
+        :class:`ModelRunner`'s, which ``make`` makes.
 
         Raises:
             ConfigError: the controller or the context serves an engine already, or the context
@@ -83,7 +93,7 @@ class TextGenerationController:
         reserve = getattr(self.inference_wrapped_model, "reserve_positions", None)
         if reserve is not None:
             reserve(context.max_sequence_length)
-        return ModelRunner(
+        return make(
             device,
             context,
             self.inference_wrapped_model,
@@ -137,6 +147,21 @@ class TextGenerationController:
         Raises:
             CheckpointError: they do not fit.
         """
+        group = getattr(self.inference_wrapped_model, "rank_group", None)
+        if group is not None:
+            read = functools.partial(
+                self._read_weights, source, allow_non_finite_weights, all_parameters
+            )
+            replace: Callable[[], None] = group.read_weights(source, allow_non_finite_weights, read)
+            return replace
+        return self._read_weights(source, allow_non_finite_weights, all_parameters)
+
+    def _read_weights(
+        self,
+        source: str | Path | Mapping[str, Any],
+        allow_non_finite_weights: bool,
+        all_parameters: bool,
+    ) -> Callable[[], None]:
         own = getattr(self.inference_wrapped_model, "update_weights", None)
         if own is not None:
             return functools.partial(own, source)

@@ -273,6 +273,17 @@ class ModelRunner:
         tokens = list(zip(*columns[RECORD_HEAD:], strict=True))
         return StepResult(columns[0], columns[1], tokens, log_probs, prompt_log_probs)
 
+    def sample_pending(self) -> None:
+        """Launch S of the pending logits by itself."""
+        assert self.pending is not None
+        self._sample(self.pending)
+        self.pending = None
+
+    def skip(self, ticket: Ticket) -> None:
+        """In place of :meth:`take`, for who wants no tokens, when S of ``ticket`` has been
+        launched: waits for nothing."""
+        self._results.skip(ticket.number)
+
     def claim_masks(self, ticket: Ticket) -> tuple[Mask, Mask]:
         """Where to write the allowed-token masks of the pending ticket, ``[rows, words]``, and a 1
         for each row that has one."""

@@ -6,12 +6,15 @@ there too.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
 
 from megatron_async.device.cuda import CudaResultRing
 from megatron_async.device.protocol import ResultRing
+from megatron_async.models.parallel import ModelParallel
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.drafter import Drafter, SampledRows
 from megatron_async.runner.extras_tables import ExtrasTables
@@ -76,6 +79,7 @@ class SamplingStage:
         self._results = results
         self._extras = extras
         self._synthetic_acceptance = synthetic_acceptance
+        self._parallel: ModelParallel | None = getattr(model, "parallel", None)
         widest = 1 + context.num_speculative_tokens
         self._offsets = torch.arange(widest, device=row_records.device)
         self._sampled = 0
@@ -100,10 +104,16 @@ class SamplingStage:
         samples = records[:, packet.ROW_SAMPLES]
         positions = state.kv_length[slots][:, None] + offsets
         each = slots.repeat_interleave(window)
+        if extended and self._parallel is not None:
+            logits = self._parallel.gather_logits(logits, self._model.vocab_size)
         sampled = logits if processed is None else processed
         if extended:
             sampled = self._process(sampled, window, each, positions.flatten())
-        tokens = sample_tokens(
+        # Of whole rows each rank samples the same.
+        sample: Callable[..., torch.Tensor] = sample_tokens
+        if self._parallel is not None and not extended:
+            sample = partial(self._parallel.sample, sample_tokens)
+        tokens = sample(
             sampled,
             state.inverse_temperature[each],
             state.top_k[each],

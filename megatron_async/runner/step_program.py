@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from megatron_async.cache.block_allocator import NULL_BLOCK
 from megatron_async.device.cuda import CudaPacketRing, CudaResultRing
 from megatron_async.device.protocol import Device, PacketRing, ResultRing
+from megatron_async.models.parallel import ModelParallel
 from megatron_async.runner.attention_metadata import AttentionMetadata, metadata_of_mixed
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.drafter import Drafter, MixedTokens, SampledRows
@@ -94,6 +95,7 @@ class StepProgram:
         )
         # Behind these there may be columns of padding.
         self._candidates = self._pending_logits[:, : model.vocab_size]
+        self._parallel: ModelParallel | None = getattr(model, "parallel", None)
         self._stage = SamplingStage(
             self._row_records, context, model, drafter, results, extras, synthetic_acceptance
         )
@@ -101,10 +103,14 @@ class StepProgram:
         if isinstance(packets, CudaPacketRing) and isinstance(results, CudaResultRing):
             from megatron_async.kernels.sampling.step_kernels import StepKernels
 
-            if layout.window == 1 or WINDOW_KERNELS_ON:
+            columns = None
+            if self._parallel is not None:
+                columns = self._parallel.columns(self._pending_logits.shape[1], model.vocab_size)
+            takes_columns = columns is None or columns.suit_kernels
+            if (layout.window == 1 or WINDOW_KERNELS_ON) and takes_columns:
                 self._kernels = StepKernels(
                     self._row_records, context.slots, context.block_size_tokens, packets, results,
-                    *(extras or (None, None)), window=layout.window,
+                    *(extras or (None, None)), window=layout.window, columns=columns,
                     synthetic_acceptance=synthetic_acceptance,
                 )  # fmt: skip
 
@@ -160,6 +166,8 @@ class StepProgram:
             self._stage.sample(logits, shape, processed)
             return
         if shape.extended:
+            if self._parallel is not None:
+                logits = self._parallel.gather_logits(logits, self._model.vocab_size)
             self._kernels.sample_extended(logits, processed, window=shape.window)
         else:
             self._kernels.sample(logits, window=shape.window)
@@ -326,7 +334,10 @@ class StepProgram:
         logits = self._model.forward(ids, positions, self._context)
         count = len(pending)
         pending.copy_(logits[:count])
-        self._prompt_log_probs.publish(targets, logits[count:, : self._model.vocab_size])
+        vocab_size, prompt_logits = self._model.vocab_size, logits[count:]
+        if self._parallel is not None:
+            prompt_logits = self._parallel.gather_logits(prompt_logits, vocab_size)
+        self._prompt_log_probs.publish(targets, prompt_logits[:, :vocab_size])
 
     def _begin_decode(
         self, states: RecurrentStates, slots: torch.Tensor, positions: torch.Tensor, window: int

@@ -57,13 +57,19 @@ ABOVE_STEP = tuple(
 )
 FORBIDDEN = {
     "step": (*ABOVE_STEP, "torch", "time", "random", "threading"),
-    "runner": ("megatron_async.engine", "megatron_async.scheduler", "megatron_async.drafting"),
+    "runner": (
+        "megatron_async.engine",
+        "megatron_async.scheduler",
+        "megatron_async.drafting",
+        "megatron_async.ranks",
+    ),
     "scheduler": ("torch", "numpy", "time", "random", "threading"),
     "cache": ("torch", "numpy", "time", "random", "threading"),
     "grammar": (*ABOVE_STEP, "torch"),
     "kernels": ("megatron_async.engine", "megatron_async.scheduler", "megatron_async.runner"),
     "device": ("megatron_async.engine", "megatron_async.scheduler", "megatron_async.runner"),
     "drafting": ("megatron_async.engine", "megatron_async.scheduler"),
+    "ranks": ("megatron_async.engine", "megatron_async.scheduler", "megatron_async.drafting"),
     "models": ("megatron_async.engine", "megatron_async.scheduler", "megatron_async.runner"),
     "sampling": (
         "megatron_async.kernels",

@@ -80,7 +80,7 @@ def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         (["--bogus", "3"], "unrecognized arguments: --bogus 3 "),
         (["--swiglu", "--micro-batch-size=4", "--wat=1"], "unrecognized arguments: --wat=1 "),
         (["--micro-batch-size", "4", "5"], "unrecognized arguments: 5 "),
-        (["--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size 2 is not supported"),
+        (["--context-parallel-size", "2"], "--context-parallel-size 2 is not supported"),
         (["--model-provider", "bert"], "which; use gpt or mamba"),
         (["--drain-between-batches"], "run the command once for each batch"),
         (["--host", "0.0.0.0"], "--host is no option of this command"),
@@ -132,7 +132,7 @@ def test_generate_takes_the_arguments_of_a_megatron_script(
     first = err.splitlines()[0]
     assert first == (
         "megatron-async: warning: ignored, without a meaning here: --micro-batch-size, "
-        "--use-mcore-models, --no-load-optim, --tensor-model-parallel-size, --use-checkpoint-args"
+        "--use-mcore-models, --no-load-optim, --use-checkpoint-args"
     )
     results = json.loads(output.read_text())
     assert list(results) == ["0", "1"]

@@ -373,8 +373,24 @@ def test_wrong_fields_are_named(changes: dict[str, Any], message: str) -> None:
         changed(**changes)
 
 
-def test_tensor_parallel_experts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "megatron.core.parallel_state.get_tensor_model_parallel_world_size"
-    monkeypatch.setattr(name, lambda: 2)
-    with pytest.raises(ConfigError, match="num_moe_experts=8 needs all experts on each rank"):
-        transformer_config(CONFIG, torch.float32, "cpu")
+@pytest.mark.parametrize(
+    ("tensor", "expert", "config", "reason"),
+    [
+        (2, 1, CONFIG, "set expert_model_parallel_size to 2 too"),
+        (1, 3, CONFIG, "num_moe_experts=8 does not divide by expert_model_parallel_size=3"),
+        (
+            1,
+            2,
+            dataclasses.replace(CONFIG, num_moe_experts=None),
+            "the model has no experts; leave it out",
+        ),
+    ],
+)
+def test_ranks_that_experts_cannot_be_divided_over_are_refused(
+    tensor: int, expert: int, config: ModelConfig, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "megatron.core.parallel_state.get_{}_model_parallel_world_size"
+    monkeypatch.setattr(name.format("tensor"), lambda: tensor)
+    monkeypatch.setattr(name.format("expert"), lambda: expert)
+    with pytest.raises(ConfigError, match=reason):
+        transformer_config(config, torch.float32, "cpu")

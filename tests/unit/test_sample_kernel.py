@@ -20,6 +20,7 @@ pytest.importorskip("triton", reason="the kernel needs triton")
 
 from megatron_async.kernels.sampling.sample_triton import (
     BLOCK,
+    sample_shard,
     sample_tokens_gpu,
     sample_tokens_triton,
 )
@@ -141,6 +142,31 @@ def test_kernel_reads_strided_rows_split_over_programs(rows: int, device: torch.
         for sample in kernels_on(device):
             tokens = sample(on_device, *on(device, arguments))
             assert torch.equal(tokens.cpu(), expected)
+
+
+@pytest.mark.parametrize(("ranks", "padding"), [(2, 0), (3, 101)])
+def test_the_best_of_all_ranks_is_the_token_of_the_whole_row(
+    ranks: int, padding: int, device: torch.device
+) -> None:
+    """Each rank's columns by themselves, of rows without filters; some ids may be padding."""
+    generator = torch.Generator().manual_seed(ranks)
+    rows, width = 16, 132
+    vocab_size = ranks * width - padding
+    logits = random_logits(rows, ranks * width, torch.bfloat16, generator)
+    temperature, _, _, *noise = random_parameters(rows, vocab_size, generator)
+    off = torch.zeros(rows, dtype=torch.int32), torch.zeros(rows)
+    parameters = (temperature, *off, *noise)
+    expected = sample_tokens_reference(logits, *parameters, vocab_size=vocab_size)
+    best = []
+    for first_id in range(0, ranks * width, width):
+        count = min(width, vocab_size - first_id)
+        columns = logits[:, first_id : first_id + count].to(device)
+        packed = sample_shard(columns, on(device, parameters), first_id=first_id)
+        best.append(packed.amax(1).cpu() - first_id)
+    key = torch.stack(best).amax(0)
+    tokens = (2**31 - 1) - (key & (2**31 - 1))
+    assert torch.equal(torch.where(key >> 32 == 2**31 - 1, -1, tokens), expected)
+    assert len(expected.unique()) > 5
 
 
 class TestOnGpu:

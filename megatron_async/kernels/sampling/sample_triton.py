@@ -256,11 +256,12 @@ def _sample_kernel(
     logits_ptr, row_stride, inverse_temperature_ptr, top_k_ptr, top_p_ptr, seed_ptr, position_ptr,
     index_ptr, index_stride, out_ptr, vocab_size, split_size,
     KEY_SHIFT: tl.constexpr, BLOCK: tl.constexpr, INDEXED: tl.constexpr, WINDOW: tl.constexpr,
-    PDL: tl.constexpr,
+    FIRST_ID: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One row's slice per program: its best score and id, packed so that the maximum wins.
 
-    A row with a filter is done by the program of its first slice alone.
+    The noise is that of the ids from FIRST_ID on. A row with a filter is done by the program of its
+    first slice alone.
     """
     pdl_enter(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -293,7 +294,7 @@ def _sample_kernel(
             ids = start + tl.arange(0, BLOCK)
             x = tl.load(row_ptr + ids, mask=ids < end, other=NEG_INF).to(tl.float32)
             keys = tl.where(ids < end, order_key(x), NO_KEY)
-            score = scale(x, factor) + _gumbel(seed, position, start, BLOCK)
+            score = scale(x, factor) + _gumbel(seed, position, FIRST_ID + start, BLOCK)
             kept = ((keys >> KEY_SHIFT).to(tl.int64) >= threshold) & (x > NEG_INF)
             score_key = tl.where(is_nan(x), NAN_KEY, order_key(tl.where(kept, score, NEG_INF)))
             better = (score_key > best_key) & (ids < end)
@@ -360,6 +361,24 @@ def sample_splits(
     return _triton_splits(logits, parameters, index, window=window, pdl=pdl)
 
 
+def sample_shard(
+    logits: Tensor,
+    parameters: Sequence[Tensor],
+    index: Tensor | None = None,
+    *,
+    first_id: int,
+    window: int = 1,
+    pdl: bool = False,
+) -> Tensor:
+    """:func:`sample_splits` of columns of rows that are on several ranks: those of the ids from
+    ``first_id`` on, a multiple of four. Ids in the result count from 0, and no row has a filter.
+    """
+    return _triton_splits(
+        logits, [t.contiguous() for t in parameters], index,
+        window=window, first_id=first_id, pdl=pdl,
+    )  # fmt: skip
+
+
 @functools.cache
 def _warn_of_slow_filters(reason: str) -> None:
     logger.warning("top-k and top-p run in the Triton kernel, which is slower: %s", reason)
@@ -371,6 +390,7 @@ def _triton_splits(
     index: Tensor | None = None,
     *,
     window: int = 1,
+    first_id: int = 0,
     pdl: bool = False,
 ) -> Tensor:
     rows, vocab_size = logits.shape
@@ -382,7 +402,8 @@ def _triton_splits(
         logits, logits.stride(0), *parameters, parameters[-1] if index is None else index,
         0 if index is None else index.stride(0), packed, vocab_size, tiles_per_split * BLOCK,
         KEY_SHIFT=_KEY_SHIFT[logits.dtype], BLOCK=BLOCK, INDEXED=index is not None,
-        WINDOW=window, PDL=pdl, num_warps=NUM_WARPS, enable_fp_fusion=False, launch_pdl=pdl,
+        WINDOW=window, FIRST_ID=first_id, PDL=pdl, num_warps=NUM_WARPS, enable_fp_fusion=False,
+        launch_pdl=pdl,
     )  # fmt: skip
     return packed
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from megatron_async.kernels.pdl import uses_pdl
 from megatron_async.kernels.sampling.log_probs import log_probs_and_advance
 from megatron_async.kernels.sampling.process_logits import Masks, RowBuffers, process_logits_gpu
-from megatron_async.kernels.sampling.sample_triton import sample_splits
+from megatron_async.kernels.sampling.sample_triton import sample_shard, sample_splits
 from megatron_async.kernels.sampling.step_state import (
     DecodeBatch,
     Ring,
@@ -28,6 +30,16 @@ from megatron_async.step import packet
 from megatron_async.step.records import record_width
 
 
+class Columns(Protocol):
+    """This rank's columns of the logits: ``count`` token ids from ``first_id`` on."""
+
+    first_id: int
+    count: int
+
+    def best_of_all(self, packed: torch.Tensor) -> torch.Tensor:
+        """``[R, 1]`` of all ranks from this one's ``[R, splits]``, as ``sample_shard`` has it."""
+
+
 class StepKernels:
     """S, H2D and the head of F in three kernels. An extended S, of rows that ask for more than the
     sampler does, has those of ``process_logits`` and ``log_probs`` besides.
@@ -41,6 +53,8 @@ class StepKernels:
             have room for the words of log-probabilities.
         masks: the ring of what guides allow; None if no row is guided.
         window: most tokens that a row may bring; each call says its step's.
+        columns: of the logits, where the model has several ranks: :meth:`sample` is then given
+            these, of rows without filters, and :meth:`sample_extended` whole rows.
         synthetic_acceptance: the rate at which drafts count as right, for ``bench``.
     """
 
@@ -55,8 +69,10 @@ class StepKernels:
         masks: Masks | None = None,
         *,
         window: int = 1,
+        columns: Columns | None = None,
         synthetic_acceptance: float | None = None,
     ) -> None:
+        self._columns = columns
         self._records = records
         self._state = state
         self._block_size = block_size
@@ -88,7 +104,11 @@ class StepKernels:
     def sample(self, logits: torch.Tensor, *, window: int = 1) -> None:
         """S of the pending logits [R * window, vocabulary]."""
         records = self._records[: len(logits) // window]
-        self._finish(self._best(candidates(logits), records, window), records, window)
+        if self._columns is None:
+            best = self._best(candidates(logits), records, window)
+        else:
+            best = self._best_of_ranks(self._columns, logits, records, window)
+        self._finish(best, records, window)
 
     def sample_extended(
         self, logits: torch.Tensor, sampled: torch.Tensor | None = None, *, window: int = 1
@@ -172,6 +192,19 @@ class StepKernels:
             window=window,
             pdl=self._pdl,
         )
+
+    def _best_of_ranks(
+        self, columns: Columns, logits: torch.Tensor, records: torch.Tensor, window: int
+    ) -> torch.Tensor:
+        state = self._state
+        parameters = (
+            state.inverse_temperature, state.top_k, state.top_p, state.seed, state.kv_length,
+        )  # fmt: skip
+        best = sample_shard(
+            logits[:, : columns.count], parameters, records[:, packet.ROW_SLOT],
+            first_id=columns.first_id, window=window, pdl=self._pdl,
+        )  # fmt: skip
+        return columns.best_of_all(best)
 
     def _finish(self, best: torch.Tensor, records: torch.Tensor, window: int) -> None:
         to = (best, records, self._state, self._results)

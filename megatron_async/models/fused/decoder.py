@@ -102,7 +102,7 @@ class FusedDecoder:
         self._index: int = device.index or 0
         self._gemms = SkinnyGemms(device, tilings)
         self._workspace = Workspace(model.config.hidden_size, device)
-        self._vocab_size: int = model.vocab_size
+        self._vocab_size: int = model.vocab_size // model.config.tensor_model_parallel_size
         self._places = self._places_of(model, device, all_reduce)
         self._chosen: dict[tuple[int, int], list[Runs] | None] = {}
 

@@ -115,7 +115,7 @@ class HeadModule:
         model, hidden = self._model, step.residual.hidden.unsqueeze(1)
         if model.decoder.final_layernorm is not None:
             hidden = model.decoder.final_layernorm(hidden)
-        step.logits.copy_(model.logits(hidden, gather_output=True).squeeze(0))
+        step.logits.copy_(model.logits(hidden, gather_output=False).squeeze(0))
         if step.hidden_states is not None:
             step.hidden_states.copy_(hidden.squeeze(1))
 

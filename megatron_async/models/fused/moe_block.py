@@ -43,7 +43,7 @@ def experts_why_not(mlp: Any, config: Any) -> str | None:
         return trial.REASON
     if mlp.fc1_latent_proj is not None:
         return "its experts have latent projections"
-    if config.tensor_model_parallel_size > 1:
+    if max(config.tensor_model_parallel_size, config.expert_model_parallel_size) > 1:
         return "its experts are split over ranks"
     settings = mlp.settings
     if settings.num_experts > _MOST_EXPERTS or settings.top_k > _MOST_CHOSEN:

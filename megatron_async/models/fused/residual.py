@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_async.kernels.gemm.tile_config import MAX_ROWS, RMS_NORM
 
-AllReduce = Callable[[Tensor], None]
+AllReduce = Callable[[Tensor], object]
 """Adds up a bfloat16 ``[R, hidden]`` over the ranks of a group, in place and in stream order."""
 
 LAYER, HALF = range(2)

@@ -19,7 +19,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
-from megatron_async.kernels.moe.reference import expert_mlp, route, router_logits
+from megatron_async.kernels.moe.reference import (
+    NO_EXPERT,
+    Routing,
+    expert_mlp,
+    route,
+    router_logits,
+)
+from megatron_async.models import parallel
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.moe.settings import expert_activation, router_settings
 from megatron_async.models.moe.shards import expert_shards
@@ -95,13 +102,14 @@ class Router(MegatronModule):  # type: ignore[misc]
 
 
 class Experts(MegatronModule):  # type: ignore[misc]
-    """The linear layers of all experts, stacked."""
+    """The linear layers of this rank's experts, stacked."""
 
     def __init__(self, config: Any, model: ModelConfig) -> None:
         super().__init__(config)
         self.gated = model.gated
         experts, ffn = model.num_moe_experts, model.moe_ffn_hidden_size
         assert experts is not None and ffn is not None
+        experts //= config.expert_model_parallel_size
         size, bias = model.moe_latent_size or model.hidden_size, model.mlp_bias
         inner = 2 * ffn if model.gated else ffn
         self.linear_fc1 = Linears(config, config.init_method, experts, inner, size, bias=bias)
@@ -137,12 +145,14 @@ class MoELayer(MegatronModule):  # type: ignore[misc]
 
     Attributes:
         settings, activation: what router and experts compute, as the kernels read it.
+        ranks: those that have some of the experts each; None for one rank.
     """
 
     def __init__(self, config: Any, model: ModelConfig, submodules: MLPSubmodules) -> None:
         super().__init__(config)
         self.settings = router_settings(model)
         self.activation = expert_activation(model)
+        self.ranks = parallel.current() if config.expert_model_parallel_size > 1 else None
         self.router = Router(config, model)
         self.experts = Experts(config, model)
         self.shared_experts = self.fc1_latent_proj = self.fc2_latent_proj = None
@@ -187,12 +197,23 @@ def mixture(layer: Any, hidden_states: Tensor, padding_mask: Tensor | None) -> T
     router, (w1, w2, b1, b2) = layer.router, layer.weights
     logits = router_logits(tokens, router.weight, router.bias)
     routing = route(logits, layer.settings, expert_bias=router.expert_bias, live=live)
+    ranks = getattr(layer, "ranks", None)
+    if ranks is not None:
+        routing = _held(routing, len(w1) * ranks.expert_rank, len(w1))
     given = _linear(tokens, layer.fc1_latent_proj)
     output = expert_mlp(given, routing, w1, w2, layer.activation, b1=b1, b2=b2)
+    if ranks is not None:
+        output = ranks.sum_experts_(output)
     output = _linear(output, layer.fc2_latent_proj)
     if layer.shared_experts is not None:
         output = output + layer.shared_experts(tokens)
     return output.view_as(hidden_states)
+
+
+def _held(routing: Routing, first: int, count: int) -> Routing:
+    """The experts from ``first`` on that this rank has, under their numbers here."""
+    ids = routing.ids - first
+    return Routing(ids.masked_fill((ids < 0) | (ids >= count), NO_EXPERT), routing.weights)
 
 
 def _linear(x: Tensor, linear: Any) -> Tensor:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
 
+from megatron.core import parallel_state  # isort: skip
 from megatron.core.dist_checkpointing.mapping import ShardedTensor  # isort: skip
 
 
@@ -33,15 +34,25 @@ def expert_shards(
     for name, parameter in experts.named_parameters():
         parts = _single(name, parameter, experts.gated) if single else [(name, parameter)]
         for key, part in parts:
+            split = () if single else _by_rank(len(offsets))
             found[f"{prefix}{key}"] = ShardedTensor.from_rank_offsets(
-                f"{prefix}experts.{key}", part, *offsets, prepend_axis_num=len(offsets)
+                f"{prefix}experts.{key}", part, *offsets, *split, prepend_axis_num=len(offsets)
             )
     return found
 
 
+def _by_rank(axis: int) -> tuple[tuple[int, int, int], ...]:
+    """Where this rank's experts are among all, in the first dimension behind ``axis`` others."""
+    ranks = parallel_state.get_expert_model_parallel_world_size()
+    if ranks == 1:
+        return ()
+    return ((axis, parallel_state.get_expert_model_parallel_rank(), ranks),)
+
+
 def _single(name: str, parameter: Tensor, gated: bool) -> Iterator[tuple[str, Tensor]]:
     """A parameter expert by expert; the data of parameters stay as they are."""
-    for number, expert in enumerate(parameter.detach()):
+    first = len(parameter) * parallel_state.get_expert_model_parallel_rank()
+    for number, expert in enumerate(parameter.detach(), start=first):
         key = f"{number}.{name}"
         if gated and name.startswith("linear_fc1."):
             gate, up = expert.chunk(2)

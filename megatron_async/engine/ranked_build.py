@@ -1,0 +1,164 @@
+"""One engine over a model of several ranks: what all of them build alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron_async.config import EngineConfig
+from megatron_async.device import open_device
+from megatron_async.device.protocol import Device
+from megatron_async.drafting.choose import choose_drafting
+from megatron_async.engine.build import (
+    build_context,
+    keep_states,
+    limits_for,
+    load_wrapper,
+    runner_options,
+    shared_config,
+)
+from megatron_async.errors import ConfigError
+from megatron_async.models.config import ModelConfig
+from megatron_async.models.wrapper import GPTInferenceWrapper
+from megatron_async.ranks.group import RankGroup, device_of_rank
+from megatron_async.ranks.layout import Layout, check_supported
+from megatron_async.ranks.leader import LeadingRunner
+from megatron_async.ranks.messages import BuildEngine, BuildModel, LoadModel
+from megatron_async.runner.context import DynamicInferenceContext
+from megatron_async.runner.controller import TextGenerationController
+from megatron_async.runner.model_runner import ModelRunner
+
+
+def group_of(model: Any, config: EngineConfig) -> RankGroup | None:
+    """The ranks that a wrapped model is spread over; None for one rank.
+
+    Raises:
+        ConfigError: the configuration asks for other ones.
+    """
+    group: RankGroup | None = getattr(model, "rank_group", None)
+    asked = Layout.of(config)
+    found = Layout() if group is None else group.layout
+    if asked not in (Layout(), found):
+        raise ConfigError(
+            f"the configuration asks for {asked} and the model is on {found}: load the model with "
+            "those sizes"
+        )
+    if group is not None:
+        check_supported(found, config)
+    return group
+
+
+def filters_need_extras(group: RankGroup | None, device: torch.device) -> bool:
+    """Whether the plain S knows no top-k and top-p: the kernels of a GPU with some columns."""
+    return group is not None and group.layout.tensor > 1 and device.type == "cuda"
+
+
+def lead_engine(
+    group: RankGroup,
+    controller: TextGenerationController,
+    device: Device,
+    context: DynamicInferenceContext,
+    config: EngineConfig,
+    options: dict[str, Any],
+    *,
+    enable_chunked_prefill: bool,
+) -> ModelRunner:
+    """Have all ranks build a runner with the sizes of this one's context; returns this one's."""
+    number = group.next_engine()
+    fields = shared_config(
+        config,
+        max_requests=context.max_requests,
+        max_tokens=config.max_tokens if context.max_tokens is None else context.max_tokens,
+        max_sequence_length=context.max_sequence_length,
+        block_size_tokens=context.block_size_tokens,
+        block_count=context.block_count,
+        buffer_size_gb=None,
+        paused_buffer_size_gb=None,
+        num_cuda_graphs=context.num_cuda_graphs,
+        num_speculative_tokens=context.num_speculative_tokens,
+        batch_invariant=context.batch_invariant,
+        tensor_model_parallel_size=1,
+        pipeline_model_parallel_size=1,
+        expert_model_parallel_size=1,
+    )
+    group.tell(
+        BuildEngine(
+            number,
+            fields,
+            context.slot_count,
+            enable_chunked_prefill,
+            None if context.states is None else context.states.snapshot_count,
+            controller.synthetic_acceptance,
+        )
+    )
+    make = partial(LeadingRunner, group=group, engine=number)
+    runner = controller.attach(device, context, make=make, **options)
+    group.await_answers()
+    return runner
+
+
+class RankModel:
+    """The model of a rank other than 0, and the engines over it.
+
+    Args:
+        device: "cpu" or "cuda".
+        wrapper: the model, if it has been built already.
+    """
+
+    def __init__(self, device: str, wrapper: GPTInferenceWrapper | None = None) -> None:
+        self._device: torch.device = device_of_rank(device)
+        self._wrapper = wrapper
+
+    def load(self, message: LoadModel) -> None:
+        """See :class:`LoadModel`."""
+        self._wrapper, _ = load_wrapper(message.path, EngineConfig(**message.config), self._device)
+
+    def make(self, message: BuildModel) -> None:
+        """See :class:`BuildModel`."""
+        from megatron_async.models.build import build_random_model
+
+        config = ModelConfig.from_dict(message.model)
+        dtype = getattr(torch, message.dtype)
+        self._wrapper = GPTInferenceWrapper(
+            build_random_model(config, device=self._device, dtype=dtype, seed=message.seed)
+        )
+
+    def build(self, message: BuildEngine) -> tuple[Device, ModelRunner]:
+        """See :class:`BuildEngine`."""
+        assert self._wrapper is not None
+        config = EngineConfig(**_unfrozen(message.config))
+        wrapper = GPTInferenceWrapper(self._wrapper.model, batch_invariant=config.batch_invariant)
+        if config.draft_model is not None and self._wrapper.draft_model is not None:
+            wrapper.draft_model = GPTInferenceWrapper(
+                self._wrapper.draft_model.model, batch_invariant=config.batch_invariant
+            )
+        context = build_context(wrapper, config, self._device, message.slot_count)
+        drafting = choose_drafting(wrapper, context.num_speculative_tokens, config)
+        keep_states(wrapper, config, context)
+        limits = limits_for(
+            wrapper, context, config, drafting,
+            enable_chunked_prefill=message.enable_chunked_prefill,
+        )  # fmt: skip
+        controller = TextGenerationController(
+            wrapper, synthetic_acceptance=message.synthetic_acceptance
+        )
+        device = open_device(self._device, config)
+        options = runner_options(config, limits, drafting) | {"progress": None}
+        return device, controller.attach(device, context, **options)
+
+    def read_weights(self, source: str, allow_non_finite_weights: bool) -> Callable[[], None]:
+        """See ``TextGenerationController.read_weights``."""
+        assert self._wrapper is not None
+        controller = TextGenerationController(self._wrapper)
+        return controller.read_weights(source, allow_non_finite_weights=allow_non_finite_weights)
+
+
+def _unfrozen(fields: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a configuration that came as JSON."""
+    costs = fields.get("speculative_step_costs")
+    if costs is None:
+        return fields
+    return {**fields, "speculative_step_costs": tuple(map(tuple, costs))}

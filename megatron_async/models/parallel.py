@@ -1,0 +1,186 @@
+"""This process's place among the ranks of a model, and the collectives of a step.
+
+They run in the order of the device's stream, and inside its graphs where there are any. What comes
+out has the same bits on each rank that gets it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_async.sampling.sharded import sample_tokens_sharded
+
+
+class VocabularyColumns:
+    """What kernels are told of a rank's columns of the logits.
+
+    Attributes:
+        first_id, count: the token ids that the columns are about.
+        suit_kernels: noise comes by fours, and each rank has an id.
+    """
+
+    def __init__(
+        self,
+        first_id: int,
+        count: int,
+        *,
+        suit_kernels: bool,
+        best_of_all: Callable[[Tensor, int], Tensor],
+    ) -> None:
+        self.first_id, self.count = first_id, count
+        self.suit_kernels = suit_kernels
+        self._best_of_all = best_of_all
+
+    def best_of_all(self, packed: Tensor) -> Tensor:
+        """``[R, 1]`` of all ranks from this one's ``[R, splits]``: int64, a score above ``2**31 -
+        1`` less the id, which counts from this rank's first, and of which the largest wins."""
+        return self._best_of_all(packed, self.first_id)
+
+
+class ModelParallel:
+    """A rank's groups. To be made by all ranks, at the same time.
+
+    Args:
+        layout: a :class:`~megatron_async.ranks.layout.Layout` of several ranks.
+        rank: this process's.
+    """
+
+    def __init__(self, layout: Any, rank: int) -> None:
+        from megatron.core import parallel_state
+
+        self.layout = layout
+        self.rank = rank
+        self.stage: int = layout.stage(rank)
+        self.tensor_rank: int = rank % layout.tensor
+        self.is_first: bool = self.stage == 0
+        self.is_last: bool = self.stage == layout.pipeline - 1
+        self._samples = rank in layout.sampling_ranks
+        self._tensor = parallel_state.get_tensor_model_parallel_group()
+        self._experts = parallel_state.get_expert_model_parallel_group()
+        self.expert_rank: int = parallel_state.get_expert_model_parallel_rank()
+        self._source: int = layout.sampling_ranks[self.tensor_rank]
+        self._listeners: Any = None
+        for tensor_rank in range(layout.tensor):  # each rank must make all groups
+            ranks = layout.listeners(tensor_rank)
+            made = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+            if tensor_rank == self.tensor_rank:
+                self._listeners = made
+
+    # --- the ranks that share a layer ---------------------------------------------------------
+
+    def sum_(self, x: Tensor) -> Tensor:
+        """Add up over tensor-parallel ranks, in place."""
+        if self.layout.tensor > 1:
+            dist.all_reduce(x, group=self._tensor)
+        return x
+
+    def max_(self, x: Tensor) -> Tensor:
+        """The largest over tensor-parallel ranks, in place."""
+        if self.layout.tensor > 1:
+            dist.all_reduce(x, op=dist.ReduceOp.MAX, group=self._tensor)
+        return x
+
+    def sum_experts_(self, x: Tensor) -> Tensor:
+        """Add up over the ranks that have some experts each, in place."""
+        if self.layout.expert > 1:
+            dist.all_reduce(x, group=self._experts)
+        return x
+
+    # --- stages -------------------------------------------------------------------------------
+
+    def receive_(self, hidden: Tensor) -> Tensor:
+        """Fill ``hidden`` with what the stage before has put out."""
+        dist.recv(hidden, src=self.layout.neighbour(self.rank, -1))
+        return hidden
+
+    def send(self, hidden: Tensor) -> None:
+        """Hand hidden states to the next stage."""
+        dist.send(hidden.contiguous(), dst=self.layout.neighbour(self.rank, 1))
+
+    def share_from_first_stage_(self, weight: Callable[[], Tensor]) -> None:
+        """Give the last stage's weight the values of the first stage's."""
+        layout = self.layout
+        if layout.pipeline == 1 or not (self.is_first or self.is_last):
+            return
+        if self.is_first:
+            dist.send(weight().detach(), dst=layout.neighbour(self.rank, layout.pipeline - 1))
+        else:
+            dist.recv(weight().detach(), src=layout.neighbour(self.rank, 1 - layout.pipeline))
+
+    # --- tokens -------------------------------------------------------------------------------
+
+    def gather_logits(self, logits: Tensor, vocab_size: int) -> Tensor:
+        """Whole rows ``[R, vocab_size]`` on each rank, from this one's columns ``[R, W]``."""
+        rows, width = logits.shape
+        whole = logits
+        if self._samples and self.layout.tensor > 1:
+            parts = [logits.new_empty(rows, width) for _ in range(self.layout.tensor)]
+            dist.all_gather(parts, logits.contiguous(), group=self._tensor)
+            whole = torch.cat(parts, dim=1)
+        elif not self._samples:
+            whole = logits.new_empty(rows, width * self.layout.tensor)
+        whole = whole[:, :vocab_size].contiguous()
+        return self._tell_(whole)
+
+    def sample(
+        self, whole_rows: Any, logits: Tensor, *parameters: Tensor, vocab_size: int
+    ) -> Tensor:
+        """A token of each row, the same on all ranks: int64 ``[R]``.
+
+        Args:
+            whole_rows: samples where one rank has all columns; called as ``sample_tokens``.
+            logits: this rank's columns ``[R, W]``.
+            parameters: those of ``sample_tokens``.
+        """
+        if not self._samples:
+            tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        elif self.layout.tensor == 1:
+            tokens = whole_rows(logits, *parameters, vocab_size=vocab_size)
+        else:
+            tokens = sample_tokens_sharded(
+                logits,
+                *parameters,
+                first_id=self.tensor_rank * logits.shape[1],
+                vocab_size=vocab_size,
+                exchange=self,
+            )
+        return self._tell_(tokens)
+
+    def columns(self, width: int, vocab_size: int) -> VocabularyColumns:
+        """This rank's columns of logits of that width, of which ids from ``vocab_size`` on are
+        padding."""
+        first_id = self.tensor_rank * width
+        last = (self.layout.tensor - 1) * width
+        return VocabularyColumns(
+            first_id,
+            max(0, min(width, vocab_size - first_id)),
+            suit_kernels=width % 4 == 0 and last < vocab_size,
+            best_of_all=self._best_of_all,
+        )
+
+    def _best_of_all(self, packed: Tensor, first_id: int) -> Tensor:
+        return self._tell_(self.max_(packed.amax(1) - first_id))[:, None]
+
+    def _tell_(self, x: Tensor) -> Tensor:
+        if self._listeners is not None:
+            dist.broadcast(x, src=self._source, group=self._listeners)
+        return x
+
+
+_current: ModelParallel | None = None
+
+
+def current() -> ModelParallel | None:
+    """That of this process, for models built from now on; None for one rank."""
+    return _current
+
+
+def set_current(parallel: ModelParallel | None) -> None:
+    """Have models built from now on be those of a group of ranks; None ends it."""
+    global _current
+    _current = parallel

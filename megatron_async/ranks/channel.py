@@ -1,0 +1,204 @@
+"""Messages from rank 0 to all others, in order, without waiting for them.
+
+On one host they go through a ring in shared memory that all followers read, each at its own pace;
+who has nothing to read for a while goes to sleep, and is woken through its connection. Over hosts
+the connections carry the messages themselves.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from megatron_async.errors import ConfigError, IntegrityError
+
+SHARED_FOLDER = "/dev/shm"
+RING_BYTES = 1 << 24
+"""Of the ring. Rank 0 waits where a follower is that far behind, which no steady step is."""
+HEAD = struct.Struct("<Q")
+FULL_SECONDS = 60.0
+"""For a follower to read on, where the ring is full."""
+NAP_SECONDS = 0.05
+"""The longest sleep: a wake-up that came too early is made up for."""
+
+
+class Sender(Protocol):
+    """Rank 0's end."""
+
+    def send(self, data: bytes) -> None:
+        """Hand a message to all followers; waits for nobody in a steady step."""
+
+    def close(self) -> None: ...
+
+
+class Receiver(Protocol):
+    """A follower's end."""
+
+    def receive(self) -> bytes:
+        """The next message; waits for it."""
+
+    def close(self) -> None: ...
+
+
+class _Ring:
+    """Shared memory: the bytes written so far, for each follower the bytes that it has read and
+    whether it sleeps, all int64; then the data, a length before each message.
+
+    One writer for each word. An aligned word of eight bytes is written and read whole, and x86 and
+    the interpreter's locks keep the data ahead of the count.
+    """
+
+    def __init__(self, memory: mmap.mmap, followers: int) -> None:
+        words = 1 + 2 * followers
+        counts = np.frombuffer(memory, dtype=np.int64, count=words)
+        self.written = counts[:1]
+        self.read, self.asleep = counts[1 : 1 + followers], counts[1 + followers :]
+        self._data = np.frombuffer(memory, dtype=np.uint8, offset=8 * words)
+
+    @property
+    def size(self) -> int:
+        return len(self._data)
+
+    def copy_in(self, at: int, data: bytes) -> None:
+        start = at % self.size
+        first = min(len(data), self.size - start)
+        values = np.frombuffer(data, dtype=np.uint8)
+        self._data[start : start + first] = values[:first]
+        self._data[: len(data) - first] = values[first:]
+
+    def copy_out(self, at: int, length: int) -> bytes:
+        start = at % self.size
+        first = min(length, self.size - start)
+        return self._data[start : start + first].tobytes() + self._data[: length - first].tobytes()
+
+
+class RingSender:
+    """The writer of a ring.
+
+    Args:
+        wake: wakes a follower, by its place.
+        check: raises why a follower will never read on.
+    """
+
+    def __init__(
+        self,
+        followers: int,
+        wake: Callable[[int], None],
+        check: Callable[[], None],
+        size: int = RING_BYTES,
+    ) -> None:
+        self.name, memory = _new_memory(size + 8 * (1 + 2 * followers))
+        self._ring = _Ring(memory, followers)
+        self._wake, self._check = wake, check
+
+    def send(self, data: bytes) -> None:
+        ring = self._ring
+        at, length = int(ring.written[0]), HEAD.size + len(data)
+        if length > ring.size:
+            raise IntegrityError(f"a message of {len(data)} bytes exceeds the ring's {ring.size}")
+        if at + length - int(ring.read.min()) > ring.size:
+            self._wait_for_room(at + length)
+        ring.copy_in(at, HEAD.pack(len(data)) + data)
+        ring.written[0] = at + length
+        for place in ring.asleep.nonzero()[0].tolist():
+            ring.asleep[place] = 0
+            self._wake(place)
+
+    def _wait_for_room(self, end: int) -> None:
+        ring, started = self._ring, time.monotonic()
+        while end - int(ring.read.min()) > ring.size:
+            self._check()
+            if time.monotonic() - started > FULL_SECONDS:
+                raise IntegrityError("a rank does not read what it is told any more")
+            time.sleep(0.001)
+
+    def unlink(self) -> None:
+        """Nobody will come to it any more; who has it keeps it."""
+        os.unlink(self.name)
+
+    def close(self) -> None:
+        pass
+
+
+class RingReceiver:
+    """A reader of a ring.
+
+    Args:
+        name: of the file of the shared memory.
+        place: which of the ``followers`` this is.
+        wakes: set by whoever hears that there is something to read.
+        spin_seconds: for how long to look again and again before it sleeps.
+    """
+
+    def __init__(
+        self, name: str, place: int, followers: int, wakes: threading.Event, spin_seconds: float
+    ) -> None:
+        with open(name, "r+b") as file:
+            self._ring = _Ring(mmap.mmap(file.fileno(), 0), followers)
+        self._place = place
+        self._at = 0
+        self._wakes = wakes
+        self._spin_seconds = spin_seconds
+
+    def receive(self) -> bytes:
+        ring = self._ring
+        self._wait()
+        (length,) = HEAD.unpack(ring.copy_out(self._at, HEAD.size))
+        data = ring.copy_out(self._at + HEAD.size, length)
+        self._at += HEAD.size + length
+        ring.read[self._place] = self._at
+        return data
+
+    def _wait(self) -> None:
+        ring, deadline = self._ring, time.monotonic() + self._spin_seconds
+        while int(ring.written[0]) == self._at:
+            if time.monotonic() < deadline:
+                time.sleep(0)
+                continue
+            self._wakes.clear()
+            ring.asleep[self._place] = 1
+            if int(ring.written[0]) == self._at:
+                self._wakes.wait(NAP_SECONDS)
+        ring.asleep[self._place] = 0
+
+    def close(self) -> None:
+        pass
+
+
+def _new_memory(size: int) -> tuple[str, mmap.mmap]:
+    """A file in memory that nobody but this user may open, filled with zeros. The standard
+    library's shared memory would be removed by whichever process ends first."""
+    folder = SHARED_FOLDER if os.path.isdir(SHARED_FOLDER) else tempfile.gettempdir()
+    handle, name = tempfile.mkstemp(prefix="megatron-async-ranks-", dir=folder)
+    try:
+        os.posix_fallocate(handle, 0, size)
+        return name, mmap.mmap(handle, size)
+    except OSError as error:
+        os.unlink(name)
+        raise ConfigError(
+            f"{folder} has no room for the {size >> 20} MiB that ranks share: {error.strerror}"
+        ) from None
+    finally:
+        os.close(handle)
+
+
+class ConnectionSender:
+    """Over hosts: through the connections, one after the other."""
+
+    def __init__(self, sends: Sequence[Callable[[bytes], None]]) -> None:
+        self._sends = sends
+
+    def send(self, data: bytes) -> None:
+        for send in self._sends:
+            send(data)
+
+    def close(self) -> None:
+        pass

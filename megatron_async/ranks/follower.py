@@ -1,0 +1,179 @@
+"""A rank that does what rank 0 tells it: it plans nothing, and waits for no token."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from megatron_async.device.protocol import Device
+from megatron_async.errors import IntegrityError, MegatronAsyncError
+from megatron_async.models import parallel
+from megatron_async.models.parallel import ModelParallel
+from megatron_async.ranks import messages, process_group
+from megatron_async.ranks.channel import Receiver, RingReceiver
+from megatron_async.ranks.layout import Layout
+from megatron_async.ranks.meeting import WAKE, Call, connect
+from megatron_async.ranks.messages import Message, decode
+from megatron_async.runner.model_runner import ModelRunner
+
+EXIT_ORPHAN = 3
+SPIN_SECONDS = {"cpu": 0.0002, "cuda": 0.02}
+"""For how long a follower looks for the next message before it sleeps: longer than a step on a
+GPU, where each rank has cores to spare."""
+
+
+class Model(Protocol):
+    """What a follower does with messages that are not about steps."""
+
+    def load(self, message: messages.LoadModel) -> None: ...
+
+    def make(self, message: messages.BuildModel) -> None: ...
+
+    def build(self, message: messages.BuildEngine) -> tuple[Device, ModelRunner]: ...
+
+    def read_weights(self, source: str, allow_non_finite_weights: bool) -> Callable[[], None]: ...
+
+
+class Group:
+    """A follower's end of a group; see ``RankGroup``."""
+
+    def __init__(
+        self, rank: int, call: Call, ring: str | None, followers: int, spin: float
+    ) -> None:
+        self.rank = rank
+        self._call = call
+        self._wakes = threading.Event()
+        self._queue: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._ring: Receiver | None = None
+        if ring is not None:
+            self._ring = RingReceiver(ring, rank - 1, followers, self._wakes, spin)
+        threading.Thread(target=self._listen, name="rank 0", daemon=True).start()
+
+    def receive(self) -> Message:
+        """The next message; waits for it."""
+        return decode(self._queue.get() if self._ring is None else self._ring.receive())
+
+    def answer(self, error: MegatronAsyncError | None) -> None:
+        """Say that the last message is done, or why it cannot be."""
+        said = None if error is None else [self.rank, type(error).__name__, str(error)]
+        self._call.say(json.dumps({"error": said}).encode())
+
+    def fail(self, error: BaseException) -> None:
+        """Say why this rank ends."""
+        reason = f"failed: {type(error).__name__}: {error}"
+        self._call.say(json.dumps({"failed": reason}).encode())
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                data = self._call.recv_bytes()
+                if data == WAKE:
+                    self._wakes.set()
+                else:
+                    self._queue.put(data)
+        except (EOFError, OSError):
+            os._exit(EXIT_ORPHAN)  # rank 0 has gone; a collective may wait for it for ever
+
+
+def join_group(layout: Layout, device: torch.device, store: dist.Store, rank: int) -> Group:
+    """Be a rank other than 0 of a group that is led over the same store."""
+    call, ring = connect(dist.PrefixStore("ranks", store), rank)
+    group = Group(rank, call, ring, layout.world_size - 1, SPIN_SECONDS[device.type])
+    process_group.join(layout, device, dist.PrefixStore("torch", store), rank)
+    parallel.set_current(ModelParallel(layout, rank))
+    return group
+
+
+class Follower:
+    """Does what comes until the end.
+
+    Args:
+        model: loads, builds and replaces.
+    """
+
+    def __init__(self, group: Group, model: Model) -> None:
+        self._group = group
+        self._model = model
+        self._engines: dict[int, tuple[Device, ModelRunner]] = {}
+        self._replace: Callable[[], None] | None = None
+
+    def run(self) -> None:
+        """Follow until rank 0 ends the group."""
+        while not isinstance(message := self._group.receive(), messages.Stop):
+            if not message.is_answered:
+                self._step(message)
+                continue
+            error = None
+            try:
+                self._prepare(message)
+            except MegatronAsyncError as refused:
+                error = refused
+            self._group.answer(error)
+
+    def _prepare(self, message: Message) -> None:
+        """What rank 0 waits for."""
+        match message:
+            case messages.LoadModel():
+                self._model.load(message)
+            case messages.BuildModel():
+                self._model.make(message)
+            case messages.BuildEngine(engine=number):
+                self._engines[number] = self._model.build(message)
+            case messages.ReadWeights(source=source, allow_non_finite_weights=allow):
+                self._replace = self._model.read_weights(source, allow)
+            case messages.ReplaceWeights():
+                for device, _ in self._engines.values():
+                    device.synchronize()
+                if self._replace is not None:
+                    self._replace()
+                self._replace = None
+                for device, _ in self._engines.values():
+                    device.synchronize()
+
+    def _step(self, message: Message) -> None:
+        """A call of rank 0's loop on its runner."""
+        device, runner = self._engines.get(message.engine, (None, None))  # type: ignore[union-attr]
+        if device is None or runner is None:
+            if isinstance(message, messages.Release):
+                return  # it could not be built here
+            raise IntegrityError(f"{type(message).__name__} is about an engine that is not there")
+        match message:
+            case messages.Launch(plan=plan):
+                sampled = runner.pending
+                runner.launch(plan)
+                if sampled is not None:
+                    runner.skip(sampled)
+            case messages.SamplePending():
+                sampled = runner.pending
+                if sampled is None:
+                    raise IntegrityError("no ticket is pending")
+                runner.sample_pending()
+                runner.skip(sampled)
+            case messages.Masks(data=data):
+                _take_masks(runner, data)
+            case messages.PoisonFreed(blocks=blocks, slots=slots):
+                runner.poison_freed(blocks, slots)
+            case messages.Restart():
+                runner.restart()
+            case messages.Release(engine=number):
+                device.close()
+                runner.release()
+                del self._engines[number]
+
+
+def _take_masks(runner: ModelRunner, data: bytes) -> None:
+    pending = runner.pending
+    if pending is None:
+        raise IntegrityError("masks of no ticket")
+    masks, masked = runner.claim_masks(pending)
+    words = np.frombuffer(data, dtype=np.int32)
+    masked[:] = words[: len(masked)]
+    masks[masked != 0] = words[len(masked) :].reshape(-1, masks.shape[1])

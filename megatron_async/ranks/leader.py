@@ -1,0 +1,81 @@
+"""Rank 0's runner: it tells the other ranks what it launches, and then launches it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megatron_async.errors import IntegrityError
+from megatron_async.ranks import messages
+from megatron_async.ranks.group import RankGroup
+from megatron_async.runner.masks import Mask
+from megatron_async.runner.model_runner import ModelRunner
+from megatron_async.runner.step_program import RowProcessor
+from megatron_async.step.plan import Plan, Ticket
+from megatron_async.step.records import StepResult
+
+
+class LeadingRunner(ModelRunner):
+    """A runner whose launches all ranks of ``group`` make, in its order.
+
+    Args:
+        engine: the number of its engine in the group.
+    """
+
+    def __init__(self, *args: Any, group: RankGroup, engine: int, **options: Any) -> None:
+        self._group = group
+        self._engine = engine
+        self._claimed: tuple[Mask, Mask] | None = None
+        """Masks of the pending ticket, which the other ranks do not have yet."""
+        super().__init__(*args, **options)
+
+    @property
+    def engine(self) -> int:
+        """The number of its engine in the group."""
+        return self._engine
+
+    def launch(self, plan: Plan) -> Ticket:
+        self._tell_masks()
+        self._group.tell(messages.Launch(self._engine, plan))
+        try:
+            return super().launch(plan)
+        except RuntimeError as error:
+            raise self._group.explain(error) from error
+
+    def take(self, ticket: Ticket) -> StepResult:
+        if self.pending is ticket:
+            self._tell_masks()
+            self._group.tell(messages.SamplePending(self._engine))
+        try:
+            return super().take(ticket)
+        except RuntimeError as error:
+            raise self._group.explain(error) from error
+
+    def claim_masks(self, ticket: Ticket) -> tuple[Mask, Mask]:
+        self._claimed = super().claim_masks(ticket)
+        return self._claimed
+
+    def _tell_masks(self) -> None:
+        if self._claimed is None:
+            return
+        masks, masked = self._claimed
+        self._claimed = None
+        data = masked.tobytes() + masks[masked != 0].tobytes()
+        self._group.tell(messages.Masks(self._engine, data))
+
+    def process_logits(self, ticket: Ticket, processors: Mapping[int, RowProcessor]) -> None:
+        raise IntegrityError("logits processors are refused where a request asks for them")
+
+    def poison_freed(self, blocks: list[int], slots: list[int]) -> None:
+        self._group.tell(messages.PoisonFreed(self._engine, blocks, slots))
+        super().poison_freed(blocks, slots)
+
+    def restart(self) -> None:
+        self._group.tell(messages.Restart(self._engine))
+        super().restart()
+
+    def release(self) -> None:
+        self._group.forget(self._engine)
+        if self._group.is_alive:
+            self._group.tell(messages.Release(self._engine))
+        super().release()

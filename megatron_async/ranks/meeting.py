@@ -1,0 +1,130 @@
+"""How the ranks of a group find each other, and what connects them."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_async.errors import ConfigError
+
+START_SECONDS = 600.0
+POLL_SECONDS = 0.2
+SECRET_BYTES = 32
+WAKE = b"\1"
+
+
+def host_identity() -> str:
+    """The same for processes of one running system."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    with contextlib.suppress(OSError):
+        return f"{socket.gethostname()} {boot.read_text().strip()}"
+    return socket.gethostname()
+
+
+def environment_store() -> tuple[dist.Store, int, int]:
+    """The store, the rank and the number of processes of a launcher such as torchrun.
+
+    Raises:
+        ConfigError: its environment is only there in part.
+    """
+    try:
+        store, rank, world_size = next(dist.rendezvous("env://"))
+    except ValueError as error:
+        raise ConfigError(
+            f"RANK and WORLD_SIZE are not set as a launcher does ({error}): unset them, or start "
+            "with torchrun"
+        ) from error
+    return store, rank, world_size
+
+
+class Call(Connection):
+    """A connection of whole messages that any thread may send to."""
+
+    def __init__(self, handle: int) -> None:
+        super().__init__(handle)
+        self._sending = threading.Lock()
+
+    def say(self, data: bytes) -> None:
+        """Send; nothing happens where nobody listens: whoever reads learns of it."""
+        with self._sending, contextlib.suppress(OSError):
+            self.send_bytes(data)
+
+
+def accept_all(
+    store: dist.Store, world_size: int, ring_of: Callable[[], str], check: Callable[[], None]
+) -> tuple[dict[int, Call], bool]:
+    """Rank 0: connections to all others by rank, and whether all are on this host.
+
+    Args:
+        ring_of: makes the ring where they are, and gives its name.
+        check: raises when one will not come any more.
+    """
+    deadline = time.monotonic() + START_SECONDS
+    hosts = {_get(store, f"host {rank}", deadline, check) for rank in range(1, world_size)}
+    together = hosts == {host_identity().encode()}
+    secret = secrets.token_bytes(SECRET_BYTES)
+    with contextlib.ExitStack() as stack:
+        family = socket.AF_UNIX if together else socket.AF_INET
+        server = stack.enter_context(socket.socket(family))
+        address: Any
+        if together:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="megatron-async-"))
+            address = f"{folder}/ranks"
+            server.bind(address)
+        else:
+            server.bind(("", 0))
+            address = [os.environ.get("MASTER_ADDR", socket.gethostname()), server.getsockname()[1]]
+        server.listen(world_size)
+        server.settimeout(POLL_SECONDS)
+        ring = ring_of() if together else None
+        store.set("address", json.dumps([address, secret.hex(), ring]))
+        found: dict[int, Call] = {}
+        while len(found) < world_size - 1:
+            check()
+            with contextlib.suppress(TimeoutError):
+                accepted, _ = server.accept()
+                accepted.setblocking(True)
+                call = Call(accepted.detach())
+                said = call.recv_bytes(SECRET_BYTES + 8)
+                if hmac.compare_digest(said[:SECRET_BYTES], secret):
+                    found[int(said[SECRET_BYTES:])] = call
+                else:
+                    call.close()
+            if time.monotonic() > deadline:
+                raise ConfigError(f"{world_size - 1 - len(found)} ranks have not come; start all")
+    return found, together
+
+
+def _get(store: dist.Store, key: str, deadline: float, check: Callable[[], None]) -> bytes:
+    while not store.check([key]):
+        check()
+        if time.monotonic() > deadline:
+            raise ConfigError(f"the process that sets {key!r} has not come; start all ranks")
+        time.sleep(0.01)
+    value: bytes = store.get(key)
+    return value
+
+
+def connect(store: dist.Store, rank: int) -> tuple[Call, str | None]:
+    """A follower: its connection to rank 0, and the name of the ring, if there is one."""
+    store.set(f"host {rank}", host_identity())
+    address, secret, ring = json.loads(store.get("address"))
+    together = isinstance(address, str)
+    client = socket.socket(socket.AF_UNIX if together else socket.AF_INET)
+    client.connect(address if together else tuple(address))
+    call = Call(client.detach())
+    call.say(bytes.fromhex(secret) + str(rank).encode())
+    return call, ring

@@ -1,0 +1,260 @@
+"""Groups of forked ranks for tests: modules are imported once, by a process of one thread.
+
+``python -m tests.support.ranked FOLDER CASE...`` runs :func:`case` on each layout, such as
+``dense:2,1,1`` (tensor, pipeline, expert), and :func:`kill_case` for ``killed:``, one after the
+other, and writes what rank 0 found to ``FOLDER/CASE.json``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+
+from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
+from megatron_async.checkpoint.path import model_directory
+from megatron_async.config import EngineConfig
+from megatron_async.engine.build import build_context, load_wrapper, shared_config
+from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.engine.rank_process import follow
+from megatron_async.engine.recording import read_run
+from megatron_async.engine.replay import replay
+from megatron_async.errors import MegatronAsyncError
+from megatron_async.ranks.group import RankGroup, lead
+from megatron_async.ranks.layout import Layout
+from megatron_async.ranks.messages import LoadModel
+from megatron_async.request import DynamicInferenceRequest
+from megatron_async.runner.controller import TextGenerationController
+from megatron_async.sampling_params import SamplingParams
+
+Found = dict[str, Any]
+
+DEPTHS = (0, 1, 2, 4)
+COMMON = "import os\nimport sys\nfrom pathlib import Path\n\n\n"
+PROMPTS = [
+    COMMON + "def read(path):\n", "class A:\n    def", COMMON + "def write(path):\n", "x = [1, ",
+    COMMON + "def read(path):\n", "for i in range(", "try:\n", "while True:",
+]  # fmt: skip
+ABORTED = 2
+NEW_TOKENS = 13
+SIZES = {
+    "max_requests": 3, "block_size_tokens": 8, "block_count": 40, "prefill_chunk_tokens": 16,
+    "max_sequence_length": 128, "batch_invariant": True, "debug": True,}  # fmt: skip
+
+
+def params() -> list[SamplingParams]:
+    each: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_k": 20},
+        {"temperature": 0.9, "top_p": 0.8},
+        {"temperature": 1.1, "top_k": 50, "top_p": 0.9, "repetition_penalty": 1.2},
+        {"temperature": 1.0, "structured_outputs": {"regex": "[a-m]{4}[0-9]{3,9}"}},
+        {"temperature": 0.0, "return_log_probs": True, "top_n_logprobs": 2},
+        {"temperature": 0.0},
+    ]
+    return [
+        SamplingParams(seed=n, num_tokens_to_generate=NEW_TOKENS, termination_id=-1, **values)
+        for n, values in enumerate(each)
+    ]
+
+
+def config_at(depth: int, **values: Any) -> EngineConfig:
+    return EngineConfig(
+        inference_async_scheduling=depth > 0, depth=depth or None, device="cpu", **SIZES, **values
+    )
+
+
+def play(engine: DynamicInferenceEngine) -> Found:
+    """All requests, while some are paused, evicted, aborted, and get new parameters."""
+    futures = [
+        engine.add_request(n, prompt, each)
+        for n, (prompt, each) in enumerate(zip(PROMPTS, params(), strict=True))
+    ]
+    script = {
+        4: lambda: engine.pause_request(0), 7: lambda: engine.evict_request(1),
+        10: lambda: engine.resume_request(0), 12: lambda: engine.evict_request(0),
+        14: lambda: engine.abort_request(ABORTED), 18: engine.suspend, 20: engine.resume,
+    }  # fmt: skip
+    steps = 0
+    while engine.has_unfinished_requests():
+        script.get(steps, lambda: None)()
+        engine.step_modern()
+        steps += 1
+    found = [future.result() for future in futures]
+    counters = engine.counters
+    return {
+        "tokens": [request.generated_tokens for request in found],
+        "log_probs": log_probs_of(found[6]),
+        "text": found[5].generated_text,
+        "overlapped": counters.steps_overlapped,
+        "events": dict(counters.to_dict()),
+    }
+
+
+def log_probs_of(request: DynamicInferenceRequest) -> list[float]:
+    return [*(request.prompt_log_probs or []), *(request.generated_log_probs or [])]
+
+
+def drafted(engine: DynamicInferenceEngine, **values: Any) -> Found:
+    config = config_at(2, num_speculative_tokens=2, **values)
+    with engine.with_config(config) as other:
+        found = other.generate(PROMPTS[:5], params()[:5])
+        accepted = other.counters.tokens_accepted
+    return {"tokens": [request.generated_tokens for request in found], "accepted": accepted}
+
+
+def refused(call: Any) -> str:
+    try:
+        call()
+    except MegatronAsyncError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def case(engine: DynamicInferenceEngine, folder: Path, model: str, *, alone: bool) -> Found:
+    """What one layout gives."""
+    found: Found = {"depths": {}}
+    record = folder / f"{model}.run"
+    for depth in DEPTHS:
+        file = str(record) if alone and depth == 2 else None
+        with engine.with_config(config_at(depth, record=file)) as other:
+            found["depths"][depth] = play(other)
+    if not alone:
+        with engine.with_config(config_at(2)) as other:
+            result = replay(read_run(record), other)
+            found["replay"] = [result.exact, list(result.differences), len(result.endings)]
+    found["ngram"] = drafted(engine, speculative_method="ngram")
+    if engine.controller.inference_wrapped_model.kv_cache_spec.num_mtp_layers:
+        found["mtp"] = drafted(engine)
+    elif not alone:
+        found["refused drafts"] = refused(lambda: drafted(engine))
+    if not alone:
+        processors = SamplingParams(logits_processors=[lambda tokens, logits: logits])
+        sizes = config_at(1, tensor_model_parallel_size=4)
+        found["refused"] = {
+            "processors": refused(lambda: engine.add_request(99, "x", processors)),
+            "sizes": refused(lambda: engine.with_config(sizes)),
+            "state dict": refused(lambda: engine.update_weights({})),
+            "wrong weights": refused(lambda: engine.update_weights(folder / "wrong")),
+        }
+    if model == "dense":
+        engine.update_weights(folder / "new")
+        requests = engine.generate(PROMPTS[:3], params()[:3])
+        found["new"] = [request.generated_tokens for request in requests]
+    return found
+
+
+def lead_case(folder: Path, model: str, layout: Layout, store: dist.Store) -> Found:
+    """Rank 0 of a layout, or the one process."""
+    config, cpu = config_at(1), torch.device("cpu")
+    group: RankGroup | None = None
+    if layout.world_size > 1:
+        group = lead(layout, cpu, store, layout.world_size)
+        group.tell(LoadModel(str(folder / model), shared_config(config)))
+    wrapper, pretrained = load_wrapper(folder / model, config, cpu)
+    if group is not None:
+        group.await_answers()
+        wrapper.rank_group = group
+    engine = DynamicInferenceEngine(
+        TextGenerationController(wrapper, pretrained.tokenizer),
+        build_context(wrapper, config, cpu),
+        config=config,
+        eos_token_ids=pretrained.eos_token_ids,
+        owned_group=group,
+    )
+    with engine:
+        return case(engine, folder, model, alone=group is None)
+
+
+def kill_case(folder: Path) -> Found:
+    """What becomes of requests when a rank that was started here is killed."""
+    config = EngineConfig(device="cpu", tensor_model_parallel_size=2, max_requests=2)
+    endless = SamplingParams(num_tokens_to_generate=2000, termination_id=-1)
+
+    def step_for_ever() -> None:
+        while True:
+            engine.step_modern()
+
+    with DynamicInferenceEngine.from_pretrained(folder / "dense", config) as engine:
+        futures = [engine.add_request(n, "x", endless) for n in range(3)]
+        for _ in range(5):
+            engine.step_modern()
+        group: RankGroup = engine.controller.inference_wrapped_model.rank_group
+        os.kill(group.pids[1], signal.SIGKILL)
+        return {
+            "step": refused(step_for_ever),
+            "requests": [refused(future.result) for future in futures],
+            "next": refused(lambda: engine.add_request(9, "x", endless)),
+        }
+
+
+def run_layout(folder: Path, name: str) -> None:
+    """Fork a layout's ranks, and wait for them."""
+    model, _, sizes = name.partition(":")
+    layout = Layout(*map(int, sizes.split(","))) if sizes else Layout()
+    pids = []
+    for rank in reversed(range(layout.world_size)):
+        pid = os.fork()
+        if pid:
+            pids.append(pid)
+            continue
+        status = 1
+        try:
+            store = dist.FileStore(str(folder / f"{name}.store"), layout.world_size)
+            if rank:
+                follow(layout, "cpu", store=store, rank=rank)
+            if model == "killed":
+                found = kill_case(folder)
+            else:
+                found = lead_case(folder, model, layout, store)
+            (folder / f"{name}.json").write_text(json.dumps(found))
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(status)
+    ended = [os.waitpid(pid, 0)[1] for pid in pids]
+    if any(ended):
+        raise SystemExit(f"{name}: ranks ended with {ended}")
+
+
+def write_models(folder: Path) -> None:
+    """The first layers of embedded models; ``new`` and ``wrong`` are other weights of the first."""
+    write_layers("tiny", folder / "dense", 2)
+    write_layers("tiny", folder / "new", 2, scale=1.3)
+    write_layers("tiny", folder / "wrong", 1)
+    write_layers("tiny-moe", folder / "experts", 2)
+
+
+def write_layers(name: str, folder: Path, layers: int, scale: float = 1.0) -> None:
+    """An embedded model cut to so many layers, with a tensor in the last of them scaled."""
+    source = model_directory(name)
+    shutil.copytree(source, folder)
+    config = json.loads((source / "config.json").read_text())
+    config["model"]["num_layers"] = layers
+    if config["model"].get("moe_layer_freq"):
+        config["model"]["moe_layer_freq"] = config["model"]["moe_layer_freq"][:layers]
+    (folder / "config.json").write_text(json.dumps(config))
+    gone = tuple(f"decoder.layers.{n}." for n in range(layers, 9))
+    weights = load_file(source / "model.safetensors")
+    weights = {k: value for k, value in weights.items() if not k.startswith(gone)}
+    weights[f"decoder.layers.{layers - 1}.self_attention.linear_proj.weight"] *= scale
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+if __name__ == "__main__":
+    root = Path(sys.argv[1])
+    write_models(root)
+    for layout_name in sys.argv[2:]:
+        run_layout(root, layout_name)

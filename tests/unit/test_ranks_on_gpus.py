@@ -1,0 +1,78 @@
+"""One model on two GPUs: collectives of NCCL inside the captured graphs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.patience import PATIENCE_SECONDS
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+]
+ROOT = Path(__file__).parents[2]
+
+PROGRAM = """
+import json, sys
+from megatron_async.config import EngineConfig
+from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.sampling_params import SamplingParams
+
+model, dtype, sizes = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+prompts = ["def read(path):", "class A:", "for i in range(", "import os", "x = [1,", "try:"]
+kinds = [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 20},
+         {"temperature": 0.9, "top_p": 0.8}, {"temperature": 1.0, "repetition_penalty": 1.2},
+         {"temperature": 0.0, "return_log_probs": True}]
+params = [SamplingParams(seed=n, num_tokens_to_generate=60, termination_id=-1, **kind)
+          for n, kind in enumerate(kinds)]
+
+def config(depth):
+    return EngineConfig(device="cuda", dtype=dtype, inference_async_scheduling=depth > 0,
+                        depth=depth or None, max_requests=4, max_sequence_length=256, **sizes)
+
+found = {}
+with DynamicInferenceEngine.from_pretrained(model, config(0)) as engine:
+    for depth in (0, 1, 2, 4):
+        with engine.with_config(config(depth)) as other:
+            found[depth] = [request.generated_tokens for request in other.generate(prompts, params)]
+print(json.dumps(found))
+"""
+
+
+def tokens_of(model: str, dtype: str, **sizes: int) -> dict[str, list[list[int]]]:
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PROGRAM, model, dtype, json.dumps(sizes)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        check=True,
+        timeout=PATIENCE_SECONDS,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    found: dict[str, list[list[int]]] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [
+        ("tiny", {"tensor_model_parallel_size": 2}),
+        ("tiny", {"pipeline_model_parallel_size": 2}),
+        ("tiny-moe", {"expert_model_parallel_size": 2}),
+        ("tiny-moe", {"tensor_model_parallel_size": 2, "expert_model_parallel_size": 2}),
+    ],
+)
+def test_tokens_are_those_of_one_gpu(model: str, sizes: dict[str, int]) -> None:
+    """In float32, and in bfloat16 the same at every depth."""
+    alone, several = tokens_of(model, "float32"), tokens_of(model, "float32", **sizes)
+    assert len(set(map(str, several["0"]))) == 6
+    assert all(several[depth] == alone["0"] for depth in ("0", "1", "2", "4"))
+    coarse = tokens_of(model, "bfloat16", **sizes)
+    assert all(coarse[depth] == coarse["0"] for depth in ("1", "2", "4"))
