@@ -34,6 +34,10 @@ RUNS = (
 of their own, which run side by side."""
 
 
+MARKED = re.compile(r"^\s*(@interpreted|@on_devices|.*marks=interpreted)", re.MULTILINE)
+"""In files with tests that are interpreted."""
+
+
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is not built for this platform")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the compiled kernels are tested")
 @pytest.mark.skipif(INTERPRETED, reason="this is that process")
@@ -64,6 +68,6 @@ def test_no_file_is_forgotten() -> None:
     users = {
         path.name
         for path in HERE.parent.glob("test_*.py")
-        if path != HERE and "tests.support.interpreter import" in path.read_text()
+        if path != HERE and MARKED.search(path.read_text())
     }
     assert users == {file for files, _ in RUNS for file in files}

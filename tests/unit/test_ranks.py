@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from tests.support.patience import PATIENCE_SECONDS
 
@@ -28,16 +29,25 @@ Found = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Found]:
-    folder = tmp_path_factory.mktemp("ranks")
+    """All runs, made by the first process of the suite that asks; the others wait, since the ranks
+    keep all cores busy."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    folder /= "ranks"
     names = [f"{m}:{sizes}" for m, several in LAYOUTS.items() for sizes in (ALONE, *several)]
     names.append("killed:")
-    subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.support.ranked", str(folder), *names],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-        cwd=ROOT,
-        check=True,
-        timeout=PATIENCE_SECONDS,
-    )
+    with FileLock(f"{folder}.lock"):
+        if not (folder / "complete").exists():
+            folder.mkdir(exist_ok=True)
+            subprocess.run(
+                [sys.executable, "-W", "ignore", "-m", "tests.support.ranked", str(folder), *names],
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+                cwd=ROOT,
+                check=True,
+                timeout=PATIENCE_SECONDS,
+            )
+            (folder / "complete").touch()
     pairs = [tuple(name.split(":")) for name in names]
     return {
         (m, sizes): json.loads((folder / f"{m}:{sizes}.json").read_text()) for m, sizes in pairs
