@@ -49,6 +49,11 @@ def transformer_config(
             the model has a part that works with none above 1.
     """
     tensor = parallel_state.get_tensor_model_parallel_world_size()
+    if tensor > 1 and config.hybrid_override_pattern is not None:
+        raise ConfigError(
+            "a model with a hybrid_override_pattern is not divided over tensor-parallel ranks: "
+            "load it without tensor parallelism"
+        )
     _check_expert_ranks(config, tensor)
     stages = _check_stages(config)
     for name in ("num_attention_heads", "num_kv_heads", "ffn_hidden_size", "vocab_size"):
@@ -57,11 +62,6 @@ def transformer_config(
                 f"{name}={getattr(config, name)} does not divide by the tensor parallel size "
                 f"{tensor}: use a smaller one"
             )
-    if tensor > 1 and config.hybrid_override_pattern is not None:
-        raise ConfigError(
-            "a model with a hybrid_override_pattern is not divided over tensor-parallel ranks: "
-            "load it without tensor parallelism"
-        )
     if tensor > 1 and config.qk_norm and config.qk_norm_kind in ("projection", "each_head"):
         raise ConfigError(
             f"qk_norm_kind={config.qk_norm_kind!r} needs all heads on each rank: load the model "
