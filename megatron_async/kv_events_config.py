@@ -11,6 +11,8 @@ from megatron_async.errors import ConfigError, shown
 
 PUBLISHERS = ("null", "zmq")
 NAME = "kv_events_config"
+MAX_INTEGER = 2**31 - 1
+"""ZeroMQ's integers are C's."""
 _PORT = re.compile(r"(tcp://.+:)(\d{1,5})")
 
 
@@ -56,14 +58,18 @@ class KVEventsConfig:
                 continue
             if not isinstance(value, str) or not re.match(r"(tcp|ipc|inproc)://.", value):
                 self._refuse(name, "must be an address such as tcp://*:5557")
-            if value.startswith("tcp://") and not _PORT.fullmatch(value):
-                self._refuse(name, "has no port; give one, as in tcp://*:5557")
+            self._check_encodable(name)
+            if value.startswith("tcp://") and not 0 < _port(value) < 65536:
+                self._refuse(name, "has no port from 1 to 65535; give one, as in tcp://*:5557")
         for name in ("buffer_steps", "hwm", "max_queue_size", "data_parallel_rank"):
             value, least = getattr(self, name), int(name != "data_parallel_rank")
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 self._refuse(name, f"must be an integer of at least {least}")
+            if value > MAX_INTEGER:
+                self._refuse(name, f"must be at most {MAX_INTEGER}")
         if not isinstance(self.topic, str):
             self._refuse("topic", "must be a text")
+        self._check_encodable("topic")
         if self.replay_endpoint == self.endpoint:
             self._refuse("replay_endpoint", "is the endpoint of the events; choose another")
 
@@ -81,6 +87,12 @@ class KVEventsConfig:
             replay_endpoint=self.replay_endpoint and _moved(self.replay_endpoint, rank),
             data_parallel_rank=rank,
         )
+
+    def _check_encodable(self, name: str) -> None:
+        try:
+            getattr(self, name).encode()
+        except UnicodeEncodeError:
+            self._refuse(name, "must be text that UTF-8 can write")
 
     def _refuse(self, name: str, said: str) -> None:
         raise ConfigError(f"{NAME}: {name}={shown(getattr(self, name))} {said}")
@@ -101,6 +113,12 @@ def kv_events_config(given: object) -> KVEventsConfig | None:
         if name not in known:
             raise ConfigError(f"{NAME} has no {shown(name)}; it has {', '.join(known)}")
     return KVEventsConfig(**given)
+
+
+def _port(address: str) -> int:
+    """0 if there is none."""
+    found = _PORT.fullmatch(address)
+    return 0 if found is None else int(found[2])
 
 
 def _moved(address: str, rank: int) -> str:

@@ -83,6 +83,7 @@ class KVEventPublisher:
             self._replay: Any = None
             if config.replay_endpoint is not None:
                 self._replay = self._context.socket(zmq.ROUTER)
+                self._replay.setsockopt(zmq.SNDHWM, 0)  # a limit would drop batches, and the end
                 self._replay.setsockopt(zmq.LINGER, CLOSE_MILLISECONDS)
                 _open(self._replay, "replay_endpoint", config.replay_endpoint, zmq, binds=True)
         except BaseException:

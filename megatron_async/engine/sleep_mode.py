@@ -110,10 +110,12 @@ def tags_of(tags: Iterable[str] | None) -> frozenset[str]:
     """Checked tags; None is all."""
     if isinstance(tags, str):
         tags = [tags]
-    found = frozenset(TAGS if tags is None else tags)
-    if not found <= frozenset(TAGS):
-        raise RequestError(f"tags={sorted(map(str, found))} must be of {', '.join(TAGS)}")
-    return found
+    if tags is None:
+        return frozenset(TAGS)
+    found: list[str] = list(tags) if isinstance(tags, Iterable) else [tags]
+    if any(tag not in TAGS for tag in found):
+        raise RequestError(f"tags={found} must be of {', '.join(TAGS)}")
+    return frozenset(found)
 
 
 def checked_level(level: int) -> int:

@@ -19,7 +19,7 @@ from megatron_async.cache.event_log import Cleared, EventLog, Removed, Stored
 from megatron_async.cache.prefix_cache import LONG_ROOT, ROOT, PrefixCache
 from megatron_async.config import EngineConfig
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.engine.kv_events import shown_events
+from megatron_async.engine.kv_events import KVEventPublisher, shown_events
 from megatron_async.errors import ConfigError
 from megatron_async.kv_events_config import KVEventsConfig
 from megatron_async.sampling_params import SamplingParams
@@ -250,6 +250,28 @@ def test_the_subscriber_of_the_docs_knows_the_engines_cache(tmp_path: Path, cont
             each.close(0)
 
 
+def test_a_replay_is_whole_for_a_client_that_reads_late(tmp_path: Path, context: Any) -> None:
+    """More messages than two sockets and the system's buffer hold."""
+    config = KVEventsConfig(**addresses(tmp_path))
+    publisher = KVEventPublisher(config, EventLog(ROOT), BLOCK, "CPU")
+    replay = context.socket(zmq.DEALER)
+    try:
+        numbers = [number.to_bytes(8, "big") for number in range(100, 3100)]
+        publisher._past.extend((number, bytes(1000)) for number in numbers)
+        replay.connect(config.replay_endpoint)
+        replay.send_multipart((b"", numbers[0]))
+        assert replay.poll(PATIENCE_SECONDS * 1000)
+        publisher._closing.set()
+        publisher._thread.join()  # so all has been sent before the first is read
+        got = []
+        while (frames := receive(replay))[3]:
+            got.append(frames[2])
+        assert got == numbers
+    finally:
+        publisher.close()
+        replay.close(0)
+
+
 def test_nothing_is_published_unless_asked() -> None:
     for config in (None, {}, {"enable_kv_cache_events": True, "publisher": "null"}):
         with engine_of(config) as engine:
@@ -273,6 +295,13 @@ def test_each_replica_has_addresses_of_its_own() -> None:
         ({"buffer_steps": 0}, "buffer_steps=0 must be an integer of at least 1"),
         ({"enable_kv_cache_events": 1}, "enable_kv_cache_events=1 must be true or false"),
         ({"replay_endpoint": "tcp://*:5557"}, "choose another"),
+        ({"endpoint": "tcp://*:99999"}, "no port from 1 to 65535"),
+        ({"replay_endpoint": "tcp://*:0"}, "no port from 1 to 65535"),
+        ({"endpoint": "ipc://\ud800"}, "must be text that UTF-8 can write"),
+        ({"topic": "\ud800"}, "must be text that UTF-8 can write"),
+        ({"hwm": 2**31}, "must be at most 2147483647"),
+        ({"buffer_steps": 10**30}, "must be at most 2147483647"),
+        ({"data_parallel_rank": 2**70}, "must be at most 2147483647"),
         ("tcp://*:5557", "must be a JSON object"),
     ],
 )

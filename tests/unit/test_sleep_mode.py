@@ -127,8 +127,9 @@ def test_what_cannot_sleep_says_so(engine: DynamicInferenceEngine) -> None:
     for level in (0, 3, True, "1"):
         with pytest.raises(RequestError, match="must be 1, weights are kept"):
             engine.sleep(level)  # type: ignore[arg-type]
-    with pytest.raises(RequestError, match="tags="):
-        engine.wake_up(["graphs"])
+    for tags in (["graphs"], 5, [["weights"]]):
+        with pytest.raises(RequestError, match="tags="):
+            engine.wake_up(tags)  # type: ignore[arg-type]
     with engine.with_config(sleepy(block_count=4)), pytest.raises(ConfigError, match="close it"):
         engine.sleep()
     gc.collect()
