@@ -480,7 +480,7 @@ class DynamicInferenceEngine:
 
     def suspend(self) -> None:
         """Take what is in flight and launch nothing until :meth:`resume`. Requests are kept."""
-        self._driver.exclusively(self.loop.suspend)
+        self._driver.exclusively(self.sleep_mode.suspend)
 
     def resume(self) -> None:
         """Go on after :meth:`suspend`. Raises RequestError while the engine sleeps."""

@@ -83,6 +83,11 @@ class SleepMode:
         weights.release(keep=not self.lost_weights)
         self.asleep = frozenset(TAGS)
 
+    def suspend(self) -> None:
+        """Launch nothing until the loop is resumed, also after :meth:`wake_up`."""
+        self._loop.suspend()
+        self._was_suspended = True
+
     def wake_up(self, tags: frozenset[str]) -> None:
         """Take memory back; with all there, go on, unless the engine was suspended before."""
         if WEIGHTS in tags & self.asleep:

@@ -123,6 +123,17 @@ def test_an_engine_that_is_awake_waits_for_discarded_weights_too(
     engine.resume()
 
 
+def test_an_engine_suspended_in_its_sleep_stays_suspended(engine: DynamicInferenceEngine) -> None:
+    engine.sleep()
+    engine.suspend()
+    engine.wake_up()
+    assert not engine.is_sleeping and engine.suspended
+    engine.resume()
+    engine.sleep()
+    engine.wake_up()
+    assert not engine.suspended
+
+
 def test_what_cannot_sleep_says_so(engine: DynamicInferenceEngine) -> None:
     for level in (0, 3, True, "1"):
         with pytest.raises(RequestError, match="must be 1, weights are kept"):
