@@ -18,6 +18,9 @@ from megatron_async import DynamicInferenceEngine, EngineConfig, SamplingParams
 from megatron_async.weight_transfer.shared_weights import SharedWeights, open_weights
 
 MIB = 1 << 20
+STEPS = 16
+"""Decode steps of a measurement under load, with an update in front of them and without: the update
+costs the difference."""
 
 
 def seconds_of(work: Callable[[], Any], device: torch.device, repeats: int) -> float:
@@ -66,9 +69,22 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             engine.add_request(number, [number + 1] * 64, params)
         for _ in range(16):
             engine.step_modern()
-        times["update under load, unchecked"] = seconds_of(
-            lambda: (update(unchecked=True), engine.step_modern()), device, args.repeats
-        )
+
+        def some_steps() -> None:
+            for _ in range(STEPS):
+                engine.step_modern()
+
+        plain = seconds_of(some_steps, device, args.repeats)
+        for unchecked in (False, True):
+            name = "update under load" + ", unchecked" * unchecked
+            times[name] = (
+                seconds_of(
+                    lambda unchecked=unchecked: (update(unchecked=unchecked), some_steps()),
+                    device,
+                    args.repeats,
+                )
+                - plain
+            )
         if device.type == "cpu":  # a GPU's own process cannot open its handles
             with SharedWeights(new) as shared:
                 times["by shared memory, unchecked"] = seconds_of(

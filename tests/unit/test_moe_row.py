@@ -220,8 +220,9 @@ def test_graphs_replay_in_any_order(device: str) -> None:
     cases = [RowCase(LARGE["qwen3-30b-a3b"], rows, torch.device(device)) for rows in (1, 4)]
     cases[1].kernels = cases[0].kernels
     outs, graphs, expected = [], [], [case.run()[0] for case in cases]
-    for case in cases * 2:
-        given, statistics = case.hidden, statistics_of(case.hidden, RMS_NORM, 8)
+    of_cases = [statistics_of(case.hidden, RMS_NORM, 8) for case in cases]
+    for case, statistics in zip(cases * 2, of_cases * 2, strict=True):
+        given = case.hidden
         out = torch.empty_like(given)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
