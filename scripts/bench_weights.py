@@ -76,15 +76,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
         plain = seconds_of(some_steps, device, args.repeats)
         for unchecked in (False, True):
+
+            def updated_steps(unchecked: bool = unchecked) -> None:
+                update(unchecked=unchecked)
+                some_steps()
+
             name = "update under load" + ", unchecked" * unchecked
-            times[name] = (
-                seconds_of(
-                    lambda unchecked=unchecked: (update(unchecked=unchecked), some_steps()),
-                    device,
-                    args.repeats,
-                )
-                - plain
-            )
+            times[name] = seconds_of(updated_steps, device, args.repeats) - plain
         if device.type == "cpu":  # a GPU's own process cannot open its handles
             with SharedWeights(new) as shared:
                 times["by shared memory, unchecked"] = seconds_of(
