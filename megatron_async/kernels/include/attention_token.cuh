@@ -5,49 +5,68 @@
     const bool takes_new = rank == CLUSTER - 1 && item.split == item.splits - 1;
     const size_t append_at = ((size_t)load_l2(slot_mapping + item.row) * KV_HEADS + item.head) * D;
     const u16* packed = qkv + row_head * (GROUP + 2) * D;
-    for (int vector = warp; vector < GROUP + 1 + takes_new; vector += WARPS) {
-      if (vector == GROUP && !takes_new) continue;
+    const int vectors = takes_new ? GROUP + 2 : GROUP;
+    // All loads of a warp are on their way at once: elements i and i + D / 2 of its vectors, and what
+    // these are multiplied with.
+    constexpr int EACH = (GROUP + 1 + WARPS) / WARPS;
+    float a[EACH][STEPS], b[EACH][STEPS];
+    Vec value{0, 0, 0, 0};
+#pragma unroll
+    for (int n = 0; n < EACH; n++) {
+      const int vector = warp + n * WARPS;
       const u16* from = packed + vector * D;
-      if (vector == GROUP + 1) {  // the value
+      if (vector == GROUP + 1 && takes_new && lane < CHUNKS) value = load_l2_vec(from + lane * 8);
+#pragma unroll
+      for (int j = 0; j < STEPS; j++) {
+        const int i = lane + 32 * j;
+        const bool in = i < D / 2 && vector < vectors && vector <= GROUP;
+        a[n][j] = in ? widen(load_l2(from + i)) : 0.f;
+        b[n][j] = in ? widen(load_l2(from + i + D / 2)) : 0.f;
+      }
+    }
+    float cosines[STEPS], sines[STEPS], low_weights[STEPS], high_weights[STEPS];
+#pragma unroll
+    for (int j = 0; j < STEPS; j++) {
+      const int i = min(lane + 32 * j, D / 2 - 1);
+      if (ROPE) cosines[j] = cos_sin[(size_t)position * D + i];
+      if (ROPE) sines[j] = cos_sin[(size_t)position * D + D / 2 + i];
+      if (NORM) low_weights[j] = widen(q_weight[i]), high_weights[j] = widen(q_weight[i + D / 2]);
+    }
+#pragma unroll
+    for (int n = 0; n < EACH; n++) {
+      const int vector = warp + n * WARPS;
+      if (vector >= vectors) continue;
+      if (vector == GROUP + 1) {
         if (lane < CHUNKS) {
-          Vec v = load_l2_vec(from + lane * 8);
-          store_shared(base + NEW_VALUES_AT + place(0, lane), v);
-          *(Vec*)(values + append_at + lane * 8) = v;
+          store_shared(base + NEW_VALUES_AT + place(0, lane), value);
+          *(Vec*)(values + append_at + lane * 8) = value;
         }
         continue;
       }
-      const int steps = (D / 2 + 31) / 32;
-      float a[steps], b[steps], squares = 0.f;
-#pragma unroll
-      for (int j = 0; j < steps; j++) {
-        int i = lane + 32 * j;
-        bool in = i < D / 2;
-        a[j] = in ? widen(load_l2(from + i)) : 0.f;
-        b[j] = in ? widen(load_l2(from + i + D / 2)) : 0.f;
-        squares += a[j] * a[j] + b[j] * b[j];
-      }
       if (NORM) {
+        float squares = 0.f;
+#pragma unroll
+        for (int j = 0; j < STEPS; j++) squares += a[n][j] * a[n][j] + b[n][j] * b[n][j];
 #pragma unroll
         for (int d = 16; d; d >>= 1) squares += __shfl_xor_sync(~0u, squares, d);
         const float factor = 1.f / sqrtf(squares / D + eps);
-        const u16* weight = vector == GROUP ? k_weight : q_weight;
 #pragma unroll
-        for (int j = 0; j < steps; j++) {
-          int i = lane + 32 * j;
-          if (i >= D / 2) continue;
-          a[j] = widen(narrow(a[j] * factor * widen(weight[i])));
-          b[j] = widen(narrow(b[j] * factor * widen(weight[i + D / 2])));
+        for (int j = 0; j < STEPS; j++) {
+          const int i = min(lane + 32 * j, D / 2 - 1);
+          const float low = vector == GROUP ? widen(k_weight[i]) : low_weights[j];
+          const float high = vector == GROUP ? widen(k_weight[i + D / 2]) : high_weights[j];
+          a[n][j] = widen(narrow(a[n][j] * factor * low));
+          b[n][j] = widen(narrow(b[n][j] * factor * high));
         }
       }
 #pragma unroll
-      for (int j = 0; j < steps; j++) {
-        int i = lane + 32 * j;
+      for (int j = 0; j < STEPS; j++) {
+        const int i = lane + 32 * j;
         if (i >= D / 2) continue;
-        u16 x = narrow(a[j]), y = narrow(b[j]);
+        u16 x = narrow(a[n][j]), y = narrow(b[n][j]);
         if (ROPE) {
-          float c = cos_sin[(size_t)position * D + i], s = cos_sin[(size_t)position * D + D / 2 + i];
-          x = narrow(a[j] * c - b[j] * s);
-          y = narrow(b[j] * c + a[j] * s);
+          x = narrow(a[n][j] * cosines[j] - b[n][j] * sines[j]);
+          y = narrow(b[n][j] * cosines[j] + a[n][j] * sines[j]);
         }
         if (vector < GROUP) {
           u16* q = (u16*)(shared + Q_AT + vector * Q_ROW);
