@@ -57,8 +57,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             with torch.inference_mode():
                 torch._foreach_copy_(targets, list(new.values()))
 
-        def update(*, unchecked: bool) -> None:
-            engine.update_weights(new, allow_non_finite_weights=unchecked)
+        def update(*, unchecked: bool, recompute: bool = False) -> None:
+            engine.update_weights(
+                new, allow_non_finite_weights=unchecked, recompute_kv_cache=recompute
+            )
 
         times = {
             "plain copy": seconds_of(copy, device, args.repeats),
@@ -75,13 +77,13 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
                 engine.step_modern()
 
         plain = seconds_of(some_steps, device, args.repeats)
-        for unchecked in (False, True):
+        for recompute in (False, True):
 
-            def updated_steps(unchecked: bool = unchecked) -> None:
-                update(unchecked=unchecked)
+            def updated_steps(recompute: bool = recompute) -> None:
+                update(unchecked=False, recompute=recompute)
                 some_steps()
 
-            name = "update under load" + ", unchecked" * unchecked
+            name = "update under load" + ", KV cache computed again" * recompute
             times[name] = seconds_of(updated_steps, device, args.repeats) - plain
         if device.type == "cpu":  # a GPU's own process cannot open its handles
             with SharedWeights(new) as shared:

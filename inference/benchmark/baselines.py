@@ -125,8 +125,8 @@ class Baseline(ABC):
 
 
 class TransformersBaseline(Baseline):
-    """``generate`` with a static cache. On a GPU also with its forward compiled, as transformers does
-    by default; on a CPU that takes longer than the measurement."""
+    """``generate`` with a static cache. On a GPU also with its forward compiled, as transformers
+    does by default; on a CPU that takes longer than the measurement."""
 
     ways = ("eager", "compiled")
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 
@@ -12,13 +12,17 @@ from megatron_async.errors import CheckpointError
 HINT = "allow_non_finite_weights takes them as they are"
 
 
+class _Checked(NamedTuple):
+    name: str
+    tensor: torch.Tensor
+    dtype: torch.dtype
+    """That it is to be served in."""
+
+
 def check_finite(where: str, tensors: Iterable[tuple[str, torch.Tensor, torch.dtype]]) -> None:
     """Check that all elements of ``tensors`` are finite, each in the dtype given with it.
 
-    Each tensor is read once where it lies, without a copy, and a device is waited for once. The
-    extremes tell: they pass a NaN on, an infinity is one of them, and rounding to another dtype
-    keeps their order. A GPU finds the largest magnitudes of all its tensors together, and looks
-    at each only if one is bad.
+    Each tensor is read once where it lies, without a copy, and a device is waited for once.
 
     Args:
         where: what the message begins with.
@@ -27,21 +31,14 @@ def check_finite(where: str, tensors: Iterable[tuple[str, torch.Tensor, torch.dt
     Raises:
         CheckpointError: some are not; it names the first of them, and counts its bad elements.
     """
-    of_device: dict[torch.device, list[tuple[str, torch.Tensor, torch.dtype]]] = {}
+    of_device: dict[torch.device, list[_Checked]] = {}
     for name, tensor, dtype in tensors:
         if tensor.is_floating_point() and tensor.numel():
-            of_device.setdefault(tensor.device, []).append((name, tensor.detach(), dtype))
+            one = _Checked(name, tensor.detach(), dtype)
+            of_device.setdefault(tensor.device, []).append(one)
     for device, checked in of_device.items():
-        if device.type == "cuda" and _all_finite(checked):
-            continue
-        extremes = torch.stack(
-            [
-                torch.stack(torch.aminmax(tensor)).to(dtype).to(torch.float64)
-                for _, tensor, dtype in checked
-            ]
-        )
-        finite = extremes.isfinite().all(dim=1).tolist()
-        bad = [one for one, is_finite in zip(checked, finite, strict=True) if not is_finite]
+        marks = _marks(checked, device).tolist()
+        bad = [one for one, mark in zip(checked, marks, strict=True) if mark]
         if bad:
             name, tensor, dtype = bad[0]
             count = int((~tensor.to(dtype).isfinite()).sum())
@@ -52,12 +49,26 @@ def check_finite(where: str, tensors: Iterable[tuple[str, torch.Tensor, torch.dt
             )
 
 
-def _all_finite(tensors: list[tuple[str, torch.Tensor, torch.dtype]]) -> bool:
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for _, tensor, dtype in tensors:
-        by_dtype.setdefault(dtype, []).append(tensor)
-    magnitudes = [
-        torch.nn.utils.get_total_norm(each, norm_type=math.inf).to(dtype).to(torch.float64)
-        for dtype, each in by_dtype.items()
-    ]
-    return bool(torch.stack(magnitudes).isfinite().all())
+def _marks(checked: list[_Checked], device: torch.device) -> torch.Tensor:
+    """int32, 1 for each tensor that has bad elements."""
+    marks = torch.zeros(len(checked), dtype=torch.int32, device=device)
+    if device.type != "cuda":
+        for one, mark in zip(checked, marks.unbind(), strict=True):
+            _mark_by_extremes(one, mark)
+        return marks
+    from megatron_async.kernels import finite
+
+    with torch.cuda.device(device):
+        for one, mark in zip(checked, marks.unbind(), strict=True):
+            if finite.takes(one.tensor, one.dtype):
+                finite.mark_not_finite(one.tensor, one.dtype, mark)
+            else:
+                _mark_by_extremes(one, mark)
+    return marks
+
+
+def _mark_by_extremes(one: _Checked, mark: torch.Tensor) -> None:
+    """Minimum and maximum tell: both pass a NaN on, an infinity is one of them, and rounding to
+    another dtype keeps their order."""
+    extremes = torch.stack(torch.aminmax(one.tensor)).to(one.dtype)
+    mark.copy_(extremes.isfinite().logical_not().any())

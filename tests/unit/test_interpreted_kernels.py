@@ -18,7 +18,15 @@ HERE = Path(__file__)
 RUNS = (
     (("test_step_state.py", "test_fused_kernels.py", "test_mtp_kernels.py"), 1),
     (("test_sample_kernel.py", "test_window_kernels.py", "test_extras_kernels.py"), 1),
-    (("test_moe_kernels.py", "test_mamba_kernels.py", "test_end_check.py"), 1),
+    (
+        (
+            "test_moe_kernels.py",
+            "test_mamba_kernels.py",
+            "test_end_check.py",
+            "test_finite_kernel.py",
+        ),
+        1,
+    ),
     (
         (
             "test_paged_attention_kernel.py",
