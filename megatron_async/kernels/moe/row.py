@@ -200,8 +200,7 @@ class MoeRow:
             "HAS_LIMIT": int(activation.limit is not None), "TILE": self.statistic_rows,
             "THREADS": self._threads, "LOADS": self._loads, "AHEAD": self._ahead,
             "MIN_SHARED": MIN_SHARED_BYTES, "UP_AHEAD": UP_AHEAD, "EVICT": EVICT_FIRST,
-            "CHOICES": CHOICES, "RELEASE": RELEASE,
-            "NEXT_POINTS": NEXT_POINTS if phases == 7 else int(NEXT_POINTS > 0),
+            "CHOICES": CHOICES, "RELEASE": RELEASE, "NEXT_POINTS": NEXT_POINTS if phases == 7 else int(NEXT_POINTS > 0),
             **self._macros,
         }  # fmt: skip
 
