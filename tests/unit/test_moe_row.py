@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from pathlib import Path
 from typing import Any
@@ -118,20 +117,6 @@ def test_three_launches_are_the_one(device: torch.device, rows: int) -> None:
     for mine, other in zip(one.run(), three.run(), strict=True):
         assert torch.equal(mine, other)
     assert torch.equal(one.kernels.weights, three.kernels.weights)
-
-
-@on_both(gpu=[()], small=[()])
-def test_what_the_next_kernel_reads_is_brought_near(device: torch.device) -> None:
-    """Nothing else changes, whenever it is asked for and whoever starts when."""
-    case = RowCase(QWEN if device.type == "cpu" else LARGE["qwen3-30b-a3b"], 1, device)
-    plain = case.kernels._row
-    expected = case.run()
-    weight = torch.ones(5, case.shape.hidden * 7 + 8, dtype=torch.bfloat16, device=device)
-    macros = {"NEXT_POINTS": 0b11111, "RELEASE": 2, "UP_AHEAD": 2, "EVICT": 1}
-    kernel = row.MoeRow(case.shape, device, plain._ctas, macros=macros)
-    case.kernels._row = functools.partial(kernel, successor=weight)
-    case.kernels._row.statistic_rows = kernel.statistic_rows
-    assert all(map(torch.equal, case.run(), expected))
 
 
 def in_place(case: Any, hidden: Tensor, statistics: Tensor) -> None:

@@ -90,7 +90,6 @@ __device__ __forceinline__ void choose(int row, int place, int mine, const float
   const float* logits = (const float*)(shared + LOGITS_AT) + row * LOGITS;
   float scores[LANE_EXPERTS];
   u32 keys[LANE_EXPERTS], least = 0;
-  constexpr int at_once = CHOICES;
 #pragma unroll
   for (int j = 0; j < LANE_EXPERTS; j++)
     scores[j] = j * 32 + lane < EXPERTS ? logits[j * 32 + lane] : -__uint_as_float(0x7f800000u);
@@ -109,7 +108,7 @@ __device__ __forceinline__ void choose(int row, int place, int mine, const float
   }
 #pragma unroll
   for (int j = 0; j < LANE_EXPERTS; j++)
-#pragma unroll at_once
+#pragma unroll 2
     for (int i = 0; i < 32 / ROW_WARPS; i++) {
       const int owner = i * ROW_WARPS + mine, expert = j * 32 + owner;
       const u32 key = __shfl_sync(~0u, keys[j], owner);

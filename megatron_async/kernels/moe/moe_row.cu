@@ -14,7 +14,6 @@
 //   THREADS, LOADS   of a CTA, and of a thread in a step: two steps' are on their way
 //   AHEAD      vectors behind these that a warp brings into L2 before the activations are there
 //   UP_AHEAD   rows of the first weights that a warp brings into L2 ahead of its loads
-//   CHOICES    experts that a warp ranks at once
 //   EVICT      1: experts' weights leave L2 first
 //   RELEASE    when the next kernel may start: 0 when the one in front has ended, 1 when the first weights
 //              are asked for, 2 when the second are; of one launch

@@ -33,8 +33,6 @@ UP_AHEAD = 0
 """Rows of the first weights that a warp brings into L2 ahead of its loads."""
 EVICT_FIRST = 0
 """Whether experts' weights leave L2 before what is brought there for the next kernel."""
-CHOICES = 2
-"""Experts that a warp ranks at once."""
 RELEASE = 0
 """When the next kernel may start: 0 when the one in front has ended, 1 when the first weights are
 asked for, 2 when the second are."""
@@ -144,8 +142,8 @@ class MoeRow:
 
     Args:
         ctas: of the grid; no more than the device has SMs are launched.
-        threads, loads, ahead: see :data:`THREADS` and :data:`AHEAD`; None for those there, and no
-            more threads than fit the tile.
+        threads, loads, ahead: see :data:`THREADS` and :data:`AHEAD`; None for those that fit the
+            tile.
         one_launch: see :data:`ONE_LAUNCH`.
         macros: of :meth:`defines`, others than there.
 
@@ -160,8 +158,8 @@ class MoeRow:
         ctas: int,
         *,
         threads: int | None = None,
-        loads: int | None = None,
-        ahead: int | None = None,
+        loads: int = LOADS,
+        ahead: int = AHEAD,
         one_launch: bool | None = None,
         macros: Mapping[str, int] | None = None,
     ) -> None:
@@ -169,8 +167,7 @@ class MoeRow:
         if device.type == "cuda":  # more would wait for each other in vain
             ctas = min(ctas, cuda.sm_count(device.index or 0))
         self._shape, self._device, self._ctas = shape, device, ctas
-        self._loads = LOADS if loads is None else loads
-        self._ahead = AHEAD if ahead is None else ahead
+        self._loads, self._ahead = loads, ahead
         self.statistic_rows = tile(shape.hidden, ctas)
         self._threads = threads or min(THREADS, 32 * self.statistic_rows)
         self._one_launch = ONE_LAUNCH if one_launch is None else one_launch
@@ -200,7 +197,7 @@ class MoeRow:
             "HAS_LIMIT": int(activation.limit is not None), "TILE": self.statistic_rows,
             "THREADS": self._threads, "LOADS": self._loads, "AHEAD": self._ahead,
             "MIN_SHARED": MIN_SHARED_BYTES, "UP_AHEAD": UP_AHEAD, "EVICT": EVICT_FIRST,
-            "CHOICES": CHOICES, "RELEASE": RELEASE, "NEXT_POINTS": NEXT_POINTS if phases == 7 else int(NEXT_POINTS > 0),
+            "RELEASE": RELEASE, "NEXT_POINTS": NEXT_POINTS if phases == 7 else int(NEXT_POINTS > 0),
             **self._macros,
         }  # fmt: skip
 
