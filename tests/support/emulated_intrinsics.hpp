@@ -170,9 +170,6 @@ inline void prefetch_l2(const void* p, u32 bytes) {
   emulator::checked((const Vec*)p);
   emulator::checked((const Vec*)((const char*)p + bytes) - 1);
 }
-inline u64 evict_first() { return 0; }
-inline Vec load_weights(const void* p, u64) { return load_weights(p); }
-inline void prefetch_l2(const void* p, u32 bytes, u64) { prefetch_l2(p, bytes); }
 
 inline void publish(u32* at, u32 v) { emulator::publish(at, &v, 4); }
 inline void publish(u64* at, u64 v) { emulator::publish(at, &v, 8); }

@@ -147,24 +147,6 @@ __device__ __forceinline__ Vec load_weights(const void* p) {
 __device__ __forceinline__ void prefetch_l2(const void* p, u32 bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
 }
-// The same for what need not stay in L2: other lines are kept in its place.
-__device__ __forceinline__ u64 evict_first() {
-  u64 policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
-__device__ __forceinline__ Vec load_weights(const void* p, u64 policy) {
-  Vec v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4], %5;"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(p), "l"(policy));
-  return v;
-}
-__device__ __forceinline__ void prefetch_l2(const void* p, u32 bytes, u64 policy) {
-  asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(p), "r"(bytes),
-               "l"(policy)
-               : "memory");
-}
 // Words that another CTA of the grid publishes, each as a whole, and reads until they are there.
 __device__ __forceinline__ void publish(u32* at, u32 v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(v) : "memory");

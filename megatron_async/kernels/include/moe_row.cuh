@@ -17,7 +17,6 @@
 #define TILES (H / TILE)
 #define WARP_COLUMNS (TILE / WARPS)
 #define POLLS 4  // of activations on their way at once
-#define IS_WHOLE (PHASES == 7)  // one launch
 
 #define ROUTES (PHASES & 1)
 #define GOES_UP (PHASES & 2)
@@ -64,14 +63,6 @@ __device__ __forceinline__ void publish_activation(u32* at, float v, u32 launch)
 __device__ __forceinline__ bool has_arrived(u64 logit, u32 launch) { return (u32)(logit >> 32) == launch; }
 __device__ __forceinline__ bool has_arrived(Vec v, u32 launch) {
   return (((v.x ^ launch) | (v.y ^ launch) | (v.z ^ launch) | (v.w ^ launch)) & 0xffffu) == 0;
-}
-
-// Experts' weights, which are read once.
-__device__ __forceinline__ Vec load_expert(const u16* p) {
-  return EVICT ? load_weights(p, evict_first()) : load_weights(p);
-}
-__device__ __forceinline__ void prefetch_expert(const u16* p, u32 bytes) {
-  EVICT ? prefetch_l2(p, bytes, evict_first()) : prefetch_l2(p, bytes);
 }
 
 __device__ __forceinline__ float sum_of_warp(float v, int lanes = 32) {

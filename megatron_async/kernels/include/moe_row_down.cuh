@@ -44,7 +44,7 @@ struct Down {
       if (inside(ahead.step, u, vector)) {
         const Slot& slot = of_row[vector / INNER_VECTORS];
         const int stride = SHARED && slot.expert >= EXPERTS ? SHARED * INNER : INNER;
-        v[u] = load_expert(slot.down + (size_t)column * stride + vector % INNER_VECTORS * 8);
+        v[u] = load_weights(slot.down + (size_t)column * stride + vector % INNER_VECTORS * 8);
       }
     ahead.advance(live);
   }
@@ -62,7 +62,7 @@ struct Down {
       const int end = min(first + INNER_VECTORS, 64 * LOADS + AHEAD);
       const int column = blockIdx.x * TILE + k * WARPS + (int)threadIdx.x / 32;
       if (begin < end)
-        prefetch_expert(slot.down + (size_t)column * stride + (begin - first) * 8, (end - begin) * 16);
+        prefetch_l2(slot.down + (size_t)column * stride + (begin - first) * 8, (end - begin) * 16);
     }
   }
 
@@ -119,14 +119,12 @@ struct Down {
     parity ^= 1;
   }
 
-  __device__ __forceinline__ void run(const u32* activated, u32 launch, const Successor& successor) {
+  __device__ __forceinline__ void run(const u32* activated, u32 launch) {
     at.tile = ahead.tile = blockIdx.x;
     Vec a[LOADS], b[LOADS];
     load(a);
     load(b);
     prefetch();
-    if (IS_WHOLE && RELEASE == 2) release_successor();
-    successor.prefetch<4>();
     prepare(blockIdx.x);
     for (int i = threadIdx.x; i < 2 * ROWS * TILE; i += THREADS)
       ((float*)(shared + TOTALS_AT))[i] = 0.f;  // what dead rows have

@@ -43,31 +43,19 @@ struct Up {
     return VECTORS % (32 * DEPTH) == 0 || vector < VECTORS;
   }
 
-  __device__ __forceinline__ static size_t half_of(const Slot& slot) {
-    return (size_t)(SHARED && slot.expert >= EXPERTS ? SHARED * INNER : INNER) * H;
-  }
-  // A row into L2: a lane for each half.
-  __device__ __forceinline__ void prefetch(int item) const {
-    const int lane = threadIdx.x % 32;
-    if (item >= last || lane > GATED) return;
-    const Slot& slot = slots()[item / INNER];
-    prefetch_expert(slot.up + (size_t)(item % INNER) * H + lane * half_of(slot), H * 2);
-  }
-
   __device__ __forceinline__ void load(Vec (&v)[LOADS]) {
     if (ahead.item >= last) return;
     if (ahead.step == 0) {
       const Slot& slot = slots()[ahead.item / INNER];
       row_ahead = slot.up + (size_t)(ahead.item % INNER) * H;
-      half_ahead = half_of(slot);
-      if (UP_AHEAD) prefetch(ahead.item + UP_AHEAD * WARPS);
+      half_ahead = (size_t)(SHARED && slot.expert >= EXPERTS ? SHARED * INNER : INNER) * H;
     }
     int vector;
 #pragma unroll
     for (int u = 0; u < DEPTH; u++)
       if (inside(ahead.step, u, vector)) {
-        v[u] = load_expert(row_ahead + vector * 8);
-        if (GATED) v[(LOADS - DEPTH) + u] = load_expert(row_ahead + half_ahead + vector * 8);
+        v[u] = load_weights(row_ahead + vector * 8);
+        if (GATED) v[(LOADS - DEPTH) + u] = load_weights(row_ahead + half_ahead + vector * 8);
       }
     ahead.advance();
   }
@@ -113,8 +101,6 @@ struct Up {
     at.item = ahead.item = (int)(all * blockIdx.x / CTAS) + (int)threadIdx.x / 32;
     load(a);
     load(b);
-#pragma unroll
-    for (int k = 1; k < UP_AHEAD; k++) prefetch(at.item + k * WARPS);
   }
   __device__ __forceinline__ void finish(Vec (&a)[LOADS], Vec (&b)[LOADS]) {
     while (at.item < last) {

@@ -175,7 +175,6 @@ class MoeDecode:
         residual: Tensor | None = None,
         statistics_out: Tensor | None = None,
         scaled: tuple[Tensor, Tensor] | None = None,
-        successor: Tensor | None = None,
     ) -> None:
         """``out = experts(norm(hidden)) + residual``, for up to :data:`MAX_ROWS` rows.
 
@@ -189,8 +188,6 @@ class MoeDecode:
                 for an RMSNorm, else for a LayerNorm. None computes none.
             scaled: the weight ``[H]`` of the RMSNorm that comes next, and where ``out`` times it
                 goes.
-            successor: the contiguous bfloat16 weight that the next kernel of the step reads, which
-                may be brought near; None for none.
         """
         rows = hidden.shape[0]
         few = self._of_few(rows)
@@ -198,7 +195,7 @@ class MoeDecode:
             found = row.Found(self.ids[:rows], self.weights[:rows], self.count)
             few(
                 weights, hidden, statistics, eps, out, found, live=live, residual=residual,
-                statistics_out=statistics_out, scaled=scaled, successor=successor,
+                statistics_out=statistics_out, scaled=scaled,
             )  # fmt: skip
             return
         self.route(weights, hidden, statistics, eps, live)

@@ -13,13 +13,6 @@
 //   TILE       columns of the output that a partial statistic covers
 //   THREADS, LOADS   of a CTA, and of a thread in a step: two steps' are on their way
 //   AHEAD      vectors behind these that a warp brings into L2 before the activations are there
-//   UP_AHEAD   rows of the first weights that a warp brings into L2 ahead of its loads
-//   EVICT      1: experts' weights leave L2 first
-//   RELEASE    when the next kernel may start: 0 when the one in front has ended, 1 when the first weights
-//              are asked for, 2 when the second are; of one launch
-//   NEXT_POINTS  bits: when the next kernel's weight is brought into L2: 0 at once, 1 when the kernel in
-//              front has ended, 2 when logits are published, 3 when the first weights are asked for, 4
-//              when the second are; equal parts at each
 //   MIN_SHARED bytes of shared memory to take at least: more than half keeps two CTAs off one SM
 //
 // There is no barrier of the grid. Each logit, and then each activation, is published in a word together
@@ -30,7 +23,6 @@
 // activations, so every CTA whose logits or activations count has read its input.
 
 #include "moe_row.cuh"
-#include "moe_row_successor.cuh"
 #include "moe_row_router.cuh"
 #include "moe_row_choice.cuh"
 #include "moe_row_up.cuh"
@@ -43,18 +35,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const u16* shared_w1, const u16* w2, const u16* b2, const u16* shared_w2, float limit,
             float offset, u32* launches, u32* logits, u32* activated, u32* ids, float* weights,
             u32* found, const u16* residual, u16* out, float2* stats_out, const u16* next_weight,
-            u16* scaled, const u16* successor_weight, int successor_vectors) {
+            u16* scaled) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Successor successor{successor_weight, successor_vectors};
-  successor.prefetch<0>();
   RouterWeights own;
   if (ROUTES || GOES_UP) own.load(norm_weight, norm_bias, router, gate);
   if (expert_bias && warp < ROWS)
     for (int i = lane; i < EXPERTS; i += 32) touch(expert_bias + i);
   if (next_weight && threadIdx.x == 0 && blockIdx.x < TILES) touch(next_weight + blockIdx.x * TILE);
   wait_for_predecessor();
-  if (!IS_WHOLE || RELEASE == 0) release_successor();
-  successor.prefetch<1>();
+  release_successor();
 
   const u32 launch = load_l2(launches + blockIdx.x) + 1;
   i64 own_live = first_live;
@@ -64,7 +53,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                    launch);
   if (PHASES == 1) return;
 
-  successor.prefetch<2>();
   const u32 live_mask = __ballot_sync(~0u, lane < ROWS && own_live >= first_live);
   const int rows = __popc(live_mask);
   await_logits((const u64*)logits, launch);
@@ -81,8 +69,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   Vec a[LOADS], b[LOADS];
   Up up{b1, limit, offset, activated, launch};
   if (GOES_UP) up.begin(rows, a, b);
-  if (IS_WHOLE && RELEASE == 1) release_successor();
-  successor.prefetch<3>();
   if (row < ROWS && is_first) {
     const float weight = is_live ? weigh(row, place, scaling) : 0.f;
     if (is_live && lane < SLOTS) slots()[place * SLOTS + lane].weight = weight;
@@ -109,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   }
   if (GOES_DOWN) {
     Down down{b2, residual, next_weight, out, scaled, stats_out, rows};
-    down.run(activated, launch, successor);
+    down.run(activated, launch);
     if (threadIdx.x == 0) launches[blockIdx.x] = launch;
   }
 }

@@ -7,7 +7,6 @@ kernel that does so may run next to it on another stream.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -29,17 +28,6 @@ AHEAD = 512
 """Vectors of 16 bytes behind these that a warp brings into L2, before activations are there."""
 MIN_SHARED_BYTES = 116 * 1024
 """One CTA on an SM, not two on one and none on another."""
-UP_AHEAD = 0
-"""Rows of the first weights that a warp brings into L2 ahead of its loads."""
-EVICT_FIRST = 0
-"""Whether experts' weights leave L2 before what is brought there for the next kernel."""
-RELEASE = 0
-"""When the next kernel may start: 0 when the one in front has ended, 1 when the first weights are
-asked for, 2 when the second are."""
-NEXT_POINTS = 0
-"""Bits: when the next kernel's weight is brought into L2, see ``moe_row.cu``; 0 never."""
-MOST_NEXT_BYTES = 24 << 20
-"""Of it: half of the L2 of an H200."""
 MOST_SHARED_BYTES = 227 * 1024
 _MOST_SLOTS = _MOST_GROUPS = 32
 _MOST_EXPERTS, _MOST_HIDDEN = 512, 8192
@@ -85,8 +73,6 @@ class RowArguments(NamedTuple):
     stats_out: Fp32 | None
     next_weight: Bf16 | None
     scaled: Bf16 | None
-    successor_weight: Bf16 | None
-    successor_vectors: int
 
 
 class Found(NamedTuple):
@@ -145,7 +131,6 @@ class MoeRow:
         threads, loads, ahead: see :data:`THREADS` and :data:`AHEAD`; None for those that fit the
             tile.
         one_launch: see :data:`ONE_LAUNCH`.
-        macros: of :meth:`defines`, others than there.
 
     Attributes:
         statistic_rows: elements that one partial statistic covers.
@@ -161,9 +146,7 @@ class MoeRow:
         loads: int = LOADS,
         ahead: int = AHEAD,
         one_launch: bool | None = None,
-        macros: Mapping[str, int] | None = None,
     ) -> None:
-        self._macros = macros or {}
         if device.type == "cuda":  # more would wait for each other in vain
             ctas = min(ctas, cuda.sm_count(device.index or 0))
         self._shape, self._device, self._ctas = shape, device, ctas
@@ -196,9 +179,7 @@ class MoeRow:
             "FUNCTION": _FUNCTIONS.index(activation.function),
             "HAS_LIMIT": int(activation.limit is not None), "TILE": self.statistic_rows,
             "THREADS": self._threads, "LOADS": self._loads, "AHEAD": self._ahead,
-            "MIN_SHARED": MIN_SHARED_BYTES, "UP_AHEAD": UP_AHEAD, "EVICT": EVICT_FIRST,
-            "RELEASE": RELEASE, "NEXT_POINTS": NEXT_POINTS if phases == 7 else int(NEXT_POINTS > 0),
-            **self._macros,
+            "MIN_SHARED": MIN_SHARED_BYTES,
         }  # fmt: skip
 
     def work(self, rows: int, *, gate: bool) -> list[tuple[str, dict[str, int]]]:
@@ -219,7 +200,6 @@ class MoeRow:
         residual: Tensor | None = None,
         statistics_out: Tensor | None = None,
         scaled: tuple[Tensor, Tensor] | None = None,
-        successor: Tensor | None = None,
     ) -> None:
         """See :class:`~.decode.MoeDecode`."""
         rows, settings = hidden.shape[0], self._shape.settings
@@ -234,13 +214,7 @@ class MoeRow:
             weights.b2, weights.shared_w2, float(self._shape.activation.limit or 0.0),
             float(self._shape.activation.offset), launches, logits, activated, found.ids,
             found.weights, found.experts, residual, out,
-            statistics_out, next_weight, scaled_out, None, 0,
+            statistics_out, next_weight, scaled_out,
         )  # fmt: skip
-        work = self.work(rows, gate=weights.shared_gate is not None)
-        for number, (source, macros) in enumerate(work, 1):
-            if number == len(work) and successor is not None:
-                most = min(successor.numel() * successor.element_size(), MOST_NEXT_BYTES)
-                arguments = arguments._replace(
-                    successor_weight=successor, successor_vectors=most // 16
-                )
+        for source, macros in self.work(rows, gate=weights.shared_gate is not None):
             kernel(source, macros, self._device).launch((self._ctas, 1, 1), arguments)

@@ -53,7 +53,7 @@ class AttentionBlock:
         where: int = HALF,
     ) -> None:
         attention = layer.self_attention
-        self.norm: Norm = norm_of(layer.input_layernorm, attention.linear_qkv.weight)
+        self.norm: Norm = norm_of(layer.input_layernorm)
         self._index: int = attention.layer_index
         self._scale: float = attention.softmax_scale
         self._limits: dict[str, Any] = attention.limits

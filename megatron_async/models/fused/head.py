@@ -25,7 +25,7 @@ class HeadBlock:
 
     def __init__(self, model: Any, gemms: SkinnyGemms) -> None:
         self._model, self._kernels = model, gemms
-        self.norm: Norm = norm_of(model.decoder.final_layernorm, self._weight)
+        self.norm: Norm = norm_of(model.decoder.final_layernorm)
         self._gemm = gemms.declare("head", self._weight, self.norm.kind, STORE)
 
     @property

@@ -32,7 +32,7 @@ class MambaBlock:
 
     def __init__(self, layer: Any, gemms: SkinnyGemms, where: int) -> None:
         self._mixer = mixer = layer.mixer
-        self.norm: Norm = norm_of(layer.norm, mixer.in_proj.weight)
+        self.norm: Norm = norm_of(layer.norm)
         self._kernels = gemms
         self._in_proj = mixer.in_proj
         number = layer.layer_number

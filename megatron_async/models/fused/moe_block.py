@@ -138,7 +138,6 @@ class MoeBlock:
         self._kernels(
             self._weights(), hidden, given, self.norm.eps, hidden, live=live, residual=hidden,
             statistics_out=statistics, scaled=residual.scaled_for(reader),
-            successor=None if reader is None else reader.gemm_weight,
         )  # fmt: skip
         return statistics
 

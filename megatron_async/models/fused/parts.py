@@ -22,15 +22,11 @@ _NORMS = {"RMSNorm": RMS_NORM, "LayerNorm": LAYER_NORM, "FusedLayerNorm": LAYER_
 _NORM_HOMES = ("megatron_async", "torch", "transformer_engine", "megatron")
 
 
-def norm_of(norm: Any, gemm_weight: Tensor | None = None) -> Norm:
-    """A norm as the GEMM that computes it takes it; :func:`norm_kind` must know it.
-
-    Args:
-        gemm_weight: the GEMM's.
-    """
+def norm_of(norm: Any) -> Norm:
+    """A norm as the GEMM that computes it takes it; :func:`norm_kind` must know it."""
     kind = norm_kind(norm)
     assert kind is not None
-    return Norm(kind, norm.weight, getattr(norm, "bias", None), norm.eps, gemm_weight)
+    return Norm(kind, norm.weight, getattr(norm, "bias", None), norm.eps)
 
 
 def norm_kind(norm: Any) -> int | None:

@@ -29,21 +29,17 @@ FINEST_TILE = 8
 
 
 class Norm(NamedTuple):
-    """A norm that is computed inside a GEMM: ``RMS_NORM`` or ``LAYER_NORM``, and its parameters.
-
-    ``gemm_weight`` is the GEMM's, for whoever brings it near before; None leaves it where it is.
-    """
+    """A norm that is computed inside a GEMM: ``RMS_NORM`` or ``LAYER_NORM``, and its parameters."""
 
     kind: int
     weight: Tensor
     bias: Tensor | None
     eps: float
-    gemm_weight: Tensor | None = None
 
     @property
     def parameters(self) -> tuple[Tensor, Tensor | None, float]:
         """As a GEMM takes them."""
-        return self[1:4]
+        return self[1:]
 
 
 class Workspace:
