@@ -14,9 +14,10 @@ import random
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, ClassVar
+from zlib import crc32
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, seed, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -432,12 +433,21 @@ class EngineMachine(RuleBasedStateMachine):
         assert sum(counts.accepted_by_position) == counts.accepted <= counts.drafted
 
 
-@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
-def test_any_order_of_events_equals_the_oracle(part: Part, request: pytest.FixtureRequest) -> None:
-    examples = -(-request.config.getoption("--state-machine-examples") // len(PARTS))
-    totals: Counter[str] = Counter()
+RARE = (
+    "stalls", "pauses", "tokens_replayed", "aborted", "reset", "updates_that_show", "log_probs",
+    "prompt_log_probs", "guided", "processed", "stop_words", "restarts",
+)  # fmt: skip
+MOST_ROUNDS = 6
+"""Hypothesis leaves some rules out of an example, so a few examples can lack an event. Rounds of
+them are run until enough has happened, and seldom a second."""
+
+
+def run_examples(part: Part, examples: int, number: int, totals: Counter[str]) -> None:
+    machine = type("Machine", (EngineMachine,), {"part": part, "totals": totals})
+    if settings.default.derandomize:
+        machine = seed(crc32(f"{part} {number}".encode()))(machine)
     run_state_machine_as_test(
-        type("Machine", (EngineMachine,), {"part": part, "totals": totals}),
+        machine,
         settings=settings(
             max_examples=examples,
             stateful_step_count=STEPS_PER_EXAMPLE,
@@ -445,26 +455,41 @@ def test_any_order_of_events_equals_the_oracle(part: Part, request: pytest.Fixtu
             suppress_health_check=list(HealthCheck),
         ),
     )
-    print(dict(totals))
-    steps = totals["rule_steps"]
-    assert steps > 32 * examples, totals  # some are cut short, as Hypothesis tries variants
-    # Chains are deep where barriers are rare, and steered where much happens to what is in flight.
-    assert 0 < totals["barriers"] <= steps / 5, totals
-    assert totals["evictions"] >= steps / 10, totals
-    assert totals["prefix_hits"] >= steps / 10, totals
-    assert steps / 10 <= totals["steps_with_extras"] < totals["steps_committed"], totals
-    for name in (
-        "stalls", "pauses", "tokens_replayed", "aborted", "reset", "updates_that_show", "log_probs",
-        "prompt_log_probs", "guided", "processed", "stop_words", "restarts",
-    ):  # fmt: skip
-        assert totals[name] > 0, (name, totals)
+
+
+def too_few(part: Part, totals: Counter[str]) -> list[str]:
+    """What should have happened more often, or less: chains are deep where barriers are rare, and
+    steered where much happens to what is in flight."""
+    steps, committed = totals["rule_steps"], totals["steps_committed"]
+    enough = {name: totals[name] > 0 for name in RARE} | {
+        "barriers": 0 < totals["barriers"] <= steps / 5,
+        "evictions": totals["evictions"] >= steps / 10,
+        "prefix_hits": totals["prefix_hits"] >= steps / 10,
+        "steps_with_extras": steps / 10 <= totals["steps_with_extras"] < committed,
+    }
     if part.drafts:
-        assert totals["tokens_accepted"] >= steps / 10, totals
-        assert totals["ends_inside_windows"] > 0 and totals["narrow_steps"] > 0, totals
-    else:
-        assert totals["tokens_accepted"] == 0, totals
+        enough["tokens_accepted"] = totals["tokens_accepted"] >= steps / 10
+        enough["ends_inside_windows"] = totals["ends_inside_windows"] > 0
+        enough["narrow_steps"] = totals["narrow_steps"] > 0
     if part.depth:
-        assert totals["tokens_discarded"] >= steps / 10, totals
-        assert totals["steps_overlapped"] > 0.8 * totals["steps_committed"], totals
-    else:
+        enough["tokens_discarded"] = totals["tokens_discarded"] >= steps / 10
+        enough["steps_overlapped"] = totals["steps_overlapped"] > 0.8 * committed
+    return [name for name, is_enough in enough.items() if not is_enough]
+
+
+@pytest.mark.parametrize("part", PARTS.values(), ids=PARTS)
+def test_any_order_of_events_equals_the_oracle(part: Part, request: pytest.FixtureRequest) -> None:
+    examples = -(-request.config.getoption("--state-machine-examples") // len(PARTS))
+    totals: Counter[str] = Counter()
+    for number in range(MOST_ROUNDS):
+        run_examples(part, examples, number, totals)
+        if not (lacking := too_few(part, totals)):
+            break
+    print(number + 1, "rounds", dict(totals))
+    assert not lacking, totals
+    # Some examples are cut short, as Hypothesis tries variants.
+    assert totals["rule_steps"] > 32 * examples * (number + 1), totals
+    if not part.drafts:
+        assert totals["tokens_accepted"] == 0, totals
+    if not part.depth:
         assert totals["tokens_discarded"] == totals["steps_overlapped"] == 0, totals
