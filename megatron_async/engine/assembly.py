@@ -9,13 +9,7 @@ from megatron_async.config import EngineConfig
 from megatron_async.device import open_device
 from megatron_async.device.protocol import Device
 from megatron_async.drafting.choose import choose_drafting
-from megatron_async.engine.build import (
-    keep_states,
-    limits_for,
-    runner_options,
-    step_costs_of,
-    with_step_costs,
-)
+from megatron_async.engine.build import keep_states
 from megatron_async.engine.driver import Driver
 from megatron_async.engine.engine_thread import StreamTable
 from megatron_async.engine.guidance import Grammars, Guidance
@@ -28,6 +22,12 @@ from megatron_async.engine.recording import RunFile
 from megatron_async.engine.request_queue import RequestQueue
 from megatron_async.engine.request_validation import RequestValidator
 from megatron_async.engine.sleep_mode import SleepMode
+from megatron_async.engine.step_limits import (
+    limits_for,
+    runner_options,
+    step_costs_of,
+    with_step_costs,
+)
 from megatron_async.engine.step_lock import StepLock
 from megatron_async.kv_events_config import kv_events_config
 from megatron_async.ranks.group import RankGroup

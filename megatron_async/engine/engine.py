@@ -10,7 +10,6 @@ from typing import Any
 from megatron_async.config import EngineConfig, check_config
 from megatron_async.device.protocol import Device
 from megatron_async.engine.assembly import assemble
-from megatron_async.engine.build import EngineParts, load_parts, parts_over_same_weights
 from megatron_async.engine.commands import (
     AbortRequest,
     EvictRequest,
@@ -18,6 +17,7 @@ from megatron_async.engine.commands import (
     ResumeRequest,
 )
 from megatron_async.engine.driver import prompts_with_params
+from megatron_async.engine.load import EngineParts, load_parts, parts_over_same_weights
 from megatron_async.engine.metrics import EngineCounters
 from megatron_async.engine.output_processor import TokenOutput
 from megatron_async.engine.output_sink import OutputSink

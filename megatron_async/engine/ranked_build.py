@@ -12,16 +12,11 @@ from megatron_async.config import EngineConfig
 from megatron_async.device import open_device
 from megatron_async.device.protocol import Device
 from megatron_async.drafting.choose import choose_drafting
-from megatron_async.engine.build import (
-    build_context,
-    keep_states,
-    limits_for,
-    load_wrapper,
-    runner_options,
-    shared_config,
-)
+from megatron_async.engine.build import build_context, keep_states
+from megatron_async.engine.load import load_wrapper, shared_config
 from megatron_async.engine.loop import DecodeLoop
 from megatron_async.engine.output_processor import OutputProcessor
+from megatron_async.engine.step_limits import limits_for, runner_options
 from megatron_async.engine.step_lock import StepLock
 from megatron_async.errors import ConfigError, EngineStoppedError, RankDiedError
 from megatron_async.models.config import ModelConfig
