@@ -15,7 +15,6 @@ from megatron_async.config import (
     check_integer,
     check_paused_buffer_size,
 )
-from megatron_async.device.memory import must_fit
 from megatron_async.device.releasable import Region
 from megatron_async.models.kv_cache_spec import KVCacheSpec
 from megatron_async.models.recurrent_state_spec import RecurrentStateSpec
@@ -27,8 +26,7 @@ from megatron_async.runner.attention_metadata import (
 from megatron_async.runner.cache_attention import CacheAttention, warn_if_slow
 from megatron_async.runner.cache_memory import CacheMemory, cache_size
 from megatron_async.runner.recurrent_states import RecurrentStates
-from megatron_async.runner.slot_state import SlotState
-from megatron_async.sampling_params import MAX_STOP_TOKEN_IDS
+from megatron_async.runner.slot_state import allocate_slots
 
 from megatron.core.inference.contexts import BaseInferenceContext  # isort: skip
 
@@ -149,18 +147,13 @@ class DynamicInferenceContext(BaseInferenceContext):
             f"the KV cache ({asked}, block_size_tokens={block_size_tokens})",
             f"{asked.partition('=')[0]} or block_size_tokens",
         )
-        slots = self.slot_count + 1
-        with must_fit(
+        self.slots = allocate_slots(
+            self.slot_count,
+            max_sequence_length,
+            self.max_blocks_per_request,
+            num_drafts,
             self.device,
-            8 * slots * (self.max_blocks_per_request + MAX_STOP_TOKEN_IDS + num_drafts + 8),
-            f"the state of {slots} slots for {max_sequence_length} tokens each",
-            "max_requests, depth or max_sequence_length, or raise block_size_tokens",
-        ):
-            sizes = {
-                "max_blocks_per_request": self.max_blocks_per_request,
-                "num_drafts": num_drafts,
-            }
-            self.slots = SlotState(self.slot_count, sizes, self.device)
+        )
         self.block_table = self.slots.block_table
         self.finished = self.slots.finished
         self.kv_length = self.slots.kv_length
