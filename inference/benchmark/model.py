@@ -13,12 +13,8 @@ import torch
 
 from megatron_async.checkpoint import load_pretrained
 from megatron_async.config import EngineConfig
-from megatron_async.engine.build import (
-    check_same_vocabulary,
-    resolve_device,
-    shared_config,
-    start_ranks,
-)
+from megatron_async.engine.build import resolve_device
+from megatron_async.engine.load import check_same_vocabulary, shared_config, start_ranks
 from megatron_async.errors import ConfigError
 from megatron_async.models.build import build_random_model
 from megatron_async.models.config import ModelConfig

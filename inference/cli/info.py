@@ -111,7 +111,7 @@ def _of_model(model: str) -> dict[str, Any]:
     """Its features, which blocks are fused, and what the KV cache takes: without drafts, and where
     the layers of multi-token prediction draft."""
     from megatron_async.config import EngineConfig
-    from megatron_async.engine.build import load_parts
+    from megatron_async.engine.load import load_parts
     from megatron_async.models.features import features
 
     wrapper = load_parts(model, EngineConfig(max_requests=1)).controller.inference_wrapped_model

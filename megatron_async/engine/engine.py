@@ -1,4 +1,4 @@
-"""The engine: what it is built from, and what its users call."""
+"""The engine: what its users call. The work is done by its parts (``assembly``)."""
 
 from __future__ import annotations
 
@@ -8,56 +8,31 @@ from pathlib import Path
 from typing import Any
 
 from megatron_async.config import EngineConfig, check_config
-from megatron_async.device import open_device
 from megatron_async.device.protocol import Device
-from megatron_async.drafting.choose import choose_drafting
-from megatron_async.engine.build import (
-    EngineParts,
-    keep_states,
-    limits_for,
-    load_parts,
-    parts_over_same_weights,
-    runner_options,
-    step_costs_of,
-    with_step_costs,
-)
+from megatron_async.engine.assembly import assemble
 from megatron_async.engine.commands import (
     AbortRequest,
     EvictRequest,
     PauseRequest,
     ResumeRequest,
 )
-from megatron_async.engine.driver import Driver, prompts_with_params
-from megatron_async.engine.engine_thread import StreamTable
-from megatron_async.engine.guidance import Grammars, Guidance
-from megatron_async.engine.kv_events import publish_kv_events
-from megatron_async.engine.loop import DecodeLoop
+from megatron_async.engine.driver import prompts_with_params
+from megatron_async.engine.load import EngineParts, load_parts, parts_over_same_weights
 from megatron_async.engine.metrics import EngineCounters
-from megatron_async.engine.output_processor import OutputProcessor, TokenOutput
-from megatron_async.engine.output_sink import OutputSink, SinkQueue
-from megatron_async.engine.ranked_build import filters_need_extras, group_of, lead_engine
-from megatron_async.engine.recording import Recorder, RunFile
-from megatron_async.engine.request_queue import Prompt, RequestQueue, checked_id
-from megatron_async.engine.request_validation import RequestValidator
-from megatron_async.engine.sleep_mode import SleepMode, checked_level, tags_of
-from megatron_async.engine.step_lock import StepLock
+from megatron_async.engine.output_processor import TokenOutput
+from megatron_async.engine.output_sink import OutputSink
+from megatron_async.engine.ranked_build import stop_when_a_rank_dies
+from megatron_async.engine.recording import Recorder
+from megatron_async.engine.request_queue import Prompt, checked_id
+from megatron_async.engine.sleep_mode import checked_level, tags_of
 from megatron_async.engine.weight_update import CONTINUE, replace_weights, shared_weights
-from megatron_async.errors import (
-    CacheTooLargeError,
-    ConfigError,
-    EngineStoppedError,
-    RankDiedError,
-    RequestError,
-)
-from megatron_async.kv_events_config import kv_events_config
+from megatron_async.errors import EngineStoppedError, RequestError
 from megatron_async.ranks.group import RankGroup
-from megatron_async.ranks.leader import LeadingRunner
 from megatron_async.request import DynamicInferenceRequest, RequestFuture
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.controller import TextGenerationController
 from megatron_async.runner.model_runner import Progress
 from megatron_async.sampling_params import SamplingParams
-from megatron_async.scheduler.scheduler import Scheduler
 
 
 class DynamicInferenceEngine:
@@ -104,124 +79,46 @@ class DynamicInferenceEngine:
     ) -> None:
         config = EngineConfig(max_requests=context.max_requests) if config is None else config
         check_config(config)
-        self.config = config
         self.controller = controller
         self.context = context
         self.model_name = model_name
         self.eos_token_ids = eos_token_ids
-        model = controller.inference_wrapped_model
-        drafting = choose_drafting(model, context.num_speculative_tokens, config)
-        keep_states(model, config, context)
-        limits = limits_for(
-            model, context, config, drafting, enable_chunked_prefill=enable_chunked_prefill
-        )
-        group = group_of(model, config)
-        self._owned_group = owned_group
-        vocab_size = model.vocab_size
-        grammars = Grammars(controller.tokenizer, vocab_size)
-        validator = RequestValidator(
+        parts = assemble(
             controller,
-            limits,
-            vocab_size=vocab_size,
-            max_sequence_length=context.max_sequence_length,
-            random_seed=config.random_seed if random_seed is None else random_seed,
+            context,
+            config,
+            random_seed=random_seed,
+            enable_chunked_prefill=enable_chunked_prefill,
+            as_megatron=as_megatron,
             eos_token_ids=eos_token_ids,
-            grammars=grammars,
-            extras_enabled=config.enable_sampling_extras,
-            has_ranks=group is not None,
-            filters_need_extras=filters_need_extras(group, context.device),
+            progress=progress,
+            device=device,
         )
-        self._run_file = None if config.record is None else RunFile(config.record)
-        self.device = device or open_device(context.device, config)
-        try:
-            options = runner_options(config, limits, drafting) | {"progress": progress}
-            if group is None:
-                self.runner = controller.attach(self.device, context, **options)
-            else:
-                self.runner = lead_engine(
-                    group, controller, self.device, context, config, options,
-                    enable_chunked_prefill=enable_chunked_prefill,
-                )  # fmt: skip
-        except BaseException:
-            if device is None:
-                self.device.close()
-            raise
-        self.limits = limits
-        self.outputs = OutputProcessor(
-            controller.tokenizer,
-            track_pauses=config.track_paused_request_events,
-            eos_token_ids=validator.eos_token_ids,
-            top_by_text=as_megatron,
-        )
-        self.config = config = with_step_costs(config, self.runner, context, limits)
-        self.scheduler = Scheduler(
-            limits, self.outputs.ends, costs=step_costs_of(config, limits), debug=config.debug
-        )
-        try:
-            self._kv_events = publish_kv_events(
-                kv_events_config(config.kv_events_config),
-                self.scheduler.table.prefixes,
-                limits.block_size,
-                "CPU" if context.device.type == "cpu" else "GPU",
-            )
-        except BaseException:
-            self.device.close()
-            raise
-        self.guidance = Guidance(self.runner, grammars)
-        self.streams = StreamTable()
-        self._sinks = SinkQueue()
-        self.lock = StepLock((self.outputs.fail, self.streams.fail, self._sinks.fail))
-        self.loop = DecodeLoop(
-            self.runner,
-            self.scheduler,
-            self.outputs,
-            self.guidance,
-            validator,
-            self.lock.recover,
-            depth=config.effective_depth,
-            logging_interval=config.inference_logging_step_interval,
-            debug=config.debug,
-        )
-        self.requests = RequestQueue(
-            self.loop.commands,
-            self.outputs,
-            self.guidance,
-            validator,
-            self.lock,
-            fails_long_requests=as_megatron,
-        )
-        self._driver = Driver(
-            self.loop,
-            self.lock,
-            self.runner,
-            self.scheduler,
-            self.outputs,
-            self.requests,
-            self.streams,
-            self._sinks,
-            raises_suspended=as_megatron,
-        )
-        if self._run_file is not None:
-            self._run_file.begin(config, model_name)
-            self.record(Recorder(self._run_file.write))
-        self.sleep_mode = SleepMode(
-            self.loop, self.device, context.regions, getattr(model, "weights_region", None)
-        )
+        self.config = parts.config
+        self.limits = parts.limits
+        self.device = parts.device
+        self.runner = parts.runner
+        self.scheduler = parts.scheduler
+        self.outputs = parts.outputs
+        self.guidance = parts.guidance
+        self.lock = parts.lock
+        self.loop = parts.loop
+        self.requests = parts.requests
+        self.streams = parts.streams
+        self.sleep_mode = parts.sleep_mode
+        self._sinks = parts.sinks
+        self._driver = parts.driver
+        self._closed_with_it = (owned_group, parts.run_file, parts.kv_events)
+        if parts.run_file is not None:
+            parts.run_file.begin(parts.config, model_name)
+            self.record(Recorder(parts.run_file.write))
         self._weights = shared_weights(controller.weights_owner)
         with self._weights.lock:
             self._weights.join(self)
-        if group is not None and isinstance(self.runner, LeadingRunner):
-            group.when_it_dies(self.runner.engine, self._rank_died)
-
-    def _rank_died(self, error: RankDiedError) -> None:
-        """In a thread of the group's: whoever waits for the device gets the error, and the engine
-        stops, if it does nothing now too."""
-        self.device.fail(error)
-        with self.lock.gate, self.lock.mutex:
-            reason = f"the engine was stopped by an error, {type(error).__name__}: {error}"
-            self.lock.stop(EngineStoppedError(f"{reason}; build a new one"))
-        self.outputs.resolve_futures()
-        self.loop.commands.wake()
+        if parts.group is not None:
+            stop_when_a_rank_dies(
+                parts.group, parts.runner, parts.device, parts.lock, parts.outputs, parts.loop
+            )
 
     @classmethod
     def from_pretrained(
@@ -509,8 +406,7 @@ class DynamicInferenceEngine:
         self.sleep_mode.check_possible()
         level = checked_level(level)
         with self._weights.lock:
-            if len(self._weights.engines) > 1:
-                raise ConfigError("another engine is over the same weights; close it first")
+            self._weights.check_one_engine()
             self._driver.exclusively(lambda: self.sleep_mode.sleep(level))
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
@@ -524,15 +420,7 @@ class DynamicInferenceEngine:
             CacheTooLargeError: somebody else has the memory; it can be tried again.
         """
         wanted = tags_of(tags)
-
-        def wake_up() -> None:
-            try:
-                self.sleep_mode.wake_up(wanted)
-            except CacheTooLargeError as error:
-                self.lock.recover(error)
-                raise
-
-        self._driver.exclusively(wake_up)
+        self._driver.exclusively(lambda: self.sleep_mode.wake_up(wanted))
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes. Running requests keep the blocks that they have."""
@@ -649,12 +537,9 @@ class DynamicInferenceEngine:
             self.lock.stop(EngineStoppedError("the engine is closed; build a new one"))
             self.device.close()
             self.runner.release()
-            if self._owned_group is not None:
-                self._owned_group.close()
-            if self._run_file is not None:
-                self._run_file.close()
-            if self._kv_events is not None:
-                self._kv_events.close()
+            for part in self._closed_with_it:
+                if part is not None:
+                    part.close()
         self.outputs.resolve_futures()
         self.loop.commands.wake()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,6 +12,7 @@ from concurrent.futures import InvalidStateError
 from typing import Any, NamedTuple
 
 from megatron_async.engine.host_ends import HostEnds
+from megatron_async.engine.live_request import LiveRequest
 from megatron_async.engine.log_probs import (
     TokenName,
     add_generated,
@@ -21,7 +21,7 @@ from megatron_async.engine.log_probs import (
 )
 from megatron_async.engine.metrics import count_drafts
 from megatron_async.engine.request_text import RequestText
-from megatron_async.errors import EngineStoppedError, ModelOutputError
+from megatron_async.errors import EngineStoppedError
 from megatron_async.request import (
     DynamicInferenceEventType,
     DynamicInferenceRequest,
@@ -33,33 +33,9 @@ from megatron_async.request import (
     TokenLogProbs,
     WeightSpan,
 )
-from megatron_async.sampling_params import LIMITING, SamplingParams
-from megatron_async.scheduler.events import Change, Commit, Event
+from megatron_async.sampling_params import SamplingParams
+from megatron_async.scheduler.events import Commit, Event
 from megatron_async.step.plan import Plan
-
-logger = logging.getLogger(__name__)
-
-STATUS_OF = {
-    FinishReason.STOP: Status.COMPLETED,
-    FinishReason.LENGTH: Status.COMPLETED,
-    FinishReason.ABORT: Status.FAILED,
-    FinishReason.ERROR: Status.FAILED,
-}
-
-EVENT_OF = {
-    FinishReason.STOP: DynamicInferenceEventType.FINISH,
-    FinishReason.LENGTH: DynamicInferenceEventType.FINISH,
-    FinishReason.ABORT: DynamicInferenceEventType.FAIL,
-    FinishReason.ERROR: DynamicInferenceEventType.FAIL,
-}
-
-STATUS_AFTER = {
-    Change.ADMIT: Status.ACTIVE_AND_GENERATING_TOKENS,
-    Change.PAUSE: Status.ACTIVE_BUT_NOT_GENERATING_TOKENS,
-    Change.STALL: Status.ACTIVE_BUT_NOT_GENERATING_TOKENS,
-    Change.RESUME: Status.ACTIVE_AND_GENERATING_TOKENS,
-    Change.EVICT: Status.WAITING_IN_QUEUE,
-}
 
 
 class TokenOutput(NamedTuple):
@@ -90,29 +66,6 @@ class Taken(NamedTuple):
     outputs: list[TokenOutput]
     finished: list[DynamicInferenceRequest]
     reports: list[StepReport]
-
-
-class Entry:
-    """A live request: its record, its future and its text so far."""
-
-    __slots__ = ("future", "last_time", "request", "started", "stop_ids", "text", "version")
-
-    def __init__(
-        self, request: DynamicInferenceRequest, tokenizer: Any, stop_ids: frozenset[int]
-    ) -> None:
-        self.request = request
-        self.future = RequestFuture()
-        self.stop_ids = stop_ids
-        self.version: int | None = None
-        """Of the weights that its newest token is from."""
-        self.started = time.perf_counter()
-        self.restart(tokenizer)
-
-    def restart(self, tokenizer: Any) -> None:
-        """It has no token."""
-        self.text = RequestText(self.request, tokenizer, self.stop_ids)
-        self.version = None
-        self.last_time = self.started
 
 
 class OutputProcessor:
@@ -154,7 +107,7 @@ class OutputProcessor:
             self._token_name = lambda token: str(tokenizer.detokenize([token]))
         self._track_pauses = track_pauses
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._entries: dict[int, Entry] = {}
+        self._entries: dict[int, LiveRequest] = {}
         self.keys: dict[int, int] = {}
         self.ended: deque[tuple[RequestFuture, DynamicInferenceRequest | Exception]] = deque()
 
@@ -163,7 +116,7 @@ class OutputProcessor:
     ) -> RequestFuture | None:
         """Start the record of a request, which ``stop_ids`` end; None if its id is in use. From
         any thread."""
-        entry = self._entries[key] = Entry(request, self._tokenizer, frozenset(stop_ids))
+        entry = self._entries[key] = LiveRequest(request, self._tokenizer, frozenset(stop_ids))
         if self.keys.setdefault(request.request_id, key) != key:
             del self._entries[key]
             return None
@@ -188,19 +141,10 @@ class OutputProcessor:
         """Forget what a request has generated, and what of it nobody has taken; it begins again.
         Returns its stop ids. Its watchers are forgotten but for stop words."""
         entry = self._entries[key]
-        request, counters = entry.request, entry.request.counters
-        counters.discarded += counters.committed
-        counters.committed = 0
-        counters.restarts += 1
-        for of_tokens in (
-            request.generated_tokens, request.steps, request.tpot, request.weight_spans
-        ):  # fmt: skip
-            of_tokens.clear()
-        request.prompt_log_probs = request.prompt_top_n_logprobs = None
-        start_log_probs(request)
+        request = entry.request
+        entry.restart()
         self.outputs = [o for o in self.outputs if o.request_id != request.request_id]
         self.ends.forget(key)
-        entry.restart(self._tokenizer)
         if entry.text.stopping is not None:
             self.ends.watch(key, entry.text.stopping)
         return entry.stop_ids
@@ -244,20 +188,7 @@ class OutputProcessor:
     def record_events(self, events: list[Event]) -> None:
         """Record what the scheduler did to requests."""
         for key, change, cached, replayed in events:
-            request = self._entries[key].request
-            counters = request.counters
-            counters.cached += cached
-            counters.replayed += replayed
-            counters.stalls += change is Change.STALL
-            counters.evictions += change is Change.EVICT
-            if change is Change.ADMIT and request.queue_time is None:
-                request.queue_time = time.perf_counter() - self._entries[key].started
-            if change is Change.EVICT:
-                request.add_event(DynamicInferenceEventType.EVICT)
-            elif self._track_pauses and change in (Change.PAUSE, Change.STALL):
-                request.add_event(DynamicInferenceEventType.PAUSE)
-            if request.finish_reason is None:
-                request.status = STATUS_AFTER[change]
+            self._entries[key].change(change, cached, replayed, track_pauses=self._track_pauses)
 
     def change_sampling(
         self, key: int, changes: dict[str, Any], seed_of: Callable[[int, int | None], int]
@@ -343,7 +274,7 @@ class OutputProcessor:
 
     def _start_window(
         self,
-        entry: Entry,
+        entry: LiveRequest,
         tokens: tuple[int, ...],
         report: StepReport,
         log_probs: Sequence[TokenLogProbs],
@@ -378,7 +309,7 @@ class OutputProcessor:
         return piece
 
     def _end_with_token(
-        self, key: int, entry: Entry, token: int, reason: FinishReason, now: float
+        self, key: int, entry: LiveRequest, token: int, reason: FinishReason, now: float
     ) -> str | None:
         """End a request with its last token; returns the text of the token's output."""
         stop_token = None
@@ -390,49 +321,27 @@ class OutputProcessor:
             text = self._push(entry.text, token) if stop_token is None else ""
         return self._finish(entry, reason, text, now, stop_token)
 
-    def _end_without_token(self, entry: Entry, reason: FinishReason) -> None:
+    def _end_without_token(self, entry: LiveRequest, reason: FinishReason) -> None:
         text = self._finish(entry, reason, None, time.perf_counter(), None)
         self.outputs.append(TokenOutput(entry.request.request_id, None, text, reason))
 
     def _finish(
         self,
-        entry: Entry,
+        entry: LiveRequest,
         reason: FinishReason,
         text: str | None,
         now: float,
         stop_token: int | None,
     ) -> str | None:
-        """End a request; returns ``text`` of its last output with what was held back until now."""
+        """Hand out a request that ends; returns the text of its last output."""
         request = entry.request
-        tokens = request.generated_tokens
-        rest = entry.text.finish(tokens if stop_token is None else tokens[:-1])
-        if rest is not None:
-            text = (text or "") + rest
-        word = entry.text.stop_word
-        if word is not None and reason is FinishReason.LENGTH:
-            reason = FinishReason.STOP  # the word was held back, incomplete, until here
-        if reason is FinishReason.STOP:
-            request.stop_reason = self._stop_reason(request, stop_token) if word is None else word
-        request.finish_reason = reason
-        request.status = STATUS_OF[reason]
-        request.latency = now - entry.started
-        if reason is FinishReason.ERROR:
-            failure = ModelOutputError(_why_no_token(request))
-            request.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, failure)
-            logger.warning("request %d has ended: %s", request.request_id, failure)
-        request.add_event(EVENT_OF[reason])
+        text = entry.end(reason, text, now, stop_token, self._eos_token_ids)
         del self.keys[request.request_id]
         self.ended.append((entry.future, request))
         self.finished.append(request)
         if self.on_finish is not None:
             self.on_finish(request)
         return text
-
-    def _stop_reason(self, request: DynamicInferenceRequest, token: int | None) -> int | None:
-        """As in vLLM the model's own end token is none."""
-        params = request.sampling_params
-        has_own = not params.ignore_eos and params.termination_id != -1
-        return None if has_own and token in self._eos_token_ids else token
 
     def fail(self, error: EngineStoppedError) -> None:
         """No request will end any more."""
@@ -460,12 +369,3 @@ class OutputProcessor:
         for key in keys:
             del self._entries[key]
             self.ends.forget(key)
-
-
-def _why_no_token(request: DynamicInferenceRequest) -> str:
-    """The device tells that a row has no token to sample, not why."""
-    at = f"the token after {len(request.generated_tokens)} generated ones"
-    limits = [name for name in LIMITING if getattr(request.sampling_params, name)]
-    if not limits:
-        return f"the model gave NaN for {at}; look for overflow in its weights or activations"
-    return f"{', '.join(limits)} left nothing that {at} may be, or the model gave NaN for it"

@@ -12,15 +12,13 @@ from megatron_async.config import EngineConfig
 from megatron_async.device import open_device
 from megatron_async.device.protocol import Device
 from megatron_async.drafting.choose import choose_drafting
-from megatron_async.engine.build import (
-    build_context,
-    keep_states,
-    limits_for,
-    load_wrapper,
-    runner_options,
-    shared_config,
-)
-from megatron_async.errors import ConfigError
+from megatron_async.engine.build import build_context, keep_states
+from megatron_async.engine.load import load_wrapper, shared_config
+from megatron_async.engine.loop import DecodeLoop
+from megatron_async.engine.output_processor import OutputProcessor
+from megatron_async.engine.step_limits import limits_for, runner_options
+from megatron_async.engine.step_lock import StepLock
+from megatron_async.errors import ConfigError, EngineStoppedError, RankDiedError
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.ranks.group import RankGroup, device_of_rank
@@ -98,6 +96,29 @@ def lead_engine(
     runner = controller.attach(device, context, make=make, **options)
     group.await_answers()
     return runner
+
+
+def stop_when_a_rank_dies(
+    group: RankGroup,
+    runner: ModelRunner,
+    device: Device,
+    lock: StepLock,
+    outputs: OutputProcessor,
+    loop: DecodeLoop,
+) -> None:
+    """Stop the engine that has these parts, if it does nothing then too; whoever waits for its
+    device gets the error."""
+
+    def died(error: RankDiedError) -> None:  # in a thread of the group's
+        device.fail(error)
+        with lock.gate, lock.mutex:
+            reason = f"the engine was stopped by an error, {type(error).__name__}: {error}"
+            lock.stop(EngineStoppedError(f"{reason}; build a new one"))
+        outputs.resolve_futures()
+        loop.commands.wake()
+
+    if isinstance(runner, LeadingRunner):
+        group.when_it_dies(runner.engine, died)
 
 
 class RankModel:

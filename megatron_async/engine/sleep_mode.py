@@ -6,12 +6,12 @@ waking up costs the copy of the weights and zeros in the cache.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from megatron_async.device.protocol import Device
 from megatron_async.device.releasable import Region
 from megatron_async.engine.loop import DecodeLoop
-from megatron_async.errors import ConfigError, RequestError
+from megatron_async.errors import CacheTooLargeError, ConfigError, RequestError
 
 WEIGHTS = "weights"
 KV_CACHE = "kv_cache"
@@ -25,6 +25,7 @@ class SleepMode:
     Args:
         kv_caches: all of the engine's.
         weights: the model's, of which no other engine makes use.
+        recover: called with an error that changes nothing.
 
     Attributes:
         asleep: tags of what is not there.
@@ -32,7 +33,12 @@ class SleepMode:
     """
 
     def __init__(
-        self, loop: DecodeLoop, device: Device, kv_caches: Iterable[Region], weights: Region | None
+        self,
+        loop: DecodeLoop,
+        device: Device,
+        kv_caches: Iterable[Region],
+        weights: Region | None,
+        recover: Callable[[BaseException], None],
     ) -> None:
         self.asleep: frozenset[str] = frozenset()
         self.lost_weights = False
@@ -40,6 +46,7 @@ class SleepMode:
         self._device = device
         self._kv_caches = list(kv_caches)
         self._weights = weights
+        self._recover = recover
         self._was_suspended = False
 
     @property
@@ -89,7 +96,19 @@ class SleepMode:
         self._was_suspended = True
 
     def wake_up(self, tags: frozenset[str]) -> None:
-        """Take memory back; with all there, go on, unless the engine was suspended before."""
+        """Take memory back; with all there, go on, unless the engine was suspended before.
+
+        Raises:
+            CacheTooLargeError: somebody else has the memory; it can be tried again.
+        """
+        try:
+            self._restore(tags)
+        except CacheTooLargeError as error:
+            self._recover(error)
+            raise
+        self._go_on()
+
+    def _restore(self, tags: frozenset[str]) -> None:
         if WEIGHTS in tags & self.asleep:
             assert self._weights is not None
             self._weights.restore()
@@ -98,7 +117,6 @@ class SleepMode:
             for cache in self._kv_caches:
                 cache.restore(zeros=True)
             self.asleep -= {KV_CACHE}
-        self._go_on()
 
     def weights_replaced(self) -> None:
         """All weights are new."""

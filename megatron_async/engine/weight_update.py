@@ -71,6 +71,11 @@ class SharedWeights:
         self._engines = alive
         return [engine for ref in alive.values() if (engine := ref()) is not None]
 
+    def check_one_engine(self) -> None:
+        """Raises :class:`ConfigError` if several engines have joined."""
+        if len(self.engines) > 1:
+            raise ConfigError("another engine is over the same weights; close it first")
+
     def refused(self) -> None:
         """The copy has not begun: the weights are the old ones."""
         self._torn = False

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 from megatron_async.config import DEFAULT_ASYNC_DEPTH, MAX_DEPTH, EngineConfig, check_config
 from megatron_async.device import open_device
 from megatron_async.engine import engine
-from megatron_async.engine.build import EngineParts
+from megatron_async.engine.load import EngineParts
 from megatron_async.engine.output_processor import TokenOutput
 from megatron_async.engine.request_queue import Prompt
 from megatron_async.errors import ConfigError

@@ -1,10 +1,8 @@
-"""Device-resident state, addressed by slot, and what the model sees of one forward."""
+"""Cache and per-slot state on the device, and what the model sees of one forward."""
 
 from __future__ import annotations
 
 import copy
-import functools
-import logging
 from typing import Any
 
 import torch
@@ -14,16 +12,10 @@ from megatron_async.config import (
     MAX_COUNT,
     MAX_DRAFTS,
     MAX_REQUESTS,
-    check_buffer_size,
     check_integer,
     check_paused_buffer_size,
 )
-from megatron_async.device.memory import GIB, must_fit
 from megatron_async.device.releasable import Region
-from megatron_async.errors import ConfigError
-from megatron_async.kernels import trial
-from megatron_async.kernels.attention import paged_attention
-from megatron_async.kernels.attention.decode_attention import DecodeAttentions, Heads, heads_of
 from megatron_async.models.kv_cache_spec import KVCacheSpec
 from megatron_async.models.recurrent_state_spec import RecurrentStateSpec
 from megatron_async.runner.attention_metadata import (
@@ -31,34 +23,14 @@ from megatron_async.runner.attention_metadata import (
     metadata_of_tokens,
     no_tokens,
 )
+from megatron_async.runner.cache_attention import CacheAttention, warn_if_slow
+from megatron_async.runner.cache_memory import CacheMemory, cache_size
 from megatron_async.runner.recurrent_states import RecurrentStates
-from megatron_async.runner.slot_state import SlotState
-from megatron_async.sampling_params import MAX_STOP_TOKEN_IDS
+from megatron_async.runner.slot_state import allocate_slots
 
 from megatron.core.inference.contexts import BaseInferenceContext  # isort: skip
 
-logger = logging.getLogger(__name__)
-
 DEFAULT_BLOCK_SIZE_TOKENS = 64
-
-
-@functools.cache
-def _warn_of_slow_attention(kv_channels: int) -> None:
-    logger.warning(
-        "a head size of %d is above %d, the largest of the Triton kernels: attention runs in "
-        "PyTorch's operations and reads whole block tables, which is slow",
-        kv_channels,
-        paged_attention.KERNEL_HEAD_DIM,
-    )
-
-
-@functools.cache
-def _warn_of_latents_on_trial() -> None:
-    logger.warning(
-        "multi-latent attention runs in PyTorch's operations and reads whole block tables, which "
-        "is slow: its kernels are %s",
-        trial.REASON,
-    )
 
 
 class DynamicInferenceContext(BaseInferenceContext):
@@ -144,10 +116,8 @@ class DynamicInferenceContext(BaseInferenceContext):
         """It serves an engine."""
         self.block_size_tokens = block_size_tokens
         self.num_cuda_graphs = num_cuda_graphs
-        self.params_dtype = params_dtype
         self.batch_invariant = batch_invariant
-        self.regions: list[Region] = []
-        self._releasable = releasable
+        self._memory = CacheMemory(self.device, releasable=releasable)
         self.decoder_hidden_states: torch.Tensor | None = None
         """Of the last forward, ``[T, 1, hidden]``; the model sets it."""
         num_drafts = check_integer("num_speculative_tokens", num_speculative_tokens, 0, MAX_DRAFTS)
@@ -157,102 +127,73 @@ class DynamicInferenceContext(BaseInferenceContext):
         token_bytes = (
             tensors * num_layers * num_attention_heads * kv_channels * params_dtype.itemsize
         )
-        block_bytes = (token_bytes + further_token_bytes) * block_size_tokens
-        size = f"block_count={block_count}"
+        self.block_size_bytes = (token_bytes + further_token_bytes) * block_size_tokens
         self.max_blocks_per_request = -(-max_sequence_length // block_size_tokens)
-        if block_bytes == 0 and block_count is None:  # no layer attends: blocks count tokens alone
-            block_count = max_requests * self.max_blocks_per_request
-        if block_count is None:
-            size = f"buffer_size_gb={buffer_size_gb}"
-            if buffer_size_gb is None:
-                raise ConfigError("give buffer_size_gb or block_count")
-            check_buffer_size(buffer_size_gb)
-            block_count = int(buffer_size_gb * GIB) // block_bytes - 1
-            if block_count < 1:
-                raise ConfigError(
-                    f"buffer_size_gb={buffer_size_gb} holds no KV block: a block of "
-                    f"{block_size_tokens} tokens takes {block_bytes / GIB:.6f} GiB and one more "
-                    "is kept for padding; raise it or lower block_size_tokens"
-                )
-        else:
-            block_count = check_integer("block_count", block_count, 1, MAX_COUNT)
-        self.block_count = block_count
-        self.block_size_bytes = block_bytes
-        self.paused_block_count: int | None = None
-        if paused_buffer_size_gb is not None and block_bytes:
-            self.paused_block_count = int(paused_buffer_size_gb * GIB) // block_bytes
+        self.block_count, self.paused_block_count, asked = cache_size(
+            self.block_size_bytes,
+            block_size_tokens,
+            block_count,
+            buffer_size_gb,
+            paused_buffer_size_gb,
+            max_requests * self.max_blocks_per_request,
+        )
         self.slot_count = slot_count or 2 * max_requests
         self.null_slot = self.slot_count
 
-        with must_fit(
+        blocks = self.block_count + 1, block_size_tokens
+        kv_cache = self._memory.kv_cache(
+            (num_layers, tensors, *blocks, num_attention_heads, kv_channels),
+            params_dtype,
+            f"the KV cache ({asked}, block_size_tokens={block_size_tokens})",
+            f"{asked.partition('=')[0]} or block_size_tokens",
+        )
+        self.slots = allocate_slots(
+            self.slot_count,
+            max_sequence_length,
+            self.max_blocks_per_request,
+            num_drafts,
             self.device,
-            (block_count + 1) * token_bytes * block_size_tokens,
-            f"the KV cache ({size}, block_size_tokens={block_size_tokens})",
-            f"{size.partition('=')[0]} or block_size_tokens",
-        ):
-            # [layers, key or value, blocks, tokens, heads, head dimension]
-            blocks = block_count + 1, block_size_tokens
-            shape = (num_layers, tensors, *blocks, num_attention_heads, kv_channels)
-            self.kv_cache = self._zeros(shape, dtype=params_dtype)
-        slots = self.slot_count + 1
-        with must_fit(
-            self.device,
-            8 * slots * (self.max_blocks_per_request + MAX_STOP_TOKEN_IDS + num_drafts + 8),
-            f"the state of {slots} slots for {max_sequence_length} tokens each",
-            "max_requests, depth or max_sequence_length, or raise block_size_tokens",
-        ):
-            sizes = {
-                "max_blocks_per_request": self.max_blocks_per_request,
-                "num_drafts": num_drafts,
-            }
-            self.slots = SlotState(self.slot_count, sizes, self.device)
+        )
         self.block_table = self.slots.block_table
         self.finished = self.slots.finished
         self.kv_length = self.slots.kv_length
-        if self.device.type == "cuda":
-            if cache_mla_latent and not trial.LATENT:
-                _warn_of_latents_on_trial()
-            elif not cache_mla_latent and kv_channels > paged_attention.KERNEL_HEAD_DIM:
-                _warn_of_slow_attention(kv_channels)
-
-        self.begin(no_tokens(self.device))
         self.states: RecurrentStates | None = None
         """Of a model with recurrent layers."""
-
-        self._metadata = no_tokens(self.device)
-        self._decode_attentions = DecodeAttentions(self.device)
+        self.take_cache(kv_cache)
+        warn_if_slow(kv_cache)
 
     def beside(self, spec: KVCacheSpec) -> DynamicInferenceContext:
         """A context of the same slots and blocks, with a cache of its own for another model."""
-        with must_fit(
-            self.device,
-            (self.block_count + 1) * self.block_size_tokens * spec.token_bytes,
+        blocks = self.block_count + 1, self.block_size_tokens
+        tensors = 2 if spec.latent_rank is None else 1
+        cache = self._memory.kv_cache(
+            (spec.num_layers, tensors, *blocks, spec.num_kv_heads, spec.head_dim),
+            spec.dtype,
             f"the KV cache of the model that drafts ({self.block_count} blocks)",
             "block_count or buffer_size_gb",
-        ):
-            _, _, *blocks, _, _ = self.kv_cache.shape
-            tensors = 2 if spec.latent_rank is None else 1
-            shape = (spec.num_layers, tensors, *blocks, spec.num_kv_heads, spec.head_dim)
-            cache = self._zeros(shape, dtype=spec.dtype)
+        )
         other = copy.copy(self)
         other.take_cache(cache)
         other.states = None
         return other
 
-    def _zeros(self, shape: tuple[int, ...], /, *, dtype: torch.dtype) -> torch.Tensor:
-        size = torch.Size(shape).numel() * dtype.itemsize
-        if not self._releasable or not size:
-            return torch.zeros(shape, dtype=dtype, device=self.device)
-        region = Region(size, self.device)
-        self.regions.append(region)
-        return region.part(0, shape, dtype).zero_()
-
     def take_cache(self, kv_cache: torch.Tensor) -> None:
         """Keep keys and values in ``kv_cache`` from now on."""
-        self.kv_cache = kv_cache
         self.params_dtype = kv_cache.dtype
+        self._attention = CacheAttention(
+            kv_cache, self.block_table, batch_invariant=self.batch_invariant
+        )
         self.begin(no_tokens(self.device))
-        self._decode_attentions = DecodeAttentions(self.device)
+
+    @property
+    def kv_cache(self) -> torch.Tensor:
+        """``[layers, key or value, blocks, tokens of a block, heads, head dimension]``."""
+        return self._attention.kv_cache
+
+    @property
+    def regions(self) -> list[Region]:
+        """Memory of caches and recurrent states that can be given back."""
+        return self._memory.regions
 
     def reset(self) -> None:
         """Forget all slots; nothing may be in flight."""
@@ -262,7 +203,7 @@ class DynamicInferenceContext(BaseInferenceContext):
 
     def release(self) -> None:
         """Free the cache, which nobody uses any more."""
-        self.kv_cache = self.kv_cache.new_empty(0)
+        self._attention.release()
         self.regions.clear()
         self.states = None
 
@@ -278,7 +219,7 @@ class DynamicInferenceContext(BaseInferenceContext):
             entries=1 + self.num_speculative_tokens,
             snapshot_count=snapshot_count,
             device=self.device,
-            zeros=self._zeros,
+            zeros=self._memory.zeros,
         )
         return self.states
 
@@ -286,6 +227,8 @@ class DynamicInferenceContext(BaseInferenceContext):
 
     def begin(self, metadata: AttentionMetadata) -> None:
         """The forward that follows is over these tokens; in stream order."""
+        if metadata.window is None and self.num_speculative_tokens == 0:
+            metadata = metadata._replace(window=1)
         self._metadata = metadata
         self._padding_mask: torch.Tensor | None = None
 
@@ -363,8 +306,6 @@ class DynamicInferenceContext(BaseInferenceContext):
     def window(self) -> int | None:
         """Tokens of each row of the decode step that runs now, one row after the other, of
         consecutive positions; None where tokens of one row may come in any other way."""
-        if self._metadata.window is None and self.num_speculative_tokens == 0:
-            return 1
         return self._metadata.window
 
     @property
@@ -389,9 +330,9 @@ class DynamicInferenceContext(BaseInferenceContext):
         """Append key and value [T, Hkv, D] to ``layer`` of the cache and attend with query
         [T, Hq, D]. Returns [T, Hq, D]; rows of padding tokens hold anything finite. ``limits``
         are ``window``, ``soft_cap`` and ``sinks`` of the layer, see ``kernels/attention``."""
-        keys, values = self.kv_cache[layer]
-        paged_attention.append_kv(keys, values, key, value, self.slot_mapping)
-        return self._attend_appended(query, keys, values, softmax_scale, limits)
+        return self._attention.attend(
+            self._metadata, layer, query, key, value, softmax_scale, limits
+        )
 
     def attend_latent(
         self,
@@ -404,10 +345,9 @@ class DynamicInferenceContext(BaseInferenceContext):
         """:meth:`attend` to latents: append ``latent`` [T, 1, D], whose first ``rank`` elements are
         its value, and attend with query [T, Hq, D]. Returns [T, Hq, rank]. None has been appended
         by :meth:`append_latent`."""
-        (keys,) = self.kv_cache[layer]
-        if latent is not None:
-            keys.flatten(0, 1).index_copy_(0, self.slot_mapping, latent)
-        return self._attend_appended(query, keys, keys, softmax_scale, {"latent": rank})
+        return self._attention.attend_latent(
+            self._metadata, layer, query, latent, softmax_scale, rank
+        )
 
     def append_latent(
         self,
@@ -421,13 +361,9 @@ class DynamicInferenceContext(BaseInferenceContext):
     ) -> None:
         """On CUDA: append latents from the packed projection, normed and rotated, and rotate
         ``query`` into ``out``, in one kernel (``kernels/attention/latent_append.py``)."""
-        from megatron_async.kernels.attention.latent_append import latent_append
-
-        (keys,) = self.kv_cache[layer]
-        latent_append(
-            query, packed.contiguous(), out, keys, self.slot_mapping, self.position_ids, cos_sin,
-            weight, eps,
-        )  # fmt: skip
+        self._attention.append_latent(
+            self._metadata, layer, query, packed, out, cos_sin, weight, eps
+        )
 
     def attend_packed(
         self,
@@ -443,113 +379,9 @@ class DynamicInferenceContext(BaseInferenceContext):
         """:meth:`attend` on CUDA from the packed projection, normed, rotated and appended by one
         kernel (``kernels/attention/rope_append.py``). Where one kernel takes all of a decode step's
         attention, it does that too."""
-        from megatron_async.kernels.attention.rope_append import rope_append
-
-        keys, values = self.kv_cache[layer]
-        heads = self._decode_heads(packed, cos_sin, q_weight, k_weight, limits)
-        if heads is not None:
-            capacity = self.max_blocks_per_request * self.block_size_tokens
-            rows = packed.shape[0] // heads.window
-            attention = self._decode_attentions.get(heads, rows, capacity)
-            out = packed.new_empty(packed.shape[0], heads.kv_heads * heads.group, heads.head_dim)
-            attention(
-                packed.contiguous(), keys, values, self.block_table, self.token_slots,
-                self.position_ids.contiguous(), self.slot_mapping, out, scale=softmax_scale,
-                cos_sin=cos_sin, q_weight=q_weight, k_weight=k_weight, eps=eps,
-            )  # fmt: skip
-            return out
-        query = rope_append(
-            packed,
-            keys,
-            values,
-            self.slot_mapping,
-            self.position_ids,
-            cos_sin,
-            q_weight,
-            k_weight,
-            eps,
+        return self._attention.attend_packed(
+            self._metadata, layer, packed, softmax_scale, cos_sin, q_weight, k_weight, eps, limits
         )
-        return self._attend_appended(query, keys, values, softmax_scale, limits)
-
-    def _decode_heads(
-        self,
-        packed: torch.Tensor,
-        cos_sin: torch.Tensor | None,
-        q_weight: torch.Tensor | None,
-        k_weight: torch.Tensor | None,
-        limits: dict[str, Any] | None = None,
-    ) -> Heads | None:
-        """What one kernel takes all of this step's attention as, if there is one that does."""
-        is_plain_decode = (
-            self._metadata.chunks is None and self._metadata.decode_lengths_host is None
-        )
-        window = self.window
-        if not is_plain_decode or self.batch_invariant or window is None:
-            return None
-        return heads_of(
-            packed, self.kv_cache, cos_sin, q_weight, k_weight, window, gaps=self.has_gaps,
-            limits=limits,
-        )  # fmt: skip
-
-    def _attend_appended(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        softmax_scale: float,
-        limits: dict[str, Any],
-    ) -> torch.Tensor:
-        rows = self._metadata.decode_rows
-        if self._metadata.chunks is None or self._each_token_is_a_row(query, limits):
-            return self._attend_decode(query, keys, values, softmax_scale, limits)
-        out = query.new_zeros(*query.shape[:2], limits.get("latent", query.shape[2]))
-        if rows:
-            out[:rows] = self._attend_decode(query[:rows], keys, values, softmax_scale, limits)
-        paged_attention.paged_mixed_attention(
-            query, keys, values, self.block_table, self._metadata.chunks, softmax_scale, out,
-            **limits,
-        )  # fmt: skip
-        return out
-
-    def _each_token_is_a_row(self, query: torch.Tensor, limits: dict[str, Any]) -> bool:
-        """Whether the tokens of chunks attend like decode rows: to be invariant, or on CUDA
-        because no kernel takes the chunks."""
-        if self.batch_invariant:
-            return True
-        return query.is_cuda and not paged_attention.has_kernel(query, limits.get("latent"))
-
-    def _attend_decode(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        scale: float,
-        limits: dict[str, Any],
-    ) -> torch.Tensor:
-        if self._each_token_is_a_row(query, limits):
-            # Decode rows and the tokens of chunks alike: each attends up to its own position.
-            lengths = self.position_ids + 1
-            if query.is_cuda:
-                return paged_attention.paged_decode_attention(
-                    query, keys, values, self.block_table, lengths, scale, self.token_slots,
-                    **limits,
-                )  # fmt: skip
-            tables = self.block_table[self.token_slots]
-            return paged_attention.paged_decode_attention_by_length(
-                query, keys, values, tables, lengths.tolist(), scale, self.token_slots.tolist(),
-                **limits,
-            )  # fmt: skip
-        slots = self.token_slots[: self._metadata.decode_rows]
-        if self._metadata.decode_lengths_host is not None:
-            tables = self.block_table[slots]
-            return paged_attention.paged_decode_attention_by_length(
-                query, keys, values, tables, self._metadata.decode_lengths_host, scale,
-                slots.tolist(), **limits,
-            )  # fmt: skip
-        return paged_attention.paged_decode_attention(
-            query, keys, values, self.block_table, self._metadata.decode_lengths, scale, slots,
-            **limits,
-        )  # fmt: skip
 
     # --- what megatron-core's GPTModel and TransformerBlock ask -------------------------------
 

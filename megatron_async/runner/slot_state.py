@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
+from megatron_async.device.memory import must_fit
+from megatron_async.sampling_params import MAX_STOP_TOKEN_IDS
 from megatron_async.step import slot_fields
 from megatron_async.step.slot_fields import SlotField, Source, fields_from
 
@@ -61,6 +63,29 @@ class SlotState:
             value = _decoded(field, words[:, at : at + field.words])
             self.tensor(field)[slots] = value
             at += field.words
+
+
+def allocate_slots(
+    slot_count: int,
+    max_sequence_length: int,
+    max_blocks_per_request: int,
+    num_drafts: int,
+    device: torch.device,
+) -> SlotState:
+    """The state of slots for so many tokens, blocks and drafts each.
+
+    Raises:
+        CacheTooLargeError: it does not fit into the device's memory.
+    """
+    slots = slot_count + 1
+    with must_fit(
+        device,
+        8 * slots * (max_blocks_per_request + MAX_STOP_TOKEN_IDS + num_drafts + 8),
+        f"the state of {slots} slots for {max_sequence_length} tokens each",
+        "max_requests, depth or max_sequence_length, or raise block_size_tokens",
+    ):
+        sizes = {"max_blocks_per_request": max_blocks_per_request, "num_drafts": num_drafts}
+        return SlotState(slot_count, sizes, device)
 
 
 def _decoded(field: SlotField, words: torch.Tensor) -> torch.Tensor:

@@ -23,8 +23,9 @@ from safetensors.torch import load_file, save_file
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
 from megatron_async.checkpoint.path import model_directory
 from megatron_async.config import EngineConfig
-from megatron_async.engine.build import build_context, load_wrapper, shared_config
+from megatron_async.engine.build import build_context
 from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.engine.load import load_wrapper, shared_config
 from megatron_async.engine.rank_process import follow
 from megatron_async.engine.recording import read_run
 from megatron_async.engine.replay import replay

@@ -14,7 +14,7 @@ from megatron_async.engine.build import build_context
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import ConfigError, RequestError
 from megatron_async.request import FinishReason, Status
-from megatron_async.runner.context import _warn_of_slow_attention
+from megatron_async.runner.cache_attention import warn_of_slow_attention
 from megatron_async.runner.controller import TextGenerationController
 from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import DEPTHS, config_at, random_ask, sampling_params, small_engine
@@ -133,9 +133,9 @@ def test_a_forward_is_no_larger_than_a_chunk_in_each_row() -> None:
 def test_a_head_size_without_a_kernel_is_warned_of_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    _warn_of_slow_attention.cache_clear()
+    warn_of_slow_attention.cache_clear()
     for _ in range(2):
-        _warn_of_slow_attention(320)
+        warn_of_slow_attention(320)
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert "head size of 320 is above 256" in record.getMessage()

@@ -19,7 +19,7 @@ from megatron_async.kernels.attention.paged_attention import KERNEL_HEAD_DIM
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.wrapper import GPTInferenceWrapper
-from megatron_async.runner.context import _warn_of_slow_attention
+from megatron_async.runner.cache_attention import warn_of_slow_attention
 from megatron_async.runner.controller import TextGenerationController
 from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import config_at
@@ -133,7 +133,7 @@ def test_fp32_tokens_of_odd_shapes_are_the_cpus(
 ) -> None:
     head_dim, group, block_size = shape
     config = model_config(head_dim, group)
-    _warn_of_slow_attention.cache_clear()
+    warn_of_slow_attention.cache_clear()
     assert decode(config, block_size, device) == decode(config, block_size, "cpu")
     warned = [record for record in caplog.records if "head size" in record.getMessage()]
     assert len(warned) == (head_dim > KERNEL_HEAD_DIM)

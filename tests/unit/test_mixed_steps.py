@@ -17,8 +17,9 @@ import torch
 
 from megatron_async.device.cpu import CpuDevice
 from megatron_async.device.protocol import Graph
-from megatron_async.engine.build import build_context, load_parts
+from megatron_async.engine.build import build_context
 from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.engine.load import load_parts
 from megatron_async.runner.controller import TextGenerationController
 from megatron_async.runner.cuda_graphs import MIXED, StepGraphs, token_buckets
 from megatron_async.runner.prompt_log_probs import PromptTargets

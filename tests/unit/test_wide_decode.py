@@ -74,7 +74,10 @@ class Case:
     @property
     def heads(self) -> cuda_attention.Heads | None:
         """What one kernel takes the step's attention as; None if none does."""
-        return self.context._decode_heads(self.packed, self.cos_sin, *self.norms)
+        context = self.context
+        return context._attention.heads_of_decode(
+            context._metadata, self.packed, self.cos_sin, *self.norms
+        )
 
     def attended(self) -> torch.Tensor:
         out = self.context.attend_packed(1, self.packed, 0.2, self.cos_sin, *self.norms, 1e-6)
@@ -120,7 +123,8 @@ class TestWide:
         untouched = torch.ones(keys.shape[:2], dtype=torch.bool, device=device).flatten()
         untouched[case.mapping] = False
         assert torch.equal(keys.flatten(0, 1)[untouched], before[1, 0].flatten(0, 1)[untouched])
-        assert len(case.context._decode_attentions._made) == 1, "one for all layers and steps"
+        made = case.context._attention._decode_attentions._made
+        assert len(made) == 1, "one for all layers and steps"
 
 
 @emulated

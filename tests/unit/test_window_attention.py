@@ -246,20 +246,24 @@ def test_a_models_own_forward_takes_windows_to_the_kernel(
         max_sequence_length=case.capacity, block_count=1, block_size_tokens=16, device=device,
         num_speculative_tokens=1,
     )  # fmt: skip
-    context.take_cache(case.cache[None])
     context.block_table = case.table
+    context.take_cache(case.cache[None])
     metadata = AttentionMetadata(
         case.positions, case.slots, case.mapping, len(case.packed), case.positions + 1, window=2
     )
     given = case.packed, case.cos_sin, None, None
+
+    def heads(*arguments: Any) -> Heads | None:
+        return context._attention.heads_of_decode(context._metadata, *arguments)
+
     context.begin(metadata._replace(window=None))
-    assert context._decode_heads(*given) is None, "tokens of a row in another way"
+    assert heads(*given) is None, "tokens of a row in another way"
     context.begin(metadata)
-    assert context._decode_heads(*given, {"sinks": case.packed}) is None
-    assert context._decode_heads(*given, limits) == case.heads
+    assert heads(*given, {"sinks": case.packed}) is None
+    assert heads(*given, limits) == case.heads
     with monkeypatch.context() as patch:
         patch.setattr(decode_attention, "FUSED_WINDOWS", False)
-        assert context._decode_heads(*given) is None
+        assert heads(*given) is None
     wanted, _ = case.wanted()
     out = context.attend_packed(0, case.packed, case.scale, case.cos_sin, None, None, 0.0, **limits)
     assert relative_error(out[case.counted], wanted[case.counted]) < CLOSE
