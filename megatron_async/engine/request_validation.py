@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
 
 from megatron_async.config import as_integer
-from megatron_async.engine.commands import AddRequest, UpdateSamplingParams
+from megatron_async.engine.commands import AddRequest, Command, UpdateSamplingParams
 from megatron_async.engine.guidance import Grammars
-from megatron_async.errors import RequestError, RequestTooLongError, shown
+from megatron_async.errors import ConfigError, RequestError, RequestTooLongError, shown
 from megatron_async.parameter_checks import check_vocabulary
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.scheduler.limits import Limits
@@ -205,6 +206,25 @@ class RequestValidator:
                 "vocabulary is divided over GPUs; add the request with one of them"
             )
         return UpdateSamplingParams(key, {name: getattr(checked, name) for name in changes})
+
+    def check_replay(self, commands: Iterable[Command]) -> None:
+        """Raises ConfigError where a recorded run turns on what :meth:`update` refuses."""
+        if not self._filters_need_extras:
+            return
+        plain: dict[int, SamplingParams] = {}
+        for command in commands:
+            if isinstance(command, AddRequest) and self.extras_of(command) is None:
+                plain[command.key] = SamplingParams.deserialize(command.params)
+            elif isinstance(command, UpdateSamplingParams) and command.key in plain:
+                params = plain[command.key] = dataclasses.replace(
+                    plain[command.key], **command.changes
+                )
+                if filters(params):
+                    raise ConfigError(
+                        "the run turns top_k or top_p on while a request runs, which a model whose "
+                        "vocabulary is divided over GPUs cannot repeat: replay it with "
+                        "tensor_model_parallel_size=1"
+                    )
 
     def values(self, request_id: int, params: SamplingParams) -> Values:
         """The values of the REQUEST slot fields."""

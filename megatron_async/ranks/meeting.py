@@ -7,6 +7,7 @@ import hmac
 import json
 import os
 import secrets
+import select
 import socket
 import tempfile
 import threading
@@ -23,7 +24,13 @@ from megatron_async.errors import ConfigError
 START_SECONDS = 600.0
 POLL_SECONDS = 0.2
 SECRET_BYTES = 32
+HELLO_SECONDS = 5.0
+"""For whoever has connected to say which rank it is."""
+SILENT_SECONDS = 60
+"""Until a host that has gone without a word ends its connections."""
 WAKE = b"\1"
+BEAT = b"\2"
+"""A question whether a rank still runs, and its answer."""
 
 
 def host_identity() -> str:
@@ -62,6 +69,26 @@ class Call(Connection):
         with self._sending, contextlib.suppress(OSError):
             self.send_bytes(data)
 
+    def say_at_once(self, data: bytes) -> None:
+        """Send a few bytes, or nothing where that would have to wait."""
+        if not self._sending.acquire(blocking=False):
+            return
+        try:
+            with contextlib.suppress(OSError, ValueError):
+                poll = select.poll()
+                poll.register(self.fileno(), select.POLLOUT)
+                if poll.poll(0):
+                    self.send_bytes(data)
+        finally:
+            self._sending.release()
+
+    def hang_up(self) -> None:
+        """Close, also where another thread waits to send."""
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.fileno())) as own:
+            own.shutdown(socket.SHUT_RDWR)
+        with self._sending:
+            self.close()
+
 
 def accept_all(
     store: dist.Store, world_size: int, ring_of: Callable[[], str], check: Callable[[], None]
@@ -97,8 +124,9 @@ def accept_all(
             with contextlib.suppress(TimeoutError):
                 accepted, _ = server.accept()
                 accepted.setblocking(True)
+                _end_with_host(accepted)
                 call = Call(accepted.detach())
-                said = call.recv_bytes(SECRET_BYTES + 8)
+                said = _hello(call)
                 if hmac.compare_digest(said[:SECRET_BYTES], secret):
                     found[int(said[SECRET_BYTES:])] = call
                 else:
@@ -106,6 +134,25 @@ def accept_all(
             if time.monotonic() > deadline:
                 raise ConfigError(f"{world_size - 1 - len(found)} ranks have not come; start all")
     return found, together
+
+
+def _hello(call: Call) -> bytes:
+    """What somebody says first; nothing of a stranger that is silent or says something else."""
+    with contextlib.suppress(EOFError, OSError):
+        if call.poll(HELLO_SECONDS):
+            return call.recv_bytes(SECRET_BYTES + 8)
+    return b""
+
+
+def _end_with_host(connection: socket.socket) -> None:
+    """Have a connection over hosts end when the other host has gone without a word. Processes that
+    stand still are no matter of it: their host's kernel answers."""
+    if connection.family == socket.AF_UNIX:
+        return
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("IDLE", SILENT_SECONDS // 2), ("INTVL", SILENT_SECONDS // 6), ("CNT", 3)):
+        if hasattr(socket, f"TCP_KEEP{name}"):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_KEEP{name}"), value)
 
 
 def _get(store: dist.Store, key: str, deadline: float, check: Callable[[], None]) -> bytes:
@@ -125,6 +172,7 @@ def connect(store: dist.Store, rank: int) -> tuple[Call, str | None]:
     together = isinstance(address, str)
     client = socket.socket(socket.AF_UNIX if together else socket.AF_INET)
     client.connect(address if together else tuple(address))
+    _end_with_host(client)
     call = Call(client.detach())
     call.say(bytes.fromhex(secret) + str(rank).encode())
     return call, ring
