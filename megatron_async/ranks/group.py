@@ -34,7 +34,14 @@ from megatron_async.ranks import process_group
 from megatron_async.ranks.channel import ConnectionSender, RingSender, Sender
 from megatron_async.ranks.heartbeat import Heartbeats
 from megatron_async.ranks.layout import Layout
-from megatron_async.ranks.meeting import BEAT, WAKE, Call, accept_all, environment_store
+from megatron_async.ranks.meeting import (
+    BEAT,
+    WAKE,
+    Call,
+    accept_all,
+    environment_number,
+    environment_store,
+)
 from megatron_async.ranks.messages import Message, ReadWeights, ReplaceWeights, Stop, encode
 
 T = TypeVar("T")
@@ -379,16 +386,16 @@ def _error_of(said: str) -> MegatronAsyncError:
 
 def launched_rank() -> int | None:
     """This process's rank if a launcher such as torchrun has started several; None if not."""
-    if int(os.environ.get("WORLD_SIZE", "1") or 1) < 2 or "RANK" not in os.environ:
+    if environment_number("WORLD_SIZE", 1) < 2 or "RANK" not in os.environ:
         return None
-    return int(os.environ["RANK"])
+    return environment_number("RANK", 0)
 
 
 def device_of_rank(name: str) -> torch.device:
     """``cpu``, or the GPU of this process among those of its host."""
     if name == "cpu":
         return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", "0"))
+    index = environment_number("LOCAL_RANK", 0)
     if index >= torch.cuda.device_count():
         raise ConfigError(
             f"a rank needs GPU {index} and there are {torch.cuda.device_count()}; use smaller "
@@ -414,15 +421,16 @@ def start_group(layout: Layout, device: str, timeout_seconds: float) -> RankGrou
     _check_free()
     rank = launched_rank()
     if rank is not None:
-        store, rank, world_size = environment_store()
         if rank != 0:
             raise ConfigError(
                 f"this process is rank {rank}: only rank 0 has an engine; call "
                 "megatron_async.engine.rank_process.follow() in the others"
             )
+        store, _ = environment_store(layout)
         return lead(
-            layout, device_of_rank(device), store, world_size, timeout_seconds=timeout_seconds
-        )
+            layout, device_of_rank(device), store, layout.world_size,
+            timeout_seconds=timeout_seconds,
+        )  # fmt: skip
     if device == "cuda" and torch.cuda.device_count() < layout.world_size:
         raise ConfigError(
             f"{layout} needs {layout.world_size} GPUs and there are {torch.cuda.device_count()}; "

@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_async.errors import ConfigError
+from megatron_async.ranks.layout import Layout
 
 START_SECONDS = 600.0
 POLL_SECONDS = 0.2
@@ -41,20 +42,38 @@ def host_identity() -> str:
     return socket.gethostname()
 
 
-def environment_store() -> tuple[dist.Store, int, int]:
-    """The store, the rank and the number of processes of a launcher such as torchrun.
+def environment_number(name: str, default: int) -> int:
+    """What a launcher such as torchrun has set; raises :class:`ConfigError`."""
+    said = os.environ.get(name) or str(default)
+    if not said.isdecimal():
+        raise ConfigError(
+            f"{name}={said!r} is set, but not as a launcher does: unset it, or start with torchrun"
+        )
+    return int(said)
+
+
+def environment_store(layout: Layout) -> tuple[dist.Store, int]:
+    """The store and the rank of a launcher such as torchrun. What its environment says is checked
+    before anybody is waited for.
 
     Raises:
-        ConfigError: its environment is only there in part.
+        ConfigError: it is only there in part, or for another number of processes.
     """
+    rank, started = environment_number("RANK", 0), environment_number("WORLD_SIZE", 1)
+    if "WORLD_SIZE" in os.environ and (started != layout.world_size or rank >= started):
+        raise ConfigError(
+            f"RANK={rank} and WORLD_SIZE={started} are set, as by a launcher, and the parallel "
+            f"sizes are those of {layout}: start {layout.world_size} processes, change the sizes, "
+            "or unset both"
+        )
     try:
-        store, rank, world_size = next(dist.rendezvous("env://"))
+        store, rank, _ = next(dist.rendezvous("env://"))
     except ValueError as error:
         raise ConfigError(
             f"RANK and WORLD_SIZE are not set as a launcher does ({error}): unset them, or start "
             "with torchrun"
         ) from error
-    return store, rank, world_size
+    return store, rank
 
 
 class Call(Connection):

@@ -202,3 +202,26 @@ def test_rank_timeout() -> None:
     for wrong in (-1, 0.5, float("nan"), "8", True, 10**9):
         with pytest.raises(ConfigError, match="rank_timeout_seconds"):
             EngineConfig(rank_timeout_seconds=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("found", "says"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "3"}, "RANK=1 and WORLD_SIZE=3 are set.*those of TP2"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 and WORLD_SIZE=2 are set"),
+        ({"RANK": "0", "WORLD_SIZE": "many"}, "WORLD_SIZE='many' is set, but not as a launcher"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK='-1' is set, but not as a launcher"),
+        ({"RANK": "1"}, "not set as a launcher does .*WORLD_SIZE expected"),
+    ],
+)
+def test_an_environment_left_over_is_refused_before_anybody_is_waited_for(
+    found: dict[str, str], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    if "WORLD_SIZE" in found:
+        monkeypatch.setattr(dist, "rendezvous", lambda *args: pytest.fail("waits"))
+    for name, value in found.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=says):
+        meeting.environment_store(Layout(2))
