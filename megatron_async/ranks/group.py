@@ -54,6 +54,10 @@ LOOK_SECONDS = 1.0
 """Between two looks whether somebody still has the group."""
 
 
+_unfinished: list[threading.Thread] = []
+"""Threads of this process that met ranks which died meanwhile."""
+
+
 class RankGroup:
     """Rank 0's hold on the others. One for each process, at a time.
 
@@ -130,12 +134,17 @@ class RankGroup:
             except BaseException as error:
                 ends.put(error)
 
-        threading.Thread(target=run, name="joining ranks", daemon=True).start()
-        while True:
-            with contextlib.suppress(queue.Empty):
-                found = ends.get(timeout=0.1)
-                break
-            self.check()
+        joining = threading.Thread(target=run, name="joining ranks", daemon=True)
+        joining.start()
+        try:
+            while True:
+                with contextlib.suppress(queue.Empty):
+                    found = ends.get(timeout=0.1)
+                    break
+                self.check()
+        except BaseException:
+            _unfinished.append(joining)  # torch numbers groups: the next one would not be found
+            raise
         if isinstance(found, tuple):
             return found[0]
         raise self.explain(found) if isinstance(found, RuntimeError) else found
@@ -462,6 +471,11 @@ def _check_free() -> None:
             "this process leads the ranks of a model already, and can lead one group at a time: "
             "use with_config() for another engine over that model, close its engine first, or "
             "start another process"
+        )
+    if _unfinished:
+        raise ConfigError(
+            "a rank died while this process met it, or the start was interrupted, and "
+            "torch.distributed cannot begin again: start a new process"
         )
 
 
