@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megatron_async.errors import ConfigError
 from megatron_async.ranks.layout import Layout
+from megatron_async.version import __version__
 
 START_SECONDS = 600.0
 POLL_SECONDS = 0.2
@@ -117,9 +118,18 @@ def accept_all(
     Args:
         ring_of: makes the ring where they are, and gives its name.
         check: raises when one will not come any more.
+
+    Raises:
+        ConfigError: one has not come, or is of another version.
     """
     deadline = time.monotonic() + START_SECONDS
     hosts = {_get(store, f"host {rank}", deadline, check) for rank in range(1, world_size)}
+    for rank in range(1, world_size):  # set ahead of the host
+        if (version := store.get(f"version {rank}").decode()) != __version__:
+            raise ConfigError(
+                f"rank {rank} runs megatron-async {version} and rank 0 {__version__}: install one "
+                "version on all hosts"
+            )
     together = hosts == {host_identity().encode()}
     secret = secrets.token_bytes(SECRET_BYTES)
     with contextlib.ExitStack() as stack:
@@ -186,6 +196,7 @@ def _get(store: dist.Store, key: str, deadline: float, check: Callable[[], None]
 
 def connect(store: dist.Store, rank: int) -> tuple[Call, str | None]:
     """A follower: its connection to rank 0, and the name of the ring, if there is one."""
+    store.set(f"version {rank}", __version__)
     store.set(f"host {rank}", host_identity())
     address, secret, ring = json.loads(store.get("address"))
     together = isinstance(address, str)

@@ -23,6 +23,7 @@ from megatron_async.ranks.group import RankGroup, start_group
 from megatron_async.ranks.heartbeat import BEATS, PREPARING_TIMES, Heartbeats
 from megatron_async.ranks.layout import Layout
 from megatron_async.ranks.meeting import BEAT, Call
+from megatron_async.version import __version__
 from tests.support.patience import PATIENCE_SECONDS
 
 CPU = torch.device("cpu")
@@ -167,6 +168,7 @@ def test_strangers_do_not_disturb_the_meeting(monkeypatch: pytest.MonkeyPatch) -
     def accept() -> None:
         found.append(meeting.accept_all(store, 2, str, lambda: None)[0])
 
+    store.set("version 1", __version__)
     store.set("host 1", "another host")
     thread = threading.Thread(target=accept)
     thread.start()
@@ -179,6 +181,14 @@ def test_strangers_do_not_disturb_the_meeting(monkeypatch: pytest.MonkeyPatch) -
     assert list(found[0]) == [1] and ring is None
     call.say(b"here")
     assert found[0][1].recv_bytes() == b"here"
+
+
+def test_ranks_of_another_version_are_refused() -> None:
+    store = dist.HashStore()
+    store.set("version 1", "0.0.1")
+    store.set("host 1", meeting.host_identity())
+    with pytest.raises(ConfigError, match=r"rank 1 runs megatron-async 0\.0\.1 and rank 0 "):
+        meeting.accept_all(store, 2, str, lambda: None)
 
 
 class Changing(np.ndarray[Any, Any]):
