@@ -92,6 +92,7 @@ class RankGroup:
         self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._joined = self._closed = False
         self._engines = 0
+        self._steps_of: int | None = None
         self._asked = 0
         self._answered = dict.fromkeys(calls, 0)
         self._timeout_seconds = timeout_seconds
@@ -172,6 +173,27 @@ class RankGroup:
             self.check()
             self._asked += message.is_answered
             self._sender.send(data)
+
+    def begin_steps(self, engine: int) -> None:
+        """Engine ``engine`` has steps in flight from now on. Those of two would meet in the
+        collectives of different ranks in different orders.
+
+        Raises:
+            ConfigError: another one has.
+        """
+        with self._sending:
+            if self._steps_of not in (None, engine):
+                raise ConfigError(
+                    "another engine over these ranks has steps in flight, and two may not be "
+                    "stepped at the same time: finish the requests of one first, or close it"
+                )
+            self._steps_of = engine
+
+    def end_steps(self, engine: int) -> None:
+        """Engine ``engine`` has none."""
+        with self._sending:
+            if self._steps_of == engine:
+                self._steps_of = None
 
     def await_answers(self) -> None:
         """Wait until all ranks have done the last message that is answered.

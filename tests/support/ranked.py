@@ -147,12 +147,26 @@ def case(engine: DynamicInferenceEngine, folder: Path, model: str, *, alone: boo
             "sizes": refused(lambda: engine.with_config(sizes)),
             "state dict": refused(lambda: engine.update_weights({})),
             "wrong weights": refused(lambda: engine.update_weights(folder / "wrong")),
+            "two at once": refused(lambda: step_both(engine)),
         }
     if model == "dense":
         engine.update_weights(folder / "new")
         requests = engine.generate(PROMPTS[:3], params()[:3])
         found["new"] = [request.generated_tokens for request in requests]
     return found
+
+
+def step_both(engine: DynamicInferenceEngine) -> None:
+    """While one engine has a step in flight the other may not launch."""
+    engine.add_request(0, "x", SamplingParams(num_tokens_to_generate=4, termination_id=-1))
+    engine.step_modern()
+    assert engine.in_flight_count
+    try:
+        with engine.with_config(config_at(0)) as other:
+            other.generate(["x"])
+    finally:
+        while engine.has_unfinished_requests():
+            engine.step_modern()
 
 
 def lead_case(folder: Path, model: str, layout: Layout, store: dist.Store) -> Found:
