@@ -16,6 +16,8 @@ MAX_DEPTH = 64
 MAX_REQUESTS = 2**16
 MAX_DRAFTS = 64
 MAX_RANKS = 1024
+DEFAULT_RANK_TIMEOUT_SECONDS = 8.0
+MAX_RANK_TIMEOUT_SECONDS = 86400.0
 RECURRENT_STATE_DTYPES = ("float32", "bfloat16")
 SPECULATIVE_METHODS = ("mtp", "ngram")
 MAX_GIB = 2**30
@@ -48,6 +50,17 @@ def check_buffer_size(gib: object) -> None:
     """Raises :class:`ConfigError` unless ``gib`` is a size that memory may have."""
     if isinstance(gib, bool) or not isinstance(gib, (int, float)) or not 0 < gib <= MAX_GIB:
         raise ConfigError(f"buffer_size_gb={shown(gib)} must be above 0 and at most {MAX_GIB}")
+
+
+def check_rank_timeout(seconds: object) -> None:
+    """Raises :class:`ConfigError` unless ``seconds`` is 0, or a time that a rank may take."""
+    most = MAX_RANK_TIMEOUT_SECONDS
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if not is_number or not (seconds == 0 or 1 <= seconds <= most):  # type: ignore[operator]
+        raise ConfigError(
+            f"rank_timeout_seconds={shown(seconds)} must be 0, which is never, or between 1 and "
+            f"{most:.0f}"
+        )
 
 
 def check_paused_buffer_size(gib: object) -> None:
@@ -143,6 +156,8 @@ class EngineConfig:
         tensor_model_parallel_size, pipeline_model_parallel_size, expert_model_parallel_size: the
             processes that share the model's layers, that have some of its layers each, and that
             have some of its experts each (``ranks/layout.py``); 1 is one process.
+        rank_timeout_seconds: a rank that has not answered for so long counts as dead, and ends the
+            group; eight times as long while it starts, loads or captures. 0 waits for ever.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None takes the checkpoint's on a GPU
             and float32 on a CPU.
         jitter_seed: CPU only, for tests: sleep random times around device work.
@@ -188,6 +203,7 @@ class EngineConfig:
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
     expert_model_parallel_size: int = 1
+    rank_timeout_seconds: float = DEFAULT_RANK_TIMEOUT_SECONDS
     dtype: str | None = None
     jitter_seed: int | None = None
     record: str | None = None
@@ -203,6 +219,7 @@ class EngineConfig:
         self._check("num_cuda_graphs", 1, optional=True)
         for name in ("tensor", "pipeline", "expert"):
             self._check(f"{name}_model_parallel_size", 1, MAX_RANKS)
+        check_rank_timeout(self.rank_timeout_seconds)
         self._check("num_speculative_tokens", 0, MAX_DRAFTS)
         if self.draft_model is not None and self.speculative_method != "mtp":
             raise ConfigError(

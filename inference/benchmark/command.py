@@ -11,7 +11,7 @@ import shlex
 import sys
 from typing import Any
 
-from megatron_async.config import MAX_DEPTH, MAX_REQUESTS
+from megatron_async.config import DEFAULT_RANK_TIMEOUT_SECONDS, MAX_DEPTH, MAX_REQUESTS
 from megatron_async.errors import ConfigError
 
 from ..cli.options import (
@@ -269,6 +269,8 @@ def command_line(args: argparse.Namespace) -> str:
         if name in ("run", "json", "api_key") or value in (None, ""):
             continue
         if name in PARALLEL_SIZES and value == 1:
+            continue
+        if name == "rank_timeout_seconds" and value == DEFAULT_RANK_TIMEOUT_SECONDS:
             continue
         if not isinstance(value, bool):
             several = value if isinstance(value, (list, tuple)) else [value]

@@ -81,12 +81,9 @@ def load_benchmark_model(
     device = resolve_device(args.device)
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     started = time.perf_counter()
-    sizes: dict[str, Any] = {name: getattr(args, name, 1) for name in PARALLEL_SIZES}
-    engine_config = EngineConfig(
-        device=args.device,
-        dtype=args.dtype,
-        **sizes,
-    )
+    names = (*PARALLEL_SIZES, "rank_timeout_seconds")
+    ranks: dict[str, Any] = {k: v for k in names if (v := getattr(args, k, None)) is not None}
+    engine_config = EngineConfig(device=args.device, dtype=args.dtype, **ranks)
     group = start_ranks(engine_config)
     if group is not None:
         device = device_of_rank(device.type)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from megatron_async.config import (
     DEFAULT_ASYNC_DEPTH,
+    DEFAULT_RANK_TIMEOUT_SECONDS,
     MAX_COUNT,
     MAX_DEPTH,
     MAX_RANKS,
@@ -121,7 +122,7 @@ PARALLEL_SIZES = (
     "pipeline_model_parallel_size",
     "expert_model_parallel_size",
 )
-_SAME += " ".join(PARALLEL_SIZES)
+_SAME += " ".join((*PARALLEL_SIZES, "rank_timeout_seconds"))
 FLAGS = {name: f"--{name.replace('_', '-')}" for name in _SAME.split()} | {
     "max_tokens": "--inference-dynamic-batching-max-tokens",
     "paused_buffer_size_gb": "--inference-dynamic-batching-paused-buffer-size-gb",
@@ -271,6 +272,11 @@ def add_parallel_options(parser: argparse.ArgumentParser, default: int | None = 
         what += f" (default: {default or 'the recorded one'})"
         kind = integer(1, MAX_RANKS)
         add(FLAGS[name], dest=name, type=kind, default=default, metavar="N", help=what)
+    what = "of silence after which a rank counts as dead; 0 is never (default: "
+    what += f"{DEFAULT_RANK_TIMEOUT_SECONDS:g})"
+    kept = None if default is None else DEFAULT_RANK_TIMEOUT_SECONDS
+    name = "rank_timeout_seconds"
+    add(FLAGS[name], type=number(0), default=kept, metavar="SECONDS", help=what)
 
 
 def followed_rank(args: argparse.Namespace) -> bool:

@@ -179,7 +179,8 @@ def start_ranks(config: EngineConfig) -> RankGroup | None:
     check_supported(layout, config)
     if layout.world_size == 1:
         return None
-    return start_group(layout, resolve_device(config.device).type)
+    device = resolve_device(config.device).type
+    return start_group(layout, device, config.rank_timeout_seconds)
 
 
 def shared_config(config: EngineConfig, **values: Any) -> dict[str, Any]:

@@ -41,12 +41,9 @@ def follow(
         ConfigError: the environment is not a launcher's, or is that of rank 0.
     """
     if store is None or rank is None:
-        store, rank, world_size = environment_store()
-        if rank == 0 or world_size != layout.world_size:
-            raise ConfigError(
-                f"RANK={rank} of WORLD_SIZE={world_size} cannot follow in {layout}, which has "
-                f"ranks 1 to {layout.world_size - 1} that do"
-            )
+        if os.environ.get("RANK") == "0":
+            raise ConfigError("RANK=0 has the engine: it leads, and the others follow")
+        store, rank = environment_store(layout)
     group = join_group(layout, device_of_rank(device), store, rank)
     try:
         Follower(group, RankModel(device, wrapper)).run()

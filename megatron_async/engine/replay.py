@@ -39,8 +39,10 @@ def replay(run: Run, engine: DynamicInferenceEngine) -> Replay:
     aborted.
 
     Raises:
-        ConfigError: the run got weights that are not in a file.
+        ConfigError: the run got weights that are not in a file, or turns top-k or top-p on in a
+            way that several GPUs cannot repeat.
     """
+    engine.requests.check_replay(applied.command for applied in run.applied)
     exact = _pace(engine.config) == _pace(run.config)
     entries: list[Entry] = []
     engine.record(Recorder(lambda entry: entries.append(json.loads(json.dumps(entry)))))

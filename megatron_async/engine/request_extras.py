@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, Protocol
 
-from megatron_async.engine.commands import AddRequest
+from megatron_async.engine.commands import AddRequest, Command, UpdateSamplingParams
 from megatron_async.engine.guidance import Grammars
-from megatron_async.errors import RequestError, shown
+from megatron_async.errors import ConfigError, RequestError, shown
 from megatron_async.parameter_checks import check_vocabulary
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.step.extras import (
@@ -132,6 +133,25 @@ class RequestExtras:
                 "top_k and top_p cannot be turned on while a request runs on a model whose "
                 "vocabulary is divided over GPUs; add the request with one of them"
             )
+
+    def check_replay(self, commands: Iterable[Command]) -> None:
+        """Raises ConfigError where a recorded run turns on what :meth:`check_change` refuses."""
+        if not self._needed_by_filters:
+            return
+        plain: dict[int, SamplingParams] = {}
+        for command in commands:
+            if isinstance(command, AddRequest) and self.of_command(command) is None:
+                plain[command.key] = SamplingParams.deserialize(command.params)
+            elif isinstance(command, UpdateSamplingParams) and command.key in plain:
+                params = plain[command.key] = dataclasses.replace(
+                    plain[command.key], **command.changes
+                )
+                if _filters(params):
+                    raise ConfigError(
+                        "the run turns top_k or top_p on while a request runs, which a model whose "
+                        "vocabulary is divided over GPUs cannot repeat: replay it with "
+                        "tensor_model_parallel_size=1"
+                    )
 
     def _is_guided(self, params: SamplingParams) -> bool:
         """S needs all tokens before: for a grammar's masks, or for Python functions."""

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -190,6 +190,10 @@ class RequestQueue:
         forget = functools.partial(_forget, self._siblings, first.request_id)
         siblings.future.when_done(forget)
         return siblings.future
+
+    def check_replay(self, commands: Iterable[Command]) -> None:
+        """Raises ConfigError where :meth:`replay` of all of these could not be trusted."""
+        self._validator.check_replay(commands)
 
     def replay(self, command: Command) -> None:
         """Queue a recorded command."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from megatron_async.config import as_integer
-from megatron_async.engine.commands import AddRequest, UpdateSamplingParams
+from megatron_async.engine.commands import AddRequest, Command, UpdateSamplingParams
 from megatron_async.engine.guidance import Grammars
 from megatron_async.engine.request_extras import PromptTokenizer, RequestExtras
 from megatron_async.errors import RequestError, RequestTooLongError
@@ -166,6 +167,10 @@ class RequestValidator:
         self._check_drafts(checked)
         self._extras.check_change(params, checked)
         return UpdateSamplingParams(key, {name: getattr(checked, name) for name in changes})
+
+    def check_replay(self, commands: Iterable[Command]) -> None:
+        """Raises ConfigError where a recorded run turns on what :meth:`update` refuses."""
+        self._extras.check_replay(commands)
 
     def values(self, request_id: int, params: SamplingParams) -> Values:
         """The values of the REQUEST slot fields."""

@@ -108,9 +108,11 @@ class RingSender:
             self._wait_for_room(at + length)
         ring.copy_in(at, HEAD.pack(len(data)) + data)
         ring.written[0] = at + length
-        for place in ring.asleep.nonzero()[0].tolist():
-            ring.asleep[place] = 0
-            self._wake(place)
+        # Others write these words meanwhile, which numpy's searches refuse: a copy.
+        for place, asleep in enumerate(ring.asleep.tolist()):
+            if asleep:
+                ring.asleep[place] = 0
+                self._wake(place)
 
     def _wait_for_room(self, end: int) -> None:
         ring, started = self._ring, time.monotonic()

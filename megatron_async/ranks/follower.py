@@ -20,7 +20,7 @@ from megatron_async.models.parallel import ModelParallel
 from megatron_async.ranks import messages, process_group
 from megatron_async.ranks.channel import Receiver, RingReceiver
 from megatron_async.ranks.layout import Layout
-from megatron_async.ranks.meeting import WAKE, Call, connect
+from megatron_async.ranks.meeting import BEAT, WAKE, Call, connect
 from megatron_async.ranks.messages import Message, decode
 from megatron_async.runner.model_runner import ModelRunner
 
@@ -77,6 +77,8 @@ class Group:
                 data = self._call.recv_bytes()
                 if data == WAKE:
                     self._wakes.set()
+                elif data == BEAT:
+                    self._call.say(BEAT)
                 else:
                     self._queue.put(data)
         except (EOFError, OSError):
@@ -87,8 +89,12 @@ def join_group(layout: Layout, device: torch.device, store: dist.Store, rank: in
     """Be a rank other than 0 of a group that is led over the same store."""
     call, ring = connect(dist.PrefixStore("ranks", store), rank)
     group = Group(rank, call, ring, layout.world_size - 1, SPIN_SECONDS[device.type])
-    process_group.join(layout, device, dist.PrefixStore("torch", store), rank)
-    parallel.set_current(ModelParallel(layout, rank))
+    try:
+        process_group.join(layout, device, dist.PrefixStore("torch", store), rank)
+        parallel.set_current(ModelParallel(layout, rank))
+    except BaseException as error:
+        group.fail(error)
+        raise
     return group
 
 

@@ -15,11 +15,13 @@ import weakref
 from collections.abc import Callable
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megatron_async import errors
+from megatron_async.config import DEFAULT_RANK_TIMEOUT_SECONDS
 from megatron_async.errors import (
     CheckpointError,
     ConfigError,
@@ -30,15 +32,30 @@ from megatron_async.models import parallel
 from megatron_async.models.parallel import ModelParallel
 from megatron_async.ranks import process_group
 from megatron_async.ranks.channel import ConnectionSender, RingSender, Sender
+from megatron_async.ranks.heartbeat import Heartbeats
 from megatron_async.ranks.layout import Layout
-from megatron_async.ranks.meeting import WAKE, Call, accept_all, environment_store
+from megatron_async.ranks.meeting import (
+    BEAT,
+    WAKE,
+    Call,
+    accept_all,
+    environment_number,
+    environment_store,
+)
 from megatron_async.ranks.messages import Message, ReadWeights, ReplaceWeights, Stop, encode
 
+T = TypeVar("T")
 FOLLOWER_MODULE = "megatron_async.engine.rank_process"
 EXIT_SECONDS = 5.0
 """For a rank that was told to end, or has hung up."""
 EXPLAIN_SECONDS = 3.0
 """For the connection to a rank to say that it has died, when a collective has."""
+LOOK_SECONDS = 1.0
+"""Between two looks whether somebody still has the group."""
+
+
+_unfinished: list[threading.Thread] = []
+"""Threads of this process that met ranks which died meanwhile."""
 
 
 class RankGroup:
@@ -47,23 +64,25 @@ class RankGroup:
     Args:
         calls: connections by rank.
         processes: those that this process has started, by rank.
+        timeout_seconds: of silence after which a rank is taken for dead; 0 is never.
 
     Attributes:
-        parallel: rank 0's own place.
+        parallel: rank 0's own place, once :meth:`join` is over.
         model_path: the directory of the model; None of random weights.
         failure: why the group has ended; None while it lives.
     """
 
+    parallel: ModelParallel
+
     def __init__(
         self,
         layout: Layout,
-        place: ModelParallel,
         sender: Sender,
         calls: dict[int, Call],
         processes: dict[int, subprocess.Popen[bytes]],
+        timeout_seconds: float,
     ) -> None:
         self.layout = layout
-        self.parallel = place
         self.failure: RankDiedError | None = None
         self.model_path: str | None = None
         self._sender = sender
@@ -71,13 +90,65 @@ class RankGroup:
         self._processes = processes
         self._sending = threading.Lock()
         self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._closed = False
+        self._joined = self._closed = False
         self._engines = 0
-        self._on_death: dict[int, Callable[[RankDiedError], None]] = {}
+        self._steps_of: int | None = None
+        self._asked = 0
+        self._answered = dict.fromkeys(calls, 0)
+        self._timeout_seconds = timeout_seconds
+        self._heartbeats = Heartbeats(calls, timeout_seconds)
+        self._on_death: dict[int, weakref.WeakMethod[Callable[[RankDiedError], None]]] = {}
         self._over = threading.Event()
-        self._watching = threading.Thread(target=self._watch, name="ranks", daemon=True)
+        self._end = weakref.finalize(
+            self, _end_all, list(processes.values()), list(calls.values()), sender
+        )
+        # The thread keeps the group no longer than somebody else does.
+        self._watching = threading.Thread(
+            target=_watch, args=(weakref.ref(self),), name="ranks", daemon=True
+        )
         self._watching.start()
-        self._end = weakref.finalize(self, _end_all, list(processes.values()), sender)
+
+    def join(self, device: torch.device, store: dist.Store) -> None:
+        """Meet the others in torch.distributed and in megatron-core's parallel state. In a thread,
+        since nothing else ends its wait for a rank that has died.
+
+        Raises:
+            RankDiedError: one has.
+        """
+
+        def join() -> ModelParallel:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            process_group.join(self.layout, device, store)
+            return ModelParallel(self.layout, 0)
+
+        self.parallel = self._while_alive(join)
+        self._joined = True
+        parallel.set_current(self.parallel)
+
+    def _while_alive(self, work: Callable[[], T]) -> T:
+        ends: queue.SimpleQueue[tuple[T] | BaseException] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                ends.put((work(),))
+            except BaseException as error:
+                ends.put(error)
+
+        joining = threading.Thread(target=run, name="joining ranks", daemon=True)
+        joining.start()
+        try:
+            while True:
+                with contextlib.suppress(queue.Empty):
+                    found = ends.get(timeout=0.1)
+                    break
+                self.check()
+        except BaseException:
+            _unfinished.append(joining)  # torch numbers groups: the next one would not be found
+            raise
+        if isinstance(found, tuple):
+            return found[0]
+        raise self.explain(found) if isinstance(found, RuntimeError) else found
 
     @property
     def pids(self) -> dict[int, int]:
@@ -100,7 +171,29 @@ class RankGroup:
         data = encode(message)
         with self._sending:
             self.check()
+            self._asked += message.is_answered
             self._sender.send(data)
+
+    def begin_steps(self, engine: int) -> None:
+        """Engine ``engine`` has steps in flight from now on. Those of two would meet in the
+        collectives of different ranks in different orders.
+
+        Raises:
+            ConfigError: another one has.
+        """
+        with self._sending:
+            if self._steps_of not in (None, engine):
+                raise ConfigError(
+                    "another engine over these ranks has steps in flight, and two may not be "
+                    "stepped at the same time: finish the requests of one first, or close it"
+                )
+            self._steps_of = engine
+
+    def end_steps(self, engine: int) -> None:
+        """Engine ``engine`` has none."""
+        with self._sending:
+            if self._steps_of == engine:
+                self._steps_of = None
 
     def await_answers(self) -> None:
         """Wait until all ranks have done the last message that is answered.
@@ -175,8 +268,9 @@ class RankGroup:
         return error if self.failure is None else RankDiedError(*self.failure.args)
 
     def when_it_dies(self, number: int, call: Callable[[RankDiedError], None]) -> None:
-        """Have ``call`` called, in a thread of the group's, for engine ``number``."""
-        self._on_death[number] = call
+        """Have ``call``, a method of engine ``number``, called in a thread of the group's, unless
+        the engine has gone by then."""
+        self._on_death[number] = weakref.WeakMethod(call)
         if self.failure is not None:
             call(self.failure)
 
@@ -184,20 +278,47 @@ class RankGroup:
         """Engine ``number`` is closed."""
         self._on_death.pop(number, None)
 
-    def _watch(self) -> None:
-        calls = {call: rank for rank, call in self._calls.items()}
-        while not self._closed:
-            for ready in wait(list(calls), timeout=1.0):
-                call = ready
-                try:
-                    said = json.loads(call.recv_bytes())  # type: ignore[union-attr]
-                except (EOFError, OSError, ValueError):
-                    self._died(calls[call], None)  # type: ignore[index]
-                    return
-                if "failed" in said:
-                    self._died(calls[call], said["failed"])  # type: ignore[index]
-                    return
-                self._answers.put(json.dumps(said["error"]) if said.get("error") else None)
+    def watch(self) -> bool:
+        """Take what the others say, and ask whether they run; returns whether to go on."""
+        ranks = {call: rank for rank, call in self._calls.items()}
+        until = self._heartbeats.wait_seconds(time.monotonic())
+        ready = wait(list(ranks), timeout=min(until, LOOK_SECONDS))
+        for call in ready:
+            rank = ranks[call]  # type: ignore[index]
+            try:
+                data = call.recv_bytes()  # type: ignore[union-attr]
+                said = None if data == BEAT else json.loads(data)
+            except (EOFError, OSError, ValueError):
+                self._died(rank, None)
+                return False
+            self._heartbeats.heard(rank)
+            if said is None:
+                continue
+            if "failed" in said:
+                self._died(rank, said["failed"])
+                return False
+            self._answered[rank] += 1
+            self._answers.put(json.dumps(said["error"]) if said.get("error") else None)
+        if not ready and not self._heartbeats.wait_seconds(time.monotonic()):
+            return self._ask_all()
+        return not self._closed
+
+    def _ask_all(self) -> bool:
+        self._heartbeats.begin(time.monotonic())
+        for rank, call in self._calls.items():
+            prepares = not self._joined or self._answered[rank] < self._asked
+            if not self._heartbeats.ask(rank, prepares=prepares):
+                self._died(rank, self._silence)
+                return False
+            call.say_at_once(BEAT)
+        return not self._closed
+
+    @property
+    def _silence(self) -> str:
+        return (
+            f"has not answered for rank_timeout_seconds={self._timeout_seconds:g} or longer and "
+            "counts as dead: it was stopped, it hangs, or its machine is too busy"
+        )
 
     def _died(self, rank: int, reason: str | None) -> None:
         if self._closed:
@@ -206,33 +327,41 @@ class RankGroup:
         self.failure = RankDiedError(f"rank {rank} of the model {how}")
         self._over.set()
         # The others may wait for it for ever.
-        _end_processes(list(self._processes.values()))
         for other in self._calls.values():
-            other.close()
-        for call in list(self._on_death.values()):
-            with contextlib.suppress(MegatronAsyncError):
-                call(self.failure)
+            other.hang_up()
+        _end_processes(list(self._processes.values()))
+        for method in list(self._on_death.values()):
+            if (call := method()) is not None:
+                with contextlib.suppress(MegatronAsyncError):
+                    call(self.failure)
 
     def close(self) -> None:
         """End the other ranks; nothing may be in flight."""
         if self._closed:
             return
-        if self.failure is None:
+        if self.failure is None and self._joined:
             with contextlib.suppress(RankDiedError):
                 self.tell(Stop())
         self._closed = True
-        deadline = time.monotonic() + EXIT_SECONDS
-        for process in self._processes.values():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-        self._end()
+        if self._joined:
+            _wait_for(list(self._processes.values()))
         self._watching.join(EXIT_SECONDS)
-        for call in self._calls.values():
-            call.close()
-        parallel.set_current(None)
-        # Kernels of NCCL that wait for a dead rank would be waited for.
-        if self.failure is None or not dist.is_nccl_available() or not torch.cuda.is_available():
+        self._end()
+        if self.failure is None and _has_gpus():
             process_group.leave()
+
+
+def _watch(group_of: weakref.ref[RankGroup]) -> None:
+    """In a thread, until the group has ended or nobody has it any more."""
+    goes_on = True
+    while goes_on:
+        group = group_of()
+        goes_on = group is not None and group.watch()
+        del group
+
+
+def _has_gpus() -> bool:
+    return dist.is_nccl_available() and torch.cuda.is_available()
 
 
 def _how_ended(process: subprocess.Popen[bytes] | None) -> str:
@@ -247,17 +376,30 @@ def _how_ended(process: subprocess.Popen[bytes] | None) -> str:
     return f"ended with status {status}"
 
 
-def _end_all(processes: list[subprocess.Popen[bytes]], sender: Sender) -> None:
+def _end_all(processes: list[subprocess.Popen[bytes]], calls: list[Call], sender: Sender) -> None:
+    """Of a group that is closed, or that nobody has any more."""
     _end_processes(processes)
+    for call in calls:
+        call.hang_up()
     sender.close()
+    parallel.set_current(None)
+    if not _has_gpus():  # kernels of NCCL that wait for a dead rank would be waited for
+        process_group.leave()
 
 
 def _end_processes(processes: list[subprocess.Popen[bytes]]) -> None:
+    """One that hangs in a driver may not end even so, and is not waited for."""
     for process in processes:
         if process.poll() is None:
             process.kill()
+    _wait_for(processes)
+
+
+def _wait_for(processes: list[subprocess.Popen[bytes]]) -> None:
+    deadline = time.monotonic() + EXIT_SECONDS
     for process in processes:
-        process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
 
 
 def _error_of(said: str) -> MegatronAsyncError:
@@ -275,16 +417,16 @@ def _error_of(said: str) -> MegatronAsyncError:
 
 def launched_rank() -> int | None:
     """This process's rank if a launcher such as torchrun has started several; None if not."""
-    if int(os.environ.get("WORLD_SIZE", "1") or 1) < 2 or "RANK" not in os.environ:
+    if environment_number("WORLD_SIZE", 1) < 2 or "RANK" not in os.environ:
         return None
-    return int(os.environ["RANK"])
+    return environment_number("RANK", 0)
 
 
 def device_of_rank(name: str) -> torch.device:
     """``cpu``, or the GPU of this process among those of its host."""
     if name == "cpu":
         return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", "0"))
+    index = environment_number("LOCAL_RANK", 0)
     if index >= torch.cuda.device_count():
         raise ConfigError(
             f"a rank needs GPU {index} and there are {torch.cuda.device_count()}; use smaller "
@@ -294,40 +436,69 @@ def device_of_rank(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def start_group(layout: Layout, device: str) -> RankGroup:
+def start_group(layout: Layout, device: str, timeout_seconds: float) -> RankGroup:
     """The group of which this process becomes rank 0: of processes that it starts on this host, or
     of those that a launcher has started.
 
     Args:
         device: "cpu" or "cuda".
+        timeout_seconds: see :class:`RankGroup`.
 
     Raises:
-        ConfigError: the launcher started another number, this is not rank 0, or a GPU is missing.
+        ConfigError: the launcher started another number, this is not rank 0, a GPU is missing, or
+            this process leads a group already.
         RankDiedError: one did not start.
     """
+    _check_free()
     rank = launched_rank()
     if rank is not None:
-        store, rank, world_size = environment_store()
         if rank != 0:
             raise ConfigError(
                 f"this process is rank {rank}: only rank 0 has an engine; call "
                 "megatron_async.engine.rank_process.follow() in the others"
             )
-        return lead(layout, device_of_rank(device), store, world_size)
+        store, _ = environment_store(layout)
+        return lead(
+            layout, device_of_rank(device), store, layout.world_size,
+            timeout_seconds=timeout_seconds,
+        )  # fmt: skip
     if device == "cuda" and torch.cuda.device_count() < layout.world_size:
         raise ConfigError(
             f"{layout} needs {layout.world_size} GPUs and there are {torch.cuda.device_count()}; "
             "use smaller parallel sizes, or device='cpu'"
         )
+    if dist.is_initialized():
+        raise ConfigError(
+            f"torch.distributed is initialised in this process already, and {layout} starts "
+            "processes of its own: a process that has loaded a model of one rank, or whose group "
+            "has died on GPUs, cannot lead one; start a new process"
+        )
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    processes = {
-        each: _spawn(each, layout, device, store.port) for each in range(1, layout.world_size)
-    }
+    processes: dict[int, subprocess.Popen[bytes]] = {}
     try:
-        return lead(layout, device_of_rank(device), store, layout.world_size, processes)
+        for each in range(1, layout.world_size):
+            processes[each] = _spawn(each, layout, device, store.port)
+        return lead(
+            layout, device_of_rank(device), store, layout.world_size, processes,
+            timeout_seconds=timeout_seconds,
+        )  # fmt: skip
     except BaseException:
         _end_processes(list(processes.values()))
         raise
+
+
+def _check_free() -> None:
+    if parallel.current() is not None:
+        raise ConfigError(
+            "this process leads the ranks of a model already, and can lead one group at a time: "
+            "use with_config() for another engine over that model, close its engine first, or "
+            "start another process"
+        )
+    if _unfinished:
+        raise ConfigError(
+            "a rank died while this process met it, or the start was interrupted, and "
+            "torch.distributed cannot begin again: start a new process"
+        )
 
 
 def _spawn(rank: int, layout: Layout, device: str, port: int) -> subprocess.Popen[bytes]:
@@ -348,12 +519,17 @@ def lead(
     store: dist.Store,
     world_size: int,
     processes: dict[int, subprocess.Popen[bytes]] | None = None,
+    *,
+    timeout_seconds: float = DEFAULT_RANK_TIMEOUT_SECONDS,
 ) -> RankGroup:
     """Be rank 0 of a group whose other ranks :func:`~megatron_async.ranks.follower.join_group` over
     the same store.
 
+    Args:
+        timeout_seconds: see :class:`RankGroup`.
+
     Raises:
-        ConfigError: they are of another number.
+        ConfigError: they are of another number, or this process leads a group already.
         RankDiedError: one did not come.
     """
     if world_size != layout.world_size:
@@ -361,6 +537,7 @@ def lead(
             f"{layout} needs {layout.world_size} processes and the launcher has started "
             f"{world_size}; make both equal"
         )
+    _check_free()
     started = processes or {}
     rings: list[RingSender] = []
     calls: dict[int, Call] = {}
@@ -377,18 +554,28 @@ def lead(
         return rings[0].name
 
     def check_all() -> None:
-        made[0].check()
+        if (group := made[0]()) is not None:
+            group.check()
 
-    made: list[RankGroup] = []
+    made: list[weakref.ref[RankGroup]] = []
     own = dist.PrefixStore("ranks", store)
-    calls.update(accept_all(own, world_size, make_ring, check)[0])
-    process_group.join(layout, device, dist.PrefixStore("torch", store))
-    if rings:  # all have it, and nothing is left behind whatever happens from now on
-        rings[0].unlink()
-    place = ModelParallel(layout, 0)
-    parallel.set_current(place)
+    try:
+        calls.update(accept_all(own, world_size, make_ring, check)[0])
+    except BaseException:
+        for ring in rings:
+            ring.unlink()
+        raise
     senders: list[Sender] = [*rings]
     if not rings:
         senders = [ConnectionSender([calls[rank].say for rank in sorted(calls)])]
-    made.append(RankGroup(layout, place, senders[0], calls, started))
-    return made[0]
+    group = RankGroup(layout, senders[0], calls, started, timeout_seconds)
+    made.append(weakref.ref(group))
+    try:
+        group.join(device, dist.PrefixStore("torch", store))
+    except BaseException:
+        group.close()
+        raise
+    finally:  # all have it, or never will, and nothing is left behind whatever happens from now on
+        for ring in rings:
+            ring.unlink()
+    return group

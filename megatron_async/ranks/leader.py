@@ -25,6 +25,7 @@ class LeadingRunner(ModelRunner):
     def __init__(self, *args: Any, group: RankGroup, engine: int, **options: Any) -> None:
         self._group = group
         self._engine = engine
+        self._in_flight = 0
         self._claimed: tuple[Mask, Mask] | None = None
         """Masks of the pending ticket, which the other ranks do not have yet."""
         super().__init__(*args, **options)
@@ -35,6 +36,8 @@ class LeadingRunner(ModelRunner):
         return self._engine
 
     def launch(self, plan: Plan) -> Ticket:
+        self._group.begin_steps(self._engine)
+        self._in_flight += 1
         self._tell_masks()
         self._group.tell(messages.Launch(self._engine, plan))
         try:
@@ -47,9 +50,13 @@ class LeadingRunner(ModelRunner):
             self._tell_masks()
             self._group.tell(messages.SamplePending(self._engine))
         try:
-            return super().take(ticket)
+            result = super().take(ticket)
         except RuntimeError as error:
             raise self._group.explain(error) from error
+        self._in_flight -= 1
+        if not self._in_flight:
+            self._group.end_steps(self._engine)
+        return result
 
     def claim_masks(self, ticket: Ticket) -> tuple[Mask, Mask]:
         self._claimed = super().claim_masks(ticket)
@@ -76,6 +83,7 @@ class LeadingRunner(ModelRunner):
 
     def release(self) -> None:
         self._group.forget(self._engine)
+        self._group.end_steps(self._engine)
         if self._group.is_alive:
             self._group.tell(messages.Release(self._engine))
         super().release()

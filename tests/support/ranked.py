@@ -1,8 +1,8 @@
 """Groups of forked ranks for tests: modules are imported once, by a process of one thread.
 
 ``python -m tests.support.ranked FOLDER CASE...`` runs :func:`case` on each layout, such as
-``dense:2,1,1`` (tensor, pipeline, expert), and :func:`kill_case` for ``killed:``, one after the
-other, and writes what rank 0 found to ``FOLDER/CASE.json``.
+``dense:2,1,1`` (tensor, pipeline, expert), and :func:`kill_case` for ``killed:`` and
+``stopped:``, one after the other, and writes what rank 0 found to ``FOLDER/CASE.json``.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ PROMPTS = [
     COMMON + "def read(path):\n", "for i in range(", "try:\n", "while True:",
 ]  # fmt: skip
 ABORTED = 2
+KILLS = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP}
 NEW_TOKENS = 13
 SIZES = {
     "max_requests": 3, "block_size_tokens": 8, "block_count": 40, "prefill_chunk_tokens": 16,
@@ -147,12 +148,26 @@ def case(engine: DynamicInferenceEngine, folder: Path, model: str, *, alone: boo
             "sizes": refused(lambda: engine.with_config(sizes)),
             "state dict": refused(lambda: engine.update_weights({})),
             "wrong weights": refused(lambda: engine.update_weights(folder / "wrong")),
+            "two at once": refused(lambda: step_both(engine)),
         }
     if model == "dense":
         engine.update_weights(folder / "new")
         requests = engine.generate(PROMPTS[:3], params()[:3])
         found["new"] = [request.generated_tokens for request in requests]
     return found
+
+
+def step_both(engine: DynamicInferenceEngine) -> None:
+    """While one engine has a step in flight the other may not launch."""
+    engine.add_request(0, "x", SamplingParams(num_tokens_to_generate=4, termination_id=-1))
+    engine.step_modern()
+    assert engine.in_flight_count
+    try:
+        with engine.with_config(config_at(0)) as other:
+            other.generate(["x"])
+    finally:
+        while engine.has_unfinished_requests():
+            engine.step_modern()
 
 
 def lead_case(folder: Path, model: str, layout: Layout, store: dist.Store) -> Found:
@@ -177,9 +192,15 @@ def lead_case(folder: Path, model: str, layout: Layout, store: dist.Store) -> Fo
         return case(engine, folder, model, alone=group is None)
 
 
-def kill_case(folder: Path) -> Found:
-    """What becomes of requests when a rank that was started here is killed."""
-    config = EngineConfig(device="cpu", tensor_model_parallel_size=2, max_requests=2)
+def kill_case(folder: Path, number: signal.Signals) -> Found:
+    """What becomes of requests when a rank that was started here gets a signal; by itself, or by
+    the timeout, whose error is the same."""
+    config = EngineConfig(
+        device="cpu",
+        tensor_model_parallel_size=2,
+        max_requests=2,
+        rank_timeout_seconds=1 if number == signal.SIGSTOP else 0,
+    )
     endless = SamplingParams(num_tokens_to_generate=2000, termination_id=-1)
 
     def step_for_ever() -> None:
@@ -191,12 +212,13 @@ def kill_case(folder: Path) -> Found:
         for _ in range(5):
             engine.step_modern()
         group: RankGroup = engine.controller.inference_wrapped_model.rank_group
-        os.kill(group.pids[1], signal.SIGKILL)
-        return {
+        os.kill(group.pids[1], number)
+        found = {
             "step": refused(step_for_ever),
             "requests": [refused(future.result) for future in futures],
             "next": refused(lambda: engine.add_request(9, "x", endless)),
         }
+    return {**found, "is gone": not os.path.exists(f"/proc/{group.pids[1]}")}
 
 
 def run_layout(folder: Path, name: str) -> None:
@@ -214,8 +236,8 @@ def run_layout(folder: Path, name: str) -> None:
             store = dist.FileStore(str(folder / f"{name}.store"), layout.world_size)
             if rank:
                 follow(layout, "cpu", store=store, rank=rank)
-            if model == "killed":
-                found = kill_case(folder)
+            if model in KILLS:
+                found = kill_case(folder, KILLS[model])
             else:
                 found = lead_case(folder, model, layout, store)
             (folder / f"{name}.json").write_text(json.dumps(found))

@@ -36,7 +36,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Fou
         folder = folder.parent
     folder /= "ranks"
     names = [f"{m}:{sizes}" for m, several in LAYOUTS.items() for sizes in (ALONE, *several)]
-    names.append("killed:")
+    names += ["killed:", "stopped:"]
     with FileLock(f"{folder}.lock"):
         if not (folder / "complete").exists():
             folder.mkdir(exist_ok=True)
@@ -131,17 +131,24 @@ def test_what_ranks_do_not_do_is_refused(
     assert "asks for TP4 and the model is on" in refused["sizes"]
     assert "give a model directory" in refused["state dict"]
     assert ": rank " in refused["wrong weights"]
+    assert "two may not be stepped at the same time" in refused["two at once"]
     if sizes != "2,1,1":
         refused_drafts = found[model, sizes]["refused drafts"]
         assert refused_drafts.startswith("ConfigError: num_speculative_tokens")
 
 
-def test_a_killed_rank_ends_the_group_and_its_requests(
-    found: dict[tuple[str, str], Found],
+@pytest.mark.parametrize(
+    ("name", "death"),
+    [
+        ("killed", "rank 1 of the model was killed by SIGKILL"),
+        ("stopped", "rank 1 of the model has not answered for rank_timeout_seconds=1 or longer"),
+    ],
+)
+def test_a_rank_that_dies_or_stands_still_ends_the_group_and_its_requests(
+    name: str, death: str, found: dict[tuple[str, str], Found]
 ) -> None:
     """Of a group of processes that rank 0 has started itself."""
-    killed = found["killed", ""]
-    death = "rank 1 of the model was killed by SIGKILL"
-    assert killed["step"] == f"RankDiedError: {death}"
+    killed = found[name, ""]
+    assert killed["step"].startswith(f"RankDiedError: {death}") and killed["is gone"]
     assert len(killed["requests"]) == 3 and all(death in line for line in killed["requests"])
     assert killed["next"].startswith("EngineStoppedError") and death in killed["next"]

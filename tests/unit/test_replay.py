@@ -334,3 +334,28 @@ def hash_config() -> Any:
     from megatron_async.config import EngineConfig
 
     return EngineConfig()
+
+
+@pytest.mark.parametrize("added", [{}, {"top_k": 3}, {"min_p": 0.1}])
+def test_a_run_that_turns_filters_on_is_refused_where_ranks_of_gpus_cannot_repeat_it(
+    added: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs with tensor parallelism: the request's S knows no thresholds, unless it was added
+    with some, or takes the extended S for another reason."""
+    path = tmp_path / "filters.run"
+    with hash_engine(1, record=str(path), **SIZES) as engine:
+        engine.add_request(0, [1, 2], SamplingParams(num_tokens_to_generate=6, **added))
+        engine.step_modern()
+        engine.update_sampling_params(0, temperature=0.5)
+        engine.update_sampling_params(0, top_p=0.9)
+        while engine.has_unfinished_requests():
+            engine.step_modern()
+    with hash_engine(1, **SIZES) as engine:
+        monkeypatch.setattr(engine.requests._validator, "_filters_need_extras", True)
+        if added:
+            run = read_run(path)
+            assert replay(run, engine).endings == run.endings
+            return
+        with pytest.raises(ConfigError, match=r"the run turns top_k or top_p on .*model_parallel"):
+            replay(read_run(path), engine)
+        assert engine.counters.steps_launched == 0
