@@ -23,7 +23,14 @@ from megatron_async.replicas.replica import Replica, sum_of
 from megatron_async.replicas.roster import Directory, Listing
 from megatron_async.replicas.routing import PrefixRouter
 from megatron_async.serving.engine_client import EngineClient
-from megatron_async.serving.messages import Control, EngineInfo, Generate, Output, Snapshot
+from megatron_async.serving.messages import (
+    Control,
+    EngineInfo,
+    Generate,
+    NotStarted,
+    Output,
+    Snapshot,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +79,7 @@ class ReplicasClient:
         self._taken_over = (0, False)
         self._has_been_ready = False
         self._given_up: str | None = None
+        self._failure: NotStarted | None = None
         self._ready = asyncio.Event()
         self._running: dict[int, tuple[Replica, int]] = {}
         self._changing_weights = asyncio.Lock()
@@ -321,6 +329,9 @@ class ReplicasClient:
         """See the members of a listing as they are."""
         if (listing.version, listing.is_settled) == self._taken_over:
             return
+        if listing.failure is not None and listing.failure != self._failure:
+            logger.warning("a replica cannot start: %s", listing.failure.message)
+        self._failure = listing.failure
         self._version = listing.version
         self._taken_over = listing.version, listing.is_settled
         members = {member.name: member for member in listing.members}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import platform
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -211,7 +212,7 @@ class Controls:
 
     def weights(self, path: str, recompute_kv_cache: bool = True) -> dict[str, Any]:
         """Replace the weights between two steps by those of a model directory or file."""
-        with self._updating:
+        with self._only_update():
             replaces_all = _replaces_all(path, self._engine)
             self._engine.update_weights(path, recompute_kv_cache=recompute_kv_cache)
             paths = (*(each for each in self._kept.weights if each != path), path)
@@ -237,25 +238,25 @@ class Controls:
 
     def init_weight_transfer(self, **where: Any) -> dict[str, Any]:
         """Join a trainer's group."""
-        with self._updating:
+        with self._only_update():
             self._transfer.connect(**where)
         return {}
 
     def start_weight_update(self) -> dict[str, Any]:
         """Begin an update by the group."""
-        with self._updating:
+        with self._only_update():
             self._transfer.start()
         return {}
 
     def receive_weights(self, **announced: Any) -> dict[str, Any]:
         """Take tensors of the group's trainer, beside those that are served."""
-        with self._updating:
+        with self._only_update():
             return {"tensors": self._transfer.receive(**announced)}
 
     def finish_weight_update(self) -> dict[str, Any]:
         """Replace the weights by all that has come. They are in no file: should this process end,
         the next one says that they are lost."""
-        with self._updating:
+        with self._only_update():
             names = self._transfer.finish(self._engine.update_weights)
             paths = (*(each for each in self._kept.weights if each != SENT), SENT)
             if _covers(names, self._engine):
@@ -301,6 +302,17 @@ class Controls:
             self._profiling.release()
 
     # --- what they are made of ----------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _only_update(self) -> Iterator[None]:
+        """Raises BusyError while another thread changes the weights, or waits for a trainer: those
+        that wait would leave no thread for other controls."""
+        if not self._updating.acquire(blocking=False):
+            raise BusyError("the weights are being changed already; wait for it")
+        try:
+            yield
+        finally:
+            self._updating.release()
 
     def _change(self, **changes: Any) -> None:
         """Say what the next process must know."""

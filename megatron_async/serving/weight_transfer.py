@@ -11,7 +11,7 @@ from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import CheckpointError, RequestError
 from megatron_async.weight_transfer.announced import Group, receive_announced
 from megatron_async.weight_transfer.nccl_group import NcclGroup
-from megatron_async.weight_transfer.tensor_info import TensorInfo
+from megatron_async.weight_transfer.tensor_info import announced
 from megatron_async.weight_transfer.weight_group import WeightGroup
 
 TIMEOUT_SECONDS = 300.0
@@ -52,25 +52,29 @@ class WeightTransfer:
     def receive(
         self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Any], packed: bool
     ) -> int:
-        """Take the announced tensors; returns how many the update has now.
+        """Take the announced tensors; returns how many the update has now. An error ends the
+        update, which would not be whole.
 
         Raises:
             RequestError: there is no group, or no update was started.
-            CheckpointError: what is announced are no tensors.
+            CheckpointError: what is announced are no tensors, one comes twice, or the trainer has
+                ended.
         """
         if self._group is None:
             raise RequestError("there is no weight-transfer group; init_weight_transfer_engine")
         if self._arrived is None:
             raise RequestError("no update was started; start_weight_update first")
+        arrived, self._arrived = self._arrived, None
         if not len(names) == len(dtypes) == len(shapes):
             raise CheckpointError(
                 f"{len(names)} names, {len(dtypes)} dtype_names and {len(shapes)} shapes; give one "
                 "of each for a tensor"
             )
         each = zip(names, dtypes, shapes, strict=True)
-        infos = [TensorInfo.from_json(list(one)) for one in each]
-        self._arrived |= receive_announced(self._group, infos, packed=packed or self._packed)
-        return len(self._arrived)
+        infos = announced([list(one) for one in each])
+        arrived |= receive_announced(self._group, infos, packed=packed or self._packed)
+        self._arrived = arrived
+        return len(arrived)
 
     def finish(self, replace: Callable[[dict[str, Tensor]], object]) -> frozenset[str]:
         """Give what has arrived to ``replace``, and return the names; nothing is done when it is

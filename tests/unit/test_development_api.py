@@ -177,6 +177,33 @@ def test_updates_out_of_order_are_refused(http: httpx.Client) -> None:
         assert http.post("/init_weight_transfer_engine", json=body).status_code == 400
 
 
+def test_a_trainer_that_ends_in_the_middle_ends_the_update(http: httpx.Client) -> None:
+    """What it had sent was installed by /finish_weight_update, and the error was internal."""
+    before = generated(http)
+    norm = {"model.norm.weight": torch.zeros(64)}
+    group = trainer_group(http, packed=False)
+    sent(http, "/start_weight_update")
+    send(http, group, norm, packed=False)
+    update = {"names": ["a", "b"], "dtype_names": ["float32"] * 2, "shapes": [[1], [1]]}
+    with ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(sent, http, "/update_weights", {"update_info": update}, 400)
+        group.broadcast(torch.zeros(1))
+        assert sent(http, "/start_weight_update", status=409)["error"]["code"] == "busy"
+        group.close()
+        del group
+        said = taken.result()["error"]["message"]
+    assert "the trainer has ended in the middle" in said and "Make a new group" in said
+    assert "start_weight_update first" in str(sent(http, "/finish_weight_update", status=400))
+    sent(http, "/start_weight_update")
+    again = sent(http, "/update_weights", {"update_info": update}, 400)["error"]["message"]
+    assert "this weight group is over: the trainer has ended" in again
+    sent(http, "/start_weight_update")
+    twice = {**update, "names": ["a", "a"]}
+    said = sent(http, "/update_weights", {"update_info": twice}, 400)["error"]["message"]
+    assert "a is announced twice" in said
+    assert generated(http) == before
+
+
 def test_the_engine_sleeps_and_wakes_up(http: httpx.Client) -> None:
     before = generated(http)
     assert sent(http, "/sleep?level=1") == {"is_sleeping": True}
@@ -228,6 +255,10 @@ def test_hugging_faces_names_are_checked(directory: Path) -> None:
         ({head: torch.zeros_like(new[head])}, "differs from the tied"),
         ({"model.norm.bias": torch.ones(64)}, "holds? model.norm.bias"),
         ({"model.norm.weight": torch.ones(64).long()}, "give a float"),
+        ({"model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn)}, "has dtype torch.float8"),
+        ({"model.norm.weight": torch.ones(64, device="meta")}, "is a meta tensor"),
+        ({"model.norm.weight": [1.0] * 64}, "is a list; give a torch.Tensor"),
+        ({7: torch.ones(64)}, "hold 7, which"),
         ({"model.norm.weight": torch.full((64,), torch.nan)}, "NaN"),
     ):
         with pytest.raises(CheckpointError, match=said):
