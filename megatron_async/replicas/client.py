@@ -17,6 +17,7 @@ from megatron_async.errors import (
     EngineGivenUpError,
     MegatronAsyncError,
     QueueFullError,
+    ReplicaDiedError,
     RequestError,
 )
 from megatron_async.replicas.replica import Replica, sum_of
@@ -51,7 +52,8 @@ class ReplicasClient:
     Args:
         directory: who the replicas are.
         retries: times that a request of which nothing was sent yet is tried again when its replica
-            has died; 0 fails it at once. A replica that is full is always passed over.
+            has died; 0 fails it at once. Of one that has brought tokens the error says whether
+            it may be sent once more. A replica that is full is always passed over.
         router: who gets what; None for one of the default.
 
     Attributes:
@@ -172,10 +174,12 @@ class ReplicasClient:
         Raises:
             RequestError: the request cannot be served.
             QueueFullError: as many wait as may, at every replica.
-            EngineDeadError: no replica serves now, or that of the request has died.
+            ReplicaDiedError: that of the request has died.
+            EngineDeadError: no replica serves now.
         """
         tried: set[str] = set()
-        deaths, sent = 0, False
+        deaths, sent = request.deaths, False
+        self.retried += bool(deaths)
         while True:
             replica = self._choose(request.prompt, tried)
             outputs = self._generate(replica, request)
@@ -194,9 +198,12 @@ class ReplicasClient:
             except EngineDeadError as error:
                 tried.add(replica.name)
                 deaths += 1
-                if sent or deaths > self._retries or not self._candidates(tried):
-                    said = "the replica that served this request has died"
-                    raise EngineDeadError(f"{said} ({error}); try again later") from error
+                may = deaths <= self._retries and bool(self._candidates(tried))
+                if sent or not may:
+                    said = f"the replica that served this request has died ({error})"
+                    raise ReplicaDiedError(
+                        f"{said}; try again later", deaths=deaths, may_try_again=may
+                    ) from error
                 self.retried += 1
                 logger.warning("replica %s has died; a request is tried again", replica.name)
 
