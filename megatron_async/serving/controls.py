@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from megatron_async.checkpoint.huggingface_update import targets_of
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.host_timeline import HostTimeline
+from megatron_async.engine.sleep_mode import checked_level
 from megatron_async.errors import (
     BusyError,
     EngineStoppedError,
@@ -184,11 +185,7 @@ class Controls:
                 them end first, ``"abort"`` aborts them.
             timeout: seconds to wait; then they are aborted.
         """
-        if mode not in ("keep", "wait", "abort"):
-            raise RequestError(f"mode={mode!r} must be keep, wait or abort")
-        if mode != "keep":
-            self._requests.refusal = "the engine is paused"
-            self._finish(timeout if mode == "wait" else 0.0, "abort")
+        self._make_way(mode, timeout)
         self._engine.suspend()
         self._requests.refusal = None  # they wait in the suspended engine
         self._change(suspended=True)
@@ -222,10 +219,25 @@ class Controls:
             self._change(weights=paths, weight_version=self.weight_version)
         return {"weight_version": self.weight_version}
 
-    def sleep(self, level: int = 1) -> dict[str, Any]:
-        """Give the memory of weights and KV cache back; requests wait."""
-        self._engine.sleep(level)
+    def sleep(self, level: int = 1, mode: str = "keep") -> dict[str, Any]:
+        """Give the memory of weights and KV cache back; new requests wait.
+
+        Args:
+            mode: what becomes of the requests, as in :meth:`pause`.
+        """
+        checked_level(level)
+        self._engine.sleep_mode.check_possible()
+        refusal = self._requests.refusal
+        try:
+            self._make_way(mode, None)
+            self._engine.sleep(level)
+        finally:
+            self._requests.refusal = refusal  # new ones wait in the sleeping engine
         return {"is_sleeping": True}
+
+    def abort_requests(self) -> dict[str, Any]:
+        """End all requests with what they have; new ones are taken."""
+        return {"aborted": self._requests.end_all("abort")}
 
     def wake_up(self, tags: list[str] | None = None) -> dict[str, Any]:
         """Take it back."""
@@ -313,6 +325,20 @@ class Controls:
             yield
         finally:
             self._updating.release()
+
+    def _make_way(self, mode: str, timeout: float | None) -> None:
+        """Before the engine stops: see :meth:`pause`. No request is taken until somebody says so,
+        unless all are kept."""
+        if mode not in ("keep", "wait", "abort"):
+            raise RequestError(f"mode={mode!r} must be keep, wait or abort")
+        waits = mode == "wait" and timeout is None
+        if waits and self._engine.suspended and not self._requests.wait_until_empty(0.0):
+            raise RequestError(
+                "the engine is paused, so that no request ends; resume it, or give mode=abort"
+            )
+        if mode != "keep":
+            self._requests.refusal = "the engine is paused"
+            self._finish(timeout if mode == "wait" else 0.0, "abort")
 
     def _change(self, **changes: Any) -> None:
         """Say what the next process must know."""
@@ -424,6 +450,7 @@ CONTROLS: dict[str, Callable[..., dict[str, Any]]] = {
         Controls.drain,
         Controls.weights,
         Controls.sleep,
+        Controls.abort_requests,
         Controls.wake_up,
         Controls.state,
         Controls.init_weight_transfer,

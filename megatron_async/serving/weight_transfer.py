@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import CheckpointError, RequestError
-from megatron_async.weight_transfer.announced import Group, receive_announced
+from megatron_async.weight_transfer.announced import BUFFER_BYTES, Group, receive_announced
 from megatron_async.weight_transfer.nccl_group import NcclGroup
 from megatron_async.weight_transfer.tensor_info import announced
 from megatron_async.weight_transfer.weight_group import WeightGroup
@@ -50,7 +50,12 @@ class WeightTransfer:
         self._arrived = {}
 
     def receive(
-        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Any], packed: bool
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Any],
+        packed: bool,
+        buffer_bytes: int | None = None,
     ) -> int:
         """Take the announced tensors; returns how many the update has now. An error ends the
         update, which would not be whole.
@@ -72,7 +77,12 @@ class WeightTransfer:
             )
         each = zip(names, dtypes, shapes, strict=True)
         infos = announced([list(one) for one in each])
-        arrived |= receive_announced(self._group, infos, packed=packed or self._packed)
+        arrived |= receive_announced(
+            self._group,
+            infos,
+            packed=packed or self._packed,
+            buffer_bytes=buffer_bytes or BUFFER_BYTES,
+        )
         self._arrived = arrived
         return len(arrived)
 

@@ -220,6 +220,48 @@ def test_the_engine_sleeps_and_wakes_up(http: httpx.Client) -> None:
     assert http.get("/is_paused").json() == {"is_paused": False}
 
 
+def test_requests_end_or_are_waited_for_before_the_engine_stops(http: httpx.Client) -> None:
+    """As in vLLM's /sleep?mode= and /abort_requests; the mode was passed over."""
+
+    body = {"model": "small", "prompt": PROMPT, "max_tokens": 8, "ignore_eos": True}
+
+    def ask() -> dict[str, Any]:
+        while (answer := http.post("/v1/completions", json=body)).status_code == 429:
+            """It came while the engine waited for others."""
+        found: dict[str, Any] = answer.json()["usage"]
+        return found
+
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            for abort in ("/sleep?mode=abort", "/abort_requests"):
+                sent(http, "/pause")
+                asked = pool.submit(ask)
+                # It waits in an engine that launches nothing.
+                while (answer := http.post("/sleep?mode=wait")).status_code == 200:
+                    sent(http, "/wake_up")
+                assert "no request ends" in answer.text
+                for wrong, said in (("mode=perhaps", "mode"), ("mode=abort&level=3", "level=3")):
+                    assert said in str(sent(http, f"/sleep?{wrong}", status=400))
+                assert not asked.done()
+                expected = {"status": "aborted", "aborted": 1}
+                if "sleep" in abort:
+                    expected = {"is_sleeping": True}
+                assert sent(http, abort) == expected
+                assert asked.result()["completion_tokens"] == 0
+                sent(http, "/wake_up")
+                sent(http, "/resume")
+        finally:
+            sent(http, "/resume")
+        asked = pool.submit(ask)
+        sent(http, "/sleep?mode=wait")
+        sent(http, "/wake_up")
+        assert asked.result()["completion_tokens"] == 8
+    said = sent(http, "/abort_requests", {"request_ids": ["a"]}, status=400)
+    assert said["error"]["param"] == "request_ids"
+    sent(http, "/pause?wait_for_inflight_requests=true")
+    sent(http, "/resume")
+
+
 def test_weights_of_a_trainer_do_not_survive_their_process(directory: Path) -> None:
     from megatron_async.serving.controls import SENT, Controls
 
