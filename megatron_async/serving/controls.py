@@ -251,7 +251,7 @@ class Controls:
     def init_weight_transfer(self, **where: Any) -> dict[str, Any]:
         """Join a trainer's group."""
         with self._only_update():
-            self._transfer.connect(**where)
+            self._transfer.connect(**where, given_up=self._call.current.wake)
         return {}
 
     def start_weight_update(self) -> dict[str, Any]:

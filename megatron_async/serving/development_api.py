@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Query
 from pydantic import Field
+from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_async.errors import ConfigError, RequestError
@@ -16,6 +17,7 @@ from megatron_async.serving.engine_api import PauseMode
 from megatron_async.serving.errors import ApiError, json_response
 from megatron_async.serving.frontend import Frontend
 from megatron_async.serving.request_shapes import Body
+from megatron_async.serving.sse import until_disconnect
 
 WORLD_SIZE = 1
 """Processes of the engine that take part in a weight-transfer group."""
@@ -136,16 +138,17 @@ def _add_weight_transfer(app: FastAPI, front: Frontend) -> None:
         return json_response({"world_size": WORLD_SIZE})
 
     @app.post("/init_weight_transfer_engine", response_model=None)
-    async def init_weight_transfer_engine(body: InitRequest) -> Response:
+    async def init_weight_transfer_engine(request: Request, body: InitRequest) -> Response:
         if backend is None:
             said = "start the server with --weight-transfer-config"
             raise ApiError(400, f"there is no weight-transfer engine; {said}")
         info = body.init_info
-        await _ask(
+        joined = _ask(
             front, "init_weight_transfer", backend=backend, address=info.master_address,
             port=info.master_port, rank=info.rank_offset, world_size=info.world_size,
             packed=info.packed,
         )  # fmt: skip
+        await until_disconnect(request.receive, joined)
         return json_response({"message": "Weight transfer initialized"})
 
     @app.post("/start_weight_update", response_model=None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import pickle
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -175,6 +176,17 @@ def test_updates_out_of_order_are_refused(http: httpx.Client) -> None:
         sent(http, "/update_weights", {"update_info": wrong}, status=400)
     for body in ({}, {"init_info": {"master_address": "a", "master_port": 0, "world_size": 2}}):
         assert http.post("/init_weight_transfer_engine", json=body).status_code == 400
+
+
+def test_a_trainer_that_goes_before_it_listens_holds_up_nobody(http: httpx.Client) -> None:
+    """Its engine waited for it for five minutes, with all updates behind it."""
+    info = {"master_address": "127.0.0.1", "master_port": free_port(), "world_size": 2}
+    with pytest.raises(httpx.ReadTimeout):
+        http.post("/init_weight_transfer_engine", json={"init_info": info}, timeout=0.2)
+    end = time.monotonic() + PATIENCE_SECONDS
+    while http.post("/start_weight_update").status_code == 409:
+        assert time.monotonic() < end
+    trainer_group(http, packed=False).close()
 
 
 def test_a_trainer_that_ends_in_the_middle_ends_the_update(http: httpx.Client) -> None:
