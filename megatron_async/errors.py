@@ -60,6 +60,16 @@ class EngineDeadError(MegatronAsyncError, RuntimeError):
     """The engine's process has died, is frozen or has not started yet; it may come back."""
 
 
+class ReplicaDiedError(EngineDeadError):
+    """The replica that served a request has died, as ``deaths`` in all. ``may_try_again``: with
+    another one, if nobody has seen anything of it yet."""
+
+    def __init__(self, message: str, *, deaths: int, may_try_again: bool) -> None:
+        super().__init__(message)
+        self.deaths = deaths
+        self.may_try_again = may_try_again
+
+
 class RankDiedError(MegatronAsyncError, RuntimeError):
     """A rank of the model's group has died or failed, and the group has ended with it: build a new
     engine."""

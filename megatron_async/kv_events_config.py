@@ -80,13 +80,29 @@ class KVEventsConfig:
 
     def of_rank(self, rank: int) -> KVEventsConfig:
         """Of one of several engines: its ports are ``rank`` higher, and other addresses end with
-        the rank, as vLLM's are by data-parallel ranks."""
-        return dataclasses.replace(
-            self,
-            endpoint=_moved(self.endpoint, rank),
-            replay_endpoint=self.replay_endpoint and _moved(self.replay_endpoint, rank),
-            data_parallel_rank=rank,
-        )
+        the rank, as vLLM's are by data-parallel ranks. Two ports that are ``d`` apart would meet
+        at rank ``d``: from there on they are ``2 d`` higher for each ``d`` ranks.
+
+        Raises:
+            ConfigError: a port would be above 65535.
+        """
+        extra = self._extra(rank)
+        try:
+            return dataclasses.replace(
+                self,
+                endpoint=_moved(self.endpoint, rank, extra),
+                replay_endpoint=self.replay_endpoint and _moved(self.replay_endpoint, rank, extra),
+                data_parallel_rank=rank,
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{error}, or lower ones, for the engine of rank {rank}") from None
+
+    def _extra(self, rank: int) -> int:
+        """By which the ports of a rank are higher."""
+        apart = abs(_port(self.endpoint) - _port(self.replay_endpoint or ""))
+        if not (_port(self.endpoint) and _port(self.replay_endpoint or "") and apart):
+            return rank
+        return rank // apart * 2 * apart + rank % apart
 
     def _check_encodable(self, name: str) -> None:
         try:
@@ -121,8 +137,8 @@ def _port(address: str) -> int:
     return 0 if found is None else int(found[2])
 
 
-def _moved(address: str, rank: int) -> str:
+def _moved(address: str, rank: int, extra: int) -> str:
     if not rank:
         return address
     found = _PORT.fullmatch(address)
-    return f"{address}_dp{rank}" if found is None else f"{found[1]}{int(found[2]) + rank}"
+    return f"{address}_dp{rank}" if found is None else f"{found[1]}{int(found[2]) + extra}"

@@ -388,8 +388,8 @@ class Rollout:
 
     @property
     def is_truncated(self) -> bool:
-        """It ended by its length, and not by itself."""
-        return self.finish_reason is FinishReason.LENGTH
+        """It did not end by itself: its length did it, or it was aborted or failed."""
+        return self.finish_reason is not FinishReason.STOP
 
 
 class RequestFuture(concurrent.futures.Future[DynamicInferenceRequest]):

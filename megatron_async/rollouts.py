@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_async.errors import RequestError
+from megatron_async.errors import RequestError, shown
 from megatron_async.request import Rollout
 
 NO_VERSION = -1
@@ -48,13 +48,19 @@ def batch_of(
     Args:
         oldest_version: tokens that older weights sampled are masked, so that none is more than a
             bounded number of updates behind.
-        mask_truncated: rollouts that ended by their length are masked as a whole.
+        mask_truncated: rollouts that did not end by themselves are masked as a whole.
 
     Raises:
-        RequestError: there is no rollout.
+        RequestError: there is no rollout, or an argument is wrong.
     """
     if not rollouts:
         raise RequestError("a batch needs at least one rollout")
+    for each in rollouts:
+        if not isinstance(each, Rollout):
+            raise RequestError(f"a {type(each).__name__} is no rollout; give request.rollout()")
+    for name, value in (("pad_token_id", pad_token_id), ("oldest_version", oldest_version)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise RequestError(f"{name}={shown(value)} must be an integer")
     shape = len(rollouts), max(len(rollout.tokens) for rollout in rollouts)
     tokens = torch.full(shape, pad_token_id, dtype=torch.int64)
     attention_mask = torch.zeros(shape, dtype=torch.bool)

@@ -10,7 +10,13 @@ from torch import Tensor
 
 from megatron_async.checkpoint.finite import check_finite
 from megatron_async.checkpoint.huggingface_weights import weight_targets
-from megatron_async.checkpoint.targets import Target, TensorParallel, same_values
+from megatron_async.checkpoint.targets import (
+    FLOATS,
+    Target,
+    TensorParallel,
+    check_has_values,
+    same_values,
+)
 from megatron_async.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -45,7 +51,9 @@ def replacement(
     """
     family, config = model.huggingface_names, model.model_config
     assert family is not None and config is not None
-    kept = {name: tensor for name, tensor in tensors.items() if not name.endswith(family.ignored)}
+    kept = {k: tensor for k, tensor in tensors.items() if not str(k).endswith(family.ignored)}
+    for name, tensor in kept.items():
+        check_has_values(name, tensor)
     head, embedding = f"{family.head}.weight", f"{family.embedding}.weight"
     if config.tie_word_embeddings and head in kept:
         tied = kept.pop(head)
@@ -60,8 +68,11 @@ def replacement(
                 f"the new {name} has shape {tuple(tensor.shape)}, the model's has "
                 f"{tuple(targets[name].shape)}"
             )
-        if not tensor.is_floating_point():
-            raise CheckpointError(f"the new {name} has dtype {tensor.dtype}; give a float")
+        if tensor.dtype not in FLOATS:
+            raise CheckpointError(
+                f"the new {name} has dtype {tensor.dtype}; give a float of "
+                f"{', '.join(map(str, FLOATS))}"
+            )
     if all_parameters and (missing := targets.keys() - kept.keys()):
         raise CheckpointError(
             f"the new weights lack {min(missing)}, and the old ones were discarded; give all of "

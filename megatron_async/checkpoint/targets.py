@@ -8,9 +8,13 @@ from typing import Any, ClassVar
 
 import torch
 
+from megatron_async.errors import CheckpointError
+
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 """Megatron's names of the two parameters that may be tied."""
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+"""Of new weights, for parameters of any of these."""
 
 # The dimension that megatron's linears and embeddings split; other parameters are replicated.
 SPLIT_DIMENSION = {
@@ -41,6 +45,16 @@ def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
     if torch.equal(one, other):
         return True
     return bool(((one == other) | (one.isnan() & other.isnan())).all())
+
+
+def check_has_values(name: str, new: Any) -> None:
+    """Raises CheckpointError unless ``new``, said to be weights, is a tensor with all values."""
+    # Subclasses may hold their values in another way, or a share of them.
+    if type(new) not in (torch.Tensor, torch.nn.Parameter):
+        raise CheckpointError(f"the new {name} is a {type(new).__name__}; give a torch.Tensor")
+    if new.is_meta or new.is_nested or new.layout != torch.strided:
+        kind = "meta" if new.is_meta else "nested" if new.is_nested else new.layout
+        raise CheckpointError(f"the new {name} is a {kind} tensor; give one with all its values")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,14 +14,19 @@ import torch
 from megatron_async.checkpoint.finite import check_finite
 from megatron_async.checkpoint.json_file import one_line
 from megatron_async.checkpoint.regular_files import is_directory, is_regular_file
-from megatron_async.checkpoint.targets import EMBEDDING, OUTPUT, same_values
+from megatron_async.checkpoint.targets import (
+    EMBEDDING,
+    FLOATS,
+    OUTPUT,
+    check_has_values,
+    same_values,
+)
 from megatron_async.errors import CheckpointError
 from megatron_async.models.config import ModelConfig
 
 if TYPE_CHECKING:
     from megatron_async.models.gpt import GPTModel
 
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Learned positions are compared by their shape; a table of rotations is the served model's own.
 _MAY_DIFFER = {"max_sequence_length"}
 
@@ -84,6 +89,7 @@ def read_weights(
         if name not in targets:
             raise CheckpointError(f"the new weights hold {name}, which the model does not have")
         _check_tensor(name, tensor, targets[name])
+    _check_given_once({name: targets[name] for name in tensors})
     if all_parameters:
         _check_complete(model, [targets[name] for name in tensors])
     if not allow_non_finite_weights:
@@ -119,21 +125,30 @@ def read_weights(
 
 def _check_tensor(name: str, new: Any, target: torch.Tensor) -> None:
     """Raise where ``new`` cannot be copied to ``target`` as it is."""
-    # Subclasses may hold their values in another way, or a share of them.
-    if type(new) not in (torch.Tensor, torch.nn.Parameter):
-        raise CheckpointError(f"the new {name} is a {type(new).__name__}; give a torch.Tensor")
-    if new.is_meta or new.is_nested or new.layout != torch.strided:
-        kind = "meta" if new.is_meta else "nested" if new.is_nested else new.layout
-        raise CheckpointError(f"the new {name} is a {kind} tensor; give one with all its values")
+    check_has_values(name, new)
     if target.shape != new.shape:
         raise CheckpointError(
             f"the new {name} has shape {tuple(new.shape)}, the model's has {tuple(target.shape)}"
         )
-    if new.dtype != target.dtype and not (new.dtype in _FLOATS and target.is_floating_point()):
+    if new.dtype != target.dtype and not (new.dtype in FLOATS and target.is_floating_point()):
         raise CheckpointError(
             f"the new {name} has dtype {new.dtype}, the model's has {target.dtype}; supported are "
-            f"{', '.join(map(str, _FLOATS))}"
+            f"{', '.join(map(str, FLOATS))}"
         )
+
+
+def _check_given_once(targets: Mapping[str, torch.Tensor]) -> None:
+    """Raise where two names are of the same parameter, or one of a part of another's: which came
+    last would say. The tied ones are compared by who calls."""
+    last, end = "", 0
+    for name, target in sorted(targets.items(), key=lambda item: item[1].data_ptr()):
+        if target.data_ptr() < end and {name, last} != {OUTPUT, EMBEDDING}:
+            raise CheckpointError(
+                f"the new weights hold {last} and {name}, which are the same values of the model; "
+                "give one of them"
+            )
+        if target.data_ptr() + target.nbytes > end:
+            last, end = name, target.data_ptr() + target.nbytes
 
 
 def _check_complete(model: GPTModel, targets: list[torch.Tensor]) -> None:

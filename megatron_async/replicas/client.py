@@ -17,13 +17,21 @@ from megatron_async.errors import (
     EngineGivenUpError,
     MegatronAsyncError,
     QueueFullError,
+    ReplicaDiedError,
     RequestError,
 )
 from megatron_async.replicas.replica import Replica, sum_of
 from megatron_async.replicas.roster import Directory, Listing
 from megatron_async.replicas.routing import PrefixRouter
 from megatron_async.serving.engine_client import EngineClient
-from megatron_async.serving.messages import Control, EngineInfo, Generate, Output, Snapshot
+from megatron_async.serving.messages import (
+    Control,
+    EngineInfo,
+    Generate,
+    NotStarted,
+    Output,
+    Snapshot,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +52,8 @@ class ReplicasClient:
     Args:
         directory: who the replicas are.
         retries: times that a request of which nothing was sent yet is tried again when its replica
-            has died; 0 fails it at once. A replica that is full is always passed over.
+            has died; 0 fails it at once. Of one that has brought tokens the error says whether
+            it may be sent once more. A replica that is full is always passed over.
         router: who gets what; None for one of the default.
 
     Attributes:
@@ -72,6 +81,7 @@ class ReplicasClient:
         self._taken_over = (0, False)
         self._has_been_ready = False
         self._given_up: str | None = None
+        self._failure: NotStarted | None = None
         self._ready = asyncio.Event()
         self._running: dict[int, tuple[Replica, int]] = {}
         self._changing_weights = asyncio.Lock()
@@ -164,10 +174,12 @@ class ReplicasClient:
         Raises:
             RequestError: the request cannot be served.
             QueueFullError: as many wait as may, at every replica.
-            EngineDeadError: no replica serves now, or that of the request has died.
+            ReplicaDiedError: that of the request has died.
+            EngineDeadError: no replica serves now.
         """
         tried: set[str] = set()
-        deaths, sent = 0, False
+        deaths, sent = request.deaths, False
+        self.retried += bool(deaths)
         while True:
             replica = self._choose(request.prompt, tried)
             outputs = self._generate(replica, request)
@@ -186,9 +198,12 @@ class ReplicasClient:
             except EngineDeadError as error:
                 tried.add(replica.name)
                 deaths += 1
-                if sent or deaths > self._retries or not self._candidates(tried):
-                    said = "the replica that served this request has died"
-                    raise EngineDeadError(f"{said} ({error}); try again later") from error
+                may = deaths <= self._retries and bool(self._candidates(tried))
+                if sent or not may:
+                    said = f"the replica that served this request has died ({error})"
+                    raise ReplicaDiedError(
+                        f"{said}; try again later", deaths=deaths, may_try_again=may
+                    ) from error
                 self.retried += 1
                 logger.warning("replica %s has died; a request is tried again", replica.name)
 
@@ -321,6 +336,9 @@ class ReplicasClient:
         """See the members of a listing as they are."""
         if (listing.version, listing.is_settled) == self._taken_over:
             return
+        if listing.failure is not None and listing.failure != self._failure:
+            logger.warning("a replica cannot start: %s", listing.failure.message)
+        self._failure = listing.failure
         self._version = listing.version
         self._taken_over = listing.version, listing.is_settled
         members = {member.name: member for member in listing.members}

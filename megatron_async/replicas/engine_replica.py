@@ -46,6 +46,17 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
     shutdown_timeout: float = 30.0
     across_hosts: bool = False
 
+    def config_of(self, rank: int) -> dict[str, Any]:
+        """The engine's fields of one replica: each has KV events at addresses of its own.
+
+        Raises:
+            ConfigError: the KV events cannot be published as asked.
+        """
+        events = kv_events_config(self.config.get("kv_events_config"))
+        if events is None:
+            return dict(self.config)
+        return {**self.config, "kv_events_config": dataclasses.asdict(events.of_rank(rank))}
+
 
 class Registrar(Protocol):
     """What a replica needs of the ``Roster``, wherever that is."""
@@ -89,10 +100,7 @@ class EngineReplica:
     ) -> None:
         self.name = name
         self._settings = settings
-        self._config = dict(settings.config)
-        events = kv_events_config(self._config.get("kv_events_config"))
-        if events is not None:
-            self._config["kv_events_config"] = dataclasses.asdict(events.of_rank(rank))
+        self._config = settings.config_of(rank)
         self._registrar = registrar
         self._host = host
         self._supervisor: Supervisor | None = None

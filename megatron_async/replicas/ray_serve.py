@@ -220,7 +220,12 @@ def scale(ctx: AutoscalingContext) -> tuple[float, dict[str, Any]]:
 
 
 def engines(settings: ReplicaSettings, plan: Plan, roster: Application) -> Application:
-    """The deployment of engines, for an application that has a :func:`roster`."""
+    """The deployment of engines, for an application that has a :func:`roster`.
+
+    Raises:
+        ConfigError: there are too few ports for the KV events of all.
+    """
+    settings.config_of((plan.max_replicas or plan.replicas) - 1)
     options: dict[str, Any] = {"num_replicas": plan.replicas}
     if plan.max_replicas is not None:
         scaling = AutoscalingConfig(

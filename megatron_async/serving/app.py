@@ -177,9 +177,12 @@ def _add_engine(app: FastAPI, front: Frontend) -> None:
 
     @app.post("/pause", response_model=None)
     async def pause(
-        body: engine_api.PauseRequest | None = None, mode: engine_api.PauseMode | None = None
+        body: engine_api.PauseRequest | None = None,
+        mode: engine_api.PauseMode | None = None,
+        wait_for_inflight_requests: bool = False,
     ) -> Response:
-        asked = body or engine_api.PauseRequest(mode=mode or "keep")
+        default: engine_api.PauseMode = "wait" if wait_for_inflight_requests else "keep"
+        asked = body or engine_api.PauseRequest(mode=mode or default)
         return json_response(await command("pause", mode=asked.mode, timeout=asked.timeout))
 
     @app.post("/resume", response_model=None)

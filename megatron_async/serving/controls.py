@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import platform
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 from megatron_async.checkpoint.huggingface_update import targets_of
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.host_timeline import HostTimeline
+from megatron_async.engine.sleep_mode import checked_level
 from megatron_async.errors import (
     BusyError,
     EngineStoppedError,
@@ -183,11 +185,7 @@ class Controls:
                 them end first, ``"abort"`` aborts them.
             timeout: seconds to wait; then they are aborted.
         """
-        if mode not in ("keep", "wait", "abort"):
-            raise RequestError(f"mode={mode!r} must be keep, wait or abort")
-        if mode != "keep":
-            self._requests.refusal = "the engine is paused"
-            self._finish(timeout if mode == "wait" else 0.0, "abort")
+        self._make_way(mode, timeout)
         self._engine.suspend()
         self._requests.refusal = None  # they wait in the suspended engine
         self._change(suspended=True)
@@ -211,7 +209,7 @@ class Controls:
 
     def weights(self, path: str, recompute_kv_cache: bool = True) -> dict[str, Any]:
         """Replace the weights between two steps by those of a model directory or file."""
-        with self._updating:
+        with self._only_update():
             replaces_all = _replaces_all(path, self._engine)
             self._engine.update_weights(path, recompute_kv_cache=recompute_kv_cache)
             paths = (*(each for each in self._kept.weights if each != path), path)
@@ -221,10 +219,25 @@ class Controls:
             self._change(weights=paths, weight_version=self.weight_version)
         return {"weight_version": self.weight_version}
 
-    def sleep(self, level: int = 1) -> dict[str, Any]:
-        """Give the memory of weights and KV cache back; requests wait."""
-        self._engine.sleep(level)
+    def sleep(self, level: int = 1, mode: str = "keep") -> dict[str, Any]:
+        """Give the memory of weights and KV cache back; new requests wait.
+
+        Args:
+            mode: what becomes of the requests, as in :meth:`pause`.
+        """
+        checked_level(level)
+        self._engine.sleep_mode.check_possible()
+        refusal = self._requests.refusal
+        try:
+            self._make_way(mode, None)
+            self._engine.sleep(level)
+        finally:
+            self._requests.refusal = refusal  # new ones wait in the sleeping engine
         return {"is_sleeping": True}
+
+    def abort_requests(self) -> dict[str, Any]:
+        """End all requests with what they have; new ones are taken."""
+        return {"aborted": self._requests.end_all("abort")}
 
     def wake_up(self, tags: list[str] | None = None) -> dict[str, Any]:
         """Take it back."""
@@ -237,25 +250,25 @@ class Controls:
 
     def init_weight_transfer(self, **where: Any) -> dict[str, Any]:
         """Join a trainer's group."""
-        with self._updating:
-            self._transfer.connect(**where)
+        with self._only_update():
+            self._transfer.connect(**where, given_up=self._call.current.wake)
         return {}
 
     def start_weight_update(self) -> dict[str, Any]:
         """Begin an update by the group."""
-        with self._updating:
+        with self._only_update():
             self._transfer.start()
         return {}
 
     def receive_weights(self, **announced: Any) -> dict[str, Any]:
         """Take tensors of the group's trainer, beside those that are served."""
-        with self._updating:
+        with self._only_update():
             return {"tensors": self._transfer.receive(**announced)}
 
     def finish_weight_update(self) -> dict[str, Any]:
         """Replace the weights by all that has come. They are in no file: should this process end,
         the next one says that they are lost."""
-        with self._updating:
+        with self._only_update():
             names = self._transfer.finish(self._engine.update_weights)
             paths = (*(each for each in self._kept.weights if each != SENT), SENT)
             if _covers(names, self._engine):
@@ -301,6 +314,31 @@ class Controls:
             self._profiling.release()
 
     # --- what they are made of ----------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _only_update(self) -> Iterator[None]:
+        """Raises BusyError while another thread changes the weights, or waits for a trainer: those
+        that wait would leave no thread for other controls."""
+        if not self._updating.acquire(blocking=False):
+            raise BusyError("the weights are being changed already; wait for it")
+        try:
+            yield
+        finally:
+            self._updating.release()
+
+    def _make_way(self, mode: str, timeout: float | None) -> None:
+        """Before the engine stops: see :meth:`pause`. No request is taken until somebody says so,
+        unless all are kept."""
+        if mode not in ("keep", "wait", "abort"):
+            raise RequestError(f"mode={mode!r} must be keep, wait or abort")
+        waits = mode == "wait" and timeout is None
+        if waits and self._engine.suspended and not self._requests.wait_until_empty(0.0):
+            raise RequestError(
+                "the engine is paused, so that no request ends; resume it, or give mode=abort"
+            )
+        if mode != "keep":
+            self._requests.refusal = "the engine is paused"
+            self._finish(timeout if mode == "wait" else 0.0, "abort")
 
     def _change(self, **changes: Any) -> None:
         """Say what the next process must know."""
@@ -412,6 +450,7 @@ CONTROLS: dict[str, Callable[..., dict[str, Any]]] = {
         Controls.drain,
         Controls.weights,
         Controls.sleep,
+        Controls.abort_requests,
         Controls.wake_up,
         Controls.state,
         Controls.init_weight_transfer,

@@ -9,12 +9,15 @@ from typing import Annotated, Any
 
 from fastapi import FastAPI, Query
 from pydantic import Field
+from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_async.errors import ConfigError, RequestError
+from megatron_async.serving.engine_api import PauseMode
 from megatron_async.serving.errors import ApiError, json_response
 from megatron_async.serving.frontend import Frontend
 from megatron_async.serving.request_shapes import Body
+from megatron_async.serving.sse import until_disconnect
 
 WORLD_SIZE = 1
 """Processes of the engine that take part in a weight-transfer group."""
@@ -22,9 +25,9 @@ MAX_TENSORS = 1 << 20
 
 PATHS = frozenset(
     {
-        "/sleep", "/wake_up", "/is_sleeping", "/is_paused", "/server_info", "/get_world_size",
-        "/init_weight_transfer_engine", "/start_weight_update", "/update_weights",
-        "/finish_weight_update",
+        "/sleep", "/wake_up", "/is_sleeping", "/is_paused", "/abort_requests", "/server_info",
+        "/get_world_size", "/init_weight_transfer_engine", "/start_weight_update",
+        "/update_weights", "/finish_weight_update",
     }
 )  # fmt: skip
 
@@ -47,12 +50,14 @@ class InitRequest(Body):
 
 
 class UpdateInfo(Body):
-    """The tensors that the trainer sends now, in their order."""
+    """The tensors that the trainer sends now, in their order. Packed ones come in buffers that are
+    full as the trainer's are."""
 
     names: list[str] = Field(max_length=MAX_TENSORS)
     dtype_names: list[str] = Field(max_length=MAX_TENSORS)
     shapes: list[list[int]] = Field(max_length=MAX_TENSORS)
     packed: bool = False
+    packed_buffer_size_bytes: int | None = Field(default=None, ge=1)
 
 
 class UpdateRequest(Body):
@@ -65,6 +70,12 @@ class StartRequest(Body):
     """``POST /start_weight_update``. Weights are in the format of checkpoints in any case."""
 
     is_checkpoint_format: bool = True
+
+
+class AbortRequest(Body):
+    """``POST /abort_requests``: all of them."""
+
+    request_ids: list[str] | None = None
 
 
 def add_development_endpoints(app: FastAPI, front: Frontend) -> None:
@@ -83,8 +94,8 @@ async def _ask(front: Frontend, name: str, **arguments: Any) -> dict[str, Any]:
 
 def _add_sleep(app: FastAPI, front: Frontend) -> None:
     @app.post("/sleep", response_model=None)
-    async def sleep(level: Annotated[int, Query()] = 1) -> Response:
-        return json_response(await _ask(front, "sleep", level=level))
+    async def sleep(level: Annotated[int, Query()] = 1, mode: PauseMode = "keep") -> Response:
+        return json_response(await _ask(front, "sleep", level=level, mode=mode))
 
     @app.post("/wake_up", response_model=None)
     async def wake_up(tags: Annotated[list[str] | None, Query()] = None) -> Response:
@@ -93,6 +104,13 @@ def _add_sleep(app: FastAPI, front: Frontend) -> None:
     @app.get("/is_sleeping", response_model=None)
     async def is_sleeping() -> Response:
         return json_response(await _state(front, "is_sleeping"))
+
+    @app.post("/abort_requests", response_model=None)
+    async def abort_requests(body: AbortRequest | None = None) -> Response:
+        if body is not None and body.request_ids:
+            said = "request_ids cannot be given yet; leave them out to abort all requests"
+            raise ApiError(400, said, param="request_ids")
+        return json_response({"status": "aborted", **await _ask(front, "abort_requests")})
 
     @app.get("/is_paused", response_model=None)
     async def is_paused() -> Response:
@@ -120,16 +138,17 @@ def _add_weight_transfer(app: FastAPI, front: Frontend) -> None:
         return json_response({"world_size": WORLD_SIZE})
 
     @app.post("/init_weight_transfer_engine", response_model=None)
-    async def init_weight_transfer_engine(body: InitRequest) -> Response:
+    async def init_weight_transfer_engine(request: Request, body: InitRequest) -> Response:
         if backend is None:
             said = "start the server with --weight-transfer-config"
             raise ApiError(400, f"there is no weight-transfer engine; {said}")
         info = body.init_info
-        await _ask(
+        joined = _ask(
             front, "init_weight_transfer", backend=backend, address=info.master_address,
             port=info.master_port, rank=info.rank_offset, world_size=info.world_size,
             packed=info.packed,
         )  # fmt: skip
+        await until_disconnect(request.receive, joined)
         return json_response({"message": "Weight transfer initialized"})
 
     @app.post("/start_weight_update", response_model=None)
@@ -142,7 +161,7 @@ def _add_weight_transfer(app: FastAPI, front: Frontend) -> None:
         info = body.update_info
         taken = await _ask(
             front, "receive_weights", names=info.names, dtypes=info.dtype_names,
-            shapes=info.shapes, packed=info.packed,
+            shapes=info.shapes, packed=info.packed, buffer_bytes=info.packed_buffer_size_bytes,
         )  # fmt: skip
         return json_response({"message": "Weights updated", **taken})
 

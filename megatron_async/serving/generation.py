@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
-from megatron_async.errors import EngineDeadError, RequestError
+from megatron_async.errors import EngineDeadError, ReplicaDiedError, RequestError
 from megatron_async.sampling_params import LIMITING, SamplingParams
 from megatron_async.serving.errors import ApiError, renamed
 from megatron_async.serving.messages import Control, EngineInfo, Generate, Output, Snapshot
@@ -132,7 +132,8 @@ class Job:
     choices that have a token. ``queue_seconds`` and ``first_token``, in seconds after the request,
     are the first choice's to have them. ``scores_prompt``: the prompt alone is asked for, and the
     one token that the engine generates is not shown. ``is_acknowledged``: the first piece comes as
-    soon as the engine has taken the request, and may be empty.
+    soon as the engine has taken the request, and may be empty. ``deaths``: replicas that have died
+    under it.
     """
 
     prompt: list[int]
@@ -145,6 +146,7 @@ class Job:
     text: str | None = None
     scores_prompt: bool = False
     is_acknowledged: bool = False
+    deaths: int = 0
     prompt_log_probs: LogProbs | None = None
     generated: int = 0
     cached: int = 0
@@ -152,6 +154,13 @@ class Job:
     ends: dict[int, str] = field(default_factory=dict)
     queue_seconds: float | None = None
     first_token: float | None = None
+
+    def begin_again(self, deaths: int) -> None:
+        """Another replica is to take it, after so many that have died."""
+        self.deaths = deaths
+        self.prompt_log_probs, self.generated = None, 0
+        self.begun.clear()
+        self.ends.clear()
 
     def reasons(self) -> list[str]:
         """Why each choice that has ended did, in the engine's words."""
@@ -345,8 +354,9 @@ class Generator:
         ]
         asked = {k: v for k, v in params.serialize().items() if v != _DEFAULTS[k]}
         message = Generate(
-            job.request_id, job.prompt, asked, job.priority, job.timeout, job.is_acknowledged
-        )
+            job.request_id, job.prompt, asked, job.priority, job.timeout, job.is_acknowledged,
+            job.deaths,
+        )  # fmt: skip
         self.running.add(job.request_id)
         started = time.perf_counter()
         last = [0.0] * params.n
@@ -388,7 +398,17 @@ class Generator:
             self._metrics.finished(output.finish_reason, output.usage, total)
 
     async def whole(self, job: Job) -> list[Choice]:
-        """All choices of a prompt; raises as :meth:`stream`."""
+        """All choices of a prompt; raises as :meth:`stream`. Nobody has seen what it had when its
+        replica died, so that it may begin again."""
+        while True:
+            try:
+                return await self._whole(job)
+            except ReplicaDiedError as error:
+                if not error.may_try_again:
+                    raise
+                job.begin_again(error.deaths)
+
+    async def _whole(self, job: Job) -> list[Choice]:
         choices = [Choice() for _ in range(job.params.n)]
         texts: list[list[str]] = [[] for _ in choices]
         async with contextlib.aclosing(self.stream(job)) as pieces:

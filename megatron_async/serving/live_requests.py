@@ -143,10 +143,12 @@ class LiveRequests:
         for request_id in list(front_end.requests):
             self.abort(front_end, request_id)
 
-    def end_all(self, reason: str) -> None:
-        """End all requests; front ends see ``reason``."""
-        for live in {route.live for route in list(self._routes.values())}:
+    def end_all(self, reason: str) -> int:
+        """End all requests; front ends see ``reason``. How many there were."""
+        ended = {route.live for route in list(self._routes.values())}
+        for live in ended:
             self._end(live, reason)
+        return len(ended)
 
     def expire(self, now: float) -> float | None:
         """End the requests whose time is over; returns when the next one's will be. Both are of

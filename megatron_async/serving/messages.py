@@ -194,7 +194,8 @@ class Bye(msgspec.Struct, frozen=True, tag=True):
 class Generate(msgspec.Struct, frozen=True, tag=True):
     """Decode a prompt. ``request_id`` is the front end's own; ``params`` are the fields of
     ``SamplingParams``; ``timeout`` in seconds ends the request with what it has by then;
-    ``acknowledge``: an empty output says that it has been taken."""
+    ``acknowledge``: an empty output says that it has been taken; ``deaths``: replicas that have
+    died under it."""
 
     request_id: int
     prompt: list[int]
@@ -202,6 +203,7 @@ class Generate(msgspec.Struct, frozen=True, tag=True):
     priority: int = 0
     timeout: float | None = None
     acknowledge: bool = False
+    deaths: int = 0
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import socket
+import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.errors import CheckpointError, RequestError
-from megatron_async.weight_transfer.announced import Group, receive_announced
+from megatron_async.errors import CheckpointError, ConfigError, RequestError
+from megatron_async.weight_transfer.announced import BUFFER_BYTES, Group, receive_announced
 from megatron_async.weight_transfer.nccl_group import NcclGroup
-from megatron_async.weight_transfer.tensor_info import TensorInfo
+from megatron_async.weight_transfer.tensor_info import announced
 from megatron_async.weight_transfer.weight_group import WeightGroup
 
 TIMEOUT_SECONDS = 300.0
+PROBE_SECONDS = 5.0
+"""For a trainer's host to accept a connection."""
+ASK_AGAIN_SECONDS = 0.05
 
 
 class WeightTransfer:
@@ -29,13 +35,25 @@ class WeightTransfer:
         self._arrived: dict[str, Tensor] | None = None
 
     def connect(
-        self, backend: str, address: str, port: int, rank: int, world_size: int, packed: bool
+        self,
+        backend: str,
+        address: str,
+        port: int,
+        rank: int,
+        world_size: int,
+        packed: bool,
+        *,
+        given_up: threading.Event,
     ) -> None:
         """Join the group of a trainer that listens; another one is left.
+
+        Args:
+            given_up: is set when nobody waits for it any more.
 
         Raises:
             ConfigError: the trainer does not come.
         """
+        _wait_for_trainer(address, port, given_up)
         device = self._engine.context.device
         where: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": TIMEOUT_SECONDS}
         self.close()
@@ -50,27 +68,41 @@ class WeightTransfer:
         self._arrived = {}
 
     def receive(
-        self, names: Sequence[str], dtypes: Sequence[str], shapes: Sequence[Any], packed: bool
+        self,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Any],
+        packed: bool,
+        buffer_bytes: int | None = None,
     ) -> int:
-        """Take the announced tensors; returns how many the update has now.
+        """Take the announced tensors; returns how many the update has now. An error ends the
+        update, which would not be whole.
 
         Raises:
             RequestError: there is no group, or no update was started.
-            CheckpointError: what is announced are no tensors.
+            CheckpointError: what is announced are no tensors, one comes twice, or the trainer has
+                ended.
         """
         if self._group is None:
             raise RequestError("there is no weight-transfer group; init_weight_transfer_engine")
         if self._arrived is None:
             raise RequestError("no update was started; start_weight_update first")
+        arrived, self._arrived = self._arrived, None
         if not len(names) == len(dtypes) == len(shapes):
             raise CheckpointError(
                 f"{len(names)} names, {len(dtypes)} dtype_names and {len(shapes)} shapes; give one "
                 "of each for a tensor"
             )
         each = zip(names, dtypes, shapes, strict=True)
-        infos = [TensorInfo.from_json(list(one)) for one in each]
-        self._arrived |= receive_announced(self._group, infos, packed=packed or self._packed)
-        return len(self._arrived)
+        infos = announced([list(one) for one in each])
+        arrived |= receive_announced(
+            self._group,
+            infos,
+            packed=packed or self._packed,
+            buffer_bytes=buffer_bytes or BUFFER_BYTES,
+        )
+        self._arrived = arrived
+        return len(arrived)
 
     def finish(self, replace: Callable[[dict[str, Tensor]], object]) -> frozenset[str]:
         """Give what has arrived to ``replace``, and return the names; nothing is done when it is
@@ -91,3 +123,16 @@ class WeightTransfer:
         group, self._group = self._group, None
         if group is not None:
             group.close()
+
+
+def _wait_for_trainer(address: str, port: int, given_up: threading.Event) -> None:
+    """Until it listens. The store's own wait cannot be interrupted, and lasts for minutes where a
+    trainer has ended before it got there."""
+    end = time.monotonic() + TIMEOUT_SECONDS
+    while True:
+        try:
+            socket.create_connection((address, port), PROBE_SECONDS).close()
+            return
+        except OSError as error:
+            if time.monotonic() > end or given_up.wait(ASK_AGAIN_SECONDS):
+                raise ConfigError(f"no trainer listens at {address}:{port}: {error}") from error

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from torch.storage import TypedStorage
 
 from megatron_async.errors import CheckpointError
-from megatron_async.weight_transfer.tensor_info import TensorInfo, infos_of, weights_of
+from megatron_async.weight_transfer.tensor_info import TensorInfo, announced, infos_of, weights_of
 
 ALIGNMENT = 64
 """Bytes to which tensors are aligned in host memory."""
@@ -98,7 +98,7 @@ def open_weights(handles: Mapping[str, Any]) -> dict[str, Tensor]:
         CheckpointError: these are no handles, or what they name is not there.
     """
     try:
-        infos = [TensorInfo.from_json(each) for each in handles["tensors"]]
+        infos = announced(handles["tensors"])
         if handles["kind"] == "cpu":
             tensors = _of_file(Path(handles["path"]), infos)
         elif handles["kind"] == "cuda":

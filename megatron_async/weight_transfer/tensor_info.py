@@ -57,6 +57,19 @@ class TensorInfo(NamedTuple):
         return cls(name, DTYPES[dtype], tuple(shape))
 
 
+def announced(data: Any) -> list[TensorInfo]:
+    """Each of a list in plain types; raises CheckpointError for what is none, or comes twice."""
+    if not isinstance(data, (list, tuple)):
+        raise CheckpointError(f"{str(data)[:80]!r} is no list of tensors")
+    infos = [TensorInfo.from_json(each) for each in data]
+    names: set[str] = set()
+    for info in infos:
+        if info.name in names:
+            raise CheckpointError(f"the new {info.name} is announced twice; give it once")
+        names.add(info.name)
+    return infos
+
+
 def infos_of(tensors: Mapping[str, Tensor]) -> list[TensorInfo]:
     """Of each tensor, in their order; raises CheckpointError for a dtype that is not sent."""
     infos = []

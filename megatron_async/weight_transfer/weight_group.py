@@ -7,9 +7,10 @@ engine's, and :mod:`megatron_async.checkpoint.parallel_layouts` joins what they 
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_async.errors import CheckpointError, ConfigError
-from megatron_async.weight_transfer.tensor_info import TensorInfo, infos_of, weights_of
+from megatron_async.weight_transfer.tensor_info import announced, infos_of, weights_of
 
 TRAINER = 0
 """Rank of the trainer in the group; the engine's ranks follow."""
@@ -62,6 +63,8 @@ class WeightGroup:
         if backend == "nccl" and not dist.is_nccl_available():
             raise ConfigError("backend='nccl' needs a PyTorch that was built with NCCL")
         self.rank, self.world_size = rank, world_size
+        self._timeout = timeout
+        self._broken = ""
         limit = datetime.timedelta(seconds=timeout)
         try:
             store = dist.TCPStore(
@@ -79,7 +82,8 @@ class WeightGroup:
 
         Raises:
             CheckpointError: one cannot be sent, or a rank of the engine refuses what is announced;
-                then none is sent.
+                then none is sent. Or the engine has ended, or says nothing for ``timeout`` seconds;
+                then the group is of no use any more.
         """
         tensors = weights_of(tensors)
         infos = infos_of(tensors)
@@ -95,7 +99,9 @@ class WeightGroup:
         """As a rank of the engine: what the trainer sends, in memory of its own.
 
         Raises:
-            CheckpointError: what is announced are no tensors, or too large for the memory.
+            CheckpointError: what is announced are no tensors, or too large for the memory. Or the
+                trainer has ended, or says nothing for ``timeout`` seconds; then the group is of no
+                use any more.
         """
         length = self._broadcast(torch.zeros(1, dtype=torch.int64))
         size = int(length)
@@ -105,7 +111,7 @@ class WeightGroup:
         try:
             if size > MAX_HEADER_BYTES:
                 raise CheckpointError(f"the announced weights have a header of {size:,} bytes")
-            infos = [TensorInfo.from_json(each) for each in json.loads(bytes(header.tolist()))]
+            infos = announced(json.loads(bytes(header.tolist())))
             tensors = {
                 info.name: torch.empty(info.shape, dtype=info.dtype, device=self.device)
                 for info in infos
@@ -120,15 +126,35 @@ class WeightGroup:
         return tensors
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Of the trainer's, into ``tensor`` of the others, on the group's device."""
+        """Of the trainer's, into ``tensor`` of the others, on the group's device; raises
+        CheckpointError when they are not there any more."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = TRAINER, 0
-        self._group.broadcast([tensor], options).wait()
+        with self._together() as group:
+            group.broadcast([tensor], options).wait()
         return tensor
 
     def close(self) -> None:
         """Leave the group."""
-        self._group = None
+        self._group, self._broken = None, "it was closed"
+
+    @contextlib.contextmanager
+    def _together(self) -> Iterator[Any]:
+        """The group for one collective. After one that has failed its members are not at the same
+        place any more, so that it was the last."""
+        if self._group is None:
+            raise CheckpointError(f"this weight group is over: {self._broken}; make a new one")
+        try:
+            yield self._group
+        except RuntimeError as error:
+            other = "an engine" if self.rank == TRAINER else "the trainer"
+            is_late = "timed out" in str(error).lower()
+            said = f"said nothing for {self._timeout:g} seconds" if is_late else "has ended"
+            self._group, self._broken = None, f"{other} {said}"
+            raise CheckpointError(
+                f"{other} {said} in the middle of a weight transfer; engines keep the weights that "
+                f"they have. Make a new group ({str(error).splitlines()[0][:160]})"
+            ) from error
 
     def _broadcast(self, tensor: Tensor) -> Tensor:
         """:meth:`broadcast` of a tensor that may be elsewhere; returned where it was."""
@@ -140,7 +166,8 @@ class WeightGroup:
         vote = torch.tensor([int(yes)], dtype=torch.int32, device=self.device)
         options: Any = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp.MIN
-        self._group.allreduce([vote], options).wait()
+        with self._together() as group:
+            group.allreduce([vote], options).wait()
         return bool(int(vote))
 
 

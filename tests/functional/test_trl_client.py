@@ -64,6 +64,14 @@ def test_trls_client_generates_and_sends_weights(client_class: Any, tmp_path: Pa
         assert [[i for (i,) in each] for each in found["logprob_token_ids"]] == expected(old)
         sampled = client.generate(PROMPTS, n=2, temperature=1.0, max_tokens=4, logprobs=2)
         assert len(sampled["completion_ids"]) == 4
+        sequences = [p + made for p, made in zip(PROMPTS, expected(old), strict=True)]
+        scored = client.get_sequence_logprobs(sequences, [3, 2], top_logprobs=20)
+        for made, actual, ids, of_all in zip(
+            expected(old), scored["actual_logprobs"], scored["logprob_token_ids"],
+            scored["logprobs"], strict=True,
+        ):  # fmt: skip
+            assert [top[0] for top in ids] == made and len(of_all[0]) == 20
+            assert [each[0] for each in actual] == [each[0] for each in of_all]
         # The client asks for a device of CUDA; the stand-in's group is of the CPU.
         client.init_communicator(device="cuda")
         client.update_model_params(new)

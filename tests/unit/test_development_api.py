@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import pickle
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -177,6 +178,44 @@ def test_updates_out_of_order_are_refused(http: httpx.Client) -> None:
         assert http.post("/init_weight_transfer_engine", json=body).status_code == 400
 
 
+def test_a_trainer_that_goes_before_it_listens_holds_up_nobody(http: httpx.Client) -> None:
+    """Its engine waited for it for five minutes, with all updates behind it."""
+    info = {"master_address": "127.0.0.1", "master_port": free_port(), "world_size": 2}
+    with pytest.raises(httpx.ReadTimeout):
+        http.post("/init_weight_transfer_engine", json={"init_info": info}, timeout=0.2)
+    end = time.monotonic() + PATIENCE_SECONDS
+    while http.post("/start_weight_update").status_code == 409:
+        assert time.monotonic() < end
+    trainer_group(http, packed=False).close()
+
+
+def test_a_trainer_that_ends_in_the_middle_ends_the_update(http: httpx.Client) -> None:
+    """What it had sent was installed by /finish_weight_update, and the error was internal."""
+    before = generated(http)
+    norm = {"model.norm.weight": torch.zeros(64)}
+    group = trainer_group(http, packed=False)
+    sent(http, "/start_weight_update")
+    send(http, group, norm, packed=False)
+    update = {"names": ["a", "b"], "dtype_names": ["float32"] * 2, "shapes": [[1], [1]]}
+    with ThreadPoolExecutor(1) as pool:
+        taken = pool.submit(sent, http, "/update_weights", {"update_info": update}, 400)
+        group.broadcast(torch.zeros(1))
+        assert sent(http, "/start_weight_update", status=409)["error"]["code"] == "busy"
+        group.close()
+        del group
+        said = taken.result()["error"]["message"]
+    assert "the trainer has ended in the middle" in said and "Make a new group" in said
+    assert "start_weight_update first" in str(sent(http, "/finish_weight_update", status=400))
+    sent(http, "/start_weight_update")
+    again = sent(http, "/update_weights", {"update_info": update}, 400)["error"]["message"]
+    assert "this weight group is over: the trainer has ended" in again
+    sent(http, "/start_weight_update")
+    twice = {**update, "names": ["a", "a"]}
+    said = sent(http, "/update_weights", {"update_info": twice}, 400)["error"]["message"]
+    assert "a is announced twice" in said
+    assert generated(http) == before
+
+
 def test_the_engine_sleeps_and_wakes_up(http: httpx.Client) -> None:
     before = generated(http)
     assert sent(http, "/sleep?level=1") == {"is_sleeping": True}
@@ -191,6 +230,48 @@ def test_the_engine_sleeps_and_wakes_up(http: httpx.Client) -> None:
     assert sent(http, "/pause?mode=keep") == {"suspended": True}
     sent(http, "/resume")
     assert http.get("/is_paused").json() == {"is_paused": False}
+
+
+def test_requests_end_or_are_waited_for_before_the_engine_stops(http: httpx.Client) -> None:
+    """As in vLLM's /sleep?mode= and /abort_requests; the mode was passed over."""
+
+    body = {"model": "small", "prompt": PROMPT, "max_tokens": 8, "ignore_eos": True}
+
+    def ask() -> dict[str, Any]:
+        while (answer := http.post("/v1/completions", json=body)).status_code == 429:
+            """It came while the engine waited for others."""
+        found: dict[str, Any] = answer.json()["usage"]
+        return found
+
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            for abort in ("/sleep?mode=abort", "/abort_requests"):
+                sent(http, "/pause")
+                asked = pool.submit(ask)
+                # It waits in an engine that launches nothing.
+                while (answer := http.post("/sleep?mode=wait")).status_code == 200:
+                    sent(http, "/wake_up")
+                assert "no request ends" in answer.text
+                for wrong, said in (("mode=perhaps", "mode"), ("mode=abort&level=3", "level=3")):
+                    assert said in str(sent(http, f"/sleep?{wrong}", status=400))
+                assert not asked.done()
+                expected = {"status": "aborted", "aborted": 1}
+                if "sleep" in abort:
+                    expected = {"is_sleeping": True}
+                assert sent(http, abort) == expected
+                assert asked.result()["completion_tokens"] == 0
+                sent(http, "/wake_up")
+                sent(http, "/resume")
+        finally:
+            sent(http, "/resume")
+        asked = pool.submit(ask)
+        sent(http, "/sleep?mode=wait")
+        sent(http, "/wake_up")
+        assert asked.result()["completion_tokens"] == 8
+    said = sent(http, "/abort_requests", {"request_ids": ["a"]}, status=400)
+    assert said["error"]["param"] == "request_ids"
+    sent(http, "/pause?wait_for_inflight_requests=true")
+    sent(http, "/resume")
 
 
 def test_weights_of_a_trainer_do_not_survive_their_process(directory: Path) -> None:
@@ -228,6 +309,10 @@ def test_hugging_faces_names_are_checked(directory: Path) -> None:
         ({head: torch.zeros_like(new[head])}, "differs from the tied"),
         ({"model.norm.bias": torch.ones(64)}, "holds? model.norm.bias"),
         ({"model.norm.weight": torch.ones(64).long()}, "give a float"),
+        ({"model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn)}, "has dtype torch.float8"),
+        ({"model.norm.weight": torch.ones(64, device="meta")}, "is a meta tensor"),
+        ({"model.norm.weight": [1.0] * 64}, "is a list; give a torch.Tensor"),
+        ({7: torch.ones(64)}, "hold 7, which"),
         ({"model.norm.weight": torch.full((64,), torch.nan)}, "NaN"),
     ):
         with pytest.raises(CheckpointError, match=said):

@@ -22,6 +22,7 @@ from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.kv_events import KVEventPublisher, shown_events
 from megatron_async.errors import ConfigError
 from megatron_async.kv_events_config import KVEventsConfig
+from megatron_async.replicas.engine_replica import ReplicaSettings
 from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import hash_engine
 from tests.support.patience import PATIENCE_SECONDS
@@ -283,6 +284,32 @@ def test_each_replica_has_addresses_of_its_own() -> None:
     third = config.of_rank(3)
     assert third.endpoint == "tcp://*:5560" and third.replay_endpoint == "ipc:///tmp/replay_dp3"
     assert third.data_parallel_rank == 3 and config.of_rank(0) == config
+
+
+@pytest.mark.parametrize("ports", [(5557, 5558), (5560, 5557), (5557, 5657), (9000, 9002)])
+def test_ports_of_replicas_never_meet(ports: tuple[int, int]) -> None:
+    """The third of three could not start where the replay port was the next one."""
+    config = KVEventsConfig(
+        endpoint=f"tcp://*:{ports[0]}", replay_endpoint=f"tcp://127.0.0.1:{ports[1]}"
+    )
+    used = []
+    for rank in range(300):
+        of_rank = config.of_rank(rank)
+        assert of_rank.replay_endpoint is not None
+        own = [int(each.rpartition(":")[2]) for each in (of_rank.endpoint, of_rank.replay_endpoint)]
+        if rank < abs(ports[1] - ports[0]):  # as vLLM's are
+            assert own == [ports[0] + rank, ports[1] + rank]
+        used += own
+    assert len(set(used)) == 600
+
+
+def test_without_a_port_left_it_is_said_for_whom() -> None:
+    config = KVEventsConfig(endpoint="tcp://*:65530")
+    assert config.of_rank(5).endpoint == "tcp://*:65535"
+    with pytest.raises(ConfigError, match=r"no port .* lower ones, for the engine of rank 6"):
+        config.of_rank(6)
+    settings = ReplicaSettings(model="m", config={"kv_events_config": {"endpoint": "tcp://*:1"}})
+    assert settings.config_of(3)["kv_events_config"]["endpoint"] == "tcp://*:4"
 
 
 @pytest.mark.parametrize(

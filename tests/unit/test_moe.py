@@ -342,6 +342,22 @@ def test_new_weights_may_come_expert_by_expert(pattern: str) -> None:
         assert torch.equal(parameter, wanted[name]), name
 
 
+def test_an_expert_comes_once() -> None:
+    """It was copied over that of the stacked weights, or under it, as their order had it."""
+    model = model_of(CONFIG)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    stacked = next(name for name in before if name.endswith(".experts.linear_fc1.weight"))
+    prefix = stacked.removesuffix("linear_fc1.weight")
+    one = torch.zeros_like(before[stacked][1])
+    names = (f"{prefix}local_experts.1.linear_fc1.weight", f"{prefix}linear_fc1.weight1")
+    for given in ((stacked, names[0]), (names[1], stacked), names):
+        new = {name: before[stacked] + 1 if name == stacked else one for name in given}
+        with pytest.raises(CheckpointError, match="the same values of the model") as raised:
+            read_weights(model, new)
+        assert all(name in str(raised.value) for name in given)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
 def test_features_name_what_is_there() -> None:
     config = changed(**ROUTERS["groups and a bias"], moe_latent_size=16)
     assert features(config) == [

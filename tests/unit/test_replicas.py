@@ -19,6 +19,7 @@ from megatron_async.errors import (
     ConfigError,
     EngineDeadError,
     QueueFullError,
+    ReplicaDiedError,
     RequestError,
 )
 from megatron_async.inference.cli import serve
@@ -29,9 +30,13 @@ from megatron_async.replicas.prefix_index import PrefixIndex
 from megatron_async.replicas.replica import summed
 from megatron_async.replicas.roster import LAPSE_SECONDS, Listing, Member, Roster
 from megatron_async.replicas.routing import BLOCK_TOKENS, PrefixRouter
+from megatron_async.sampling_params import SamplingParams
+from megatron_async.serving.generation import Generator
 from megatron_async.serving.messages import Control, Endpoint, Generate, Kept, Output
 from megatron_async.serving.metrics import ServerMetrics
+from megatron_async.serving.no_tokenizer import NoTokenizer
 from tests.support.engines import hash_engine
+from tests.support.served import NotedMetrics
 from tests.support.served_engine import engine_in_thread, patience, run
 
 LONG = {"num_tokens_to_generate": 100, "termination_id": -1, "temperature": 0.0}
@@ -330,6 +335,36 @@ def test_requests_of_which_nothing_was_sent_are_tried_again_by_option(retries: i
             else:
                 assert failed and all(isinstance(e, EngineDeadError) for e in failed)
                 assert client.retried == 0
+
+    run(test())
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+def test_answers_that_are_not_streamed_begin_again_though_they_had_tokens(retries: int) -> None:
+    """They failed, and their clients had seen nothing of them."""
+
+    async def test() -> None:
+        async with fleet("one", "two", retries=retries) as (engines, client):
+            tokenizer: Any = NoTokenizer()
+            generator = Generator(client, tokenizer, NotedMetrics())
+            params = [SamplingParams(**LONG) for _ in range(6)]
+            jobs = [await generator.job([i], each, names={}) for i, each in enumerate(params)]
+            tasks = [asyncio.ensure_future(generator.whole(job)) for job in jobs]
+            while not all(job.generated for job in jobs):
+                await asyncio.sleep(0)
+            await asyncio.to_thread(engines.end, "one")
+            async with patience():
+                answers = await asyncio.gather(*tasks, return_exceptions=True)
+            if not retries:
+                failed = [a for a in answers if isinstance(a, BaseException)]
+                assert failed and all(isinstance(e, ReplicaDiedError) for e in failed)
+                return
+            assert 0 < client.retried == sum(job.deaths for job in jobs) < 6
+            assert [job.generated for job in jobs] == [100] * 6
+            for number, answer in enumerate(answers):
+                assert isinstance(answer, list)
+                alone = await asked(client, 100 + number, [number], LONG)
+                assert answer[0].token_ids == _tokens(alone)
 
     run(test())
 

@@ -320,5 +320,17 @@ def test_a_batch_masks_prompts_padding_and_tokens_that_are_too_old() -> None:
     assert batch.weight_versions.tolist() == [[-1, -1, 0, 0, 1], [-1, 1, -1, -1, -1]]
     fresh = batch_of([partial, cut], oldest_version=1, mask_truncated=True).loss_mask
     assert fresh.int().tolist() == [[0, 0, 0, 0, 1], [0] * 5]
-    with pytest.raises(RequestError, match="at least one"):
-        batch_of([])
+    # An aborted one had not ended by itself either, and was learned from.
+    for reason in (FinishReason.ABORT, FinishReason.ERROR):
+        ended = dataclasses.replace(partial, finish_reason=reason)
+        assert not batch_of([ended], mask_truncated=True).loss_mask.any()
+        assert batch_of([ended]).loss_mask.any()
+    wrong: Any = [
+        (([],), {}, "at least one"),
+        (([7],), {}, "a int is no rollout"),
+        (([cut],), {"pad_token_id": None}, "pad_token_id=None must be an integer"),
+        (([cut],), {"oldest_version": 0.5}, "oldest_version=0.5 must be an integer"),
+    ]
+    for given, options, said in wrong:
+        with pytest.raises(RequestError, match=said):
+            batch_of(*given, **options)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,39 @@ def test_another_process_gets_the_weights_of_a_divided_trainer(tmp_path: Path) -
         assert torch.equal(by_collective[name], tensor) == (name != NORM), name
 
 
+def pair(timeout: float) -> list[WeightGroup]:
+    port = free_port()
+    with ThreadPoolExecutor(2) as pool:
+        made = [
+            pool.submit(WeightGroup, "127.0.0.1", port, rank=rank, world_size=2, timeout=timeout)
+            for rank in range(2)
+        ]
+        return [each.result() for each in made]
+
+
+def test_who_is_left_in_the_middle_of_a_transfer_says_so() -> None:
+    """It raised gloo's error, or a later one that named nothing."""
+    groups = pair(PATIENCE_SECONDS)
+    trainer, engine = groups
+    with ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(engine.receive)
+        trainer.broadcast(torch.tensor([3]))  # the header's length, and then it ends
+        trainer.close()
+        with pytest.raises(CheckpointError, match="the trainer has ended in the middle"):
+            receiving.result()
+    with pytest.raises(CheckpointError, match="over: the trainer has ended; make a new one"):
+        engine.receive()
+    with pytest.raises(CheckpointError, match="over: it was closed"):
+        trainer.send({NORM: torch.ones(3)})
+    trainer, engine = pair(0.2)
+    with pytest.raises(CheckpointError, match=r"the trainer said nothing for 0\.2 seconds"):
+        engine.receive()
+    trainer, engine = pair(PATIENCE_SECONDS)
+    engine.close()
+    with pytest.raises(CheckpointError, match="an engine has ended in the middle"):
+        trainer.send({NORM: torch.ones(3)})
+
+
 def test_shared_weights_are_read_where_they_lie() -> None:
     new = {FC1: torch.randn(4, 2).bfloat16(), NORM: torch.arange(3.0), "empty": torch.zeros(0, 2)}
     with SharedWeights(new) as trainer:
@@ -120,6 +154,8 @@ def test_shared_weights_are_read_where_they_lie() -> None:
         ({"kind": "cpu", "tensors": [["a", "float31", [2]]], "path": "/none"}, "'float31'"),
         ({"kind": "cpu", "tensors": [["a", "float32", [-1]]], "path": "/none"}, "shape"),
         ({"kind": "cpu", "tensors": ["a"], "path": "/none"}, "no name, dtype and shape"),
+        ({"kind": "cpu", "tensors": 7, "path": "/none"}, "no list of tensors"),
+        ({"kind": "cpu", "tensors": [["a", "int8", [1]]] * 2, "path": "/none"}, "a is announced t"),
         ({"kind": "cuda", "tensors": [["a", "float32", [2]]], "handles": [{}]}, "KeyError"),
     ],
 )
