@@ -15,5 +15,8 @@ MOE_ROW = False
 LATENT = True
 """Multi-latent attention, in decode steps and in prefill."""
 
+PEER_SUM = False
+"""Sums over ranks that write into each other's memory."""
+
 REASON = "on trial: it has not run on a GPU yet"
 """Why a block of a model does not run in one of them."""

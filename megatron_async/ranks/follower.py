@@ -88,7 +88,7 @@ def join_group(layout: Layout, device: torch.device, store: dist.Store, rank: in
     call, ring = connect(dist.PrefixStore("ranks", store), rank)
     group = Group(rank, call, ring, layout.world_size - 1, SPIN_SECONDS[device.type])
     process_group.join(layout, device, dist.PrefixStore("torch", store), rank)
-    parallel.set_current(ModelParallel(layout, rank))
+    parallel.set_current(ModelParallel(layout, rank, device))
     return group
 
 

@@ -385,7 +385,7 @@ def lead(
     process_group.join(layout, device, dist.PrefixStore("torch", store))
     if rings:  # all have it, and nothing is left behind whatever happens from now on
         rings[0].unlink()
-    place = ModelParallel(layout, 0)
+    place = ModelParallel(layout, 0, device)
     parallel.set_current(place)
     senders: list[Sender] = [*rings]
     if not rings:

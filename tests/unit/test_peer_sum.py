@@ -28,11 +28,17 @@ class Ranks:
     """All ranks of a group, each with a stream of its own."""
 
     def __init__(
-        self, ranks: int, hidden: int, device: torch.device, capacity: int, **grid: int
+        self,
+        ranks: int,
+        hidden: int,
+        device: torch.device,
+        capacity: int,
+        *,
+        ctas: int = peer_sum.CTAS,
+        threads: int = peer_sum.THREADS,
     ) -> None:
         count = word_count(ranks, capacity)
         memory = tuple(torch.zeros(count, dtype=torch.int64, device=device) for _ in range(ranks))
-        ctas = grid.get("ctas", peer_sum.CTAS)
         self.device, self.hidden, self.most = device, hidden, capacity // hidden
         self.sums = [
             PeerSum(
@@ -41,7 +47,7 @@ class Ranks:
                 ),
                 hidden,
                 device,
-                **grid,
+                threads,
             )
             for rank in range(ranks)
         ]

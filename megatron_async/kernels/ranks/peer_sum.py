@@ -20,7 +20,7 @@ CTAS, THREADS = 128, 128
 """Of the grid: at 8 elements of each thread, 32 rows of 4,096 at once."""
 MOST_RANKS = 8
 _TILES = (256, 128, 64)
-_ALIGNMENT = 256
+ALIGNMENT = 256
 """Elements of a warp."""
 
 
@@ -53,7 +53,7 @@ class PeerWords(NamedTuple):
     Args:
         rank: this one's place in the group.
         memory: int64 of each rank, as this one reaches it: of its own what it gets.
-        launches: int32 ``[ctas]``, counted by the kernel.
+        launches: int32, one for each CTA of the grid, which counts them.
         capacity: elements that a rank can send in a launch, see :func:`word_count`.
     """
 
@@ -70,8 +70,8 @@ class PeerWords(NamedTuple):
 
 def word_count(ranks: int, capacity: int) -> int:
     """Words of a rank's memory, for so many elements that each rank sends."""
-    if capacity % _ALIGNMENT:
-        raise ValueError(f"capacity {capacity} must be a multiple of {_ALIGNMENT}")
+    if capacity % ALIGNMENT:
+        raise ValueError(f"capacity {capacity} must be a multiple of {ALIGNMENT}")
     return 2 * ranks * capacity // 2
 
 
@@ -79,7 +79,7 @@ def why_not(hidden_size: int, rows: int, words: PeerWords) -> str | None:
     """Why the kernel does not add up so many rows; None if it does."""
     if hidden_size % _TILES[-1]:
         return f"a hidden size of {hidden_size} is not a multiple of {_TILES[-1]}"
-    if -(-rows * hidden_size // _ALIGNMENT) * _ALIGNMENT > words.capacity:
+    if -(-rows * hidden_size // ALIGNMENT) * ALIGNMENT > words.capacity:
         return f"{rows} rows of {hidden_size} are more than ranks send each other in a kernel"
     return None
 
@@ -90,7 +90,7 @@ class PeerSum:
     All ranks call it with the same rows in the same order.
 
     Args:
-        ctas, threads: of the grid; the same for all that share ``words``.
+        threads: of a CTA.
 
     Attributes:
         words: what it was made with.
@@ -102,13 +102,11 @@ class PeerSum:
         words: PeerWords,
         hidden_size: int,
         device: torch.device,
-        ctas: int = CTAS,
         threads: int = THREADS,
     ) -> None:
-        assert len(words.launches) == ctas and words.ranks <= MOST_RANKS
         self.words = words
         self._hidden_size, self._device = hidden_size, device
-        self._ctas, self._threads = ctas, threads
+        self._ctas, self._threads = len(words.launches), threads
         self.statistic_rows = next(tile for tile in _TILES if hidden_size % tile == 0)
 
     def work(self, rows: int, statistics: int) -> tuple[str, dict[str, int]]:
