@@ -56,6 +56,7 @@ class ModelParallel:
 
     Attributes:
         tensor_words: of the ranks that share layers, see ``kernels/ranks/peer_memory.py``.
+        expert_words: of those that have some experts each.
     """
 
     def __init__(self, layout: Any, rank: int, device: torch.device = _CPU) -> None:
@@ -80,6 +81,9 @@ class ModelParallel:
                 self._listeners = made
 
         self.tensor_words: PeerWords | None = peer_memory.open_words(self._tensor, device)
+        self.expert_words = self.tensor_words
+        if layout.expert not in (1, layout.tensor):
+            self.expert_words = peer_memory.open_words(self._experts, device)
 
     # --- the ranks that share a layer ---------------------------------------------------------
 
