@@ -6,7 +6,11 @@ rank has a stream, and all CTAs of all ranks fit onto it at once.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +22,7 @@ from megatron_async.kernels.ranks import peer_sum
 from megatron_async.kernels.ranks.peer_sum import PeerSum, PeerWords, word_count
 from tests.support import emulator
 from tests.support.cuda_kernels import device, emulated, on_both, on_gpu
+from tests.support.patience import PATIENCE_SECONDS
 
 __all__ = ["device"]
 
@@ -273,3 +278,16 @@ def test_ranks_run_at_their_own_pace(captured: bool) -> None:
                     graphs[rank].replay() if captured else steps.launch(rank)
         torch.cuda.synchronize()
         assert all(each.equal(steps.last) for each in steps.case.streams)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_reach_each_others_memory() -> None:
+    script = Path(__file__).parents[2] / "scripts" / "bench_peer_sum.py"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
+    subprocess.run(
+        [*command, "--hidden-sizes", "64", "2880", "4096", "--rows", "1", "7", "64"],
+        env={**os.environ, "PYTHONPATH": str(script.parents[1])},
+        check=True,
+        timeout=PATIENCE_SECONDS,
+    )
