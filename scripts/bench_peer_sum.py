@@ -3,11 +3,13 @@ kernel that adds its sum to the residual stream.
 
     torchrun --nproc-per-node 2 scripts/bench_peer_sum.py
     python scripts/bench_peer_sum.py --streams 2
+    torchrun --nproc-per-node 2 scripts/bench_peer_sum.py --one-gpu
 
 Each number is the mean of calls in a CUDA graph, of the slowest rank. With ``--streams`` the ranks
-are streams of one GPU: what a sum takes without NVLink, and without NCCL. Before, each result is
-compared with the sum that torch computes, bit for bit. If it differs, or if the ranks do not reach
-each other's memory, the exit status is 1.
+are streams of one GPU: what a sum takes without NVLink, and without NCCL. With ``--one-gpu``
+processes take turns on a GPU, and nothing is timed. Before, each result is compared with the sum
+that torch computes, bit for bit. If it differs, or if the ranks do not reach each other's memory,
+the exit status is 1.
 """
 
 from __future__ import annotations
@@ -97,12 +99,20 @@ class Streams:
 
 
 class Processes:
-    """This process's rank; the others are processes too."""
+    """This process's rank; the others are processes too.
 
-    def __init__(self) -> None:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    Args:
+        one_gpu: they take turns on one, which NCCL does not let them do.
+    """
+
+    def __init__(self, *, one_gpu: bool) -> None:
+        device = torch.device("cuda", 0 if one_gpu else int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-        dist.init_process_group("nccl", device_id=device)
+        if one_gpu:
+            os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+            dist.init_process_group("gloo")
+        else:
+            dist.init_process_group("nccl", device_id=device)
         trial.PEER_SUM = True
         words = peer_memory.open_words(dist.group.WORLD, device)
         if words is None:
@@ -191,10 +201,15 @@ class Bench:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--streams", type=int, help="ranks on one GPU, 2 to 8")
+    parser.add_argument("--one-gpu", action="store_true", help="for processes of one GPU")
     parser.add_argument("--hidden-sizes", type=int, nargs="+", default=HIDDEN_SIZES)
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     given = parser.parse_args(arguments)
-    group = Processes() if given.streams is None else Streams(given.streams)
+    group: Streams | Processes
+    if given.streams is not None:
+        group = Streams(given.streams)
+    else:
+        group = Processes(one_gpu=given.one_gpu)
     shows, failed = group.words[0].rank == 0, False
     if shows:
         print(f"{group.words[0].ranks} ranks, microseconds of a call")
@@ -209,8 +224,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             bench = Bench(group, rows, hidden)
             is_right = bench.is_right()
             failed |= not is_right
-            taken = f"{bench.kernel():8.2f}"
-            other = f"{bench.all_reduce():24.2f}" if given.streams is None else ""
+            taken = "       -" if given.one_gpu else f"{bench.kernel():8.2f}"
+            other = ""
+            if given.streams is None and not given.one_gpu:
+                other = f"{bench.all_reduce():24.2f}"
             if shows or not is_right:
                 note = "" if is_right else "WRONG"
                 print(f"{hidden:7} {rows:5} {taken} {other}", note, flush=True)

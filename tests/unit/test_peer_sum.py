@@ -280,13 +280,21 @@ def test_ranks_run_at_their_own_pace(captured: bool) -> None:
         assert all(each.equal(steps.last) for each in steps.case.streams)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_gpus_reach_each_others_memory() -> None:
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(["--one-gpu", "--rows", "1", "32"], marks=on_gpu, id="one GPU"),
+        pytest.param(["--rows", "1", "7", "64"], marks=[*on_gpu, needs_two], id="two GPUs"),
+    ],
+)
+def test_two_processes_reach_each_others_memory(options: list[str]) -> None:
     script = Path(__file__).parents[2] / "scripts" / "bench_peer_sum.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script)]
     subprocess.run(
-        [*command, "--hidden-sizes", "64", "2880", "4096", "--rows", "1", "7", "64"],
+        [*command, "--hidden-sizes", "64", "2880", "4096", *options],
         env={**os.environ, "PYTHONPATH": str(script.parents[1])},
         check=True,
         timeout=PATIENCE_SECONDS,

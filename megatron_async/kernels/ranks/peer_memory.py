@@ -26,6 +26,8 @@ MOST_SENT_BYTES = 4 << 20
 """That a rank sends to all others in a kernel, of four for an element. With more of them an
 all-reduce in two steps sends less; where it is faster has not been measured."""
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+_names: set[str] = set()
+"""Groups that this process has opened words for."""
 
 
 def capacity(ranks: int) -> int:
@@ -52,18 +54,30 @@ def open_words(group: Any, device: torch.device) -> PeerWords | None:
     ranks = dist.get_world_size(group)
     if ranks == 1 or device.type != "cuda" or not trial.PEER_SUM:
         return None
-    reason = _first_reason(_all_say(group, why_not(ranks, device), platform.node(), device.index))
+    own = why_not(ranks, device) or _known_before(group)
+    reason = _first_reason(_all_say(group, own, platform.node()))
     words = None
     if reason is None:
         try:
             words = _meet(group, ranks, device)
         except RuntimeError as error:  # no access to a peer, or no such memory: torch has no type
             reason = str(error).partition("\n")[0]
+        # Nobody sends before all are here, and all words zeros.
         reason = _first_reason(_all_say(group, reason))
     if reason is not None:
         logger.info("partial sums of %d ranks are added up by an all-reduce: %s", ranks, reason)
         return None
     return words
+
+
+def _known_before(group: Any) -> str | None:
+    """torch keeps where the ranks of a group meet by its name, and names those of the next model as
+    those of the last one."""
+    name = group.group_name
+    if name in _names:
+        return "this process had ranks of another model before"
+    _names.add(name)
+    return None
 
 
 def _all_say(group: Any, reason: str | None, *place: object) -> list[Any]:
@@ -91,7 +105,6 @@ def _meet(group: Any, ranks: int, device: torch.device) -> PeerWords:
     handle = symmetric.rendezvous(own, group)
     own.zero_()
     torch.cuda.synchronize(device)
-    dist.barrier(group, device_ids=[device.index])  # nobody sends before all are zeros
     launches = torch.zeros(peer_sum.CTAS, dtype=torch.int32, device=device)
     memory = tuple(own if r == handle.rank else _of_peer(handle, r, own) for r in range(ranks))
     return PeerWords(handle.rank, memory, launches, most)
