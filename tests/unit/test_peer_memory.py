@@ -46,7 +46,7 @@ class Group:
         self.others, self.asked, self.met = others, 0, 0
         self.fails: str | None = None
         self.group_name = "1"
-        monkeypatch.setattr(peer_memory, "_names", set())
+        monkeypatch.setattr(peer_memory, "_opened", {})
         monkeypatch.setattr(trial, "PEER_SUM", True)
         monkeypatch.setattr(peer_sum, "runs_on", lambda device: None)
         monkeypatch.setattr(peer_memory.platform, "node", lambda: "here")
@@ -72,6 +72,7 @@ def test_ranks_of_one_host_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     group = Group(monkeypatch, [(None, "here")])
     assert group.open() == "words"
     assert (group.met, group.asked) == (1, 2)
+    assert peer_memory._opened == {"1": "words"}, "not freed while a kernel may wait"
 
 
 @pytest.mark.parametrize(

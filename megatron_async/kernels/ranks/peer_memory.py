@@ -26,8 +26,9 @@ MOST_SENT_BYTES = 4 << 20
 """That a rank sends to all others in a kernel, of four for an element. With more of them an
 all-reduce in two steps sends less; where it is faster has not been measured."""
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
-_names: set[str] = set()
-"""Groups that this process has opened words for."""
+_opened: dict[str, PeerWords | None] = {}
+"""By the group's name, until the process ends: torch waits for the device before it frees such
+memory, and a kernel there may wait for a rank that has died."""
 
 
 def capacity(ranks: int) -> int:
@@ -59,7 +60,7 @@ def open_words(group: Any, device: torch.device) -> PeerWords | None:
     words = None
     if reason is None:
         try:
-            words = _meet(group, ranks, device)
+            words = _opened[group.group_name] = _meet(group, ranks, device)
         except RuntimeError as error:  # no access to a peer, or no such memory: torch has no type
             reason = str(error).partition("\n")[0]
         # Nobody sends before all are here, and all words zeros.
@@ -74,9 +75,9 @@ def _known_before(group: Any) -> str | None:
     """torch keeps where the ranks of a group meet by its name, and names those of the next model as
     those of the last one."""
     name = group.group_name
-    if name in _names:
+    if name in _opened:
         return "this process had ranks of another model before"
-    _names.add(name)
+    _opened[name] = None
     return None
 
 
