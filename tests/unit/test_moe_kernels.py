@@ -285,6 +285,36 @@ def experts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(coverage, name, lambda *_: "another test's")
 
 
+def as_partial_sums(model: Any, rig: DecodeRig, monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """Logits of a model whose experts are of several ranks."""
+    mlp, ranks = model.decoder.layers[1].mlp, Ranks()
+    with monkeypatch.context() as patched:
+        patched.setattr(mlp, "ranks", ranks)
+        patched.setattr(model.config, "expert_model_parallel_size", 2)
+        (_, reason) = (block.reason for block in coverage.blocks(model) if block.kind == MLP)
+        assert reason == f"its experts are split over ranks: {trial.REASON}"
+        patched.setattr(trial, "MOE_RANKS", True)
+        found = rig.decode(FusedDecoder(model).forward)
+    assert len(ranks.sums) == TOKENS
+    return found
+
+
+class Ranks:
+    """Ranks of which this one has all experts. What is left is the way of the sums."""
+
+    expert_rank, expert_words = 0, None
+
+    class layout:  # noqa: N801
+        tensor = 1
+
+    def __init__(self) -> None:
+        self.sums: list[torch.Size] = []
+
+    def sum_experts_(self, x: Tensor) -> Tensor:
+        self.sums.append(x.shape)
+        return x
+
+
 @pytest.mark.parametrize(
     ("device", "shared"),
     [
@@ -318,45 +348,11 @@ def test_a_block_of_experts_is_that_of_its_module(
 
     expected = rig.decode(modules)  # rounded to 16 bits as often as what it is compared with
     assert relative_error(found, expected.double()) < 2 * LIMIT
+    partial = as_partial_sums(model, rig, monkeypatch)
+    assert relative_error(partial, found.double()) < LIMIT
     with torch.no_grad():
         model.decoder.layers[1].mlp.experts.linear_fc2.weight.mul_(-1)
     assert relative_error(found, rig.decode(modules).double()) > 6 * LIMIT
-
-
-class Ranks:
-    """Ranks of which this one has all experts. What is left is the way of the sums."""
-
-    expert_rank, expert_words = 0, None
-
-    class layout:  # noqa: N801
-        tensor = 1
-
-    def __init__(self) -> None:
-        self.sums: list[torch.Size] = []
-
-    def sum_experts_(self, x: Tensor) -> Tensor:
-        self.sums.append(x.shape)
-        return x
-
-
-@pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=compiled)]
-)
-def test_partial_sums_of_ranks_with_experts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, model = model_with_experts(device, shared=True)
-    if device == "cpu":
-        experts_alone(monkeypatch)
-    ranks = Ranks()
-    rig = DecodeRig(config, torch.device(device))
-    expected = rig.decode(FusedDecoder(model).forward)
-    model.decoder.layers[1].mlp.ranks = ranks
-    monkeypatch.setattr(model.config, "expert_model_parallel_size", 2)
-    (_, reason) = (block.reason for block in coverage.blocks(model) if block.kind == MLP)
-    assert reason == f"its experts are split over ranks: {trial.REASON}"
-    monkeypatch.setattr(trial, "MOE_RANKS", True)
-    found = rig.decode(FusedDecoder(model).forward)
-    assert len(ranks.sums) == TOKENS
-    assert relative_error(found, expected.double()) < LIMIT
 
 
 def test_the_benchmark_times_what_computes_the_same(

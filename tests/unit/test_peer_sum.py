@@ -166,7 +166,7 @@ SMALL = {"ctas": 2, "threads": 32}
     ],
     small=[
         (2, 64, SMALL, [(1, "rms", False), (6, "layer", True), (3, None, False), (8, "rms", True)]),
-        (3, 128, SMALL, [(2, "layer", False), (1, "rms", False)]),
+        (3, 128, SMALL, [(2, "layer", False), (1, "layer", True)]),
         (8, 256, {"ctas": 1, "threads": 32}, [(1, "rms", True)]),
     ],
 )
