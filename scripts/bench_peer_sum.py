@@ -84,7 +84,7 @@ class Streams:
     """All ranks of one GPU, each with a stream."""
 
     def __init__(self, ranks: int) -> None:
-        capacity = peer_memory.capacity(ranks)
+        capacity = peer_memory.MOST_ELEMENTS
         memory = tuple(
             torch.zeros(word_count(ranks, capacity), dtype=torch.int64, device="cuda")
             for _ in range(ranks)

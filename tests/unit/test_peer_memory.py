@@ -18,13 +18,19 @@ from megatron_async.models.fused.residual import HALF, Norm, Workspace
 GPU, CPU = torch.device("cuda", 1), torch.device("cpu")
 
 
+@pytest.mark.parametrize("ranks", (2, 8))
+def test_there_is_room_for_decode_steps(ranks: int) -> None:
+    words = words_of(ranks, peer_memory.MOST_ELEMENTS)
+    assert peer_sum.why_not(8192, 64, words) is None
+    assert word_count(ranks, words.capacity) * 8 <= 32 << 20, "bytes on each rank"
+
+
 @pytest.mark.parametrize(
-    ("ranks", "hidden", "rows"), [(2, 4096, 64), (2, 8192, 64), (4, 8192, 32), (8, 4096, 32)]
+    ("ranks", "rows", "steps"),
+    [(2, 64, 1), (4, 1, 1), (4, 32, 1), (4, 64, 2), (8, 8, 1), (8, 32, 2)],
 )
-def test_there_is_room_for_decode_steps(ranks: int, hidden: int, rows: int) -> None:
-    words = words_of(ranks, peer_memory.capacity(ranks))
-    assert peer_sum.why_not(hidden, rows, words) is None
-    assert word_count(ranks, words.capacity) * 8 <= 20 << 20, "bytes on each rank"
+def test_of_many_elements_less_is_sent_in_two_steps(ranks: int, rows: int, steps: int) -> None:
+    assert peer_sum.steps(ranks, rows * 4096) == steps
 
 
 def test_more_rows_than_fit_are_refused() -> None:

@@ -41,6 +41,7 @@ class Ranks:
         *,
         ctas: int = peer_sum.CTAS,
         threads: int = peer_sum.THREADS,
+        steps: int | None = None,
     ) -> None:
         count = word_count(ranks, capacity)
         memory = tuple(torch.zeros(count, dtype=torch.int64, device=device) for _ in range(ranks))
@@ -53,6 +54,7 @@ class Ranks:
                 hidden,
                 device,
                 threads,
+                steps,
             )
             for rank in range(ranks)
         ]
@@ -149,6 +151,7 @@ class Case:
 
 
 SMALL = {"ctas": 2, "threads": 32}
+TWO_STEPS = {**SMALL, "steps": 2}
 
 
 @on_both(
@@ -162,11 +165,12 @@ SMALL = {"ctas": 2, "threads": 32}
         ),
         (2, 64, {}, [(64, "layer", False), (1, "rms", True), (2, None, True)]),
         (4, 8192, {}, [(48, "rms", False), (64, "rms", True)]),
+        (4, 4096, {"steps": 2}, [(1, "rms", False), (64, "layer", True)]),
         (8, 2880, {}, [(1, "rms", False), (17, "rms", True), (5, "layer", False)]),
     ],
     small=[
         (2, 64, SMALL, [(1, "rms", False), (6, "layer", True), (3, None, False), (8, "rms", True)]),
-        (3, 128, SMALL, [(2, "layer", False), (1, "layer", True)]),
+        (3, 128, TWO_STEPS, [(8, "layer", False), (1, "layer", True)]),
         (8, 256, {"ctas": 1, "threads": 32}, [(1, "rms", True)]),
     ],
 )
@@ -200,16 +204,20 @@ def test_launches_count_on_past_the_largest_number(device: torch.device, ranks: 
 
 
 @emulated
-def test_a_rank_may_be_a_launch_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("ranks", "hidden", "grid"), [(2, 64, SMALL), (3, 128, TWO_STEPS)])
+def test_a_rank_may_be_a_launch_ahead(
+    ranks: int, hidden: int, grid: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each rank has several launches, and waits for the others' words alone."""
     emulator.install(monkeypatch)
     torch.manual_seed(2)
-    group = Ranks(2, 64, torch.device("cpu"), 512, **SMALL)
-    source, macros = group.sums[0].work(group.most, 1)
+    norm, kind = ("rms", 1) if ranks == 2 else ("layer", 2)
+    group = Ranks(ranks, hidden, torch.device("cpu"), 8 * hidden, **grid)
+    source, macros = group.sums[0].work(group.most, kind)
     kernel = peer_sum.kernel(source, macros, group.device)
     for in_a_row in (5, 4, 3, 2):
         monkeypatch.setattr(kernel, "in_a_row", in_a_row)
-        run_in_a_row(group, [Case(group, 3, "rms") for _ in range(in_a_row)])
+        run_in_a_row(group, [Case(group, 3, norm) for _ in range(in_a_row)])
 
 
 def run_in_a_row(group: Ranks, cases: list[Case]) -> None:

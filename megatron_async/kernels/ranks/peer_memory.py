@@ -16,25 +16,16 @@ from torch import Tensor
 
 from megatron_async.kernels import trial
 from megatron_async.kernels.ranks import peer_sum
-from megatron_async.kernels.ranks.peer_sum import ALIGNMENT, MOST_RANKS, PeerWords, word_count
+from megatron_async.kernels.ranks.peer_sum import MOST_RANKS, PeerWords, word_count
 
 logger = logging.getLogger(__name__)
 
 MOST_ELEMENTS = 64 * 8192
-"""Rows times hidden size that a rank sends in a kernel."""
-MOST_SENT_BYTES = 4 << 20
-"""That a rank sends to all others in a kernel, of four for an element. With more of them an
-all-reduce in two steps sends less; where it is faster has not been measured."""
+"""Rows times hidden size of a sum. Each rank has 8 bytes for each of them and of its group."""
 _NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
 _opened: dict[str, PeerWords | None] = {}
 """By the group's name, until the process ends: torch waits for the device before it frees such
 memory, and a kernel there may wait for a rank that has died."""
-
-
-def capacity(ranks: int) -> int:
-    """Elements that a rank of so many sends in a kernel, at most."""
-    most = min(MOST_ELEMENTS, MOST_SENT_BYTES // 4 // (ranks - 1))
-    return most // ALIGNMENT * ALIGNMENT
 
 
 def why_not(ranks: int, device: torch.device) -> str | None:
@@ -101,14 +92,13 @@ def _meet(group: Any, ranks: int, device: torch.device) -> PeerWords:
     from torch.distributed import _symmetric_memory as symmetric
 
     os.environ.setdefault(_NO_MULTICAST, "1")
-    most = capacity(ranks)
-    own = symmetric.empty(word_count(ranks, most), dtype=torch.int64, device=device)
+    own = symmetric.empty(word_count(ranks, MOST_ELEMENTS), dtype=torch.int64, device=device)
     handle = symmetric.rendezvous(own, group)
     own.zero_()
     torch.cuda.synchronize(device)
     launches = torch.zeros(peer_sum.CTAS, dtype=torch.int32, device=device)
     memory = tuple(own if r == handle.rank else _of_peer(handle, r, own) for r in range(ranks))
-    return PeerWords(handle.rank, memory, launches, most)
+    return PeerWords(handle.rank, memory, launches, MOST_ELEMENTS)
 
 
 def _of_peer(handle: Any, rank: int, like: Tensor) -> Tensor:

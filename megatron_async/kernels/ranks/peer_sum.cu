@@ -1,7 +1,10 @@
 // The partial sums of all ranks into the residual stream, in one kernel: hidden += sum over ranks of
-// partial + bias, with the partial statistics that the next norm reads. Each rank sends its partial sums
-// to all others and adds up what it got, in the order of ranks, so that all have the same bits.
+// partial + bias, with the partial statistics that the next norm reads. All ranks have the same bits:
+// partial sums are added up in the order of ranks.
 //
+//   STEPS      1: each rank sends its partial sums to all others, and adds up what it got
+//              2: each rank adds up a share of the elements, which the others send to it alone, and sends
+//              the new values to all others: less is sent, and later
 //   H          hidden size; MOST_ROWS of the step
 //   RANKS      of the group, on one host; their GPUs reach each other's memory
 //   CAPACITY   elements that a rank can send in a launch
@@ -16,8 +19,8 @@
 // on all ranks.
 //
 // Words lie in two halves, which launches use in turns. A rank sends in launch n + 2 when its launch
-// n + 1 is over, so it had words that each peer sent in launch n + 1, when the peer's launch n was over:
-// nobody reads the half any more.
+// n + 1 is over, so each peer had sent words in launch n + 1 (to this rank, or to the one that added up
+// what this rank got), when the peer's launch n was over: nobody reads the half any more.
 
 #define VECTORS (H / 8)  // of a row, of 16 bytes
 #define OWN ((MOST_ROWS * VECTORS + CTAS * THREADS - 1) / (CTAS * THREADS))  // of a thread
@@ -54,6 +57,18 @@ __device__ __forceinline__ void add(float (&sum)[8], u32 a, u32 b, u32 c, u32 d)
   sum[4] += low(c), sum[5] += high(c), sum[6] += low(d), sum[7] += high(d);
 }
 __device__ __forceinline__ void add(float (&sum)[8], Vec v) { add(sum, v.x, v.y, v.z, v.w); }
+
+// The rank that adds a vector up in two steps, the same for a warp. To a rank others send vectors that it
+// adds up, or that they do: no word has two meanings.
+__device__ __forceinline__ int owner_of(int vector) { return vector / 32 % RANKS; }
+
+// What the owner of a vector has made of it.
+__device__ __forceinline__ Vec await_words(const u64* at, u32 launch) {
+  u64 v[4];
+  read_words(at, v);
+  while (!has_arrived(v, launch)) wait_a_little(), read_words(at, v);
+  return Vec{(u32)v[0], (u32)v[1], (u32)v[2], (u32)v[3]};
+}
 
 // The sum of a vector over all ranks.
 __device__ __forceinline__ void sum_up(float (&sum)[8], Vec own, const u64* received, u32 half, int rank,
@@ -111,7 +126,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (vector_of(k) < all) {
 #pragma unroll
       for (int peer = 0; peer < RANKS; peer++)
-        if (peer != rank) send_words(to[peer] + word_of(launch & 1, rank, vector_of(k)), own[k], launch);
+        if (peer != rank && (STEPS == 1 || peer == owner_of(vector_of(k))))
+          send_words(to[peer] + word_of(launch & 1, rank, vector_of(k)), own[k], launch);
     }
 #pragma unroll
   for (int k = 0; k < OWN; k++)
@@ -124,10 +140,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const bool inside = vector < all;
     float v[8] = {};
     if (inside) {
-      sum_up(v, own[k], received, launch & 1, rank, vector, launch);
-      if (bias) add(v, *(const Vec*)(bias + column));
-      add(v, residual[k]);
-      const Vec out{pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7])};
+      Vec out;
+      if (STEPS == 1 || owner_of(vector) == rank) {
+        sum_up(v, own[k], received, launch & 1, rank, vector, launch);
+        if (bias) add(v, *(const Vec*)(bias + column));
+        add(v, residual[k]);
+        out = Vec{pack(v[0], v[1]), pack(v[2], v[3]), pack(v[4], v[5]), pack(v[6], v[7])};
+#pragma unroll
+        for (int peer = 0; peer < RANKS; peer++)
+          if (STEPS == 2 && peer != rank)
+            send_words(to[peer] + word_of(launch & 1, rank, vector), out, launch);
+      } else {
+        out = await_words(received + word_of(launch & 1, owner_of(vector), vector), launch);
+      }
       *(Vec*)(hidden + (size_t)vector * 8) = out;
 #pragma unroll
       for (int i = 0; i < 8; i++) v[i] = 0.f;
