@@ -15,5 +15,11 @@ MOE_ROW = False
 LATENT = True
 """Multi-latent attention, in decode steps and in prefill."""
 
+MOE_RANKS = False
+"""Of those of layers of experts their use where each rank has some experts."""
+
+PEER_SUM = False
+"""Sums over ranks that write into each other's memory."""
+
 REASON = "on trial: it has not run on a GPU yet"
 """Why a block of a model does not run in one of them."""

@@ -13,7 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_async.kernels.ranks import peer_memory
+from megatron_async.kernels.ranks.peer_sum import PeerWords
 from megatron_async.sampling.sharded import sample_tokens_sharded
+
+_CPU = torch.device("cpu")
 
 
 class VocabularyColumns:
@@ -48,9 +52,14 @@ class ModelParallel:
     Args:
         layout: a :class:`~megatron_async.ranks.layout.Layout` of several ranks.
         rank: this process's.
+        device: this rank's.
+
+    Attributes:
+        tensor_words: of the ranks that share layers, see ``kernels/ranks/peer_memory.py``.
+        expert_words: of those that have some experts each.
     """
 
-    def __init__(self, layout: Any, rank: int) -> None:
+    def __init__(self, layout: Any, rank: int, device: torch.device = _CPU) -> None:
         from megatron.core import parallel_state
 
         self.layout = layout
@@ -70,6 +79,11 @@ class ModelParallel:
             made = dist.new_group(list(ranks)) if len(ranks) > 1 else None
             if tensor_rank == self.tensor_rank:
                 self._listeners = made
+
+        self.tensor_words: PeerWords | None = peer_memory.open_words(self._tensor, device)
+        self.expert_words = self.tensor_words
+        if layout.expert not in (1, layout.tensor):
+            self.expert_words = peer_memory.open_words(self._experts, device)
 
     # --- the ranks that share a layer ---------------------------------------------------------
 

@@ -109,7 +109,7 @@ class GPTInferenceWrapper:
         )
         self._hidden_states: Tensor | None = None
         if self._coverage.off is None:
-            self._fused = FusedDecoder(self.model, all_reduce=self._all_reduce)
+            self._fused = self._fused_decoder()
         if self.device.type == "cuda" and unwanted is None:
             self._coverage.log()
 
@@ -119,6 +119,10 @@ class GPTInferenceWrapper:
         if self.parallel is None or self.parallel.layout.tensor == 1:
             return None
         return self.parallel.sum_
+
+    def _fused_decoder(self) -> FusedDecoder:
+        words = None if self.parallel is None else self.parallel.tensor_words
+        return FusedDecoder(self.model, all_reduce=self._all_reduce, words=words)
 
     @property
     def rotation_limit(self) -> int | None:
@@ -150,7 +154,7 @@ class GPTInferenceWrapper:
             self._outgrown.extend((self._fused, self._fused_mtp))
             self._fused_mtp = None
             if self._fused is not None:
-                self._fused = FusedDecoder(self.model, all_reduce=self._all_reduce)
+                self._fused = self._fused_decoder()
         if self.draft_model is not None:
             self.draft_model.reserve_positions(length)
 

@@ -91,7 +91,7 @@ def join_group(layout: Layout, device: torch.device, store: dist.Store, rank: in
     group = Group(rank, call, ring, layout.world_size - 1, SPIN_SECONDS[device.type])
     try:
         process_group.join(layout, device, dist.PrefixStore("torch", store), rank)
-        parallel.set_current(ModelParallel(layout, rank))
+        parallel.set_current(ModelParallel(layout, rank, device))
     except BaseException as error:
         group.fail(error)
         raise

@@ -120,7 +120,7 @@ class RankGroup:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
             process_group.join(self.layout, device, store)
-            return ModelParallel(self.layout, 0)
+            return ModelParallel(self.layout, 0, device)
 
         self.parallel = self._while_alive(join)
         self._joined = True

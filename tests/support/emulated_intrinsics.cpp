@@ -8,6 +8,7 @@
 //     begun, nor to one that has ended;
 //   - what the kernel before writes is garbage until all threads of the first cluster wait for it;
 //   - shared memory begins as NaN, and every address is checked against what the kernel was given;
+//   - what is published to another rank is there later, at random;
 //   - threads that wait for each other in vain are an error.
 //
 // Blocks of different clusters run one after another, in random order.
@@ -64,6 +65,7 @@ struct Block {
 struct Cluster {
   std::vector<Block> blocks;
   Barrier barrier;
+  std::map<unsigned, Barrier> ranks;
 };
 
 // What one thread has of four warps' wgmma.
@@ -109,6 +111,7 @@ std::mt19937 random_bits;
 std::string error;
 std::vector<Range> memory;  // what the kernel may touch
 std::vector<std::pair<Range, std::vector<char>>> late;  // what the kernel before writes
+std::vector<std::pair<u64*, u64>> sent_to_peers;  // and not there yet
 unsigned long events;
 void (*body)();
 
@@ -245,6 +248,12 @@ const void* checked(const void* p, size_t size) {
   return p;
 }
 
+void await_rank(unsigned rank, unsigned blocks) {
+  Barrier& barrier = cluster->ranks[rank];
+  barrier.expected = blocks * fiber->block->barrier.expected;
+  arrive_and_wait(barrier);
+}
+
 const char* show(const void* value, size_t size) {
   Warp& w = warp();
   const unsigned turn = w.barrier.generation & 1;
@@ -326,6 +335,11 @@ u32 __ballot_sync(unsigned, bool v) {
   u32 bits = 0;
   for (int lane = 0; lane < 32; lane++) bits |= (u32)of_lane(all, lane) << lane;
   return bits;
+}
+
+void publish_to_peer(u64* at, u64 a, u64 b) {
+  checked((const void*)at, 16);
+  sent_to_peers.emplace_back(at, a), sent_to_peers.emplace_back(at + 1, b);
 }
 
 void wait_a_little() { give_way(); }
@@ -472,6 +486,20 @@ std::unique_ptr<Stack> idle_stack() {
   return stack;
 }
 
+// Some of what was published to peers, or all of it; words of one address in their order.
+void deliver(bool everything) {
+  std::vector<std::pair<u64*, u64>> later;
+  std::set<u64*> held;
+  for (const auto& [at, word] : sent_to_peers) {
+    if (!everything && (held.count(at) || random_bits() % 4)) {
+      held.insert(at), later.emplace_back(at, word);
+      continue;
+    }
+    *at = word, events++;
+  }
+  sent_to_peers = std::move(later);
+}
+
 void run_cluster(const std::vector<Index>& indices, int threads, int shared_bytes) {
   Cluster all;
   all.barrier.expected = threads * (int)indices.size();
@@ -513,10 +541,13 @@ void run_cluster(const std::vector<Index>& indices, int threads, int shared_byte
       if (!error.empty()) return;
       if (f->done) idle.push_back(std::move(f->stack));
     }
-    if (events == before && !held) error = "threads wait for each other in vain";
+    const bool is_sending = !sent_to_peers.empty();
+    deliver(false);
+    if (events == before && !held && !is_sending) error = "threads wait for each other in vain";
     fibers.erase(std::remove_if(fibers.begin(), fibers.end(), [](auto& f) { return f->done; }),
                  fibers.end());
   }
+  deliver(true);
 }
 
 }  // namespace
@@ -525,7 +556,7 @@ const char* run(void (*of_a_thread)(), const int* grid, int threads, int cluster
                 int shared_bytes, int ranges, void** begins, const long long* sizes,
                 const int* is_late, unsigned seed) {
   body = of_a_thread;
-  error.clear(), memory.clear(), late.clear();
+  error.clear(), memory.clear(), late.clear(), sent_to_peers.clear();
   random_bits.seed(seed);
   gridDim = Index{(unsigned)grid[0], (unsigned)grid[1], (unsigned)grid[2]};
   for (int i = 0; i < ranges; i++) {

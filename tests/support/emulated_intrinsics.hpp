@@ -31,6 +31,9 @@ struct Place {
   char* shared_memory;
 };
 extern Place* place;  // of the one that runs
+}  // namespace emulator
+extern emulator::Index gridDim;
+namespace emulator {
 
 void fail(const char* what);
 const void* checked(const void* p, size_t size);
@@ -66,14 +69,29 @@ const char* run(void (*body)(), const int* grid, int threads, int cluster_size, 
                 int ranges, void** begins, const long long* sizes, const int* is_late,
                 unsigned seed);
 
-// `values` are the addresses of the kernel's arguments.
+// The blocks of a rank wait until all of them are here.
+void await_rank(unsigned rank, unsigned blocks);
+
+// `values` are the addresses of the kernel's arguments, of one rank after the other, each of which has
+// `width` of the grid's blocks in x. A rank has `launches` of them, one after the other.
 template <typename... Arguments, size_t... I, typename... Rest>
-const char* launch(void (*kernel)(Arguments...), void** values, std::index_sequence<I...>,
-                   Rest... rest) {
+const char* launch(void (*kernel)(Arguments...), void** values, unsigned width, unsigned launches,
+                   std::index_sequence<I...>, Rest... rest) {
   static void (*called)(Arguments...);
   static void** passed;
-  called = kernel, passed = values;
-  return run([] { called(*(std::decay_t<Arguments>*)passed[I]...); }, rest...);
+  static unsigned each, count;
+  called = kernel, passed = values, each = width, count = launches;
+  return run(
+      [] {
+        const unsigned rank = place->index.x / each;
+        place->index.x %= each, gridDim.x = each;
+        for (unsigned n = 0; n < count; n++) {
+          if (n) await_rank(rank, each);
+          void** own = passed + (rank * count + n) * sizeof...(Arguments);
+          called(*(std::decay_t<Arguments>*)own[I]...);
+        }
+      },
+      rest...);
 }
 
 }  // namespace emulator
@@ -81,7 +99,6 @@ const char* launch(void (*kernel)(Arguments...), void** values, std::index_seque
 #define threadIdx (emulator::place->thread)
 #define blockIdx (emulator::place->index)
 #define shared (emulator::place->shared_memory)
-extern emulator::Index gridDim;
 
 template <typename T>
 T min(T a, T b) {
@@ -175,6 +192,11 @@ inline void publish(u32* at, u32 v) { emulator::publish(at, &v, 4); }
 inline void publish(u64* at, u64 v) { emulator::publish(at, &v, 8); }
 inline u64 poll(const u64* at) { return *emulator::checked(at); }
 inline Vec poll_vec(const u32* at) { return *emulator::checked((const Vec*)at); }
+void publish_to_peer(u64* at, u64 a, u64 b);
+inline void poll_peer(const u64* at, u64& a, u64& b) {
+  emulator::checked((const Vec*)at);
+  a = at[0], b = at[1];
+}
 void wait_a_little();
 
 void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1);

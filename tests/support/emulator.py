@@ -22,6 +22,7 @@ from megatron_async.kernels.attention import decode_attention as attention
 from megatron_async.kernels.gemm import skinny_gemm
 from megatron_async.kernels.moe import row as moe_row
 from megatron_async.kernels.norm import embed
+from megatron_async.kernels.ranks import peer_sum
 from megatron_async.kernels.sampling import sample_cuda as sample
 
 COMPILER = shutil.which("g++")
@@ -42,6 +43,7 @@ _RUNTIME_STANDARD = """
 #include <map>
 #include <memory>
 #include <random>
+#include <set>
 #include <string>
 #include <utility>
 #include <vector>
@@ -55,7 +57,7 @@ _RUNTIME_OPTIONS = (
 FOLDER = "EMULATED_KERNELS"
 """The environment variable with the folder of what is built, where processes share it."""
 _SHARED = re.compile(r"extern __shared__ __align__\([^)]+\) char shared\[\];")
-_CLUSTER = {"embed": "1", "sample": "C", "moe_row": "CTAS"}
+_CLUSTER = {"embed": "1", "sample": "C", "moe_row": "CTAS", "peer_sum": "CTAS * RANKS"}
 """CTAs of a cluster, where that is not ``CLUSTER``; or that wait for each other."""
 _WRITTEN_BEFORE = {
     "skinny_gemm_mma": ("x", "stats_in", "residual"),
@@ -64,8 +66,11 @@ _WRITTEN_BEFORE = {
     "embed": ("token_ids", "position_ids"),
     "sample": (0,),
     "moe_row": ("x", "stats_in", "live", "launches", "logits", "activated", "residual"),
+    "peer_sum": ("partial", "received", "launches", "hidden"),
 }
 """Arguments that the kernel in front writes."""
+_RANKS = {"peer_sum": "RANKS"}
+"""The macro with the number of ranks, where their launches wait for each other."""
 SM_COUNT = 132
 """Of an emulated GPU, unless a test says otherwise."""
 
@@ -76,25 +81,55 @@ class EmulatedKernel:
     def __init__(self, source: str, defines: Mapping[str, int]) -> None:
         self.name = source
         self._seed = 0
+        self._ranks = defines[_RANKS[source]] if source in _RANKS else 1
+        self.in_a_row = 1
+        """Launches of each rank that run one after the other, at each rank's own pace."""
+        self._waiting: list[tuple[Any, ...]] = []
         self._library = ctypes.CDLL(_library(program(source, defines)))
         self._library.run.restype = ctypes.c_char_p
         self.shared_bytes = ctypes.c_int.in_dll(self._library, "shared_bytes").value
         self.threads = ctypes.c_int.in_dll(self._library, "threads").value
 
     def launch(self, grid: tuple[int, int, int], *arguments: Any) -> None:
-        """Run it.
+        """Run it; a kernel of several ranks runs when all have launched it, one after the other.
 
         Raises:
             AssertionError: it did what it must not do.
             TypeError: an argument is not of its parameter's type.
         """
-        names: Sequence[Any] = range(len(arguments))
         if len(arguments) == 1 and hasattr(arguments[0], "_fields"):
             (arguments,) = arguments
             cuda.check_arguments(self.name, arguments)
-            names = arguments._fields  # type: ignore[attr-defined]
+        self._waiting.append(arguments)
+        if len(self._waiting) < self._ranks * self.in_a_row:
+            return
+        waiting, self._waiting = self._waiting, []
         values: list[Any] = []
         ranges: dict[int, list[int]] = {}
+        for each in waiting:
+            self._add(each, values, ranges)
+        addresses = [ctypes.cast(ctypes.pointer(value), ctypes.c_void_p) for value in values]
+        count = len(ranges)
+        x, *others = grid
+        error = self._library.run(
+            (ctypes.c_void_p * len(values))(*addresses),
+            (ctypes.c_int * 3)(x * self._ranks, *others),
+            ctypes.c_uint(x),
+            ctypes.c_uint(self.in_a_row),
+            count,
+            (ctypes.c_void_p * count)(*ranges),
+            (ctypes.c_longlong * count)(*(size for size, _ in ranges.values())),
+            (ctypes.c_int * count)(*(int(late) for _, late in ranges.values())),
+            ctypes.c_uint(self._seed),
+        )
+        self._seed += 1
+        assert error is None, f"{self.name}: {error.decode()}"
+
+    def _add(
+        self, arguments: tuple[Any, ...], values: list[Any], ranges: dict[int, list[int]]
+    ) -> None:
+        """To ``values`` what a launch passes, and to ``ranges`` what it may touch."""
+        names: Sequence[Any] = getattr(arguments, "_fields", range(len(arguments)))
 
         def allow(begin: int, size: int, name: str | int) -> None:
             seen = ranges.setdefault(begin, [0, 0])
@@ -115,19 +150,6 @@ class EmulatedKernel:
             else:
                 kind = ctypes.c_float if isinstance(argument, float) else ctypes.c_int
                 values.append(kind(argument))
-        addresses = [ctypes.cast(ctypes.pointer(value), ctypes.c_void_p) for value in values]
-        count = len(ranges)
-        error = self._library.run(
-            (ctypes.c_void_p * len(values))(*addresses),
-            (ctypes.c_int * 3)(*grid),
-            count,
-            (ctypes.c_void_p * count)(*ranges),
-            (ctypes.c_longlong * count)(*(size for size, _ in ranges.values())),
-            (ctypes.c_int * count)(*(int(late) for _, late in ranges.values())),
-            ctypes.c_uint(self._seed),
-        )
-        self._seed += 1
-        assert error is None, f"{self.name}: {error.decode()}"
 
 
 @functools.cache
@@ -137,7 +159,7 @@ def _kernel(source: str, defines: tuple[tuple[str, int], ...]) -> EmulatedKernel
 
 def install(monkeypatch: pytest.MonkeyPatch, sm_count: int = SM_COUNT) -> None:
     """Let the wrappers of the CUDA kernels, and the fused forward, work on a CPU."""
-    for module in (skinny_gemm, attention, embed, sample, moe_row):
+    for module in (skinny_gemm, attention, embed, sample, moe_row, peer_sum):
         monkeypatch.setattr(module, "kernel", kernel)
     monkeypatch.setattr(cuda, "sm_count", lambda device_index: sm_count)
     monkeypatch.setattr(cuda, "tensor_map", tensor_map)
@@ -178,11 +200,12 @@ def source_text(source: str) -> str:
         text
         + f"""
 extern "C" const int threads = THREADS;
-extern "C" const char* run(void** values, const int* grid, int ranges, void** begins,
-                           const long long* sizes, const int* is_late, unsigned seed) {{
+extern "C" const char* run(void** values, const int* grid, unsigned width, unsigned launches,
+                           int ranges, void** begins, const long long* sizes, const int* is_late,
+                           unsigned seed) {{
   return [&]<typename... A>(void (*kernel)(A...)) {{
-    return emulator::launch(kernel, values, std::index_sequence_for<A...>(), grid, THREADS,
-                            {cluster}, shared_bytes, ranges, begins, sizes, is_late, seed);
+    return emulator::launch(kernel, values, width, launches, std::index_sequence_for<A...>(), grid,
+                            THREADS, {cluster}, shared_bytes, ranges, begins, sizes, is_late, seed);
   }}({source});
 }}
 """

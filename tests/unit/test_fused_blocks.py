@@ -18,6 +18,8 @@ from torch import Tensor
 
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import decode_attention
+from megatron_async.kernels.ranks import peer_sum
+from megatron_async.kernels.ranks.peer_sum import PeerSum, PeerWords
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.fused import coverage
 from megatron_async.models.fused.decoder import FusedDecoder
@@ -323,6 +325,7 @@ class Ranks:
         self.barrier = threading.Barrier(2, timeout=120)
         self.parts: list[Tensor | None] = [None, None]
         self.sums = 0
+        self.lock = threading.Lock()
 
     def all_reduce(self, rank: int) -> Callable[[Tensor], None]:
         def reduce(tensor: Tensor) -> None:
@@ -336,6 +339,23 @@ class Ranks:
             self.barrier.wait()
 
         return reduce
+
+    def at_once(self, sum_up: Callable[..., None]) -> Callable[..., None]:
+        """Both launch before either goes on: on one GPU what comes next may wait for all kernels.
+        And in the emulator they run with the second launch."""
+
+        def launched(kernel: PeerSum, *given: Any, **options: Any) -> None:
+            partial, hidden, *rest = given
+            if partial.is_cuda:  # no rows wait for nobody, and load the kernel
+                with self.lock:
+                    sum_up(kernel, partial[:0], hidden[:0], *rest, **options)
+            self.barrier.wait()
+            with self.lock:
+                sum_up(kernel, *given, **options)
+                self.sums += kernel.words.rank
+            self.barrier.wait()
+
+        return launched
 
 
 def rank_of(model: Any, config: ModelConfig, rank: int) -> tuple[Any, ModelConfig]:
@@ -361,23 +381,39 @@ def rank_of(model: Any, config: ModelConfig, rank: int) -> tuple[Any, ModelConfi
     return share, half
 
 
-@on_both("name", gpu=[(name,) for name in NAMES], small=[(name,) for name in NAMES])
+@on_both(
+    *("name", "one_kernel"),
+    gpu=((name, one_kernel) for name in NAMES for one_kernel in (False, True)),
+    small=[("gpt2", False), ("qwen3", True)],
+)
 def test_partial_sums_of_two_ranks_make_the_whole_model(
-    device: torch.device, name: str, monkeypatch: pytest.MonkeyPatch
+    device: torch.device, name: str, one_kernel: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An all-reduce between each row-parallel GEMM and the residual stream, here of threads."""
+    """An all-reduce between each row-parallel GEMM and the residual stream, here of threads; or the
+    kernel that does without."""
     config = replace(small(name), head_dim=64, ffn_hidden_size=512)
     model = bfloat16_model(config, device)
     state, ranks = state_of(model), Ranks()
     if device.type == "cpu":
         one_at_a_time(monkeypatch)
+        monkeypatch.setattr(peer_sum, "CTAS", 1)
+    words: list[Any] = [None, None]
+    if one_kernel:
+        monkeypatch.setattr(PeerSum, "__call__", ranks.at_once(PeerSum.__call__))
+        memory = tuple(torch.zeros(8192, dtype=torch.int64, device=device) for _ in words)
+        for rank in range(2):
+            launches = torch.zeros(peer_sum.CTAS, dtype=torch.int32, device=device)
+            words[rank] = PeerWords(rank, memory, launches, 4096)
 
     def run(rank: int) -> Tensor:
         share, half = rank_of(model, config, rank)
-        fused = FusedDecoder(share, all_reduce=ranks.all_reduce(rank))
+        fused = FusedDecoder(share, all_reduce=ranks.all_reduce(rank), words=words[rank])
         rig = DecodeRig(half, device)
         assert not fused.covered([rig.rows], rig.context()).fallbacks
-        return rig.decode(fused.forward)
+        if device.type == "cpu":
+            return rig.decode(fused.forward)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            return rig.decode(fused.forward)
 
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(run, range(2))

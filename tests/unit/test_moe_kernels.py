@@ -24,7 +24,7 @@ from megatron_async.models.fused.decoder import FusedDecoder
 from megatron_async.models.fused.report import MLP
 from tests.support import emulator
 from tests.support.cuda_kernels import LIMIT, relative_error
-from tests.support.decode_rig import DecodeRig, bfloat16_model, small
+from tests.support.decode_rig import TOKENS, DecodeRig, bfloat16_model, small
 from tests.support.interpreter import HAS_TRITON, INTERPRETED, compiled, interpreted, on_devices
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not built for this platform")
@@ -183,6 +183,52 @@ def test_small_layers(device: str, shape: MoeShape, rows: int, options: dict[str
 
 
 @on_devices
+@pytest.mark.parametrize(("case", "ranks"), [(SMALL[1], 2), (SMALL[2], 3)])
+def test_ranks_with_some_experts_each_add_up_to_all(
+    device: str, case: tuple[MoeShape, int, dict[str, Any]], ranks: int
+) -> None:
+    """The first of them has the shared experts. Of the other experts a rank has no weights."""
+    shape, _, options = case
+    layer = Case(shape, 5, device, torch.float32, **options)
+    total, given = torch.zeros_like(layer.hidden), statistics_of(layer.hidden, layer.norm, 8)
+    seen: list[Tensor] = []
+    for rank in range(ranks):
+        part, weights = share_of(shape, layer.weights, rank, ranks)
+        kernels = MoeDecode(part, torch.device(device), torch.float32, tiles=options["tiles"])
+        out = torch.full_like(total, torch.nan)
+        kernels(weights, layer.hidden, given, EPS, out, live=layer.live)
+        routing = kernels.routing(5)
+        alone = moe_decode_reference(
+            part, weights, layer.hidden, EPS, live=layer.live, routing=routing
+        )
+        torch.testing.assert_close(out, alone, rtol=2e-5, atol=2e-5)
+        seen.append(torch.where(routing.ids < 0, NO_EXPERT, routing.ids + part.expert_begin))
+        read = seen[-1].unique()
+        assert int(kernels.count) == len(read[read != NO_EXPERT]) + part.shared
+        total += out
+    expected = moe_decode_reference(shape, layer.weights, layer.hidden, EPS, live=layer.live)
+    torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-4)
+    live = layer.live.values >= 4
+    assert ((torch.stack(seen) != NO_EXPERT).sum(0)[live] == 1).all(), "each has one rank"
+
+
+def share_of(
+    shape: MoeShape, weights: MoeWeights, rank: int, ranks: int
+) -> tuple[MoeShape, MoeWeights]:
+    """The experts of a rank, in order, and the shared ones of the first."""
+    held = shape.settings.num_experts // ranks
+    begin, end = rank * held, (rank + 1) * held
+    part = replace(shape, expert_begin=begin, expert_end=end, shared=0 if rank else shape.shared)
+    own: dict[str, Tensor | None] = {}
+    for name in ("w1", "w2", "b1", "b2"):
+        value = getattr(weights, name)
+        own[name] = None if value is None else value[begin:end].clone()
+    if rank:
+        own |= {"shared_w1": None, "shared_w2": None, "shared_gate": None}
+    return part, weights._replace(**own)
+
+
+@on_devices
 def test_rows_do_not_see_each_other_and_every_run_is_the_same(device: str) -> None:
     shape = MoeShape(32, 16, settings(8, 2), SWIGLU, shared=1)
     case = Case(shape, 13, device, torch.float32, tiles=tiles((16, 16), (16, 16, 1)))
@@ -231,6 +277,44 @@ def model_with_experts(device: str, shared: bool) -> Any:
     return config, model
 
 
+def experts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their kernels run interpreted, and the other blocks their modules."""
+    emulator.install(monkeypatch)
+    monkeypatch.setattr(coverage, "device_why_not", lambda model: None)
+    for name in ("embedding_why_not", "head_why_not", "attention_why_not", "_linears_why_not"):
+        monkeypatch.setattr(coverage, name, lambda *_: "another test's")
+
+
+def as_partial_sums(model: Any, rig: DecodeRig, monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    """Logits of a model whose experts are of several ranks."""
+    mlp, ranks = model.decoder.layers[1].mlp, Ranks()
+    with monkeypatch.context() as patched:
+        patched.setattr(mlp, "ranks", ranks)
+        patched.setattr(model.config, "expert_model_parallel_size", 2)
+        (_, reason) = (block.reason for block in coverage.blocks(model) if block.kind == MLP)
+        assert reason == f"its experts are split over ranks: {trial.REASON}"
+        patched.setattr(trial, "MOE_RANKS", True)
+        found = rig.decode(FusedDecoder(model).forward)
+    assert len(ranks.sums) == TOKENS
+    return found
+
+
+class Ranks:
+    """Ranks of which this one has all experts. What is left is the way of the sums."""
+
+    expert_rank, expert_words = 0, None
+
+    class layout:  # noqa: N801
+        tensor = 1
+
+    def __init__(self) -> None:
+        self.sums: list[torch.Size] = []
+
+    def sum_experts_(self, x: Tensor) -> Tensor:
+        self.sums.append(x.shape)
+        return x
+
+
 @pytest.mark.parametrize(
     ("device", "shared"),
     [
@@ -245,11 +329,7 @@ def test_a_block_of_experts_is_that_of_its_module(
     """Without a GPU the other blocks run their modules."""
     config, model = model_with_experts(device, shared)
     if device == "cpu":
-        emulator.install(monkeypatch)
-        monkeypatch.setattr(coverage, "device_why_not", lambda model: None)
-        others = ("embedding_why_not", "head_why_not", "attention_why_not", "_linears_why_not")
-        for name in others:
-            monkeypatch.setattr(coverage, name, lambda *_: "another test's")
+        experts_alone(monkeypatch)
     rig = DecodeRig(config, torch.device(device))
     monkeypatch.setattr(trial, "MOE", False)
     with pytest.raises(ValueError, match="on trial") if device == "cpu" else nullcontext():
@@ -268,6 +348,8 @@ def test_a_block_of_experts_is_that_of_its_module(
 
     expected = rig.decode(modules)  # rounded to 16 bits as often as what it is compared with
     assert relative_error(found, expected.double()) < 2 * LIMIT
+    partial = as_partial_sums(model, rig, monkeypatch)
+    assert relative_error(partial, found.double()) < LIMIT
     with torch.no_grad():
         model.decoder.layers[1].mlp.experts.linear_fc2.weight.mul_(-1)
     assert relative_error(found, rig.decode(modules).double()) > 6 * LIMIT

@@ -167,6 +167,13 @@ __device__ __forceinline__ Vec poll_vec(const u32* at) {
                : "memory");
   return v;
 }
+// The same between the GPUs of two ranks: two words next to each other, each of which is there as a whole.
+__device__ __forceinline__ void publish_to_peer(u64* at, u64 a, u64 b) {
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1,%2};" ::"l"(at), "l"(a), "l"(b) : "memory");
+}
+__device__ __forceinline__ void poll_peer(const u64* at, u64& a, u64& b) {
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0,%1}, [%2];" : "=l"(a), "=l"(b) : "l"(at) : "memory");
+}
 __device__ __forceinline__ void wait_a_little() { asm volatile("nanosleep.u32 20;" ::: "memory"); }
 
 // c[16x8] += a[16x16] b[16x8], bfloat16 in, fp32 out.

@@ -24,6 +24,7 @@ from megatron_async.kernels.moe.reference import (
     Routing,
     activate,
     expert_mlp,
+    held_experts,
     route,
     router_logits,
 )
@@ -46,6 +47,8 @@ class MoeShape:
         hidden, inner: sizes; ``inner`` is one expert's.
         shared: shared experts of ``inner`` each.
         center: the norm is a LayerNorm, else an RMSNorm.
+        expert_begin, expert_end: the experts that there are weights of, of all that the router
+            chooses from; None for the last one. What rows have of others counts as zero.
     """
 
     hidden: int
@@ -54,6 +57,14 @@ class MoeShape:
     activation: ExpertActivation
     shared: int = 0
     center: bool = False
+    expert_begin: int = 0
+    expert_end: int | None = None
+
+    @property
+    def held(self) -> int:
+        """Experts that there are weights of."""
+        end = self.settings.num_experts if self.expert_end is None else self.expert_end
+        return end - self.expert_begin
 
     @property
     def slots(self) -> int:
@@ -62,7 +73,7 @@ class MoeShape:
 
     def most_experts(self, rows: int) -> int:
         """That ``rows`` rows may need, shared ones included."""
-        return min(self.settings.num_experts, rows * self.settings.top_k) + self.shared
+        return min(self.held, rows * self.settings.top_k) + self.shared
 
 
 class MoeWeights(NamedTuple):
@@ -118,7 +129,7 @@ class MoeDecode:
             one_kernel = trial.MOE_ROW and row.runs_on(device)
         self._row = row.MoeRow(shape, device, sm_count) if one_kernel else None
         self._fixed, self._sm_count = tiles, sm_count
-        experts = shape.settings.num_experts + shape.shared
+        experts = shape.held + shape.shared
         self._blocks = triton.cdiv(shape.settings.num_experts, BLOCK_E.value)
         self._splits = triton.cdiv(shape.hidden, BLOCK_H.value)
         most = max(self.tiles(rows).down.splits for rows in (16, 32, MAX_ROWS))
@@ -158,7 +169,7 @@ class MoeDecode:
 
     def _of_few(self, rows: int) -> row.MoeRow | None:
         """The one kernel, if it takes so many rows."""
-        if self._row is None:
+        if self._row is None or self.shape.held < self.shape.settings.num_experts:
             return None
         refused = row.why_not(self.shape, rows, self._dtype, self._sm_count)
         return self._row if refused is None else None
@@ -209,7 +220,8 @@ class MoeDecode:
         return [] if few is None else few.work(rows, gate=gate)
 
     def routing(self, rows: int) -> Routing:
-        """What :meth:`route` chose for so many rows."""
+        """What :meth:`route` chose for so many rows; experts have their number among those that
+        there are weights of, and the others none."""
         chosen = slice(self.shape.settings.top_k)
         return Routing(self.ids[:rows, chosen], self.weights[:rows, chosen])
 
@@ -233,8 +245,9 @@ class MoeDecode:
             0 if live is None else live.first, settings.scaling_factor, self._normed, self._logits,
             self._arrivals, self.ids, self.weights, self._experts, self._bits, self._weight_of,
             self.count, rows,
-            HIDDEN=shape.hidden, EXPERTS=settings.num_experts, TOP_K=settings.top_k,
-            SHARED=shape.shared, ROWS=padded_rows(rows), CHUNK=_chunk(rows), SPLITS=self._splits,
+            HIDDEN=shape.hidden, EXPERTS=settings.num_experts, FIRST=shape.expert_begin,
+            HELD=shape.held, TOP_K=settings.top_k, SHARED=shape.shared, ROWS=padded_rows(rows),
+            CHUNK=_chunk(rows), SPLITS=self._splits,
             EXPERT_BLOCKS=self._blocks, CENTER=shape.center, HAS_NORM_BIAS=norm_bias is not None,
             HAS_BIAS=weights.router_bias is not None,
             HAS_EXPERT_BIAS=weights.expert_bias is not None,
@@ -256,7 +269,7 @@ class MoeDecode:
             self._normed, weights.w1, _or(weights.b1, weights.w1),
             _or(weights.shared_w1, weights.w1), self._experts, self._bits, self._weight_of,
             self.count, self._activated,
-            HIDDEN=shape.hidden, INNER=shape.inner, EXPERTS=shape.settings.num_experts,
+            HIDDEN=shape.hidden, INNER=shape.inner, EXPERTS=shape.held,
             SHARED=shape.shared, ROWS=padded_rows(rows), BLOCK_N=tile.block_n,
             BLOCK_K=tile.block_k, BLOCKS=blocks, GATED=activation.gated,
             FUNCTION=activation.function, LIMIT=activation.limit, OFFSET=activation.offset,
@@ -281,7 +294,7 @@ class MoeDecode:
             _or(weights.shared_w2, weights.w2), self._experts, self._bits, self.count, self.ids,
             self.weights, self._partial, self._arrivals[1:], _or(residual, out), out,
             _or(statistics_out, self.weights), next_weight, scaled_out, rows,
-            HIDDEN=shape.hidden, INNER=shape.inner, EXPERTS=shape.settings.num_experts,
+            HIDDEN=shape.hidden, INNER=shape.inner, EXPERTS=shape.held,
             SHARED=shape.shared, ROWS=padded_rows(rows), SLOTS=shape.slots, BLOCK_N=tile.block_n,
             BLOCK_K=tile.block_k, SPLITS=tile.splits, HAS_BIAS=weights.b2 is not None,
             HAS_RESIDUAL=residual is not None, STATISTICS=statistics_out is not None,
@@ -339,7 +352,8 @@ def moe_decode_reference(
     mask = None if live is None else live.values >= live.first
     normed, logits = norm_reference(shape, weights, hidden, eps)
     if routing is None:
-        routing = route(logits, shape.settings, expert_bias=wide.expert_bias, live=mask)
+        chosen = route(logits, shape.settings, expert_bias=wide.expert_bias, live=mask)
+        routing = held_experts(chosen, shape.expert_begin, shape.held)
     total = expert_mlp(normed, routing, wide.w1, wide.w2, shape.activation, b1=wide.b1, b2=wide.b2)
     if wide.shared_w1 is not None and wide.shared_w2 is not None:
         activated = activate(F.linear(normed, wide.shared_w1), shape.activation)

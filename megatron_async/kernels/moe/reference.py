@@ -129,6 +129,13 @@ def _function(x: Tensor, name: str) -> Tensor:
     return positive if name == "relu" else positive * positive
 
 
+def held_experts(routing: Routing, begin: int, count: int) -> Routing:
+    """As a rank routes that has ``count`` experts from ``begin`` on: by their numbers among these,
+    and :data:`NO_EXPERT` for the others."""
+    ids = routing.ids - begin
+    return Routing(ids.masked_fill((ids < 0) | (ids >= count), NO_EXPERT), routing.weights)
+
+
 def expert_mlp(
     hidden: Tensor,
     routing: Routing,

@@ -137,8 +137,9 @@ def router_kernel(
     hidden_ptr, norm_weight_ptr, norm_bias_ptr, statistics_ptr, tiles, eps, weight_ptr, bias_ptr,
     expert_bias_ptr, gate_ptr, live_ptr, first_live, scaling, normed_ptr, partial_ptr, arrivals_ptr,
     ids_ptr, weights_ptr, experts_ptr, bits_ptr, weight_of_ptr, count_ptr, rows,
-    HIDDEN: tl.constexpr, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, SPLITS: tl.constexpr, EXPERT_BLOCKS: tl.constexpr,
+    HIDDEN: tl.constexpr, EXPERTS: tl.constexpr, FIRST: tl.constexpr, HELD: tl.constexpr,
+    TOP_K: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
+    SPLITS: tl.constexpr, EXPERT_BLOCKS: tl.constexpr,
     CENTER: tl.constexpr, HAS_NORM_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_EXPERT_BIAS: tl.constexpr, HAS_GATE: tl.constexpr, HAS_LIVE: tl.constexpr,
     SIGMOID: tl.constexpr, PRE_SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr,
@@ -149,7 +150,8 @@ def router_kernel(
     """See :class:`~.decode.MoeDecode`. The grid is ``EXPERT_BLOCKS * SPLITS``.
 
     Of partial logits a split has ``[ROWS, WIDTH]``: the experts', and that of the shared experts'
-    gate. ``CHUNK`` rows are chosen for at once.
+    gate. ``CHUNK`` rows are chosen for at once. What is written counts experts from ``FIRST`` on,
+    and leaves out all but ``HELD`` of them.
     """
     WIDTH: tl.constexpr = EXPERT_BLOCKS * BLOCK_E + GATE_PLACES
     program = tl.program_id(0)
@@ -203,6 +205,8 @@ def router_kernel(
         if GROUPS > 1:
             e = c // OF_GROUP_PADDED * OF_GROUP + c % OF_GROUP_PADDED
             valid = (c // OF_GROUP_PADDED < GROUPS) & (c % OF_GROUP_PADDED < OF_GROUP)
+        own = e - FIRST
+        is_held = (own >= 0) & (own < HELD)  # of those that are chosen
         place = tl.arange(0, PLACES)
         bits = tl.zeros([COLUMNS], tl.int64)  # which rows an expert has
         live_bits = tl.zeros([CHUNK], tl.int64)
@@ -232,9 +236,14 @@ def router_kernel(
                 scores, ranks < TOP_K, scaling, not (SIGMOID or PRE_SOFTMAX), NORMALIZE
             )
             slot = t[:, None] * SLOTS + ranks
-            tl.store(ids_ptr + slot, tl.broadcast_to(e[None, :], slot.shape), mask=is_chosen)
+            named = own
+            if HELD < EXPERTS:
+                named = tl.where(is_held, own, -1)
+            tl.store(ids_ptr + slot, tl.broadcast_to(named[None, :], slot.shape), mask=is_chosen)
             tl.store(weights_ptr + slot, weights, mask=is_chosen)
-            tl.store(weight_of_ptr + e[None, :] * ROWS + t[:, None], weights, mask=is_chosen)
+            if HELD < EXPERTS:
+                is_chosen = is_chosen & is_held[None, :]
+            tl.store(weight_of_ptr + own[None, :] * ROWS + t[:, None], weights, mask=is_chosen)
             of_shared = tl.full([CHUNK], 1.0, tl.float32)
             if HAS_GATE:
                 gates = _added_up(of_row + EXPERT_BLOCKS * BLOCK_E, ROWS * WIDTH, live, SPLITS)
@@ -242,7 +251,7 @@ def router_kernel(
             # The other places: shared experts, and all of rows that are not live.
             is_shared = live[:, None] & ((place >= TOP_K) & (place < SLOTS))[None, :]
             is_dead = ((t < rows) & (live == 0))[:, None] & (place < SLOTS)[None, :]
-            ids = tl.where(is_shared, (EXPERTS + place - TOP_K)[None, :], -1)
+            ids = tl.where(is_shared, (HELD + place - TOP_K)[None, :], -1)
             weights = tl.where(is_shared, of_shared[:, None], 0.0)
             slot = t[:, None] * SLOTS + place[None, :]
             tl.store(ids_ptr + slot, ids, mask=is_shared | is_dead)
@@ -254,11 +263,11 @@ def router_kernel(
             live_bits |= row_bit
         needed = (bits != 0).to(tl.int32)
         number = tl.cumsum(needed, 0) - needed
-        tl.store(experts_ptr + number, e, mask=needed > 0)
+        tl.store(experts_ptr + number, own, mask=needed > 0)
         tl.store(bits_ptr + number, bits, mask=needed > 0)
         count = tl.sum(needed, 0)
         all_live = tl.sum(live_bits, 0)
         for i in tl.static_range(SHARED):
-            tl.store(experts_ptr + count + i, EXPERTS + i)
+            tl.store(experts_ptr + count + i, HELD + i)
             tl.store(bits_ptr + count + i, all_live)
         tl.store(count_ptr, count + (all_live != 0).to(tl.int32) * SHARED)

@@ -22,7 +22,8 @@ from megatron_async.kernels.attention.decode_attention import DecodeAttentions, 
 from megatron_async.kernels.gemm.tile_config import STORE, padded
 from megatron_async.models.fused.gemms import SkinnyGemms, Work, missing
 from megatron_async.models.fused.parts import norm_kind, norm_of
-from megatron_async.models.fused.residual import HALF, AllReduce, Norm, Step
+from megatron_async.models.fused.rank_sums import RankSums
+from megatron_async.models.fused.residual import HALF, Norm, Step
 from megatron_async.models.fused.row_parallel import RowParallel
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class AttentionBlock:
     Args:
         layer: one that ``coverage.attention_why_not`` has nothing against.
         rotary: cosines and sines fp32 ``[positions, 2, pairs]``; None for no rotation.
-        all_reduce: over the ranks that share the heads; None for one rank.
+        sums: over the ranks that share the heads; None for one rank.
         where: it leaves statistics.
     """
 
@@ -49,7 +50,7 @@ class AttentionBlock:
         rotary: Tensor | None,
         gemms: SkinnyGemms,
         attentions: DecodeAttentions,
-        all_reduce: AllReduce | None = None,
+        sums: RankSums | None = None,
         where: int = HALF,
     ) -> None:
         attention = layer.self_attention
@@ -71,7 +72,7 @@ class AttentionBlock:
             "qkv", self._qkv.weight, self.norm.kind, STORE, layer.layer_number
         )
         self._projection = RowParallel(
-            "projection", attention.linear_proj, gemms, where, all_reduce, layer.layer_number
+            "projection", attention.linear_proj, gemms, where, sums, layer.layer_number
         )
         self._gemms = {"qkv": self._qkv_gemm, "projection": self._projection.gemm}
 
@@ -136,7 +137,7 @@ class AttentionBlock:
             _log_no_windows(reason)
         if missing(self._gemms, most) is None:
             yield self._kernels.work(self._qkv_gemm, most)
-            yield self._projection.work(most, reader)
+            yield from self._projection.work(most, reader)
 
     def _unsupported(self, context: Any, window: int = 1) -> str | None:
         rotated = 0 if self._rotary is None else 2 * self._rotary.shape[2]

@@ -26,6 +26,7 @@ from megatron_async.kernels.gemm.tile_config import (
     TileConfig,
     padded,
 )
+from megatron_async.kernels.ranks.peer_sum import PeerWords
 from megatron_async.models.fused import coverage
 from megatron_async.models.fused.attention_block import AttentionBlock, tokens_of_row
 from megatron_async.models.fused.embedding import EmbeddingBlock
@@ -42,6 +43,7 @@ from megatron_async.models.fused.modules import (
     MlpModule,
 )
 from megatron_async.models.fused.moe_block import ExpertKernels, MoeBlock, is_mixture
+from megatron_async.models.fused.rank_sums import RankSums
 from megatron_async.models.fused.report import ATTENTION, MLP, Block, DecodeCoverage
 from megatron_async.models.fused.residual import AllReduce, Norm, Step, Workspace
 
@@ -84,6 +86,7 @@ class FusedDecoder:
         tilings: tile configs of GEMMs by name, see :class:`~.gemms.SkinnyGemms`.
         all_reduce: adds partial sums up over the ranks of a tensor-parallel group, between the
             row-parallel GEMMs and the residual stream; None for one rank.
+        words: of that group, with which one kernel does both; None without.
 
     Raises:
         ValueError: no layer has a block that the kernels take.
@@ -94,6 +97,7 @@ class FusedDecoder:
         model: Any,
         tilings: Mapping[str, TileConfig] | None = None,
         all_reduce: AllReduce | None = None,
+        words: PeerWords | None = None,
     ) -> None:
         self.coverage = DecodeCoverage(coverage.blocks(model, parallel=all_reduce is not None))
         if self.coverage.off is not None:
@@ -103,12 +107,13 @@ class FusedDecoder:
         self._gemms = SkinnyGemms(device, tilings)
         self._workspace = Workspace(model.config.hidden_size, device)
         self._vocab_size: int = model.vocab_size // model.config.tensor_model_parallel_size
-        self._places = self._places_of(model, device, all_reduce)
+        sums = None
+        if all_reduce is not None:
+            sums = RankSums(all_reduce, words, model.config.hidden_size, device)
+        self._places = self._places_of(model, device, sums)
         self._chosen: dict[tuple[int, int], list[Runs] | None] = {}
 
-    def _places_of(
-        self, model: Any, device: torch.device, all_reduce: AllReduce | None
-    ) -> list[Place]:
+    def _places_of(self, model: Any, device: torch.device, sums: RankSums | None) -> list[Place]:
         first, *inner, last = self.coverage.blocks
         attentions = decode_attention.DecodeAttentions(device)
         experts = ExpertKernels(device, self._gemms.sm_count)
@@ -125,15 +130,13 @@ class FusedDecoder:
                     if block.reason is None:
                         rotary = layer.self_attention.rotary
                         cos_sin = None if rotary is None else rotary.cos_sin
-                        fused = AttentionBlock(
-                            layer, cos_sin, self._gemms, attentions, all_reduce, where
-                        )
+                        fused = AttentionBlock(layer, cos_sin, self._gemms, attentions, sums, where)
                     places.append(Place((block,), AttentionModule(layer, where), fused))
                 elif block.kind == MLP:
                     if block.reason is None and is_mixture(layer.mlp):
                         fused = MoeBlock(layer, experts, where)
                     elif block.reason is None:
-                        fused = MlpBlock(layer, model.config, self._gemms, all_reduce, where)
+                        fused = MlpBlock(layer, model.config, self._gemms, sums, where)
                     places.append(Place((block,), MlpModule(layer, where), fused))
                 else:
                     if block.reason is None:

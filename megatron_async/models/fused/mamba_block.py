@@ -69,4 +69,4 @@ class MambaBlock:
         most = padded(rows)
         if missing(self._gemms, most) is None:
             yield self._kernels.work(self._in_gemm, most)
-            yield self._out_proj.work(most, reader)
+            yield from self._out_proj.work(most, reader)

@@ -13,7 +13,8 @@ from torch import Tensor
 from megatron_async.kernels.gemm.tile_config import padded
 from megatron_async.models.fused.gemms import SkinnyGemms, Work, missing
 from megatron_async.models.fused.parts import epilogue_of, norm_of
-from megatron_async.models.fused.residual import LAYER, AllReduce, Norm, Step
+from megatron_async.models.fused.rank_sums import RankSums
+from megatron_async.models.fused.residual import LAYER, Norm, Step
 from megatron_async.models.fused.row_parallel import RowParallel
 
 
@@ -23,7 +24,7 @@ class MlpBlock:
     Args:
         layer: one that ``coverage.mlp_why_not`` has nothing against.
         config: megatron's, of the model.
-        all_reduce: over the ranks that share the intermediate dimension; None for one rank.
+        sums: over the ranks that share the intermediate dimension; None for one rank.
         where: it leaves statistics.
     """
 
@@ -32,7 +33,7 @@ class MlpBlock:
         layer: Any,
         config: Any,
         gemms: SkinnyGemms,
-        all_reduce: AllReduce | None = None,
+        sums: RankSums | None = None,
         where: int = LAYER,
     ) -> None:
         mlp = layer.mlp
@@ -42,7 +43,7 @@ class MlpBlock:
         self._fc1, self._kernels = mlp.linear_fc1, gemms
         number = layer.layer_number
         self._fc1_gemm = gemms.declare("fc1", self._fc1.weight, self.norm.kind, epilogue, number)
-        self._fc2 = RowParallel("fc2", mlp.linear_fc2, gemms, where, all_reduce, number)
+        self._fc2 = RowParallel("fc2", mlp.linear_fc2, gemms, where, sums, number)
         self._gemms = {"fc1": self._fc1_gemm, "fc2": self._fc2.gemm}
 
     def why_not(self, rows: int, context: Any) -> str | None:
@@ -70,4 +71,4 @@ class MlpBlock:
         most = padded(rows)
         if missing(self._gemms, most) is None:
             yield self._kernels.work(self._fc1_gemm, most)
-            yield self._fc2.work(most, reader)
+            yield from self._fc2.work(most, reader)

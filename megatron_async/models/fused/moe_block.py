@@ -2,6 +2,10 @@
 
 norm and router -> first linear layers of the needed experts -> second ones (add to the residual
 stream)
+
+Where each rank has some of the experts, it computes what they add to all rows, and the partial sums
+of the ranks are added up (``rank_sums.py``). Shared experts are computed by the first rank; where
+tensor-parallel ranks share them, by each of these its share.
 """
 
 from __future__ import annotations
@@ -13,9 +17,10 @@ import torch
 from torch import Tensor
 
 from megatron_async.kernels import trial
-from megatron_async.kernels.gemm.tile_config import LAYER_NORM
+from megatron_async.kernels.gemm.tile_config import LAYER_NORM, padded
 from megatron_async.models.fused.gemms import Work
 from megatron_async.models.fused.parts import norm_of
+from megatron_async.models.fused.rank_sums import RankSums
 from megatron_async.models.fused.residual import LAYER, Norm, Step
 from megatron_async.models.moe.adapt import AdaptedMoELayer
 from megatron_async.models.moe.layer import MoELayer, SharedExpertMLP
@@ -44,7 +49,10 @@ def experts_why_not(mlp: Any, config: Any) -> str | None:
     if mlp.fc1_latent_proj is not None:
         return "its experts have latent projections"
     if max(config.tensor_model_parallel_size, config.expert_model_parallel_size) > 1:
-        return "its experts are split over ranks"
+        if getattr(mlp, "ranks", None) is None:
+            return "its experts are split over ranks"
+        if not trial.MOE_RANKS:
+            return f"its experts are split over ranks: {trial.REASON}"
     settings = mlp.settings
     if settings.num_experts > _MOST_EXPERTS or settings.top_k > _MOST_CHOSEN:
         return f"{settings.top_k} of {settings.num_experts} experts are not covered"
@@ -93,6 +101,7 @@ class ExpertKernels:
     def __init__(self, device: torch.device, sm_count: int) -> None:
         self._device, self._sm_count = device, sm_count
         self._kernels: dict[MoeShape, MoeDecode] = {}
+        self._sums: RankSums | None = None
 
     def get(self, shape: MoeShape) -> MoeDecode:
         """Those of a shape."""
@@ -101,6 +110,16 @@ class ExpertKernels:
         if shape not in self._kernels:
             self._kernels[shape] = MoeDecode(shape, self._device, sm_count=self._sm_count)
         return self._kernels[shape]
+
+    def sums(self, mlp: Any) -> RankSums | None:
+        """Over the ranks that have some of the experts each; None for one rank."""
+        ranks = getattr(mlp, "ranks", None)
+        if ranks is None:
+            return None
+        if self._sums is None:
+            hidden = mlp.weights[1].shape[1]
+            self._sums = RankSums(ranks.sum_experts_, ranks.expert_words, hidden, self._device)
+        return self._sums
 
 
 class MoeBlock:
@@ -116,6 +135,7 @@ class MoeBlock:
         self.norm: Norm = norm_of(layer.pre_mlp_layernorm)
         self._mlp = layer.mlp
         self._kernels = kernels.get(_shape_of(layer.mlp, self.norm))
+        self._sums = kernels.sums(layer.mlp)
 
     def why_not(self, rows: int, context: Any) -> str | None:
         """None: it runs for all rows that are decoded in kernels."""
@@ -129,12 +149,16 @@ class MoeBlock:
         assert given is not None
         residual, context = step.residual, step.context
         hidden = residual.hidden
+        # Keys and values of dead rows go to the null block, the first.
+        live = Live(context.slot_mapping, context.block_size_tokens)
+        if self._sums is not None:
+            partial = self._sums.partial(residual)
+            self._kernels(self._weights(), hidden, given, self.norm.eps, partial, live=live)
+            return self._sums.add(partial, None, residual, reader, self._where)
         statistics = None
         if reader is not None:
             covered = self._kernels.statistic_rows(hidden.shape[0])
             statistics = residual.statistics(self._where, covered)
-        # Keys and values of dead rows go to the null block, the first.
-        live = Live(context.slot_mapping, context.block_size_tokens)
         self._kernels(
             self._weights(), hidden, given, self.norm.eps, hidden, live=live, residual=hidden,
             statistics_out=statistics, scaled=residual.scaled_for(reader),
@@ -151,7 +175,7 @@ class MoeBlock:
             (self.norm.weight, self.norm.bias), router.weight, w1, w2, router.bias,
             router.expert_bias, b1, b2,
         )  # fmt: skip
-        if shared is None:
+        if not _has_shared_experts(mlp):
             return weights
         return weights._replace(
             shared_w1=shared.linear_fc1.weight,
@@ -159,23 +183,38 @@ class MoeBlock:
             shared_gate=shared.gate_weight,
         )
 
-    def statistic_rows(self, rows: int) -> int:
-        """Elements that one partial statistic at the end of the block covers."""
-        return self._kernels.statistic_rows(rows)
+    def statistic_rows(self, rows: int) -> int | None:
+        """Elements that one partial statistic at the end of the block covers, if its kernels emit
+        any."""
+        return self._kernels.statistic_rows(rows) if self._sums is None else None
 
     def work(self, rows: int, context: Any, reader: Norm | None) -> Iterator[Work]:
         """What is compiled ahead; Triton compiles at the first call."""
-        shared = self._mlp.shared_experts
-        gate = shared is not None and shared.gate_weight is not None
-        return iter(self._kernels.work(rows, gate=gate))
+        gate = _has_shared_experts(self._mlp) and self._mlp.shared_experts.gate_weight is not None
+        yield from self._kernels.work(rows, gate=gate)
+        if self._sums is not None:
+            yield from self._sums.work(padded(rows), reader)
 
 
 def _shape_of(mlp: Any, norm: Norm) -> MoeShape:
     from megatron_async.kernels.moe.decode import MoeShape
 
-    _, hidden, inner = mlp.weights[1].shape
-    shared = mlp.shared_experts
-    count = 0 if shared is None else shared.linear_fc2.weight.shape[1] // inner
+    held, hidden, inner = mlp.weights[1].shape
+    shared, count = mlp.shared_experts, 0
+    if _has_shared_experts(mlp):
+        count = shared.linear_fc2.weight.shape[1] // inner
+    ranks = getattr(mlp, "ranks", None)
+    begin = 0 if ranks is None else ranks.expert_rank * held
     return MoeShape(
-        hidden, inner, mlp.settings, mlp.activation, count, center=norm.kind == LAYER_NORM
-    )
+        hidden, inner, mlp.settings, mlp.activation, count, center=norm.kind == LAYER_NORM,
+        expert_begin=begin, expert_end=begin + held,
+    )  # fmt: skip
+
+
+def _has_shared_experts(mlp: Any) -> bool:
+    """Whether this rank computes shared experts, or its share of them: of ranks with copies of them
+    the first one does."""
+    if mlp.shared_experts is None:
+        return False
+    ranks = getattr(mlp, "ranks", None)
+    return ranks is None or bool(ranks.expert_rank < ranks.layout.tensor)

@@ -1,19 +1,21 @@
 """The row-parallel GEMM at the end of a block, and what makes its output the residual stream.
 
 One rank: the GEMM's epilogue adds bias and residual and emits the statistics. Several ranks, each
-with a share of K: the GEMM stores the partial sums of its rank, these are added up over the ranks,
-and one kernel adds bias and residual and computes the statistics.
+with a share of K: the GEMM stores the partial sums of its rank. What adds them up over the ranks
+(``rank_sums.py``) adds bias and residual, too, and emits the statistics.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
 
 from megatron_async.kernels.gemm.tile_config import ADD, NO_NORM, STORE, padded
 from megatron_async.models.fused.gemms import SkinnyGemms, Work
-from megatron_async.models.fused.residual import AllReduce, Norm, Residual
+from megatron_async.models.fused.rank_sums import RankSums
+from megatron_async.models.fused.residual import Norm, Residual
 
 
 class RowParallel:
@@ -23,7 +25,7 @@ class RowParallel:
         name, layer: the GEMM's role, and whose it is.
         linear: has the weight ``[hidden size, k]`` of this rank, and the bias of all.
         where: :data:`~.residual.LAYER` or :data:`~.residual.HALF`, where in a layer it stands.
-        all_reduce: None for one rank.
+        sums: over the ranks that share K; None for one rank.
     """
 
     def __init__(
@@ -32,12 +34,12 @@ class RowParallel:
         linear: Any,
         gemms: SkinnyGemms,
         where: int,
-        all_reduce: AllReduce | None,
+        sums: RankSums | None,
         layer: int,
     ) -> None:
         self._linear, self._kernels, self._where = linear, gemms, where
-        self._all_reduce = all_reduce
-        epilogue = ADD if all_reduce is None else STORE
+        self._sums = sums
+        epilogue = ADD if sums is None else STORE
         self.gemm = gemms.declare(name, linear.weight, NO_NORM, epilogue, layer)
 
     def __call__(self, x: Tensor, residual: Residual, reader: Norm | None) -> Tensor | None:
@@ -45,17 +47,16 @@ class RowParallel:
         rows, hidden = x.shape[0], residual.hidden
         kernel = self._kernels.get(self.gemm, padded(rows), _kind(reader))
         weight, bias = self._linear.weight, self._linear.bias
-        if self._all_reduce is None:
+        if self._sums is None:
             statistics = residual.statistics(self._where, kernel.statistic_rows)
             kernel(
                 x, weight, hidden, bias=bias, residual=hidden, scaled=residual.scaled_for(reader),
                 statistics_out=statistics,
             )  # fmt: skip
             return statistics if reader is not None else None
-        partial = residual.workspace.buffer("partial", hidden.shape[1])[:rows]
+        partial = self._sums.partial(residual)
         kernel(x, weight, partial)
-        self._all_reduce(partial)
-        return residual.add(partial, bias, reader, self._where)
+        return self._sums.add(partial, bias, residual, reader, self._where)
 
     def statistic_rows(self, rows: int) -> int | None:
         """Elements that one partial statistic of a step of so many rows covers, if the epilogue
@@ -65,9 +66,11 @@ class RowParallel:
             return None
         return tiling.statistic_rows(padded(rows))
 
-    def work(self, rows: int, reader: Norm | None) -> Work:
+    def work(self, rows: int, reader: Norm | None) -> Iterator[Work]:
         """What is compiled for padded ``rows``."""
-        return self._kernels.work(self.gemm, rows, _kind(reader))
+        yield self._kernels.work(self.gemm, rows, _kind(reader))
+        if self._sums is not None:
+            yield from self._sums.work(rows, reader)
 
 
 def _kind(reader: Norm | None) -> int:

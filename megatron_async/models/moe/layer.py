@@ -20,9 +20,8 @@ from torch import Tensor
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
 from megatron_async.kernels.moe.reference import (
-    NO_EXPERT,
-    Routing,
     expert_mlp,
+    held_experts,
     route,
     router_logits,
 )
@@ -199,7 +198,7 @@ def mixture(layer: Any, hidden_states: Tensor, padding_mask: Tensor | None) -> T
     routing = route(logits, layer.settings, expert_bias=router.expert_bias, live=live)
     ranks = getattr(layer, "ranks", None)
     if ranks is not None:
-        routing = _held(routing, len(w1) * ranks.expert_rank, len(w1))
+        routing = held_experts(routing, len(w1) * ranks.expert_rank, len(w1))
     given = _linear(tokens, layer.fc1_latent_proj)
     output = expert_mlp(given, routing, w1, w2, layer.activation, b1=b1, b2=b2)
     if ranks is not None:
@@ -208,12 +207,6 @@ def mixture(layer: Any, hidden_states: Tensor, padding_mask: Tensor | None) -> T
     if layer.shared_experts is not None:
         output = output + layer.shared_experts(tokens)
     return output.view_as(hidden_states)
-
-
-def _held(routing: Routing, first: int, count: int) -> Routing:
-    """The experts from ``first`` on that this rank has, under their numbers here."""
-    ids = routing.ids - first
-    return Routing(ids.masked_fill((ids < 0) | (ids >= count), NO_EXPERT), routing.weights)
 
 
 def _linear(x: Tensor, linear: Any) -> Tensor:

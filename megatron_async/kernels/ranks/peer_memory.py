@@ -1,0 +1,108 @@
+"""Memory that the GPUs of a group's ranks reach each other's of: torch's symmetric memory.
+
+No multicast is needed, and none is set up: on some hosts it is a thing that the whole host shares.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_async.kernels import trial
+from megatron_async.kernels.ranks import peer_sum
+from megatron_async.kernels.ranks.peer_sum import MOST_RANKS, PeerWords, word_count
+
+logger = logging.getLogger(__name__)
+
+MOST_ELEMENTS = 64 * 8192
+"""Rows times hidden size of a sum. Each rank has 8 bytes for each of them and of its group."""
+_NO_MULTICAST = "TORCH_SYMM_MEM_DISABLE_MULTICAST"
+_opened: dict[str, PeerWords | None] = {}
+"""By the group's name, until the process ends: torch waits for the device before it frees such
+memory, and a kernel there may wait for a rank that has died."""
+
+
+def why_not(ranks: int, device: torch.device) -> str | None:
+    """Why this process's GPU does not add up over so many ranks by :mod:`.peer_sum`; None if it
+    does, as far as it can know alone."""
+    if not 2 <= ranks <= MOST_RANKS:
+        return f"{ranks} ranks are not from 2 to {MOST_RANKS}"
+    return peer_sum.runs_on(device)
+
+
+def open_words(group: Any, device: torch.device) -> PeerWords | None:
+    """Words for the ranks of a torch.distributed group; None on all of them if one has a reason
+    against it. To be called by all, at the same time.
+
+    Args:
+        device: this rank's.
+    """
+    ranks = dist.get_world_size(group)
+    if ranks == 1 or device.type != "cuda" or not trial.PEER_SUM:
+        return None
+    own = why_not(ranks, device) or _known_before(group)
+    reason = _first_reason(_all_say(group, own, platform.node()))
+    words = None
+    if reason is None:
+        try:
+            words = _opened[group.group_name] = _meet(group, ranks, device)
+        except RuntimeError as error:  # no access to a peer, or no such memory: torch has no type
+            reason = str(error).partition("\n")[0]
+        # Nobody sends before all are here, and all words zeros.
+        reason = _first_reason(_all_say(group, reason))
+    if reason is not None:
+        logger.info("partial sums of %d ranks are added up by an all-reduce: %s", ranks, reason)
+        return None
+    return words
+
+
+def _known_before(group: Any) -> str | None:
+    """torch keeps where the ranks of a group meet by its name, and names those of the next model as
+    those of the last one."""
+    name = group.group_name
+    if name in _opened:
+        return "this process had ranks of another model before"
+    _opened[name] = None
+    return None
+
+
+def _all_say(group: Any, reason: str | None, *place: object) -> list[Any]:
+    said: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, (reason, *place), group=group)
+    return said
+
+
+def _first_reason(said: list[Any]) -> str | None:
+    """The same on all ranks."""
+    for reason, *_ in said:
+        if reason is not None:
+            return str(reason)
+    hosts = {place[0] for _, *place in said if place}
+    return "they are on several hosts" if len(hosts) > 1 else None
+
+
+def _meet(group: Any, ranks: int, device: torch.device) -> PeerWords:
+    """Allocate this rank's memory, and find the others'."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    os.environ.setdefault(_NO_MULTICAST, "1")
+    own = symmetric.empty(word_count(ranks, MOST_ELEMENTS), dtype=torch.int64, device=device)
+    handle = symmetric.rendezvous(own, group)
+    own.zero_()
+    torch.cuda.synchronize(device)
+    launches = torch.zeros(peer_sum.CTAS, dtype=torch.int32, device=device)
+    memory = tuple(own if r == handle.rank else _of_peer(handle, r, own) for r in range(ranks))
+    return PeerWords(handle.rank, memory, launches, MOST_ELEMENTS)
+
+
+def _of_peer(handle: Any, rank: int, like: Tensor) -> Tensor:
+    """A peer's memory as this rank reaches it."""
+    get = getattr(handle, "get_remote_tensor", handle.get_buffer)  # the latter in older torch
+    found: Tensor = get(rank, like.shape, like.dtype)
+    return found

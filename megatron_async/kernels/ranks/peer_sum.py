@@ -1,0 +1,176 @@
+"""Partial sums of the ranks of a group into the residual stream: how ``peer_sum.cu`` is built and
+called.
+
+In place of an all-reduce and the kernel that adds its sum to the stream: each rank writes its
+partial sums into the others' memory and adds up what it finds in its own. For few rows the latency
+of an all-reduce is nearly all of its time; here it is one write over NVLink.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_async.kernels import compile as cuda
+from megatron_async.kernels.compile import Bf16, Fp32, Int32, Int64, kernel
+
+CTAS, THREADS = 128, 128
+"""Of the grid: at 8 elements of each thread, 32 rows of 4,096 at once."""
+MOST_RANKS = 8
+ONE_LATENCY_BYTES = 800_000
+"""What a rank sends in the time that a second step adds, about 1.8 us at 450 GB/s: with more to
+save there are two steps. Not measured."""
+_TILES = (256, 128, 64)
+ALIGNMENT = 256
+"""Elements of a warp."""
+
+
+class PeerSumArguments(NamedTuple):
+    """Parameters of ``peer_sum.cu``, in order."""
+
+    partial: Bf16
+    received: Int64
+    to_0: Int64 | None
+    to_1: Int64 | None
+    to_2: Int64 | None
+    to_3: Int64 | None
+    to_4: Int64 | None
+    to_5: Int64 | None
+    to_6: Int64 | None
+    to_7: Int64 | None
+    rank: int
+    rows: int
+    launches: Int32
+    bias: Bf16 | None
+    hidden: Bf16
+    next_weight: Bf16 | None
+    scaled: Bf16 | None
+    stats_out: Fp32 | None
+
+
+class PeerWords(NamedTuple):
+    """Where the ranks of a group send each other words. All zeros before the first launch.
+
+    Args:
+        rank: this one's place in the group.
+        memory: int64 of each rank, as this one reaches it: of its own what it gets.
+        launches: int32, one for each CTA of the grid, which counts them.
+        capacity: elements that a rank can send in a launch, see :func:`word_count`.
+    """
+
+    rank: int
+    memory: tuple[Tensor, ...]
+    launches: Tensor
+    capacity: int
+
+    @property
+    def ranks(self) -> int:
+        """Of the group."""
+        return len(self.memory)
+
+
+def word_count(ranks: int, capacity: int) -> int:
+    """Words of a rank's memory, for so many elements that each rank sends."""
+    if capacity % ALIGNMENT:
+        raise ValueError(f"capacity {capacity} must be a multiple of {ALIGNMENT}")
+    return 2 * ranks * capacity // 2
+
+
+def why_not(hidden_size: int, rows: int, words: PeerWords) -> str | None:
+    """Why the kernel does not add up so many rows; None if it does."""
+    if hidden_size % _TILES[-1]:
+        return f"a hidden size of {hidden_size} is not a multiple of {_TILES[-1]}"
+    if -(-rows * hidden_size // ALIGNMENT) * ALIGNMENT > words.capacity:
+        return f"{rows} rows of {hidden_size} are more than ranks send each other in a kernel"
+    return None
+
+
+def steps(ranks: int, elements: int) -> int:
+    """Steps of a sum of so many elements: of two each rank sends less, and later."""
+    to_all = 4 * elements * (ranks - 1)
+    saved = to_all - 2 * to_all // ranks
+    return 2 if saved > ONE_LATENCY_BYTES else 1
+
+
+class PeerSum:
+    """Sums over the ranks of one group, of rows of one size, on one stream.
+
+    All ranks call it with the same rows in the same order.
+
+    Args:
+        threads: of a CTA.
+        steps: see :func:`steps`; None follows it.
+
+    Attributes:
+        words: what it was made with.
+        statistic_rows: elements that one partial statistic covers.
+    """
+
+    def __init__(
+        self,
+        words: PeerWords,
+        hidden_size: int,
+        device: torch.device,
+        threads: int = THREADS,
+        steps: int | None = None,
+    ) -> None:
+        self.words = words
+        self._hidden_size, self._device = hidden_size, device
+        self._steps = steps
+        self._ctas, self._threads = len(words.launches), threads
+        self.statistic_rows = next(tile for tile in _TILES if hidden_size % tile == 0)
+
+    def work(self, rows: int, statistics: int) -> tuple[str, dict[str, int]]:
+        """Source and macros for padded ``rows``, see ``peer_sum.cu``."""
+        count = self._steps or steps(self.words.ranks, rows * self._hidden_size)
+        macros = {
+            "H": self._hidden_size, "MOST_ROWS": rows, "RANKS": self.words.ranks,
+            "CAPACITY": self.words.capacity, "CTAS": self._ctas, "THREADS": self._threads,
+            "TILE": self.statistic_rows, "STATS": statistics, "STEPS": count,
+        }  # fmt: skip
+        return "peer_sum", macros
+
+    def __call__(
+        self,
+        partial: Tensor,
+        hidden: Tensor,
+        most_rows: int,
+        *,
+        bias: Tensor | None = None,
+        statistics: Tensor | None = None,
+        scaled: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
+        """``hidden += sum of all ranks' partial + bias``, rounded once, the same bits on all ranks.
+
+        Args:
+            partial: bfloat16 ``[R, H]``, contiguous, this rank's.
+            hidden: bfloat16 ``[R, H]``, contiguous, the same on all ranks.
+            most_rows: padded ``R``.
+            bias: bfloat16 ``[H]``, the same on all ranks.
+            statistics: fp32 ``[R, H / statistic_rows, 2]``, overwritten; with ``scaled`` for an
+                RMSNorm, else for a LayerNorm. None computes none.
+            scaled: the weight ``[H]`` of the RMSNorm that comes next, and where ``hidden`` times it
+                goes.
+        """
+        words, memory = self.words, self.words.memory
+        peers = [None if rank == words.rank else each for rank, each in enumerate(memory)]
+        peers += [None] * (MOST_RANKS - len(peers))
+        next_weight, scaled_out = (None, None) if scaled is None else scaled
+        arguments = PeerSumArguments._make(
+            (
+                partial, memory[words.rank], *peers, words.rank, hidden.shape[0], words.launches,
+                bias, hidden, next_weight, scaled_out, statistics,
+            )
+        )  # fmt: skip
+        kind = 0 if statistics is None else 1 if scaled is not None else 2
+        source, macros = self.work(most_rows, kind)
+        kernel(source, macros, self._device).launch((self._ctas, 1, 1), arguments)
+
+
+def runs_on(device: torch.device) -> str | None:
+    """Why the kernel does not run on a device; None if it does."""
+    if device.type != "cuda":
+        return "ranks of a CPU have no memory that the others write to"
+    return cuda.unavailable(device.index or 0)
