@@ -184,7 +184,7 @@ class Bench:
         self.up(layer)
         self.down(layer)
 
-    def of_few(self, label: str, **options: Any) -> float:
+    def of_few(self, label: str, *, one_launch: bool = True, **options: Any) -> float:
         """Time and print the one kernel, as a step has it; returns its error."""
         layer = self.layers[0]
         kernel = row.MoeRow(self.shape, layer.hidden.device, self.sm_count, **options)
@@ -198,7 +198,7 @@ class Bench:
             kernel(
                 layer.weights, layer.hidden, layer.statistics, EPS, self.out, found,
                 residual=layer.hidden, statistics_out=statistics,
-                scaled=(layer.weights.norm[0], self.scaled),
+                scaled=(layer.weights.norm[0], self.scaled), one_launch=one_launch,
             )  # fmt: skip
 
         router = 2.0 * self.shape.settings.num_experts * self.shape.hidden

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_async.device import waiting_grids
 from megatron_async.device.protocol import Graph, Ints, Span
 from megatron_async.errors import IntegrityError
 
@@ -134,6 +135,7 @@ class CudaDevice:
     def close(self) -> None:
         if self.failure is None:
             self.stream.synchronize()
+        waiting_grids.release(self)
         self._rings.clear()  # they refer back
 
 

@@ -21,7 +21,7 @@ from megatron_async.engine.load import EngineParts, load_parts, parts_over_same_
 from megatron_async.engine.metrics import EngineCounters
 from megatron_async.engine.output_processor import TokenOutput
 from megatron_async.engine.output_sink import OutputSink
-from megatron_async.engine.ranked_build import stop_when_a_rank_dies
+from megatron_async.engine.ranked_build import StopWhenARankDies
 from megatron_async.engine.recording import Recorder
 from megatron_async.engine.request_queue import Prompt, checked_id
 from megatron_async.engine.sleep_mode import checked_level, tags_of
@@ -116,7 +116,7 @@ class DynamicInferenceEngine:
         with self._weights.lock:
             self._weights.join(self)
         if parts.group is not None:
-            stop_when_a_rank_dies(
+            self._stops_with_its_ranks = StopWhenARankDies(
                 parts.group, parts.runner, parts.device, parts.lock, parts.outputs, parts.loop
             )
 

@@ -98,27 +98,31 @@ def lead_engine(
     return runner
 
 
-def stop_when_a_rank_dies(
-    group: RankGroup,
-    runner: ModelRunner,
-    device: Device,
-    lock: StepLock,
-    outputs: OutputProcessor,
-    loop: DecodeLoop,
-) -> None:
-    """Stop the engine that has these parts, if it does nothing then too; whoever waits for its
-    device gets the error."""
+class StopWhenARankDies:
+    """Stops the engine that has these parts, if it does nothing then too; whoever waits for its
+    device gets the error. The engine holds it: the group forgets it with the engine."""
 
-    def died(error: RankDiedError) -> None:  # in a thread of the group's
-        device.fail(error)
-        with lock.gate, lock.mutex:
+    def __init__(
+        self,
+        group: RankGroup,
+        runner: ModelRunner,
+        device: Device,
+        lock: StepLock,
+        outputs: OutputProcessor,
+        loop: DecodeLoop,
+    ) -> None:
+        self._device, self._lock, self._outputs, self._loop = device, lock, outputs, loop
+        if isinstance(runner, LeadingRunner):
+            group.when_it_dies(runner.engine, self._died)
+
+    def _died(self, error: RankDiedError) -> None:
+        """In a thread of the group's."""
+        self._device.fail(error)
+        with self._lock.gate, self._lock.mutex:
             reason = f"the engine was stopped by an error, {type(error).__name__}: {error}"
-            lock.stop(EngineStoppedError(f"{reason}; build a new one"))
-        outputs.resolve_futures()
-        loop.commands.wake()
-
-    if isinstance(runner, LeadingRunner):
-        group.when_it_dies(runner.engine, died)
+            self._lock.stop(EngineStoppedError(f"{reason}; build a new one"))
+        self._outputs.resolve_futures()
+        self._loop.commands.wake()
 
 
 class RankModel:

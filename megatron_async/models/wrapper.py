@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_async.device import waiting_grids
 from megatron_async.device.releasable import Region
 from megatron_async.kernels.gemm.batch_invariant import batch_invariant_mode
 from megatron_async.kernels.gemm.tile_config import MAX_ROWS
@@ -157,6 +158,16 @@ class GPTInferenceWrapper:
                 self._fused = self._fused_decoder()
         if self.draft_model is not None:
             self.draft_model.reserve_positions(length)
+
+    def claim_waiting_grids(self, owner: object) -> bool:
+        """Whether the engine whose device is ``owner`` may launch kernels whose CTAs wait for each
+        other; it uses the model from now on."""
+        if self._fused is None or not self._fused.has_waiting_grids:
+            return False
+        reason = waiting_grids.claim(self.device, owner)
+        if reason is not None:
+            logger.info("layers of experts take three launches for a few rows: %s", reason)
+        return reason is None
 
     def prepare(self, rows: list[int], context: Any) -> None:
         """Compile what decoding so many rows needs, ahead of their capture."""

@@ -114,6 +114,8 @@ class DynamicInferenceContext(BaseInferenceContext):
         self.max_tokens = max_tokens
         self.attached = False
         """It serves an engine."""
+        self.grids_may_wait = False
+        """That engine's grids may wait for their own CTAs, see ``device/waiting_grids.py``."""
         self.block_size_tokens = block_size_tokens
         self.num_cuda_graphs = num_cuda_graphs
         self.batch_invariant = batch_invariant

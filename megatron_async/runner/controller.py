@@ -90,6 +90,8 @@ class TextGenerationController:
             )
         self._check_suits(context)
         self._attached = context.attached = True
+        claim = getattr(self.inference_wrapped_model, "claim_waiting_grids", None)
+        context.grids_may_wait = claim is not None and claim(device)
         reserve = getattr(self.inference_wrapped_model, "reserve_positions", None)
         if reserve is not None:
             reserve(context.max_sequence_length)

@@ -191,7 +191,7 @@ OF_OTHERS = {
 }
 
 # Set to keep what it refers to alive, and for nothing else.
-KEPT_ALIVE = {("kernels/compile.py", "_module")}
+KEPT_ALIVE = {("engine/engine.py", "_stops_with_its_ranks"), ("kernels/compile.py", "_module")}
 
 
 def is_private(name: str) -> bool:

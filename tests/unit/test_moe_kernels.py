@@ -68,7 +68,7 @@ class Case:
         gate: bool = False,
         tiles: MoeTiles | None = None,
     ) -> None:
-        self.shape, self.rows = shape, rows
+        self.shape, self.rows, self.one_launch = shape, rows, False
         self._generator = torch.Generator(device).manual_seed(rows)
         self._device, self._dtype = device, dtype
         experts, hidden, inner = shape.settings.num_experts, shape.hidden, shape.inner
@@ -110,6 +110,7 @@ class Case:
             self.weights, out.clone(), statistics, EPS, out, live=Live(self.live[0][rows], 4),
             residual=out, statistics_out=found,
             scaled=None if self.shape.center else (self.next_weight, scaled),
+            one_launch=self.one_launch,
         )  # fmt: skip
         return out, found, scaled
 

@@ -84,13 +84,16 @@ class RowCase(Case if HAS_TRITON else object):  # type: ignore[misc]
         ctas = CTAS if device.type == "cpu" else row.cuda.sm_count(0)
         self.kernels = MoeDecode(shape, device, sm_count=ctas, one_kernel=True)
         assert self.kernels._of_few(rows) is self.kernels._row is not None
-        self.kernels._row = row.MoeRow(shape, device, ctas, one_launch=one_launch)
+        self.one_launch = one_launch
 
     def error(self) -> float:
         """Of the experts alone: the residual stream would hide it."""
         out = torch.empty_like(self.hidden)
         statistics = statistics_of(self.hidden, self.norm, 16)
-        self.kernels(self.weights, self.hidden, statistics, EPS, out, live=self.live)
+        self.kernels(
+            self.weights, self.hidden, statistics, EPS, out, live=self.live,
+            one_launch=self.one_launch,
+        )  # fmt: skip
         expected = moe_decode_reference(
             self.shape, self.weights, self.hidden, EPS, live=self.live,
             routing=self.kernels.routing(self.rows),
@@ -117,6 +120,11 @@ def test_three_launches_are_the_one(device: torch.device, rows: int) -> None:
     for mine, other in zip(one.run(), three.run(), strict=True):
         assert torch.equal(mine, other)
     assert torch.equal(one.kernels.weights, three.kernels.weights)
+    one.one_launch = False  # on the same words
+    changed = one.run()
+    one.one_launch = True
+    for mine, other in zip(one.run(), changed, strict=True):
+        assert torch.equal(mine, other)
 
 
 def in_place(case: Any, hidden: Tensor, statistics: Tensor) -> None:
@@ -124,6 +132,7 @@ def in_place(case: Any, hidden: Tensor, statistics: Tensor) -> None:
     case.kernels(
         case.weights, hidden, statistics, EPS, hidden, live=case.live, residual=hidden,
         statistics_out=statistics, scaled=(case.next_weight, torch.empty_like(hidden)),
+        one_launch=case.one_launch,
     )  # fmt: skip
 
 
@@ -230,7 +239,7 @@ def test_graphs_replay_in_any_order(device: str) -> None:
             for _ in range(2):
                 case.kernels(
                     case.weights, given.clone(), statistics, EPS, out, live=case.live,
-                    residual=given,
+                    residual=given, one_launch=True,
                 )  # fmt: skip
         graphs.append(graph)
         outs.append(out)

@@ -351,7 +351,7 @@ def test_a_run_that_turns_filters_on_is_refused_where_ranks_of_gpus_cannot_repea
         while engine.has_unfinished_requests():
             engine.step_modern()
     with hash_engine(1, **SIZES) as engine:
-        monkeypatch.setattr(engine.requests._validator, "_filters_need_extras", True)
+        monkeypatch.setattr(engine.requests._validator._extras, "_needed_by_filters", True)
         if added:
             run = read_run(path)
             assert replay(run, engine).endings == run.endings

@@ -167,9 +167,18 @@ class MoeDecode:
         few = self._of_few(rows)
         return few.statistic_rows if few else self.tiles(rows).down.block_n
 
+    @property
+    def has_one_kernel(self) -> bool:
+        """There is one that takes a few rows."""
+        return self._row is not None and self._holds_all
+
+    @property
+    def _holds_all(self) -> bool:
+        return self.shape.held == self.shape.settings.num_experts
+
     def _of_few(self, rows: int) -> row.MoeRow | None:
         """The one kernel, if it takes so many rows."""
-        if self._row is None or self.shape.held < self.shape.settings.num_experts:
+        if self._row is None or not self._holds_all:
             return None
         refused = row.why_not(self.shape, rows, self._dtype, self._sm_count)
         return self._row if refused is None else None
@@ -186,6 +195,7 @@ class MoeDecode:
         residual: Tensor | None = None,
         statistics_out: Tensor | None = None,
         scaled: tuple[Tensor, Tensor] | None = None,
+        one_launch: bool = False,
     ) -> None:
         """``out = experts(norm(hidden)) + residual``, for up to :data:`MAX_ROWS` rows.
 
@@ -199,6 +209,8 @@ class MoeDecode:
                 for an RMSNorm, else for a LayerNorm. None computes none.
             scaled: the weight ``[H]`` of the RMSNorm that comes next, and where ``out`` times it
                 goes.
+            one_launch: the kernel of a few rows may wait for its own CTAs, see
+                ``device/waiting_grids.py``.
         """
         rows = hidden.shape[0]
         few = self._of_few(rows)
@@ -206,18 +218,18 @@ class MoeDecode:
             found = row.Found(self.ids[:rows], self.weights[:rows], self.count)
             few(
                 weights, hidden, statistics, eps, out, found, live=live, residual=residual,
-                statistics_out=statistics_out, scaled=scaled,
+                statistics_out=statistics_out, scaled=scaled, one_launch=one_launch,
             )  # fmt: skip
             return
         self.route(weights, hidden, statistics, eps, live)
         self.up(weights, rows)
         self.down(weights, out, residual, statistics_out, scaled)
 
-    def work(self, rows: int, *, gate: bool) -> list[tuple[str, dict[str, int]]]:
+    def work(self, rows: int, *, gate: bool, one_launch: bool) -> list[tuple[str, dict[str, int]]]:
         """CUDA kernels of a step of so many rows, for :func:`~.compile.compile_together`; Triton
         compiles at the first call."""
         few = self._of_few(rows)
-        return [] if few is None else few.work(rows, gate=gate)
+        return [] if few is None else few.work(rows, gate=gate, one_launch=one_launch)
 
     def routing(self, rows: int) -> Routing:
         """What :meth:`route` chose for so many rows; experts have their number among those that

@@ -1,8 +1,9 @@
 """A layer of experts for few rows in one kernel: how ``moe_row.cu`` is built and called.
 
 For few rows three launches are mostly latency: here the grid routes, and then streams the weights
-of the chosen experts, in one. All its CTAs run at once and wait for each other's words, so no other
-kernel that does so may run next to it on another stream.
+of the chosen experts, in one. All its CTAs run at once and wait for each other's words, which not
+every engine may do (``device/waiting_grids.py``). Three launches of the same source, a phase each,
+wait for nothing.
 """
 
 from __future__ import annotations
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from megatron_async.kernels.moe.decode import Live, MoeShape, MoeWeights
 
 MOST_ROWS = 4
-ONE_LAUNCH = True
-"""Whether all phases are one launch; else three, which wait for nothing."""
 THREADS, LOADS = 256, 8
 """Of a CTA, and of a thread in a step, 16 bytes each: two steps of loads are on their way."""
 STAGED = 3
@@ -132,7 +131,6 @@ class MoeRow:
         ctas: of the grid; no more than the device has SMs are launched.
         threads, loads, staged: see :data:`THREADS` and :data:`STAGED`; None for those that fit the
             tile.
-        one_launch: see :data:`ONE_LAUNCH`.
 
     Attributes:
         statistic_rows: elements that one partial statistic covers.
@@ -147,7 +145,6 @@ class MoeRow:
         threads: int | None = None,
         loads: int = LOADS,
         staged: int = STAGED,
-        one_launch: bool | None = None,
     ) -> None:
         if device.type == "cuda":  # more would wait for each other in vain
             ctas = min(ctas, cuda.sm_count(device.index or 0))
@@ -155,7 +152,6 @@ class MoeRow:
         self._loads, self._staged = loads, staged
         self.statistic_rows = tile(shape.hidden, ctas)
         self._threads = threads or min(THREADS, 32 * self.statistic_rows)
-        self._one_launch = ONE_LAUNCH if one_launch is None else one_launch
         logits = shape.settings.num_experts + 1
         with torch.inference_mode(False):
             # By rows: each launch of so many rows writes all words, see moe_row.cu.
@@ -189,9 +185,9 @@ class MoeRow:
         free = max(0, MOST_STAGED_BYTES - taken)
         return min(self._staged, free // (16 * self._loads * self._threads))
 
-    def work(self, rows: int, *, gate: bool) -> list[tuple[str, dict[str, int]]]:
+    def work(self, rows: int, *, gate: bool, one_launch: bool) -> list[tuple[str, dict[str, int]]]:
         """Source and macros of the launches for so many rows."""
-        phases = (7,) if self._one_launch else (1, 2, 4)
+        phases = (7,) if one_launch else (1, 2, 4)
         return [("moe_row", self.defines(rows, gate=gate, phases=each)) for each in phases]
 
     def __call__(
@@ -207,6 +203,7 @@ class MoeRow:
         residual: Tensor | None = None,
         statistics_out: Tensor | None = None,
         scaled: tuple[Tensor, Tensor] | None = None,
+        one_launch: bool,
     ) -> None:
         """See :class:`~.decode.MoeDecode`."""
         rows, settings = hidden.shape[0], self._shape.settings
@@ -223,5 +220,6 @@ class MoeRow:
             found.weights, found.experts, residual, out,
             statistics_out, next_weight, scaled_out,
         )  # fmt: skip
-        for source, macros in self.work(rows, gate=weights.shared_gate is not None):
+        gate = weights.shared_gate is not None
+        for source, macros in self.work(rows, gate=gate, one_launch=one_launch):
             kernel(source, macros, self._device).launch((self._ctas, 1, 1), arguments)

@@ -152,6 +152,12 @@ class FusedDecoder:
         ]
 
     @property
+    def has_waiting_grids(self) -> bool:
+        """A kernel's CTAs may wait for each other, see ``device/waiting_grids.py``."""
+        blocks = (place.fused for place in self._places)
+        return any(isinstance(block, MoeBlock) and block.has_waiting_grid for block in blocks)
+
+    @property
     def gemms(self) -> dict[str, Gemm]:
         """The GEMMs of the fused blocks by name: "qkv", "projection", "fc1", "fc2",
         "in_proj", "out_proj" and "head", and of layers whose shapes differ from the first one's,

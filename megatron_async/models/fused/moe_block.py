@@ -137,6 +137,11 @@ class MoeBlock:
         self._kernels = kernels.get(_shape_of(layer.mlp, self.norm))
         self._sums = kernels.sums(layer.mlp)
 
+    @property
+    def has_waiting_grid(self) -> bool:
+        """For a few rows it has a kernel whose CTAs may wait for each other."""
+        return self._kernels.has_one_kernel
+
     def why_not(self, rows: int, context: Any) -> str | None:
         """None: it runs for all rows that are decoded in kernels."""
         return None
@@ -153,7 +158,10 @@ class MoeBlock:
         live = Live(context.slot_mapping, context.block_size_tokens)
         if self._sums is not None:
             partial = self._sums.partial(residual)
-            self._kernels(self._weights(), hidden, given, self.norm.eps, partial, live=live)
+            self._kernels(
+                self._weights(), hidden, given, self.norm.eps, partial, live=live,
+                one_launch=context.grids_may_wait,
+            )  # fmt: skip
             return self._sums.add(partial, None, residual, reader, self._where)
         statistics = None
         if reader is not None:
@@ -162,6 +170,7 @@ class MoeBlock:
         self._kernels(
             self._weights(), hidden, given, self.norm.eps, hidden, live=live, residual=hidden,
             statistics_out=statistics, scaled=residual.scaled_for(reader),
+            one_launch=context.grids_may_wait,
         )  # fmt: skip
         return statistics
 
@@ -191,7 +200,7 @@ class MoeBlock:
     def work(self, rows: int, context: Any, reader: Norm | None) -> Iterator[Work]:
         """What is compiled ahead; Triton compiles at the first call."""
         gate = _has_shared_experts(self._mlp) and self._mlp.shared_experts.gate_weight is not None
-        yield from self._kernels.work(rows, gate=gate)
+        yield from self._kernels.work(rows, gate=gate, one_launch=context.grids_may_wait)
         if self._sums is not None:
             yield from self._sums.work(padded(rows), reader)
 

@@ -1,0 +1,93 @@
+"""Who may launch grids whose CTAs wait for each other."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_async.device import waiting_grids
+from megatron_async.runner.controller import TextGenerationController
+
+GPU = torch.device("cuda:0")
+
+
+class Owner:
+    """Stands for an engine's device."""
+
+
+@pytest.fixture(autouse=True)
+def no_mps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(waiting_grids, "_uses_mps", lambda index: False)
+    monkeypatch.setattr(waiting_grids, "_owners", {})
+    yield
+
+
+def test_one_engine_a_device_until_it_is_closed() -> None:
+    first, second = Owner(), Owner()
+    assert waiting_grids.claim(GPU, first) is None
+    assert waiting_grids.claim(GPU, first) is None, "a draft model's layers are the same engine's"
+    assert "another engine of this process on cuda:0" in str(waiting_grids.claim(GPU, second))
+    assert waiting_grids.claim(torch.device("cuda:1"), second) is None
+    waiting_grids.release(second)
+    assert "another" in str(waiting_grids.claim(GPU, second)), "it gave up its own alone"
+    waiting_grids.release(first)
+    assert waiting_grids.claim(GPU, second) is None
+
+
+def test_an_engine_that_nobody_holds_has_no_claim() -> None:
+    first, second = Owner(), Owner()
+    waiting_grids.claim(GPU, first)
+    del first
+    gc.collect()
+    assert waiting_grids.claim(GPU, second) is None
+
+
+def test_not_with_other_ranks_nor_under_mps(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.distributed, "is_initialized", lambda: True)
+        patch.setattr(torch.distributed, "get_world_size", lambda: 2)
+        assert "other ranks" in str(waiting_grids.claim(GPU, Owner()))
+    monkeypatch.setattr(waiting_grids, "_uses_mps", lambda index: True)
+    assert "MPS" in str(waiting_grids.claim(GPU, Owner()))
+    assert "no GPU" in str(waiting_grids.claim(torch.device("cpu"), Owner()))
+
+
+def test_the_context_of_an_engine_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A controller asks its model for each engine, and says so before anything is captured."""
+
+    class Model(SimpleNamespace):
+        max_sequence_length = None
+
+        def claim_waiting_grids(self, owner: object) -> bool:
+            return waiting_grids.claim(GPU, owner) is None
+
+    monkeypatch.setattr(TextGenerationController, "_check_suits", lambda *_: None)
+
+    def attach(model: Any, device: Owner) -> Any:
+        context = SimpleNamespace(attached=False, max_sequence_length=8)
+        seen = []
+        TextGenerationController(model).attach(
+            device,  # type: ignore[arg-type]
+            context,  # type: ignore[arg-type]
+            make=lambda *_, **__: seen.append(context.grids_may_wait),  # type: ignore[arg-type]
+        )
+        return seen[0]
+
+    model = Model(vocab_size=8)
+    first, second = Owner(), Owner()
+    assert attach(model, first) and not attach(model, second)
+    waiting_grids.release(first)
+    assert attach(model, second)
+    assert not attach(SimpleNamespace(vocab_size=8), Owner())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_that_no_mps_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    assert not waiting_grids._uses_mps(0)
