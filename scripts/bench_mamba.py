@@ -6,7 +6,9 @@
 Each number is the mean of calls in a CUDA graph that goes round as many layers as the model has, so
 that states come from memory. A row or window reads and writes its state once; ``floor`` is that
 traffic over the bandwidth of a copy. Each result is compared with the reference in torch; above
-``ERROR_LIMIT`` the exit status is 1. The default shape is that of Nemotron-H-8B.
+``ERROR_LIMIT`` the exit status is 1. The default shape is that of Nemotron-H-8B. Where
+``mamba_ssm`` is installed, its state update and its chunked scan are timed on the same sizes: these
+leave out the convolution, the gate and its norm, which the kernels here include.
 """
 
 from __future__ import annotations
@@ -176,6 +178,57 @@ def state_error(sizes: MambaSizes, tokens: int) -> None:
     print(f"bfloat16 state after {tokens} tokens: output off by {off[0]:.1e}, state {off[1]:.1e}")
 
 
+def bench_mamba_ssm(sizes: MambaSizes, bandwidth: float) -> None:
+    """Print what mamba_ssm's kernels take, where it is installed."""
+    try:
+        from mamba_ssm.ops.triton.selective_state_update import selective_state_update
+        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+    except ImportError as error:
+        print(f"mamba_ssm is not measured: {error}")
+        return
+    heads, of_group = sizes.heads, (sizes.groups, sizes.state_size)
+    decay, skip, bias = (torch.randn(heads, device="cuda") for _ in range(3))
+    decay = -decay.abs() - 0.1
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda").bfloat16()
+
+    def update(rows: int) -> float:
+        states = [pool.ssm[:rows] for pool in pool_of(sizes, rows, 1, torch.float32)]
+        x, dt = draw(rows, heads, sizes.head_dim), draw(rows, heads)
+        b, c = draw(rows, *of_group), draw(rows, *of_group)
+        wide, wide_skip, wide_bias = (
+            each[..., None].expand(*each.shape, sizes.head_dim) for each in (dt, skip, bias)
+        )
+        wide_decay = decay[:, None, None].expand(heads, sizes.head_dim, sizes.state_size)
+        return microseconds(
+            lambda layer: selective_state_update(
+                states[layer], x, wide, wide_decay, b, c, wide_skip, dt_bias=wide_bias,
+                dt_softplus=True,
+            )
+        )  # fmt: skip
+
+    def scan(tokens: int) -> float:
+        x, dt = draw(1, tokens, heads, sizes.head_dim), draw(1, tokens, heads)
+        b, c = draw(1, tokens, *of_group), draw(1, tokens, *of_group)
+        start = pool_of(sizes, 1, 1, torch.float32, 1)[0].ssm[:1]
+        return microseconds(
+            lambda _: mamba_chunk_scan_combined(
+                x, dt, decay, b, c, 256, D=skip, dt_bias=bias, initial_states=start,
+                dt_softplus=True, return_final_states=True,
+            )
+        )  # fmt: skip
+
+    state_bytes = 4.0 * heads * sizes.head_dim * sizes.state_size
+    for rows in (1, 32):
+        us = update(rows)
+        share = 2e6 * rows * state_bytes / bandwidth / us
+        print(f"mamba_ssm's state update, {rows} rows: {us:.1f} us, {share:.0%} of the floor")
+    for tokens in (256, 1024):
+        us = scan(tokens)
+        print(f"mamba_ssm's scan, {tokens} tokens: {us:.1f} us, {us / tokens * 1e3:.0f} ns a token")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Time the kernels of Mamba-2 layers.")
     for name, default in (("heads", 128), ("head-dim", 64), ("groups", 8), ("state-size", 128)):
@@ -190,6 +243,7 @@ def main() -> int:
         bench_rows(sizes, 32, 1, torch.bfloat16, bandwidth)
         worst = max(worst, *(bench_chunks(sizes, lengths) for lengths in CHUNKS))
         state_error(sizes, 1000)
+        bench_mamba_ssm(sizes, bandwidth)
     return int(not worst < ERROR_LIMIT)
 
 
