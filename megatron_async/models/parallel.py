@@ -6,6 +6,7 @@ out has the same bits on each rank that gets it.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -73,12 +74,24 @@ class ModelParallel:
         self._experts = parallel_state.get_expert_model_parallel_group()
         self.expert_rank: int = parallel_state.get_expert_model_parallel_rank()
         self._source: int = layout.sampling_ranks[self.tensor_rank]
-        self._listeners: Any = None
-        for tensor_rank in range(layout.tensor):  # each rank must make all groups
-            ranks = layout.listeners(tensor_rank)
+        self._listeners = self._group_of(layout.listeners)
+        self._copies = self._group_of(layout.copies)
+        self._told = tuple(
+            r for r in layout.listeners(self.tensor_rank) if layout.stage(r) < layout.pipeline - 1
+        )
+        self._sends: deque[tuple[Any, Tensor]] = deque()
+        """Messages to stages that have not been waited for, with their memory."""
+
+    def _group_of(self, members: Callable[[int], tuple[int, ...]]) -> Any:
+        """The group of those of this tensor-parallel rank; None for one. Each rank must make all
+        groups."""
+        own = None
+        for tensor_rank in range(self.layout.tensor):
+            ranks = members(tensor_rank)
             made = dist.new_group(list(ranks)) if len(ranks) > 1 else None
             if tensor_rank == self.tensor_rank:
-                self._listeners = made
+                own = made
+        return own
 
         self.tensor_words: PeerWords | None = peer_memory.open_words(self._tensor, device)
         self.expert_words = self.tensor_words
@@ -126,10 +139,33 @@ class ModelParallel:
         else:
             dist.recv(weight().detach(), src=layout.neighbour(self.rank, 1 - layout.pipeline))
 
+    def tell_stages(self, sampled: Tensor) -> None:
+        """Hand what the last stage has sampled to the others, which take it when they need it: this
+        one goes on meanwhile."""
+        if not self._samples:
+            return
+        for rank in self._told:
+            work = dist.isend(sampled, dst=rank, group=self._listeners)
+            self._sends.append((work, sampled))
+        # The hidden states that were sampled here came behind all but the last of these.
+        while len(self._sends) > len(self._told) * self.layout.pipeline:
+            self._sends.popleft()[0].wait()
+
+    def take_sampled_(self, sampled: Tensor) -> Tensor:
+        """Fill ``sampled`` with what the last stage has told; the oldest that was not taken."""
+        dist.recv(sampled, src=self._source, group=self._listeners)
+        return sampled
+
+    def finish_sends(self) -> None:
+        """Wait for what :meth:`tell_stages` has begun: at the end of a graph."""
+        while self._sends:
+            self._sends.popleft()[0].wait()
+
     # --- tokens -------------------------------------------------------------------------------
 
-    def gather_logits(self, logits: Tensor, vocab_size: int) -> Tensor:
-        """Whole rows ``[R, vocab_size]`` on each rank, from this one's columns ``[R, W]``."""
+    def gather_logits(self, logits: Tensor, vocab_size: int, *, of_all: bool = False) -> Tensor:
+        """Whole rows ``[R, vocab_size]`` from this rank's columns ``[R, W]``, on each rank of the
+        last stage; ``of_all`` stages."""
         rows, width = logits.shape
         whole = logits
         if self._samples and self.layout.tensor > 1:
@@ -139,12 +175,12 @@ class ModelParallel:
         elif not self._samples:
             whole = logits.new_empty(rows, width * self.layout.tensor)
         whole = whole[:, :vocab_size].contiguous()
-        return self._tell_(whole)
+        return self._tell_(whole, self._listeners if of_all else self._copies)
 
     def sample(
         self, whole_rows: Any, logits: Tensor, *parameters: Tensor, vocab_size: int
     ) -> Tensor:
-        """A token of each row, the same on all ranks: int64 ``[R]``.
+        """A token of each row, the same on all ranks of the last stage: int64 ``[R]``.
 
         Args:
             whole_rows: samples where one rank has all columns; called as ``sample_tokens``.
@@ -163,7 +199,7 @@ class ModelParallel:
                 vocab_size=vocab_size,
                 exchange=self,
             )
-        return self._tell_(tokens)
+        return self._tell_(tokens, self._copies)
 
     def columns(self, width: int, vocab_size: int) -> VocabularyColumns:
         """This rank's columns of logits of that width, of which ids from ``vocab_size`` on are
@@ -178,11 +214,11 @@ class ModelParallel:
         )
 
     def _best_of_all(self, packed: Tensor, first_id: int) -> Tensor:
-        return self._tell_(self.max_(packed.amax(1) - first_id))[:, None]
+        return self._tell_(self.max_(packed.amax(1) - first_id), self._copies)[:, None]
 
-    def _tell_(self, x: Tensor) -> Tensor:
-        if self._listeners is not None:
-            dist.broadcast(x, src=self._source, group=self._listeners)
+    def _tell_(self, x: Tensor, group: Any) -> Tensor:
+        if group is not None:
+            dist.broadcast(x, src=self._source, group=group)
         return x
 
 

@@ -75,6 +75,11 @@ class Layout:
         which is one of them."""
         return tuple(range(tensor_rank, self.world_size, self.tensor))
 
+    def copies(self, tensor_rank: int) -> tuple[int, ...]:
+        """Those of them that are in the last stage."""
+        last = self.pipeline - 1
+        return tuple(r for r in self.listeners(tensor_rank) if self.stage(r) == last)
+
     def __str__(self) -> str:
         sizes = {"TP": self.tensor, "EP": self.expert, "PP": self.pipeline}
         return " x ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "one rank"

@@ -159,7 +159,7 @@ class StepGraphs:
             # The next window is the same one, or the largest.
             for drafts in {window - 1, self._windows[-1] - 1}:
                 alone = of._replace(drafts=drafts)
-                self._sample[alone] = capture(partial(self._program.sample, alone), s)
+                self._sample[alone] = capture(partial(self._sample_work, alone), s)
             self._step[of] = capture(partial(self._step_work, of), f"{s} H2D F")
             controlled = partial(self._controlled_work, of)
             self._controlled_step[of] = capture(controlled, f"C {s} H2D F")
@@ -207,9 +207,14 @@ class StepGraphs:
         self._program.load_decode(rows, window)
         self._program.forward_decode(rows, window)
 
+    def _sample_work(self, sampled: SampleShape) -> None:
+        self._program.sample(sampled)
+        self._program.finish_sends()
+
     def _step_work(self, sampled: SampleShape) -> None:
         self._program.sample(sampled)
         self._forward_work(sampled.rows, sampled.window)
+        self._program.finish_sends()
 
     def _controlled_work(self, sampled: SampleShape) -> None:
         self._program.load_control()

@@ -1,7 +1,7 @@
 """S: samples pending logits, finds the ends that the device can see, and hands out records.
 
 On CUDA the kernels of ``kernels/sampling`` do the same; this is their reference, which can run
-there too.
+there too. Of several pipeline stages the last one samples, and the others take what it has sampled.
 """
 
 from __future__ import annotations
@@ -26,7 +26,20 @@ from megatron_async.sampling.synthetic_acceptance import synthetic_bits, thresho
 from megatron_async.step import packet
 from megatron_async.step.extras import LOG_PROB_WORDS, PROCESSED_LOG_PROBS, RAW_LOG_PROBS
 from megatron_async.step.plan import SampleShape
-from megatron_async.step.records import ENDED, FAILED, RUNNING
+from megatron_async.step.records import (
+    ENDED,
+    FAILED,
+    RECORD_STATUS,
+    RECORD_TOKENS,
+    RUNNING,
+    record_width,
+)
+
+TOLD_SLOT, TOLD_FIRST, TOLD_FINAL, TOLD_LAST = range(4)
+"""What stages are told of a row, int32 ``[TOLD_HEAD + record, rows]``: its slot, or the null slot
+if it brings nothing; the position of its first token; the index and the id of the last that counts.
+Its record follows."""
+TOLD_HEAD = 4
 
 
 class Model(Protocol):
@@ -97,6 +110,9 @@ class SamplingStage:
     ) -> None:
         """Sample ``logits`` ``[rows * window, vocabulary]``, those of row r's window from
         ``r * window`` on; with ``processed`` these in their place."""
+        if self._parallel is not None and not self._parallel.is_last:
+            self._take(self._parallel, shape)
+            return
         state, (rows, window, drafts, extended) = self._state, shape
         offsets = self._offsets[:window]
         records = self._row_records[:rows]
@@ -152,14 +168,37 @@ class SamplingStage:
             log_probs = self._log_probs(self._extras.tables, logits, sampled, each, tokens)
             record = torch.cat([record, log_probs])
             advance(self._extras.tables, target, tokens, counts, positions[:, 0])
+        if self._parallel is not None and self._parallel.layout.pipeline > 1:
+            counted = torch.where(live, final, 0)
+            told = torch.stack([target, positions[:, 0], counted, last]).to(torch.int32)
+            self._parallel.tell_stages(torch.cat([told, record]))
+        self._hand_out(record)
         if self._drafter is not None:
             counted = torch.where(live, final, 0)
             state.kv_length[target] += counted
-        self._results.publish(record.flatten())
-        self._sampled += 1
-        if self._drafter is not None:
             rows_sampled = SampledRows(target, tokens.clamp(min=0), counted, positions[:, 0])
             self.draft(rows_sampled, drafts)
+
+    def _take(self, parallel: ModelParallel, shape: SampleShape) -> None:
+        """Take what the last stage has sampled. A slot that has ended here meanwhile, since control
+        came, stays so."""
+        state, (rows, window, drafts, extended) = self._state, shape
+        width = TOLD_HEAD + record_width(window, extended=extended)
+        told = torch.empty(width, rows, dtype=torch.int32, device=self._row_records.device)
+        parallel.take_sampled_(told)
+        slots, first, final, last = told[:TOLD_HEAD].long()
+        record = told[TOLD_HEAD:]
+        state.last_token[slots] = last
+        state.finished[slots] |= record[RECORD_STATUS] != RUNNING
+        self._hand_out(record)
+        if self._drafter is not None:
+            state.kv_length[slots] += final
+            tokens = record[RECORD_TOKENS : RECORD_TOKENS + window].T.long().clamp(min=0)
+            self.draft(SampledRows(slots, tokens, final, first), drafts)
+
+    def _hand_out(self, record: torch.Tensor) -> None:
+        self._results.publish(record.flatten())
+        self._sampled += 1
 
     def draft(self, rows: SampledRows, count: int) -> None:
         """Have ``count`` drafts of the next windows of ``rows`` made, behind their records."""

@@ -96,6 +96,7 @@ class StepProgram:
         # Behind these there may be columns of padding.
         self._candidates = self._pending_logits[:, : model.vocab_size]
         self._parallel: ModelParallel | None = getattr(model, "parallel", None)
+        self._has_stages = self._parallel is not None and self._parallel.layout.pipeline > 1
         self._stage = SamplingStage(
             self._row_records, context, model, drafter, results, extras, synthetic_acceptance
         )
@@ -142,6 +143,12 @@ class StepProgram:
         if self._poison:
             logits.fill_(float("nan") if logits.is_floating_point() else -1)
 
+    def finish_sends(self) -> None:
+        """At the end of a graph: wait for what S has begun to tell other stages, since nothing that
+        a graph begins may go on behind it."""
+        if self._device.captures and self._parallel is not None:
+            self._parallel.finish_sends()
+
     def restart(self) -> None:
         """The next S is that of ticket 0."""
         self._stage.restart()
@@ -162,7 +169,7 @@ class StepProgram:
     def _run_sample(
         self, logits: torch.Tensor, shape: SampleShape, processed: torch.Tensor | None
     ) -> None:
-        if self._kernels is None:
+        if self._kernels is None or self._has_stages:
             self._stage.sample(logits, shape, processed)
             return
         if shape.extended:
@@ -336,7 +343,7 @@ class StepProgram:
         pending.copy_(logits[:count])
         vocab_size, prompt_logits = self._model.vocab_size, logits[count:]
         if self._parallel is not None:
-            prompt_logits = self._parallel.gather_logits(prompt_logits, vocab_size)
+            prompt_logits = self._parallel.gather_logits(prompt_logits, vocab_size, of_all=True)
         self._prompt_log_probs.publish(targets, prompt_logits[:, :vocab_size])
 
     def _begin_decode(

@@ -96,7 +96,8 @@ def test_ring_hands_everything_to_sleepers_and_to_the_late() -> None:
 def test_layouts() -> None:
     assert Layout(2, 2).world_size == 4 and Layout(2, 2).sampling_ranks == (2, 3)
     assert Layout(1, 2, 2).world_size == 4 and Layout(1, 2, 2).sampling_ranks == (2,)
-    assert Layout(2, 1, 4).listeners(1) == (1, 3)
+    assert Layout(2, 1, 4).listeners(1) == Layout(2, 1, 4).copies(1) == (1, 3)
+    assert Layout(1, 2, 2).listeners(0) == (0, 1, 2, 3) and Layout(1, 2, 2).copies(0) == (2, 3)
     assert [Layout(2, 2).stage(rank) for rank in range(4)] == [0, 0, 1, 1]
     with pytest.raises(ConfigError, match="multiple of tensor_model_parallel_size=2"):
         Layout(2, 1, 3)
