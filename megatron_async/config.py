@@ -156,6 +156,8 @@ class EngineConfig:
         tensor_model_parallel_size, pipeline_model_parallel_size, expert_model_parallel_size: the
             processes that share the model's layers, that have some of its layers each, and that
             have some of its experts each (``ranks/layout.py``); 1 is one process.
+        pipeline_micro_batches: parts of the running requests that are planned in turns, so that
+            all stages of layers compute; None is one for each stage (on GPUs one).
         rank_timeout_seconds: a rank that has not answered for so long counts as dead, and ends the
             group; eight times as long while it starts, loads or captures. 0 waits for ever.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None takes the checkpoint's on a GPU
@@ -203,6 +205,7 @@ class EngineConfig:
     tensor_model_parallel_size: int = 1
     pipeline_model_parallel_size: int = 1
     expert_model_parallel_size: int = 1
+    pipeline_micro_batches: int | None = None
     rank_timeout_seconds: float = DEFAULT_RANK_TIMEOUT_SECONDS
     dtype: str | None = None
     jitter_seed: int | None = None
@@ -219,6 +222,7 @@ class EngineConfig:
         self._check("num_cuda_graphs", 1, optional=True)
         for name in ("tensor", "pipeline", "expert"):
             self._check(f"{name}_model_parallel_size", 1, MAX_RANKS)
+        self._check("pipeline_micro_batches", 1, MAX_RANKS, optional=True)
         check_rank_timeout(self.rank_timeout_seconds)
         self._check("num_speculative_tokens", 0, MAX_DRAFTS)
         if self.draft_model is not None and self.speculative_method != "mtp":

@@ -122,7 +122,7 @@ PARALLEL_SIZES = (
     "pipeline_model_parallel_size",
     "expert_model_parallel_size",
 )
-_SAME += " ".join((*PARALLEL_SIZES, "rank_timeout_seconds"))
+_SAME += " ".join((*PARALLEL_SIZES, "pipeline_micro_batches", "rank_timeout_seconds"))
 FLAGS = {name: f"--{name.replace('_', '-')}" for name in _SAME.split()} | {
     "max_tokens": "--inference-dynamic-batching-max-tokens",
     "paused_buffer_size_gb": "--inference-dynamic-batching-paused-buffer-size-gb",
@@ -272,6 +272,10 @@ def add_parallel_options(parser: argparse.ArgumentParser, default: int | None = 
         what += f" (default: {default or 'the recorded one'})"
         kind = integer(1, MAX_RANKS)
         add(FLAGS[name], dest=name, type=kind, default=default, metavar="N", help=what)
+    said_batches = "parts of the running requests that are planned in turns, so that all stages "
+    said_batches += "compute (default: one for each stage; on GPUs one)"
+    kind = integer(1, MAX_RANKS)
+    add(FLAGS["pipeline_micro_batches"], type=kind, metavar="N", help=said_batches)
     what = "of silence after which a rank counts as dead; 0 is never (default: "
     what += f"{DEFAULT_RANK_TIMEOUT_SECONDS:g})"
     kept = None if default is None else DEFAULT_RANK_TIMEOUT_SECONDS

@@ -47,7 +47,7 @@ def add_command(commands: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command. Returns 1 if the replay differs from the recorded run."""
     recorded = read_run(args.file)
-    given = ("device", "dtype", *PARALLEL_SIZES, "rank_timeout_seconds")
+    given = ("device", "dtype", *PARALLEL_SIZES, "pipeline_micro_batches", "rank_timeout_seconds")
     changes: dict[str, Any] = {k: v for k in given if (v := getattr(args, k)) is not None}
     if args.depth is not None:
         changes |= {"inference_async_scheduling": args.depth > 0, "depth": args.depth or None}

@@ -43,7 +43,8 @@ NO_TICKET = -1
 
 
 class DecodeLoop:
-    """Applies commands, plans, launches and commits; ``depth`` 0 is serial decoding.
+    """Applies commands, plans, launches and commits; ``depth`` 0 is serial decoding. Of several
+    micro-batches the steps of others are in flight besides.
 
     Commands are applied in order before a plan, so that decisions depend on ticket numbers and not
     on when somebody called. Whoever calls holds the engine's step lock.
@@ -97,7 +98,7 @@ class DecodeLoop:
 
     def step(self) -> None:
         """Launch a step, then commit what is in flight beyond ``depth``; depth 0 is serial."""
-        while len(self._in_flight) > self.depth:  # only after an interrupted wait
+        while len(self._in_flight) > self.depth + self._scheduler.others:  # an interrupted wait
             self._commit_oldest(None)
         if self.commands.waiting:
             self.apply_commands()
@@ -115,7 +116,7 @@ class DecodeLoop:
             self._in_flight.append(self._launch(plan))
             self._launched(plan, pending)
         # With nothing to launch the oldest step is taken: its commit is what makes room.
-        allowed = self.depth if plan is not None else max(len(self._in_flight) - 1, 0)
+        allowed = self.depth + self._scheduler.others if plan else max(len(self._in_flight) - 1, 0)
         while len(self._in_flight) > allowed:
             self._commit_oldest(None)
 
@@ -136,18 +137,18 @@ class DecodeLoop:
     def _before_plan(self) -> None:
         """What is not needed in every step: the log, and what guides requests.
 
-        The S that the next launch brings needs all tokens before those of a guided request, so no
-        more than the step stays in flight whose logits it samples. Its forward goes on.
+        The S that the next launch brings needs all tokens before those of a guided request, so what
+        the step stands on whose logits it samples is committed. Its forward goes on.
         """
         if self._logging_interval:
             self._log_step()
         if not self._scheduler.table.guided:
             return
-        while len(self._in_flight) > 1:
-            self._commit_oldest(None)
         pending = self._runner.pending
         if pending is None:
             return
+        while self._in_flight[0].number <= pending.plan.after:
+            self._commit_oldest(None)
         if self._guidance.has_processors(pending.plan):
             self.drain(NotOverlapped.LOGITS_PROCESSOR)
         else:
@@ -200,7 +201,7 @@ class DecodeLoop:
 
     def _commit(self, ticket: Ticket, result: StepResult, barrier: NotOverlapped | None) -> None:
         commit = self._scheduler.commit(ticket.plan, result)
-        depth = len(self._in_flight)
+        depth = min(max(len(self._in_flight) - self._scheduler.others, 0), self.depth)
         reason = None if depth else self._not_overlapped(barrier).value
         discarded = commit.tokens.count(())
         committed = sum(map(len, commit.tokens))

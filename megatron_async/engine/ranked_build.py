@@ -81,6 +81,7 @@ def lead_engine(
         tensor_model_parallel_size=1,
         pipeline_model_parallel_size=1,
         expert_model_parallel_size=1,
+        pipeline_micro_batches=options["micro_batches"],
     )
     group.tell(
         BuildEngine(

@@ -62,11 +62,12 @@ def replay(run: Run, engine: DynamicInferenceEngine) -> Replay:
 
 def _pace(config: EngineConfig) -> tuple[Any, ...]:
     """What decides which step brings which token."""
+    pace = config.effective_depth, config.pipeline_micro_batches or 1
     if not config.num_speculative_tokens:
-        return (config.effective_depth,)
+        return pace
     costs = config.speculative_step_costs if config.adaptive_speculation else None
     drafts = config.num_speculative_tokens, config.speculative_method, config.draft_model
-    return (config.effective_depth, *drafts, config.adaptive_speculation, costs)
+    return (*pace, *drafts, config.adaptive_speculation, costs)
 
 
 def _is_reached(engine: DynamicInferenceEngine, applied: Applied, *, exact: bool) -> bool:

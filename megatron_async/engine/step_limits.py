@@ -38,7 +38,19 @@ def limits_for(
         admit_tokens=drafting.wants_tokens,
         rotation_limit=getattr(wrapper, "rotation_limit", None),
         attention_window=getattr(wrapper, "attention_window", None),
+        micro_batches=micro_batches_of(wrapper, config),
     )
+
+
+def micro_batches_of(wrapper: Any, config: EngineConfig) -> int:
+    """As the configuration says, or one for each pipeline stage. On GPUs, where several have not
+    run yet, one."""
+    parallel = getattr(wrapper, "parallel", None)
+    if config.pipeline_micro_batches is not None:
+        return config.pipeline_micro_batches
+    if parallel is None or wrapper.device.type == "cuda":
+        return 1
+    return int(parallel.layout.pipeline)
 
 
 def limits_of(
@@ -50,6 +62,7 @@ def limits_of(
     admit_tokens: bool = False,
     rotation_limit: int | None = None,
     attention_window: int | None = None,
+    micro_batches: int = 1,
 ) -> Limits:
     """The scheduler's limits; the context's sizes win over the configuration's.
 
@@ -59,6 +72,7 @@ def limits_of(
         rotation_limit: tokens up to which the model rotates a request in one way.
         attention_window: tokens that the layer with the largest window attends to; None where one
             has none.
+        micro_batches: parts of the running requests that are planned in turns.
 
     Raises:
         ConfigError: a chunk would not fit into a forward next to the decoding rows; drafts would
@@ -104,6 +118,7 @@ def limits_of(
         # Drafting writes behind the last token, and reads from there.
         attention_window=attention_window if window == 1 else None,
         state_snapshots=None if context.states is None else context.states.snapshot_count,
+        micro_batches=micro_batches,
     )
 
 
@@ -118,13 +133,16 @@ def runner_options(config: EngineConfig, limits: Limits, drafting: Drafting) -> 
         "capture_mixed": config.capture_mixed_steps,
         "make_drafter": drafting.make,
         "windows": limits.windows,
+        "micro_batches": limits.micro_batches,
     }
 
 
 def with_step_costs(
     config: EngineConfig, runner: ModelRunner, context: DynamicInferenceContext, limits: Limits
 ) -> EngineConfig:
-    """A configuration with the costs of steps, measured if it needs and lacks them."""
+    """A configuration with what decides its plans: the micro-batches, and the costs of steps,
+    measured if it needs and lacks them."""
+    config = dataclasses.replace(config, pipeline_micro_batches=limits.micro_batches)
     has_costs = config.speculative_step_costs is not None
     if not config.adaptive_speculation or limits.window == 1 or has_costs:
         return config

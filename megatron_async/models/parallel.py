@@ -120,6 +120,11 @@ class ModelParallel:
 
     # --- stages -------------------------------------------------------------------------------
 
+    @property
+    def stages_behind(self) -> int:
+        """Stages behind this one."""
+        return int(self.layout.pipeline) - 1 - self.stage
+
     def receive_(self, hidden: Tensor) -> Tensor:
         """Fill ``hidden`` with what the stage before has put out."""
         dist.recv(hidden, src=self.layout.neighbour(self.rank, -1))

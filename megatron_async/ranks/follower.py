@@ -153,16 +153,11 @@ class Follower:
             raise IntegrityError(f"{type(message).__name__} is about an engine that is not there")
         match message:
             case messages.Launch(plan=plan):
-                sampled = runner.pending
                 runner.launch(plan)
-                if sampled is not None:
-                    runner.skip(sampled)
-            case messages.SamplePending():
-                sampled = runner.pending
-                if sampled is None:
-                    raise IntegrityError("no ticket is pending")
-                runner.sample_pending()
-                runner.skip(sampled)
+                runner.skip_results()
+            case messages.Sample(number=number):
+                runner.sample_until(number)
+                runner.skip_results()
             case messages.Masks(data=data):
                 _take_masks(runner, data)
             case messages.PoisonFreed(blocks=blocks, slots=slots):

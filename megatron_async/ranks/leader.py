@@ -46,9 +46,9 @@ class LeadingRunner(ModelRunner):
             raise self._group.explain(error) from error
 
     def take(self, ticket: Ticket) -> StepResult:
-        if self.pending is ticket:
+        if self.lacks(ticket):
             self._tell_masks()
-            self._group.tell(messages.SamplePending(self._engine))
+            self._group.tell(messages.Sample(self._engine, ticket.number))
         try:
             result = super().take(ticket)
         except RuntimeError as error:

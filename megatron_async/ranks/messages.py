@@ -65,10 +65,11 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplePending:
-    """``ModelRunner.sample_pending``."""
+class Sample:
+    """``ModelRunner.sample_until``."""
 
     engine: int
+    number: int
     is_answered: ClassVar[bool] = False
 
 
@@ -136,7 +137,7 @@ Message = (
     | BuildModel
     | BuildEngine
     | Launch
-    | SamplePending
+    | Sample
     | Masks
     | PoisonFreed
     | Restart

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -39,6 +40,7 @@ class ModelRunner:
         model: see :class:`~megatron_async.runner.step_program.Model`.
         max_tokens, max_assignments: of one step.
         depth: steps in flight beyond the one that is being taken.
+        micro_batches: so many less one more steps are in flight.
         poison: fill consumed buffers with garbage.
         extras: keep room for requests with extras, and capture the steps that they need.
         capture_mixed: capture steps with prefill chunks too.
@@ -50,7 +52,7 @@ class ModelRunner:
     Attributes:
         wait_ns: time that the host was blocked on the device.
         pending: the ticket whose S has not been launched: the next launch brings it, or its
-            :meth:`take`.
+            :meth:`take`. Stages before the last, which take what S has sampled, may be behind.
         launching: the S of the pending ticket is being launched by itself, behind Python functions.
         last_graph_rows: row bucket of the last launch; None if it was no decode step.
     """
@@ -70,6 +72,7 @@ class ModelRunner:
         progress: Progress | None,
         make_drafter: Callable[[DynamicInferenceContext, int], Drafter | None],
         windows: tuple[int, ...] = (1,),
+        micro_batches: int = 1,
         synthetic_acceptance: float | None = None,
     ) -> None:
         self.device = device
@@ -89,8 +92,8 @@ class ModelRunner:
             max_rows, tokens[-1], max_assignments, context.slot_count, windows[-1]
         )
         # A packet is consumed and a result taken before its ticket is committed, and no more than
-        # depth + 1 tickets are ever in flight: the rings never wrap onto a live entry.
-        entries = depth + 2
+        # depth + micro_batches tickets are ever in flight: the rings never wrap onto a live entry.
+        entries = depth + micro_batches + 1
         self._packets = device.packet_ring(entries, self._layout.width)
         self._controls = device.packet_ring(entries, self._layout.control_size)
         self._record_widths = {
@@ -135,6 +138,13 @@ class ModelRunner:
             capture_mixed=capture_mixed,
         )
         self.pending: Ticket | None = None
+        self._unsampled: deque[Ticket] = deque()
+        """Launched, and not sampled or taken on this rank."""
+        parallel = getattr(model, "parallel", None)
+        self._held_back = 0 if parallel is None else min(parallel.stages_behind, micro_batches - 1)
+        """For so many launches this stage goes on before it takes what S has sampled: so long the
+        stages behind it compute, and the last one samples."""
+        self._launched = self._skipped = 0
         self._control_count = 0
         self._on_span: OnSpan | None = None
         prepare = getattr(model, "prepare", None)
@@ -194,6 +204,8 @@ class ModelRunner:
             ring.restart()
         self._program.restart()
         self.pending = self.last_graph_rows = None
+        self._unsampled.clear()
+        self._launched = self._skipped = 0
         self.wait_ns = 0
         self.device.enqueue(self._reset, "reset")
         self.device.synchronize()
@@ -226,17 +238,21 @@ class ModelRunner:
         if self._on_span is not None:
             self._on_span("pack", plan.number, started, time.perf_counter_ns())
         self.last_graph_rows = rows if is_decode else None
-        pending = self.pending
+        last = max(plan.after, plan.number - 1 - self._held_back)
         sampled = SampleShape(shape.rows, plan.window, plan.drafts, plan.extended)
         self.pending = ticket = Ticket(plan.number, plan, sampled)
-        steady = (rows, plan.window, plan.window - 1)
-        if is_decode and pending is not None and pending.sampled[:3] == steady:
-            graphs.step(pending.sampled, controlled=bool(plan.control)).replay()
+        self._unsampled.append(ticket)
+        self._launched = plan.number + 1
+        oldest = self._unsampled[0]
+        is_steady = oldest.sampled[:3] == (rows, plan.window, plan.window - 1)
+        if is_decode and is_steady and oldest.number <= last < self._unsampled[1].number:
+            graphs.step(oldest.sampled, controlled=bool(plan.control)).replay()
+            self._unsampled.popleft()
         else:
             if plan.control:
                 graphs.control().replay()
-            if pending is not None:
-                self._sample(pending)
+            while self._unsampled[0].number <= last:
+                self._sample_oldest()
             if is_decode:
                 graphs.forward(rows, plan.window).replay()
             else:
@@ -248,9 +264,8 @@ class ModelRunner:
     def take(self, ticket: Ticket) -> StepResult:
         """Wait for the tokens of ``ticket``: the oldest in flight, each once. Its S rides at the
         head of the next launch; where there was none, as always at depth 0, it is launched now."""
-        if self.pending is ticket:
-            self._sample(ticket)
-            self.pending = None
+        while self._unsampled and self._unsampled[0].number <= ticket.number:
+            self._sample_oldest()
         rows, window, _, extended = ticket.sampled
         fields = self._record_widths[window, extended]
         started = time.perf_counter_ns()
@@ -273,16 +288,22 @@ class ModelRunner:
         tokens = list(zip(*columns[RECORD_HEAD:], strict=True))
         return StepResult(columns[0], columns[1], tokens, log_probs, prompt_log_probs)
 
-    def sample_pending(self) -> None:
-        """Launch S of the pending logits by itself."""
-        assert self.pending is not None
-        self._sample(self.pending)
-        self.pending = None
+    def lacks(self, ticket: Ticket) -> bool:
+        """Whether the S of a ticket in flight has not been launched on this rank."""
+        return bool(self._unsampled) and self._unsampled[0].number <= ticket.number
 
-    def skip(self, ticket: Ticket) -> None:
-        """In place of :meth:`take`, for who wants no tokens, when S of ``ticket`` has been
-        launched: waits for nothing."""
-        self._results.skip(ticket.number)
+    def sample_until(self, number: int) -> None:
+        """Launch by itself the S of all tickets up to ``number`` that this rank lacks."""
+        while self._unsampled and self._unsampled[0].number <= number:
+            self._sample_oldest()
+
+    def skip_results(self) -> None:
+        """In place of :meth:`take`, for who wants no tokens: leave those of all tickets whose S has
+        been launched. Waits for nothing."""
+        lacking = self._unsampled[0].number if self._unsampled else self._launched
+        for number in range(self._skipped, lacking):
+            self._results.skip(number)
+        self._skipped = lacking
 
     def claim_masks(self, ticket: Ticket) -> tuple[Mask, Mask]:
         """Where to write the allowed-token masks of the pending ticket, ``[rows, words]``, and a 1
@@ -305,12 +326,13 @@ class ModelRunner:
         self.launching = True
         self.device.enqueue(work, "S+ processed")
         self.pending = None
+        self._unsampled.clear()
         self.launching = False
 
     def put_back(self, ticket: Ticket) -> bool:
         """A signal came in the midst of :meth:`take`: the tokens are there to be taken again. Not
         (False) if it came before the wait: nobody knows whether S was launched."""
-        if self.pending is ticket:
+        if self.lacks(ticket):
             return False
         self._results.put_back(ticket.number)
         return True
@@ -364,8 +386,11 @@ class ModelRunner:
         self._control_count += 1
         write_control(packet, self._layout, plan.control, self._context.null_slot)
 
-    def _sample(self, pending: Ticket) -> None:
-        started = time.perf_counter_ns()
-        self._graphs.sample(pending.sampled).replay()
+    def _sample_oldest(self) -> None:
+        ticket, started = self._unsampled[0], time.perf_counter_ns()
+        self._graphs.sample(ticket.sampled).replay()
+        if ticket is self.pending:
+            self.pending = None
+        self._unsampled.popleft()
         if self._on_span is not None:
-            self._on_span("sample", pending.number, started, time.perf_counter_ns())
+            self._on_span("sample", ticket.number, started, time.perf_counter_ns())

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from megatron_async.cache.prefix_cache import LONG_ROOT, ROOT
 from megatron_async.scheduler.events import Change, Event
 from megatron_async.scheduler.limits import Limits
+from megatron_async.scheduler.micro_batches import MicroBatches
 from megatron_async.scheduler.preemption import Preemption
 from megatron_async.scheduler.request_state import Sequence, State
 from megatron_async.scheduler.request_table import RequestTable, row_map
@@ -35,8 +36,15 @@ class PromptPlanner:
     computed before and has no snapshot, since it is asked for a second time. Snapshots where other
     chunks end are taken while there is room."""
 
-    def __init__(self, table: RequestTable, preemption: Preemption, limits: Limits) -> None:
+    def __init__(
+        self,
+        table: RequestTable,
+        preemption: Preemption,
+        limits: Limits,
+        micro_batches: MicroBatches,
+    ) -> None:
         self._table = table
+        self._micro_batches = micro_batches
         self._preemption = preemption
         self._limits = limits
         self._failed_attempt: tuple[int, int, int, int] | None = None
@@ -46,22 +54,27 @@ class PromptPlanner:
         number: int,
         decode_rows: RowMap,
         work: PromptWork,
+        micro_batch: int = 0,
     ) -> RowMap:
-        """Fill the token budget of step ``number`` with whole chunks, prompts under way first.
-        Appends to the lists of ``work``, and returns the rows with those of the chunks."""
+        """Fill the token budget of step ``number`` with whole chunks, prompts under way first, of
+        its micro-batch and of those who join it. Appends to the lists of ``work``, and returns the
+        rows with those of the chunks."""
         limits, table = self._limits, self._table
         budget = limits.max_tokens - (sum(decode_rows.windows) or len(decode_rows))
         row = len(decode_rows)
         launched: list[Sequence] = []
-        under_way = deque(table.prefilling)
+        under_way = deque(s for s in table.prefilling if s.micro_batch == micro_batch)
         while row < limits.max_requests:
             if under_way:
                 sequence = under_way.popleft()
             else:
+                if not self._micro_batches.admits(micro_batch):
+                    break
                 admitted = self._admit_next(number, budget, work)
                 if admitted is None:
                     break
                 sequence = admitted
+                sequence.micro_batch = micro_batch
             start = sequence.prefilled
             end = self._chunk_end(sequence)
             length = end - start
@@ -126,7 +139,7 @@ class PromptPlanner:
         limits, table = self._limits, self._table
         allocator = table.allocator
         sequence = table.waiting.head()
-        running = len(table.decoding) + len(table.prefilling)
+        running = table.running
         if sequence is None or table.stalled or running >= limits.max_requests:
             return None
         if sequence.fork_of is not None and self._is_being_prefilled(sequence.fork_of, number):

@@ -20,7 +20,8 @@ class Limits:
     computed again as a whole. Tokens attend to no more than ``attention_window`` tokens, their own
     included: blocks behind it come free. ``paused_block_count``:
     blocks that stalled requests may keep; None is all. ``state_snapshots``: of a model with
-    recurrent layers the places for snapshots of their state; None for other models.
+    recurrent layers the places for snapshots of their state; None for other models. Running
+    requests are divided into ``micro_batches``, of which each step runs one.
     """
 
     max_requests: int
@@ -39,6 +40,7 @@ class Limits:
     rotation_limit: int | None = None
     attention_window: int | None = None
     state_snapshots: int | None = None
+    micro_batches: int = 1
 
     @property
     def window(self) -> int:

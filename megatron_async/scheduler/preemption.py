@@ -17,11 +17,13 @@ class Preemption:
         self._table = table
         self._limits = limits
 
-    def unstall(self) -> None:
-        """Let those that were left out compete for rows and blocks again, lowest key first."""
+    def unstall(self, micro_batch: int) -> None:
+        """Let those of a micro-batch that were left out compete for rows and blocks again, lowest
+        key first."""
         table = self._table
-        room = self._limits.max_requests - len(table.decoding) - len(table.prefilling)
-        stalled = sorted(table.stalled.values(), key=lambda s: s.priority_key)
+        room = self._limits.max_requests - table.running
+        own = (s for s in table.stalled.values() if s.micro_batch == micro_batch)
+        stalled = sorted(own, key=lambda s: s.priority_key)
         for sequence in stalled[: max(room, 0)]:
             if sequence.prefilled < sequence.prefill_end:
                 table.enter_prefilling(sequence)

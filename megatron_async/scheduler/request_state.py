@@ -69,6 +69,7 @@ class Sequence:
         "long_rotation",
         "max_new",
         "max_total",
+        "micro_batch",
         "node",
         "prefill_end",
         "prefilled",
@@ -124,6 +125,8 @@ class Sequence:
         self.fork_of = fork_of
         """Key of a request whose prefill of the same prompt this one waits for."""
         self.ended_by_host = False
+        self.micro_batch = 0
+        """While it holds a slot: whose steps have its rows."""
         self.slot = -1
         self.epoch = -1
         self.prefilled = 0

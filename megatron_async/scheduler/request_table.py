@@ -37,12 +37,13 @@ class RequestTable:
     other; only this class moves them.
 
     Attributes:
+        decoding: by micro-batch the sequences that have a row in each of its steps, by key.
         control: what the next launch brings to S, by slot.
         extended: sequences with extras that hold a slot.
         guided: those of them whose S needs all tokens before.
         has_news: :meth:`take_events` or :meth:`take_retired` have something to give.
-        row_map: the rows of all decoding sequences, in their order, while they are the same; None
-            when they have changed.
+        row_maps: by micro-batch and window the rows of its decoding sequences, in their order,
+            while they are the same.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -60,7 +61,7 @@ class RequestTable:
         self.sequences: dict[int, Sequence] = {}
         self.waiting = WaitingQueue()
         self.prefilling: deque[Sequence] = deque()
-        self.decoding: dict[int, Sequence] = {}
+        self.decoding: list[dict[int, Sequence]] = [{} for _ in range(limits.micro_batches)]
         self.stalled: dict[int, Sequence] = {}
         self.retiring: RetireQueue[Holding] = RetireQueue()
         self.control: dict[int, SlotUpdate] = {}
@@ -70,7 +71,7 @@ class RequestTable:
         self.has_news = False
         self.retired_ticket = -1
         self._block_size = limits.block_size
-        self.row_map: RowMap | None = None
+        self.row_maps: dict[tuple[int, int], RowMap] = {}
         self._events: list[Event] = []
         self._retired_keys: list[int] = []
         self._freed_blocks: list[int] = []
@@ -118,7 +119,7 @@ class RequestTable:
     def update_values(self, sequence: Sequence, values: Values, window: int) -> None:
         """New values of the REQUEST slot fields, and another window, from the next launch on."""
         sequence.take_window(window)
-        self.row_map = None
+        self.row_maps.clear()
         sequence.values = values
         if sequence.slot >= 0:  # one that is evicted may have rows in flight
             self.control[sequence.slot] = SlotUpdate(sequence.slot, False, values)
@@ -170,8 +171,8 @@ class RequestTable:
         self.leave(sequence, State.ENDING)
         if sequence.launched < sequence.max_new:
             sequence.state = State.DECODING
-            self.decoding[sequence.key] = sequence
-            self.row_map = None
+            self.decoding[sequence.micro_batch][sequence.key] = sequence
+            self.row_maps.clear()
 
     def stall(self, sequence: Sequence) -> None:
         """Leave it out of the row map until there are a row and a block for it."""
@@ -181,8 +182,8 @@ class RequestTable:
     def leave(self, sequence: Sequence, state: State) -> None:
         """Take the sequence out of the collection of its state, and enter ``state``."""
         if sequence.state is State.DECODING:
-            del self.decoding[sequence.key]
-            self.row_map = None
+            del self.decoding[sequence.micro_batch][sequence.key]
+            self.row_maps.clear()
         elif sequence.state is State.STALLED:
             del self.stalled[sequence.key]
         elif sequence.state is State.PREFILLING:
@@ -190,6 +191,18 @@ class RequestTable:
         elif sequence.state is State.WAITING:
             self.waiting.remove(sequence)
         sequence.state = state
+
+    def move(self, sequence: Sequence, micro_batch: int) -> None:
+        """Have a decoding sequence decode in another micro-batch."""
+        del self.decoding[sequence.micro_batch][sequence.key]
+        self.decoding[micro_batch][sequence.key] = sequence
+        sequence.micro_batch = micro_batch
+        self.row_maps.clear()
+
+    @property
+    def running(self) -> int:
+        """Sequences that prefill or decode."""
+        return sum(map(len, self.decoding)) + len(self.prefilling)
 
     # --- blocks -------------------------------------------------------------------------------
 

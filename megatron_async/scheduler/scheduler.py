@@ -6,6 +6,7 @@ group decide alike and a run can be replayed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 from megatron_async.cache.block_allocator import BlockAllocator
@@ -20,6 +21,7 @@ from megatron_async.scheduler.draft_control import (
 )
 from megatron_async.scheduler.events import Change, Commit, Event
 from megatron_async.scheduler.limits import Limits
+from megatron_async.scheduler.micro_batches import MicroBatches
 from megatron_async.scheduler.preemption import Preemption
 from megatron_async.scheduler.request_state import (
     EVICTABLE,
@@ -53,6 +55,10 @@ class Scheduler:
     Args:
         ends: asked about the tokens of watched requests; None if there are none.
         costs: what decode steps cost, to leave out drafts that do not pay; None drafts all.
+
+    Attributes:
+        others: micro-batches that have rows to launch, less the one whose turn it is: so many steps
+            of others are in flight when one is planned.
     """
 
     def __init__(
@@ -67,14 +73,15 @@ class Scheduler:
         self.table = RequestTable(limits)
         self.next_ticket = 0
         self._preemption = Preemption(self.table, limits)
-        self._prompts = PromptPlanner(self.table, self._preemption, limits)
+        self._micro_batches = MicroBatches(self.table, limits)
+        self._turns: Iterable[int] = self._micro_batches if limits.micro_batches > 1 else (0,)
+        self._prompts = PromptPlanner(self.table, self._preemption, limits, self._micro_batches)
+        self.others = 0
         self._ends = ends
         self._most_drafts = limits.window - 1
         self._drafts = DraftControl(limits.windows, costs)
-        self._choice = NOTHING_DRAFTED
-        """Window of the next step: the S before it must draft for it."""
-        self._mapped = 1
-        """Window of the row map that the table keeps."""
+        self._choices = [NOTHING_DRAFTED] * limits.micro_batches
+        """By micro-batch the window of its next step: the S before it must draft for it."""
         self._takes_snapshots = bool(limits.state_snapshots) and limits.window == 1
         """Decode rows leave snapshots of recurrent state; with drafts nobody knows where they
         are."""
@@ -205,13 +212,19 @@ class Scheduler:
     # --- plan ---------------------------------------------------------------------------------
 
     def plan(self) -> Plan | None:
-        """Decide the next step; None when no row can be launched."""
+        """Decide the next step, of the micro-batch whose turn it is, or of the next that has rows;
+        None when no row can be launched."""
         number, table = self.next_ticket, self.table
-        work = PromptWork([], [], [], [], [])
-        rows = self._plan_decode(number, work.assignments, work.snapshots)
-        decode_rows = len(rows.slots)
-        if table.prefilling or table.waiting.items:
-            rows = self._prompts.plan(number, rows, work)
+        for micro_batch in self._turns:
+            work = PromptWork([], [], [], [], [])
+            rows, after = self._plan_decode(micro_batch, number, work.assignments, work.snapshots)
+            decode_rows = len(rows.slots)
+            if table.prefilling or table.waiting.items:
+                rows = self._prompts.plan(number, rows, work, micro_batch)
+            if rows.slots:
+                break
+        if self.limits.micro_batches > 1:
+            self.others = self._micro_batches.others()
         if not rows.slots:
             return None
         self.next_ticket = number + 1
@@ -219,38 +232,44 @@ class Scheduler:
         table.control.clear()
         window, drafts, reason = 1, 0, ""
         if self._most_drafts:
-            window, drafts, reason = self._choose_drafts(rows)
+            window, drafts, reason = self._choose_drafts(micro_batch, rows)
         return Plan(
             number, rows, decode_rows, tuple(work.assignments), tuple(work.prefills),
             tuple(work.admissions), control, table.extended > 0, window, drafts, reason,
-            tuple(work.restores), tuple(work.snapshots),
+            tuple(work.restores), tuple(work.snapshots), after,
         )  # fmt: skip
 
-    def _choose_drafts(self, rows: RowMap) -> tuple[int, int, str]:
+    def _choose_drafts(self, micro_batch: int, rows: RowMap) -> tuple[int, int, str]:
         """The window that a planned step needs and why; and the drafts that its S makes, for the
         step behind it, whose window is chosen here."""
-        window, reason = self._drafts.holding(max(rows.windows, default=1)), self._choice.reason
-        if window == 1 < self._choice.window:
+        choice = self._choices[micro_batch]
+        window, reason = self._drafts.holding(max(rows.windows, default=1)), choice.reason
+        if window == 1 < choice.window:
             reason = WindowReason.NO_DRAFTS
-        wanted = [sequence.window for sequence in self.table.decoding.values()]
-        self._choice = self._drafts.choose(self.next_ticket, wanted)
+        wanted = [sequence.window for sequence in self.table.decoding[micro_batch].values()]
+        choice = self._choices[micro_batch] = self._drafts.choose(self.next_ticket, wanted)
         # A window that grows may be any: all drafts are made for it.
-        grows = self._choice.window > window
+        grows = choice.window > window
         return window, self._most_drafts if grows else window - 1, reason.value
 
     def _plan_decode(
-        self, number: int, assignments: list[BlockAssignment], snapshots: list[StateCopy]
-    ) -> RowMap:
-        """Advance every decoding sequence by one row; those whose end is known stay out."""
-        table, window = self.table, self._choice.window
+        self,
+        micro_batch: int,
+        number: int,
+        assignments: list[BlockAssignment],
+        snapshots: list[StateCopy],
+    ) -> tuple[RowMap, int]:
+        """Advance every decoding sequence of a micro-batch by one row; those whose end is known
+        stay out. Returns the rows, and the last ticket whose tokens they need."""
+        table, window = self.table, self._choices[micro_batch].window
         stalled_before = set(table.stalled)
         if stalled_before:
-            self._preemption.unstall()
+            self._preemption.unstall(micro_batch)
         if self.limits.rotation_limit is not None:
-            self._evict_grown(self.limits.rotation_limit)
+            self._evict_grown(micro_batch, self.limits.rotation_limit)
         size, lookahead = self.limits.block_size, self.limits.lookahead
         needy: dict[Sequence, int] = {}
-        for sequence in table.decoding.values():
+        for sequence in table.decoding[micro_batch].values():
             reach = min(window, sequence.window) + lookahead
             if sequence.kv_bound + reach > len(sequence.blocks) * size:
                 short = sequence.blocks_short(reach, size)
@@ -263,27 +282,30 @@ class Scheduler:
             for sequence in granted:
                 for _ in range(needy[sequence]):
                     assignments.append(table.assign_block(sequence))
-        rows = table.row_map
-        if rows is None or self._mapped != window:
-            rows = table.row_map = row_map(table.decoding.values(), window)
-            self._mapped = window
+        decoding = table.decoding[micro_batch].values()
+        rows = table.row_maps.get((micro_batch, window))
+        if rows is None:
+            rows = table.row_maps[micro_batch, window] = row_map(decoding, window)
+        after = number - 1
+        if self.limits.micro_batches > 1:
+            after = max((s.last_ticket for s in decoding), default=-1)
         complete = []
-        for sequence in table.decoding.values():
+        for sequence in decoding:
             sequence.kv_bound += min(window, sequence.window)
             sequence.launched += 1
             sequence.last_ticket = number
             if sequence.launched >= sequence.max_new:
                 complete.append(sequence)
         if self._takes_snapshots:
-            at_end = [s for s in table.decoding.values() if s.kv_bound % size == 0]
+            at_end = [s for s in decoding if s.kv_bound % size == 0]
             snapshots += filter(None, map(table.reserve_snapshot, at_end))
         for sequence in complete:
             table.leave(sequence, State.ENDING)
-        return rows
+        return rows, after
 
-    def _evict_grown(self, limit: int) -> None:
+    def _evict_grown(self, micro_batch: int, limit: int) -> None:
         """Evict those whose next token is the first that needs the rotations of long requests."""
-        grown = [s for s in self.table.decoding.values() if s.kv_bound >= limit]
+        grown = [s for s in self.table.decoding[micro_batch].values() if s.kv_bound >= limit]
         for sequence in grown:
             if not sequence.long_rotation:
                 self.table.evict(sequence)

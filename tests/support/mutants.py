@@ -246,7 +246,7 @@ def drain_of_the_paused_called_drained(original: Any) -> Any:
 def snapshot_of_a_decode_row_taken_from_another_slot(original: Any) -> Any:
     def reserve_snapshot(self: RequestTable, sequence: Sequence) -> StateCopy | None:
         copy: StateCopy | None = original(self, sequence)
-        others = [each.slot for each in self.decoding.values() if each is not sequence]
+        others = [each.slot for each in self.decoding[0].values() if each is not sequence]
         return copy if copy is None or not others else copy._replace(slot=others[0])
 
     return reserve_snapshot
@@ -286,7 +286,7 @@ def rows_swapped(original: Any) -> Any:
 @mutant(Scheduler, "commit", "IntegrityError", "WrongTokensError", "KeyError", least_depth=1)
 def commit_reads_the_live_row_map(original: Any) -> Any:
     def commit(self: Scheduler, plan: Plan, result: StepResult) -> Commit:
-        live = row_map(self.table.decoding.values())
+        live = row_map(self.table.decoding[0].values())
         if plan.is_decode_only and len(live) == len(plan.rows):
             plan = plan._replace(rows=live)
         taken: Commit = original(self, plan, result)

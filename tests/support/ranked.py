@@ -1,8 +1,9 @@
 """Groups of forked ranks for tests: modules are imported once, by a process of one thread.
 
 ``python -m tests.support.ranked FOLDER CASE...`` runs :func:`case` on each layout, such as
-``dense:2,1,1`` (tensor, pipeline, expert), and :func:`kill_case` for ``killed:`` and
-``stopped:``, one after the other, and writes what rank 0 found to ``FOLDER/CASE.json``.
+``dense:2,1,1`` (tensor, pipeline, expert), :func:`meeting_case` for ``meeting:1,2,1``, and
+:func:`kill_case` for ``killed:`` and ``stopped:``, one after the other, and writes what rank 0
+found to ``FOLDER/CASE.json``.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ import json
 import os
 import shutil
 import signal
+import socket
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +34,15 @@ from megatron_async.engine.rank_process import follow
 from megatron_async.engine.recording import read_run
 from megatron_async.engine.replay import replay
 from megatron_async.errors import MegatronAsyncError
+from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.ranks.group import RankGroup, lead
 from megatron_async.ranks.layout import Layout
 from megatron_async.ranks.messages import LoadModel
 from megatron_async.request import DynamicInferenceRequest
 from megatron_async.runner.controller import TextGenerationController
 from megatron_async.sampling_params import SamplingParams
+from megatron_async.step.plan import Plan
+from tests.support.patience import PATIENCE_SECONDS
 
 Found = dict[str, Any]
 
@@ -71,9 +78,8 @@ def params() -> list[SamplingParams]:
 
 
 def config_at(depth: int, **values: Any) -> EngineConfig:
-    return EngineConfig(
-        inference_async_scheduling=depth > 0, depth=depth or None, device="cpu", **SIZES, **values
-    )
+    chain: dict[str, Any] = {"inference_async_scheduling": depth > 0, "depth": depth or None}
+    return EngineConfig(device="cpu", **chain, **SIZES | values)
 
 
 def play(engine: DynamicInferenceEngine) -> Found:
@@ -129,10 +135,12 @@ def case(engine: DynamicInferenceEngine, folder: Path, model: str, *, alone: boo
     record = folder / f"{model}.run"
     for depth in DEPTHS:
         file = str(record) if alone and depth == 2 else None
-        with engine.with_config(config_at(depth, record=file)) as other:
-            found["depths"][depth] = play(other)
+        batches = 2 if file else None
+        recorded = config_at(depth, record=file, pipeline_micro_batches=batches)
+        with engine.with_config(recorded) as other:
+            found["depths"][depth] = play(other) | {"batches": other.limits.micro_batches}
     if not alone:
-        with engine.with_config(config_at(2)) as other:
+        with engine.with_config(config_at(2, pipeline_micro_batches=2)) as other:
             result = replay(read_run(record), other)
             found["replay"] = [result.exact, list(result.differences), len(result.endings)]
     found["ngram"] = drafted(engine, speculative_method="ngram")
@@ -172,12 +180,21 @@ def step_both(engine: DynamicInferenceEngine) -> None:
 
 def lead_case(folder: Path, model: str, layout: Layout, store: dist.Store) -> Found:
     """Rank 0 of a layout, or the one process."""
-    config, cpu = config_at(1), torch.device("cpu")
+    with engine_over(folder / model, config_at(1), layout, store) as engine:
+        return case(engine, folder, model, alone=layout.world_size == 1)
+
+
+@contextmanager
+def engine_over(
+    path: Path, config: EngineConfig, layout: Layout, store: dist.Store
+) -> Iterator[DynamicInferenceEngine]:
+    """That of rank 0 of a layout, or of the one process."""
+    cpu = torch.device("cpu")
     group: RankGroup | None = None
     if layout.world_size > 1:
         group = lead(layout, cpu, store, layout.world_size)
-        group.tell(LoadModel(str(folder / model), shared_config(config)))
-    wrapper, pretrained = load_wrapper(folder / model, config, cpu)
+        group.tell(LoadModel(str(path), shared_config(config)))
+    wrapper, pretrained = load_wrapper(path, config, cpu)
     if group is not None:
         group.await_answers()
         wrapper.rank_group = group
@@ -189,7 +206,67 @@ def lead_case(folder: Path, model: str, layout: Layout, store: dist.Store) -> Fo
         owned_group=group,
     )
     with engine:
-        return case(engine, folder, model, alone=group is None)
+        yield engine
+
+
+MEETINGS = 20
+
+
+class Meetings:
+    """Has the first of two stages compute step n + 1 only while the second computes step n: each
+    waits in the midst of its layers until the other is there too.
+
+    Args:
+        other: the other stage's end.
+        stage: 0 or 1.
+    """
+
+    def __init__(self, other: socket.socket, stage: int) -> None:
+        self.seen: list[int] = []
+        """What the other one was computing."""
+        self._other = other
+        self._stage = stage
+        self._step = 0
+        other.settimeout(PATIENCE_SECONDS)
+
+    def meet(self) -> None:
+        """This stage begins its next step."""
+        step, self._step = self._step, self._step + 1
+        if 0 <= step - (self._stage == 0) < MEETINGS:
+            self._other.sendall(bytes([step]))
+            self.seen += self._other.recv(1)
+
+    def patch(self) -> None:
+        """Have the models of this process meet where their layers begin."""
+        numerics = GPTInferenceWrapper.numerics
+
+        def met(wrapper: GPTInferenceWrapper) -> Any:
+            self.meet()
+            return numerics(wrapper)
+
+        GPTInferenceWrapper.numerics = met  # type: ignore[method-assign]
+
+
+def meeting_case(
+    folder: Path, layout: Layout, store: dist.Store, meetings: Meetings, depth: int = 1
+) -> Found:
+    """Requests in two micro-batches, whose stages meet in each step."""
+    rows: list[list[int]] = []
+
+    class Watcher:
+        def on_launch(self, plan: Plan) -> None:
+            rows.append(list(plan.rows.keys))
+
+    config = config_at(depth, max_requests=4)
+    greedy = SamplingParams(temperature=0.0, num_tokens_to_generate=MEETINGS, termination_id=-1)
+    with engine_over(folder / "dense", config, layout, store) as engine:
+        engine.observe(Watcher())
+        found = engine.generate(["a", "b", "c", "d"], greedy)
+    return {
+        "rows": rows,
+        "seen": meetings.seen,
+        "tokens": [len(request.generated_tokens) for request in found],
+    }
 
 
 def kill_case(folder: Path, number: signal.Signals) -> Found:
@@ -225,6 +302,7 @@ def run_layout(folder: Path, name: str) -> None:
     """Fork a layout's ranks, and wait for them."""
     model, _, sizes = name.partition(":")
     layout = Layout(*map(int, sizes.split(","))) if sizes else Layout()
+    ends = socket.socketpair()
     pids = []
     for rank in reversed(range(layout.world_size)):
         pid = os.fork()
@@ -234,10 +312,15 @@ def run_layout(folder: Path, name: str) -> None:
         status = 1
         try:
             store = dist.FileStore(str(folder / f"{name}.store"), layout.world_size)
+            meetings = Meetings(ends[min(rank, 1)], rank)
+            if model == "meeting":
+                meetings.patch()
             if rank:
                 follow(layout, "cpu", store=store, rank=rank)
             if model in KILLS:
                 found = kill_case(folder, KILLS[model])
+            elif model == "meeting":
+                found = meeting_case(folder, layout, store, meetings)
             else:
                 found = lead_case(folder, model, layout, store)
             (folder / f"{name}.json").write_text(json.dumps(found))

@@ -148,7 +148,7 @@ def check_nothing_is_left(engine: DynamicInferenceEngine) -> None:
         table.sequences,
         table.waiting,
         table.prefilling,
-        table.decoding,
+        table.decoding[0],
         table.stalled,
         table.retiring,
         table.control,

@@ -300,7 +300,7 @@ def watched(depth: int) -> Iterator[None]:
             knows = sequences[key].reason in DEVICE_ENDS
             if counts[key] and (knows or plan.number >= ended_by_host.get(key, plan.number + 1)):
                 raise DeadRowLivedError(f"request {key} had ended, and the device went on with it")
-        for sequence in self.table.decoding.values():
+        for sequence in self.table.decoding[0].values():
             reach = len(sequence.tokens) - 1 + (depth + 1) * self.limits.window
             if len(sequence.blocks) > -(-reach // self.limits.block_size):
                 raise WrongCountsError(f"request {sequence.key} holds {len(sequence.blocks)}")

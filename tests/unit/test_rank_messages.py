@@ -50,7 +50,7 @@ PLAN = Plan(
     [
         messages.Launch(2, PLAN),
         messages.Launch(1, Plan(0, RowMap((0,), (0,), (0,)), 1, ())),
-        messages.SamplePending(1),
+        messages.Sample(1, 7),
         messages.Masks(1, bytes(range(256)) * 3),
         messages.LoadModel("tiny\0\n", {"depth": None, "speculative_step_costs": [[1, 2, 0.5]]}),
         messages.PoisonFreed(1, [4, 5], []),

@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Fou
         folder = folder.parent
     folder /= "ranks"
     names = [f"{m}:{sizes}" for m, several in LAYOUTS.items() for sizes in (ALONE, *several)]
-    names += ["killed:", "stopped:"]
+    names += ["meeting:1,2,1", "killed:", "stopped:"]
     with FileLock(f"{folder}.lock"):
         if not (folder / "complete").exists():
             folder.mkdir(exist_ok=True)
@@ -71,7 +72,8 @@ def test_tokens_are_those_of_one_rank_at_every_depth(
     for depth in DEPTHS:
         run = several[depth]
         assert tokens_of(run) == expected == tokens_of(alone[depth])
-        assert run["tokens"][ABORTED] == alone[depth]["tokens"][ABORTED]
+        if run["batches"] == alone[depth]["batches"]:  # the same plans
+            assert run["tokens"][ABORTED] == alone[depth]["tokens"][ABORTED]
         shorter = min(len(whole), len(run["tokens"][ABORTED]))
         assert shorter > 0 and run["tokens"][ABORTED][:shorter] == whole[:shorter]
         # The events have happened, and steps have overlapped.
@@ -135,6 +137,25 @@ def test_what_ranks_do_not_do_is_refused(
     if sizes != "2,1,1":
         refused_drafts = found[model, sizes]["refused drafts"]
         assert refused_drafts.startswith("ConfigError: num_speculative_tokens")
+
+
+@pytest.mark.parametrize(("model", "sizes"), CASES)
+def test_running_requests_are_divided_among_the_stages(
+    model: str, sizes: str, found: dict[tuple[str, str], Found]
+) -> None:
+    stages = int(sizes.split(",")[1])
+    assert {run["batches"] for run in found[model, sizes]["depths"].values()} == {stages}
+
+
+def test_stages_compute_different_micro_batches_at_the_same_time(
+    found: dict[tuple[str, str], Found],
+) -> None:
+    """In each step the first stage stood still in its layers until the second one was in those of
+    the step before, and that one until the first was there."""
+    meeting = found["meeting", "1,2,1"]
+    assert meeting["seen"] == list(range(20)) and meeting["tokens"] == [20] * 4
+    for before, rows in pairwise(meeting["rows"][:21]):
+        assert len(rows) == len(before) == 2 and not set(rows) & set(before)
 
 
 @pytest.mark.parametrize(

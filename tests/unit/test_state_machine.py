@@ -52,6 +52,8 @@ class Part:
     logging: tuple[int, ...] = (0,)
     windows: tuple[int, ...] = (1,)
     """Tokens that a row may bring."""
+    micro_batches: tuple[int, ...] = (1,)
+    """Parts of the running requests that are planned in turns."""
     recurrent: bool = False
     """The model has recurrent layers and experts."""
 
@@ -80,6 +82,7 @@ class Part:
                 "error_rate": st.sampled_from((0.0, 0.3, 0.3, 1.0)),
                 "adaptive_speculation": st.booleans() if self.drafts else st.just(False),
                 "state_snapshot_count": st.sampled_from((None, None, 1, 3)),
+                "pipeline_micro_batches": st.sampled_from(self.micro_batches),
             }
         ).map(self._with_block_count)
 
@@ -93,7 +96,7 @@ SMALL, LARGE, ANY = (1, 2, 3), (3, 4, 5, 8), (1, 2, 3, 4, 8, 64)
 DRAFTS = (2, 3, 4, 4)
 PARTS = {
     "serial": Part(0, ANY),
-    "depth 1": Part(1, ANY),
+    "depth 1": Part(1, ANY, micro_batches=(1, 2, 3)),
     "depth 2, small blocks": Part(2, SMALL),
     "depth 2, large blocks": Part(2, LARGE),
     "depth 2, logged steps": Part(2, (2, 4, 8), logging=(120, 200)),
@@ -103,7 +106,7 @@ PARTS = {
     "serial, drafts": Part(0, ANY, windows=DRAFTS),
     "depth 1, drafts": Part(1, ANY, windows=DRAFTS),
     "depth 2, drafts, small blocks": Part(2, SMALL, windows=DRAFTS),
-    "depth 2, drafts, any blocks": Part(2, ANY, windows=DRAFTS),
+    "depth 2, drafts, any blocks": Part(2, ANY, windows=DRAFTS, micro_batches=(1, 2, 3)),
     "depth 4, drafts, small blocks": Part(4, SMALL, windows=DRAFTS),
     "depth 4, drafts, any blocks": Part(4, ANY, windows=DRAFTS),
     "serial, recurrent, drafts": Part(0, SMALL, windows=DRAFTS, recurrent=True),
@@ -347,7 +350,8 @@ class EngineMachine(RuleBasedStateMachine):
         if hasattr(self, "engine"):
             self.totals["rule_steps"] += 1
             self.engine.scheduler.check()
-            assert 0 <= self.in_flight <= self.part.depth
+            others = self.engine.limits.micro_batches - 1
+            assert 0 <= self.in_flight <= self.part.depth + others
             assert self.in_flight == self.engine.in_flight_count
 
     def teardown(self) -> None:
