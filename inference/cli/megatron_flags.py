@@ -56,7 +56,7 @@ FLAGS: Table = {
     "--disable-chunked-prefill": works("prompts are prefilled in chunks without it"),
     "--num-speculative-tokens": works(""),
     "--tensor-model-parallel-size": works(""),
-    "--pipeline-model-parallel-size": works("tokens are the same; stages compute micro-batches in turns"),
+    "--pipeline-model-parallel-size": works("stages compute micro-batches in turns"),
     "--expert-model-parallel-size": works(""),
     "--context-parallel-size": accepted(_ONE, "1"),
     "--inference-dynamic-batching-unified-memory-level": accepted(

@@ -81,6 +81,10 @@ class ModelParallel:
         )
         self._sends: deque[tuple[Any, Tensor]] = deque()
         """Messages to stages that have not been waited for, with their memory."""
+        self.tensor_words: PeerWords | None = peer_memory.open_words(self._tensor, device)
+        self.expert_words = self.tensor_words
+        if layout.expert not in (1, layout.tensor):
+            self.expert_words = peer_memory.open_words(self._experts, device)
 
     def _group_of(self, members: Callable[[int], tuple[int, ...]]) -> Any:
         """The group of those of this tensor-parallel rank; None for one. Each rank must make all
@@ -92,11 +96,6 @@ class ModelParallel:
             if tensor_rank == self.tensor_rank:
                 own = made
         return own
-
-        self.tensor_words: PeerWords | None = peer_memory.open_words(self._tensor, device)
-        self.expert_words = self.tensor_words
-        if layout.expert not in (1, layout.tensor):
-            self.expert_words = peer_memory.open_words(self._experts, device)
 
     # --- the ranks that share a layer ---------------------------------------------------------
 
