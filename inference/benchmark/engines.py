@@ -88,6 +88,7 @@ def _config(
         enable_prefix_caching=False,
         random_seed=load.seed,
         device=str(model.device),
+        pipeline_micro_batches=model.micro_batches,
         **drafts.config,
         **sizes,
     )

@@ -40,6 +40,8 @@ class BenchmarkModel:
     """Of the model that drafts."""
     tokenizer: Any = None
     """None of a shape."""
+    micro_batches: int | None = None
+    """Of its engines; None as they choose."""
 
     def tokens_of(self, file: str, least: int) -> list[int]:
         """Token ids of a file's text.
@@ -123,4 +125,7 @@ def load_benchmark_model(
         torch.cuda.synchronize(device)
     seconds = time.perf_counter() - started
     tokenizer = pretrained and pretrained.tokenizer
-    return BenchmarkModel(name, config, wrapper, device, dtype, seconds, draft_config, tokenizer)
+    return BenchmarkModel(
+        name, config, wrapper, device, dtype, seconds, draft_config, tokenizer,
+        getattr(args, "pipeline_micro_batches", None),
+    )  # fmt: skip

@@ -45,6 +45,8 @@ class Run:
     steps: list[StepTime]
     reports: list[StepReport]
     events: dict[str, Any] | None
+    micro_batches: int = 1
+    """Steps in which all rows bring a token."""
 
     @property
     def tokens(self) -> list[list[int]]:
@@ -96,7 +98,10 @@ def run_load(
             reports += step["steps"]
         seconds = time.perf_counter() - started
     records = [future.result() for future in futures]
-    return Run(records, arrived, handed_out, seconds, counters, steps, reports, events())
+    return Run(
+        records, arrived, handed_out, seconds, counters, steps, reports, events(),
+        min(engine.limits.micro_batches, len(requests)),
+    )  # fmt: skip
 
 
 class SteadySteps(NamedTuple):
@@ -109,21 +114,24 @@ class SteadySteps(NamedTuple):
 
 
 def steady_steps(run: Run, batch_size: int, depth: int) -> SteadySteps:
-    """Steps that commit tokens of every row. The first few of them fill the chain, and the last
-    drain it: neither is counted.
+    """Steps that commit tokens of every row; of several micro-batches as many steps in a row, one
+    of each, are taken for one. The first few of them fill the chain, and the last drain it: neither
+    is counted.
 
     Raises:
         NoSteadyStepsError: the load is too short for such a batch.
     """
-    full = [n for n, step in enumerate(run.steps) if step.rows == batch_size]
+    turn = run.micro_batches
+    rows = [step.rows for step in run.steps]
+    full = [n for n in range(turn, len(rows) + 1) if sum(rows[n - turn : n]) == batch_size]
     steady = full[depth + 4 : len(full) - depth - 1]
     if not steady:
         raise NoSteadyStepsError("no step decoded all rows together; raise --new-tokens")
-    pairs = [(run.steps[n - 1], run.steps[n]) for n in steady]
+    ends = [(run.steps[n - turn - 1], run.steps[n - 1]) for n in steady]
     return SteadySteps(
-        [1e-6 * (step.end_ns - before.end_ns) for before, step in pairs],
-        [1e-6 * (step.busy_ns - before.busy_ns) for before, step in pairs],
-        [step.tokens for _, step in pairs],
+        [1e-6 * (last.end_ns - before.end_ns) for before, last in ends],
+        [1e-6 * (last.busy_ns - before.busy_ns) for before, last in ends],
+        [sum(step.tokens for step in run.steps[n - turn : n]) for n in steady],
     )
 
 

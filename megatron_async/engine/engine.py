@@ -535,6 +535,7 @@ class DynamicInferenceEngine:
         self.stop()
         with self.lock.gate, self.lock.mutex:
             self.lock.stop(EngineStoppedError("the engine is closed; build a new one"))
+            self.runner.settle()
             self.device.close()
             self.runner.release()
             for part in self._closed_with_it:

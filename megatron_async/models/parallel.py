@@ -76,6 +76,8 @@ class ModelParallel:
         self._source: int = layout.sampling_ranks[self.tensor_rank]
         self._listeners = self._group_of(layout.listeners)
         self._copies = self._group_of(layout.copies)
+        # Of their own: what is broadcast to the listeners may overtake these messages.
+        self._messages = self._group_of(layout.listeners) if layout.pipeline > 1 else None
         self._told = tuple(
             r for r in layout.listeners(self.tensor_rank) if layout.stage(r) < layout.pipeline - 1
         )
@@ -149,7 +151,7 @@ class ModelParallel:
         if not self._samples:
             return
         for rank in self._told:
-            work = dist.isend(sampled, dst=rank, group=self._listeners)
+            work = dist.isend(sampled, dst=rank, group=self._messages)
             self._sends.append((work, sampled))
         # The hidden states that were sampled here came behind all but the last of these.
         while len(self._sends) > len(self._told) * self.layout.pipeline:
@@ -157,7 +159,7 @@ class ModelParallel:
 
     def take_sampled_(self, sampled: Tensor) -> Tensor:
         """Fill ``sampled`` with what the last stage has told; the oldest that was not taken."""
-        dist.recv(sampled, src=self._source, group=self._listeners)
+        dist.recv(sampled, src=self._source, group=self._messages)
         return sampled
 
     def finish_sends(self) -> None:

@@ -165,6 +165,7 @@ class Follower:
             case messages.Restart():
                 runner.restart()
             case messages.Release(engine=number):
+                runner.settle()
                 device.close()
                 runner.release()
                 del self._engines[number]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections import deque
@@ -238,20 +239,15 @@ class ModelRunner:
         if self._on_span is not None:
             self._on_span("pack", plan.number, started, time.perf_counter_ns())
         self.last_graph_rows = rows if is_decode else None
-        last = max(plan.after, plan.number - 1 - self._held_back)
-        sampled = SampleShape(shape.rows, plan.window, plan.drafts, plan.extended)
-        self.pending = ticket = Ticket(plan.number, plan, sampled)
-        self._unsampled.append(ticket)
-        self._launched = plan.number + 1
-        oldest = self._unsampled[0]
-        is_steady = oldest.sampled[:3] == (rows, plan.window, plan.window - 1)
-        if is_decode and is_steady and oldest.number <= last < self._unsampled[1].number:
-            graphs.step(oldest.sampled, controlled=bool(plan.control)).replay()
-            self._unsampled.popleft()
+        unsampled = self._unsampled
+        due = self._due(plan) if self._held_back else len(unsampled)
+        steady = (rows, plan.window, plan.window - 1)
+        if is_decode and due == 1 and unsampled[0].sampled[:3] == steady:
+            graphs.step(unsampled.popleft().sampled, controlled=bool(plan.control)).replay()
         else:
             if plan.control:
                 graphs.control().replay()
-            while self._unsampled[0].number <= last:
+            for _ in range(due):
                 self._sample_oldest()
             if is_decode:
                 graphs.forward(rows, plan.window).replay()
@@ -259,7 +255,16 @@ class ModelRunner:
                 graphs.launch_mixed(shape, PromptTargets.of(plan))
         if plan.snapshots:
             self._copy_states(plan.snapshots, "snapshot")
+        sampled = SampleShape(shape.rows, plan.window, plan.drafts, plan.extended)
+        self.pending = ticket = Ticket(plan.number, plan, sampled)
+        unsampled.append(ticket)
+        self._launched = plan.number + 1
         return ticket
+
+    def _due(self, plan: Plan) -> int:
+        """How many tickets are to be taken ahead of a launch, by a stage that is before others."""
+        last = max(plan.after, plan.number - 1 - self._held_back)
+        return sum(ticket.number <= last for ticket in self._unsampled)
 
     def take(self, ticket: Ticket) -> StepResult:
         """Wait for the tokens of ``ticket``: the oldest in flight, each once. Its S rides at the
@@ -296,6 +301,13 @@ class ModelRunner:
         """Launch by itself the S of all tickets up to ``number`` that this rank lacks."""
         while self._unsampled and self._unsampled[0].number <= number:
             self._sample_oldest()
+
+    def settle(self) -> None:
+        """Before the end: take what the last stage has told and this one has not taken, which the
+        next engine over these ranks would find. Nobody has sampled the ticket launched last."""
+        with contextlib.suppress(Exception):  # of a device that has failed
+            while len(self._unsampled) > 1:
+                self._sample_oldest()
 
     def skip_results(self) -> None:
         """In place of :meth:`take`, for who wants no tokens: leave those of all tickets whose S has

@@ -74,7 +74,8 @@ class Scheduler:
         self.next_ticket = 0
         self._preemption = Preemption(self.table, limits)
         self._micro_batches = MicroBatches(self.table, limits)
-        self._turns: Iterable[int] = self._micro_batches if limits.micro_batches > 1 else (0,)
+        self._are_several = limits.micro_batches > 1
+        self._turns: Iterable[int] = self._micro_batches if self._are_several else (0,)
         self._prompts = PromptPlanner(self.table, self._preemption, limits, self._micro_batches)
         self.others = 0
         self._ends = ends
@@ -223,7 +224,7 @@ class Scheduler:
                 rows = self._prompts.plan(number, rows, work, micro_batch)
             if rows.slots:
                 break
-        if self.limits.micro_batches > 1:
+        if self._are_several:
             self.others = self._micro_batches.others()
         if not rows.slots:
             return None
@@ -262,6 +263,7 @@ class Scheduler:
         """Advance every decoding sequence of a micro-batch by one row; those whose end is known
         stay out. Returns the rows, and the last ticket whose tokens they need."""
         table, window = self.table, self._choices[micro_batch].window
+        decoding = table.decoding[micro_batch].values()
         stalled_before = set(table.stalled)
         if stalled_before:
             self._preemption.unstall(micro_batch)
@@ -269,7 +271,7 @@ class Scheduler:
             self._evict_grown(micro_batch, self.limits.rotation_limit)
         size, lookahead = self.limits.block_size, self.limits.lookahead
         needy: dict[Sequence, int] = {}
-        for sequence in table.decoding[micro_batch].values():
+        for sequence in decoding:
             reach = min(window, sequence.window) + lookahead
             if sequence.kv_bound + reach > len(sequence.blocks) * size:
                 short = sequence.blocks_short(reach, size)
@@ -282,12 +284,11 @@ class Scheduler:
             for sequence in granted:
                 for _ in range(needy[sequence]):
                     assignments.append(table.assign_block(sequence))
-        decoding = table.decoding[micro_batch].values()
         rows = table.row_maps.get((micro_batch, window))
         if rows is None:
             rows = table.row_maps[micro_batch, window] = row_map(decoding, window)
         after = number - 1
-        if self.limits.micro_batches > 1:
+        if self._are_several:
             after = max((s.last_ticket for s in decoding), default=-1)
         complete = []
         for sequence in decoding:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import signal
@@ -222,6 +223,18 @@ def test_host_work_is_spent_in_each_commit(
     steps = steady_steps(run, 2, 1)
     assert len(steps.step_ms) == len(steps.host_ms) == 16 - 2 - 5
     assert set(steps.tokens) == {2}
+
+
+def test_steady_steps_of_several_micro_batches_bring_a_token_of_each_row(
+    model: BenchmarkModel,
+) -> None:
+    load = Load(prompt_tokens=4, new_tokens=16)
+    parts = dataclasses.replace(model, micro_batches=2)
+    with make_engine(parts, 3, 1, load).engine as engine:
+        run = run_load(engine, load.requests(512, 3))
+    assert {step.rows for step in run.steps} >= {1, 2} and run.micro_batches == 2
+    steps = steady_steps(run, 3, 1)
+    assert len(steps.step_ms) > 16 and set(steps.tokens) == {3}
 
 
 def test_engine_without_host_work_is_left_as_it_is(model: BenchmarkModel) -> None:

@@ -133,6 +133,7 @@ def case(engine: DynamicInferenceEngine, folder: Path, model: str, *, alone: boo
     """What one layout gives."""
     found: Found = {"depths": {}}
     record = folder / f"{model}.run"
+    close_in_flight(engine)
     for depth in DEPTHS:
         file = str(record) if alone and depth == 2 else None
         batches = 2 if file else None
@@ -163,6 +164,16 @@ def case(engine: DynamicInferenceEngine, folder: Path, model: str, *, alone: boo
         requests = engine.generate(PROMPTS[:3], params()[:3])
         found["new"] = [request.generated_tokens for request in requests]
     return found
+
+
+def close_in_flight(engine: DynamicInferenceEngine) -> None:
+    """Another engine, with steps that nobody takes: those behind it must find nothing of it."""
+    with engine.with_config(config_at(2)) as other:
+        for n in range(3):
+            other.add_request(n, "x", SamplingParams(num_tokens_to_generate=9, termination_id=-1))
+        for _ in range(5):
+            other.step_modern()
+        assert other.in_flight_count >= 2
 
 
 def step_both(engine: DynamicInferenceEngine) -> None:
