@@ -201,9 +201,9 @@ class DecodeLoop:
 
     def _commit(self, ticket: Ticket, result: StepResult, barrier: NotOverlapped | None) -> None:
         commit = self._scheduler.commit(ticket.plan, result)
-        depth = len(self._in_flight)
-        if self._scheduler.others:
-            depth = min(max(depth - self._scheduler.others, 0), self.depth)
+        depth = len(self._in_flight) - self._scheduler.others
+        if not 0 <= depth <= self.depth:
+            depth = min(max(depth, 0), self.depth)
         reason = None if depth else self._not_overlapped(barrier).value
         discarded = commit.tokens.count(())
         committed = sum(map(len, commit.tokens))

@@ -38,7 +38,7 @@ def limits_for(
         admit_tokens=drafting.wants_tokens,
         rotation_limit=getattr(wrapper, "rotation_limit", None),
         attention_window=getattr(wrapper, "attention_window", None),
-        micro_batches=micro_batches_of(wrapper, config),
+        micro_batches=min(micro_batches_of(wrapper, config), context.max_requests),
     )
 
 

@@ -192,7 +192,7 @@ def test_an_interrupt_before_the_wait_stops_the_engine() -> None:
     with engine_at(0) as engine:
         future = engine.add_request(0, [1], greedy(5))
         engine.step_modern()
-        engine.runner._sample = lambda _: (_ for _ in ()).throw(KeyboardInterrupt)
+        engine.runner._sample_oldest = lambda: (_ for _ in ()).throw(KeyboardInterrupt)
         with pytest.raises(KeyboardInterrupt):
             engine.step_modern()
         with pytest.raises(EngineStoppedError, match="KeyboardInterrupt"):

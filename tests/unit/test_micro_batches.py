@@ -45,6 +45,7 @@ def played(
             in_flight.append(engine.in_flight_count)
         assert [len(future.result().generated_tokens) for future in futures] == lengths
         engine.scheduler.check_idle()
+        assert (engine.counters.steps_overlapped > 0) == (depth > 0)
     return watcher, in_flight
 
 
@@ -106,6 +107,11 @@ def test_a_lone_request_is_in_each_step(depth: int) -> None:
     watcher, in_flight = played(depth, [15])
     assert len(watcher.plans) == 15 and max(in_flight[:-1], default=0) == depth
     assert [plan.after for plan in watcher.plans] == [-1, *range(14)]
+
+
+def test_there_are_no_more_parts_than_requests() -> None:
+    with hash_engine(1, max_requests=3, pipeline_micro_batches=1024) as engine:
+        assert engine.limits.micro_batches == engine.config.pipeline_micro_batches == 3
 
 
 def test_what_is_no_number_of_parts_is_refused() -> None:
