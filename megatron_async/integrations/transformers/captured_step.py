@@ -13,6 +13,11 @@ from megatron_async.integrations.transformers.model_calls import (
     attention_kind,
     takes_cache_position,
 )
+from megatron_async.integrations.transformers.row_forward import (
+    TRIAL,
+    decode_cache,
+    row_forward,
+)
 from megatron_async.integrations.transformers.selection import is_invalid, select
 
 
@@ -49,10 +54,24 @@ class CapturedStep:
         self._model = model
         self._forward: Any = model
         self._finish: Any = self._take
+        self._rows = compiled is not None and batch == 1
+        self._run: Any = self._step
         if compiled is not None:
-            self._forward = torch.compile(model.__call__, **compiled)
-            if not sample:  # compiled code draws other random numbers
-                self._finish = torch.compile(self._take, **compiled)
+            if "tuned" in TRIAL or "unpadded" in TRIAL:
+                compiled = {
+                    **compiled,
+                    "mode": None,
+                    "options": {
+                        "coordinate_descent_tuning": "tuned" in TRIAL,
+                        "shape_padding": False,
+                    },
+                }
+            if "whole" in TRIAL and not sample:
+                self._run = torch.compile(self._step, **compiled)
+            else:
+                self._forward = torch.compile(model.__call__, **compiled)
+                if not sample:  # compiled code draws other random numbers
+                    self._finish = torch.compile(self._take, **compiled)
         self._sample = sample
         self._processors = processors
         self._cursor = torch.zeros(1, dtype=torch.long, device=device)
@@ -63,6 +82,7 @@ class CapturedStep:
         self._allowed = torch.zeros((batch, 1, 1, length), dtype=torch.bool, device=device)
         self._ends = torch.zeros(ends, dtype=torch.long, device=device)
         self._pad = torch.zeros((), dtype=torch.long, device=device)
+        self._decode_cache = decode_cache(self.cache, self._position) if self._rows else self.cache
         self._told = (
             {"cache_position": self._position} if takes_cache_position(model) else {}
         )  # transformers 4.57
@@ -108,8 +128,13 @@ class CapturedStep:
         if self._replay is not None:
             self._replay()
             return
-        graphs.run(self._step)
-        self._replay = graphs.capture(self._step)
+        run = self._run_rows if self._rows else self._run
+        graphs.run(run)
+        self._replay = graphs.capture(run)
+
+    def _run_rows(self) -> None:
+        with row_forward(self._decode_cache, self._position):
+            self._run()
 
     def _step(self) -> None:
         self._allowed.index_fill_(3, self._position, True)
@@ -117,7 +142,7 @@ class CapturedStep:
             input_ids=self._token,
             attention_mask=self._mask(),
             position_ids=self._position_ids,
-            past_key_values=self.cache,
+            past_key_values=self._decode_cache,
             use_cache=True,
             return_dict=True,
             **self._told,
