@@ -134,11 +134,12 @@ if HAS_TRITON:
         for start in range(0, INNER, BLOCK * UNROLL):
             for part in tl.static_range(UNROLL):
                 at = start + part * BLOCK + column
-                x = tl.load(x_ptr + at, mask=at < INNER, other=0)
                 inside = in_rows & (at < INNER)[None, :]
+                # as wide as the weights: a row of its own would go through shared memory
+                x = tl.load(x_ptr + row[:, None] * 0 + at[None, :], mask=inside, other=0)
                 weight = tl.load(start_of + at[None, :], mask=inside, other=0,
                                  eviction_policy="evict_first")  # fmt: skip
-                total += weight.to(tl.float32) * x.to(tl.float32)[None, :]
+                total += weight.to(tl.float32) * x.to(tl.float32)
         result = tl.sum(total, 1)
         if HAS_BIAS:
             result += tl.load(bias_ptr + row, mask=row < outer, other=0).to(tl.float32)
