@@ -24,6 +24,7 @@ RUNS = (
             "test_mamba_kernels.py",
             "test_end_check.py",
             "test_finite_kernel.py",
+            "test_row_kernels.py",
         ),
         1,
     ),

@@ -13,10 +13,12 @@ from megatron_async.integrations.transformers.model_calls import (
     attention_kind,
     takes_cache_position,
 )
+from megatron_async.integrations.transformers.notices import say_once
 from megatron_async.integrations.transformers.row_forward import (
-    TRIAL,
-    decode_cache,
-    row_forward,
+    NoRowsError,
+    RowCache,
+    RowForward,
+    why_not,
 )
 from megatron_async.integrations.transformers.selection import is_invalid, select
 
@@ -52,27 +54,12 @@ class CapturedStep:
         self.results = torch.zeros((length + 1, 3, batch), dtype=torch.long, device=device)
         self._valid = torch.zeros(batch, dtype=torch.long, device=device)
         self._model = model
+        self._compiled = compiled
+        self._sample = sample
         self._forward: Any = model
         self._finish: Any = self._take
-        self._rows = compiled is not None and batch == 1
-        self._run: Any = self._step
-        if compiled is not None:
-            if "tuned" in TRIAL or "unpadded" in TRIAL:
-                compiled = {
-                    **compiled,
-                    "mode": None,
-                    "options": {
-                        "coordinate_descent_tuning": "tuned" in TRIAL,
-                        "shape_padding": False,
-                    },
-                }
-            if "whole" in TRIAL and not sample:
-                self._run = torch.compile(self._step, **compiled)
-            else:
-                self._forward = torch.compile(model.__call__, **compiled)
-                if not sample:  # compiled code draws other random numbers
-                    self._finish = torch.compile(self._take, **compiled)
-        self._sample = sample
+        self._used_cache: Any = self.cache
+        self._in_parts = False
         self._processors = processors
         self._cursor = torch.zeros(1, dtype=torch.long, device=device)
         self._token = torch.zeros((batch, 1), dtype=torch.long, device=device)
@@ -82,7 +69,7 @@ class CapturedStep:
         self._allowed = torch.zeros((batch, 1, 1, length), dtype=torch.bool, device=device)
         self._ends = torch.zeros(ends, dtype=torch.long, device=device)
         self._pad = torch.zeros((), dtype=torch.long, device=device)
-        self._decode_cache = decode_cache(self.cache, self._position) if self._rows else self.cache
+        self._takes_bools = attention_kind(model) == "sdpa"
         self._told = (
             {"cache_position": self._position} if takes_cache_position(model) else {}
         )  # transformers 4.57
@@ -128,31 +115,68 @@ class CapturedStep:
         if self._replay is not None:
             self._replay()
             return
-        run = self._run_rows if self._rows else self._run
-        graphs.run(run)
-        self._replay = graphs.capture(run)
+        if self._compiled is None:
+            self._run_and_capture(graphs, self._step)
+            return
+        reason = why_not(self._model, self.cache, len(self._token))
+        if reason is None:
+            reason = self._run_with_rows(graphs)
+        if reason is not None:
+            say_once(f"a captured step has no kernels of one token: {reason}")
+            self._compile(self._compiled)
+            self._run_and_capture(graphs, self._step)
 
-    def _run_rows(self) -> None:
-        with row_forward(self._decode_cache, self._position):
-            self._run()
+    def _run_with_rows(self, graphs: Graphs) -> str | None:
+        """The same with the kernels of one token, or why they are not used."""
+        assert self._compiled is not None
+        rows = RowCache(self.cache, self._position, self._allowed)
+        forward = RowForward(self._model, rows)
 
-    def _step(self) -> None:
+        def step() -> None:
+            with forward.swapped():
+                self._step()
+
+        self._used_cache, self._in_parts = rows, True
+        try:
+            with forward.swapped():
+                rows.probe(self._logits)
+            self._compile(without_padding(self._compiled))
+            self._run_and_capture(graphs, step)
+        except (NoRowsError, RuntimeError) as error:  # the compiler's errors are RuntimeErrors
+            self._used_cache, self._in_parts = self.cache, False
+            self._forward, self._finish = self._model, self._take
+            return (str(error).splitlines() or [""])[0]
+        return None
+
+    def _compile(self, arguments: dict[str, Any]) -> None:
+        self._forward = torch.compile(self._model.__call__, **arguments)
+        if not self._sample:  # compiled code draws other random numbers
+            self._finish = torch.compile(self._take, **arguments)
+
+    def _run_and_capture(self, graphs: Graphs, step: Step) -> None:
+        graphs.run(step)
+        self._replay = graphs.capture(step)
+
+    def _logits(self) -> Tensor:
         self._allowed.index_fill_(3, self._position, True)
-        outputs = self._forward(
+        logits: Tensor = self._forward(
             input_ids=self._token,
             attention_mask=self._mask(),
             position_ids=self._position_ids,
-            past_key_values=self._decode_cache,
+            past_key_values=self._used_cache,
             use_cache=True,
             return_dict=True,
             **self._told,
-        )
-        self._finish(outputs.logits[:, -1])
+        ).logits
+        return logits[:, -1]
+
+    def _step(self) -> None:
+        self._finish(self._logits())
         self._position.add_(1)
         self._position_ids.add_(1)
 
     def _mask(self) -> Tensor:
-        if attention_kind(self._model) == "sdpa":
+        if self._takes_bools:
             return self._allowed
         least = torch.finfo(self._model.dtype).min
         zeros = torch.zeros_like(self._allowed, dtype=self._model.dtype)
@@ -160,7 +184,7 @@ class CapturedStep:
 
     def _take(self, logits: Tensor) -> None:
         scores = self._processors(self._token, logits.to(copy=True, dtype=torch.float32))
-        tokens, probabilities = select(scores, self._sample)
+        tokens, probabilities = select(scores, self._sample, in_parts=self._in_parts)
         if self._ends.numel():
             tokens = tokens * self._unfinished + self._pad * (1 - self._unfinished)
             self._unfinished.mul_(~torch.isin(tokens, self._ends))
@@ -171,3 +195,11 @@ class CapturedStep:
         self.results.index_copy_(0, self._cursor, result[None])
         self._token.copy_(tokens[:, None])
         self._cursor.add_(1)
+
+
+def without_padding(compiled: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of ``torch.compile`` that pad no matrix; a mode of the caller stays."""
+    if compiled.get("mode") not in (None, "default"):
+        return compiled
+    options = {"shape_padding": False, **(compiled.get("options") or {})}
+    return {**compiled, "mode": None, "options": options}

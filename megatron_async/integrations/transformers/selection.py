@@ -5,17 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron_async.integrations.transformers.row_forward import TRIAL
-
 INVALID = "probability tensor contains either `inf`, `nan` or element < 0"
 """What ``torch.multinomial`` says."""
 
 
-def select(scores: Tensor, sample: bool) -> tuple[Tensor, Tensor | None]:
+MOST_PARTS = 96
+"""Of a row of scores whose largest is looked for in parts."""
+LEAST_WIDTH = 4096
+
+
+def select(scores: Tensor, sample: bool, *, in_parts: bool = False) -> tuple[Tensor, Tensor | None]:
     """Tokens, int64 ``(batch,)``, from scores, float ``(batch, vocabulary)``; when sampling, also
-    the probabilities they were drawn from, which :func:`is_invalid` has to look at."""
+    the probabilities they were drawn from, which :func:`is_invalid` has to look at. ``in_parts``
+    is for greedy steps of few rows that are compiled."""
     if not sample:
-        return largest(scores), None
+        return (largest(scores) if in_parts else torch.argmax(scores, dim=-1)), None
     probabilities = torch.nn.functional.softmax(scores, dim=-1)
     return draw(probabilities), probabilities
 
@@ -37,16 +41,14 @@ def is_invalid(probabilities: Tensor) -> Tensor:
 def largest(scores: Tensor) -> Tensor:
     """``argmax`` over the last dimension, the first of equals, in two steps: one over parts of a
     row, which run side by side."""
-    parts = next((n for n in (96, 64, 48, 37, 33, 32, 29) if scores.shape[-1] % n == 0), 1)
-    if "argmax" not in TRIAL or scores.shape[-1] < 4096:
+    width = scores.shape[-1]
+    if width < LEAST_WIDTH:
         return torch.argmax(scores, dim=-1)
-    size = -(-scores.shape[-1] // 64)
-    if parts == 1:
-        scores = torch.nn.functional.pad(
-            scores, (0, 64 * size - scores.shape[-1]), value=-torch.inf
-        )
-        parts = 64
-    cut = scores.reshape(scores.shape[0], parts, -1)
-    best = cut.argmax(dim=-1)
+    parts = next((n for n in range(MOST_PARTS, 15, -1) if width % n == 0), None)
+    if parts is None:
+        parts = MOST_PARTS
+        scores = torch.nn.functional.pad(scores, (0, -width % parts), value=-torch.inf)
+    cut: Tensor = scores.unflatten(-1, (parts, -1))
     part = cut.amax(dim=-1).argmax(dim=-1, keepdim=True)
-    return (part * cut.shape[-1] + best.gather(1, part))[:, 0]
+    place = part * cut.shape[-1] + cut.argmax(dim=-1).gather(-1, part)
+    return place.squeeze(-1)
