@@ -67,7 +67,7 @@ def test_tokens_are_those_of_stock_and_all_is_put_back(
 ) -> None:
     model, ran = sdpa(name), []
     forwards = {m: m.forward for m in model.modules()}
-    names = set(ALL_ATTENTION_FUNCTIONS._global_mapping)
+    names = set(ALL_ATTENTION_FUNCTIONS)
     compiled = step_module.CapturedStep._compile
     monkeypatch.setattr(
         step_module.CapturedStep, "_compile",
@@ -78,7 +78,7 @@ def test_tokens_are_those_of_stock_and_all_is_put_back(
         assert torch.equal(ours, stock)
     assert [type(cache) for cache in ran] == [rows_module.RowCache] * 2 and not said
     assert model.config._attn_implementation == "sdpa"
-    assert set(ALL_ATTENTION_FUNCTIONS._global_mapping) == names
+    assert set(ALL_ATTENTION_FUNCTIONS) == names
     for module, forward in forwards.items():
         assert "forward" not in vars(module) and module.forward == forward
 

@@ -162,8 +162,7 @@ class RowForward:
     @contextmanager
     def swapped(self) -> Iterator[None]:
         """All is as before behind it."""
-        mapping = ALL_ATTENTION_FUNCTIONS._global_mapping
-        mapping[self._name] = self._cache.attention
+        ALL_ATTENTION_FUNCTIONS[self._name] = self._cache.attention
         self._model.config._attn_implementation = self._name
         for module, forward in self._forwards.items():
             module.forward = forward
@@ -173,14 +172,14 @@ class RowForward:
             for module in self._forwards:
                 del module.forward
             self._model.config._attn_implementation = "sdpa"
-            del mapping[self._name]
+            del ALL_ATTENTION_FUNCTIONS[self._name]
 
 
 def is_plain(module: nn.Module) -> bool:
     """Whether it is a linear layer that nobody has changed."""
     if type(module) not in (nn.Linear, Conv1D) or "forward" in vars(module):
         return False
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks:
+    if module._forward_hooks or module._forward_pre_hooks:
         return False
     weight: Any = module.weight
     if type(weight) not in (Tensor, nn.Parameter) or weight.dtype not in DTYPES:
