@@ -9,8 +9,8 @@ MAMBA = True
 MOE = True
 """Those of layers of experts in decode steps."""
 
-MOE_ROW = False
-"""Of these the one kernel for few rows, in place of three."""
+MOE_ROW = True
+"""Of these the kernel for a few rows, in place of the three."""
 
 LATENT = True
 """Multi-latent attention, in decode steps and in prefill."""

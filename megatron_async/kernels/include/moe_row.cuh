@@ -37,8 +37,7 @@ struct __align__(8) Slot {
 #define LIVE_AT (TOTALS_AT + 2 * ROWS * TILE * 4)         // [ROWS], live ones first
 #define LOGITS_AT (LIVE_AT + ROWS * 4)                    // [ROWS][LOGITS]
 #define SCORES_AT (LOGITS_AT + ROWS * LOGITS * 4)         // [ROWS][EXPERTS]
-#define STAGED_AT ((SCORES_AT + ROWS * EXPERTS * 4 + 15) / 16 * 16)  // [STAGED][LOADS][THREADS]
-#define SHARED_BYTES (STAGED_AT + STAGED * LOADS * THREADS * 16)
+#define SHARED_BYTES (SCORES_AT + ROWS * EXPERTS * 4)
 
 static_assert(H % 16 == 0 && INNER % 16 == 0 && H % TILE == 0, "shape");
 static_assert(ROWS <= WARPS && ROWS * TILE <= THREADS && SLOTS <= 32 && GROUPS <= 32, "a lane for each");

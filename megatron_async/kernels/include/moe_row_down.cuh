@@ -1,7 +1,6 @@
 // Second linear layers, added up over a row's experts and to the residual stream. A warp has a column of
 // the output at a time, over all experts of a row; the first steps of its loads are on their way before
-// the activations are there: STAGED into shared memory, where each thread reads what it has copied, and
-// two into registers. A CTA has tiles blockIdx.x, blockIdx.x + CTAS, ... of TILE columns.
+// the activations are there. A CTA has tiles blockIdx.x, blockIdx.x + CTAS, ... of TILE columns.
 
 // Where a warp is among its columns: column by column, and each for all live rows.
 struct DownPlace {
@@ -50,34 +49,20 @@ struct Down {
     ahead.advance(live);
   }
 
-  // The first steps, STAGED of them.
-  __device__ __forceinline__ void stage() {
-    for (int s = 0; s < STAGED; s++) {
-      if (ahead.tile >= TILES || live == 0) break;
-      const Slot* of_row = slots() + ahead.row * SLOTS;
-      const int column = ahead.tile * TILE + ahead.in_tile();
-      int vector;
+  // What the first two steps leave of the warp's columns, up to AHEAD vectors: a lane for each expert.
+  __device__ __forceinline__ void prefetch() const {
+    const int lane = threadIdx.x % 32;
+    if (lane >= SLOTS || live == 0 || blockIdx.x >= TILES) return;
+    const Slot& slot = slots()[lane];
+    const int stride = SHARED && slot.expert >= EXPERTS ? SHARED * INNER : INNER;
 #pragma unroll
-      for (int u = 0; u < LOADS; u++)
-        if (inside(ahead.step, u, vector)) {
-          const Slot& slot = of_row[vector / INNER_VECTORS];
-          const int stride = SHARED && slot.expert >= EXPERTS ? SHARED * INNER : INNER;
-          copy16(staged_at(s, u), slot.down + (size_t)column * stride + vector % INNER_VECTORS * 8);
-        }
-      ahead.advance(live);
-    }
-    commit_copies();
-  }
-  __device__ __forceinline__ static u32 staged_at(int s, int u) {
-    return shared_address(shared + STAGED_AT) + ((s * LOADS + u) * THREADS + threadIdx.x) * 16;
-  }
-  __device__ __forceinline__ void use_staged() {
-    await_copies<0>();
-    for (int s = 0; s < STAGED && at.tile < TILES; s++) {
-      Vec v[LOADS];
-#pragma unroll
-      for (int u = 0; u < LOADS; u++) v[u] = load_shared(staged_at(s, u));
-      use(v);
+    for (int k = 0; k < WARP_COLUMNS; k++) {
+      const int first = k * ROW_VECTORS + lane * INNER_VECTORS;
+      const int begin = max(first, 64 * LOADS);
+      const int end = min(first + INNER_VECTORS, 64 * LOADS + AHEAD);
+      const int column = blockIdx.x * TILE + k * WARPS + (int)threadIdx.x / 32;
+      if (begin < end)
+        prefetch_l2(slot.down + (size_t)column * stride + (begin - first) * 8, (end - begin) * 16);
     }
   }
 
@@ -135,9 +120,11 @@ struct Down {
   }
 
   __device__ __forceinline__ void run(const u32* activated, u32 launch) {
+    at.tile = ahead.tile = blockIdx.x;
     Vec a[LOADS], b[LOADS];
     load(a);
     load(b);
+    prefetch();
     prepare(blockIdx.x);
     for (int i = threadIdx.x; i < 2 * ROWS * TILE; i += THREADS)
       ((float*)(shared + TOTALS_AT))[i] = 0.f;  // what dead rows have
@@ -145,15 +132,13 @@ struct Down {
     __syncthreads();
     if (live == 0)
       for (int tile = blockIdx.x; tile < TILES; tile += CTAS) finish(tile);
-    else {
-      use_staged();
+    else
       while (at.tile < TILES) {
         use(a);
         load(a);
         use(b);
         load(b);
       }
-    }
   }
 
   // Those of live rows into shared memory.

@@ -102,18 +102,13 @@ struct Up {
     load(a);
     load(b);
   }
-  // `then` follows the last loads.
-  template <class Then>
-  __device__ __forceinline__ void finish(Vec (&a)[LOADS], Vec (&b)[LOADS], Then then) {
-    bool goes_on = true;
+  __device__ __forceinline__ void finish(Vec (&a)[LOADS], Vec (&b)[LOADS]) {
     while (at.item < last) {
-      if (goes_on && ahead.item >= last) then(), goes_on = false;
       use(a);
       load(a);
       use(b);
       load(b);
     }
-    if (goes_on) then();
   }
 };
 

@@ -12,8 +12,7 @@
 //              3 GELU (tanh), 4 squared ReLU, 5 ReLU
 //   TILE       columns of the output that a partial statistic covers
 //   THREADS, LOADS   of a CTA, and of a thread in a step: two steps' are on their way
-//   STAGED     steps of the second linear layers that are loaded into shared memory, behind the last loads
-//              of the first ones
+//   AHEAD      vectors behind these that a warp brings into L2 before the activations are there
 //   MIN_SHARED bytes of shared memory to take at least: more than half keeps two CTAs off one SM
 //
 // There is no barrier of the grid. Each logit, and then each activation, is published in a word together
@@ -68,8 +67,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();
 
   Vec a[LOADS], b[LOADS];
-  Down down{b2, residual, next_weight, out, scaled, stats_out, rows};
-  down.at.tile = down.ahead.tile = blockIdx.x;
   Up up{b1, limit, offset, activated, launch};
   if (GOES_UP) up.begin(rows, a, b);
   if (row < ROWS && is_first) {
@@ -93,11 +90,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       experts = __reduce_add_sync(~0u, experts);
       if (lane == 0) *found = experts;
     }
-    up.finish(a, b, [&] { if (GOES_DOWN) down.stage(); });
+    up.finish(a, b);
     publish_dead_rows(activated, live_mask, launch);
   }
   if (GOES_DOWN) {
-    if (!GOES_UP) down.stage();
+    Down down{b2, residual, next_weight, out, scaled, stats_out, rows};
     down.run(activated, launch);
     if (threadIdx.x == 0) launches[blockIdx.x] = launch;
   }

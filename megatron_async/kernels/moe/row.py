@@ -23,12 +23,10 @@ if TYPE_CHECKING:
 MOST_ROWS = 4
 THREADS, LOADS = 256, 8
 """Of a CTA, and of a thread in a step, 16 bytes each: two steps of loads are on their way."""
-STAGED = 3
-"""Further steps of the second linear layers that come into shared memory, at most."""
+AHEAD = 512
+"""Vectors of 16 bytes behind these that a warp brings into L2, before activations are there."""
 MIN_SHARED_BYTES = 116 * 1024
 """One CTA on an SM, not two on one and none on another."""
-MOST_STAGED_BYTES = 120 * 1024
-"""Of a CTA with what is staged: the next kernel's CTAs fit next to it."""
 MOST_SHARED_BYTES = 227 * 1024
 _MOST_SLOTS = _MOST_GROUPS = 32
 _MOST_EXPERTS, _MOST_HIDDEN = 512, 8192
@@ -129,7 +127,7 @@ class MoeRow:
 
     Args:
         ctas: of the grid; no more than the device has SMs are launched.
-        threads, loads, staged: see :data:`THREADS` and :data:`STAGED`; None for those that fit the
+        threads, loads, ahead: see :data:`THREADS` and :data:`AHEAD`; None for those that fit the
             tile.
 
     Attributes:
@@ -144,12 +142,12 @@ class MoeRow:
         *,
         threads: int | None = None,
         loads: int = LOADS,
-        staged: int = STAGED,
+        ahead: int = AHEAD,
     ) -> None:
         if device.type == "cuda":  # more would wait for each other in vain
             ctas = min(ctas, cuda.sm_count(device.index or 0))
         self._shape, self._device, self._ctas = shape, device, ctas
-        self._loads, self._staged = loads, staged
+        self._loads, self._ahead = loads, ahead
         self.statistic_rows = tile(shape.hidden, ctas)
         self._threads = threads or min(THREADS, 32 * self.statistic_rows)
         logits = shape.settings.num_experts + 1
@@ -176,14 +174,9 @@ class MoeRow:
             "SUMMED": settings.group_score_experts, "GATED": int(activation.gated),
             "FUNCTION": _FUNCTIONS.index(activation.function),
             "HAS_LIMIT": int(activation.limit is not None), "TILE": self.statistic_rows,
-            "THREADS": self._threads, "LOADS": self._loads, "STAGED": self._staged_steps(rows),
+            "THREADS": self._threads, "LOADS": self._loads, "AHEAD": self._ahead,
             "MIN_SHARED": MIN_SHARED_BYTES,
         }  # fmt: skip
-
-    def _staged_steps(self, rows: int) -> int:
-        taken = shared_bytes(self._shape, rows, self._ctas, self._threads)
-        free = max(0, MOST_STAGED_BYTES - taken)
-        return min(self._staged, free // (16 * self._loads * self._threads))
 
     def work(self, rows: int, *, gate: bool, one_launch: bool) -> list[tuple[str, dict[str, int]]]:
         """Source and macros of the launches for so many rows."""
