@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from megatron_async.checkpoint.finite import check_finite
-from megatron_async.checkpoint.huggingface_weights import weight_targets
+from megatron_async.checkpoint.huggingface_weights import Targets, weight_targets
 from megatron_async.checkpoint.targets import (
     FLOATS,
+    Stage,
     Target,
     TensorParallel,
     check_has_values,
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from megatron_async.models.gpt import GPTModel
 
 
-def targets_of(model: GPTModel, names: Collection[str]) -> dict[str, Target] | None:
+def targets_of(model: GPTModel, names: Collection[str]) -> Targets | None:
     """Where tensors of Hugging Face's ``names`` go in ``model``; None if it was not loaded from
     such a directory, or none of the names is known."""
     family = getattr(model, "huggingface_names", None)
@@ -31,9 +32,9 @@ def targets_of(model: GPTModel, names: Collection[str]) -> dict[str, Target] | N
         return None
     parameters: dict[str, Tensor] = dict(model.named_parameters())
     targets = weight_targets(
-        model.model_config, parameters, TensorParallel.current(), family, names
+        model.model_config, parameters, TensorParallel.current(), family, names, Stage.of(model)
     )
-    return None if targets.keys().isdisjoint(names) else targets
+    return None if (targets.keys() | targets.elsewhere).isdisjoint(names) else targets
 
 
 def replacement(

@@ -84,6 +84,7 @@ class Target:
 _EXPERTS = ".mlp.experts."
 _LAYERS = "decoder.layers."
 _FINAL_NORM = "decoder.final_layernorm."
+_STAGED = (_LAYERS, _FINAL_NORM, "embedding.", "output_layer.", "mtp.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +175,25 @@ class Stage:
         if name.startswith(("output_layer.", _FINAL_NORM)):
             return name if self.is_last else None
         return None  # layers of multi-token prediction: stages have none
+
+    def whole(self, name: str) -> str:
+        """The inverse of :meth:`local`."""
+        if self.stages == 1:
+            return name
+        if name.startswith(_LAYERS):
+            number, _, rest = name.removeprefix(_LAYERS).partition(".")
+            return f"{_LAYERS}{int(number) + self.first}.{rest}"
+        return EMBEDDING if name == OUTPUT and self.tied and self.is_last else name
+
+    def is_elsewhere(self, name: str, layers: int) -> bool:
+        """Whether the whole model, which has so many layers, may have ``name`` in other stages."""
+        if self.stages == 1 or not name.startswith(_STAGED):
+            return False
+        if name.startswith(_LAYERS):
+            number = name.removeprefix(_LAYERS).partition(".")[0]
+            if not number.isdigit() or int(number) >= layers:
+                return False
+        return self.local(name) is None
 
     def leaves_out(self, name: str) -> bool:
         """Whether the whole model's ``name``, or one of tensors stacked over layers, may be of

@@ -56,18 +56,12 @@ def read_weights(
             fails; the model is unchanged.
     """
     loaded = _read(model, source) if isinstance(source, (str, Path)) else source
-    if not isinstance(loaded, Mapping):
-        raise CheckpointError(
-            f"the new weights are a {type(loaded).__name__}; give a model directory, a "
-            ".safetensors file or a state dict"
-        )
     targets = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     # The last of several pipeline stages has a copy, and no embedding.
     tied = model.share_embeddings_and_output_weights and EMBEDDING in targets
     if tied:
         targets[OUTPUT] = targets[EMBEDDING]
-    # megatron-core's layers have an extra state each, which holds no weights.
-    tensors = {k: v for k, v in loaded.items() if not str(k).endswith("_extra_state")}
+    tensors = without_extra_states(loaded)
     if not tensors.keys() <= targets.keys():
         from megatron_async.checkpoint import huggingface_update
 
@@ -83,15 +77,13 @@ def read_weights(
         from megatron_async.models.moe.names import expert_views
 
         targets |= expert_views(model)
-    if not tensors:
-        raise CheckpointError("the new weights are empty; give parameters by their names")
     for name, tensor in tensors.items():
         if name not in targets:
             raise CheckpointError(f"the new weights hold {name}, which the model does not have")
         _check_tensor(name, tensor, targets[name])
-    _check_given_once({name: targets[name] for name in tensors})
+    check_given_once({name: targets[name] for name in tensors})
     if all_parameters:
-        _check_complete(model, [targets[name] for name in tensors])
+        check_complete(dict(model.named_parameters()), [targets[name] for name in tensors])
     if not allow_non_finite_weights:
         check_finite("the new weights", ((k, v, targets[k].dtype) for k, v in tensors.items()))
     if tied and {OUTPUT, EMBEDDING} <= tensors.keys():
@@ -123,6 +115,24 @@ def read_weights(
     return copy
 
 
+def without_extra_states(loaded: Any) -> dict[str, Any]:
+    """The tensors of a state dict: megatron-core's layers have an extra state each, which holds no
+    weights.
+
+    Raises:
+        CheckpointError: it is none, or has no tensors.
+    """
+    if not isinstance(loaded, Mapping):
+        raise CheckpointError(
+            f"the new weights are a {type(loaded).__name__}; give a model directory, a "
+            ".safetensors file or a state dict"
+        )
+    tensors = {k: v for k, v in loaded.items() if not str(k).endswith("_extra_state")}
+    if not tensors:
+        raise CheckpointError("the new weights are empty; give parameters by their names")
+    return tensors
+
+
 def _check_tensor(name: str, new: Any, target: torch.Tensor) -> None:
     """Raise where ``new`` cannot be copied to ``target`` as it is."""
     check_has_values(name, new)
@@ -137,7 +147,7 @@ def _check_tensor(name: str, new: Any, target: torch.Tensor) -> None:
         )
 
 
-def _check_given_once(targets: Mapping[str, torch.Tensor]) -> None:
+def check_given_once(targets: Mapping[str, torch.Tensor]) -> None:
     """Raise where two names are of the same parameter, or one of a part of another's: which came
     last would say. The tied ones are compared by who calls."""
     last, end = "", 0
@@ -151,10 +161,10 @@ def _check_given_once(targets: Mapping[str, torch.Tensor]) -> None:
             last, end = name, target.data_ptr() + target.nbytes
 
 
-def _check_complete(model: GPTModel, targets: list[torch.Tensor]) -> None:
-    """Raise unless ``targets``, parameters or views of them, are all that the model has."""
+def check_complete(parameters: Mapping[str, torch.Tensor], targets: list[torch.Tensor]) -> None:
+    """Raise unless ``targets``, parameters or views of them, are all of ``parameters``."""
     sizes = {target.data_ptr(): target.numel() for target in targets}
-    for name, parameter in model.named_parameters():
+    for name, parameter in parameters.items():
         start, end = parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes
         if sum(size for at, size in sizes.items() if start <= at < end) != parameter.numel():
             raise CheckpointError(
@@ -163,7 +173,7 @@ def _check_complete(model: GPTModel, targets: list[torch.Tensor]) -> None:
 
 
 def _read(model: GPTModel, path: str | Path) -> Mapping[str, Any]:
-    if is_directory(Path(path)) or not is_regular_file(Path(path)):
+    if not is_file(path):
         from megatron_async.checkpoint.load import load_pretrained
 
         dtype = next(model.parameters()).dtype
@@ -173,6 +183,17 @@ def _read(model: GPTModel, path: str | Path) -> Mapping[str, Any]:
             _check_same_architecture(path, loaded.config, model.model_config)
         state: Mapping[str, Any] = loaded.model.state_dict()
         return state
+    return read_file(path)
+
+
+def is_file(source: str | Path) -> bool:
+    """Whether new weights are in one file, and not a model directory."""
+    path = Path(source)
+    return not is_directory(path) and is_regular_file(path)
+
+
+def read_file(path: str | Path) -> Mapping[str, torch.Tensor]:
+    """The tensors of a ``.safetensors`` file; raises CheckpointError for another."""
     if Path(path).suffix != ".safetensors":
         raise CheckpointError(f"{path}: not a .safetensors file; give one, or a model directory")
     try:

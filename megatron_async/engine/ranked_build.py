@@ -24,7 +24,8 @@ from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.ranks.group import RankGroup, device_of_rank
 from megatron_async.ranks.layout import Layout, check_supported
 from megatron_async.ranks.leader import LeadingRunner
-from megatron_async.ranks.messages import BuildEngine, BuildModel, LoadModel
+from megatron_async.ranks.messages import AwaitTensors, BuildEngine, BuildModel, LoadModel
+from megatron_async.ranks.new_weights import await_tensors
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.controller import TextGenerationController
 from megatron_async.runner.model_runner import ModelRunner
@@ -180,6 +181,13 @@ class RankModel:
         assert self._wrapper is not None
         controller = TextGenerationController(self._wrapper)
         return controller.read_weights(source, allow_non_finite_weights=allow_non_finite_weights)
+
+    def await_tensors(self, message: AwaitTensors) -> Callable[[], None]:
+        """See :class:`AwaitTensors`."""
+        assert self._wrapper is not None
+        return await_tensors(
+            self._wrapper.model, message.tensors, all_parameters=message.all_parameters
+        )
 
 
 def _unfrozen(fields: dict[str, Any]) -> dict[str, Any]:

@@ -41,6 +41,8 @@ class Model(Protocol):
 
     def read_weights(self, source: str, allow_non_finite_weights: bool) -> Callable[[], None]: ...
 
+    def await_tensors(self, message: messages.AwaitTensors) -> Callable[[], None]: ...
+
 
 class Group:
     """A follower's end of a group; see ``RankGroup``."""
@@ -135,6 +137,8 @@ class Follower:
                 self._engines[number] = self._model.build(message)
             case messages.ReadWeights(source=source, allow_non_finite_weights=allow):
                 self._replace = self._model.read_weights(source, allow)
+            case messages.AwaitTensors():
+                self._replace = self._model.await_tensors(message)
             case messages.ReplaceWeights():
                 for device, _ in self._engines.values():
                     device.synchronize()

@@ -23,14 +23,13 @@ import torch.distributed as dist
 from megatron_async import errors
 from megatron_async.config import DEFAULT_RANK_TIMEOUT_SECONDS
 from megatron_async.errors import (
-    CheckpointError,
     ConfigError,
     MegatronAsyncError,
     RankDiedError,
 )
 from megatron_async.models import parallel
 from megatron_async.models.parallel import ModelParallel
-from megatron_async.ranks import process_group
+from megatron_async.ranks import new_weights, process_group
 from megatron_async.ranks.channel import ConnectionSender, RingSender, Sender
 from megatron_async.ranks.heartbeat import Heartbeats
 from megatron_async.ranks.layout import Layout
@@ -42,7 +41,7 @@ from megatron_async.ranks.meeting import (
     environment_number,
     environment_store,
 )
-from megatron_async.ranks.messages import Message, ReadWeights, ReplaceWeights, Stop, encode
+from megatron_async.ranks.messages import Message, Stop, encode
 
 T = TypeVar("T")
 FOLLOWER_MODULE = "megatron_async.engine.rank_process"
@@ -209,35 +208,10 @@ class RankGroup:
             raise _error_of(failed)
 
     def read_weights(
-        self, source: object, allow_non_finite_weights: bool, read: Callable[[], Callable[[], None]]
+        self, model: object, source: object, read: Callable[[], Callable[[], None]], **checks: bool
     ) -> Callable[[], None]:
-        """Have each rank read its share of new weights; ``read`` does it here. Calling the result
-        replaces them on all ranks; then nothing may be in flight.
-
-        Raises:
-            CheckpointError: they do not fit on some rank, or are not in a directory.
-        """
-        if not isinstance(source, (str, Path)):
-            raise CheckpointError(
-                f"the new weights are a {type(source).__name__}, and each of the model's "
-                f"{self.layout.world_size} ranks reads its own share: give a model directory"
-            )
-        self.tell(ReadWeights(str(source), allow_non_finite_weights))
-        failed: MegatronAsyncError | None = None
-        try:
-            replace = read()
-        except MegatronAsyncError as error:
-            failed = error
-        self.await_answers()
-        if failed is not None:
-            raise failed
-
-        def replace_all() -> None:
-            self.tell(ReplaceWeights())
-            replace()
-            self.await_answers()
-
-        return replace_all
+        """See :func:`megatron_async.ranks.new_weights.read_weights`."""
+        return new_weights.read_weights(self, model, source, read, **checks)
 
     def _answer(self) -> str | None:
         while True:

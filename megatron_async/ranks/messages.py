@@ -119,8 +119,18 @@ class ReadWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class AwaitTensors:
+    """Check what is said of the new weights that rank 0 will send whole: name, dtype and shape of
+    each. ``all_parameters``: none may be missing."""
+
+    tensors: list[list[Any]]
+    all_parameters: bool
+    is_answered: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True)
 class ReplaceWeights:
-    """Take the weights that were read; nothing is in flight."""
+    """Take the weights that were read, or are sent now; nothing is in flight."""
 
     is_answered: ClassVar[bool] = True
 
@@ -143,6 +153,7 @@ Message = (
     | Restart
     | Release
     | ReadWeights
+    | AwaitTensors
     | ReplaceWeights
     | Stop
 )

@@ -154,7 +154,13 @@ class TextGenerationController:
             read = functools.partial(
                 self._read_weights, source, allow_non_finite_weights, all_parameters
             )
-            replace: Callable[[], None] = group.read_weights(source, allow_non_finite_weights, read)
+            replace: Callable[[], None] = group.read_weights(
+                self.weights_owner,
+                source,
+                read,
+                allow_non_finite_weights=allow_non_finite_weights,
+                all_parameters=all_parameters,
+            )
             return replace
         return self._read_weights(source, allow_non_finite_weights, all_parameters)
 

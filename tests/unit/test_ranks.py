@@ -131,7 +131,7 @@ def test_what_ranks_do_not_do_is_refused(
     refused = found[model, sizes]["refused"]
     assert refused["processors"].startswith("RequestError: logits_processors")
     assert "asks for TP4 and the model is on" in refused["sizes"]
-    assert "give a model directory" in refused["state dict"]
+    assert "the new weights are empty" in refused["state dict"]
     assert ": rank " in refused["wrong weights"]
     assert "two may not be stepped at the same time" in refused["two at once"]
     if sizes != "2,1,1":
