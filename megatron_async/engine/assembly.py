@@ -17,7 +17,12 @@ from megatron_async.engine.kv_events import KVEventPublisher, publish_kv_events
 from megatron_async.engine.loop import DecodeLoop
 from megatron_async.engine.output_processor import OutputProcessor
 from megatron_async.engine.output_sink import SinkQueue
-from megatron_async.engine.ranked_build import filters_need_extras, group_of, lead_engine
+from megatron_async.engine.ranked_build import (
+    filters_need_extras,
+    group_of,
+    lead_engine,
+    memory_of,
+)
 from megatron_async.engine.recording import RunFile
 from megatron_async.engine.request_queue import RequestQueue
 from megatron_async.engine.request_validation import RequestValidator
@@ -155,9 +160,7 @@ def assemble(
         streams=streams,
         sinks=sinks,
         driver=driver,
-        sleep_mode=SleepMode(
-            loop, device, context.regions, getattr(model, "weights_region", None), lock.recover
-        ),
+        sleep_mode=SleepMode(loop, device, memory_of(model, context, runner, group), lock.recover),
         run_file=run_file,
         kv_events=kv_events,
     )

@@ -16,15 +16,23 @@ from megatron_async.engine.build import build_context, keep_states
 from megatron_async.engine.load import load_wrapper, shared_config
 from megatron_async.engine.loop import DecodeLoop
 from megatron_async.engine.output_processor import OutputProcessor
+from megatron_async.engine.sleep_mode import Memory
 from megatron_async.engine.step_limits import limits_for, runner_options
 from megatron_async.engine.step_lock import StepLock
-from megatron_async.errors import ConfigError, EngineStoppedError, RankDiedError
+from megatron_async.errors import CacheTooLargeError, ConfigError, EngineStoppedError, RankDiedError
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.ranks.group import RankGroup, device_of_rank
 from megatron_async.ranks.layout import Layout, check_supported
 from megatron_async.ranks.leader import LeadingRunner
-from megatron_async.ranks.messages import AwaitTensors, BuildEngine, BuildModel, LoadModel
+from megatron_async.ranks.messages import (
+    AwaitTensors,
+    BuildEngine,
+    BuildModel,
+    LoadModel,
+    Sleep,
+    WakeUp,
+)
 from megatron_async.ranks.new_weights import await_tensors
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.controller import TextGenerationController
@@ -100,6 +108,43 @@ def lead_engine(
     return runner
 
 
+class MemoryOfRanks(Memory):
+    """What engine ``engine`` can give back, on all ranks of ``group``; rank 0's is ``own``."""
+
+    def __init__(self, own: Memory, group: RankGroup, engine: int) -> None:
+        self._own, self._group, self._engine = own, group, engine
+
+    @property
+    def can_sleep(self) -> bool:
+        return self._own.can_sleep
+
+    def release(self, *, keep_weights: bool) -> None:
+        self._group.tell(Sleep(self._engine, keep_weights))
+        self._own.release(keep_weights=keep_weights)
+        self._group.await_answers()
+
+    def restore(self, tag: str) -> None:
+        self._group.tell(WakeUp(self._engine, tag))
+        failed: CacheTooLargeError | None = None
+        try:
+            self._own.restore(tag)
+        except CacheTooLargeError as error:
+            failed = error
+        self._group.await_answers()
+        if failed is not None:
+            raise failed
+
+
+def memory_of(
+    model: Any, context: DynamicInferenceContext, runner: ModelRunner, group: RankGroup | None
+) -> Memory:
+    """What an engine over a wrapped model can give back."""
+    own = Memory(context.regions, getattr(model, "weights_region", None))
+    if group is None or not isinstance(runner, LeadingRunner):
+        return own
+    return MemoryOfRanks(own, group, runner.engine)
+
+
 class StopWhenARankDies:
     """Stops the engine that has these parts, if it does nothing then too; whoever waits for its
     device gets the error. The engine holds it: the group forgets it with the engine."""
@@ -138,6 +183,7 @@ class RankModel:
     def __init__(self, device: str, wrapper: GPTInferenceWrapper | None = None) -> None:
         self._device: torch.device = device_of_rank(device)
         self._wrapper = wrapper
+        self._memory: dict[int, Memory] = {}
 
     def load(self, message: LoadModel) -> None:
         """See :class:`LoadModel`."""
@@ -174,6 +220,7 @@ class RankModel:
         )
         device = open_device(self._device, config)
         options = runner_options(config, limits, drafting) | {"progress": None}
+        self._memory[message.engine] = Memory(context.regions, self._wrapper.weights_region)
         return device, controller.attach(device, context, **options)
 
     def read_weights(self, source: str, allow_non_finite_weights: bool) -> Callable[[], None]:
@@ -188,6 +235,14 @@ class RankModel:
         return await_tensors(
             self._wrapper.model, message.tensors, all_parameters=message.all_parameters
         )
+
+    def sleep(self, message: Sleep) -> None:
+        """See :class:`Sleep`."""
+        self._memory[message.engine].release(keep_weights=message.keep_weights)
+
+    def wake_up(self, message: WakeUp) -> None:
+        """See :class:`WakeUp`."""
+        self._memory[message.engine].restore(message.tag)
 
 
 def _unfrozen(fields: dict[str, Any]) -> dict[str, Any]:

@@ -19,12 +19,48 @@ TAGS = (WEIGHTS, KV_CACHE)
 LEVELS = (1, 2)
 
 
+class Memory:
+    """What an engine can give back, on this rank.
+
+    Args:
+        kv_caches: all of the engine's, until they are freed.
+        weights: the model's, of which no other engine makes use.
+    """
+
+    def __init__(self, kv_caches: list[Region], weights: Region | None) -> None:
+        self._kv_caches = kv_caches
+        self._weights = weights
+
+    @property
+    def can_sleep(self) -> bool:
+        """It was built so that it can be given back."""
+        return self._weights is not None and bool(self._kv_caches)
+
+    def release(self, *, keep_weights: bool) -> None:
+        """Give all of it back; nothing is in flight."""
+        for cache in self._kv_caches:
+            cache.release(keep=False)
+        if self._weights is not None:
+            self._weights.release(keep=keep_weights)
+
+    def restore(self, tag: str) -> None:
+        """Take a part back, unless it is there.
+
+        Raises:
+            CacheTooLargeError: somebody else has the memory; it can be tried again.
+        """
+        if tag == KV_CACHE:
+            for cache in self._kv_caches:
+                cache.restore(zeros=True)
+        elif self._weights is not None:
+            self._weights.restore()
+
+
 class SleepMode:
     """What of one engine's memory is there. Its methods are called between two steps, as a step.
 
     Args:
-        kv_caches: all of the engine's.
-        weights: the model's, of which no other engine makes use.
+        memory: of this rank, or of all (``ranked_build.MemoryOfRanks``).
         recover: called with an error that changes nothing.
 
     Attributes:
@@ -36,16 +72,14 @@ class SleepMode:
         self,
         loop: DecodeLoop,
         device: Device,
-        kv_caches: Iterable[Region],
-        weights: Region | None,
+        memory: Memory,
         recover: Callable[[BaseException], None],
     ) -> None:
         self.asleep: frozenset[str] = frozenset()
         self.lost_weights = False
         self._loop = loop
         self._device = device
-        self._kv_caches = list(kv_caches)
-        self._weights = weights
+        self._memory = memory
         self._recover = recover
         self._was_suspended = False
 
@@ -56,7 +90,7 @@ class SleepMode:
 
     def check_possible(self) -> None:
         """Raises ConfigError unless the engine was built for it."""
-        if self._weights is None or not self._kv_caches:
+        if not self._memory.can_sleep:
             raise ConfigError(
                 "the engine cannot sleep; build it with EngineConfig(enable_sleep_mode=True), or "
                 "serve with --enable-sleep-mode"
@@ -77,17 +111,13 @@ class SleepMode:
     def sleep(self, level: int) -> None:
         """Commit what is in flight, give up what running requests have in the cache, and release
         the memory; what sleeps already stays so."""
-        weights = self._weights
-        assert weights is not None
         if not self.is_sleeping:
             self._was_suspended = self._loop.suspended
         self._loop.suspend()
         self._loop.give_up_cache()
         self._device.synchronize()
-        for cache in self._kv_caches:
-            cache.release(keep=False)
         self.lost_weights |= level == 2
-        weights.release(keep=not self.lost_weights)
+        self._memory.release(keep_weights=not self.lost_weights)
         self.asleep = frozenset(TAGS)
 
     def suspend(self) -> None:
@@ -109,14 +139,10 @@ class SleepMode:
         self._go_on()
 
     def _restore(self, tags: frozenset[str]) -> None:
-        if WEIGHTS in tags & self.asleep:
-            assert self._weights is not None
-            self._weights.restore()
-            self.asleep -= {WEIGHTS}
-        if KV_CACHE in tags & self.asleep:
-            for cache in self._kv_caches:
-                cache.restore(zeros=True)
-            self.asleep -= {KV_CACHE}
+        for tag in TAGS:
+            if tag in tags & self.asleep:
+                self._memory.restore(tag)
+                self.asleep -= {tag}
 
     def weights_replaced(self) -> None:
         """All weights are new."""

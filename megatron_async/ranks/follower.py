@@ -43,6 +43,10 @@ class Model(Protocol):
 
     def await_tensors(self, message: messages.AwaitTensors) -> Callable[[], None]: ...
 
+    def sleep(self, message: messages.Sleep) -> None: ...
+
+    def wake_up(self, message: messages.WakeUp) -> None: ...
+
 
 class Group:
     """A follower's end of a group; see ``RankGroup``."""
@@ -140,13 +144,20 @@ class Follower:
             case messages.AwaitTensors():
                 self._replace = self._model.await_tensors(message)
             case messages.ReplaceWeights():
-                for device, _ in self._engines.values():
-                    device.synchronize()
+                self._synchronize()
                 if self._replace is not None:
                     self._replace()
                 self._replace = None
-                for device, _ in self._engines.values():
-                    device.synchronize()
+                self._synchronize()
+            case messages.Sleep():
+                self._synchronize()
+                self._model.sleep(message)
+            case messages.WakeUp():
+                self._model.wake_up(message)
+
+    def _synchronize(self) -> None:
+        for device, _ in self._engines.values():
+            device.synchronize()
 
     def _step(self, message: Message) -> None:
         """A call of rank 0's loop on its runner."""

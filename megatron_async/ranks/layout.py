@@ -89,8 +89,6 @@ def unsupported(layout: Layout, config: EngineConfig) -> Iterable[str]:
     """What a configuration asks for that a group of several ranks does not do, a line each."""
     if layout.world_size == 1:
         return
-    if config.enable_sleep_mode:
-        yield f"enable_sleep_mode does not go together with {layout}: only rank 0 would sleep"
     if config.device is not None and config.device.startswith("cuda:"):
         yield f"device={config.device!r} is one GPU; use 'cuda', of which each rank takes its own"
     if (

@@ -136,6 +136,25 @@ class ReplaceWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class Sleep:
+    """Give memory back, of the KV caches of engine ``engine`` and of the weights, whose values are
+    kept in the host's memory or not; nothing is in flight."""
+
+    engine: int
+    keep_weights: bool
+    is_answered: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True)
+class WakeUp:
+    """Take memory back: a tag of ``engine/sleep_mode.py``."""
+
+    engine: int
+    tag: str
+    is_answered: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """End."""
 
@@ -155,6 +174,8 @@ Message = (
     | ReadWeights
     | AwaitTensors
     | ReplaceWeights
+    | Sleep
+    | WakeUp
     | Stop
 )
 

@@ -31,10 +31,12 @@ from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.load import load_wrapper, shared_config
 from megatron_async.engine.rank_process import follow
 from megatron_async.engine.ranked_build import RankModel
+from megatron_async.engine.sleep_mode import KV_CACHE, WEIGHTS
+from megatron_async.errors import CacheTooLargeError
 from megatron_async.ranks.follower import Follower
 from megatron_async.ranks.group import RankGroup, lead
 from megatron_async.ranks.layout import Layout
-from megatron_async.ranks.messages import LoadModel, Message, ReplaceWeights
+from megatron_async.ranks.messages import LoadModel, Message, ReplaceWeights, Sleep, WakeUp
 from megatron_async.runner.controller import TextGenerationController
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.weight_transfer.shared_weights import SharedWeights, open_weights
@@ -49,6 +51,7 @@ GREEDY = SamplingParams(temperature=0.0, num_tokens_to_generate=NEW_TOKENS, term
 CONFIG = EngineConfig(
     device="cpu", inference_async_scheduling=True, depth=2, max_requests=2, block_size_tokens=8,
     block_count=40, max_sequence_length=64, batch_invariant=True, debug=True,
+    enable_sleep_mode=True,
 )  # fmt: skip
 MODELS = {"dense": "tiny", "experts": "tiny-moe"}
 FC1 = "decoder.layers.1.mlp.linear_fc1.weight"
@@ -80,14 +83,24 @@ def engine_over(path: Path, layout: Layout, store: dist.Store) -> Iterator[Dynam
 
 def watch_updates(file: Path) -> None:
     """Have a rank other than 0 end with an error when new weights come to other addresses, and
-    write down what it has after each update."""
+    write down what it has after each update, and what it has given back. Of three wake-ups of the
+    cache the second finds no memory."""
     prepare = Follower._prepare
+    wakes = iter([False, True, False])
 
     def prepared(follower: Follower, message: Message) -> None:
+        model = follower._model
+        assert isinstance(model, RankModel)
+        if isinstance(message, Sleep | WakeUp):
+            if message == WakeUp(1, KV_CACHE) and next(wakes):
+                raise CacheTooLargeError("no memory")
+            prepare(follower, message)
+            with file.with_suffix(".asleep").open("a") as out:
+                out.write(f"{asleep(model)}\n")
+            return
         if not isinstance(message, ReplaceWeights):
             return prepare(follower, message)
-        model = follower._model
-        assert isinstance(model, RankModel) and model._wrapper is not None
+        assert model._wrapper is not None
         parameters = dict(model._wrapper.model.named_parameters())
         before = [parameter.data_ptr() for parameter in parameters.values()]
         prepare(follower, message)
@@ -96,6 +109,22 @@ def watch_updates(file: Path) -> None:
             out.write(f"{digest_of(parameters)}\n")
 
     Follower._prepare = prepared  # type: ignore[method-assign, assignment]
+
+
+def asleep(model: RankModel) -> str:
+    """What a rank has given back; weights that it still has on a CPU count as kept."""
+    (memory,) = model._memory.values()
+    weights, caches = memory._weights, memory._kv_caches
+    assert weights is not None and caches
+    given = [
+        name
+        for name, is_so in (
+            ("weights", weights.is_released),
+            ("caches", all(each.is_released for each in caches)),
+        )
+        if is_so
+    ]
+    return ",".join(given) or "nothing"
 
 
 def digest_of(parameters: dict[str, Tensor]) -> str:
@@ -146,6 +175,34 @@ def under_way(engine: DynamicInferenceEngine, new: Any, partial_rollouts: str) -
         "spans": [[[s.version - first, s.start] for s in r.weight_spans] for r in found],
         "restarts": [request.counters.restarts for request in found],
     }
+
+
+def slept(engine: DynamicInferenceEngine, old: dict[str, Tensor], new: dict[str, Tensor]) -> Found:
+    """Requests that run while the engine sleeps, with its weights and without; then the old ones
+    are back."""
+    futures = [engine.add_request(n, prompt, GREEDY) for n, prompt in enumerate(PROMPTS)]
+    for _ in range(7):
+        engine.step_modern()
+    engine.sleep(1)
+    engine.wake_up()
+    while engine.has_unfinished_requests():
+        engine.step_modern()
+    engine.sleep(2)
+    while_asleep = refused(lambda: engine.update_weights(new))
+    engine.wake_up([WEIGHTS])
+    lacking = {name: value for name, value in new.items() if name != PROJECTION}
+    found = {
+        "tokens": [future.result(0).generated_tokens for future in futures],
+        "while asleep": while_asleep,
+        "lacking": refused(lambda: engine.update_weights(lacking)),
+    }
+    engine.update_weights(by_expert(new))
+    found["no memory"] = refused(lambda: engine.wake_up([KV_CACHE]))
+    found["still asleep"] = sorted(engine.sleep_mode.asleep)
+    engine.wake_up([KV_CACHE])
+    found["new tokens"] = tokens_of(engine)
+    engine.update_weights(old)
+    return found
 
 
 def by_thread(engine: DynamicInferenceEngine, new: Any) -> list[int]:
@@ -213,6 +270,7 @@ def case(engine: DynamicInferenceEngine, folder: Path, model: str, *, alone: boo
     found["restarted"] = under_way(engine, old, "restart")
     if alone:
         return found
+    found["sleep"] = slept(engine, old, new)
     found["some"] = update(engine, {name: new[name] for name in list(new)[::2]})
     found["directory"] = update(engine, folder / f"{model}-new")
     engine.update_weights(old)

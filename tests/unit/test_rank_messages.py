@@ -54,6 +54,8 @@ PLAN = Plan(
         messages.Masks(1, bytes(range(256)) * 3),
         messages.LoadModel("tiny\0\n", {"depth": None, "speculative_step_costs": [[1, 2, 0.5]]}),
         messages.PoisonFreed(1, [4, 5], []),
+        messages.AwaitTensors([["decoder.weight", "bfloat16", [2, 3]]], True),
+        messages.WakeUp(1, "kv_cache"),
         messages.Stop(),
     ],
 )
@@ -107,7 +109,6 @@ def test_layouts() -> None:
     ("layout", "config", "reason"),
     [
         (Layout(2), EngineConfig(device="cuda:1"), "device='cuda:1' is one GPU"),
-        (Layout(2), EngineConfig(enable_sleep_mode=True), "enable_sleep_mode"),
         (Layout(1, 2), EngineConfig(num_speculative_tokens=2), "speculative_method='ngram'"),
         (
             Layout(1, 2),

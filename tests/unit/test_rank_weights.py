@@ -1,4 +1,4 @@
-"""New weights from memory in an engine over ranks, over gloo on the CPU
+"""New weights from memory in an engine over ranks, and its sleep, over gloo on the CPU
 (``tests/support/ranked_weights.py``)."""
 
 from __future__ import annotations
@@ -63,11 +63,9 @@ def test_each_rank_has_its_share_of_whole_tensors(name: str, folder: Path) -> No
     several, _ = found_in(folder, name)
     ways = ["shared memory", "divided trainer" if name.startswith("dense") else "file"]
     assert all(several[way] == several["directory"] != several["some"] for way in ways)
-    new, old, some, directory, old_again, shared, _, last = (
-        (folder / f"{name}.1").read_text().split()
-    )
-    assert new == directory == shared == last
-    assert old == old_again and len({new, old, some}) == 3
+    digests = (folder / f"{name}.1").read_text().split()
+    new, old, after_sleep, _, some, directory, _, shared, _, last = digests
+    assert new == after_sleep == directory == shared == last and len({new, old, some}) == 3
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -85,3 +83,18 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(name: str, fol
         "empty": "the new weights are empty",
     }.items():
         assert refused[kind].startswith("CheckpointError: ") and said in refused[kind]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_all_ranks_sleep_and_wake(name: str, folder: Path) -> None:
+    """Requests that ran go on; discarded weights are waited for, and all must be given."""
+    several, alone = found_in(folder, name)
+    slept = several["sleep"]
+    assert slept["tokens"] == alone["old"] and slept["new tokens"] == alone["new"]
+    assert "wake_up(['weights']) first" in slept["while asleep"]
+    assert f"lack {PROJECTION}, and the old ones were discarded" in slept["lacking"]
+    assert slept["no memory"] == "CacheTooLargeError: rank 1: no memory"
+    assert slept["still asleep"] == ["kv_cache"], "it was tried again"
+    # On a CPU weights that are kept stay where they are; a rank wakes up part by part.
+    given_back = (folder / f"{name}.asleep").read_text().split()
+    assert given_back == ["caches", "caches", "nothing", "weights,caches", "caches", "nothing"]
