@@ -37,6 +37,15 @@ def targets_of(model: GPTModel, names: Collection[str]) -> Targets | None:
     return None if (targets.keys() | targets.elsewhere).isdisjoint(names) else targets
 
 
+def check_complete(targets: Mapping[str, Target], names: Collection[str]) -> None:
+    """Raises CheckpointError unless ``names`` are all of ``targets``."""
+    if missing := targets.keys() - set(names):
+        raise CheckpointError(
+            f"the new weights lack {min(missing)}, and the old ones were discarded; give all of "
+            "them"
+        )
+
+
 def replacement(
     model: GPTModel,
     targets: Mapping[str, Target],
@@ -74,11 +83,8 @@ def replacement(
                 f"the new {name} has dtype {tensor.dtype}; give a float of "
                 f"{', '.join(map(str, FLOATS))}"
             )
-    if all_parameters and (missing := targets.keys() - kept.keys()):
-        raise CheckpointError(
-            f"the new weights lack {min(missing)}, and the old ones were discarded; give all of "
-            "them"
-        )
+    if all_parameters:
+        check_complete(targets, kept)
     if not allow_non_finite_weights:
         each = ((name, tensor, targets[name].view.dtype) for name, tensor in kept.items())
         check_finite("the new weights", each)

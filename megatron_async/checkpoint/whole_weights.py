@@ -108,8 +108,11 @@ def shares_of(model: GPTModel, infos: Sequence[TensorInfo], *, all_parameters: b
             )
         shares.append(share)
     given = {info.name: share.view for info, share in zip(infos, shares, strict=True) if share}
-    if theirs is None:
-        check_given_once(given)
+    if theirs is not None:
+        if all_parameters:
+            huggingface_update.check_complete(theirs, names)
+        return shares
+    check_given_once(given)
     if all_parameters:
         parameters = {stage.whole(name): p for name, p in model.named_parameters()}
         check_complete(parameters, list(given.values()))
