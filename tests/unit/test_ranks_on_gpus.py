@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -45,10 +46,51 @@ with DynamicInferenceEngine.from_pretrained(model, config(0)) as engine:
 print(json.dumps(found))
 """
 
+WEIGHTS = """
+import json, sys
+from safetensors.torch import load_file
+from megatron_async.checkpoint.path import model_directory
+from megatron_async.config import EngineConfig
+from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.sampling_params import SamplingParams
+
+model, device, sizes = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+params = SamplingParams(temperature=0.0, num_tokens_to_generate=40, termination_id=-1)
+old = load_file(model_directory(model) / "model.safetensors")
+new = {name: 1.5 * value if "linear_proj" in name else value for name, value in old.items()}
+config = EngineConfig(device=device, dtype="float32", inference_async_scheduling=True, depth=2,
+                      max_requests=4, max_sequence_length=256, enable_sleep_mode=True, **sizes)
+
+found = []
+with DynamicInferenceEngine.from_pretrained(model, config) as engine:
+    def generate():
+        requests = engine.generate(["def read(path):", "class A:", "x = [1,"], params)
+        found.append([request.generated_tokens for request in requests])
+    generate()
+    where = engine.context.device
+    for weights in (new, {name: value.to(where) for name, value in old.items()}):
+        engine.update_weights(weights)
+        generate()
+    engine.sleep(1)
+    engine.wake_up()
+    generate()
+    engine.sleep(2)
+    engine.wake_up(["weights"])
+    engine.update_weights(new)
+    engine.wake_up()
+    generate()
+print(json.dumps(found))
+"""
+
 
 def tokens_of(model: str, dtype: str, **sizes: int) -> dict[str, list[list[int]]]:
+    found: dict[str, list[list[int]]] = output_of(PROGRAM, model, dtype, sizes)
+    return found
+
+
+def output_of(program: str, model: str, kind: str, sizes: dict[str, int]) -> Any:
     ended = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", PROGRAM, model, dtype, json.dumps(sizes)],
+        [sys.executable, "-W", "ignore", "-c", program, model, kind, json.dumps(sizes)],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         cwd=ROOT,
         check=True,
@@ -56,8 +98,7 @@ def tokens_of(model: str, dtype: str, **sizes: int) -> dict[str, list[list[int]]
         stdout=subprocess.PIPE,
         text=True,
     )
-    found: dict[str, list[list[int]]] = json.loads(ended.stdout.splitlines()[-1])
-    return found
+    return json.loads(ended.stdout.splitlines()[-1])
 
 
 @pytest.mark.parametrize(
@@ -76,3 +117,17 @@ def test_tokens_are_those_of_one_gpu(model: str, sizes: dict[str, int]) -> None:
     assert all(several[depth] == alone["0"] for depth in ("0", "1", "2", "4"))
     coarse = tokens_of(model, "bfloat16", **sizes)
     assert all(coarse[depth] == coarse["0"] for depth in ("1", "2", "4"))
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [
+        ("tiny", {"tensor_model_parallel_size": 2}),
+        ("tiny-moe", {"expert_model_parallel_size": 2}),
+    ],
+)
+def test_new_weights_and_sleep_keep_graphs(model: str, sizes: dict[str, int]) -> None:
+    """Tensors of the host and of rank 0's GPU, and both levels of sleep, under captured graphs."""
+    alone, several = (output_of(WEIGHTS, model, "cuda", each) for each in ({}, sizes))
+    old, new, old_again, kept, new_again = several
+    assert several == alone and old == old_again == kept != new == new_again
