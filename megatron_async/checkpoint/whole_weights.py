@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from megatron_async.checkpoint import huggingface_update
@@ -191,9 +190,3 @@ def _without_tied(model: GPTModel, tensors: dict[str, Tensor]) -> dict[str, Tens
                 f"the new {output} differs from the new {embedding}, to which the model ties it"
             )
     return tensors
-
-
-def copy_share(share: Target, whole: Tensor) -> None:
-    """Copy this rank's share of a whole tensor to where it is served from."""
-    with torch.inference_mode():
-        share.copy_from(whole)

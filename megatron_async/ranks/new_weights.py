@@ -7,8 +7,7 @@ one is, as it comes: nothing but one tensor is gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from megatron_async.checkpoint.targets import Target
 from megatron_async.checkpoint.update import is_file, read_file
-from megatron_async.checkpoint.whole_weights import check_whole, copy_share, shares_of
+from megatron_async.checkpoint.whole_weights import check_whole, shares_of
 from megatron_async.errors import CheckpointError, IntegrityError, MegatronAsyncError
 from megatron_async.ranks.messages import AwaitTensors, Message, ReadWeights, ReplaceWeights
 from megatron_async.weight_transfer.tensor_info import TensorInfo, infos_of
@@ -57,27 +56,43 @@ def read_weights(
     Raises:
         CheckpointError: they do not fit on some rank.
     """
-    if isinstance(source, (str, Path)) and not is_file(source):
-        group.tell(ReadWeights(str(source), allow_non_finite_weights))
-        failed: MegatronAsyncError | None = None
-        try:
-            replace = read()
-        except MegatronAsyncError as error:
-            failed = error
-        group.await_answers()
-        if failed is not None:
-            raise failed
-        return _on_all(group, replace)
-    tensors, shares = check_whole(
-        model,
-        read_file(source) if isinstance(source, (str, Path)) else source,
-        allow_non_finite_weights=allow_non_finite_weights,
-        all_parameters=all_parameters,
-    )
-    group.tell(AwaitTensors([info.to_json() for info in infos_of(tensors)], all_parameters))
+    try:
+        if isinstance(source, (str, Path)) and not is_file(source):
+            return _on_all(group, _read_everywhere(group, source, read, allow_non_finite_weights))
+        tensors, shares = check_whole(
+            model,
+            read_file(source) if isinstance(source, (str, Path)) else source,
+            allow_non_finite_weights=allow_non_finite_weights,
+            all_parameters=all_parameters,
+        )
+        device = next(model.parameters()).device
+        moved = [tensor for tensor in tensors.values() if not _lies_well(tensor, device)]
+        room = Room(moved, device)
+        _have_awaited(group, [info.to_json() for info in infos_of(tensors)], all_parameters)
+    except CheckpointError:
+        _have_awaited(group, [], False)  # what others have read, or have room for
+        raise
+    return _on_all(group, lambda: _send(tensors, shares, room))
+
+
+def _read_everywhere(
+    group: Group, source: str | Path, read: Callable[[], Replace], allow_non_finite_weights: bool
+) -> Replace:
+    group.tell(ReadWeights(str(source), allow_non_finite_weights))
+    failed: MegatronAsyncError | None = None
+    try:
+        replace = read()
+    except MegatronAsyncError as error:
+        failed = error
     group.await_answers()
-    device = next(model.parameters()).device
-    return _on_all(group, lambda: _send(tensors, shares, device))
+    if failed is not None:
+        raise failed
+    return replace
+
+
+def _have_awaited(group: Group, tensors: list[list[Any]], all_parameters: bool) -> None:
+    group.tell(AwaitTensors(tensors, all_parameters))
+    group.await_answers()
 
 
 def await_tensors(model: Any, tensors: Sequence[Any], *, all_parameters: bool) -> Replace:
@@ -88,8 +103,33 @@ def await_tensors(model: Any, tensors: Sequence[Any], *, all_parameters: bool) -
     """
     infos = [TensorInfo.from_json(each) for each in tensors]
     shares = shares_of(model, infos, all_parameters=all_parameters)
-    device = next(model.parameters()).device
-    return lambda: _receive(infos, shares, device)
+    room = Room(infos, next(model.parameters()).device)
+    return lambda: _receive(infos, shares, room)
+
+
+class Room:
+    """Memory of ``device`` for one of ``tensors`` at a time.
+
+    Raises:
+        CheckpointError: there is none for the largest.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor | TensorInfo], device: torch.device) -> None:
+        self.device = device
+        size = max((each.nbytes for each in tensors), default=0)
+        try:
+            with torch.inference_mode():
+                self._memory = torch.empty(size, dtype=torch.uint8, device=device)
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"there is no room on {device} for one of the new weights, of {size:,} bytes, "
+                f"beside those that are served: {str(error).splitlines()[0]}"
+            ) from error
+
+    def tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        """Over the memory; what was there before is gone."""
+        size = torch.Size(shape).numel() * dtype.itemsize
+        return self._memory[:size].view(dtype).view(torch.Size(shape))
 
 
 def _on_all(group: Group, replace: Replace) -> Replace:
@@ -111,44 +151,29 @@ def _with_reason(group: Group, replace: Replace) -> None:
         raise group.explain(error) from error
 
 
-def _send(
-    tensors: Mapping[str, Tensor], shares: Sequence[Target | None], device: torch.device
-) -> None:
-    with _in_turns(tensors.values(), device) as place:
+def _send(tensors: Mapping[str, Tensor], shares: Sequence[Target | None], room: Room) -> None:
+    with torch.inference_mode():
         for tensor, share in zip(tensors.values(), shares, strict=True):
             there = tensor.detach()
-            if there.device != device or not there.is_contiguous():
-                there = place(tensor.dtype, tensor.shape).copy_(there)
+            if not _lies_well(there, room.device):
+                there = room.tensor(tensor.dtype, tensor.shape).copy_(there)
             _broadcast(there)
             if share is not None:
-                copy_share(share, there)
+                share.copy_from(there)
 
 
-def _receive(
-    infos: Sequence[TensorInfo], shares: Sequence[Target | None], device: torch.device
-) -> None:
-    with _in_turns(infos, device) as place:
-        for info, share in zip(infos, shares, strict=True):
-            there = place(info.dtype, info.shape)
-            _broadcast(there)
-            if share is not None:
-                copy_share(share, there)
-
-
-@contextmanager
-def _in_turns(
-    tensors: Any, device: torch.device
-) -> Iterator[Callable[[torch.dtype, Sequence[int]], Tensor]]:
-    """Memory of ``device`` for one of ``tensors`` at a time, by dtype and shape."""
-    size = max(each.nbytes for each in tensors)
+def _receive(infos: Sequence[TensorInfo], shares: Sequence[Target | None], room: Room) -> None:
     with torch.inference_mode():
-        memory = torch.empty(size, dtype=torch.uint8, device=device)
+        for info, share in zip(infos, shares, strict=True):
+            there = room.tensor(info.dtype, info.shape)
+            _broadcast(there)
+            if share is not None:
+                share.copy_from(there)
 
-        def place(dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-            elements = torch.Size(shape).numel()
-            return memory[: elements * dtype.itemsize].view(dtype).view(torch.Size(shape))
 
-        yield place
+def _lies_well(tensor: Tensor, device: torch.device) -> bool:
+    """It can be sent from where it is."""
+    return tensor.device == device and tensor.is_contiguous()
 
 
 def _broadcast(tensor: Tensor) -> None:
