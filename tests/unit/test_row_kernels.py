@@ -74,3 +74,12 @@ def test_attention(
     found = rows.launch_attention(*given, dim**-0.5)
     assert_near(found, expected, dtype)
     assert torch.equal(keys.cpu(), on_host[3]) and torch.equal(values.cpu(), on_host[4])
+
+
+@on_devices
+def test_vectors_with_gaps(device: str) -> None:
+    x, weight = (drawn(*s, device=device, dtype=torch.float32) for s in ((80,), (40, 40)))
+    gaps, bias = x[::2], torch.zeros(40, device=device)
+    assert_near(rows.launch_rows(gaps, weight, None), weight.cpu() @ gaps.cpu(), x.dtype)
+    found = rows.launch_columns(gaps, weight, bias, 1)[0]
+    assert_near(found, gaps.cpu() @ weight.cpu(), x.dtype)

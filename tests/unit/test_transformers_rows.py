@@ -71,7 +71,7 @@ def test_tokens_are_those_of_stock_and_all_is_put_back(
     compiled = step_module.CapturedStep._compile
     monkeypatch.setattr(
         step_module.CapturedStep, "_compile",
-        lambda step, given: ran.append(step._used_cache) or compiled(step, given),
+        lambda step, *given: ran.append(step._used_cache) or compiled(step, *given),
     )  # fmt: skip
     for more in ({}, {"do_sample": True, "temperature": 0.9, "top_k": 9}):
         stock, ours = stock_and_ours(model, **more)
@@ -172,6 +172,63 @@ def test_an_interrupt_puts_all_back(said: list[str], monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(rows_module, "attend_one", plain)
     stock, ours = stock_and_ours(model)
     assert torch.equal(ours, stock)
+
+
+def test_an_interrupt_while_forwards_are_swapped_in() -> None:
+    model = sdpa("llama")
+    cache = transformers.StaticCache(config=model.config, max_cache_len=8)
+    rows = rows_module.RowForward(model, rows_module.RowCache(cache, *[torch.zeros(1)] * 2))
+
+    class Interrupted(dict[Any, Any]):
+        def items(self) -> Any:
+            yield next(iter(super().items()))
+            raise KeyboardInterrupt
+
+    rows._forwards = Interrupted(rows._forwards)
+    names = set(ALL_ATTENTION_FUNCTIONS)
+    with pytest.raises(KeyboardInterrupt), rows.swapped():
+        pass
+    assert model.config._attn_implementation == "sdpa" and set(ALL_ATTENTION_FUNCTIONS) == names
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_errors_of_other_kinds_and_captures_that_fail(
+    said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's errors are no RuntimeErrors; a step that has run is not run again."""
+    model = sdpa("llama")
+
+    def fails(*given: Any) -> Any:
+        raise ValueError("no kernel")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rows_module, "attend_one", fails)
+        stock, ours = stock_and_ours(model)
+    assert torch.equal(ours, stock)
+    assert said == ["a captured step has no kernels of one token: no kernel"]
+
+    class NoCapture(CalledGraphs):
+        def capture(self, step: Any) -> Any:
+            raise RuntimeError("no capture")
+
+    graphs = NoCapture()
+    custom = CapturedGenerate(3, LateStreams(), graphs)
+    with pytest.raises(RuntimeError, match="no capture"):
+        model.generate(**arguments(), custom_generate=custom)
+    assert graphs.runs == 1 and not custom._steps
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_each_step_has_versions_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where steps shared a code, the second version would be one too many."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
+    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
+    layer, given = nn.Linear(4, 4), torch.ones(1, 4)
+    for factor in (1.0, 2.0, 3.0):
+        layer.forward = lambda input, factor=factor: input * factor  # type: ignore[method-assign]
+        call = torch.compile(step_module.call_of_its_own(layer), backend="eager")
+        assert torch.equal(call(input=given), given * factor)
 
 
 def test_linear_layers_that_somebody_changed_keep_their_forward() -> None:

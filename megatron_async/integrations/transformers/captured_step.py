@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,7 +16,6 @@ from megatron_async.integrations.transformers.model_calls import (
 )
 from megatron_async.integrations.transformers.notices import say_once
 from megatron_async.integrations.transformers.row_forward import (
-    NoRowsError,
     RowCache,
     RowForward,
     why_not,
@@ -138,18 +138,19 @@ class CapturedStep:
 
         self._used_cache, self._in_parts = rows, True
         try:
-            with forward.swapped():
+            with forward.swapped(), torch.cuda.device_of(self._token):
                 rows.probe(self._logits)
-            self._compile(without_padding(self._compiled))
-            self._run_and_capture(graphs, step)
-        except (NoRowsError, RuntimeError) as error:  # the compiler's errors are RuntimeErrors
+            self._compile(without_padding(self._compiled), call_of_its_own(self._model))
+            graphs.run(step)
+        except Exception as error:  # of the probe, the model, the compiler or Triton
             self._used_cache, self._in_parts = self.cache, False
             self._forward, self._finish = self._model, self._take
-            return (str(error).splitlines() or [""])[0]
+            return (str(error).splitlines() or [type(error).__name__])[0]
+        self._replay = graphs.capture(step)  # the token is there: nothing may run it again
         return None
 
-    def _compile(self, arguments: dict[str, Any]) -> None:
-        self._forward = torch.compile(self._model.__call__, **arguments)
+    def _compile(self, arguments: dict[str, Any], call: Any = None) -> None:
+        self._forward = torch.compile(call or self._model.__call__, **arguments)
         if not self._sample:  # compiled code draws other random numbers
             self._finish = torch.compile(self._take, **arguments)
 
@@ -195,6 +196,17 @@ class CapturedStep:
         self.results.index_copy_(0, self._cursor, result[None])
         self._token.copy_(tokens[:, None])
         self._cursor.add_(1)
+
+
+def call_of_its_own(model: Any) -> Callable[..., Any]:
+    """``model``'s call with code of its own. The compiler limits the versions of a code, and each
+    step with other forwards is one: they would use up those of stock's compiled forward."""
+
+    def call(**given: Any) -> Any:
+        return model(**given)
+
+    call.__code__ = call.__code__.replace()
+    return call
 
 
 def without_padding(compiled: dict[str, Any]) -> dict[str, Any]:

@@ -161,18 +161,18 @@ class RowForward:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """All is as before behind it."""
-        ALL_ATTENTION_FUNCTIONS[self._name] = self._cache.attention
-        self._model.config._attn_implementation = self._name
-        for module, forward in self._forwards.items():
-            module.forward = forward
+        """All is as before behind it, wherever an interrupt comes."""
         try:
+            ALL_ATTENTION_FUNCTIONS[self._name] = self._cache.attention
+            self._model.config._attn_implementation = self._name
+            for module, forward in self._forwards.items():
+                module.forward = forward
             yield
         finally:
             for module in self._forwards:
-                del module.forward
+                vars(module).pop("forward", None)
             self._model.config._attn_implementation = "sdpa"
-            del ALL_ATTENTION_FUNCTIONS[self._name]
+            ALL_ATTENTION_FUNCTIONS.pop(self._name, None)
 
 
 def is_plain(module: nn.Module) -> bool:

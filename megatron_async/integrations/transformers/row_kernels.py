@@ -227,7 +227,7 @@ if HAS_TRITON:
 
     def launch_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """:func:`times_rows` by the kernel: a warp for each row."""
-        outer, inner = weight.shape
+        x, (outer, inner) = x.contiguous(), weight.shape
         out = torch.empty(outer, dtype=x.dtype, device=x.device)
         block = 256 if x.element_size() == 2 else 128
         steps = triton.cdiv(inner, block)
@@ -240,7 +240,7 @@ if HAS_TRITON:
 
     def launch_columns(x: Tensor, weight: Tensor, bias: Tensor | None, parts: int) -> Tensor:
         """:func:`times_columns` (with a bias) or :func:`parts_of_columns` by the kernel."""
-        inner, outer = weight.shape
+        x, (inner, outer) = x.contiguous(), weight.shape
         dtype = torch.float32 if bias is None else x.dtype
         out = torch.empty((parts, outer), dtype=dtype, device=x.device)
         part = inner // parts
