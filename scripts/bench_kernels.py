@@ -31,6 +31,7 @@ from megatron_async.kernels.gemm import batch_invariant_triton as gemm
 from megatron_async.models.fused.tuning import ERROR_LIMIT, Rig, Step, in_turns
 from megatron_async.models.shapes import SHAPES
 from megatron_async.runner.attention_metadata import AttentionMetadata
+from megatron_async.runner.cache_attention import CacheAttention
 from megatron_async.runner.context import DynamicInferenceContext
 
 MOST_COPIES, ROUND_BYTES = 20, 400e6
@@ -94,9 +95,9 @@ def attention_calls(
     mapping = context.block_table[slots, positions // BLOCK_SIZE] * BLOCK_SIZE
     mapping += positions % BLOCK_SIZE
     tokens, width = rows * window, (heads + 2 * kv_heads) * head_dim
-    context.begin(
-        AttentionMetadata(positions, slots, mapping, tokens, positions + 1, window=window)
-    )
+    metadata = AttentionMetadata(positions, slots, mapping, tokens, positions + 1, window=window)
+    context.begin(metadata)
+    cached = CacheAttention(context.kv_cache, context.block_table, batch_invariant=False)
     packed = torch.randn(tokens, width, device=device, dtype=torch.bfloat16)
     query = packed[:, : heads * head_dim].reshape(tokens, heads, head_dim)
     cos_sin = torch.randn(max(lengths) + window, 2, head_dim // 2, device=device)
@@ -107,10 +108,11 @@ def attention_calls(
     def three(number: int) -> torch.Tensor:
         cache, slots = context.kv_cache[number % layers], context.slot_mapping
         rotated = rope_append.rope_append(packed, *cache, slots, positions, cos_sin)
-        return context._attend_appended(rotated, *cache, scale, {})
+        return cached.attend_appended(metadata, rotated, *cache, scale, {})
 
     def attention(number: int) -> torch.Tensor:
-        return context._attend_appended(query, *context.kv_cache[number % layers], scale, {})
+        cache = context.kv_cache[number % layers]
+        return cached.attend_appended(metadata, query, *cache, scale, {})
 
     return {"one": one, "three": three, "attention": attention}, byte_count
 

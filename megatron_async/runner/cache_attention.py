@@ -82,7 +82,7 @@ class CacheAttention:
         """See the context's."""
         keys, values = self.kv_cache[layer]
         paged_attention.append_kv(keys, values, key, value, tokens.slot_mapping)
-        return self._attend_appended(tokens, query, keys, values, scale, limits)
+        return self.attend_appended(tokens, query, keys, values, scale, limits)
 
     def attend_latent(
         self,
@@ -97,7 +97,7 @@ class CacheAttention:
         (keys,) = self.kv_cache[layer]
         if latent is not None:
             keys.flatten(0, 1).index_copy_(0, tokens.slot_mapping, latent)
-        return self._attend_appended(tokens, query, keys, keys, scale, {"latent": rank})
+        return self.attend_appended(tokens, query, keys, keys, scale, {"latent": rank})
 
     def append_latent(
         self,
@@ -151,7 +151,7 @@ class CacheAttention:
             packed, keys, values, tokens.slot_mapping, tokens.position_ids, cos_sin, q_weight,
             k_weight, eps,
         )  # fmt: skip
-        return self._attend_appended(tokens, query, keys, values, scale, limits)
+        return self.attend_appended(tokens, query, keys, values, scale, limits)
 
     def heads_of_decode(
         self,
@@ -171,7 +171,7 @@ class CacheAttention:
             gaps=tokens.has_gaps, limits=limits,
         )  # fmt: skip
 
-    def _attend_appended(
+    def attend_appended(
         self,
         tokens: AttentionMetadata,
         query: torch.Tensor,
@@ -180,6 +180,7 @@ class CacheAttention:
         scale: float,
         limits: dict[str, Any],
     ) -> torch.Tensor:
+        """Attention over what the cache has already."""
         rows = tokens.decode_rows
         if tokens.chunks is None or self._each_token_is_a_row(query, limits):
             return self._attend_decode(tokens, query, keys, values, scale, limits)
