@@ -219,11 +219,10 @@ def test_errors_of_other_kinds_and_captures_that_fail(
     assert all("forward" not in vars(module) for module in model.modules())
 
 
-def test_each_step_has_versions_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+@torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True)
+def test_each_step_has_versions_of_its_own() -> None:
     """Where steps shared a code, the second version would be one too many."""
     torch._dynamo.reset()
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 1)
-    monkeypatch.setattr(torch._dynamo.config, "fail_on_recompile_limit_hit", True)
     layer, given = nn.Linear(4, 4), torch.ones(1, 4)
     for factor in (1.0, 2.0, 3.0):
         layer.forward = lambda input, factor=factor: input * factor  # type: ignore[method-assign]
