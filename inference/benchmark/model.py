@@ -20,8 +20,8 @@ from megatron_async.models.build import build_random_model
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.shapes import SHAPES
 from megatron_async.models.wrapper import GPTInferenceWrapper
-from megatron_async.ranks.group import device_of_rank
 from megatron_async.ranks.messages import BuildModel, LoadModel
+from megatron_async.ranks.start import device_of_rank
 
 from ..cli.options import PARALLEL_SIZES
 

@@ -19,9 +19,10 @@ from megatron_async.errors import CheckpointError, ConfigError
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.releasable_weights import move_parameters
 from megatron_async.models.wrapper import GPTInferenceWrapper
-from megatron_async.ranks.group import RankGroup, device_of_rank, start_group
+from megatron_async.ranks.group import RankGroup
 from megatron_async.ranks.layout import Layout, check_supported
 from megatron_async.ranks.messages import LoadModel
+from megatron_async.ranks.start import device_of_rank, start_group
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.controller import TextGenerationController
 

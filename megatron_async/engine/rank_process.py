@@ -15,9 +15,9 @@ from megatron_async.engine.ranked_build import RankModel
 from megatron_async.errors import ConfigError
 from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.ranks.follower import EXIT_ORPHAN, Follower, join_group
-from megatron_async.ranks.group import device_of_rank
 from megatron_async.ranks.layout import Layout
 from megatron_async.ranks.meeting import environment_store
+from megatron_async.ranks.start import device_of_rank
 
 WATCH_SECONDS = 1.0
 

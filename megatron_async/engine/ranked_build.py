@@ -22,7 +22,7 @@ from megatron_async.engine.step_lock import StepLock
 from megatron_async.errors import CacheTooLargeError, ConfigError, EngineStoppedError, RankDiedError
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.wrapper import GPTInferenceWrapper
-from megatron_async.ranks.group import RankGroup, device_of_rank
+from megatron_async.ranks.group import RankGroup
 from megatron_async.ranks.layout import Layout, check_supported
 from megatron_async.ranks.leader import LeadingRunner
 from megatron_async.ranks.messages import (
@@ -34,6 +34,7 @@ from megatron_async.ranks.messages import (
     WakeUp,
 )
 from megatron_async.ranks.new_weights import await_tensors
+from megatron_async.ranks.start import device_of_rank
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.controller import TextGenerationController
 from megatron_async.runner.model_runner import ModelRunner

@@ -1,27 +1,22 @@
-"""The ranks of one model, as rank 0 has them: their start, what they are told, their death."""
+"""The ranks of one model, as rank 0 has them: what they are told, and their death."""
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import queue
-import signal
 import subprocess
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from megatron_async import errors
-from megatron_async.config import DEFAULT_RANK_TIMEOUT_SECONDS
 from megatron_async.errors import (
     ConfigError,
     MegatronAsyncError,
@@ -30,30 +25,24 @@ from megatron_async.errors import (
 from megatron_async.models import parallel
 from megatron_async.models.parallel import ModelParallel
 from megatron_async.ranks import new_weights, process_group
-from megatron_async.ranks.channel import ConnectionSender, RingSender, Sender
+from megatron_async.ranks.channel import Sender
 from megatron_async.ranks.heartbeat import Heartbeats
 from megatron_async.ranks.layout import Layout
 from megatron_async.ranks.meeting import (
     BEAT,
-    WAKE,
     Call,
-    accept_all,
-    environment_number,
-    environment_store,
 )
 from megatron_async.ranks.messages import Message, Stop, encode
+from megatron_async.ranks.processes import EXIT_SECONDS, end_processes, how_ended, wait_for
 
 T = TypeVar("T")
-FOLLOWER_MODULE = "megatron_async.engine.rank_process"
-EXIT_SECONDS = 5.0
-"""For a rank that was told to end, or has hung up."""
 EXPLAIN_SECONDS = 3.0
 """For the connection to a rank to say that it has died, when a collective has."""
 LOOK_SECONDS = 1.0
 """Between two looks whether somebody still has the group."""
 
 
-_unfinished: list[threading.Thread] = []
+unfinished: list[threading.Thread] = []
 """Threads of this process that met ranks which died meanwhile."""
 
 
@@ -143,7 +132,7 @@ class RankGroup:
                     break
                 self.check()
         except BaseException:
-            _unfinished.append(joining)  # torch numbers groups: the next one would not be found
+            unfinished.append(joining)  # torch numbers groups: the next one would not be found
             raise
         if isinstance(found, tuple):
             return found[0]
@@ -297,13 +286,13 @@ class RankGroup:
     def _died(self, rank: int, reason: str | None) -> None:
         if self._closed:
             return
-        how = reason or _how_ended(self._processes.get(rank))
+        how = reason or how_ended(self._processes.get(rank))
         self.failure = RankDiedError(f"rank {rank} of the model {how}")
         self._over.set()
         # The others may wait for it for ever.
         for other in self._calls.values():
             other.hang_up()
-        _end_processes(list(self._processes.values()))
+        end_processes(list(self._processes.values()))
         for method in list(self._on_death.values()):
             if (call := method()) is not None:
                 with contextlib.suppress(MegatronAsyncError):
@@ -318,7 +307,7 @@ class RankGroup:
                 self.tell(Stop())
         self._closed = True
         if self._joined:
-            _wait_for(list(self._processes.values()))
+            wait_for(list(self._processes.values()))
         self._watching.join(EXIT_SECONDS)
         self._end()
         if self.failure is None and _has_gpus():
@@ -338,42 +327,15 @@ def _has_gpus() -> bool:
     return dist.is_nccl_available() and torch.cuda.is_available()
 
 
-def _how_ended(process: subprocess.Popen[bytes] | None) -> str:
-    status = None
-    if process is not None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            status = process.wait(EXIT_SECONDS)
-    if status is None:
-        return "has hung up"
-    if status < 0:
-        return f"was killed by {signal.Signals(-status).name}"
-    return f"ended with status {status}"
-
-
 def _end_all(processes: list[subprocess.Popen[bytes]], calls: list[Call], sender: Sender) -> None:
     """Of a group that is closed, or that nobody has any more."""
-    _end_processes(processes)
+    end_processes(processes)
     for call in calls:
         call.hang_up()
     sender.close()
     parallel.set_current(None)
     if not _has_gpus():  # kernels of NCCL that wait for a dead rank would be waited for
         process_group.leave()
-
-
-def _end_processes(processes: list[subprocess.Popen[bytes]]) -> None:
-    """One that hangs in a driver may not end even so, and is not waited for."""
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-    _wait_for(processes)
-
-
-def _wait_for(processes: list[subprocess.Popen[bytes]]) -> None:
-    deadline = time.monotonic() + EXIT_SECONDS
-    for process in processes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, deadline - time.monotonic()))
 
 
 def _error_of(said: str) -> MegatronAsyncError:
@@ -384,172 +346,3 @@ def _error_of(said: str) -> MegatronAsyncError:
         return RankDiedError(f"rank {rank}: {name}: {message}")
     found: MegatronAsyncError = kind(f"rank {rank}: {message}")
     return found
-
-
-# --- start ------------------------------------------------------------------------------------
-
-
-def launched_rank() -> int | None:
-    """This process's rank if a launcher such as torchrun has started several; None if not."""
-    if environment_number("WORLD_SIZE", 1) < 2 or "RANK" not in os.environ:
-        return None
-    return environment_number("RANK", 0)
-
-
-def device_of_rank(name: str) -> torch.device:
-    """``cpu``, or the GPU of this process among those of its host."""
-    if name == "cpu":
-        return torch.device("cpu")
-    index = environment_number("LOCAL_RANK", 0)
-    if index >= torch.cuda.device_count():
-        raise ConfigError(
-            f"a rank needs GPU {index} and there are {torch.cuda.device_count()}; use smaller "
-            "parallel sizes, or device='cpu'"
-        )
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
-
-
-def start_group(layout: Layout, device: str, timeout_seconds: float) -> RankGroup:
-    """The group of which this process becomes rank 0: of processes that it starts on this host, or
-    of those that a launcher has started.
-
-    Args:
-        device: "cpu" or "cuda".
-        timeout_seconds: see :class:`RankGroup`.
-
-    Raises:
-        ConfigError: the launcher started another number, this is not rank 0, a GPU is missing, or
-            this process leads a group already.
-        RankDiedError: one did not start.
-    """
-    _check_free()
-    rank = launched_rank()
-    if rank is not None:
-        if rank != 0:
-            raise ConfigError(
-                f"this process is rank {rank}: only rank 0 has an engine; call "
-                "megatron_async.engine.rank_process.follow() in the others"
-            )
-        store, _ = environment_store(layout)
-        return lead(
-            layout, device_of_rank(device), store, layout.world_size,
-            timeout_seconds=timeout_seconds,
-        )  # fmt: skip
-    if device == "cuda" and torch.cuda.device_count() < layout.world_size:
-        raise ConfigError(
-            f"{layout} needs {layout.world_size} GPUs and there are {torch.cuda.device_count()}; "
-            "use smaller parallel sizes, or device='cpu'"
-        )
-    if dist.is_initialized():
-        raise ConfigError(
-            f"torch.distributed is initialised in this process already, and {layout} starts "
-            "processes of its own: a process that has loaded a model of one rank, or whose group "
-            "has died on GPUs, cannot lead one; start a new process"
-        )
-    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    processes: dict[int, subprocess.Popen[bytes]] = {}
-    try:
-        for each in range(1, layout.world_size):
-            processes[each] = _spawn(each, layout, device, store.port)
-        return lead(
-            layout, device_of_rank(device), store, layout.world_size, processes,
-            timeout_seconds=timeout_seconds,
-        )  # fmt: skip
-    except BaseException:
-        _end_processes(list(processes.values()))
-        raise
-
-
-def _check_free() -> None:
-    if parallel.current() is not None:
-        raise ConfigError(
-            "this process leads the ranks of a model already, and can lead one group at a time: "
-            "use with_config() for another engine over that model, close its engine first, or "
-            "start another process"
-        )
-    if _unfinished:
-        raise ConfigError(
-            "a rank died while this process met it, or the start was interrupted, and "
-            "torch.distributed cannot begin again: start a new process"
-        )
-
-
-def _spawn(rank: int, layout: Layout, device: str, port: int) -> subprocess.Popen[bytes]:
-    package = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-    own = {"RANK": str(rank), "WORLD_SIZE": str(layout.world_size), "LOCAL_RANK": str(rank)}
-    sizes = [str(size) for size in (layout.tensor, layout.pipeline, layout.expert)]
-    return subprocess.Popen(
-        [sys.executable, "-m", FOLLOWER_MODULE, device, str(port), str(os.getpid()), *sizes],
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, **own, "PYTHONPATH": path},
-    )
-
-
-def lead(
-    layout: Layout,
-    device: torch.device,
-    store: dist.Store,
-    world_size: int,
-    processes: dict[int, subprocess.Popen[bytes]] | None = None,
-    *,
-    timeout_seconds: float = DEFAULT_RANK_TIMEOUT_SECONDS,
-) -> RankGroup:
-    """Be rank 0 of a group whose other ranks :func:`~megatron_async.ranks.follower.join_group` over
-    the same store.
-
-    Args:
-        timeout_seconds: see :class:`RankGroup`.
-
-    Raises:
-        ConfigError: they are of another number, or this process leads a group already.
-        RankDiedError: one did not come.
-    """
-    if world_size != layout.world_size:
-        raise ConfigError(
-            f"{layout} needs {layout.world_size} processes and the launcher has started "
-            f"{world_size}; make both equal"
-        )
-    _check_free()
-    started = processes or {}
-    rings: list[RingSender] = []
-    calls: dict[int, Call] = {}
-
-    def check() -> None:
-        for rank, process in started.items():
-            if process.poll() is not None:
-                raise RankDiedError(f"rank {rank} did not start: it {_how_ended(process)}")
-
-    def make_ring() -> str:
-        rings.append(
-            RingSender(world_size - 1, lambda place: calls[place + 1].say(WAKE), check_all)
-        )
-        return rings[0].name
-
-    def check_all() -> None:
-        if (group := made[0]()) is not None:
-            group.check()
-
-    made: list[weakref.ref[RankGroup]] = []
-    own = dist.PrefixStore("ranks", store)
-    try:
-        calls.update(accept_all(own, world_size, make_ring, check)[0])
-    except BaseException:
-        for ring in rings:
-            ring.unlink()
-        raise
-    senders: list[Sender] = [*rings]
-    if not rings:
-        senders = [ConnectionSender([calls[rank].say for rank in sorted(calls)])]
-    group = RankGroup(layout, senders[0], calls, started, timeout_seconds)
-    made.append(weakref.ref(group))
-    try:
-        group.join(device, dist.PrefixStore("torch", store))
-    except BaseException:
-        group.close()
-        raise
-    finally:  # all have it, or never will, and nothing is left behind whatever happens from now on
-        for ring in rings:
-            ring.unlink()
-    return group

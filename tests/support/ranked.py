@@ -35,9 +35,10 @@ from megatron_async.engine.recording import read_run
 from megatron_async.engine.replay import replay
 from megatron_async.errors import MegatronAsyncError
 from megatron_async.models.wrapper import GPTInferenceWrapper
-from megatron_async.ranks.group import RankGroup, lead
+from megatron_async.ranks.group import RankGroup
 from megatron_async.ranks.layout import Layout
 from megatron_async.ranks.messages import LoadModel
+from megatron_async.ranks.start import lead
 from megatron_async.request import DynamicInferenceRequest
 from megatron_async.runner.controller import TextGenerationController
 from megatron_async.sampling_params import SamplingParams

@@ -34,9 +34,10 @@ from megatron_async.engine.ranked_build import RankModel
 from megatron_async.engine.sleep_mode import KV_CACHE, WEIGHTS
 from megatron_async.errors import CacheTooLargeError
 from megatron_async.ranks.follower import Follower
-from megatron_async.ranks.group import RankGroup, lead
+from megatron_async.ranks.group import RankGroup
 from megatron_async.ranks.layout import Layout
 from megatron_async.ranks.messages import LoadModel, Message, ReplaceWeights, Sleep, WakeUp
+from megatron_async.ranks.start import lead
 from megatron_async.runner.controller import TextGenerationController
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.weight_transfer.shared_weights import SharedWeights, open_weights

@@ -19,10 +19,11 @@ from megatron_async.config import EngineConfig
 from megatron_async.errors import ConfigError, RankDiedError
 from megatron_async.models import parallel
 from megatron_async.ranks import channel, group, meeting, messages, process_group
-from megatron_async.ranks.group import RankGroup, start_group
+from megatron_async.ranks.group import RankGroup
 from megatron_async.ranks.heartbeat import BEATS, PREPARING_TIMES, Heartbeats
 from megatron_async.ranks.layout import Layout
 from megatron_async.ranks.meeting import BEAT, Call
+from megatron_async.ranks.start import start_group
 from megatron_async.version import __version__
 from tests.support.patience import PATIENCE_SECONDS
 
