@@ -42,7 +42,7 @@ LOOK_SECONDS = 1.0
 """Between two looks whether somebody still has the group."""
 
 
-unfinished: list[threading.Thread] = []
+_unfinished: list[threading.Thread] = []
 """Threads of this process that met ranks which died meanwhile."""
 
 
@@ -132,7 +132,7 @@ class RankGroup:
                     break
                 self.check()
         except BaseException:
-            unfinished.append(joining)  # torch numbers groups: the next one would not be found
+            _unfinished.append(joining)  # torch numbers groups: the next one would not be found
             raise
         if isinstance(found, tuple):
             return found[0]
@@ -312,6 +312,21 @@ class RankGroup:
         self._end()
         if self.failure is None and _has_gpus():
             process_group.leave()
+
+
+def check_free() -> None:
+    """Raises ConfigError if this process has a group already, or can have no other one."""
+    if parallel.current() is not None:
+        raise ConfigError(
+            "this process leads the ranks of a model already, and can lead one group at a time: "
+            "use with_config() for another engine over that model, close its engine first, or "
+            "start another process"
+        )
+    if _unfinished:
+        raise ConfigError(
+            "a rank died while this process met it, or the start was interrupted, and "
+            "torch.distributed cannot begin again: start a new process"
+        )
 
 
 def _watch(group_of: weakref.ref[RankGroup]) -> None:

@@ -13,9 +13,8 @@ import torch.distributed as dist
 
 from megatron_async.config import DEFAULT_RANK_TIMEOUT_SECONDS
 from megatron_async.errors import ConfigError, RankDiedError
-from megatron_async.models import parallel
 from megatron_async.ranks.channel import ConnectionSender, RingSender, Sender
-from megatron_async.ranks.group import RankGroup, unfinished
+from megatron_async.ranks.group import RankGroup, check_free
 from megatron_async.ranks.layout import Layout
 from megatron_async.ranks.meeting import (
     WAKE,
@@ -63,7 +62,7 @@ def start_group(layout: Layout, device: str, timeout_seconds: float) -> RankGrou
             this process leads a group already.
         RankDiedError: one did not start.
     """
-    _check_free()
+    check_free()
     rank = launched_rank()
     if rank is not None:
         if rank != 0:
@@ -99,20 +98,6 @@ def start_group(layout: Layout, device: str, timeout_seconds: float) -> RankGrou
     except BaseException:
         end_processes(list(processes.values()))
         raise
-
-
-def _check_free() -> None:
-    if parallel.current() is not None:
-        raise ConfigError(
-            "this process leads the ranks of a model already, and can lead one group at a time: "
-            "use with_config() for another engine over that model, close its engine first, or "
-            "start another process"
-        )
-    if unfinished:
-        raise ConfigError(
-            "a rank died while this process met it, or the start was interrupted, and "
-            "torch.distributed cannot begin again: start a new process"
-        )
 
 
 def _spawn(rank: int, layout: Layout, device: str, port: int) -> subprocess.Popen[bytes]:
@@ -151,7 +136,7 @@ def lead(
             f"{layout} needs {layout.world_size} processes and the launcher has started "
             f"{world_size}; make both equal"
         )
-    _check_free()
+    check_free()
     started = processes or {}
     rings: list[RingSender] = []
     calls: dict[int, Call] = {}

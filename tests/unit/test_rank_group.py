@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron_async.config import EngineConfig
 from megatron_async.errors import ConfigError, RankDiedError
 from megatron_async.models import parallel
-from megatron_async.ranks import channel, group, meeting, messages, process_group
+from megatron_async.ranks import channel, group, meeting, messages, process_group, start
 from megatron_async.ranks.group import RankGroup
 from megatron_async.ranks.heartbeat import BEATS, PREPARING_TIMES, Heartbeats
 from megatron_async.ranks.layout import Layout
@@ -147,7 +147,7 @@ def test_a_group_that_nobody_has_any_more_ends() -> None:
 
 
 def test_a_second_group_is_refused_and_the_first_one_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "_spawn", lambda *args: pytest.fail("started"))
+    monkeypatch.setattr(start, "_spawn", lambda *args: pytest.fail("started"))
     monkeypatch.setattr(parallel, "current", lambda: object())
     with pytest.raises(ConfigError, match="leads the ranks of a model already"):
         start_group(Layout(2), "cpu", 8.0)
