@@ -3,6 +3,7 @@
     python scripts/bench_transformers.py gpt2 --batch 1 4 32 --json results.json
     python scripts/bench_transformers.py /path/to/model --variants baseline captured --trace traces
     python scripts/bench_transformers.py --table --budget 240 --json table.json
+    python scripts/bench_transformers.py --sweep --batch 1 8 32 --tokens 64 --json variants.json
 
 Each variant is compared with the tokens of stock on the same cache before it is timed; a variant
 that differs is reported and not timed. A run without a GPU is refused: on the CPU all variants are
@@ -11,7 +12,8 @@ stock, and its figures would say nothing; ``--device cpu`` is a trial of the scr
 
 ``--table`` measures the rows of ``transformers_rows.py``, each in a process of its own that is
 killed after ``--budget`` seconds, and goes on after one that fails. The file has what was found
-from the first row on.
+from the first row on. ``--sweep`` measures the table of variants likewise, see
+``transformers_sweep.py``.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 from transformers_rows import ROWS, line_of, run_row, run_table, seconds_of
+from transformers_sweep import run_sweep
 
 RANDOM = {
     "random:tiny-gpt2": {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 64},
@@ -149,12 +152,22 @@ def trace(run: Callable[[], Any], path: Path) -> None:
     profiler.export_chrome_trace(str(path))
 
 
-def measure(model: Any, name: str, batch: int, options: argparse.Namespace) -> dict[str, Any]:
-    """One line of the table: the median of the runs, in milliseconds per token."""
+def measure(
+    model: Any,
+    name: str,
+    batch: int,
+    options: argparse.Namespace,
+    references: dict[tuple[int, bool], Any] | None = None,
+) -> dict[str, Any]:
+    """One line of the table: the median of the runs, in milliseconds per token. ``references`` are
+    the tokens of stock for other variants of the model, by batch and whether caches are static."""
     variant = variants()[name]
     run = generation(model, variant, batch, options)
-    reference = generation(model, variant._replace(compiled=False, custom=lambda: None), batch,
-                           options)()  # fmt: skip
+    key, references = (batch, variant.static), {} if references is None else references
+    if key not in references:
+        stock = Variant(variant.static, False, lambda: None)
+        references[key] = generation(model, stock, batch, options)()
+    reference = references[key]
     tokens = run()
     result = {"model": options.model, "variant": name, "batch": batch, "dtype": options.dtype}
     same = tokens.shape == reference.shape and torch.equal(tokens, reference)
@@ -190,15 +203,19 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     said = "measure the rows of the table, with --json, and no model"
     parser.add_argument("--table", action="store_true", help=said)
+    said = "measure the table of variants, with --json, and no model"
+    parser.add_argument("--sweep", action="store_true", help=said)
+    said = "processes of --sweep that compile side by side (8)"
+    parser.add_argument("--jobs", type=int, default=8, help=said)
     parser.add_argument("--rows", nargs="+", choices=list(ROWS), help="these of the table alone")
     parser.add_argument("--row", choices=list(ROWS), help="one row, in this process")
     parser.add_argument("--budget", type=float, default=240.0, help="seconds of each row")
     parser.add_argument("--tiny", action="store_true", help="rows of tiny models, for a trial")
     options = parser.parse_args(arguments)
-    if options.table and (options.json is None or options.model is not None):
-        parser.error("--table goes with --json FILE, and without a model")
-    if not options.table and options.row is None and options.model is None:
-        parser.error("give a model, or --table")
+    if (options.table or options.sweep) and (options.json is None or options.model is not None):
+        parser.error("--table and --sweep go with --json FILE, and without a model")
+    if not (options.table or options.sweep) and options.row is None and options.model is None:
+        parser.error("give a model, --table or --sweep")
     return options
 
 
@@ -207,11 +224,12 @@ def measure_model(options: argparse.Namespace) -> None:
     model = load(options.model, getattr(torch, options.dtype), options.device)
     device = options.device_name
     print(f"{options.model}, {options.dtype}, {device}, torch {torch.__version__}")
-    results = []
+    results: list[dict[str, Any]] = []
+    references: dict[tuple[int, bool], Any] = {}
     for batch in options.batch:
         for name in options.variants:
             try:
-                result = measure(model, name, batch, options)
+                result = measure(model, name, batch, options, references)
             except Exception as error:  # such as memory that is not there
                 result = {"model": options.model, "variant": name, "batch": batch}
                 result["error"] = f"{type(error).__name__}: {error}"[:500]
@@ -229,13 +247,13 @@ def main(arguments: list[str] | None = None) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("bench_transformers needs a GPU: on the CPU every variant is stock")
     options.device_name = "cpu" if options.device == "cpu" else torch.cuda.get_device_name()
-    if options.table:
+    if options.table or options.sweep:
         keep = ("--device", options.device, "--dtype", options.dtype, "--runs", str(options.runs))
         size = ("--tokens", str(options.tokens), "--prompt", str(options.prompt))
         given = [*keep, *size, *["--tiny"] * options.tiny]
-        return int(
-            run_table(Path(__file__), given, options, lambda line: print(line, flush=True)) > 0
-        )
+        run = run_sweep if options.sweep else run_table
+        failed = run(Path(__file__), given, options, lambda line: print(line, flush=True))
+        return int(failed > 0)
     if options.row is not None:
         print(line_of(run_row(options.row, options)), flush=True)
     else:

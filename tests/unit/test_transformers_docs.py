@@ -90,6 +90,36 @@ def test_the_table_goes_on_after_a_row_that_fails(
     assert len(rows.ROWS) == 5
 
 
+def test_the_sweep_prepares_all_and_times_each_alone(
+    bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = """if 1:
+        import json, pathlib, sys
+        given = sys.argv[1:]
+        named = lambda name: given[given.index(name) + 1]
+        with (pathlib.Path(__file__).parent / "calls").open("a") as calls:
+            print(json.dumps("--json" in given), file=calls)
+        model = next(word for word in given if word.startswith("random:"))
+        if "--json" in given:
+            row = {"model": model, "batch": int(named("--batch"))}
+            found = {"baseline": 4.0, "all": 2.0}.items()
+            rows = [row | {"variant": v, "ms_per_token": t} for v, t in found]
+            pathlib.Path(named("--json")).write_text(json.dumps(rows))
+        if "llama" in model and named("--batch") == "2": sys.exit("no memory")
+    """
+    script, file = tmp_path / "script.py", tmp_path / "sweep.json"
+    script.write_text(program)
+    monkeypatch.setattr(bench, "__file__", str(script))
+    arguments = ["--sweep", "--tiny", "--device", "cpu", "--batch", "1", "2", "--json", str(file)]
+    assert bench.main([*arguments, "--jobs", "2"]) == 1
+    found = json.loads(file.read_text())
+    assert len(found) == 4 * 2 + 1 and [row.get("error") for row in found].count(None) == 8
+    said = capsys.readouterr().out
+    assert said.count("2.00 times with all") == 4 and "was not prepared: status 1" in said
+    calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    assert calls == [False] * 4 + [True] * 4
+
+
 def test_figures_are_plotted_and_those_of_a_cpu_are_not(
     bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
