@@ -192,7 +192,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     said = f"a name or directory, or one of {', '.join(RANDOM)}"
     parser.add_argument("model", nargs="?", help=said)
     parser.add_argument("--batch", type=int, nargs="+", default=[1])
-    parser.add_argument("--variants", nargs="+", choices=list(variants()), default=list(variants()))
+    said = "all of them; those of --sweep are in transformers_sweep.py"
+    parser.add_argument("--variants", nargs="+", choices=list(variants()), help=said)
     parser.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
     parser.add_argument("--tokens", type=int, default=256, help="tokens to generate")
     parser.add_argument("--runs", type=int, default=5)
@@ -227,7 +228,7 @@ def measure_model(options: argparse.Namespace) -> None:
     results: list[dict[str, Any]] = []
     references: dict[tuple[int, bool], Any] = {}
     for batch in options.batch:
-        for name in options.variants:
+        for name in options.variants or variants():
             try:
                 result = measure(model, name, batch, options, references)
             except Exception as error:  # such as memory that is not there

@@ -19,8 +19,8 @@ from transformers_rows import run_child
 
 MODELS = ("random:gpt2", "random:gpt2-medium", "random:gpt2-large", "random:llama-1b")
 TINY = ("random:tiny-gpt2", "random:tiny-llama-1b")
-VARIANTS = ("baseline", "interleaved", "static", "compiled", "all", "captured")
-PREPARED = ("compiled", "all", "captured")
+VARIANTS = ("baseline", "interleaved", "alternating", "static", "compiled", "all", "captured")
+PREPARED = ("compiled", "all", "all-alternating", "captured")
 
 
 def run_sweep(script: Path, arguments: list[str], options: Any, told: Callable[[str], None]) -> int:
@@ -32,24 +32,26 @@ def run_sweep(script: Path, arguments: list[str], options: Any, told: Callable[[
     each = [
         (model, batch) for model in (TINY if options.tiny else MODELS) for batch in options.batch
     ]
-    began = time.monotonic()
+    began, variants = time.monotonic(), options.variants or VARIANTS
+    prepared = [name for name in variants if name in PREPARED]
 
     def prepare(case: tuple[str, int]) -> str | None:
-        asked = ["--variants", *PREPARED, "--runs", "1"]
+        asked = ["--variants", *prepared, "--runs", "1"]
         return run_child(
             [sys.executable, str(script), *arguments, *_of(case), *asked], options.budget
         )
 
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for case, error in zip(each, pool.map(prepare, each), strict=True):
-            if error is not None:
-                told(f"{case[0]}, batch {case[1]}, was not prepared: {error}")
-    told(f"compiled in {time.monotonic() - began:.0f} s")
+    if prepared:
+        with ThreadPoolExecutor(options.jobs) as pool:
+            for case, error in zip(each, pool.map(prepare, each), strict=True):
+                if error is not None:
+                    told(f"{case[0]}, batch {case[1]}, was not prepared: {error}")
+        told(f"compiled in {time.monotonic() - began:.0f} s")
     results: list[dict[str, Any]] = []
     failed, part = 0, options.json.with_suffix(".part")
     for case in each:
         part.unlink(missing_ok=True)
-        asked = ["--variants", *VARIANTS, "--json", str(part)]
+        asked = ["--variants", *variants, "--json", str(part)]
         if options.trace is not None:
             asked += ["--trace", str(options.trace / case[0].removeprefix("random:"))]
         error = run_child(
