@@ -1,6 +1,8 @@
-// First linear layers and activation: each CTA has the same number of rows of the chosen experts'
-// weights, gated pairs of rows, and each of its warps takes one after the other. Two steps of loads are
-// on their way, from one row to the next as well.
+// First linear layers and activation of rows of the chosen experts' weights, gated pairs of rows: items.
+// The first of them are dealt out, to each CTA the same number, and each of its warps takes one after
+// the other. The last CLAIMED sixteenths go to who comes first: a warp whose own are over adds one to a
+// counter, at its loads of an item for the next one. Two steps of loads are on their way, from one item
+// to the next as well. Who computes an item does not change its bits.
 
 __device__ __forceinline__ float activate(float v) {
 #if FUNCTION == 0
@@ -18,22 +20,18 @@ __device__ __forceinline__ float activate(float v) {
 #endif
 }
 
-// Where a warp is among its rows of weights.
+// A step of an item.
 struct UpPlace {
-  int item, step = 0;
-  __device__ __forceinline__ bool advance() {  // whether it goes on to another row
-    const bool ends = ++step == UP_STEPS;
-    if (ends) step = 0, item += WARPS;
-    return ends;
-  }
+  int item, step;
 };
 
 struct Up {
   const u16* b1;
   float limit, offset;
-  u32 *activated, launch;
-  int last;
-  UpPlace at, ahead;       // what is computed, and what is loaded
+  u32 *activated, *claims, launch;
+  int all, dealt_out, own_end;  // items: of the launch, of them not claimed, and where this CTA's end
+  UpPlace ahead;           // what is loaded next
+  u32 claim;               // lane 0's, perhaps on its way
   const u16* row_ahead;
   size_t half_ahead;       // from a row of the gate to that of the other half
   float gate, other, gate_bias, other_bias;
@@ -43,25 +41,38 @@ struct Up {
     return VECTORS % (32 * DEPTH) == 0 || vector < VECTORS;
   }
 
-  __device__ __forceinline__ void load(Vec (&v)[LOADS]) {
-    if (ahead.item >= last) return;
-    if (ahead.step == 0) {
-      const Slot& slot = slots()[ahead.item / INNER];
-      row_ahead = slot.up + (size_t)(ahead.item % INNER) * H;
+  __device__ __forceinline__ void claim_next() {
+    if (CLAIMED && threadIdx.x % 32 == 0) claim = add_one(claims);
+  }
+  __device__ __forceinline__ int claimed() {
+    return CLAIMED ? min(dealt_out + (int)__shfl_sync(~0u, claim, 0), all) : all;
+  }
+
+  // Loads a step, and says which.
+  __device__ __forceinline__ UpPlace load(Vec (&v)[LOADS]) {
+    const UpPlace loaded = ahead;
+    if (loaded.item >= all) return loaded;
+    const bool has_own = loaded.item + WARPS < own_end;
+    if (loaded.step == 0) {
+      const Slot& slot = slots()[loaded.item / INNER];
+      row_ahead = slot.up + (size_t)(loaded.item % INNER) * H;
       half_ahead = (size_t)(SHARED && slot.expert >= EXPERTS ? SHARED * INNER : INNER) * H;
+      if (!has_own) claim_next();
     }
     int vector;
 #pragma unroll
     for (int u = 0; u < DEPTH; u++)
-      if (inside(ahead.step, u, vector)) {
+      if (inside(loaded.step, u, vector)) {
         v[u] = load_weights(row_ahead + vector * 8);
         if (GATED) v[(LOADS - DEPTH) + u] = load_weights(row_ahead + half_ahead + vector * 8);
       }
-    ahead.advance();
+    if (++ahead.step == UP_STEPS)
+      ahead.step = 0, ahead.item = has_own ? loaded.item + WARPS : claimed();
+    return loaded;
   }
 
-  __device__ __forceinline__ void use(const Vec (&v)[LOADS]) {
-    if (at.item >= last) return;
+  __device__ __forceinline__ void use(const Vec (&v)[LOADS], UpPlace at) {
+    if (at.item >= all) return;
     const Slot& slot = slots()[at.item / INNER];
     const int row = live_rows()[at.item / ROW_WORDS], i = at.item % INNER;
     if (at.step == 0) {
@@ -81,8 +92,7 @@ struct Up {
         add_products(gate, v[u], normed);
         if (GATED) add_products(other, v[(LOADS - DEPTH) + u], normed);
       }
-    const int item = at.item;
-    if (!at.advance()) return;
+    if (at.step + 1 < UP_STEPS) return;
     float out = sum_of_warp(gate) + gate_bias, factor = 1.f;
     if (GATED) factor = sum_of_warp(other) + other_bias;
     if (HAS_LIMIT) {
@@ -91,23 +101,25 @@ struct Up {
     }
     out = activate(out) * (GATED ? factor + offset : 1.f) * slot.weight;
     if (threadIdx.x % 32 == 0)
-      publish_activation(activated + row * ROW_WORDS + item % ROW_WORDS, out, launch);
+      publish_activation(activated + row * ROW_WORDS + at.item % ROW_WORDS, out, launch);
   }
 
   // The first loads, before the weights of the slots are there.
-  __device__ __forceinline__ void begin(int live, Vec (&a)[LOADS], Vec (&b)[LOADS]) {
-    const i64 all = (i64)live * ROW_WORDS;
-    last = (int)(all * (blockIdx.x + 1) / CTAS);
-    at.item = ahead.item = (int)(all * blockIdx.x / CTAS) + (int)threadIdx.x / 32;
-    load(a);
-    load(b);
+  __device__ __forceinline__ void begin(int live, UpPlace& at_a, Vec (&a)[LOADS], UpPlace& at_b,
+                                        Vec (&b)[LOADS]) {
+    all = live * ROW_WORDS, dealt_out = all - (int)((i64)all * CLAIMED / 16);
+    own_end = (int)((i64)dealt_out * (blockIdx.x + 1) / CTAS);
+    ahead.item = (int)((i64)dealt_out * blockIdx.x / CTAS) + (int)threadIdx.x / 32, ahead.step = 0;
+    if (ahead.item >= own_end) claim_next(), ahead.item = claimed();
+    at_a = load(a);
+    at_b = load(b);
   }
-  __device__ __forceinline__ void finish(Vec (&a)[LOADS], Vec (&b)[LOADS]) {
-    while (at.item < last) {
-      use(a);
-      load(a);
-      use(b);
-      load(b);
+  __device__ __forceinline__ void finish(UpPlace at_a, Vec (&a)[LOADS], UpPlace at_b, Vec (&b)[LOADS]) {
+    while (at_a.item < all) {
+      use(a, at_a);
+      at_a = load(a);
+      use(b, at_b);
+      at_b = load(b);
     }
   }
 };

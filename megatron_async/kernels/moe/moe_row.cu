@@ -13,6 +13,7 @@
 //   TILE       columns of the output that a partial statistic covers
 //   THREADS, LOADS   of a CTA, and of a thread in a step: two steps' are on their way
 //   AHEAD      vectors behind these that a warp brings into L2 before the activations are there
+//   CLAIMED    sixteenths of the first linear layers' rows that go to the CTAs that come first
 //   MIN_SHARED bytes of shared memory to take at least: more than half keeps two CTAs off one SM
 //
 // There is no barrier of the grid. Each logit, and then each activation, is published in a word together
@@ -33,7 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const u16* norm_bias, const u16* router, const u16* router_bias, const float* expert_bias,
             const u16* gate, const i64* live, int first_live, float scaling, const u16* w1, const u16* b1,
             const u16* shared_w1, const u16* w2, const u16* b2, const u16* shared_w2, float limit,
-            float offset, u32* launches, u32* logits, u32* activated, u32* ids, float* weights,
+            float offset, u32* launches, u32* logits, u32* activated, u32* claims, u32* ids, float* weights,
             u32* found, const u16* residual, u16* out, float2* stats_out, const u16* next_weight,
             u16* scaled) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -46,6 +47,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   release_successor();
 
   const u32 launch = load_l2(launches + blockIdx.x) + 1;
+  // The launch before is over, and the next has not begun.
+  if (GOES_UP && CLAIMED && blockIdx.x == 0 && threadIdx.x == 0) publish(claims + (launch + 1) % 2, 0u);
   i64 own_live = first_live;
   if (live && lane < ROWS) own_live = load_l2(live + lane);
   if (ROUTES || GOES_UP)
@@ -67,8 +70,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
   __syncthreads();
 
   Vec a[LOADS], b[LOADS];
-  Up up{b1, limit, offset, activated, launch};
-  if (GOES_UP) up.begin(rows, a, b);
+  UpPlace at_a, at_b;
+  Up up{b1, limit, offset, activated, claims + launch % 2, launch};
+  if (GOES_UP) up.begin(rows, at_a, a, at_b, b);
   if (row < ROWS && is_first) {
     const float weight = is_live ? weigh(row, place, scaling) : 0.f;
     if (is_live && lane < SLOTS) slots()[place * SLOTS + lane].weight = weight;
@@ -90,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
       experts = __reduce_add_sync(~0u, experts);
       if (lane == 0) *found = experts;
     }
-    up.finish(a, b);
+    up.finish(at_a, a, at_b, b);
     publish_dead_rows(activated, live_mask, launch);
   }
   if (GOES_DOWN) {

@@ -25,6 +25,9 @@ THREADS, LOADS = 256, 8
 """Of a CTA, and of a thread in a step, 16 bytes each: two steps of loads are on their way."""
 AHEAD = 512
 """Vectors of 16 bytes behind these that a warp brings into L2, before activations are there."""
+CLAIMED = 2
+"""Sixteenths of the rows of the first linear layers that no CTA is dealt: those that come first,
+which the memory served faster, take them."""
 MIN_SHARED_BYTES = 116 * 1024
 """One CTA on an SM, not two on one and none on another."""
 MOST_SHARED_BYTES = 227 * 1024
@@ -64,6 +67,7 @@ class RowArguments(NamedTuple):
     launches: Int32
     logits: Int32
     activated: Int32
+    claims: Int32
     ids: Int32
     weights: Fp32
     found: Int32
@@ -127,8 +131,8 @@ class MoeRow:
 
     Args:
         ctas: of the grid; no more than the device has SMs are launched.
-        threads, loads, ahead: see :data:`THREADS` and :data:`AHEAD`; None for those that fit the
-            tile.
+        threads, loads, ahead, claimed: see :data:`THREADS`, :data:`AHEAD` and :data:`CLAIMED`; None
+            for the threads that fit the tile.
 
     Attributes:
         statistic_rows: elements that one partial statistic covers.
@@ -143,11 +147,12 @@ class MoeRow:
         threads: int | None = None,
         loads: int = LOADS,
         ahead: int = AHEAD,
+        claimed: int = CLAIMED,
     ) -> None:
         if device.type == "cuda":  # more would wait for each other in vain
             ctas = min(ctas, cuda.sm_count(device.index or 0))
         self._shape, self._device, self._ctas = shape, device, ctas
-        self._loads, self._ahead = loads, ahead
+        self._loads, self._ahead, self._claimed = loads, ahead, claimed
         self.statistic_rows = tile(shape.hidden, ctas)
         self._threads = threads or min(THREADS, 32 * self.statistic_rows)
         logits = shape.settings.num_experts + 1
@@ -156,7 +161,7 @@ class MoeRow:
             self._words = [
                 tuple(
                     torch.zeros(size, dtype=torch.int32, device=device)
-                    for size in (ctas, rows * logits * 2, rows * shape.slots * shape.inner)
+                    for size in (ctas, rows * logits * 2, rows * shape.slots * shape.inner, 2)
                 )
                 for rows in range(1, MOST_ROWS + 1)
             ]
@@ -175,7 +180,7 @@ class MoeRow:
             "FUNCTION": _FUNCTIONS.index(activation.function),
             "HAS_LIMIT": int(activation.limit is not None), "TILE": self.statistic_rows,
             "THREADS": self._threads, "LOADS": self._loads, "AHEAD": self._ahead,
-            "MIN_SHARED": MIN_SHARED_BYTES,
+            "CLAIMED": self._claimed, "MIN_SHARED": MIN_SHARED_BYTES,
         }  # fmt: skip
 
     def work(self, rows: int, *, gate: bool, one_launch: bool) -> list[tuple[str, dict[str, int]]]:
@@ -200,7 +205,7 @@ class MoeRow:
     ) -> None:
         """See :class:`~.decode.MoeDecode`."""
         rows, settings = hidden.shape[0], self._shape.settings
-        launches, logits, activated = self._words[rows - 1]
+        launches, logits, activated, claims = self._words[rows - 1]
         norm_weight, norm_bias = weights.norm
         next_weight, scaled_out = (None, None) if scaled is None else scaled
         arguments = RowArguments(
@@ -209,7 +214,7 @@ class MoeRow:
             None if live is None else live.values, 0 if live is None else live.first,
             float(settings.scaling_factor), weights.w1, weights.b1, weights.shared_w1, weights.w2,
             weights.b2, weights.shared_w2, float(self._shape.activation.limit or 0.0),
-            float(self._shape.activation.offset), launches, logits, activated, found.ids,
+            float(self._shape.activation.offset), launches, logits, activated, claims, found.ids,
             found.weights, found.experts, residual, out,
             statistics_out, next_weight, scaled_out,
         )  # fmt: skip
