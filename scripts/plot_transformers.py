@@ -80,6 +80,7 @@ def draw(panels: list[Panel], title: str, output: Path) -> None:
         axis.set_xticks(range(len(names)), names, rotation=20, ha="right")
         axis.set_title(panel.title)
         axis.set_ylabel(panel.unit)
+        axis.margins(y=0.12)  # for the figures on the bars
         axis.set_ylim(bottom=0)
         if panel.limit is not None:
             axis.axhline(panel.limit, color="tab:red", linestyle="--")
