@@ -193,6 +193,20 @@ def test_a_dead_row_reads_no_expert(device: torch.device) -> None:
     assert torch.equal(case.run()[0], expected)
 
 
+@on_both("claimed", gpu=[(0,), (8,), (16,)], small=[(0,), (8,), (16,)])
+def test_who_claims_rows_does_not_change_bits(device: torch.device, claimed: int) -> None:
+    """No row, half of them and all of them, over launches whose counters take turns."""
+    shape = QWEN if device.type == "cpu" else LARGE["qwen3-30b-a3b"]
+    case = RowCase(shape, 1, device)
+    expected = case.run()
+    ctas = CTAS if device.type == "cpu" else row.cuda.sm_count(0)
+    case.kernels._row = row.MoeRow(shape, device, ctas, claimed=claimed)
+    for _ in range(3):
+        assert all(map(torch.equal, case.run(), expected))
+    counters = case.kernels._row._words[0][3].tolist()
+    assert (sum(counters) > 0) == (claimed > 0)
+
+
 @emulated
 def test_the_number_of_launches_may_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
     emulator.install(monkeypatch)
