@@ -66,11 +66,17 @@ def check_replica_options(args: argparse.Namespace) -> None:
     if args.replica_target_requests is not None and args.max_replicas is None:
         raise ConfigError("--replica-target-requests does nothing without --max-replicas")
     if args.api_server_count != 1:
-        raise ConfigError("--api-server-count and --replicas do not go together yet")
+        raise ConfigError(
+            f"--api-server-count {args.api_server_count} is for one engine, and does not go with "
+            "--replicas yet; leave it out, or serve one engine without --replicas"
+        )
     for name in ("enable_sleep_mode", "server_dev_mode"):
         if getattr(args, name):
             option = f"--{name.replace('_', '-')}"
-            raise ConfigError(f"{option} is of one engine, and does not go with --replicas yet")
+            raise ConfigError(
+                f"{option} is for one engine, and does not go with --replicas yet; leave it out, "
+                "or serve one engine without --replicas"
+            )
     if ":" in (args.device or "") and args.replicas > 1:
         raise ConfigError(
             f"--device {args.device} is one GPU and each replica has its own; use --device cuda"

@@ -515,8 +515,9 @@ def test_sums_are_by_name_and_place() -> None:
         ("--ray-address auto", "--ray-address does nothing without --replicas"),
         ("--replicas 3 --max-replicas 2", "--max-replicas 2 is below --replicas 3"),
         ("--replicas 2 --replica-target-requests 4", "does nothing without --max-replicas"),
-        ("--replicas 2 --api-server-count 2", "do not go together yet"),
-        ("--replicas 2 --server-dev-mode", "is of one engine"),
+        ("--replicas 2 --api-server-count 2", "api-server-count 2 is for one engine.*leave it out"),
+        ("--replicas 2 --server-dev-mode", "server-dev-mode is for one engine.*leave it out"),
+        ("--replicas 2 --enable-sleep-mode", "enable-sleep-mode is for one engine"),
         ("--replicas 2 --device cuda:1", "--device cuda:1 is one GPU"),
     ],
 )
