@@ -160,6 +160,7 @@ def _tune(
         tqdm.write(f"batch {size}: {line}", file=sys.stderr)
 
     sizes = {"layers": args.layers, "context": args.context, "replays": args.replays}
+    rig = None
     try:
         rig = tuning.Rig(config, size, **sizes, device=device)
         end = time.monotonic() + args.seconds
@@ -180,6 +181,9 @@ def _tune(
             f"{device} has too little free memory for a batch of {size}; end what else runs on it, "
             "or lower --batch-sizes or --context"
         ) from None
+    finally:
+        if rig is not None:
+            rig.close()
     if search.dropped:
         failed, tried = len(search.dropped), len(search.dropped) + len(search.log)
         first = f"configs failed and are not used, first {search.dropped[0]}"

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
+from megatron_async.device import waiting_grids
 from megatron_async.device.cuda_timeline import mean_us
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import decode_attention
@@ -32,6 +33,7 @@ from megatron_async.models.config import ModelConfig
 from megatron_async.models.fused.coverage import mtp_blocks
 from megatron_async.models.fused.decoder import FusedDecoder
 from megatron_async.models.fused.gemms import Gemm
+from megatron_async.models.fused.moe_block import is_mixture
 from megatron_async.models.fused.mtp import FusedMtp
 from megatron_async.models.fused.report import PROJECTION
 from megatron_async.models.recurrent_state_spec import recurrent_state_spec
@@ -131,6 +133,7 @@ class Rig:
         self.device = device
         self.rows, self.replays = rows, replays
         self.model = build_random_model(config, device=self.device, dtype=torch.bfloat16)
+        equal_experts(self.model)
         columns = -(-(context + 1) // BLOCK_SIZE)
         cache = (layers, 2, rows * columns + 1, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
         table = 1 + torch.arange(rows * columns, device=self.device).view(rows, columns)
@@ -146,12 +149,17 @@ class Rig:
             device=self.device,
             position_ids=self.positions,
             states=self._states(),
+            grids_may_wait=waiting_grids.claim(self.device, self) is None,
         )
         self.tokens = torch.randint(config.vocab_size, (rows,), device=self.device)
         self.wanted: list[torch.Tensor] = []
         reason = self.decoder({}).off([rows], self.context)
         if reason is not None:
             raise ValueError(reason)
+
+    def close(self) -> None:
+        """Another rig, or an engine, may launch kernels whose CTAs wait for each other."""
+        waiting_grids.release(self)
 
     def _states(self) -> SimpleNamespace | None:
         """Like a pool with a slot for each row, of a model with recurrent layers."""
@@ -226,6 +234,16 @@ class Rig:
         """Microseconds of a step with either."""
         first, second = in_turns(self.mean_us, [self.capture(before), self.capture(after)])
         return first, second
+
+
+def equal_experts(model: Any) -> None:
+    """Give all experts of a layer the weights of its first. What they read stays the same, and a
+    GEMM that rounds otherwise, so that another expert is chosen, does not change the logits."""
+    for module in model.modules():
+        if is_mixture(module):
+            for weight in module.weights:
+                if weight is not None:
+                    weight.data.copy_(weight.data[:1].clone().expand_as(weight))
 
 
 def first_layers(config: ModelConfig, layers: int) -> ModelConfig:
