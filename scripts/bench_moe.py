@@ -217,7 +217,6 @@ class Bench:
             coarse = row.tile(self.shape.hidden, self.sm_count) == 16
             for threads in (128, 256, 512) if coarse else (128, 256):
                 options += [{"threads": threads, "loads": loads} for loads in (4, 8, 16)]
-            options += [{"ahead": ahead} for ahead in (0, 256, 1024)]
         worst = 0.0
         for each in options:
             label = " ".join(f"{name} {value}" for name, value in each.items())

@@ -183,11 +183,6 @@ T load_l2(const T* p) {
   return *emulator::checked(p);
 }
 inline Vec load_weights(const void* p) { return *emulator::checked((const Vec*)p); }
-inline void prefetch_l2(const void* p, u32 bytes) {
-  if (bytes == 0 || bytes % 16) emulator::fail("a prefetch of no whole vectors");
-  emulator::checked((const Vec*)p);
-  emulator::checked((const Vec*)((const char*)p + bytes) - 1);
-}
 
 inline void publish(u32* at, u32 v) { emulator::publish(at, &v, 4); }
 inline void publish(u64* at, u64 v) { emulator::publish(at, &v, 8); }

@@ -45,7 +45,12 @@ def test_every_shape_fits_into_shared_memory() -> None:
         for head_dim, group, cluster in shapes
         for rows, capacity in ((32, 131072), (decode_attention.MOST_ROWS, 1 << 20))
     ]
-    assert max(emulator.shared_bytes("attention", defines)) <= SHARED_BYTES
+    few = [
+        decode_attention.Heads(head_dim, group, 2, 16, norm=True, rope=True).defines(1, 4096, 132)
+        for head_dim, group in itertools.product((32, 64, 96, 128, 256), (1, 4, 8, 16))
+    ]
+    assert {each["WARPS"] for each in few} == {2, 4, decode_attention.WARPS_OF_FEW}
+    assert max(emulator.shared_bytes("attention", defines + few)) <= SHARED_BYTES
 
 
 _ATTENTIONS = [
@@ -74,6 +79,8 @@ _VERY_WIDE = [(37 * row) % 611 for row in range(150)]
             *((cluster, 2048, _LENGTHS) for cluster in (1, 2, 8)),
             *((1, 128, _LENGTHS), (2, 32, _LENGTHS), (4, 16, _LENGTHS), (8, 16, _MANY_SPLITS)),
             *((1, 8192, _VERY_WIDE), (1, 64, _WIDE_SPLITS), (2, 128, _VERY_WIDE)),
+            *((8, 8192, [length]) for length in (0, 16, 130, 1000)),
+            *((8, 8192, [700, 0]), (8, 64, [1023]), (1, 8192, [5, 300])),
         )
     ),
     small=[
@@ -85,6 +92,7 @@ _VERY_WIDE = [(37 * row) % 611 for row in range(150)]
         ((32, 3, 16, False, True), 8, 16, _MANY_SPLITS),
         ((32, 2, 16, True, True), 1, 2048, _WIDE),
         ((32, 1, 16, False, True), 2, 16, _WIDE_SPLITS),
+        ((64, 2, 16, True, True), 4, 2048, [300]),
     ],
 )
 class TestAttention:

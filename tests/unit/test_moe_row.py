@@ -231,7 +231,8 @@ def test_words_of_a_dead_row_are_not_taken_when_numbers_come_round(
     assert case.kernels._row is not None
     case.run()
     launches, _, _, claims = case.kernels._row._words[0]
-    launches.fill_(0xFFFF), claims.zero_()
+    launches.fill_(0xFFFF)
+    claims.zero_()
     case.live.values.zero_()
     case.run()
     case.live.values.fill_(9)

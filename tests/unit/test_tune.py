@@ -35,9 +35,12 @@ from megatron_async.kernels.gemm.tile_config import (
     load_tuned,
     save_tuned,
 )
+from megatron_async.models.build import build_random_model
 from megatron_async.models.fused import tuning as tuner
 from megatron_async.models.fused.decoder import FusedDecoder
 from megatron_async.models.fused.gemms import Gemm
+from megatron_async.models.fused.moe_block import is_mixture
+from megatron_async.models.shapes import SHAPES
 from tests.support.engines import config_at, greedy
 
 SMS = 132
@@ -208,6 +211,27 @@ def test_neighbours_reach_every_field() -> None:
         assert len({getattr(each, field) for each in found}) > 1, field
 
 
+def test_which_experts_are_chosen_does_not_change_a_timed_step() -> None:
+    config = replace(SHAPES["tiny-qwen-moe"], num_layers=2)
+    model = build_random_model(config, device=torch.device("cpu"), dtype=torch.float32)
+    (layer, *_) = (each.mlp for each in model.decoder.layers if is_mixture(each.mlp))
+    hidden = torch.randn(5, 1, config.hidden_size)
+
+    def outputs() -> list[torch.Tensor]:
+        found = []
+        for _ in range(2):
+            torch.nn.init.normal_(layer.router.weight)
+            found.append(layer(hidden)[0])
+        return found
+
+    with torch.inference_mode():
+        before, after = outputs()
+        assert not torch.allclose(before, after)
+        tuner.equal_experts(model)
+        before, after = outputs()
+        torch.testing.assert_close(before, after)
+
+
 # --- the command ----------------------------------------------------------------------------------
 
 
@@ -215,6 +239,7 @@ class FewProducts(Rig):
     """In place of a rig: TMA configs take half the time, except for the head; all else the same."""
 
     sizes: ClassVar[list[int]] = []
+    closed: ClassVar[list[int]] = []
 
     def __init__(self, config: Any, rows: int, **options: Any) -> None:
         super().__init__(lambda config: 0.0)
@@ -222,6 +247,9 @@ class FewProducts(Rig):
         self.sizes.append(rows)
         names = ("fc1", "fc2", "qkv", "projection", "head")
         self.gemms = {name: replace(PRODUCT, n=512 * i) for i, name in enumerate(names, 2)}
+
+    def close(self) -> None:
+        self.closed.append(self.rows)
 
     def decoder(self, configs: dict[str, TileConfig]) -> Any:
         return SimpleNamespace(gemms=self.gemms, defines=lambda *_: {})
@@ -240,6 +268,7 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[int]) ->
     monkeypatch.setattr(cuda, "device_name", lambda index: "A GPU")
     monkeypatch.setattr(cuda, "unavailable", lambda index: None)
     monkeypatch.setattr(FewProducts, "sizes", [])
+    monkeypatch.setattr(FewProducts, "closed", [])
     monkeypatch.setattr(tuner, "Rig", FewProducts)
 
 
@@ -250,6 +279,7 @@ def test_the_command_keeps_what_is_faster(
     assert main(["tune", "--model", "tiny", "--batch-sizes", "7,2,8,1"]) == 0
     out, _ = capsys.readouterr()
     assert FewProducts.sizes == [1, 2, 8], "a batch of 7 takes the kernels of 8"
+    assert FewProducts.closed == FewProducts.sizes, "the next rig may launch waiting grids"
     assert str(tmp_path / USER_FILE) in out and "A GPU" in out
     found = load_tuned("A GPU")
     for size in (1, 2, 8):

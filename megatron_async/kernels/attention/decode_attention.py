@@ -11,9 +11,11 @@ from torch import Tensor
 
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.compile import Bf16, Fp32, Int32, Int64, kernel
-from megatron_async.kernels.gemm.tile_config import MAX_CLUSTER, padded
+from megatron_async.kernels.gemm.tile_config import MAX_CLUSTER, SHARED_BYTES, padded
 
 WARPS = 4
+WARPS_OF_FEW = 8
+"""Where CTAs come to no more than a quarter of the SMs, and each row has one token."""
 MAX_ELEMENTS = 3600
 """Of a group's heads: with more, the sums of so many warps do not fit, and half as many do it."""
 STAGES = 2
@@ -150,6 +152,12 @@ class Heads(NamedTuple):
         """Items of a KV head, see :func:`head_shares`."""
         return head_shares(self.head_dim, self.group, self.window)
 
+    def _fits(self, warps: int) -> bool:
+        """Whether the rings and sums of so many warps do, in a row of one token."""
+        padded_dim = 64 if self.head_dim <= 64 else 128 if self.head_dim <= 128 else 256
+        ring, sums = STAGES * 2 * TILE * padded_dim * 2, self.group * self.head_dim * 4
+        return warps * (ring + sums) + 16 * self.group * self.head_dim + 8192 <= SHARED_BYTES
+
     def defines(
         self, rows: int, capacity: int, sm_count: int, *, cluster: int | None = None,
         split_tokens: int | None = None,
@@ -165,6 +173,9 @@ class Heads(NamedTuple):
             max_splits = 1 << (needed - 1).bit_length()
         queries = self.group // self.shares * self.window
         warps = WARPS if self.head_dim * queries <= MAX_ELEMENTS else WARPS // 2
+        ctas = rows * self.kv_heads * self.shares * cluster
+        if self.window == 1 and 4 * ctas <= sm_count and self._fits(WARPS_OF_FEW):
+            warps = WARPS_OF_FEW
         return {
             "D": self.head_dim, "GROUP": self.group, "KV_HEADS": self.kv_heads,
             "BLOCK": self.block_size, "NORM": int(self.norm), "ROPE": int(self.rope),

@@ -144,9 +144,6 @@ __device__ __forceinline__ Vec load_weights(const void* p) {
                : "l"(p));
   return v;
 }
-__device__ __forceinline__ void prefetch_l2(const void* p, u32 bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(p), "r"(bytes) : "memory");
-}
 // Words that another CTA of the grid publishes, each as a whole, and reads until they are there.
 __device__ __forceinline__ void publish(u32* at, u32 v) {
   asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" ::"l"(at), "r"(v) : "memory");

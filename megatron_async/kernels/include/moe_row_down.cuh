@@ -49,23 +49,6 @@ struct Down {
     ahead.advance(live);
   }
 
-  // What the first two steps leave of the warp's columns, up to AHEAD vectors: a lane for each expert.
-  __device__ __forceinline__ void prefetch() const {
-    const int lane = threadIdx.x % 32;
-    if (lane >= SLOTS || live == 0 || blockIdx.x >= TILES) return;
-    const Slot& slot = slots()[lane];
-    const int stride = SHARED && slot.expert >= EXPERTS ? SHARED * INNER : INNER;
-#pragma unroll
-    for (int k = 0; k < WARP_COLUMNS; k++) {
-      const int first = k * ROW_VECTORS + lane * INNER_VECTORS;
-      const int begin = max(first, 64 * LOADS);
-      const int end = min(first + INNER_VECTORS, 64 * LOADS + AHEAD);
-      const int column = blockIdx.x * TILE + k * WARPS + (int)threadIdx.x / 32;
-      if (begin < end)
-        prefetch_l2(slot.down + (size_t)column * stride + (begin - first) * 8, (end - begin) * 16);
-    }
-  }
-
   __device__ __forceinline__ void use(const Vec (&v)[LOADS]) {
     if (at.tile >= TILES) return;
     const u32 x = shared_address(shared + ACTIVATED_AT) + at.row * ROW_WORDS * 2;
@@ -124,7 +107,6 @@ struct Down {
     Vec a[LOADS], b[LOADS];
     load(a);
     load(b);
-    prefetch();
     prepare(blockIdx.x);
     for (int i = threadIdx.x; i < 2 * ROWS * TILE; i += THREADS)
       ((float*)(shared + TOTALS_AT))[i] = 0.f;  // what dead rows have

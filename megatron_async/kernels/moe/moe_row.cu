@@ -12,7 +12,6 @@
 //              3 GELU (tanh), 4 squared ReLU, 5 ReLU
 //   TILE       columns of the output that a partial statistic covers
 //   THREADS, LOADS   of a CTA, and of a thread in a step: two steps' are on their way
-//   AHEAD      vectors behind these that a warp brings into L2 before the activations are there
 //   CLAIMED    sixteenths of the first linear layers' rows that go to the CTAs that come first
 //   MIN_SHARED bytes of shared memory to take at least: more than half keeps two CTAs off one SM
 //

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 MOST_ROWS = 4
 THREADS, LOADS = 256, 8
 """Of a CTA, and of a thread in a step, 16 bytes each: two steps of loads are on their way."""
-AHEAD = 512
-"""Vectors of 16 bytes behind these that a warp brings into L2, before activations are there."""
 CLAIMED = 2
 """Sixteenths of the rows of the first linear layers that no CTA is dealt: those that come first,
 which the memory served faster, take them."""
@@ -131,8 +129,8 @@ class MoeRow:
 
     Args:
         ctas: of the grid; no more than the device has SMs are launched.
-        threads, loads, ahead, claimed: see :data:`THREADS`, :data:`AHEAD` and :data:`CLAIMED`; None
-            for the threads that fit the tile.
+        threads, loads, claimed: see :data:`THREADS` and :data:`CLAIMED`; None for the threads that
+            fit the tile.
 
     Attributes:
         statistic_rows: elements that one partial statistic covers.
@@ -146,13 +144,12 @@ class MoeRow:
         *,
         threads: int | None = None,
         loads: int = LOADS,
-        ahead: int = AHEAD,
         claimed: int = CLAIMED,
     ) -> None:
         if device.type == "cuda":  # more would wait for each other in vain
             ctas = min(ctas, cuda.sm_count(device.index or 0))
         self._shape, self._device, self._ctas = shape, device, ctas
-        self._loads, self._ahead, self._claimed = loads, ahead, claimed
+        self._loads, self._claimed = loads, claimed
         self.statistic_rows = tile(shape.hidden, ctas)
         self._threads = threads or min(THREADS, 32 * self.statistic_rows)
         logits = shape.settings.num_experts + 1
@@ -179,8 +176,8 @@ class MoeRow:
             "SUMMED": settings.group_score_experts, "GATED": int(activation.gated),
             "FUNCTION": _FUNCTIONS.index(activation.function),
             "HAS_LIMIT": int(activation.limit is not None), "TILE": self.statistic_rows,
-            "THREADS": self._threads, "LOADS": self._loads, "AHEAD": self._ahead,
-            "CLAIMED": self._claimed, "MIN_SHARED": MIN_SHARED_BYTES,
+            "THREADS": self._threads, "LOADS": self._loads, "CLAIMED": self._claimed,
+            "MIN_SHARED": MIN_SHARED_BYTES,
         }  # fmt: skip
 
     def work(self, rows: int, *, gate: bool, one_launch: bool) -> list[tuple[str, dict[str, int]]]:
