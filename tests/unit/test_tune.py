@@ -36,6 +36,7 @@ from megatron_async.kernels.gemm.tile_config import (
     save_tuned,
 )
 from megatron_async.models.build import build_random_model
+from megatron_async.models.fused import coverage
 from megatron_async.models.fused import tuning as tuner
 from megatron_async.models.fused.decoder import FusedDecoder
 from megatron_async.models.fused.gemms import Gemm
@@ -230,6 +231,17 @@ def test_which_experts_are_chosen_does_not_change_a_timed_step() -> None:
         tuner.equal_experts(model)
         before, after = outputs()
         torch.testing.assert_close(before, after)
+
+
+def test_attention_in_modules_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coverage, "device_why_not", lambda model: None)
+    monkeypatch.setattr(coverage, "attention_why_not", lambda layer, model: None)
+    config = replace(SHAPES["tiny-llama"], num_layers=2)
+    model = build_random_model(config, device=torch.device("cpu"), dtype=torch.bfloat16)
+    assert tuner.attention_in_modules(model) is None
+    monkeypatch.setattr(coverage, "attention_why_not", lambda layer, model: "it has sinks")
+    reason = tuner.attention_in_modules(model)
+    assert reason == "the attention of layer 1 is computed by its module: it has sinks"
 
 
 # --- the command ----------------------------------------------------------------------------------
