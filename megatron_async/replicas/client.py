@@ -143,12 +143,20 @@ class ReplicasClient:
         return {name: replica.is_ready for name, replica in self._replicas.items()}
 
     async def info(self) -> EngineInfo:
-        """What the replicas serve; raises EngineDeadError where there has been none yet."""
+        """What the replicas serve, with the requests and blocks of all that serve; raises
+        EngineDeadError where there has been none yet."""
         found = self._usable() or [r for r in self._replicas.values() if not r.leaves]
+        known: list[EngineInfo] = []
         for replica in found:
             with contextlib.suppress(EngineDeadError):
-                return await replica.client.info()
-        raise EngineDeadError("no replica has started yet")
+                known.append(await replica.client.info())
+        if not known:
+            raise EngineDeadError("no replica has started yet")
+        return msgspec.structs.replace(
+            known[0],
+            max_requests=sum(info.max_requests for info in known),
+            block_count=sum(info.block_count for info in known),
+        )
 
     def check_ready(self) -> None:
         """Raises EngineDeadError, which says why, while no request can be served."""

@@ -80,6 +80,11 @@ class EngineClient:
         self._greeter: asyncio.Task[None] | None = None
         self._encoder = msgspec.msgpack.Encoder()
 
+    @property
+    def states(self) -> dict[str, bool]:
+        """As of a ``ReplicasClient``, whose replicas these are: there are none."""
+        return {}
+
     async def connect(self) -> None:
         """Begin to look for the engine process; :meth:`ready` waits for it."""
         self._greeter = asyncio.create_task(self._greet(), name="engine client")

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import itertools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -44,6 +44,10 @@ class Client(Protocol):
     @property
     def snapshot(self) -> Snapshot | None:
         """See there."""
+
+    @property
+    def states(self) -> Mapping[str, bool]:
+        """Whether each replica serves, by name; none where there is one engine."""
 
     def check_ready(self) -> None:
         """Raises EngineDeadError, which says why, while no request can be served."""

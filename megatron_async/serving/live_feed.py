@@ -35,7 +35,9 @@ class LiveFeed:
 
         Each is whole: ``state`` of the engine, ``model``, ``version``, ``depth``, ``max_requests``,
         the last ``snapshot`` with ``time``, ``counters`` and ``gauges``, the ``device`` and the
-        last ``steps`` (:meth:`LiveSteps.read <megatron_async.serving.live_steps.LiveSteps.read>`).
+        last ``steps`` (:meth:`LiveSteps.read <megatron_async.serving.live_steps.LiveSteps.read>`),
+        and of replicas ``replicas``: how many serve, and of how many. Numbers are then of all that
+        serve, the device and the steps of one.
 
         Raises:
             ApiError: there are too many viewers.
@@ -85,6 +87,8 @@ class LiveFeed:
             "snapshot": client.snapshot and msgspec.structs.asdict(client.snapshot),
             "steps": [],
         }
+        if states := client.states:
+            shown["replicas"] = [sum(states.values()), len(states)]
         try:
             async with asyncio.timeout(TICK_SECONDS):
                 info = await client.info()

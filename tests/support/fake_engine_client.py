@@ -27,6 +27,7 @@ class FakeEngineClient:
 
     Attributes:
         state: as the client's; tests set it.
+        states: of replicas; none, as where there is one engine.
         most: requests that may run or wait; None for any number.
         max_sequences: as :class:`EngineInfo` has it.
         aborted: ids of requests that were left before their end.
@@ -40,6 +41,7 @@ class FakeEngineClient:
         engine.start()  # a thread that streams start may end before it has applied their aborts
         self.state = "ready"
         self.snapshot: Snapshot | None = None
+        self.states: dict[str, bool] = {}
         self.most: int | None = None
         self.max_sequences: int | None = None
         self.aborted: list[int] = []

@@ -6,7 +6,9 @@ import argparse
 import asyncio
 import contextlib
 import importlib.util
+import json
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,6 +34,7 @@ from megatron_async.replicas.roster import LAPSE_SECONDS, Listing, Member, Roste
 from megatron_async.replicas.routing import BLOCK_TOKENS, PrefixRouter
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.serving.generation import Generator
+from megatron_async.serving.live_feed import LiveFeed
 from megatron_async.serving.messages import Control, Endpoint, Generate, Kept, Output
 from megatron_async.serving.metrics import ServerMetrics
 from megatron_async.serving.no_tokenizer import NoTokenizer
@@ -271,12 +274,31 @@ def test_requests_are_spread_and_bring_what_one_engine_brings() -> None:
             assert 'generation_tokens_total{model_name="m",replica="two"}' in page
             assert page.count("# TYPE megatron_async_generation_tokens_total") == 1
             assert 'replicas_ready{model_name="m"} 3.0' in page
+            info, picture = await client.info(), await _pictured(client)
+            assert (info.max_requests, info.block_count) == (3 * 4, 3 * 400)
+            assert (picture["replicas"], picture["max_requests"]) == ([3, 3], 12)
+            assert picture["snapshot"]["counters"]["tokens_committed"] == 1200
         async with fleet("one") as (_, client):
             for i in range(0, 12, 4):
                 alone = await asked(client, i, [i, 7], LONG)
                 assert _tokens(alone) == _tokens(answers[i])
 
     run(test())
+
+
+async def _pictured(client: ReplicasClient) -> dict[str, Any]:
+    """What the page at ``/`` is told first."""
+    generator = SimpleNamespace(client=client, draining=False, command=_nothing)
+    front: Any = SimpleNamespace(generator=generator, config=SimpleNamespace(model_names=["m"]))
+    async with contextlib.aclosing(LiveFeed(front).events()) as events:
+        async for event in events:
+            picture: dict[str, Any] = json.loads(event.removeprefix(b"data: "))
+            return picture
+    raise AssertionError("no event")
+
+
+async def _nothing(name: str) -> dict[str, Any]:
+    return {}
 
 
 def _tokens(outputs: list[Output]) -> list[int]:
