@@ -168,7 +168,7 @@ class Noted:
         self.asked = 0
         self.draining = False
         self.config = SimpleNamespace(model_names=("tiny",))
-        self.client = SimpleNamespace(state="ready", snapshot=None, info=self.info)
+        self.client = SimpleNamespace(states={}, state="ready", snapshot=None, info=self.info)
         self.generator = self
 
     async def info(self) -> Any:
