@@ -48,14 +48,14 @@ UNKNOWN_SHAPES = (
 @pytest.mark.parametrize(
     ("rows", "digest"),
     [
-        (1, "ac9d029ce05fe898"),
-        (2, "837aa02e0d3bf2b2"),
-        (4, "370e6ed42c6d55f5"),
-        (8, "b1253da66b5b93c7"),
-        (16, "c78cf33706cd8448"),
-        (32, "e057451fa380daaf"),
-        (48, "a0159926b203c593"),
-        (64, "69fda3f16424be67"),
+        (1, "ac4a7f50b21c03e0"),
+        (2, "6890d90ab3c5177d"),
+        (4, "e916ede3e763c76b"),
+        (8, "26b328b0de6c20fd"),
+        (16, "6e2e50ca9893eeae"),
+        (32, "ab7e20ef0306a46a"),
+        (48, "6a10382d40af56b6"),
+        (64, "7054d3caf57c4f35"),
     ],
 )
 def test_choices_are_those_that_were_measured_with(rows: int, digest: str) -> None:
