@@ -6,14 +6,13 @@ replay a run, and to send it to the other ranks of a parallel group.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import queue
 from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+from megatron_async.engine.waiters import Waiters
 from megatron_async.errors import RequestError
 from megatron_async.step.slot_fields import Values
 
@@ -168,22 +167,22 @@ def _frozen(value: Any) -> Any:
 
 
 class CommandQueue:
-    """Commands on their way to the loop, from any thread; wakes whoever waits for them.
+    """Commands on their way to the loop, from any thread.
 
     Attributes:
         waiting: those that are still to be taken, for a look without a call.
+        waiters: threads that wait until the loop may have something to do; each command wakes them.
     """
 
     def __init__(self) -> None:
         self.waiting: deque[Command] = deque()
-        # Not an event: a handler that interrupts its ``set`` would wait for ever in another.
-        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.waiters = Waiters()
 
     def submit(self, *commands: Command) -> None:
         """Queue commands, one behind the other. Atomic: a signal's handler may call it in the midst
         of another call."""
         self.waiting.extend(commands)
-        self.wake()
+        self.waiters.wake()
 
     def take(self) -> Command | None:
         """The oldest command; None if there is none."""
@@ -191,14 +190,3 @@ class CommandQueue:
             return self.waiting.popleft()
         except IndexError:
             return None
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Block until :meth:`submit` or :meth:`wake` has been called since the last wait, or for
-        ``timeout`` seconds."""
-        with contextlib.suppress(queue.Empty):
-            self._wakes.get(timeout=timeout)
-
-    def wake(self) -> None:
-        """Let whoever waits look around."""
-        if self._wakes.empty():
-            self._wakes.put(None)

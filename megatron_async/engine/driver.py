@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import concurrent.futures
 import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence, Set
@@ -11,7 +10,7 @@ from typing import Any
 
 from megatron_async.engine.engine_thread import EngineThread, StreamTable, TokenStream
 from megatron_async.engine.loop import DecodeLoop
-from megatron_async.engine.output_processor import OutputProcessor, TokenOutput
+from megatron_async.engine.output_processor import OutputProcessor, Taken, TokenOutput
 from megatron_async.engine.output_sink import SinkQueue
 from megatron_async.engine.request_queue import Prompt, RequestQueue
 from megatron_async.engine.step_lock import StepLock
@@ -25,10 +24,6 @@ from megatron_async.request import DynamicInferenceRequest, RequestFuture
 from megatron_async.runner.model_runner import ModelRunner
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.scheduler.scheduler import Scheduler
-
-STANDSTILL_SECONDS = 0.05
-"""How long ``generate`` waits before it looks again, when all requests are paused or somebody else
-steps."""
 
 
 class Driver:
@@ -75,6 +70,8 @@ class Driver:
         started = time.perf_counter_ns()
         self._step()
         outputs, finished, reports = self._outputs.take()
+        if self._streams.streams:
+            self._streams.deliver(outputs)
         if self._raises_suspended and self._loop.suspended and not (outputs or finished):
             raise EngineSuspendedError("the engine is suspended; resume() it first")
         return {
@@ -87,7 +84,7 @@ class Driver:
         }
 
     def _step(self, *, deliver: bool = False) -> None:
-        """One step. ``deliver``: its outputs go to the streams and the sink."""
+        """One step. ``deliver``: its outputs go to the streams and the sinks."""
         try:
             with self._lock.mutex, self._lock.entry(), self._lock:
                 started = time.perf_counter_ns()
@@ -110,10 +107,15 @@ class Driver:
         if not self._loop.has_work:
             self._scheduler.check_idle()
 
-    def _deliver(self) -> None:
+    def _take(self) -> Taken:
+        """What has been committed since the last call. Streams that are open get their part."""
         taken = self._outputs.take()
-        self._streams.deliver(taken.outputs)
-        self._sinks.put(taken)
+        if taken.outputs and self._streams.streams:
+            self._streams.deliver(taken.outputs)
+        return taken
+
+    def _deliver(self) -> None:
+        self._sinks.put(self._take())
 
     def generate(
         self, each: list[tuple[Prompt, SamplingParams | None]]
@@ -133,7 +135,7 @@ class Driver:
         while self._thread is None and self._loop.in_flight_count and not self._has_unfinished():
             self._step()
         if self._thread is None:
-            self._outputs.take()
+            self._take()
         return [future.result() for future in added]
 
     def _has_unfinished(self) -> bool:
@@ -141,14 +143,19 @@ class Driver:
 
     def _wait_for(self, future: RequestFuture) -> None:
         """Until it is done: by steps of this thread, unless the engine has one of its own."""
-        while not future.done():
-            if self._thread is not None:
-                concurrent.futures.wait([future], timeout=STANDSTILL_SECONDS)
-                continue
-            self._step()
-            self._outputs.take()
-            if self._loop.is_idle() and not future.done():
-                self._loop.commands.wait(STANDSTILL_SECONDS)
+        with self._loop.commands.waiters.waiter() as waiter:
+            future.when_done(waiter.wake)
+            while not future.done():
+                if self._thread is not None or self._is_idle():
+                    waiter.wait()
+                    continue
+                self._step()
+                self._take()
+
+    def _is_idle(self) -> bool:
+        """As the loop's, between two steps: another thread may be in the midst of one."""
+        with self._lock.gate, self._lock.mutex:
+            return self._loop.is_idle()
 
     # --- steps by a thread of its own ---------------------------------------------------------
 
@@ -169,9 +176,8 @@ class Driver:
 
     def _start(self) -> None:
         if self._thread is None:
-            commands = self._loop.commands
             self._thread = EngineThread(
-                self._step_for_waiters, self._loop.is_idle, commands.wait, commands.wake
+                self._step_for_waiters, self._loop.is_idle, self._loop.commands.waiters
             )
             # A daemon thread must not live on while the interpreter ends.
             atexit.register(self._thread.stop)
@@ -239,9 +245,20 @@ class Driver:
                 if self._thread is not None:
                     self._deliver()
         finally:
-            self._outputs.resolve_futures()
-            self._sinks.flush()
-            self._loop.commands.wake()
+            self._changed()
+
+    def changed(self) -> None:
+        """Outside of the step lock, somebody else has changed the engine between two steps:
+        futures, streams and sinks get what was in flight then."""
+        with self._lock.gate, self._lock.mutex:
+            if self._thread is not None:
+                self._deliver()
+        self._changed()
+
+    def _changed(self) -> None:
+        self._outputs.resolve_futures()
+        self._sinks.flush()
+        self._loop.commands.waiters.wake()
 
     def check_outside(self) -> None:
         """Raises :class:`ReentrantCallError` in the midst of a step of the same thread, and in a

@@ -484,6 +484,11 @@ class DynamicInferenceEngine:
         )
         return self.outputs.weight_version
 
+    def weights_changed(self) -> None:
+        """Behind new weights, for whoever gives them to all engines: what was in flight is handed
+        out, and the engine's thread goes on."""
+        self._driver.changed()
+
     @property
     def counters(self) -> EngineCounters:
         """Totals since the engine was built or reset."""
@@ -542,7 +547,7 @@ class DynamicInferenceEngine:
                 if part is not None:
                     part.close()
         self.outputs.resolve_futures()
-        self.loop.commands.wake()
+        self.loop.commands.waiters.wake()
 
     def __enter__(self) -> DynamicInferenceEngine:
         return self

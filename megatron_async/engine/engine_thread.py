@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 
 from megatron_async.engine.output_processor import TokenOutput
+from megatron_async.engine.waiters import Waiters
 
 Deliver = Callable[[], None]
 
@@ -45,35 +46,39 @@ class TokenStream:
 
 
 class StreamTable:
-    """The streams of an engine. Each step wakes each event loop once, for all its streams."""
+    """The streams of an engine. Each step wakes each event loop once, for all its streams.
+
+    Attributes:
+        streams: by the key of the request, for a look without a call.
+    """
 
     def __init__(self) -> None:
-        self._streams: dict[int, TokenStream] = {}
+        self.streams: dict[int, TokenStream] = {}
         self._lock = threading.RLock()  # a signal's handler may close the engine meanwhile
 
     def __len__(self) -> int:
-        return len(self._streams)
+        return len(self.streams)
 
     @property
     def keys(self) -> frozenset[int]:
         """Of the requests that have one."""
         with self._lock:
-            return frozenset(self._streams)
+            return frozenset(self.streams)
 
     def add(self, key: int, stream: TokenStream) -> None:
         """Outputs of ``stream.request_id`` go to ``stream``."""
         with self._lock:
-            self._streams[key] = stream
+            self.streams[key] = stream
 
     def remove(self, key: int) -> None:
         """Nobody waits for them any more."""
         with self._lock:
-            self._streams.pop(key, None)
+            self.streams.pop(key, None)
 
     def deliver(self, outputs: list[TokenOutput]) -> None:
         """Hand out what a step has brought."""
         with self._lock:
-            streams = {stream.request_id: stream for stream in self._streams.values()}
+            streams = {stream.request_id: stream for stream in self.streams.values()}
         batches: dict[asyncio.AbstractEventLoop, dict[TokenStream, list[TokenOutput]]] = {}
         for output in outputs:
             stream = streams.get(output.request_id)
@@ -86,7 +91,7 @@ class StreamTable:
     def fail(self, error: BaseException) -> None:
         """No request will bring anything any more."""
         with self._lock:
-            streams = list(self._streams.values())
+            streams = list(self.streams.values())
         for stream in streams:
             _tell(stream.loop, functools.partial(stream.fail, error))
 
@@ -102,25 +107,24 @@ def _tell(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
 
 
 class EngineThread:
-    """Runs ``step`` while there is something to do, and blocks on ``wait`` else.
+    """Runs ``step`` while there is something to do, and waits to be woken otherwise.
 
     Args:
         step: one step of the engine; an error in it ends the thread.
-        idle: nothing can go on until somebody asks for something.
-        wait: blocks until somebody has; ``wake`` ends a wait.
+        idle: nothing can go on until somebody asks for something. Whoever asks wakes ``waiters``
+            afterwards, so a wake-up between a look and the wait ends the wait.
+        waiters: the threads that wait for the engine; this one is among them while it runs.
     """
 
     def __init__(
         self,
         step: Callable[[], None],
         idle: Callable[[], bool],
-        wait: Callable[[], None],
-        wake: Callable[[], None],
+        waiters: Waiters,
     ) -> None:
         self._step = step
         self._idle = idle
-        self._wait = wait
-        self._wake = wake
+        self._waiters = waiters
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -136,16 +140,17 @@ class EngineThread:
     def stop(self, *, wait: bool = True) -> None:
         """End after the step that runs now; what is in flight stays there."""
         self._stopping = True
-        self._wake()
+        self._waiters.wake()
         if wait and not self.is_current:
             self._thread.join()
 
     def _run(self) -> None:
-        while not self._stopping:
-            if self._idle():
-                self._wait()
-                continue
-            try:
-                self._step()
-            except Exception:  # the step lock has stopped the engine, and all who wait know
-                return
+        with self._waiters.waiter() as waiter:
+            while not self._stopping:
+                if self._idle():
+                    waiter.wait()
+                    continue
+                try:
+                    self._step()
+                except Exception:  # the step lock has stopped the engine, and all who wait know
+                    return

@@ -24,11 +24,16 @@ from megatron_async.engine.commands import (
     UpdateWeights,
 )
 from megatron_async.engine.guidance import Guidance
-from megatron_async.engine.metrics import EngineCounters, NotOverlapped, Observers
+from megatron_async.engine.metrics import EngineCounters, Idle, NotOverlapped, Observers
 from megatron_async.engine.output_processor import OutputProcessor
 from megatron_async.engine.recording import Recorder
 from megatron_async.engine.request_validation import RequestValidator
-from megatron_async.errors import EngineStoppedError, EngineThreadError, ReentrantCallError
+from megatron_async.errors import (
+    EngineStoppedError,
+    EngineThreadError,
+    IntegrityError,
+    ReentrantCallError,
+)
 from megatron_async.request import StepReport
 from megatron_async.runner.model_runner import ModelRunner
 from megatron_async.sampling_params import SamplingParams
@@ -88,7 +93,8 @@ class DecodeLoop:
         self._in_flight: deque[Ticket] = deque()
         self._updated: list[tuple[int, SamplingParams]] = []
         """New sampling parameters whose control has not been launched."""
-        self._found_no_plan = False
+        self._plans_without_rows = 0
+        """In a row, with nothing in flight and a request that is not paused."""
         self._logged_at = 0
         self._observers = Observers()
         self._observed: list[Any] = []
@@ -109,12 +115,13 @@ class DecodeLoop:
         if self._logging_interval or self._scheduler.table.guided:
             self._before_plan()
         plan = self._plan()
-        self._found_no_plan = plan is None
         self._publish_events()
         if plan is not None:
             pending = self._runner.pending
             self._in_flight.append(self._launch(plan))
             self._launched(plan, pending)
+        elif not self._in_flight:
+            self._check_progress()
         # With nothing to launch the oldest step is taken: its commit is what makes room.
         allowed = self.depth + self._scheduler.others if plan else max(len(self._in_flight) - 1, 0)
         while len(self._in_flight) > allowed:
@@ -123,6 +130,7 @@ class DecodeLoop:
     def _launched(self, plan: Plan, sampled: Ticket | None) -> None:
         """``sampled`` is the ticket whose logits this launch samples, if not its own: changed
         sampling parameters hold from there on."""
+        self._plans_without_rows = 0
         self.counters.launched(plan, len(self._scheduler.table.waiting.items))
         self._outputs.launched(plan)
         if self._updated:
@@ -133,6 +141,22 @@ class DecodeLoop:
             self._updated.clear()
         for on_launch in self._observers.on_launch:
             on_launch(plan)
+
+    def _check_progress(self) -> None:
+        """A plan has found nothing to launch, and no commit will make room. Each such plan evicts a
+        request, so that a later one finds rows.
+
+        Raises:
+            IntegrityError: none did. An engine that went on would wait for ever.
+        """
+        if not self._scheduler.can_go_on:
+            return
+        self._plans_without_rows += 1
+        if self._plans_without_rows > self._scheduler.unfinished_count + 1:
+            raise IntegrityError(
+                f"{self._scheduler.unfinished_count} requests have not ended, not all of them are "
+                "paused, nothing is in flight, and no step can be planned"
+            )
 
     def _before_plan(self) -> None:
         """What is not needed in every step: the log, and what guides requests.
@@ -327,7 +351,6 @@ class DecodeLoop:
         self.apply_commands()
         self._note(Resume())
         self.suspended = False
-        self._found_no_plan = False
 
     def give_up_cache(self) -> None:
         """While nothing is in flight: evict all requests, and forget all cached prefixes."""
@@ -396,10 +419,24 @@ class DecodeLoop:
         return bool(self.commands.waiting or self._in_flight or self._scheduler.has_unfinished)
 
     def is_idle(self) -> bool:
-        """Nothing can go on until somebody asks for something."""
+        """Nothing can go on until somebody asks for something, for one of the reasons that
+        :class:`Idle` names."""
+        return self.idle_reason is not None
+
+    @property
+    def idle_reason(self) -> Idle | None:
+        """Why nothing can go on; None if a step can do something.
+
+        It follows from the state of the requests alone: no plan is asked, and none is remembered,
+        so the answer is never older than the last change. Whoever changes it wakes all who wait.
+        """
         if self._in_flight or self.commands.waiting:
-            return False
-        return self.suspended or self._found_no_plan or not self._scheduler.has_unfinished
+            return None
+        if self.suspended:
+            return Idle.SUSPENDED
+        if self._scheduler.can_go_on:
+            return None
+        return Idle.PAUSED if self._scheduler.has_unfinished else Idle.NO_REQUEST
 
     def observe(self, observer: Any) -> None:
         """Report the host's work to ``observer`` from the next step on."""

@@ -31,6 +31,15 @@ class NotOverlapped(str, Enum):
     RESET = "barrier: the engine was reset"
 
 
+class Idle(str, Enum):
+    """Why an engine can do nothing until somebody asks for something. The list is closed: beside a
+    request for which none of these holds an engine never waits."""
+
+    NO_REQUEST = "no request is unfinished"
+    PAUSED = "all unfinished requests are paused"
+    SUSPENDED = "the engine is suspended"
+
+
 @dataclass(slots=True)
 class EngineCounters:
     """Totals since the engine was built or reset.

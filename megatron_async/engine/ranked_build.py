@@ -170,7 +170,7 @@ class StopWhenARankDies:
             reason = f"the engine was stopped by an error, {type(error).__name__}: {error}"
             self._lock.stop(EngineStoppedError(f"{reason}; build a new one"))
         self._outputs.resolve_futures()
-        self._loop.commands.wake()
+        self._loop.commands.waiters.wake()
 
 
 class RankModel:

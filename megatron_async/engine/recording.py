@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from megatron_async.config import EngineConfig
-from megatron_async.engine.commands import Command, from_json, to_json
+from megatron_async.engine.commands import AddRequest, Command, from_json, to_json
 from megatron_async.errors import ConfigError
 from megatron_async.request import DynamicInferenceRequest
 from megatron_async.scheduler.scheduler import Scheduler
@@ -97,11 +97,14 @@ class Ending(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """A command, and the point in the run at which it was applied."""
+    """A command, and the point in the run at which it was applied: ``endings`` requests had ended
+    by then. A command to one of them had no effect."""
 
     step: int
     ticket: int
     command: Command
+    endings: int
+    has_effect: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,15 +134,30 @@ def read_run(path: str | Path) -> Run:
     try:
         config = EngineConfig(**header["config"])
         endings = tuple(Ending(**e["finished"]) for e in entries if "finished" in e)
-        applied = tuple(_applied(e) for e in entries if "command" in e)
+        applied = tuple(_applied(entries))
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path}: not a recorded run: {error}") from None
     return Run(str(header["model"]), config, applied, endings, tuple(entries))
 
 
-def _applied(entry: Entry) -> Applied:
-    command = {k: v for k, v in entry.items() if k not in ("number", "step", "ticket", "retired")}
-    return Applied(int(entry["step"]), int(entry["ticket"]), from_json(command))
+def _applied(entries: list[Entry]) -> Iterator[Applied]:
+    """The commands of a run."""
+    live: dict[int, int] = {}
+    """Keys of the requests that have not ended, by their ids."""
+    endings = 0
+    for entry in entries:
+        if "finished" in entry:
+            endings += 1
+            live.pop(entry["finished"]["request_id"], None)
+        if "command" not in entry:
+            continue
+        point = {name: entry[name] for name in ("number", "step", "ticket", "retired")}
+        command = from_json({name: entry[name] for name in entry.keys() - point.keys()})
+        if isinstance(command, AddRequest):
+            live[command.request_id] = command.key
+        key = getattr(command, "key", None)
+        has_effect = key is None or key in live.values()
+        yield Applied(int(point["step"]), int(point["ticket"]), command, endings, has_effect)
 
 
 def _entries(path: str | Path, lines: list[str]) -> Iterator[dict[str, Any]]:

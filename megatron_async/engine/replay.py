@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -36,7 +37,8 @@ def replay(run: Run, engine: DynamicInferenceEngine) -> Replay:
 
     At another depth than the recorded one, or with other drafts, a command comes when its ticket
     does, or when nothing else can go on; then all requests must get their tokens that were not
-    aborted.
+    aborted. A command to a request that had ended in the recorded run is left out, and what a
+    command to the whole engine did not concern has ended before it here too.
 
     Raises:
         ConfigError: the run got weights that are not in a file, or turns top-k or top-p on in a
@@ -47,10 +49,14 @@ def replay(run: Run, engine: DynamicInferenceEngine) -> Replay:
     entries: list[Entry] = []
     engine.record(Recorder(lambda entry: entries.append(json.loads(json.dumps(entry)))))
     for applied in run.applied:
+        if not (exact or applied.has_effect):
+            continue
         while not _is_reached(engine, applied, exact=exact):
             engine.step_modern()
         if isinstance(applied.command, AddRequest) and not exact:
             _free_id(engine, applied.command.request_id)
+        if isinstance(applied.command, Reset | UpdateWeights) and not exact:
+            _let_end(engine, run.endings[: applied.endings], entries)
         _apply(engine, applied.command)
     if not exact:
         _let_all_go_on(engine)
@@ -79,6 +85,20 @@ def _is_reached(engine: DynamicInferenceEngine, applied: Applied, *, exact: bool
 def _free_id(engine: DynamicInferenceEngine, request_id: int) -> None:
     """The run used an id again; here the request that had it may be later."""
     while engine.outputs.key_of(request_id) is not None:
+        if engine.loop.is_idle():
+            _let_all_go_on(engine)
+        engine.step_modern()
+
+
+def _let_end(
+    engine: DynamicInferenceEngine, recorded: tuple[Ending, ...], entries: list[Entry]
+) -> None:
+    """Until those have ended that had ended here in the recorded run."""
+    wanted = Counter(ending.request_id for ending in recorded)
+    while True:
+        ended = Counter(e["finished"]["request_id"] for e in entries if "finished" in e)
+        if wanted <= ended or not engine.has_unfinished_requests():
+            return
         if engine.loop.is_idle():
             _let_all_go_on(engine)
         engine.step_modern()

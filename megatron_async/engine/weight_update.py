@@ -37,6 +37,9 @@ class Engine(Protocol):
     sleep_mode: SleepMode
     streams: StreamTable
 
+    def weights_changed(self) -> None:
+        """What was in flight before is handed out, and the engine goes on."""
+
     @property
     def delivers(self) -> bool:
         """Somebody gets the tokens of all requests as they come."""
@@ -161,8 +164,7 @@ def replace_weights(
             _between_steps(sharing, wanted, copy)
     finally:
         for engine in sharing:  # outside of all locks
-            engine.outputs.resolve_futures()
-            engine.loop.commands.wake()
+            engine.weights_changed()
 
 
 def _check_partial_rollouts(partial_rollouts: str, engines: list[Engine]) -> None:

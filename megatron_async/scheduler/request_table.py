@@ -39,6 +39,8 @@ class RequestTable:
     Attributes:
         decoding: by micro-batch the sequences that have a row in each of its steps, by key.
         control: what the next launch brings to S, by slot.
+        unfinished: requests that have not reached their end.
+        held: those of them that the user has paused.
         extended: sequences with extras that hold a slot.
         guided: those of them whose S needs all tokens before.
         has_news: :meth:`take_events` or :meth:`take_retired` have something to give.
@@ -66,6 +68,7 @@ class RequestTable:
         self.retiring: RetireQueue[Holding] = RetireQueue()
         self.control: dict[int, SlotUpdate] = {}
         self.unfinished = 0
+        self.held = 0
         self.extended = 0
         self.guided = 0
         self.has_news = False
@@ -89,6 +92,7 @@ class RequestTable:
         """End a request; rows of it that are in flight are dead from now on."""
         sequence.reason = reason
         self.unfinished -= 1
+        self.held -= sequence.held
         if sequence.state is State.WAITING:
             self.waiting.remove(sequence)
             del self.sequences[sequence.key]
@@ -160,6 +164,16 @@ class RequestTable:
                 self._retired_keys.append(sequence.key)
 
     # --- states -------------------------------------------------------------------------------
+
+    def hold(self, sequence: Sequence) -> None:
+        """The user pauses an unfinished request."""
+        sequence.held = True
+        self.held += 1
+
+    def let_go_on(self, sequence: Sequence) -> None:
+        """The user lets a paused request go on."""
+        sequence.held = False
+        self.held -= 1
 
     def enter_prefilling(self, sequence: Sequence) -> None:
         """Run its prompt, from where it stands."""
@@ -300,7 +314,13 @@ class RequestTable:
         Raises:
             IntegrityError: one is lost, or held twice.
         """
-        holders = [s for s in self.sequences.values() if s.state in HOLDING]
+        unfinished = [s for s in self.sequences.values() if s.state is not State.FINISHED]
+        counted = len(unfinished), sum(s.held for s in unfinished)
+        if counted != (self.unfinished, self.held):
+            raise IntegrityError(
+                f"{counted} requests are unfinished and held, counted {self.unfinished, self.held}"
+            )
+        holders = [s for s in unfinished if s.state in HOLDING]
         self.allocator.check([s.held_blocks for s in holders] + [h.blocks for h in self.retiring])
         self.slots.check([s.slot for s in holders] + [h.slot for h in self.retiring])
         self.prefixes.check()

@@ -115,7 +115,7 @@ class Scheduler:
         sequence = self._unfinished(key)
         if sequence is None or sequence.held:
             return False
-        sequence.held = True
+        self.table.hold(sequence)
         if sequence.state in EVICTABLE:
             self.table.leave(sequence, State.HELD)
         self.table.record(Event(key, Change.PAUSE))
@@ -126,7 +126,7 @@ class Scheduler:
         sequence = self._unfinished(key)
         if sequence is None or not sequence.held:
             return False
-        sequence.held = False
+        self.table.let_go_on(sequence)
         if sequence.state is State.HELD:
             # Its row may have been given to another: it waits for one like those short of a block.
             self.table.stall(sequence)
@@ -176,6 +176,21 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         """Some request has not reached its end."""
         return self.table.unfinished > 0
+
+    @property
+    def unfinished_count(self) -> int:
+        """Requests that have not reached their end."""
+        return self.table.unfinished
+
+    @property
+    def can_go_on(self) -> bool:
+        """Some request has not reached its end and is not paused. With nothing in flight a plan
+        finds rows for it, or evicts others until one does."""
+        return self.table.unfinished > self.table.held
+
+    def is_unfinished(self, key: int) -> bool:
+        """The request with this key has not reached its end."""
+        return self._unfinished(key) is not None
 
     @property
     def waiting_count(self) -> int:

@@ -1,0 +1,50 @@
+"""Threads that wait for an engine, and how they are woken without a poll."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Waiter:
+    """One thread that waits. A wake-up that comes before the wait ends the wait at once, so it
+    cannot fall between a look at what is waited for and :meth:`wait`."""
+
+    def __init__(self) -> None:
+        # Not an event: a signal's handler that interrupts its ``set`` would deadlock in another.
+        self._wakes: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def wait(self) -> None:
+        """Block until :meth:`wake` has been called since the last wait."""
+        self._wakes.get()
+
+    def wake(self, *_: object) -> None:
+        """End this wait, or the next one. A signal's handler may call it anywhere."""
+        # A token that is there has not been taken: whoever takes it looks around after this.
+        if self._wakes.empty():
+            self._wakes.put(None)
+
+
+class Waiters:
+    """All threads that wait for one engine. Each has a token of its own, so that none takes the
+    wake-up of another."""
+
+    def __init__(self) -> None:
+        # Single calls of a dict are atomic: a signal's handler may come between any two of them.
+        self._waiters: dict[int, Waiter] = {}
+
+    @contextmanager
+    def waiter(self) -> Iterator[Waiter]:
+        """A waiter that :meth:`wake` wakes while this is entered."""
+        waiter = Waiter()
+        self._waiters[id(waiter)] = waiter
+        try:
+            yield waiter
+        finally:
+            del self._waiters[id(waiter)]
+
+    def wake(self) -> None:
+        """Let all who wait look around."""
+        for waiter in list(self._waiters.values()):
+            waiter.wake()
