@@ -43,6 +43,7 @@ from megatron_async.request import DynamicInferenceRequest
 from megatron_async.runner.controller import TextGenerationController
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.step.plan import Plan
+from tests.support.own_thread import OwnThread, check_idle_for_a_reason, watched_waiters
 from tests.support.patience import PATIENCE_SECONDS
 
 Found = dict[str, Any]
@@ -98,6 +99,7 @@ def play(engine: DynamicInferenceEngine) -> Found:
     while engine.has_unfinished_requests():
         script.get(steps, lambda: None)()
         engine.step_modern()
+        check_idle_for_a_reason(engine)
         steps += 1
     found = [future.result() for future in futures]
     counters = engine.counters
@@ -120,6 +122,23 @@ def drafted(engine: DynamicInferenceEngine, **values: Any) -> Found:
         found = other.generate(PROMPTS[:5], params()[:5])
         accepted = other.counters.tokens_accepted
     return {"tokens": [request.generated_tokens for request in found], "accepted": accepted}
+
+
+def full_cache(
+    engine: DynamicInferenceEngine, depth: int, count: int = len(PROMPTS)
+) -> list[list[int]]:
+    """The tokens of requests that are all there from the beginning, by the engine's own thread,
+    over a cache that never has room for all that could run; nobody asks for anything meanwhile."""
+    with watched_waiters(), engine.with_config(config_at(depth, block_count=9)) as other:
+        thread = OwnThread(other)
+        futures = [
+            other.add_request(n, PROMPTS[n % len(PROMPTS)], params()[n % len(PROMPTS)])
+            for n in range(count)
+        ]
+        thread.run_dry(100 * count)
+        assert other.counters.evictions, "the cache was not full"
+        thread.stop()
+    return [list(future.result(timeout=0).generated_tokens) for future in futures]
 
 
 def refused(call: Any) -> str:
@@ -145,6 +164,7 @@ def case(engine: DynamicInferenceEngine, folder: Path, model: str, *, alone: boo
         with engine.with_config(config_at(2, pipeline_micro_batches=2)) as other:
             result = replay(read_run(record), other)
             found["replay"] = [result.exact, list(result.differences), len(result.endings)]
+    found["full"] = {depth: full_cache(engine, depth) for depth in DEPTHS}
     found["ngram"] = drafted(engine, speculative_method="ngram")
     if engine.controller.inference_wrapped_model.kv_cache_spec.num_mtp_layers:
         found["mtp"] = drafted(engine)

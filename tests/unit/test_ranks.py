@@ -84,6 +84,16 @@ def test_tokens_are_those_of_one_rank_at_every_depth(
 
 
 @pytest.mark.parametrize(("model", "sizes"), CASES)
+def test_the_own_thread_serves_all_over_a_full_cache(
+    model: str, sizes: str, found: dict[tuple[str, str], Found]
+) -> None:
+    expected = found[model, ALONE]["depths"]["0"]["tokens"]
+    for n, tokens in enumerate(expected):
+        for run in found[model, sizes]["full"].values():
+            assert run[n] == tokens or (n == ABORTED and run[n][: len(tokens)] == tokens)
+
+
+@pytest.mark.parametrize(("model", "sizes"), CASES)
 def test_log_probabilities_and_structure_are_those_of_one_rank(
     model: str, sizes: str, found: dict[tuple[str, str], Found]
 ) -> None:

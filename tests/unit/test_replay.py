@@ -6,6 +6,7 @@ import functools
 import json
 import random
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,47 @@ def test_requests_that_ask_for_more_are_repeated_at_any_depth(
     assert any(isinstance(reason, str) for reason in reasons)
     assert any(isinstance(reason, int) for reason in reasons)
     assert re.fullmatch("[a-f]{3,9}[0-9]+é?x", str(expected[0][1]))
+
+
+WITHOUT_EFFECT: dict[str, Callable[[DynamicInferenceEngine], Any]] = {
+    "abort": lambda engine: engine.loop.commands.submit(commands.AbortRequest(0)),
+    "pause": lambda engine: engine.loop.commands.submit(commands.PauseRequest(0)),
+    "parameters": lambda engine: engine.loop.commands.submit(
+        commands.UpdateSamplingParams(0, {"temperature": 1.5, "seed": 3})
+    ),
+    "reset": lambda engine: engine.reset(),
+    "new weights": lambda engine: engine.loop.adopt_weights("path", recompute_kv_cache=True),
+}
+
+
+@pytest.mark.parametrize("what", WITHOUT_EFFECT)
+@pytest.mark.parametrize(("recorded", "replayed"), ((0, 2), (0, 4), (1, 0), (2, 4), (4, 0)))
+def test_what_had_no_effect_on_a_request_has_none_in_a_replay(
+    recorded: int, replayed: int, what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The request had ended when the command came; at another depth it may go on at that ticket."""
+    path = tmp_path / "run.jsonl"
+    with hash_engine(recorded, record=str(path), **SIZES) as engine:
+        params = SamplingParams(num_tokens_to_generate=9, termination_id=-1, seed=1)
+        future = engine.add_request(0, [1, 2], params)
+        later = engine.add_request(1, [3], params)
+        while not future.done():
+            engine.step_modern()
+        WITHOUT_EFFECT[what](engine)
+        while engine.has_unfinished_requests():
+            engine.step_modern()
+        assert later.done()
+    run = read_run(path)
+    assert len(run.endings) == 2 and run.endings[0].reason == "length"
+    adopted: list[Any] = []
+    monkeypatch.setattr(
+        DynamicInferenceEngine, "update_weights", lambda self, path, **more: adopted.append(path)
+    )
+    with hash_engine(replayed, **SIZES) as engine:
+        result = replay(run, engine)
+        assert result.differences == () and not result.exact
+        assert result.endings[0] == run.endings[0]
+        assert adopted == ["path"] * (what == "new weights")
 
 
 def test_a_run_with_functions_says_that_it_cannot_be_repeated(tmp_path: Path) -> None:

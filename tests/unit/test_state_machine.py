@@ -1,7 +1,8 @@
 """Everything that can happen to a request, in any order, against the oracle.
 
 Hypothesis drives the real engine: hash model, CPU device, jitter and poison on, tiny caches, every
-depth, rows of one token and windows of drafts that err now and then, always or never. Each part is
+depth, rows of one token and windows of drafts that err now and then, always or never; by hand, and
+by the engine's own thread, which must have a reason whenever it sleeps. Each part is
 a test of its own, so that they run side by side, and has witnesses of its own: what it went
 through, against the rule steps that it took. ``--state-machine-examples N`` runs a
 longer profile.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections import Counter
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, ClassVar
 from zlib import crc32
@@ -28,6 +30,8 @@ from hypothesis.stateful import (
 )
 
 from megatron_async.engine.metrics import EngineCounters
+from megatron_async.engine.output_processor import Taken, TokenOutput
+from megatron_async.errors import EngineStoppedError
 from megatron_async.request import DynamicInferenceRequest, Status
 from megatron_async.sampling_params import MAX_STOP_TOKEN_IDS
 from tests.support.drafting_model import DraftingHashModel
@@ -37,6 +41,7 @@ from tests.support.hash_tokenizer import hash_tokenizer
 from tests.support.hybrid_hash_model import HybridDraftingHashModel
 from tests.support.log_probs import check_log_probs
 from tests.support.oracle import Ask, decode_with_salts
+from tests.support.own_thread import OwnThread, check_idle_for_a_reason, watched_waiters
 from tests.support.token_tickets import TokenTickets
 
 STEPS_PER_EXAMPLE = 110
@@ -56,6 +61,8 @@ class Part:
     """Parts of the running requests that are planned in turns."""
     recurrent: bool = False
     """The model has recurrent layers and experts."""
+    own_thread: bool = False
+    """Steps are made by the engine's own thread, which must never sleep beside work."""
 
     @property
     def model(self) -> type[DraftingHashModel]:
@@ -113,6 +120,12 @@ PARTS = {
     "depth 1, recurrent": Part(1, SMALL, recurrent=True),
     "depth 2, recurrent, drafts": Part(2, SMALL, windows=DRAFTS, recurrent=True),
     "depth 4, recurrent": Part(4, SMALL, recurrent=True),
+    "own thread, serial, drafts": Part(0, ANY, windows=DRAFTS, own_thread=True),
+    "own thread, depth 1": Part(1, ANY, micro_batches=(1, 2, 3), own_thread=True),
+    "own thread, depth 2, drafts": Part(
+        2, SMALL, windows=DRAFTS, micro_batches=(1, 2, 3), own_thread=True
+    ),
+    "own thread, depth 4, recurrent": Part(4, SMALL, recurrent=True, own_thread=True),
 }
 
 # A few beginnings, of few different tokens, so that prompts share prefixes; many requests are
@@ -194,6 +207,24 @@ EVENTS = (
 """What may happen, as often as it stands here; most of it with steps behind it."""
 
 
+class Sink:
+    """What the steps of the engine's own thread bring."""
+
+    def __init__(self) -> None:
+        self._tokens: list[TokenOutput] = []
+
+    def deliver(self, taken: Taken) -> None:
+        self._tokens += taken.outputs
+
+    def fail(self, error: EngineStoppedError) -> None:
+        """At the close."""
+
+    def take(self) -> dict[str, Any]:
+        """As a step has it."""
+        tokens, self._tokens = self._tokens, []
+        return {"tokens": tokens}
+
+
 class EngineMachine(RuleBasedStateMachine):
     """The engine beside what it must have produced."""
 
@@ -215,6 +246,14 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.tickets = TokenTickets()
         self.engine.observe(self.tickets)
+        self.sink = Sink()
+        self.thread: OwnThread | None = None
+        self.closing = ExitStack()
+        if self.part.own_thread:
+            self.closing.enter_context(watched_waiters())
+            self.engine.deliver_to(self.sink)
+            self.thread = OwnThread(self.engine)
+            self.closing.callback(self.thread.stop)
         self.asks: dict[int, Ask] = {}
         self.futures: dict[int, Any] = {}
         self.records: dict[int, DynamicInferenceRequest] = {}
@@ -241,11 +280,10 @@ class EngineMachine(RuleBasedStateMachine):
         """One rule, so that events come in the shares of ``EVENTS`` in every example: Hypothesis
         would leave out some rules of each."""
         getattr(self, event)(data)
-        for _ in range(steps):
-            self.take(self.engine.step_modern())
+        self.advance(steps)
 
     def step(self, data: st.DataObject) -> None:
-        self.take(self.engine.step_modern())
+        self.advance(1)
 
     def add(self, data: st.DataObject) -> None:
         priority = data.draw(st.integers(-1, 1))
@@ -283,13 +321,13 @@ class EngineMachine(RuleBasedStateMachine):
 
     def suspend(self, data: st.DataObject) -> None:
         self.engine.suspend()
-        self.take(self.engine.step_modern())
+        self.advance(1)
         assert self.in_flight == 0
         self.engine.resume()
 
     def update_weights(self, data: st.DataObject) -> None:
         salt = data.draw(st.integers(0, 3))
-        rollouts = "restart" if salt % 2 else "continue"
+        rollouts = "restart" if salt % 2 and self.thread is None else "continue"
         live = {n: self.records[n] for n in self.asks.keys() - self.done}
         before = {n: record.counters.restarts for n, record in live.items()}
         version = self.engine.update_weights({"salt": salt}, partial_rollouts=rollouts)
@@ -329,6 +367,17 @@ class EngineMachine(RuleBasedStateMachine):
 
     # --- checks -------------------------------------------------------------------------------
 
+    def advance(self, steps: int) -> None:
+        """So many steps, or as many as the engine's own thread makes before it sleeps."""
+        if self.thread is not None:
+            self.thread.run(steps)
+            self.take(self.sink.take())
+            self.totals["sleeps"] += self.thread.sleeps
+            return
+        for _ in range(steps):
+            self.take(self.engine.step_modern())
+            check_idle_for_a_reason(self.engine)
+
     @property
     def in_flight(self) -> int:
         counters = self.engine.counters
@@ -361,8 +410,12 @@ class EngineMachine(RuleBasedStateMachine):
         for request_id in self.asks:
             engine.resume_request(request_id)
         bound = 200 + 80 * len(self.asks) * (self.part.depth + 1)
+        if self.thread is not None:
+            self.thread.run_dry(bound)
+            self.take(self.sink.take())
+            assert not engine.has_unfinished_requests()
         while engine.has_unfinished_requests():
-            self.take(engine.step_modern())
+            self.advance(1)
             bound -= 1
             assert bound > 0, "the engine does not come to an end"
         for request_id, ask in self.asks.items():
@@ -395,6 +448,7 @@ class EngineMachine(RuleBasedStateMachine):
         engine.scheduler.check_idle()
         self.totals["aborted"] += len(self.aborted)
         self.totals["reset"] += len(self.cut)
+        self.closing.close()
         engine.close()
 
     def check_request(self, request_id: int, ask: Ask) -> None:
@@ -440,6 +494,7 @@ class EngineMachine(RuleBasedStateMachine):
 RARE = (
     "stalls", "pauses", "tokens_replayed", "aborted", "reset", "updates_that_show", "log_probs",
     "prompt_log_probs", "guided", "processed", "stop_words", "restarts",
+    "sleeps",
 )  # fmt: skip
 MOST_ROUNDS = 6
 """Hypothesis leaves some rules out of an example, so a few examples can lack an event. Rounds of
@@ -465,7 +520,8 @@ def too_few(part: Part, totals: Counter[str]) -> list[str]:
     """What should have happened more often, or less: chains are deep where barriers are rare, and
     steered where much happens to what is in flight."""
     steps, committed = totals["rule_steps"], totals["steps_committed"]
-    enough = {name: totals[name] > 0 for name in RARE} | {
+    rare = [name for name in RARE if name != ("restarts" if part.own_thread else "sleeps")]
+    enough = {name: totals[name] > 0 for name in rare} | {
         "barriers": 0 < totals["barriers"] <= steps / 5,
         "evictions": totals["evictions"] >= steps / 10,
         "prefix_hits": totals["prefix_hits"] >= steps / 10,
