@@ -129,7 +129,7 @@ def full_cache(
 ) -> list[list[int]]:
     """The tokens of requests that are all there from the beginning, by the engine's own thread,
     over a cache that never has room for all that could run; nobody asks for anything meanwhile."""
-    with watched_waiters(), engine.with_config(config_at(depth, block_count=9)) as other:
+    with watched_waiters(), engine.with_config(config_at(depth, block_count=11)) as other:
         thread = OwnThread(other)
         futures = [
             other.add_request(n, PROMPTS[n % len(PROMPTS)], params()[n % len(PROMPTS)])
