@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import struct
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -11,9 +13,12 @@ from torch import Tensor
 
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.compile import Bf16, Fp32, Int32, Int64, kernel
-from megatron_async.kernels.gemm.tile_config import MAX_CLUSTER, SHARED_BYTES, padded
+from megatron_async.kernels.gemm.tile_config import MAX_CLUSTER, padded
+from megatron_async.kernels.shared_memory import HOPPER_BYTES, STATIC_BYTES, block_limit
 
 WARPS = 4
+LEAST_WARPS = 2
+"""Where more do not fit."""
 WARPS_OF_FEW = 8
 """Where CTAs come to no more than a quarter of the SMs, and each row has one token."""
 MAX_ELEMENTS = 3600
@@ -46,11 +51,17 @@ MAX_QUERIES = 32
 
 
 def unsupported(
-    head_dim: int, group: int, block_size: int, rotated: int, window: int = 1
+    head_dim: int,
+    group: int,
+    block_size: int,
+    rotated: int,
+    window: int = 1,
+    limit: int = HOPPER_BYTES,
 ) -> str | None:
     """Why the attention kernel does not take this shape; None if it does.
 
-    ``rotated`` elements of each head are rotated. Each row has ``window`` tokens.
+    ``rotated`` elements of each head are rotated. Each row has ``window`` tokens. CTAs have
+    ``limit`` bytes of shared memory.
     """
     if head_dim % 16 or not MAX_SPLITS <= head_dim <= 256:
         return f"head dimension {head_dim} is not a multiple of 16 from {MAX_SPLITS} to 256"
@@ -66,7 +77,40 @@ def unsupported(
         return f"a window has {window} tokens, more than {MAX_WINDOW}"
     if window > 1 and not _takes(head_dim, window):
         return f"a window of {window} tokens of heads of {head_dim} elements does not fit"
+    needed = _least_bytes(head_dim, group, window)
+    if needed > limit:
+        return f"{group} heads of {head_dim} elements take {needed} of {limit} bytes of shared memory"
     return None
+
+
+def shared_bytes(macros: Mapping[str, int]) -> int:
+    """What a CTA of ``attention.cu`` with these macros takes, as its source says it."""
+    dim, warps, window, cluster = (macros[name] for name in ("D", "WARPS", "WINDOW", "CLUSTER"))
+    row = 2 * (64 if dim <= 64 else 128 if dim <= 128 else 256)
+    rings = warps * macros["ST"] * 2 * TILE * row
+    queries = window * macros["GROUP"] // macros["SHARES"]
+    new_rows = 16 if window > 8 else 8 if window > 4 else 4 if window > 2 else window
+    query_rows = (-(-queries // 8) + 1) // 2 * 16
+    parts_at = rings + 2 * new_rows * row + query_rows * (row + 16)
+    parts, sums = warps * queries * dim * 4, queries * dim * 8 if cluster > 1 else 0
+    room = (96 if macros["LANE_ROWS"] > 1 else 72) * 1024
+    if window > 1 and rings + parts + sums > room:
+        parts = 0  # in the rings
+    before = parts_at + parts + warps * queries * 8 + queries * macros["MAX_SPLITS"] * 4
+    sent_at = -(-(before + 16 + (window * 4 if window > 1 else 0)) // 16) * 16
+    own_quads = -(-queries * dim // 4 // cluster)
+    sent = cluster * own_quads * 16 + cluster * queries * 8
+    return max(sent_at + (2 * sent if cluster > 1 else 0) + 16, macros["MIN_SHARED"])
+
+
+@functools.cache
+def _least_bytes(head_dim: int, group: int, window: int) -> int:
+    """What the fewest warps take for any number of rows."""
+    heads = Heads(head_dim, group, 1, TILE, norm=False, rope=False, window=window)
+    return max(
+        shared_bytes(heads.macros(LEAST_WARPS, cluster, MAX_SPLITS, lane_rows))
+        for cluster, lane_rows in itertools.product((1, MAX_CLUSTER), (1, LANES))
+    )
 
 
 def _takes(head_dim: int, queries: int) -> bool:
@@ -152,17 +196,26 @@ class Heads(NamedTuple):
         """Items of a KV head, see :func:`head_shares`."""
         return head_shares(self.head_dim, self.group, self.window)
 
-    def _fits(self, warps: int) -> bool:
+    def _fits(self, warps: int, limit: int) -> bool:
         """Whether the rings and sums of so many warps do, in a row of one token."""
         padded_dim = 64 if self.head_dim <= 64 else 128 if self.head_dim <= 128 else 256
         ring, sums = STAGES * 2 * TILE * padded_dim * 2, self.group * self.head_dim * 4
-        return warps * (ring + sums) + 16 * self.group * self.head_dim + 8192 <= SHARED_BYTES
+        return warps * (ring + sums) + 16 * self.group * self.head_dim + 8192 <= limit
+
+    def macros(self, warps: int, cluster: int, max_splits: int, lane_rows: int) -> dict[str, int]:
+        """Macros of ``attention.cu`` that say what it takes of shared memory at least."""
+        return {
+            "D": self.head_dim, "GROUP": self.group, "SHARES": self.shares, "WINDOW": self.window,
+            "WARPS": warps, "ST": STAGES, "CLUSTER": cluster, "MAX_SPLITS": max_splits,
+            "LANE_ROWS": lane_rows, "MIN_SHARED": 0,
+        }  # fmt: skip
 
     def defines(
         self, rows: int, capacity: int, sm_count: int, *, cluster: int | None = None,
-        split_tokens: int | None = None,
+        split_tokens: int | None = None, limit: int = HOPPER_BYTES,
     ) -> dict[str, int]:  # fmt: skip
-        """Macros of ``attention.cu`` for padded ``rows`` of up to ``capacity`` tokens."""
+        """Macros of ``attention.cu`` for padded ``rows`` of up to ``capacity`` tokens, on a GPU
+        whose CTAs have ``limit`` bytes of shared memory."""
         cluster = cluster or cluster_size(rows, self.kv_heads * self.shares, sm_count)
         if split_tokens is None:
             split_tokens = SPLIT_TOKENS if rows <= LANES else WIDE_SPLIT_TOKENS
@@ -174,14 +227,17 @@ class Heads(NamedTuple):
         queries = self.group // self.shares * self.window
         warps = WARPS if self.head_dim * queries <= MAX_ELEMENTS else WARPS // 2
         ctas = rows * self.kv_heads * self.shares * cluster
-        if self.window == 1 and 4 * ctas <= sm_count and self._fits(WARPS_OF_FEW):
+        if self.window == 1 and 4 * ctas <= sm_count and self._fits(WARPS_OF_FEW, limit):
             warps = WARPS_OF_FEW
+        found = self.macros(warps, cluster, max_splits, lane_rows)
+        while shared_bytes(found) > limit and warps > LEAST_WARPS:
+            warps = max(LEAST_WARPS, warps // 2)
+            found = self.macros(warps, cluster, max_splits, lane_rows)
         return {
-            "D": self.head_dim, "GROUP": self.group, "KV_HEADS": self.kv_heads,
-            "BLOCK": self.block_size, "NORM": int(self.norm), "ROPE": int(self.rope),
-            "CLUSTER": cluster, "WARPS": warps, "ST": STAGES, "MIN_SHARED": MIN_SHARED_BYTES,
-            "SPLIT_TOKENS": split_tokens, "MAX_SPLITS": max_splits, "LANE_ROWS": lane_rows,
-            "WINDOW": self.window, "SHARES": self.shares, "GAPS": int(self.gaps),
+            **found,
+            "KV_HEADS": self.kv_heads, "BLOCK": self.block_size, "NORM": int(self.norm),
+            "ROPE": int(self.rope), "GAPS": int(self.gaps), "SPLIT_TOKENS": split_tokens,
+            "MIN_SHARED": min(MIN_SHARED_BYTES, limit - STATIC_BYTES),
             # A row that is never longer than its window takes the kernel without one.
             "SLIDING_WINDOW": self.sliding_window if self.sliding_window < capacity else 0,
             "SOFT_CAP": int.from_bytes(struct.pack("<f", self.soft_cap), "little"),
@@ -222,7 +278,8 @@ def heads_of(
     rotated = 0 if cos_sin is None else 2 * cos_sin.shape[2]
     if (
         cuda.unavailable(packed.device.index or 0) is not None
-        or unsupported(head_dim, group, block_size, rotated, window) is not None
+        or unsupported(head_dim, group, block_size, rotated, window, block_limit(packed.device))
+        is not None
     ):
         return None
     return Heads(
@@ -254,7 +311,10 @@ class DecodeAttention:
         share_with: DecodeAttention | None = None,
     ) -> None:
         sm_count = cuda.sm_count(device.index or 0)
-        macros = heads.defines(rows, capacity, sm_count, cluster=cluster, split_tokens=split_tokens)
+        macros = heads.defines(
+            rows, capacity, sm_count,
+            cluster=cluster, split_tokens=split_tokens, limit=block_limit(device),
+        )  # fmt: skip
         self._cluster = macros["CLUSTER"]
         self._kernel = kernel("attention", macros, device)
         read = heads.read_tokens(capacity)

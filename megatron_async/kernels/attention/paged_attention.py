@@ -7,12 +7,18 @@ in the cache's dtype with PyTorch's scaled dot product attention.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_async.kernels import trial
+from megatron_async.kernels.attention import tiles
+from megatron_async.kernels.shared_memory import block_limit
+
+logger = logging.getLogger(__name__)
 
 LENGTH_MULTIPLE = 64
 """Rows are attended over their KV length rounded up to this many tokens. The padded length of a
@@ -41,7 +47,22 @@ def has_kernel(query: torch.Tensor, latent: int | None = None) -> bool:
         fits = size <= KERNEL_HEAD_DIM
     else:
         fits = trial.LATENT and latent <= MOST_LATENT and size - latent <= MOST_LATENT_ROTATED
-    return query.is_cuda and query.dtype in KERNEL_DTYPES and fits
+    if not query.is_cuda or query.dtype not in KERNEL_DTYPES or not fits:
+        return False
+    limit = block_limit(query.device)
+    if tiles.fits(tiles.Heads.of(query, 1, latent), limit):
+        return True
+    _warn_of_no_room(size, query.dtype, limit)
+    return False
+
+
+@functools.cache
+def _warn_of_no_room(head_dim: int, dtype: torch.dtype, limit: int) -> None:
+    logger.warning(
+        "attention runs in PyTorch's operations and reads whole block tables, which is slow: heads "
+        "of %d elements of %s do not fit into %d bytes of shared memory",
+        head_dim, dtype, limit,
+    )  # fmt: skip
 
 
 def append_kv(

@@ -14,32 +14,33 @@ in tiles of heads, and read it once.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_async.kernels.attention.tiles import (
+    Heads,
+    SplitTile,
+    smaller_splits,
+    split_tile,
+)
+from megatron_async.kernels.fitting import launch_fitting
+from megatron_async.kernels.shared_memory import block_limit
+
 MIN_SPLIT = 256
 """Tokens of a split; longer rows take a multiple of it so that they have at most MAX_SPLITS."""
 MAX_SPLITS = 32
 """Bounds the programs and the workspace of a row, however long the block table is."""
-TILE_BYTES = 16384
-"""Keys of a tile; two tiles of keys and of values are in shared memory at a time."""
 LATENT_MIN_SPLIT = 128
 LATENT_MAX_SPLITS = 64
 """As MIN_SPLIT and MAX_SPLITS, where rows have few heads to be divided by."""
-LATENT_HEADS = 16
-"""Of a program of multi-latent attention."""
-LATENT_TILE_BYTES = 32768
-LATENT_STAGES = 3
 LATENT_WORKSPACE_ELEMENTS = 2**28
 """Of a launch of multi-latent attention, whose sums are wide: more rows take more launches."""
 MOST_ROWS = 8192
 """Of a launch: a grid takes 65,535, and the workspace grows with them."""
 NUM_WARPS = 4
-NUM_STAGES = 5
 LOG2_E = math.log2(math.e)
 IN_LOG2 = tl.constexpr(LOG2_E)
 NEG_INF = tl.constexpr(float("-inf"))
@@ -94,13 +95,15 @@ def _split_kernel(
     D_PAD: tl.constexpr, TILE: tl.constexpr, HAS_ROWS: tl.constexpr, PRECISION: tl.constexpr,
     MIN_SPLIT: tl.constexpr, MAX_SPLITS: tl.constexpr, WINDOW: tl.constexpr,
     SOFT_CAP: tl.constexpr, LATENT: tl.constexpr, MORE: tl.constexpr, MORE_PAD: tl.constexpr,
+    SHARES: tl.constexpr,
 ):  # fmt: skip
-    """One split of one row for the heads of one group: unnormalised sum, maximum and mass.
+    """One split of one row for GROUP heads: unnormalised sum, maximum and mass.
 
     Scores are in units of log2. Splits beyond the row's length are left unwritten. LATENT: keys
-    have D elements, which are their values too, and MORE.
+    have D elements, which are their values too, and MORE. SHARES programs share a head of keys.
     """
-    kv_head = tl.program_id(0)
+    part = tl.program_id(0)
+    kv_head = part // SHARES
     split = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     length, first, split_size = _row_splits(
@@ -116,7 +119,7 @@ def _split_kernel(
         begin = seen // TILE * TILE
 
     member = tl.arange(0, GROUP_PAD)
-    head = kv_head * GROUP + member
+    head = part * GROUP + member
     d = tl.arange(0, D_PAD)
     in_head = d < D
     query = tl.load(
@@ -219,40 +222,6 @@ def _combine_kernel(
     tl.store(out_ptr + at * D + d, (total / mass).to(out_ptr.dtype.element_ty), mask=d < D)
 
 
-def _tile_tokens(head_pad: int, dtype: torch.dtype) -> int:
-    """Tokens of a tile, a power of two that divides MIN_SPLIT."""
-    return max(16, min(64, TILE_BYTES // (head_pad * dtype.itemsize)))
-
-
-class SplitPlan(NamedTuple):
-    """How rows are divided among programs."""
-
-    group: int
-    """Heads of a program, which share their keys."""
-    tile: int
-    min_split: int
-    max_splits: int
-    stages: int
-
-
-def split_plan(
-    heads: int, kv_heads: int, value_dim: int, dtype: torch.dtype, *, is_latent: bool
-) -> SplitPlan:
-    """Of rows of ``heads`` query heads over ``kv_heads`` KV heads."""
-    head_pad = max(16, triton.next_power_of_2(value_dim))
-    if not is_latent:
-        tile = _tile_tokens(head_pad, dtype)
-        return SplitPlan(heads // kv_heads, tile, MIN_SPLIT, MAX_SPLITS, NUM_STAGES)
-    tile = max(16, min(64, LATENT_TILE_BYTES // (head_pad * dtype.itemsize)))
-    group = heads_at_once(heads, LATENT_HEADS)
-    return SplitPlan(group, tile, LATENT_MIN_SPLIT, LATENT_MAX_SPLITS, LATENT_STAGES)
-
-
-def heads_at_once(heads: int, most: int) -> int:
-    """The largest divisor of ``heads`` up to ``most``."""
-    return next(n for n in range(min(heads, most), 0, -1) if heads % n == 0)
-
-
 def paged_decode_attention_triton(
     query: Tensor,
     key_cache: Tensor,
@@ -293,10 +262,13 @@ def paged_decode_attention_triton(
     out = torch.empty((rows, heads, value_dim), dtype=query.dtype, device=query.device)
     if rows == 0:
         return out
-    plan = split_plan(heads, kv_heads, value_dim, query.dtype, is_latent=latent is not None)
+    shape, limit = Heads.of(query, kv_heads, latent), block_limit(query.device)
+    min_split, max_splits = MIN_SPLIT, MAX_SPLITS
+    if latent is not None:
+        min_split, max_splits = LATENT_MIN_SPLIT, LATENT_MAX_SPLITS
     # A window has tokens of one split more than its size.
-    reach = capacity if window is None else min(capacity, window + plan.min_split - 1)
-    splits = min(plan.max_splits, triton.cdiv(reach, plan.min_split))
+    reach = capacity if window is None else min(capacity, window + min_split - 1)
+    splits = min(max_splits, triton.cdiv(reach, min_split))
     most = MOST_ROWS
     if latent is not None:
         most = max(1, min(most, LATENT_WORKSPACE_ELEMENTS // (heads * splits * value_dim)))
@@ -319,28 +291,29 @@ def paged_decode_attention_triton(
         return out
     partial = query.new_empty((rows, heads, splits, value_dim), dtype=torch.float32)
     stats = query.new_empty((rows, heads, splits, 2), dtype=torch.float32)
-    head_pad = max(16, triton.next_power_of_2(value_dim))
-    more = head_dim - value_dim
-    _split_kernel[(heads // plan.group, splits, rows)](
-        query, key_cache, value_cache, block_table,
-        block_table if table_rows is None else table_rows, lengths, partial, stats,
-        query.stride(0), query.stride(1), key_cache.stride(0), key_cache.stride(1),
-        0 if latent else key_cache.stride(2), value_cache.stride(0), value_cache.stride(1),
-        value_cache.stride(2), block_table.stride(0), columns, splits, scale * LOG2_E, window or 0,
-        BLOCK_SIZE=block_size, GROUP=plan.group,
-        GROUP_PAD=max(16, triton.next_power_of_2(plan.group)),
-        D=value_dim, D_PAD=head_pad, TILE=plan.tile, HAS_ROWS=table_rows is not None,
-        PRECISION="ieee" if query.dtype is torch.float32 else "tf32",
-        MIN_SPLIT=plan.min_split, MAX_SPLITS=plan.max_splits, WINDOW=window is not None,
-        SOFT_CAP=(soft_cap or 0.0) * LOG2_E,
-        LATENT=latent is not None, MORE=more, MORE_PAD=max(16, triton.next_power_of_2(more)),
-        num_warps=NUM_WARPS, num_stages=plan.stages,
-    )  # fmt: skip
+
+    def launch(tile: SplitTile) -> None:
+        _split_kernel[(heads // tile.group, splits, rows)](
+            query, key_cache, value_cache, block_table,
+            block_table if table_rows is None else table_rows, lengths, partial, stats,
+            query.stride(0), query.stride(1), key_cache.stride(0), key_cache.stride(1),
+            0 if latent else key_cache.stride(2), value_cache.stride(0), value_cache.stride(1),
+            value_cache.stride(2), block_table.stride(0), columns, splits, scale * LOG2_E,
+            window or 0, BLOCK_SIZE=block_size, GROUP=tile.group, GROUP_PAD=tile.rows,
+            D=value_dim, D_PAD=shape.value_pad, TILE=tile.keys, HAS_ROWS=table_rows is not None,
+            PRECISION="ieee" if query.dtype is torch.float32 else "tf32",
+            MIN_SPLIT=min_split, MAX_SPLITS=max_splits, WINDOW=window is not None,
+            SOFT_CAP=(soft_cap or 0.0) * LOG2_E,
+            LATENT=latent is not None, MORE=head_dim - value_dim, MORE_PAD=shape.more_pad,
+            SHARES=max(1, shape.group // tile.group), num_warps=NUM_WARPS, num_stages=tile.stages,
+        )  # fmt: skip
+
+    launch_fitting("decode attention", split_tile(shape, limit), smaller_splits, launch)
     _combine_kernel[(rows, heads)](
         partial, stats, lengths, stats if sinks is None else sinks, out, capacity, splits,
         window or 0,
-        D=value_dim, D_PAD=head_pad, CHUNK=8, MIN_SPLIT=plan.min_split,
-        MAX_SPLITS=plan.max_splits, WINDOW=window is not None, SINKS=sinks is not None,
+        D=value_dim, D_PAD=shape.value_pad, CHUNK=8, MIN_SPLIT=min_split,
+        MAX_SPLITS=max_splits, WINDOW=window is not None, SINKS=sinks is not None,
         num_warps=2,
     )  # fmt: skip
     return out

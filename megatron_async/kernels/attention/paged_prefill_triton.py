@@ -11,8 +11,6 @@ its chunk, and on nothing else in the step.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -20,17 +18,20 @@ from torch import Tensor
 
 from megatron_async.kernels.attention.paged_decode_triton import (
     IN_LOG2,
-    LATENT_TILE_BYTES,
     LOG2_E,
     NEG_INF,
     accumulate,
     capped,
-    heads_at_once,
 )
+from megatron_async.kernels.attention.tiles import (
+    Heads,
+    PrefillTile,
+    prefill_tile,
+    smaller_prefills,
+)
+from megatron_async.kernels.fitting import launch_fitting
+from megatron_async.kernels.shared_memory import block_limit
 from megatron_async.step import packet
-
-KEY_TILE_BYTES = 16384
-"""Keys of a tile of 16-bit values; stages of it and of the values are in shared memory."""
 
 WIDTH = tl.constexpr(packet.CHUNK_WIDTH)
 SLOT = tl.constexpr(packet.CHUNK_SLOT)
@@ -110,11 +111,12 @@ def _prefill_kernel(
     BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     ROWS: tl.constexpr, TILE: tl.constexpr, CHUNKS_PAD: tl.constexpr, PRECISION: tl.constexpr,
     WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, SINKS: tl.constexpr, LATENT: tl.constexpr,
-    MORE: tl.constexpr, MORE_PAD: tl.constexpr,
+    MORE: tl.constexpr, MORE_PAD: tl.constexpr, SHARES: tl.constexpr,
 ):  # fmt: skip
-    """One tile of tokens of one chunk, for the heads of one group."""
+    """One tile of tokens of one chunk, for GROUP heads; SHARES programs share a head of keys."""
     TOKENS: tl.constexpr = ROWS // GROUP
-    kv_head = tl.program_id(0)
+    part = tl.program_id(0)
+    kv_head = part // SHARES
     # The last tiles of a chunk attend to most: they go first.
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
     # A chunk's tiles begin at `first // TOKENS + index`, which leaves room for the ragged tiles of
@@ -137,7 +139,7 @@ def _prefill_kernel(
 
     row = tl.arange(0, ROWS)
     token = (first + offset + row // GROUP).to(tl.int64)
-    head = kv_head * GROUP + row % GROUP
+    head = part * GROUP + row % GROUP
     position = begin + row // GROUP
     d = tl.arange(0, D_PAD)
     is_row = (row < count * GROUP)[:, None]
@@ -199,32 +201,6 @@ def _prefill_kernel(
     tl.store(out_ptr + out_at, out, mask=is_row)
 
 
-class TileConfig(NamedTuple):
-    """Of a dtype and a head size; chosen so that nothing spills on sm_90."""
-
-    rows: int
-    """Queries of a tile, tokens times heads of a group; a larger group takes more."""
-    keys: int
-    warps: int
-    stages: int
-
-
-def tile_config(head_pad: int, dtype: torch.dtype) -> TileConfig:
-    """The config for heads padded to ``head_pad``; exact fp32 multiplications go through no tensor
-    core and hold their operands in registers."""
-    if dtype is torch.float32:
-        return TileConfig(32, 16, 8, 2)
-    return TileConfig(64, max(16, min(64, KEY_TILE_BYTES // (head_pad * dtype.itemsize))), 4, 3)
-
-
-def latent_tile_config(head_pad: int, dtype: torch.dtype) -> TileConfig:
-    """:func:`tile_config` of multi-latent attention, whose sums are twice as wide as any other's.
-    A program has as many heads as go into its rows."""
-    if dtype is torch.float32:
-        return TileConfig(16, 16, 8, 1)
-    return TileConfig(64, max(16, min(64, LATENT_TILE_BYTES // (head_pad * dtype.itemsize))), 8, 2)
-
-
 def paged_mixed_attention_triton(
     query: Tensor,
     key_cache: Tensor,
@@ -258,30 +234,27 @@ def paged_mixed_attention_triton(
         query = query.contiguous()
     count = chunks.shape[0]
     value_dim = latent or head_dim
-    head_pad = max(16, triton.next_power_of_2(value_dim))
-    if latent is None:
-        group = heads // kv_heads
-        config = tile_config(head_pad, query.dtype)
-    else:
-        config = latent_tile_config(head_pad, query.dtype)
-        group = heads_at_once(heads, config.rows)
-    more = head_dim - value_dim
-    rows = max(config.rows, triton.next_power_of_2(group))
-    tiles = tokens // (rows // group) + min(count, tokens)
-    if not tiles:
+    if not tokens or not count:
         return
-    _prefill_kernel[(heads // group, tiles)](
-        query, key_cache, value_cache, block_table, chunks, query if sinks is None else sinks,
-        out, count,
-        query.stride(0), query.stride(1), out.stride(0), out.stride(1),
-        key_cache.stride(0), key_cache.stride(1), 0 if latent else key_cache.stride(2),
-        value_cache.stride(0), value_cache.stride(1), value_cache.stride(2),
-        block_table.stride(0), scale * LOG2_E, window or 0,
-        BLOCK_SIZE=block_size, GROUP=group, D=value_dim, D_PAD=head_pad, ROWS=rows,
-        TILE=config.keys, CHUNKS_PAD=triton.next_power_of_2(count),
-        PRECISION="ieee" if query.dtype is torch.float32 else "tf32",
-        WINDOW=window is not None, SOFT_CAP=(soft_cap or 0.0) * LOG2_E,
-        SINKS=sinks is not None, LATENT=latent is not None, MORE=more,
-        MORE_PAD=max(16, triton.next_power_of_2(more)),
-        num_warps=config.warps, num_stages=config.stages,
-    )  # fmt: skip
+    shape = Heads.of(query, kv_heads, latent)
+
+    def launch(tile: PrefillTile) -> None:
+        tiles = tokens // (tile.rows // tile.group) + min(count, tokens)
+        _prefill_kernel[(heads // tile.group, tiles)](
+            query, key_cache, value_cache, block_table, chunks, query if sinks is None else sinks,
+            out, count,
+            query.stride(0), query.stride(1), out.stride(0), out.stride(1),
+            key_cache.stride(0), key_cache.stride(1), 0 if latent else key_cache.stride(2),
+            value_cache.stride(0), value_cache.stride(1), value_cache.stride(2),
+            block_table.stride(0), scale * LOG2_E, window or 0,
+            BLOCK_SIZE=block_size, GROUP=tile.group, D=value_dim, D_PAD=shape.value_pad,
+            ROWS=tile.rows, TILE=tile.keys, CHUNKS_PAD=triton.next_power_of_2(count),
+            PRECISION="ieee" if query.dtype is torch.float32 else "tf32",
+            WINDOW=window is not None, SOFT_CAP=(soft_cap or 0.0) * LOG2_E,
+            SINKS=sinks is not None, LATENT=latent is not None, MORE=head_dim - value_dim,
+            MORE_PAD=shape.more_pad, SHARES=max(1, shape.group // tile.group),
+            num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+
+    tile = prefill_tile(shape, block_limit(query.device))
+    launch_fitting("prefill attention", tile, smaller_prefills, launch)

@@ -8,12 +8,24 @@ program, in order, in float32. So row m of the result is one function of row m o
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from megatron_async.kernels.fitting import launch_fitting
+from megatron_async.kernels.shared_memory import (
+    HOPPER_BYTES,
+    block_limit,
+    first_that_fits,
+    has_async_products,
+    loop_buffers,
+)
 
 
 class Tile(NamedTuple):
@@ -36,11 +48,35 @@ FLOAT_TILE = Tile(32, 32, 32, num_warps=4, num_stages=3)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def tile_of(dtype: torch.dtype, columns: int) -> Tile:
-    """The tile of a GEMM with ``columns`` columns; the number of rows must not be asked for."""
+def shared_bytes(tile: Tile, element_size: int, limit: int) -> int:
+    """What a program takes of shared memory at most on a device with such a limit."""
+    stage = (tile.m + tile.n) * tile.k * element_size
+    buffers = loop_buffers(tile.num_stages)
+    if element_size == 2 and has_async_products(limit) and tile.num_stages > 1:
+        buffers += 1
+    return max(buffers * stage, tile.m * (tile.n + 8) * element_size)
+
+
+def smaller(tile: Tile) -> Iterator[Tile]:
+    """Tiles that take less: of fewer stages, then of fewer columns of K."""
+    k = tile.k
+    while k >= 16:
+        yield from (tile._replace(k=k, num_stages=n) for n in range(tile.num_stages, 0, -1))
+        k //= 2
+
+
+@functools.cache
+def tile_of(dtype: torch.dtype, columns: int, limit: int = HOPPER_BYTES) -> Tile:
+    """The tile of a GEMM with ``columns`` columns on a device with such a limit of shared memory;
+    the number of rows must not be asked for."""
+    tile = HALF_TILE_NARROW if columns <= NARROW else HALF_TILE
     if dtype is torch.float32:
-        return FLOAT_TILE
-    return HALF_TILE_NARROW if columns <= NARROW else HALF_TILE
+        tile = FLOAT_TILE
+    return first_that_fits(
+        itertools.chain((tile,), smaller(tile)),
+        lambda each: shared_bytes(each, dtype.itemsize, limit),
+        limit,
+    )
 
 
 # Rows must not steer specialisation: one compiled kernel serves every M.
@@ -104,12 +140,17 @@ def matmul_by_row(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     out = torch.empty((*a.shape[:-1], columns), dtype=a.dtype, device=a.device)
     if out.numel() == 0:
         return out
-    tile = tile_of(a.dtype, columns)
-    grid = (triton.cdiv(rows, tile.m) * triton.cdiv(columns, tile.n),)
-    _matmul_kernel[grid](
-        flat, b, b if bias is None else bias, out, rows, columns, depth, b.stride(0), b.stride(1),
-        BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, EVEN_K=depth % tile.k == 0,
-        HAS_BIAS=bias is not None, PRECISION="ieee" if a.dtype is torch.float32 else "tf32",
-        GROUP_M=GROUP_M, num_warps=tile.num_warps, num_stages=tile.num_stages,
-    )  # fmt: skip
+
+    def launch(tile: Tile) -> None:
+        grid = (triton.cdiv(rows, tile.m) * triton.cdiv(columns, tile.n),)
+        _matmul_kernel[grid](
+            flat, b, b if bias is None else bias, out, rows, columns, depth, b.stride(0),
+            b.stride(1), BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k,
+            EVEN_K=depth % tile.k == 0, HAS_BIAS=bias is not None,
+            PRECISION="ieee" if a.dtype is torch.float32 else "tf32", GROUP_M=GROUP_M,
+            num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+
+    tile = tile_of(a.dtype, columns, block_limit(a.device))
+    launch_fitting("batch-invariant product", tile, smaller, launch)
     return out

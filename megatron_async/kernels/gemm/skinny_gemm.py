@@ -25,6 +25,7 @@ from megatron_async.kernels.gemm.tile_config import (
     TileConfig,
     row_groups,
 )
+from megatron_async.kernels.shared_memory import STATIC_BYTES, block_limit
 
 ALONE_BYTES = 116 * 1024
 """Shared memory that each CTA takes at least where there are about as many as SMs (from
@@ -100,12 +101,12 @@ class SkinnyGemm:
         config: TileConfig,
         device: torch.device,
     ) -> None:
-        sm_count = cuda.sm_count(device.index or 0)
-        macros = defines(n, k, rows, norm, epilogue, norm_statistics, config, sm_count)
+        sm_count, limit = cuda.sm_count(device.index or 0), block_limit(device)
+        macros = defines(n, k, rows, norm, epilogue, norm_statistics, config, sm_count, limit)
         self.kernel: Kernel = kernel(config.kernel, macros, device)
         ctas = config.ctas(n)
         if config.persistent:
-            resident = max(1, SHARED_BYTES // (self.kernel.shared_bytes + 1024))
+            resident = max(1, limit // (self.kernel.shared_bytes + 1024))
             by_threads = 2048 // self.kernel.threads
             ctas = min(ctas, sm_count * min(resident, by_threads, 2))
         self._grid = (ctas, 1, 1)
@@ -198,15 +199,17 @@ def defines(
     norm_statistics: int,
     config: TileConfig,
     sm_count: int,
+    limit: int = SHARED_BYTES,
 ) -> dict[str, int]:
-    """Macros of the kernel that ``config`` configures."""
+    """Macros of the kernel that ``config`` configures, for a GPU whose CTAs have ``limit`` bytes of
+    shared memory."""
     alone = _alone_ctas(sm_count) <= config.ctas(n) <= sm_count
     macros = {
         "N": n, "K": k, "MT": row_groups(rows), "NORM": norm, "EPILOGUE": epilogue,
         "STATS": norm_statistics, "RT": config.row_tiles, "SPLIT_K": config.split_k,
         "ST": config.stages, "PERSISTENT": int(config.persistent),
         "WORKSPACE": int(config.workspace), "OWN": config.owned(rows),
-        "MIN_SHARED": ALONE_BYTES if alone else 0,
+        "MIN_SHARED": min(ALONE_BYTES, limit - STATIC_BYTES) if alone else 0,
     }  # fmt: skip
     if not config.tma:
         macros |= {

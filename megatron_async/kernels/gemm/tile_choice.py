@@ -34,8 +34,11 @@ FALLBACK_ROWS = {
 """Whose measurements a number of rows goes by, in order."""
 
 
-def find(problem: GemmProblem, tma: bool = True, *, sm_count: int) -> Entry | None:
-    """The entry for a problem on a GPU that nobody tuned for it; None if no kernel can be built.
+def find(
+    problem: GemmProblem, tma: bool = True, *, sm_count: int, limit: int = SHARED_BYTES
+) -> Entry | None:
+    """The entry for a problem on a GPU that nobody tuned for it, whose CTAs have ``limit`` bytes of
+    shared memory; None if no kernel can be built.
 
     The measured one of this shape at these rows, or at rows near by, that can be built and needs no
     TMA where there is none. Else, for up to :data:`ANY_SHAPE_ROWS` rows, the heuristic's.
@@ -47,20 +50,28 @@ def find(problem: GemmProblem, tma: bool = True, *, sm_count: int) -> Entry | No
         entry = lookup(table, problem._replace(rows=like))
         if entry is None or entry.config.tma > tma:
             continue
-        if entry.config.fits(n, k, rows, norm, epilogue):
+        if entry.config.fits(n, k, rows, norm, epilogue, limit):
             return entry
     if rows > ANY_SHAPE_ROWS:
         return None
-    config = heuristic_config(n, k, rows, norm, epilogue, tma, sm_count=sm_count)
+    config = heuristic_config(n, k, rows, norm, epilogue, tma, sm_count=sm_count, limit=limit)
     return None if config is None else Entry(problem, config, HEURISTIC)
 
 
 @functools.cache
 def choose(
-    n: int, k: int, rows: int, norm: int, epilogue: int, tma: bool = True, *, sm_count: int
+    n: int,
+    k: int,
+    rows: int,
+    norm: int,
+    epilogue: int,
+    tma: bool = True,
+    *,
+    sm_count: int,
+    limit: int = SHARED_BYTES,
 ) -> TileConfig | None:
     """The config of :func:`find`."""
-    entry = find(GemmProblem(rows, n, k, norm, epilogue), tma, sm_count=sm_count)
+    entry = find(GemmProblem(rows, n, k, norm, epilogue), tma, sm_count=sm_count, limit=limit)
     return None if entry is None else entry.config
 
 
@@ -90,7 +101,15 @@ def cluster_sms(sm_count: int) -> int:
 
 
 def candidates(
-    n: int, k: int, rows: int, norm: int, epilogue: int, *, sm_count: int, waves: bool = False
+    n: int,
+    k: int,
+    rows: int,
+    norm: int,
+    epilogue: int,
+    *,
+    sm_count: int,
+    waves: bool = False,
+    limit: int = SHARED_BYTES,
 ) -> Iterator[TileConfig]:
     """mma configs that are not hopeless: enough warps, and enough CTAs but not many waves of them.
 
@@ -115,28 +134,41 @@ def candidates(
             config = shape._replace(
                 stages=stages, stream_x=stream_x, persistent=persistent, workspace=workspace
             )
-            if config.fits(n, k, rows, norm, epilogue):
+            if config.fits(n, k, rows, norm, epilogue, limit):
                 yield config
 
 
 def heuristic_config(
-    n: int, k: int, rows: int, norm: int, epilogue: int, tma: bool = True, *, sm_count: int
+    n: int,
+    k: int,
+    rows: int,
+    norm: int,
+    epilogue: int,
+    tma: bool = True,
+    *,
+    sm_count: int,
+    limit: int = SHARED_BYTES,
 ) -> TileConfig | None:
     """The config for a GEMM ``[rows, k] x [n, k]^T``; None if none can be built.
 
     Args:
         rows: padded, of up to 32.
         tma: whether the wgmma kernel may be taken.
+        limit: bytes of shared memory that a CTA may have.
     """
     if tma and _favours_tma(n, k, rows, epilogue):
         shapes = tma_tile_shapes(n, sm_count)
-        balanced = balanced_configs(shapes, n, k, rows, norm, epilogue, sm_count=sm_count)
+        balanced = balanced_configs(
+            shapes, n, k, rows, norm, epilogue, sm_count=sm_count, limit=limit
+        )
         if balanced:
             return balanced[0]
     for waves in (False, True):
         best: tuple[float, TileConfig] | None = None
-        for config in candidates(n, k, rows, norm, epilogue, sm_count=sm_count, waves=waves):
-            cost = _cost(config, n, k, rows, sm_count)
+        for config in candidates(
+            n, k, rows, norm, epilogue, sm_count=sm_count, waves=waves, limit=limit
+        ):
+            cost = _cost(config, n, k, rows, sm_count, limit)
             if best is None or cost < best[0]:
                 best = cost, config
         if best is not None:
@@ -183,6 +215,7 @@ def balanced_configs(
     epilogue: int,
     *,
     sm_count: int,
+    limit: int = SHARED_BYTES,
 ) -> list[TileConfig]:
     """Configs that give every SM about as much to read, with enough of it in flight; best first.
 
@@ -196,10 +229,10 @@ def balanced_configs(
         units = k / STAGE_K / (shape.split_k * shape.warps_k)
         if resident > 4 or units < 1:
             continue
-        share = SHARED_BYTES // resident - 1024
+        share = limit // resident - 1024
         for stages in range(min(14, math.ceil(units)), 1, -1):
             config = shape._replace(stages=stages)
-            if config.fits(n, k, rows, norm, epilogue) and (
+            if config.fits(n, k, rows, norm, epilogue, limit) and (
                 config.shared_bytes(k, rows) <= share or stages == MIN_STAGES
             ):
                 break
@@ -214,12 +247,12 @@ def balanced_configs(
     return sorted(scores, key=scores.__getitem__, reverse=True)
 
 
-def _cost(config: TileConfig, n: int, k: int, rows: int, sm_count: int) -> float:
+def _cost(config: TileConfig, n: int, k: int, rows: int, sm_count: int, limit: int) -> float:
     """What measuring favoured: CTAs on all SMs in one wave, two on each SM so that the next GEMM's
     weights are in flight while this one ends, many warps in K while x is small, no large
     clusters."""
     ctas = config.ctas(n)
-    resident = 2 if config.shared_bytes(k, rows) <= SHARED_BYTES // 2 else 1
+    resident = 2 if config.shared_bytes(k, rows) <= limit // 2 else 1
     if config.persistent:
         waves = 1.0
     else:
@@ -243,29 +276,33 @@ def tma_configs(n: int, sm_count: int) -> Iterator[TileConfig]:
         yield shape._replace(stages=stages)
 
 
-def spread(problem: GemmProblem, count: int, *, tma: bool, sm_count: int) -> list[TileConfig]:
+def spread(
+    problem: GemmProblem, count: int, *, tma: bool, sm_count: int, limit: int = SHARED_BYTES
+) -> list[TileConfig]:
     """Some mma configs at random, and as many wgmma configs."""
     rows, n, k, norm, epilogue = problem
     assert norm is not None and epilogue is not None
-    found = [list(candidates(n, k, rows, norm, epilogue, sm_count=sm_count)), []]
+    found = [list(candidates(n, k, rows, norm, epilogue, sm_count=sm_count, limit=limit)), []]
     if tma:
-        found[1] = [each for each in tma_configs(n, sm_count) if each.can_serve(problem)]
+        found[1] = [each for each in tma_configs(n, sm_count) if each.can_serve(problem, limit)]
     for some in found:
         random.Random(0).shuffle(some)
     return [config for some in found for config in some[:count]]
 
 
-def deepest(problem: GemmProblem, *, tma: bool, sm_count: int) -> list[TileConfig]:
+def deepest(
+    problem: GemmProblem, *, tma: bool, sm_count: int, limit: int = SHARED_BYTES
+) -> list[TileConfig]:
     """Of each wgmma tile shape the config with the most stages: with one CTA on an SM, and two.
 
     Raises:
         ValueError: there is none.
     """
     found: dict[TileConfig, None] = {}
-    for limit in (SHARED_BYTES, SHARED_BYTES // 2):
+    for share in (limit, limit // 2):
         by_shape = {}
         for config in tma_configs(problem.n, sm_count) if tma else ():
-            if config.can_serve(problem) and config.shared_bytes(problem.k, problem.rows) <= limit:
+            if config.can_serve(problem, share):
                 by_shape[config._replace(stages=0)] = config  # the most stages come last
         found.update(dict.fromkeys(by_shape.values()))
     if not found:
@@ -273,7 +310,9 @@ def deepest(problem: GemmProblem, *, tma: bool, sm_count: int) -> list[TileConfi
     return list(found)
 
 
-def balanced(problem: GemmProblem, count: int, *, tma: bool, sm_count: int) -> list[TileConfig]:
+def balanced(
+    problem: GemmProblem, count: int, *, tma: bool, sm_count: int, limit: int = SHARED_BYTES
+) -> list[TileConfig]:
     """Of :func:`balanced_configs` the first ``count`` by mma, and half as many by wgmma: at most
     three that divide the weight in the same way."""
     rows, n, k, norm, epilogue = problem
@@ -282,7 +321,9 @@ def balanced(problem: GemmProblem, count: int, *, tma: bool, sm_count: int) -> l
     chosen: list[TileConfig] = []
     for shapes, most in ((mma_tile_shapes(n, sm_count), count), (by_tma, count // 2)):
         taken: Counter[tuple[int, int]] = Counter()
-        for config in balanced_configs(shapes, n, k, rows, norm, epilogue, sm_count=sm_count):
+        for config in balanced_configs(
+            shapes, n, k, rows, norm, epilogue, sm_count=sm_count, limit=limit
+        ):
             alike = config.weight_rows, config.split_k
             if taken[alike] < 3 and taken.total() < most:
                 taken[alike] += 1
@@ -290,12 +331,14 @@ def balanced(problem: GemmProblem, count: int, *, tma: bool, sm_count: int) -> l
     return chosen
 
 
-def short_list(problem: GemmProblem, count: int, *, tma: bool, sm_count: int) -> list[TileConfig]:
+def short_list(
+    problem: GemmProblem, count: int, *, tma: bool, sm_count: int, limit: int = SHARED_BYTES
+) -> list[TileConfig]:
     """Those of :func:`balanced`, and what other numbers of rows take; of many rows all with TMA."""
     if problem.rows > ANY_SHAPE_ROWS:
-        return deepest(problem, tma=tma, sm_count=sm_count)
+        return deepest(problem, tma=tma, sm_count=sm_count, limit=limit)
     known = known_configs(problem.n, problem.k)
-    return [*known, *balanced(problem, count, tma=tma, sm_count=sm_count)]
+    return [*known, *balanced(problem, count, tma=tma, sm_count=sm_count, limit=limit)]
 
 
 def neighbours(config: TileConfig) -> Iterator[TileConfig]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from megatron_async.errors import ConfigError
 from megatron_async.kernels.disk_cache import cache_directory, keep
+from megatron_async.kernels.shared_memory import HOPPER_BYTES
 
 logger = logging.getLogger(__name__)
 
@@ -29,8 +30,9 @@ NO_NORM, RMS_NORM, LAYER_NORM = range(3)
 MAX_ROWS = 64
 ANY_SHAPE_ROWS = 32
 """More rows go to the wgmma kernel alone, and only with weights of shapes that were measured."""
-SHARED_BYTES = 227 * 1024
-"""Shared memory of a CTA at most, and of all CTAs of an SM together (compute capability 9.0 on)."""
+SHARED_BYTES = HOPPER_BYTES
+"""Shared memory of a CTA at most, and of all CTAs of an SM together, where no other limit is
+given."""
 MAX_CLUSTER = 8
 """CTAs that every GPU of this capability runs in a cluster."""
 STAGE_K = 64
@@ -131,8 +133,17 @@ class TileConfig(NamedTuple):
             x = rows * (slice_k * 2 + 64)
         return ring + x + 8192 + sent
 
-    def fits(self, n: int, k: int, rows: int, norm: int | None, epilogue: int | None) -> bool:
-        """Whether the kernel can be built so; with None, for some norm or epilogue."""
+    def fits(
+        self,
+        n: int,
+        k: int,
+        rows: int,
+        norm: int | None,
+        epilogue: int | None,
+        limit: int = SHARED_BYTES,
+    ) -> bool:
+        """Whether the kernel can be built so for a GPU whose CTAs have ``limit`` bytes of shared
+        memory; with None, for some norm or epilogue."""
         split = self.warps_k * self.split_k > 1
         return (
             self.warps_n * self.warps_k <= 32
@@ -146,14 +157,15 @@ class TileConfig(NamedTuple):
             and not (self.tma and self.warps_n > 1)
             and not (self.workspace and (self.warps_k > 1 or self.split_k == 1))
             and not (self.persistent and (split or epilogue == ADD))
-            and self.shared_bytes(k, rows) <= SHARED_BYTES
+            and self.shared_bytes(k, rows) <= limit
             # Statistics and pairs of gate and up do not stop at the end of the weight.
             and (epilogue not in (ADD, SILU_GATE) or n % self.weight_rows == 0)
         )
 
-    def can_serve(self, problem: GemmProblem) -> bool:
+    def can_serve(self, problem: GemmProblem, limit: int = SHARED_BYTES) -> bool:
         """Whether the kernel can be built so for ``problem``."""
-        return self.fits(problem.n, problem.k, problem.rows, problem.norm, problem.epilogue)
+        rows, n, k, norm, epilogue = problem
+        return self.fits(n, k, rows, norm, epilogue, limit)
 
 
 class Entry(NamedTuple):

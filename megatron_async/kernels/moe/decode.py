@@ -9,15 +9,13 @@ own (``row.py``).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 import triton
 from torch import Tensor
 
 from megatron_async.kernels import trial
+from megatron_async.kernels.fitting import launch_fitting
 from megatron_async.kernels.moe import row
 from megatron_async.kernels.moe.experts_triton import down_kernel, up_kernel
 from megatron_async.kernels.moe.reference import (
@@ -30,78 +28,24 @@ from megatron_async.kernels.moe.reference import (
 )
 from megatron_async.kernels.moe.router_triton import (
     BLOCK_E,
-    BLOCK_H,
     GATE_PLACES,
     router_kernel,
 )
-from megatron_async.kernels.moe.settings import SIGMOID, ExpertActivation, RouterSettings
-from megatron_async.kernels.moe.tiles import MAX_ROWS, MoeTiles, choose_tiles, padded_rows
+from megatron_async.kernels.moe.settings import SIGMOID
+from megatron_async.kernels.moe.shape import Live, MoeShape, MoeWeights
+from megatron_async.kernels.moe.tiles import (
+    MAX_ROWS,
+    MoeTiles,
+    RouterTile,
+    Tile,
+    choose_tiles,
+    padded_rows,
+    router_tile,
+    smaller,
+    smaller_chunks,
+)
 from megatron_async.kernels.pdl import uses_pdl
-
-
-@dataclass(frozen=True, slots=True)
-class MoeShape:
-    """What kernels of a layer are compiled for.
-
-    Args:
-        hidden, inner: sizes; ``inner`` is one expert's.
-        shared: shared experts of ``inner`` each.
-        center: the norm is a LayerNorm, else an RMSNorm.
-        expert_begin, expert_end: the experts that there are weights of, of all that the router
-            chooses from; None for the last one. What rows have of others counts as zero.
-    """
-
-    hidden: int
-    inner: int
-    settings: RouterSettings
-    activation: ExpertActivation
-    shared: int = 0
-    center: bool = False
-    expert_begin: int = 0
-    expert_end: int | None = None
-
-    @property
-    def held(self) -> int:
-        """Experts that there are weights of."""
-        end = self.settings.num_experts if self.expert_end is None else self.expert_end
-        return end - self.expert_begin
-
-    @property
-    def slots(self) -> int:
-        """Experts of a row, shared ones included."""
-        return self.settings.top_k + self.shared
-
-    def most_experts(self, rows: int) -> int:
-        """That ``rows`` rows may need, shared ones included."""
-        return min(self.held, rows * self.settings.top_k) + self.shared
-
-
-class MoeWeights(NamedTuple):
-    """Parameters of a layer, contiguous and of one dtype but for ``expert_bias``, which is fp32.
-
-    ``norm`` is weight ``[H]`` and bias ``[H]`` or None; the others are those of
-    ``reference.py``. ``shared_w1`` is ``[2 S, H]`` or ``[S, H]``, ``shared_w2`` ``[H, S]`` with
-    ``S = shared * inner``; ``shared_gate`` ``[1, H]`` weighs them by a sigmoid.
-    """
-
-    norm: tuple[Tensor, Tensor | None]
-    router: Tensor
-    w1: Tensor
-    w2: Tensor
-    router_bias: Tensor | None = None
-    expert_bias: Tensor | None = None
-    b1: Tensor | None = None
-    b2: Tensor | None = None
-    shared_w1: Tensor | None = None
-    shared_w2: Tensor | None = None
-    shared_gate: Tensor | None = None
-
-
-class Live(NamedTuple):
-    """Row t is live where ``values[t] >= first``; int64 ``[T]``. The others read no expert."""
-
-    values: Tensor
-    first: int
+from megatron_async.kernels.shared_memory import block_limit
 
 
 class MoeDecode:
@@ -129,9 +73,10 @@ class MoeDecode:
             one_kernel = trial.MOE_ROW and row.runs_on(device)
         self._row = row.MoeRow(shape, device, sm_count) if one_kernel else None
         self._fixed, self._sm_count = tiles, sm_count
+        self._limit = block_limit(device)
         experts = shape.held + shape.shared
         self._blocks = triton.cdiv(shape.settings.num_experts, BLOCK_E.value)
-        self._splits = triton.cdiv(shape.hidden, BLOCK_H.value)
+        self._splits = triton.cdiv(shape.hidden, self._router_tile(MAX_ROWS).block_h)
         most = max(self.tiles(rows).down.splits for rows in (16, 32, MAX_ROWS))
         width = self._blocks * BLOCK_E.value + GATE_PLACES.value
         with torch.inference_mode(False):
@@ -159,8 +104,16 @@ class MoeDecode:
         """Tiles of a step of so many rows."""
         shape = self.shape
         return self._fixed or choose_tiles(
-            shape.hidden, shape.inner, padded_rows(rows), self._sm_count
+            shape.hidden, shape.inner, padded_rows(rows), self._sm_count,
+            element_size=self._dtype.itemsize, limit=self._limit,
+        )  # fmt: skip
+
+    def _router_tile(self, rows: int) -> RouterTile:
+        settings = self.shape.settings
+        columns = triton.next_power_of_2(settings.num_groups) * triton.next_power_of_2(
+            settings.num_experts // settings.num_groups
         )
+        return router_tile(rows, columns, element_size=self._dtype.itemsize, limit=self._limit)
 
     def statistic_rows(self, rows: int) -> int:
         """Elements that one partial statistic of a step of so many rows covers."""
@@ -180,7 +133,7 @@ class MoeDecode:
         """The one kernel, if it takes so many rows."""
         if self._row is None or not self._holds_all:
             return None
-        refused = row.why_not(self.shape, rows, self._dtype, self._sm_count)
+        refused = row.why_not(self.shape, rows, self._dtype, self._sm_count, self._limit)
         return self._row if refused is None else None
 
     def __call__(
@@ -249,45 +202,53 @@ class MoeDecode:
         shape, settings = self.shape, self.shape.settings
         rows, of_group = hidden.shape[0], settings.num_experts // settings.num_groups
         norm_weight, norm_bias = weights.norm
-        router_kernel[(self._blocks * self._splits,)](
-            hidden, norm_weight, _or(norm_bias, norm_weight), statistics, statistics.shape[1], eps,
-            weights.router, _or(weights.router_bias, hidden),
-            _or(weights.expert_bias, self.weights), _or(weights.shared_gate, hidden),
-            self._experts if live is None else live.values,
-            0 if live is None else live.first, settings.scaling_factor, self._normed, self._logits,
-            self._arrivals, self.ids, self.weights, self._experts, self._bits, self._weight_of,
-            self.count, rows,
-            HIDDEN=shape.hidden, EXPERTS=settings.num_experts, FIRST=shape.expert_begin,
-            HELD=shape.held, TOP_K=settings.top_k, SHARED=shape.shared, ROWS=padded_rows(rows),
-            CHUNK=_chunk(rows), SPLITS=self._splits,
-            EXPERT_BLOCKS=self._blocks, CENTER=shape.center, HAS_NORM_BIAS=norm_bias is not None,
-            HAS_BIAS=weights.router_bias is not None,
-            HAS_EXPERT_BIAS=weights.expert_bias is not None,
-            HAS_GATE=weights.shared_gate is not None, HAS_LIVE=live is not None,
-            SIGMOID=settings.score_function == SIGMOID, PRE_SOFTMAX=settings.pre_softmax,
-            NORMALIZE=settings.normalize, GROUPS=settings.num_groups, KEPT=settings.kept_groups,
-            SUMMED=settings.group_score_experts,
-            GROUPS_PADDED=triton.next_power_of_2(settings.num_groups),
-            OF_GROUP_PADDED=triton.next_power_of_2(of_group),
-            PLACES=triton.next_power_of_2(shape.slots), **self._common(),
-            num_warps=4 if rows <= 4 else 8,
-        )  # fmt: skip
+
+        def launch(tile: RouterTile) -> None:
+            router_kernel[(self._blocks * self._splits,)](
+                hidden, norm_weight, _or(norm_bias, norm_weight), statistics, statistics.shape[1],
+                eps, weights.router, _or(weights.router_bias, hidden),
+                _or(weights.expert_bias, self.weights), _or(weights.shared_gate, hidden),
+                self._experts if live is None else live.values,
+                0 if live is None else live.first, settings.scaling_factor, self._normed,
+                self._logits, self._arrivals, self.ids, self.weights, self._experts, self._bits,
+                self._weight_of, self.count, rows,
+                HIDDEN=shape.hidden, EXPERTS=settings.num_experts, FIRST=shape.expert_begin,
+                HELD=shape.held, TOP_K=settings.top_k, SHARED=shape.shared, ROWS=padded_rows(rows),
+                CHUNK=tile.chunk, BLOCK_H=tile.block_h, SPLITS=self._splits,
+                EXPERT_BLOCKS=self._blocks, CENTER=shape.center,
+                HAS_NORM_BIAS=norm_bias is not None, HAS_BIAS=weights.router_bias is not None,
+                HAS_EXPERT_BIAS=weights.expert_bias is not None,
+                HAS_GATE=weights.shared_gate is not None, HAS_LIVE=live is not None,
+                SIGMOID=settings.score_function == SIGMOID, PRE_SOFTMAX=settings.pre_softmax,
+                NORMALIZE=settings.normalize, GROUPS=settings.num_groups, KEPT=settings.kept_groups,
+                SUMMED=settings.group_score_experts,
+                GROUPS_PADDED=triton.next_power_of_2(settings.num_groups),
+                OF_GROUP_PADDED=triton.next_power_of_2(of_group),
+                PLACES=triton.next_power_of_2(shape.slots), **self._common(),
+                num_warps=4 if rows <= 4 else 8,
+            )  # fmt: skip
+
+        launch_fitting("the router of experts", self._router_tile(rows), smaller_chunks, launch)
 
     def up(self, weights: MoeWeights, rows: int) -> None:
         """First linear layers and activation of the experts that :meth:`route` chose."""
-        shape, tile, activation = self.shape, self.tiles(rows).up, self.shape.activation
-        blocks = triton.cdiv(shape.inner, tile.block_n // (2 if activation.gated else 1))
-        up_kernel[(blocks * shape.most_experts(rows),)](
-            self._normed, weights.w1, _or(weights.b1, weights.w1),
-            _or(weights.shared_w1, weights.w1), self._experts, self._bits, self._weight_of,
-            self.count, self._activated,
-            HIDDEN=shape.hidden, INNER=shape.inner, EXPERTS=shape.held,
-            SHARED=shape.shared, ROWS=padded_rows(rows), BLOCK_N=tile.block_n,
-            BLOCK_K=tile.block_k, BLOCKS=blocks, GATED=activation.gated,
-            FUNCTION=activation.function, LIMIT=activation.limit, OFFSET=activation.offset,
-            HAS_BIAS=weights.b1 is not None, SWAP=tile.swap, NUM_STAGES=tile.stages,
-            **self._common(), num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
+        shape, activation = self.shape, self.shape.activation
+
+        def launch(tile: Tile) -> None:
+            blocks = triton.cdiv(shape.inner, tile.block_n // (2 if activation.gated else 1))
+            up_kernel[(blocks * shape.most_experts(rows),)](
+                self._normed, weights.w1, _or(weights.b1, weights.w1),
+                _or(weights.shared_w1, weights.w1), self._experts, self._bits, self._weight_of,
+                self.count, self._activated,
+                HIDDEN=shape.hidden, INNER=shape.inner, EXPERTS=shape.held,
+                SHARED=shape.shared, ROWS=padded_rows(rows), BLOCK_N=tile.block_n,
+                BLOCK_K=tile.block_k, BLOCKS=blocks, GATED=activation.gated,
+                FUNCTION=activation.function, LIMIT=activation.limit, OFFSET=activation.offset,
+                HAS_BIAS=weights.b1 is not None, SWAP=tile.swap, NUM_STAGES=tile.stages,
+                **self._common(), num_warps=tile.warps, num_stages=tile.stages,
+            )  # fmt: skip
+
+        launch_fitting("experts, first layers", self.tiles(rows).up, smaller, launch)
 
     def down(
         self,
@@ -299,30 +260,29 @@ class MoeDecode:
     ) -> None:
         """Second linear layers, added up; after :meth:`up`."""
         shape, rows = self.shape, out.shape[0]
-        tile = self.tiles(rows).down
         next_weight, scaled_out = scaled or (out, out)
-        down_kernel[(triton.cdiv(shape.hidden, tile.block_n) * tile.splits,)](
-            self._activated, weights.w2, _or(weights.b2, weights.w2),
-            _or(weights.shared_w2, weights.w2), self._experts, self._bits, self.count, self.ids,
-            self.weights, self._partial, self._arrivals[1:], _or(residual, out), out,
-            _or(statistics_out, self.weights), next_weight, scaled_out, rows,
-            HIDDEN=shape.hidden, INNER=shape.inner, EXPERTS=shape.held,
-            SHARED=shape.shared, ROWS=padded_rows(rows), SLOTS=shape.slots, BLOCK_N=tile.block_n,
-            BLOCK_K=tile.block_k, SPLITS=tile.splits, HAS_BIAS=weights.b2 is not None,
-            HAS_RESIDUAL=residual is not None, STATISTICS=statistics_out is not None,
-            CENTER=scaled is None, SWAP=tile.swap, NUM_STAGES=tile.stages, **self._common(),
-            num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
+
+        def launch(tile: Tile) -> None:
+            down_kernel[(triton.cdiv(shape.hidden, tile.block_n) * tile.splits,)](
+                self._activated, weights.w2, _or(weights.b2, weights.w2),
+                _or(weights.shared_w2, weights.w2), self._experts, self._bits, self.count, self.ids,
+                self.weights, self._partial, self._arrivals[1:], _or(residual, out), out,
+                _or(statistics_out, self.weights), next_weight, scaled_out, rows,
+                HIDDEN=shape.hidden, INNER=shape.inner, EXPERTS=shape.held,
+                SHARED=shape.shared, ROWS=padded_rows(rows), SLOTS=shape.slots,
+                BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, SPLITS=tile.splits,
+                HAS_BIAS=weights.b2 is not None, HAS_RESIDUAL=residual is not None,
+                STATISTICS=statistics_out is not None,
+                CENTER=scaled is None, SWAP=tile.swap, NUM_STAGES=tile.stages, **self._common(),
+                num_warps=tile.warps, num_stages=tile.stages,
+            )  # fmt: skip
+
+        launch_fitting("experts, second layers", self.tiles(rows).down, smaller, launch)
 
     def _common(self) -> dict[str, object]:
         pdl = uses_pdl(self._device)
         precision = "ieee" if self._dtype is torch.float32 else "tf32"
         return {"PRECISION": precision, "PDL": pdl, "launch_pdl": pdl}
-
-
-def _chunk(rows: int) -> int:
-    """Rows that the router's last program chooses for at once."""
-    return 4 if rows <= 4 else min(padded_rows(rows), 32)
 
 
 def _or(tensor: Tensor | None, other: Tensor) -> Tensor:

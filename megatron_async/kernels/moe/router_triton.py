@@ -16,8 +16,6 @@ from megatron_async.kernels.pdl import pdl_enter
 
 BLOCK_E = tl.constexpr(16)
 """Experts of a program."""
-BLOCK_H = tl.constexpr(256)
-"""Elements of the hidden size of a program."""
 GATE_PLACES = tl.constexpr(4)
 """Floats behind a row's partial logits, the first of them that of the shared experts' gate: rows
 begin at 16 bytes."""
@@ -139,7 +137,7 @@ def router_kernel(
     ids_ptr, weights_ptr, experts_ptr, bits_ptr, weight_of_ptr, count_ptr, rows,
     HIDDEN: tl.constexpr, EXPERTS: tl.constexpr, FIRST: tl.constexpr, HELD: tl.constexpr,
     TOP_K: tl.constexpr, SHARED: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr,
-    SPLITS: tl.constexpr, EXPERT_BLOCKS: tl.constexpr,
+    BLOCK_H: tl.constexpr, SPLITS: tl.constexpr, EXPERT_BLOCKS: tl.constexpr,
     CENTER: tl.constexpr, HAS_NORM_BIAS: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_EXPERT_BIAS: tl.constexpr, HAS_GATE: tl.constexpr, HAS_LIVE: tl.constexpr,
     SIGMOID: tl.constexpr, PRE_SOFTMAX: tl.constexpr, NORMALIZE: tl.constexpr,
@@ -150,7 +148,8 @@ def router_kernel(
     """See :class:`~.decode.MoeDecode`. The grid is ``EXPERT_BLOCKS * SPLITS``.
 
     Of partial logits a split has ``[ROWS, WIDTH]``: the experts', and that of the shared experts'
-    gate. ``CHUNK`` rows are chosen for at once. What is written counts experts from ``FIRST`` on,
+    gate. ``BLOCK_H`` elements of the hidden size are a program's. ``CHUNK`` rows are chosen for at
+    once. What is written counts experts from ``FIRST`` on,
     and leaves out all but ``HELD`` of them.
     """
     WIDTH: tl.constexpr = EXPERT_BLOCKS * BLOCK_E + GATE_PLACES

@@ -16,9 +16,10 @@ from torch import Tensor
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.compile import Bf16, Fp32, Int32, Int64, kernel
 from megatron_async.kernels.moe.settings import SIGMOID
+from megatron_async.kernels.shared_memory import HOPPER_BYTES, STATIC_BYTES, block_limit
 
 if TYPE_CHECKING:
-    from megatron_async.kernels.moe.decode import Live, MoeShape, MoeWeights
+    from megatron_async.kernels.moe.shape import Live, MoeShape, MoeWeights
 
 MOST_ROWS = 4
 THREADS, LOADS = 256, 8
@@ -28,7 +29,6 @@ CLAIMED = 2
 which the memory served faster, take them."""
 MIN_SHARED_BYTES = 116 * 1024
 """One CTA on an SM, not two on one and none on another."""
-MOST_SHARED_BYTES = 227 * 1024
 _MOST_SLOTS = _MOST_GROUPS = 32
 _MOST_EXPERTS, _MOST_HIDDEN = 512, 8192
 """A thread has what it needs of the router's weights in registers."""
@@ -90,8 +90,11 @@ def runs_on(device: torch.device) -> bool:
     return device.type == "cuda" and cuda.unavailable(device.index or 0) is None
 
 
-def why_not(shape: MoeShape, rows: int, dtype: torch.dtype, sm_count: int) -> str | None:
-    """Why the kernel does not take so many rows of this shape; None if it does."""
+def why_not(
+    shape: MoeShape, rows: int, dtype: torch.dtype, sm_count: int, limit: int = HOPPER_BYTES
+) -> str | None:
+    """Why the kernel does not take so many rows of this shape on a GPU whose CTAs have ``limit``
+    bytes of shared memory; None if it does."""
     settings = shape.settings
     if dtype != torch.bfloat16:
         return f"{dtype} is not covered"
@@ -105,7 +108,7 @@ def why_not(shape: MoeShape, rows: int, dtype: torch.dtype, sm_count: int) -> st
         return f"{shape.slots} of {settings.num_experts} experts are not covered"
     if settings.kept_groups < settings.num_groups and settings.num_groups > _MOST_GROUPS:
         return f"{settings.num_groups} groups are more than {_MOST_GROUPS}"
-    if shared_bytes(shape, rows, sm_count) > MOST_SHARED_BYTES:
+    if shared_bytes(shape, rows, sm_count) > limit:
         return f"{rows} rows of {shape.slots} x {shape.inner} do not fit into shared memory"
     return None
 
@@ -149,6 +152,7 @@ class MoeRow:
         if device.type == "cuda":  # more would wait for each other in vain
             ctas = min(ctas, cuda.sm_count(device.index or 0))
         self._shape, self._device, self._ctas = shape, device, ctas
+        self._limit = block_limit(device)
         self._loads, self._claimed = loads, claimed
         self.statistic_rows = tile(shape.hidden, ctas)
         self._threads = threads or min(THREADS, 32 * self.statistic_rows)
@@ -177,7 +181,7 @@ class MoeRow:
             "FUNCTION": _FUNCTIONS.index(activation.function),
             "HAS_LIMIT": int(activation.limit is not None), "TILE": self.statistic_rows,
             "THREADS": self._threads, "LOADS": self._loads, "CLAIMED": self._claimed,
-            "MIN_SHARED": MIN_SHARED_BYTES,
+            "MIN_SHARED": min(MIN_SHARED_BYTES, self._limit - STATIC_BYTES),
         }  # fmt: skip
 
     def work(self, rows: int, *, gate: bool, one_launch: bool) -> list[tuple[str, dict[str, int]]]:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from megatron_async.kernels.shared_memory import (
+    HOPPER_BYTES,
+    first_that_fits,
+    has_async_products,
+    loop_buffers,
+)
 
 MAX_ROWS = 64
 """Most rows of a step that the kernels take."""
-_SM_SHARED_BYTES, _RESERVED_BYTES = 227 * 1024, 2048
-"""Shared memory of an SM, and what a program takes beside its stages."""
+_RESERVED_BYTES = 2048
+"""Shared memory that a program takes beside its stages."""
 _AN_SM = 3
 """Programs that share an SM. With two their gaps show: on an H200 they took 12 % to 45 % longer
 over 32 rows."""
@@ -42,19 +51,96 @@ class MoeTiles:
     down: Tile
 
 
+@dataclass(frozen=True, slots=True)
+class RouterTile:
+    """Of the router.
+
+    Args:
+        block_h: elements of the hidden size in a program.
+        chunk: rows that the last program chooses for at once.
+    """
+
+    block_h: int
+    chunk: int
+
+
 def padded_rows(rows: int) -> int:
     """Rows of the tile that holds ``rows``: 16, 32 or 64."""
     return next(size for size in (16, 32, MAX_ROWS) if rows <= size)
 
 
-def choose_tiles(hidden: int, inner: int, rows: int, sm_count: int) -> MoeTiles:
+def shared_bytes(tile: Tile, rows: int, element_size: int, limit: int) -> int:
+    """What a program takes of shared memory at most on a device with such a limit, for padded
+    ``rows``: its buffers, or its sums where they change hands at the end."""
+    stage = (tile.block_n + rows) * tile.block_k * element_size
+    buffers, first = loop_buffers(tile.stages), tile.block_n if tile.swap else rows
+    if first >= 64 and element_size == 2 and has_async_products(limit) and tile.stages > 1:
+        buffers += 1
+    return max(buffers * stage, 4 * rows * (tile.block_n + 4))
+
+
+def smaller(tile: Tile) -> Iterator[Tile]:
+    """Tiles that take less: with fewer stages, then with fewer columns in one. What others read of
+    a launch stays as it is: its splits and its partial statistics."""
+    yield from (replace(tile, stages=stages) for stages in range(tile.stages - 1, 0, -1))
+    block_k = tile.block_k // 2
+    while block_k >= 16:
+        yield from (replace(tile, block_k=block_k, stages=stages) for stages in (3, 2, 1))
+        block_k //= 2
+
+
+def router_shared_bytes(tile: RouterTile, rows: int, columns: int, element_size: int) -> int:
+    """What a program of the router takes at most, for padded ``rows`` and padded experts: normed
+    rows and the weights of 16 experts; and at the end the keys of a chunk, where groups of experts
+    change hands."""
+    operands = (rows + 16) * tile.block_h * element_size
+    return max(operands, 8 * tile.chunk * columns)
+
+
+def smaller_chunks(tile: RouterTile) -> Iterator[RouterTile]:
+    """What takes less, but with the partial sums that the workspace has room for."""
+    chunk = tile.chunk
+    while chunk > 1:
+        chunk //= 2
+        yield replace(tile, chunk=chunk)
+
+
+@functools.cache
+def router_tile(
+    rows: int, columns: int, *, element_size: int = 2, limit: int = HOPPER_BYTES
+) -> RouterTile:
+    """The tile for a step of ``rows`` rows. The elements of a program depend on the device alone,
+    so a row's logits do not depend on the number of rows."""
+    block_h = 256
+    while (MAX_ROWS + 16) * block_h * element_size > limit and block_h > 16:
+        block_h //= 2
+    padded = padded_rows(rows)
+    tile = RouterTile(block_h, 4 if rows <= 4 else min(padded, 32))
+    return first_that_fits(
+        (tile, *smaller_chunks(tile)),
+        lambda each: router_shared_bytes(each, padded, columns, element_size),
+        limit,
+    )
+
+
+@functools.cache
+def choose_tiles(
+    hidden: int,
+    inner: int,
+    rows: int,
+    sm_count: int,
+    *,
+    element_size: int = 2,
+    limit: int = HOPPER_BYTES,
+) -> MoeTiles:
     """Tiles for weights of ``hidden`` by ``inner``, and padded ``rows``.
 
     A heuristic, measured on an H200 (``scripts/bench_moe.py --sweep``): three programs an SM, and
-    as many stages as let them share it. With more than 16 rows the weight comes first.
+    as many stages as let them share it. With more than 16 rows the weight comes first. Tiles that
+    would take more shared memory than ``limit`` get fewer stages.
     """
     up_k = 128 if hidden % 128 == 0 else 64
-    up = Tile(64, up_k, _stages(64, up_k, rows, _AN_SM), swap=rows > 16)
+    up = Tile(64, up_k, _stages(64, up_k, rows, _AN_SM, limit), swap=rows > 16)
     choices = []
     for block_n in (size for size in (16, 32, 64) if hidden % size == 0):
         for block_k in (64, 128):
@@ -72,11 +158,18 @@ def choose_tiles(hidden: int, inner: int, rows: int, sm_count: int) -> MoeTiles:
                 )
                 choices.append((uneven * idle * taste, splits, block_n, block_k, an_sm))
     _, splits, block_n, block_k, an_sm = min(choices)
-    stages = _stages(block_n, block_k, rows, min(an_sm, _AN_SM))
-    return MoeTiles(up, Tile(block_n, block_k, stages, splits=splits))
+    stages = _stages(block_n, block_k, rows, min(an_sm, _AN_SM), limit)
+    down = Tile(block_n, block_k, stages, splits=splits)
+    return MoeTiles(*(_fitting(tile, rows, element_size, limit) for tile in (up, down)))
 
 
-def _stages(block_n: int, block_k: int, rows: int, an_sm: int) -> int:
+def _fitting(tile: Tile, rows: int, element_size: int, limit: int) -> Tile:
+    return first_that_fits(
+        (tile, *smaller(tile)), lambda each: shared_bytes(each, rows, element_size, limit), limit
+    )
+
+
+def _stages(block_n: int, block_k: int, rows: int, an_sm: int, sm_bytes: int) -> int:
     """With so many programs on an SM; one stage more than it has buffers."""
     stage = (block_n + rows) * block_k * 2
-    return max(3, min((_SM_SHARED_BYTES // an_sm - _RESERVED_BYTES) // stage + 1, _MOST_STAGES))
+    return max(3, min((sm_bytes // an_sm - _RESERVED_BYTES) // stage + 1, _MOST_STAGES))

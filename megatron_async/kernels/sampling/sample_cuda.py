@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.compile import kernel
-from megatron_async.kernels.gemm.tile_config import SHARED_BYTES
+from megatron_async.kernels.shared_memory import HOPPER_BYTES, block_limit
 
 THREADS = 512
 BLOCKS = 8
@@ -46,9 +46,9 @@ def shared_bytes(vocabulary: int, element_size: int) -> int:
     return pieces(vocabulary) * THREADS * 8 * element_size + EXCHANGE_BYTES
 
 
-def fits(vocabulary: int, element_size: int) -> bool:
-    """Whether a cluster holds a row."""
-    return shared_bytes(vocabulary, element_size) <= SHARED_BYTES
+def fits(vocabulary: int, element_size: int, limit: int = HOPPER_BYTES) -> bool:
+    """Whether a cluster holds a row, of blocks that have ``limit`` bytes of shared memory."""
+    return shared_bytes(vocabulary, element_size) <= limit
 
 
 def why_not(logits: Tensor, index: Tensor | None) -> str | None:
@@ -59,7 +59,7 @@ def why_not(logits: Tensor, index: Tensor | None) -> str | None:
         return f"logits of {logits.dtype} are not covered"
     if index is not None and index.dtype != torch.int32:
         return f"an index of {index.dtype} is not covered"
-    if not fits(logits.shape[1], logits.element_size()):
+    if not fits(logits.shape[1], logits.element_size(), block_limit(logits.device)):
         return f"a row of {logits.shape[1]} logits does not fit into a cluster's shared memory"
     return cuda.unavailable(logits.device.index or 0)
 

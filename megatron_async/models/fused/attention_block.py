@@ -131,8 +131,11 @@ class AttentionBlock:
         window = window or tokens_of_row(context)
         reason = self._unsupported(context, window)
         if reason is None:
-            heads, sm_count = self._heads_in(context, window, gaps=gaps), self._kernels.sm_count
-            yield "attention", heads.defines(padded(rows // window), capacity(context), sm_count)
+            heads, gemms = self._heads_in(context, window, gaps=gaps), self._kernels
+            macros = heads.defines(
+                padded(rows // window), capacity(context), gemms.sm_count, limit=gemms.limit
+            )
+            yield "attention", macros
         else:
             _log_no_windows(reason)
         if missing(self._gemms, most) is None:
@@ -143,7 +146,7 @@ class AttentionBlock:
         rotated = 0 if self._rotary is None else 2 * self._rotary.shape[2]
         group = self._heads // self._kv_heads
         return decode_attention.unsupported(
-            self._head_dim, group, context.block_size_tokens, rotated, window
+            self._head_dim, group, context.block_size_tokens, rotated, window, self._kernels.limit
         )
 
     def _heads_in(self, context: Any, window: int, *, gaps: bool) -> Heads:

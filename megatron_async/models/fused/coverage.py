@@ -19,6 +19,7 @@ from megatron_async.kernels.gemm.tile_config import (
     RMS_NORM,
     STAGE_K,
 )
+from megatron_async.kernels.shared_memory import block_limit
 from megatron_async.models.attention import PagedSelfAttention
 from megatron_async.models.fused.moe_block import experts_why_not, is_mixture
 from megatron_async.models.fused.parts import epilogue_of, norm_kind
@@ -252,6 +253,7 @@ def attention_why_not(layer: Any, model: Any) -> str | None:
             group,
             block_size=16,  # of the context, which is asked later
             rotated=0 if rotary is None else 2 * rotary.cos_sin.shape[2],
+            limit=block_limit(attention.linear_qkv.weight.device),
         )
         or _modules_why_not([norm, attention])
     )

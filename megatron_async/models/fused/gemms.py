@@ -16,11 +16,13 @@ from megatron_async.kernels.gemm.tile_config import (
     LAYER_NORM,
     NO_NORM,
     RMS_NORM,
+    SHARED_BYTES,
     GemmProblem,
     TileConfig,
     load_tuned,
     lookup,
 )
+from megatron_async.kernels.shared_memory import block_limit
 
 Work = tuple[str, dict[str, int]]
 """A kernel's source, and its macros."""
@@ -38,6 +40,7 @@ class Gemm:
         tma: whether there is TMA.
         found: what ``megatron-async tune`` found to be best on this machine.
         sm_count: SMs of the GPU.
+        limit: bytes of shared memory that a CTA may have.
     """
 
     n: int
@@ -48,6 +51,7 @@ class Gemm:
     tma: bool = True
     found: Mapping[GemmProblem, TileConfig] = field(default_factory=dict, hash=False, compare=False)
     sm_count: int = field(kw_only=True)
+    limit: int = field(default=SHARED_BYTES, kw_only=True)
 
     def case(self, rows: int) -> GemmProblem:
         """It for padded ``rows``."""
@@ -58,11 +62,16 @@ class Gemm:
         if self.fixed is not None:
             return self.fixed
         found = lookup(self.found, self.case(rows))
-        if found is not None and found.tma <= self.tma:
+        if (
+            found is not None
+            and found.tma <= self.tma
+            and found.can_serve(self.case(rows), self.limit)
+        ):
             return found
         return choose(
-            self.n, self.k, rows, self.norm, self.epilogue, self.tma, sm_count=self.sm_count
-        )
+            self.n, self.k, rows, self.norm, self.epilogue, self.tma,
+            sm_count=self.sm_count, limit=self.limit,
+        )  # fmt: skip
 
 
 class SkinnyGemms:
@@ -80,6 +89,7 @@ class SkinnyGemms:
         index = device.index or 0
         self._fixed = tilings or {}
         self.sm_count = cuda.sm_count(index)
+        self.limit = block_limit(device)
         self._tma = cuda.has_wgmma(index)
         self._found = load_tuned(cuda.device_name(index))
         self._names: dict[tuple[str, Gemm], str] = {}
@@ -99,6 +109,7 @@ class SkinnyGemms:
             self._tma,
             self._found,
             sm_count=self.sm_count,
+            limit=self.limit,
         )
         if (name, gemm) not in self._names:
             taken = name in self._names.values()
@@ -158,5 +169,6 @@ def defines_of(gemm: Gemm, rows: int, reader: int, tiling: TileConfig) -> dict[s
     """Macros of its kernel for padded ``rows`` with a tile config."""
     statistics = statistics_for(gemm, reader)
     return defines(
-        gemm.n, gemm.k, rows, gemm.norm, gemm.epilogue, statistics, tiling, gemm.sm_count
-    )
+        gemm.n, gemm.k, rows, gemm.norm, gemm.epilogue, statistics, tiling, gemm.sm_count,
+        gemm.limit,
+    )  # fmt: skip

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron_async.kernels import trial
 from megatron_async.kernels.gemm.tile_config import LAYER_NORM, padded
+from megatron_async.kernels.moe.shape import Live, MoeShape, MoeWeights
 from megatron_async.models.fused.gemms import Work
 from megatron_async.models.fused.parts import norm_of
 from megatron_async.models.fused.rank_sums import RankSums
@@ -30,7 +31,7 @@ from megatron.core.transformer.moe.shared_experts import (  # isort: skip
 )
 
 if TYPE_CHECKING:
-    from megatron_async.kernels.moe.decode import MoeDecode, MoeShape, MoeWeights
+    from megatron_async.kernels.moe.decode import MoeDecode
 
 _ALIGNMENT = 16
 """Sizes are multiples of it."""
@@ -149,8 +150,6 @@ class MoeBlock:
     def __call__(self, step: Step, given: Tensor | None, reader: Norm | None) -> Tensor | None:
         """Add the layer's experts to the residual stream, see
         :class:`~.attention_block.AttentionBlock` for the arguments."""
-        from megatron_async.kernels.moe.decode import Live
-
         assert given is not None
         residual, context = step.residual, step.context
         hidden = residual.hidden
@@ -175,8 +174,6 @@ class MoeBlock:
         return statistics
 
     def _weights(self) -> MoeWeights:
-        from megatron_async.kernels.moe.decode import MoeWeights
-
         mlp, shared = self._mlp, self._mlp.shared_experts
         w1, w2, b1, b2 = mlp.weights
         router = mlp.router
@@ -206,8 +203,6 @@ class MoeBlock:
 
 
 def _shape_of(mlp: Any, norm: Norm) -> MoeShape:
-    from megatron_async.kernels.moe.decode import MoeShape
-
     held, hidden, inner = mlp.weights[1].shape
     shared, count = mlp.shared_experts, 0
     if _has_shared_experts(mlp):

@@ -308,7 +308,10 @@ class Search:
         """What says which configs a GEMM can have."""
         product = self.products[name]
         problem = product.case(self.most)
-        return {"problem": problem, "tma": product.tma, "sm_count": product.sm_count}
+        return {
+            "problem": problem, "tma": product.tma, "sm_count": product.sm_count,
+            "limit": product.limit,
+        }  # fmt: skip
 
     @property
     def changed(self) -> list[str]:
@@ -319,7 +322,11 @@ class Search:
         """Measure configs of one GEMM, and take the best."""
         product, seen = self.products[name], {t for n, t, _ in self.log if n == name}
         problem = product.case(self.most)
-        configs = [c for c in dict.fromkeys(configs) if c not in seen and c.can_serve(problem)]
+        configs = [
+            config
+            for config in dict.fromkeys(configs)
+            if config not in seen and config.can_serve(problem, product.limit)
+        ]
         if time.monotonic() > self.end:
             return
         decoder = self.rig.decoder({})
