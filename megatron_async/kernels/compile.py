@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megatron_async.errors import ConfigError
 from megatron_async.kernels.disk_cache import cache_directory, keep
+from megatron_async.kernels.shared_memory import block_limit
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +118,10 @@ def source_text(source: str) -> str:
     return "".join(common) + own_text(source)
 
 
+class KernelTooLargeError(RuntimeError):
+    """A GPU does not run a kernel: its CTA takes more shared memory than one has."""
+
+
 class Kernel:
     """A compiled kernel: ``launch`` queues it on the current stream.
 
@@ -124,9 +129,15 @@ class Kernel:
         source: a file in one of the folders here, without ``.cu``; also the name of its kernel.
         defines: preprocessor macros, all integers.
         architecture: as NVRTC names it.
+        limit: bytes of shared memory that a CTA may have.
+
+    Raises:
+        KernelTooLargeError: no CTA of it fits the GPU.
     """
 
-    def __init__(self, source: str, defines: Mapping[str, int], architecture: str) -> None:
+    def __init__(
+        self, source: str, defines: Mapping[str, int], architecture: str, limit: int
+    ) -> None:
         self.name = source
         code = _machine_code(source, defines, architecture)
         driver = _driver()
@@ -140,6 +151,12 @@ class Kernel:
         value = ctypes.c_int()
         _check(driver.cuMemcpyDtoH(ctypes.addressof(value), address, size))
         self.shared_bytes = value.value
+        static = attributes.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
+        taken = self.shared_bytes + _check(driver.cuFuncGetAttribute(static, self._function))
+        if taken > limit:
+            raise KernelTooLargeError(
+                f"{source} takes {taken} of {limit} bytes of shared memory on this GPU"
+            )
         dynamic = attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _check(driver.cuFuncSetAttribute(self._function, dynamic, self.shared_bytes))
         self._attribute = driver.CUlaunchAttribute()
@@ -242,14 +259,40 @@ def has_wgmma(device_index: int) -> bool:
 
 
 @functools.cache
-def _kernel(source: str, defines: tuple[tuple[str, int], ...], device_index: int) -> Kernel:
-    with torch.cuda.device(device_index):
-        return Kernel(source, dict(defines), architecture(device_index))
+def _kernel(
+    source: str, defines: tuple[tuple[str, int], ...], device_index: int
+) -> Kernel | KernelTooLargeError:
+    """What is too large is known from then on, too: while a graph is captured nothing is loaded."""
+    limit = block_limit(torch.device("cuda", device_index))
+    try:
+        with torch.cuda.device(device_index):
+            return Kernel(source, dict(defines), architecture(device_index), limit)
+    except KernelTooLargeError as error:
+        return error
 
 
 def kernel(source: str, defines: Mapping[str, int], device: torch.device) -> Kernel:
-    """The kernel of ``source`` with these macros, compiled and loaded at most once a process."""
-    return _kernel(source, tuple(sorted(defines.items())), device.index or 0)
+    """The kernel of ``source`` with these macros, compiled and loaded at most once a process.
+
+    Raises:
+        KernelTooLargeError: no CTA of it fits the GPU.
+    """
+    found = _kernel(source, tuple(sorted(defines.items())), device.index or 0)
+    if isinstance(found, KernelTooLargeError):
+        raise found.with_traceback(None)
+    return found
+
+
+def too_large(source: str, defines: Mapping[str, int], device: torch.device) -> str | None:
+    """Why a GPU does not run the kernel, which is compiled and loaded if need be; None if it does.
+    Other devices have none of these kernels."""
+    if device.type != "cuda":
+        return None
+    try:
+        kernel(source, defines, device)
+    except KernelTooLargeError as error:
+        return str(error)
+    return None
 
 
 def compile_together(work: Sequence[tuple[str, Mapping[str, int]]], architecture: str) -> None:

@@ -26,11 +26,14 @@ STATIC_BYTES = 1024
 def block_limit(device: torch.device) -> int:
     """Bytes that a block may have on a GPU; on other devices, which have none, as many as on an
     H100."""
-    return _of_gpu(device.index or 0) if device.type == "cuda" else HOPPER_BYTES
+    return gpu_limit(device.index or 0) if device.type == "cuda" else HOPPER_BYTES
 
 
 @functools.cache
-def _of_gpu(index: int) -> int:
+def gpu_limit(index: int) -> int:
+    """:func:`block_limit` of a GPU, which is asked once."""
+    if not torch.cuda.is_available():
+        return HOPPER_BYTES
     return int(torch.cuda.get_device_properties(index).shared_memory_per_block_optin)
 
 

@@ -10,7 +10,13 @@ import torch
 
 from megatron_async.kernels import trial
 from megatron_async.kernels.attention import paged_attention
-from megatron_async.kernels.attention.decode_attention import DecodeAttentions, Heads, heads_of
+from megatron_async.kernels.attention.decode_attention import (
+    DecodeAttention,
+    DecodeAttentions,
+    Heads,
+    heads_of,
+)
+from megatron_async.kernels.compile import KernelTooLargeError
 from megatron_async.runner.attention_metadata import AttentionMetadata
 
 logger = logging.getLogger(__name__)
@@ -34,6 +40,11 @@ def _warn_of_latents_on_trial() -> None:
         "is slow: its kernels are %s",
         trial.REASON,
     )
+
+
+@functools.cache
+def _warn_of_steps_apart(reason: str) -> None:
+    logger.warning("keys and values are appended first, then attended in Triton: %s", reason)
 
 
 def warn_if_slow(kv_cache: torch.Tensor) -> None:
@@ -136,10 +147,8 @@ class CacheAttention:
 
         keys, values = self.kv_cache[layer]
         heads = self.heads_of_decode(tokens, packed, cos_sin, q_weight, k_weight, limits)
-        if heads is not None:
-            capacity = self._block_table.shape[1] * keys.shape[1]
-            rows = packed.shape[0] // heads.window
-            attention = self._decode_attentions.get(heads, rows, capacity)
+        attention = None if heads is None else self._decode_attention(heads, packed.shape[0])
+        if heads is not None and attention is not None:
             out = packed.new_empty(packed.shape[0], heads.kv_heads * heads.group, heads.head_dim)
             attention(
                 packed.contiguous(), keys, values, self._block_table, tokens.token_slots,
@@ -152,6 +161,15 @@ class CacheAttention:
             k_weight, eps,
         )  # fmt: skip
         return self.attend_appended(tokens, query, keys, values, scale, limits)
+
+    def _decode_attention(self, heads: Heads, tokens: int) -> DecodeAttention | None:
+        """The kernel for so many tokens; None if the GPU does not run it."""
+        capacity = self._block_table.shape[1] * self.kv_cache.shape[3]
+        try:
+            return self._decode_attentions.get(heads, tokens // heads.window, capacity)
+        except KernelTooLargeError as error:
+            _warn_of_steps_apart(str(error))
+            return None
 
     def heads_of_decode(
         self,

@@ -79,7 +79,7 @@ def unsupported(
         return f"a window of {window} tokens of heads of {head_dim} elements does not fit"
     needed = _least_bytes(head_dim, group, window)
     if needed > limit:
-        return f"{group} heads of {head_dim} elements take {needed} of {limit} bytes of shared memory"
+        return f"{group} heads of {head_dim} take {needed} of {limit} bytes of shared memory"
     return None
 
 

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron_async.cache.block_allocator import NULL_BLOCK as NULL_BLOCK_
+from megatron_async.kernels.compile import KernelTooLargeError
 from megatron_async.kernels.pdl import pdl_enter, uses_pdl
 from megatron_async.kernels.sampling import sample_cuda
 from megatron_async.kernels.sampling.sample_cuda import Taken
@@ -193,9 +194,12 @@ def sample_draft(logits: Tensor, parameters: Sequence[Tensor], taken: Taken) -> 
         parameters: [R] each, as for ``sampling.sample_tokens``, contiguous.
     """
     if logits.stride(1) == 1 and sample_cuda.why_not(logits, None) is None:
-        sample_cuda.best_of_rows(logits, parameters, taken=taken)
-    else:
-        take_draft(sample_splits(logits, *parameters, pdl=uses_pdl(logits.device)), taken)
+        try:
+            sample_cuda.best_of_rows(logits, parameters, taken=taken)
+            return
+        except KernelTooLargeError:
+            pass  # who samples next says so
+    take_draft(sample_splits(logits, *parameters, pdl=uses_pdl(logits.device)), taken)
 
 
 def take_draft(packed: Tensor, taken: Taken) -> None:

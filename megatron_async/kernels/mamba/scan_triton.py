@@ -13,6 +13,9 @@ begins elsewhere has a shorter first piece, whose sums may differ in their last 
 
 from __future__ import annotations
 
+import functools
+import itertools
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -20,7 +23,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron_async.kernels.mamba.layer import LayerStates, MambaParameters, StateRows
+from megatron_async.kernels.fitting import launch_fitting
+from megatron_async.kernels.mamba.layer import (
+    LayerStates,
+    MambaParameters,
+    MambaSizes,
+    StateRows,
+)
 from megatron_async.kernels.mamba.parts_triton import (
     check_layout,
     norm_group_of,
@@ -29,6 +38,12 @@ from megatron_async.kernels.mamba.parts_triton import (
     unsupported,
 )
 from megatron_async.kernels.pdl import pdl_enter, uses_pdl
+from megatron_async.kernels.shared_memory import (
+    HOPPER_BYTES,
+    block_limit,
+    first_that_fits,
+    loop_buffers,
+)
 
 TOKENS = 16
 """Tokens of a program of convolution and norm."""
@@ -233,6 +248,45 @@ class ScanTile(NamedTuple):
 DEFAULT_TILE = ScanTile(32, 16, 4)
 
 
+def padded_state(sizes: MambaSizes) -> int:
+    """Columns of a tile of the state."""
+    return max(16, int(triton.next_power_of_2(sizes.state_size)))
+
+
+def shared_bytes(tile: ScanTile, sizes: MambaSizes, element_size: int) -> int:
+    """What a program of the scan takes of shared memory at most: its state in fp32, a piece of x, B
+    and C, and how its tokens meet."""
+    columns, piece = padded_state(sizes), tile.piece
+    tokens = loop_buffers(tile.stages) * piece * (2 * columns + tile.channels) * element_size
+    return 4 * tile.channels * columns + tokens + 4 * piece * piece + 16 * piece
+
+
+def smaller(tile: ScanTile) -> Iterator[ScanTile]:
+    """Tiles that take less, with the same pieces, on which a sequence's bits depend."""
+    channels = tile.channels
+    while channels >= 16:
+        for stages in range(tile.stages, 0, -1):
+            yield tile._replace(channels=channels, stages=stages)
+        channels //= 2
+
+
+@functools.cache
+def scan_tile(
+    sizes: MambaSizes,
+    element_size: int,
+    limit: int = HOPPER_BYTES,
+    tile: ScanTile = DEFAULT_TILE,
+) -> ScanTile:
+    """The tile of the scan, which is ``tile`` if it fits a device with such a limit."""
+    channels = max(16, min(tile.channels, int(triton.next_power_of_2(sizes.head_dim))))
+    tile = tile._replace(channels=channels)
+    return first_that_fits(
+        itertools.chain((tile,), smaller(tile)),
+        lambda each: shared_bytes(each, sizes, element_size),
+        limit,
+    )
+
+
 def scan_chunks_triton(
     projected: Tensor,
     parameters: MambaParameters,
@@ -273,20 +327,25 @@ def scan_chunks_triton(
         COUNT_PAD=count_pad, PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
     scanned = out if norm is None else out.new_empty(tokens, inner, dtype=torch.float32)
-    channels = max(16, min(tile.channels, triton.next_power_of_2(sizes.head_dim)))
-    _scan_kernel[(sizes.heads * triton.cdiv(sizes.head_dim, channels), count)](
-        projected, convolved, states.inputs, states.ssm, scanned,
-        parameters.dt_bias, parameters.a_log, parameters.d,
-        rows.slots, rows.first, rows.lengths, rows.starts,
-        states.null_slot, projected.stride(0), states.inputs.stride(0),
-        states.inputs.stride(1), states.ssm.stride(0), scanned.stride(0), *parameters.dt_limits,
-        HEADS=sizes.heads, HEAD_DIM=sizes.head_dim, GROUPS=sizes.groups, STATE=sizes.state_size,
-        CONV=sizes.conv_width, RING=ring, CHANNELS=channels,
-        STATE_PAD=max(16, triton.next_power_of_2(sizes.state_size)), PIECE=tile.piece,
-        WIDE_D=parameters.d.numel() != sizes.heads, GATES=norm is None or not norm.before_gate,
-        PRECISION="ieee" if projected.dtype is torch.float32 else "tf32", PDL=pdl,
-        num_warps=tile.warps, num_stages=tile.stages, launch_pdl=pdl,
-    )  # fmt: skip
+
+    def launch(tile: ScanTile) -> None:
+        _scan_kernel[(sizes.heads * triton.cdiv(sizes.head_dim, tile.channels), count)](
+            projected, convolved, states.inputs, states.ssm, scanned,
+            parameters.dt_bias, parameters.a_log, parameters.d,
+            rows.slots, rows.first, rows.lengths, rows.starts,
+            states.null_slot, projected.stride(0), states.inputs.stride(0),
+            states.inputs.stride(1), states.ssm.stride(0), scanned.stride(0), *parameters.dt_limits,
+            HEADS=sizes.heads, HEAD_DIM=sizes.head_dim, GROUPS=sizes.groups, STATE=sizes.state_size,
+            CONV=sizes.conv_width, RING=ring, CHANNELS=tile.channels,
+            STATE_PAD=padded_state(sizes), PIECE=tile.piece,
+            WIDE_D=parameters.d.numel() != sizes.heads, GATES=norm is None or not norm.before_gate,
+            PRECISION="ieee" if projected.dtype is torch.float32 else "tf32", PDL=pdl,
+            num_warps=tile.warps, num_stages=tile.stages, launch_pdl=pdl,
+        )  # fmt: skip
+
+    limit = block_limit(projected.device)
+    fitting = scan_tile(sizes, projected.element_size(), limit, tile)
+    launch_fitting("scan of Mamba layers", fitting, smaller, launch)
     if norm is not None:
         _norm_kernel[(tiles, inner // norm.group_size)](
             scanned, projected, norm.weight, out, rows.slots, rows.first, rows.lengths,

@@ -9,6 +9,8 @@ own (``row.py``).
 
 from __future__ import annotations
 
+import logging
+
 import torch
 import torch.nn.functional as F
 import triton
@@ -46,6 +48,8 @@ from megatron_async.kernels.moe.tiles import (
 )
 from megatron_async.kernels.pdl import uses_pdl
 from megatron_async.kernels.shared_memory import block_limit
+
+logger = logging.getLogger(__name__)
 
 
 class MoeDecode:
@@ -124,6 +128,15 @@ class MoeDecode:
     def has_one_kernel(self) -> bool:
         """There is one that takes a few rows."""
         return self._row is not None and self._holds_all
+
+    def without(self, source: str, reason: str) -> bool:
+        """Leave a CUDA kernel that the GPU does not run to the others; whether these can."""
+        if source != row.SOURCE:
+            return False
+        if self._row is not None:
+            logger.warning("layers of experts take three kernels for a few rows: %s", reason)
+        self._row = None
+        return True
 
     @property
     def _holds_all(self) -> bool:

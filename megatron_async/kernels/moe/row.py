@@ -21,6 +21,7 @@ from megatron_async.kernels.shared_memory import HOPPER_BYTES, STATIC_BYTES, blo
 if TYPE_CHECKING:
     from megatron_async.kernels.moe.shape import Live, MoeShape, MoeWeights
 
+SOURCE = "moe_row"
 MOST_ROWS = 4
 THREADS, LOADS = 256, 8
 """Of a CTA, and of a thread in a step, 16 bytes each: two steps of loads are on their way."""
@@ -187,7 +188,7 @@ class MoeRow:
     def work(self, rows: int, *, gate: bool, one_launch: bool) -> list[tuple[str, dict[str, int]]]:
         """Source and macros of the launches for so many rows."""
         phases = (7,) if one_launch else (1, 2, 4)
-        return [("moe_row", self.defines(rows, gate=gate, phases=each)) for each in phases]
+        return [(SOURCE, self.defines(rows, gate=gate, phases=each)) for each in phases]
 
     def __call__(
         self,

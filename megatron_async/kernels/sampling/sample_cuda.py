@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.compile import kernel
-from megatron_async.kernels.shared_memory import HOPPER_BYTES, block_limit
+from megatron_async.kernels.shared_memory import HOPPER_BYTES, gpu_limit
 
 THREADS = 512
 BLOCKS = 8
@@ -59,7 +59,7 @@ def why_not(logits: Tensor, index: Tensor | None) -> str | None:
         return f"logits of {logits.dtype} are not covered"
     if index is not None and index.dtype != torch.int32:
         return f"an index of {index.dtype} is not covered"
-    if not fits(logits.shape[1], logits.element_size(), block_limit(logits.device)):
+    if not fits(logits.shape[1], logits.element_size(), gpu_limit(logits.device.index or 0)):
         return f"a row of {logits.shape[1]} logits does not fit into a cluster's shared memory"
     return cuda.unavailable(logits.device.index or 0)
 

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron_async.kernels.compile import KernelTooLargeError
 from megatron_async.kernels.pdl import pdl_enter
 from megatron_async.kernels.sampling import sample_cuda as cuda_sample
 from megatron_async.sampling import exact_math, filters, noise, philox
@@ -355,7 +356,10 @@ def sample_splits(
     parameters = [t.contiguous() for t in (inverse_temperature, top_k, top_p, seed, position)]
     reason = cuda_sample.why_not(logits, index)
     if reason is None:
-        return cuda_sample.best_of_rows(logits, parameters, index, window=window)
+        try:
+            return cuda_sample.best_of_rows(logits, parameters, index, window=window)
+        except KernelTooLargeError as error:
+            reason = str(error)
     if logits.is_cuda:
         _warn_of_slow_filters(reason)
     return _triton_splits(logits, parameters, index, window=window, pdl=pdl)

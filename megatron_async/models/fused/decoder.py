@@ -11,13 +11,12 @@ weights updated in place are used at once.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import decode_attention
 from megatron_async.kernels.gemm.tile_config import (
     ANY_SHAPE_ROWS,
@@ -28,6 +27,7 @@ from megatron_async.kernels.gemm.tile_config import (
 )
 from megatron_async.kernels.ranks.peer_sum import PeerWords
 from megatron_async.models.fused import coverage
+from megatron_async.models.fused.ahead import Refused, compile_ahead
 from megatron_async.models.fused.attention_block import AttentionBlock, tokens_of_row
 from megatron_async.models.fused.embedding import EmbeddingBlock
 from megatron_async.models.fused.gemms import Gemm, SkinnyGemms, Work, defines_of
@@ -67,16 +67,26 @@ class Place:
     blocks: tuple[Block, ...]
     module: Runs
     fused: FusedBlock | None
+    refused: dict[int, str] = field(default_factory=dict)
+    """By padded rows, why the GPU does not run the kernels after all."""
 
     def why_not(self, rows: int, context: Any) -> str | None:
         """Why the modules run for padded ``rows``; None if the kernels do."""
         if self.fused is None:
             return self.blocks[0].reason
-        return self.fused.why_not(rows, context)
+        return self.refused.get(rows) or self.fused.why_not(rows, context)
 
     def work(self, rows: int, context: Any, reader: Norm | None) -> Iterator[Work]:
         """What is compiled for ``rows`` tokens."""
-        return iter(()) if self.fused is None else self.fused.work(rows, context, reader)
+        if self.fused is None or padded(rows) in self.refused:
+            return iter(())
+        return self.fused.work(rows, context, reader)
+
+    def refuse(self, rows: int, refused: Refused) -> None:
+        """The GPU does not run a kernel of ``rows`` tokens."""
+        if isinstance(self.fused, MoeBlock) and self.fused.has_another_way(refused):
+            return
+        self.refused[padded(rows)] = refused.reason
 
 
 class FusedDecoder:
@@ -103,7 +113,7 @@ class FusedDecoder:
         if self.coverage.off is not None:
             raise ValueError(self.coverage.off)
         device: torch.device = next(model.parameters()).device
-        self._index: int = device.index or 0
+        self._device = device
         self._gemms = SkinnyGemms(device, tilings)
         self._workspace = Workspace(model.config.hidden_size, device)
         self._vocab_size: int = model.vocab_size // model.config.tensor_model_parallel_size
@@ -171,15 +181,21 @@ class FusedDecoder:
         return defines_of(gemm, rows, reader, tiling)
 
     def compile(self, rows: list[int], context: Any) -> None:
-        """Compile what forwards of so many tokens need, side by side; later calls find it."""
-        work: dict[tuple[str, tuple[tuple[str, int], ...]], Work] = {}
+        """Compile and load what forwards of so many tokens need, side by side; later calls find
+        it. Blocks with a kernel that the GPU does not run are left to their modules."""
+        while refused := compile_ahead(self._needed(rows, context), self._device):
+            for (place, tokens), kernel in refused:
+                place.refuse(tokens, kernel)
+            self._chosen.clear()
+
+    def _needed(self, rows: list[int], context: Any) -> Iterator[tuple[tuple[Place, int], Work]]:
+        """Kernels, each with the place and the tokens that need it."""
         most = decode_attention.MOST_ROWS * tokens_of_row(context)
         for tokens in {r for r in rows if r <= most}:
             readers = [block.norm for block in self._choose(padded(tokens), context)[1:]]
             for place, reader in zip(self._places, [*readers, None], strict=True):
-                for source, macros in place.work(tokens, context, reader):
-                    work[source, tuple(sorted(macros.items()))] = source, macros
-        cuda.compile_together(list(work.values()), cuda.architecture(self._index))
+                for work in place.work(tokens, context, reader):
+                    yield (place, tokens), work
 
     def covered(self, rows: list[int], context: Any) -> DecodeCoverage:
         """Which blocks are fused in steps of so many rows in such a context. Steps of more rows

@@ -19,6 +19,7 @@ from torch import Tensor
 from megatron_async.kernels import trial
 from megatron_async.kernels.gemm.tile_config import LAYER_NORM, padded
 from megatron_async.kernels.moe.shape import Live, MoeShape, MoeWeights
+from megatron_async.models.fused.ahead import Refused
 from megatron_async.models.fused.gemms import Work
 from megatron_async.models.fused.parts import norm_of
 from megatron_async.models.fused.rank_sums import RankSums
@@ -146,6 +147,11 @@ class MoeBlock:
     def why_not(self, rows: int, context: Any) -> str | None:
         """None: it runs for all rows that are decoded in kernels."""
         return None
+
+    def has_another_way(self, refused: Refused) -> bool:
+        """Whether other kernels take the place of one that the GPU does not run; from now on they
+        do."""
+        return self._kernels.without(refused.source, refused.reason)
 
     def __call__(self, step: Step, given: Tensor | None, reader: Norm | None) -> Tensor | None:
         """Add the layer's experts to the residual stream, see

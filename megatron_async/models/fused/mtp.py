@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import decode_attention
 from megatron_async.kernels.drafting.mtp_input import DraftInput, NormParameters
 from megatron_async.kernels.gemm.tile_config import MAX_ROWS, TileConfig, padded
 from megatron_async.models.fused import coverage, mtp_blocks
+from megatron_async.models.fused.ahead import compile_ahead
 from megatron_async.models.fused.attention_block import AttentionBlock
 from megatron_async.models.fused.gemms import Gemm, SkinnyGemms, Work
 from megatron_async.models.fused.mlp_block import MlpBlock
@@ -65,6 +65,8 @@ class Place:
 
     def __init__(self, blocks: Sequence[Block], module: Any, fused: Any) -> None:
         self.blocks, self.module, self.fused = blocks, module, fused
+        self.refused: dict[tuple[int, int], str] = {}
+        """By rows and their tokens, why the GPU does not run the kernels after all."""
 
     def rows(self, rows: int, width: int) -> int:
         """Padded rows of its GEMMs, of ``width`` tokens in each of ``rows`` rows."""
@@ -72,6 +74,8 @@ class Place:
 
     def work(self, rows: int, width: int, context: Any, reader: Norm | None) -> Iterator[Work]:
         """What is compiled for them."""
+        if self.fused is None or (rows, width) in self.refused:
+            return iter(())
         if isinstance(self.fused, AttentionBlock):
             return self.fused.work(rows * width, context, reader, width)
         work: Iterator[Work] = self.fused.work(self.rows(rows, width), context, reader)
@@ -81,6 +85,8 @@ class Place:
         """Why the modules run; None if the kernels do."""
         if self.fused is None:
             return self.blocks[0].reason
+        if (rows, width) in self.refused:
+            return self.refused[rows, width]
         reason: str | None = self.fused.why_not(self.rows(rows, width), context)
         return reason
 
@@ -109,7 +115,7 @@ class FusedMtp:
         if all(block.reason is not None for block in self.blocks):
             raise ValueError(self.blocks[0].reason if self.blocks else "it has no MTP layers")
         device: torch.device = next(model.parameters()).device
-        self._index: int = device.index or 0
+        self._device = device
         self._gemms = SkinnyGemms(device, tilings)
         self._workspace = Workspace(model.config.hidden_size, device)
         self._vocab_size: int = model.vocab_size
@@ -178,18 +184,24 @@ class FusedMtp:
         return [place.choose(rows, width, context) for place in self._layers[layer]]
 
     def compile(self, rows: Sequence[int], width: int, context: Any) -> None:
-        """Compile what drafts in so many rows need, of ``width`` tokens and of one, side by side;
-        later calls find it."""
-        work: dict[tuple[str, tuple[tuple[str, int], ...]], Work] = {}
+        """Compile and load what drafts in so many rows need, of ``width`` tokens and of one, side
+        by side; later calls find it. Blocks with a kernel that the GPU does not run are left to
+        their modules."""
+        while refused := compile_ahead(self._needed(rows, width, context), self._device):
+            for (place, of), kernel in refused:
+                place.refused[of] = kernel.reason
+            self._chosen.clear()
+
+    def _needed(
+        self, rows: Sequence[int], width: int, context: Any
+    ) -> Iterator[tuple[tuple[Place, tuple[int, int]], Work]]:
+        """Kernels, each with the place, and the rows and their tokens, that need it."""
         for each, tokens in {(r, n) for r in rows for n in (width, 1) if r * n <= MAX_ROWS}:
             for number, places in enumerate(self._layers):
                 readers = [run.norm for run in self._choose(number, each, tokens, context)[1:]]
                 for place, reader in zip(places, [*readers, None], strict=True):
-                    if place.fused is None:
-                        continue
-                    for source, macros in place.work(each, tokens, context, reader):
-                        work[source, tuple(sorted(macros.items()))] = source, macros
-        cuda.compile_together(list(work.values()), cuda.architecture(self._index))
+                    for work in place.work(each, tokens, context, reader):
+                        yield (place, (each, tokens)), work
 
     def covered(self, rows: Sequence[int], width: int, context: Any) -> tuple[Block, ...]:
         """Which blocks are fused when so many rows draft, over ``width`` tokens of each. Rows with
