@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from megatron_async import errors
 from megatron_async.errors import EngineDeadError, MegatronAsyncError
+from megatron_async.lifeline import start_child
 from megatron_async.serving.messages import NotStarted, Stop
 
 RESTART_WINDOW_SECONDS = 600.0
@@ -56,7 +54,7 @@ class Restarts:
 
 
 class ChildProcess(Generic[Said]):
-    """A running ``python -m MODULE FD``, and the connection to its
+    """A running ``python -m MODULE FD`` that ends with this process, and the connection to its
     :class:`~megatron_async.serving.parent_process.Parent`.
 
     Args:
@@ -77,14 +75,12 @@ class ChildProcess(Generic[Said]):
         environment: Mapping[str, str] | None = None,
     ) -> None:
         ours, theirs = socket.socketpair()
-        package = Path(__file__).resolve().parents[2]
-        path = os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH"))))
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno())],
-                pass_fds=[theirs.fileno(), *inherited],
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, **(environment or {}), "PYTHONPATH": path},
+            self._process, self._lifeline = start_child(
+                module,
+                [str(theirs.fileno())],
+                inherited=[theirs.fileno(), *inherited],
+                environment=environment,
             )
         self._connection = Connection(ours.detach())
         self._decoder: msgspec.msgpack.Decoder[Said] = msgspec.msgpack.Decoder(said)
@@ -119,10 +115,12 @@ class ChildProcess(Generic[Said]):
         return await self.kill()
 
     def abandon(self) -> int:
-        """Hang up, as a parent that dies does, and wait; returns the exit status."""
+        """Hang up, and wait for the process to end by itself; returns the exit status."""
         self._loop.call_soon_threadsafe(self._loop.remove_reader, self._connection.fileno())
         self._connection.close()
-        return self._process.wait()
+        status = self._process.wait()
+        self._lifeline.close()
+        return status
 
     def kill_now(self) -> None:
         """Kill it; :meth:`receive` says when it is gone."""
@@ -138,6 +136,7 @@ class ChildProcess(Generic[Said]):
                 await asyncio.to_thread(self._process.wait, EXIT_SECONDS)
         self._process.kill()
         status = await asyncio.to_thread(self._process.wait)
+        self._lifeline.close()
         self._connection.close()
         return status
 

@@ -12,9 +12,10 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from megatron_async.lifeline import EXIT_ORPHAN
+
 EXIT_FAILED = 1
 EXIT_NOT_STARTED = 2
-EXIT_ORPHAN = 3
 
 Said = TypeVar("Said")
 

@@ -1,0 +1,96 @@
+"""A child process that ends with its parent: ``python -m megatron_async.lifeline FD MODULE ...``
+ties the process to the parent before anything else is imported, and then runs ``MODULE``.
+
+``FD`` is the read end of a pipe, into which nobody writes, and of which only the parent has the
+other end. When the parent is gone, however it ended, the kernel sends this process the signal that
+it has asked for. No thread of Python has part in it: extension modules that are loaded, compilers
+and drivers may keep the interpreter for many seconds. ``PR_SET_PDEATHSIG`` would do the same at the
+end of the parent's *thread* that has started this process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import runpy
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+EXIT_ORPHAN = 3
+F_SETSIG = 10
+"""Linux's, which Python does not name."""
+
+
+class Lifeline:
+    """The parent's end. A child that holds on to it dies when it is closed."""
+
+    def __init__(self, write_end: int) -> None:
+        self._file = os.fdopen(write_end, "wb", buffering=0)
+
+    def close(self) -> None:
+        """Kills what still runs."""
+        self._file.close()
+
+
+def start_child(
+    module: str,
+    arguments: Sequence[str],
+    *,
+    inherited: Sequence[int] = (),
+    environment: Mapping[str, str] | None = None,
+) -> tuple[subprocess.Popen[bytes], Lifeline]:
+    """Start ``python -m module *arguments``, which ends with this process.
+
+    Args:
+        inherited: descriptors that it keeps, under the same numbers.
+        environment: variables beside those of this process.
+    """
+    package = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+    read_end, write_end = os.pipe()
+    lifeline = Lifeline(write_end)
+    command = [sys.executable, "-m", __name__, str(read_end), module, *arguments]
+    try:
+        process = subprocess.Popen(
+            command,
+            pass_fds=[read_end, *inherited],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, **(environment or {}), "PYTHONPATH": path},
+        )
+    finally:
+        os.close(read_end)
+    return process, lifeline
+
+
+def hold_on(descriptor: int) -> None:
+    """Have this process killed when the other end of a pipe is closed; end it if it is already."""
+    os.set_inheritable(descriptor, False)
+    if sys.platform == "linux":
+        fcntl.fcntl(descriptor, F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
+        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | fcntl.FASYNC)
+    else:
+        import threading
+
+        threading.Thread(target=_wait, args=(descriptor,), name="lifeline", daemon=True).start()
+    # After the line above: a parent that goes from here on is a signal.
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    if poll.poll(0):
+        os._exit(EXIT_ORPHAN)
+
+
+def _wait(descriptor: int) -> None:
+    while os.read(descriptor, 1):
+        pass
+    os._exit(EXIT_ORPHAN)
+
+
+if __name__ == "__main__":
+    hold_on(int(sys.argv[1]))
+    del sys.argv[:2]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
