@@ -24,45 +24,37 @@ F_SETSIG = 10
 """Linux's, which Python does not name."""
 
 
-class Lifeline:
-    """The parent's end. A child that holds on to it dies when it is closed."""
-
-    def __init__(self, write_end: int) -> None:
-        self._file = os.fdopen(write_end, "wb", buffering=0)
-
-    def close(self) -> None:
-        """Kills what still runs."""
-        self._file.close()
-
-
-def start_child(
-    module: str,
-    arguments: Sequence[str],
-    *,
-    inherited: Sequence[int] = (),
-    environment: Mapping[str, str] | None = None,
-) -> tuple[subprocess.Popen[bytes], Lifeline]:
-    """Start ``python -m module *arguments``, which ends with this process.
+class Child(subprocess.Popen[bytes]):
+    """A running ``python -m module *arguments``, which ends with this process, and with this
+    object.
 
     Args:
         inherited: descriptors that it keeps, under the same numbers.
         environment: variables beside those of this process.
     """
-    package = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-    read_end, write_end = os.pipe()
-    lifeline = Lifeline(write_end)
-    command = [sys.executable, "-m", __name__, str(read_end), module, *arguments]
-    try:
-        process = subprocess.Popen(
-            command,
-            pass_fds=[read_end, *inherited],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, **(environment or {}), "PYTHONPATH": path},
-        )
-    finally:
-        os.close(read_end)
-    return process, lifeline
+
+    def __init__(
+        self,
+        module: str,
+        arguments: Sequence[str],
+        *,
+        inherited: Sequence[int] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        package = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+        path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+        read_end, write_end = os.pipe()
+        self.lifeline = os.fdopen(write_end, "wb", buffering=0)
+        """Nobody else has it. The process is killed when it is closed."""
+        try:
+            super().__init__(
+                [sys.executable, "-m", __name__, str(read_end), module, *arguments],
+                pass_fds=[read_end, *inherited],
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **(environment or {}), "PYTHONPATH": path},
+            )
+        finally:
+            os.close(read_end)
 
 
 def hold_on(descriptor: int) -> None:

@@ -1,25 +1,27 @@
-"""A rank other than 0 of a model: started by rank 0, by torchrun, or called as :func:`follow`."""
+"""A rank other than 0 of a model: started by rank 0, by torchrun, or called as :func:`follow`.
+
+Nothing that takes long is imported before this process answers rank 0.
+"""
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
+import socket
 import sys
-import threading
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch.distributed as dist
+from megatron_async.lifeline import EXIT_ORPHAN
+from megatron_async.ranks.call import Call, Line
+from megatron_async.ranks.shared import Shared
 
-from megatron_async.engine.ranked_build import RankModel
-from megatron_async.errors import ConfigError
-from megatron_async.models.wrapper import GPTInferenceWrapper
-from megatron_async.ranks.follower import EXIT_ORPHAN, Follower, join_group
-from megatron_async.ranks.layout import Layout
-from megatron_async.ranks.meeting import environment_store
-from megatron_async.ranks.start import device_of_rank
+if TYPE_CHECKING:
+    import torch.distributed as dist
 
-WATCH_SECONDS = 1.0
+    from megatron_async.models.wrapper import GPTInferenceWrapper
+    from megatron_async.ranks.follower import Group
+    from megatron_async.ranks.layout import Layout
 
 
 def follow(
@@ -38,17 +40,31 @@ def follow(
         wrapper: the model, where each rank builds its own.
 
     Raises:
-        ConfigError: the environment is not a launcher's, or is that of rank 0.
+        ConfigError: the environment is not a launcher's, or is that of rank 0; or ranks of several
+            hosts have no secret.
     """
+    from megatron_async.errors import ConfigError
+    from megatron_async.ranks.follower import join_group
+    from megatron_async.ranks.meeting import environment_store
+    from megatron_async.ranks.start import device_of_rank
+
     if store is None or rank is None:
         if os.environ.get("RANK") == "0":
             raise ConfigError("RANK=0 has the engine: it leads, and the others follow")
         store, rank = environment_store(layout)
-    group = join_group(layout, device_of_rank(device), store, rank)
+    _run(join_group(layout, device_of_rank(device), store, rank), device, wrapper)
+
+
+def _run(group: Group, device: str, wrapper: GPTInferenceWrapper | None = None) -> None:
+    import logging
+
+    from megatron_async.engine.ranked_build import RankModel
+    from megatron_async.ranks.follower import Follower
+
     try:
         Follower(group, RankModel(device, wrapper)).run()
     except BaseException as error:
-        logging.getLogger(__name__).exception("rank %d has failed", rank)
+        logging.getLogger(__name__).exception("rank %d has failed", group.rank)
         group.fail(error)
         os._exit(1)  # threads of collectives may wait for ever
     sys.stdout.flush()
@@ -56,33 +72,29 @@ def follow(
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Of a process that rank 0 has started: the device, the port of the store, rank 0's process,
-    and the sizes of the layout."""
-    device, port, parent, *sizes = arguments
+    """Of a process that rank 0 has started: the device, the connection to it, and the sizes of the
+    layout."""
+    device, descriptor, *sizes = arguments
     # What a terminal and a service manager send to all processes is for rank 0, which may let
     # requests end first; this one ends with it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _end_with(int(parent))
+    connection = socket.socket(fileno=int(descriptor))
+    connection.set_inheritable(False)
+    try:
+        shared = Shared.take_from(connection)
+    except OSError:
+        return EXIT_ORPHAN
+    line = Line(Call(connection.detach()))
+
+    from megatron_async.ranks.follower import meet_rank_0
+    from megatron_async.ranks.layout import Layout
+    from megatron_async.ranks.start import device_of_rank
+
     rank = int(os.environ["RANK"])
-    follow(Layout(*map(int, sizes)), device, store=_store(int(port)), rank=rank)
+    layout = Layout(*map(int, sizes))
+    _run(meet_rank_0(layout, device_of_rank(device), rank, line, shared), device)
     return 0
-
-
-def _store(port: int) -> dist.Store:
-    return dist.TCPStore("127.0.0.1", port, None, is_master=False, wait_for_workers=False)
-
-
-def _end_with(parent: int) -> None:
-    """End when the process that started this one is gone before there is a connection."""
-
-    def watch() -> None:
-        over = threading.Event()
-        while os.getppid() == parent:
-            over.wait(WATCH_SECONDS)
-        os._exit(EXIT_ORPHAN)
-
-    threading.Thread(target=watch, name="parent", daemon=True).start()
 
 
 if __name__ == "__main__":

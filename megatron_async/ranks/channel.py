@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import stat
 import struct
 import tempfile
 import threading
@@ -20,14 +21,12 @@ import numpy as np
 
 from megatron_async.errors import ConfigError, IntegrityError
 
-SHARED_FOLDER = "/dev/shm"
 RING_BYTES = 1 << 24
 """Of the ring. Rank 0 waits where a follower is that far behind, which no steady step is."""
 HEAD = struct.Struct("<Q")
 FULL_SECONDS = 60.0
 """For a follower to read on, where the ring is full."""
-NAP_SECONDS = 0.05
-"""The longest sleep: a wake-up that came too early is made up for."""
+MODE = 0o600
 
 
 class Sender(Protocol):
@@ -52,8 +51,10 @@ class _Ring:
     """Shared memory: the bytes written so far, for each follower the bytes that it has read and
     whether it sleeps, all int64; then the data, a length before each message.
 
-    One writer for each word. An aligned word of eight bytes is written and read whole, and x86 and
-    the interpreter's locks keep the data ahead of the count.
+    One writer for each word, but for those of who sleeps, and an aligned word of eight bytes is
+    written and read whole. Fences keep the data ahead of the count. And they keep nobody asleep:
+    the writer writes the count and then looks who sleeps, a reader says that it sleeps and then
+    looks at the count, so that one of them sees what the other has written.
     """
 
     def __init__(self, memory: mmap.mmap, followers: int) -> None:
@@ -62,6 +63,14 @@ class _Ring:
         self.written = counts[:1]
         self.read, self.asleep = counts[1 : 1 + followers], counts[1 + followers :]
         self._data = np.frombuffer(memory, dtype=np.uint8, offset=8 * words)
+        self._fence = threading.Lock()
+
+    def fence(self) -> None:
+        """What was written and read before is so for all, ahead of what comes after: one locked
+        instruction on x86, a release ahead of an acquire elsewhere."""
+        for _ in range(2):
+            self._fence.acquire()
+            self._fence.release()
 
     @property
     def size(self) -> int:
@@ -95,7 +104,7 @@ class RingSender:
         check: Callable[[], None],
         size: int = RING_BYTES,
     ) -> None:
-        self.name, memory = _new_memory(size + 8 * (1 + 2 * followers))
+        self.descriptor, memory = _new_memory(_bytes_of_ring(size, followers))
         self._ring = _Ring(memory, followers)
         self._wake, self._check = wake, check
 
@@ -107,7 +116,9 @@ class RingSender:
         if at + length - int(ring.read.min()) > ring.size:
             self._wait_for_room(at + length)
         ring.copy_in(at, HEAD.pack(len(data)) + data)
+        ring.fence()
         ring.written[0] = at + length
+        ring.fence()
         # Others write these words meanwhile, which numpy's searches refuse: a copy.
         for place, asleep in enumerate(ring.asleep.tolist()):
             if asleep:
@@ -124,7 +135,7 @@ class RingSender:
 
     def unlink(self) -> None:
         """Nobody will come to it any more; who has it keeps it."""
-        os.unlink(self.name)
+        os.close(self.descriptor)
 
     def close(self) -> None:
         pass
@@ -134,17 +145,35 @@ class RingReceiver:
     """A reader of a ring.
 
     Args:
-        name: of the file of the shared memory.
+        descriptor: of the shared memory; is closed.
         place: which of the ``followers`` this is.
         wakes: set by whoever hears that there is something to read.
         spin_seconds: for how long to look again and again before it sleeps.
+
+    Raises:
+        IntegrityError: it is no memory of this user's alone, or not of the size of a ring.
     """
 
     def __init__(
-        self, name: str, place: int, followers: int, wakes: threading.Event, spin_seconds: float
+        self,
+        descriptor: int,
+        place: int,
+        followers: int,
+        wakes: threading.Event,
+        spin_seconds: float,
+        size: int = RING_BYTES,
     ) -> None:
-        with open(name, "r+b") as file:
-            self._ring = _Ring(mmap.mmap(file.fileno(), 0), followers)
+        try:
+            found, expected = os.fstat(descriptor), _bytes_of_ring(size, followers)
+            is_own = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()
+            if not is_own or stat.S_IMODE(found.st_mode) != MODE or found.st_size != expected:
+                raise IntegrityError(
+                    f"what rank 0 has given is no ring of {expected} bytes that this user alone "
+                    "may open"
+                )
+            self._ring = _Ring(mmap.mmap(descriptor, expected), followers)
+        finally:
+            os.close(descriptor)
         self._place = place
         self._at = 0
         self._wakes = wakes
@@ -154,8 +183,11 @@ class RingReceiver:
         ring = self._ring
         self._wait()
         (length,) = HEAD.unpack(ring.copy_out(self._at, HEAD.size))
+        if length > int(ring.written[0]) - self._at - HEAD.size or length > ring.size:
+            raise IntegrityError(f"a message of {length} bytes is not in the ring as a whole")
         data = ring.copy_out(self._at + HEAD.size, length)
         self._at += HEAD.size + length
+        ring.fence()
         ring.read[self._place] = self._at
         return data
 
@@ -167,29 +199,42 @@ class RingReceiver:
                 continue
             self._wakes.clear()
             ring.asleep[self._place] = 1
+            ring.fence()
             if int(ring.written[0]) == self._at:
-                self._wakes.wait(NAP_SECONDS)
+                self._wakes.wait()
         ring.asleep[self._place] = 0
+        ring.fence()
 
     def close(self) -> None:
         pass
 
 
-def _new_memory(size: int) -> tuple[str, mmap.mmap]:
-    """A file in memory that nobody but this user may open, filled with zeros. The standard
-    library's shared memory would be removed by whichever process ends first."""
-    folder = SHARED_FOLDER if os.path.isdir(SHARED_FOLDER) else tempfile.gettempdir()
-    handle, name = tempfile.mkstemp(prefix="megatron-async-ranks-", dir=folder)
+def _bytes_of_ring(size: int, followers: int) -> int:
+    return size + 8 * (1 + 2 * followers)
+
+
+def _new_memory(size: int) -> tuple[int, mmap.mmap]:
+    """Memory without a name, filled with zeros, and its descriptor."""
     try:
-        os.posix_fallocate(handle, 0, size)
-        return name, mmap.mmap(handle, size)
+        descriptor = _unnamed()
+        try:
+            os.fchmod(descriptor, MODE)
+            os.posix_fallocate(descriptor, 0, size)
+            return descriptor, mmap.mmap(descriptor, size)
+        except BaseException:
+            os.close(descriptor)
+            raise
     except OSError as error:
-        os.unlink(name)
         raise ConfigError(
-            f"{folder} has no room for the {size >> 20} MiB that ranks share: {error.strerror}"
+            f"there is no room for the {size >> 20} MiB that ranks share: {error.strerror}"
         ) from None
-    finally:
-        os.close(handle)
+
+
+def _unnamed() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("megatron-async-ranks")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
 
 
 class ConnectionSender:

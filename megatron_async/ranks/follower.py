@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import queue
-import threading
 from collections.abc import Callable
 from typing import Protocol
 
@@ -18,13 +15,14 @@ from megatron_async.errors import IntegrityError, MegatronAsyncError
 from megatron_async.models import parallel
 from megatron_async.models.parallel import ModelParallel
 from megatron_async.ranks import messages, process_group
+from megatron_async.ranks.call import Line
 from megatron_async.ranks.channel import Receiver, RingReceiver
 from megatron_async.ranks.layout import Layout
-from megatron_async.ranks.meeting import BEAT, WAKE, Call, connect
+from megatron_async.ranks.meeting import connect
 from megatron_async.ranks.messages import Message, decode
+from megatron_async.ranks.shared import Shared
 from megatron_async.runner.model_runner import ModelRunner
 
-EXIT_ORPHAN = 3
 SPIN_SECONDS = {"cpu": 0.0002, "cuda": 0.02}
 """For how long a follower looks for the next message before it sleeps: longer than a step on a
 GPU, where each rank has cores to spare."""
@@ -49,54 +47,62 @@ class Model(Protocol):
 
 
 class Group:
-    """A follower's end of a group; see ``RankGroup``."""
+    """A follower's end of a group; see ``RankGroup``.
+
+    Args:
+        ring: a descriptor of the memory of a ring; None takes messages from the line.
+    """
 
     def __init__(
-        self, rank: int, call: Call, ring: str | None, followers: int, spin: float
+        self, rank: int, line: Line, ring: int | None, followers: int, spin_seconds: float
     ) -> None:
         self.rank = rank
-        self._call = call
-        self._wakes = threading.Event()
-        self._queue: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._line = line
         self._ring: Receiver | None = None
         if ring is not None:
-            self._ring = RingReceiver(ring, rank - 1, followers, self._wakes, spin)
-        threading.Thread(target=self._listen, name="rank 0", daemon=True).start()
+            self._ring = RingReceiver(ring, rank - 1, followers, line.wakes, spin_seconds)
 
     def receive(self) -> Message:
         """The next message; waits for it."""
-        return decode(self._queue.get() if self._ring is None else self._ring.receive())
+        return decode(self._line.messages.get() if self._ring is None else self._ring.receive())
 
     def answer(self, error: MegatronAsyncError | None) -> None:
         """Say that the last message is done, or why it cannot be."""
         said = None if error is None else [self.rank, type(error).__name__, str(error)]
-        self._call.say(json.dumps({"error": said}).encode())
+        self._line.say(json.dumps({"error": said}).encode())
 
     def fail(self, error: BaseException) -> None:
         """Say why this rank ends."""
         reason = f"failed: {type(error).__name__}: {error}"
-        self._call.say(json.dumps({"failed": reason}).encode())
-
-    def _listen(self) -> None:
-        try:
-            while True:
-                data = self._call.recv_bytes()
-                if data == WAKE:
-                    self._wakes.set()
-                elif data == BEAT:
-                    self._call.say(BEAT)
-                else:
-                    self._queue.put(data)
-        except (EOFError, OSError):
-            os._exit(EXIT_ORPHAN)  # rank 0 has gone; a collective may wait for it for ever
+        self._line.say(json.dumps({"failed": reason}).encode())
 
 
 def join_group(layout: Layout, device: torch.device, store: dist.Store, rank: int) -> Group:
     """Be a rank other than 0 of a group that is led over the same store."""
-    call, ring = connect(dist.PrefixStore("ranks", store), rank)
-    group = Group(rank, call, ring, layout.world_size - 1, SPIN_SECONDS[device.type])
+    call, shared = connect(dist.PrefixStore("ranks", store), rank)
+    return meet_rank_0(layout, device, rank, Line(call), shared, dist.PrefixStore("torch", store))
+
+
+def meet_rank_0(
+    layout: Layout,
+    device: torch.device,
+    rank: int,
+    line: Line,
+    shared: Shared | None,
+    store: dist.Store | None = None,
+) -> Group:
+    """Join the group of a rank 0 that this process is connected with.
+
+    Args:
+        store: where ranks over hosts meet in torch.distributed; those of one host share one.
+    """
+    spin = SPIN_SECONDS[device.type]
+    ring = None if shared is None else shared.ring
+    group = Group(rank, line, ring, layout.world_size - 1, spin)
+    if shared is not None:
+        store = dist.FileStore(shared.store, layout.world_size)
     try:
-        process_group.join(layout, device, dist.PrefixStore("torch", store), rank)
+        process_group.join(layout, device, store, rank, shared is not None)
         parallel.set_current(ModelParallel(layout, rank, device))
     except BaseException as error:
         group.fail(error)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
-import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing.connection import wait
 from typing import TypeVar
 
@@ -25,15 +24,19 @@ from megatron_async.errors import (
 from megatron_async.models import parallel
 from megatron_async.models.parallel import ModelParallel
 from megatron_async.ranks import new_weights, process_group
+from megatron_async.ranks.call import BEAT, Call
 from megatron_async.ranks.channel import Sender
 from megatron_async.ranks.heartbeat import Heartbeats
 from megatron_async.ranks.layout import Layout
-from megatron_async.ranks.meeting import (
-    BEAT,
-    Call,
-)
 from megatron_async.ranks.messages import Message, Stop, encode
-from megatron_async.ranks.processes import EXIT_SECONDS, end_processes, how_ended, wait_for
+from megatron_async.ranks.processes import (
+    EXIT_SECONDS,
+    Process,
+    end_processes,
+    how_ended,
+    wait_for,
+)
+from megatron_async.ranks.shared import remove_folder
 
 T = TypeVar("T")
 EXPLAIN_SECONDS = 3.0
@@ -53,6 +56,7 @@ class RankGroup:
         calls: connections by rank.
         processes: those that this process has started, by rank.
         timeout_seconds: of silence after which a rank is taken for dead; 0 is never.
+        folder: that ranks of one host share, which is removed with the group; None over hosts.
 
     Attributes:
         parallel: rank 0's own place, once :meth:`join` is over.
@@ -67,8 +71,9 @@ class RankGroup:
         layout: Layout,
         sender: Sender,
         calls: dict[int, Call],
-        processes: dict[int, subprocess.Popen[bytes]],
+        processes: Mapping[int, Process],
         timeout_seconds: float,
+        folder: str | None = None,
     ) -> None:
         self.layout = layout
         self.failure: RankDiedError | None = None
@@ -90,6 +95,8 @@ class RankGroup:
         self._end = weakref.finalize(
             self, _end_all, list(processes.values()), list(calls.values()), sender
         )
+        self._is_on_one_host = folder is not None
+        self._tidy_up = weakref.finalize(self, remove_folder, folder)
         # The thread keeps the group no longer than somebody else does.
         self._watching = threading.Thread(
             target=_watch, args=(weakref.ref(self),), name="ranks", daemon=True
@@ -107,7 +114,7 @@ class RankGroup:
         def join() -> ModelParallel:
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-            process_group.join(self.layout, device, store)
+            process_group.join(self.layout, device, store, 0, self._is_on_one_host)
             return ModelParallel(self.layout, 0, device)
 
         self.parallel = self._while_alive(join)
@@ -312,6 +319,7 @@ class RankGroup:
         self._end()
         if self.failure is None and _has_gpus():
             process_group.leave()
+        self._tidy_up()
 
 
 def check_free() -> None:
@@ -342,7 +350,7 @@ def _has_gpus() -> bool:
     return dist.is_nccl_available() and torch.cuda.is_available()
 
 
-def _end_all(processes: list[subprocess.Popen[bytes]], calls: list[Call], sender: Sender) -> None:
+def _end_all(processes: list[Process], calls: list[Call], sender: Sender) -> None:
     """Of a group that is closed, or that nobody has any more."""
     end_processes(processes)
     for call in calls:

@@ -1,38 +1,43 @@
-"""How the ranks of a group find each other, and what connects them."""
+"""How ranks that a launcher has started find each other.
+
+The launcher's store is for all who reach it, so it is told nothing but who is where. On one host
+ranks meet at a Unix socket that this user alone can reach. Over hosts they meet at an address of
+rank 0, and prove to each other that they know a secret, which the user has given to all.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import json
 import os
-import secrets
-import select
 import socket
-import tempfile
-import threading
 import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
-from megatron_async.errors import ConfigError
+from megatron_async.errors import ConfigError, RankDiedError
+from megatron_async.private_folder import (
+    check_private_folder,
+    is_of_this_user,
+    listen_privately,
+)
+from megatron_async.ranks.call import BEAT, WAKE, Call
+from megatron_async.ranks.door import HELLO_SECONDS, Door, knock
+from megatron_async.ranks.hosts import address_of_leader, given_secret, listen_as_leader
 from megatron_async.ranks.layout import Layout
+from megatron_async.ranks.shared import Shared
 from megatron_async.version import __version__
+
+__all__ = ["BEAT", "WAKE", "Call", "accept_all", "connect", "environment_store"]
 
 START_SECONDS = 600.0
 POLL_SECONDS = 0.2
-SECRET_BYTES = 32
-HELLO_SECONDS = 5.0
-"""For whoever has connected to say which rank it is."""
-SILENT_SECONDS = 60
-"""Until a host that has gone without a word ends its connections."""
-WAKE = b"\1"
-BEAT = b"\2"
-"""A question whether a rank still runs, and its answer."""
+RETRY_SECONDS = 0.1
+MOST_BYTES = 4096
+"""Of what the store says."""
+SOCKET_NAME = "ranks"
 
 
 def host_identity() -> str:
@@ -68,6 +73,8 @@ def environment_store(layout: Layout) -> tuple[dist.Store, int]:
             "or unset both"
         )
     try:
+        if rank == 0 and _leads_store():
+            return _serve_store(started), rank
         store, rank, _ = next(dist.rendezvous("env://"))
     except ValueError as error:
         raise ConfigError(
@@ -77,50 +84,36 @@ def environment_store(layout: Layout) -> tuple[dist.Store, int]:
     return store, rank
 
 
-class Call(Connection):
-    """A connection of whole messages that any thread may send to."""
+def _leads_store() -> bool:
+    """The launcher has a place for the store, and no store."""
+    needed = {"WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return not has_agent and needed <= os.environ.keys()
 
-    def __init__(self, handle: int) -> None:
-        super().__init__(handle)
-        self._sending = threading.Lock()
 
-    def say(self, data: bytes) -> None:
-        """Send; nothing happens where nobody listens: whoever reads learns of it."""
-        with self._sending, contextlib.suppress(OSError):
-            self.send_bytes(data)
-
-    def say_at_once(self, data: bytes) -> None:
-        """Send a few bytes, or nothing where that would have to wait."""
-        if not self._sending.acquire(blocking=False):
-            return
-        try:
-            with contextlib.suppress(OSError, ValueError):
-                poll = select.poll()
-                poll.register(self.fileno(), select.POLLOUT)
-                if poll.poll(0):
-                    self.send_bytes(data)
-        finally:
-            self._sending.release()
-
-    def hang_up(self) -> None:
-        """Close, also where another thread waits to send."""
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.fileno())) as own:
-            own.shutdown(socket.SHUT_RDWR)
-        with self._sending:
-            self.close()
+def _serve_store(world_size: int) -> dist.Store:
+    """As torch does, which would listen at all addresses of the host."""
+    port = environment_number("MASTER_PORT", 0)
+    with listen_as_leader(port) as server:
+        return dist.TCPStore(
+            os.environ["MASTER_ADDR"], server.getsockname()[1], world_size, is_master=True,
+            wait_for_workers=False, multi_tenant=True, master_listen_fd=os.dup(server.fileno()),
+        )  # fmt: skip
 
 
 def accept_all(
-    store: dist.Store, world_size: int, ring_of: Callable[[], str], check: Callable[[], None]
+    store: dist.Store, world_size: int, share: Callable[[], Shared], check: Callable[[], None]
 ) -> tuple[dict[int, Call], bool]:
     """Rank 0: connections to all others by rank, and whether all are on this host.
 
     Args:
-        ring_of: makes the ring where they are, and gives its name.
+        share: what ranks of one host are handed, if they are.
         check: raises when one will not come any more.
 
     Raises:
-        ConfigError: one has not come, or is of another version.
+        ConfigError: one has not come, or is of another version; or they are on several hosts, and
+            the user has not said how they meet.
+        RankDiedError: one has come and gone.
     """
     deadline = time.monotonic() + START_SECONDS
     hosts = {_get(store, f"host {rank}", deadline, check) for rank in range(1, world_size)}
@@ -130,58 +123,35 @@ def accept_all(
                 f"rank {rank} runs megatron-async {version} and rank 0 {__version__}: install one "
                 "version on all hosts"
             )
-    together = hosts == {host_identity().encode()}
-    secret = secrets.token_bytes(SECRET_BYTES)
-    with contextlib.ExitStack() as stack:
-        family = socket.AF_UNIX if together else socket.AF_INET
-        server = stack.enter_context(socket.socket(family))
-        address: Any
-        if together:
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="megatron-async-"))
-            address = f"{folder}/ranks"
-            server.bind(address)
-        else:
-            server.bind(("", 0))
-            address = [os.environ.get("MASTER_ADDR", socket.gethostname()), server.getsockname()[1]]
-        server.listen(world_size)
-        server.settimeout(POLL_SECONDS)
-        ring = ring_of() if together else None
-        store.set("address", json.dumps([address, secret.hex(), ring]))
-        found: dict[int, Call] = {}
-        while len(found) < world_size - 1:
-            check()
-            with contextlib.suppress(TimeoutError):
-                accepted, _ = server.accept()
-                accepted.setblocking(True)
-                _end_with_host(accepted)
-                call = Call(accepted.detach())
-                said = _hello(call)
-                if hmac.compare_digest(said[:SECRET_BYTES], secret):
-                    found[int(said[SECRET_BYTES:])] = call
-                else:
-                    call.close()
-            if time.monotonic() > deadline:
-                raise ConfigError(f"{world_size - 1 - len(found)} ranks have not come; start all")
-    return found, together
+    if hosts != {host_identity().encode()}:
+        secret = given_secret()
+        server = listen_as_leader(0)
+        with Door(server, world_size, secret) as door:
+            place = [address_of_leader(), server.getsockname()[1]]
+            return _come_in(store, door, place, deadline, check), False
+    shared = share()
+    path = f"{shared.folder}/{SOCKET_NAME}"
+    with Door(listen_privately(path, world_size), world_size, b"", shared.hand_to) as door:
+        return _come_in(store, door, path, deadline, check), True
 
 
-def _hello(call: Call) -> bytes:
-    """What somebody says first; nothing of a stranger that is silent or says something else."""
-    with contextlib.suppress(EOFError, OSError):
-        if call.poll(HELLO_SECONDS):
-            return call.recv_bytes(SECRET_BYTES + 8)
-    return b""
-
-
-def _end_with_host(connection: socket.socket) -> None:
-    """Have a connection over hosts end when the other host has gone without a word. Processes that
-    stand still are no matter of it: their host's kernel answers."""
-    if connection.family == socket.AF_UNIX:
-        return
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("IDLE", SILENT_SECONDS // 2), ("INTVL", SILENT_SECONDS // 6), ("CNT", 3)):
-        if hasattr(socket, f"TCP_KEEP{name}"):
-            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_KEEP{name}"), value)
+def _come_in(
+    store: dist.Store,
+    door: Door,
+    place: str | list[object],
+    deadline: float,
+    check: Callable[[], None],
+) -> dict[int, Call]:
+    store.set("address", json.dumps([place]))
+    while door.missing:
+        check()
+        try:
+            door.wait(POLL_SECONDS)
+        except EOFError as error:
+            raise RankDiedError(f"{error}, before all were there") from None
+        if time.monotonic() > deadline:
+            raise ConfigError(f"{door.missing} ranks have not come; start all")
+    return door.calls
 
 
 def _get(store: dist.Store, key: str, deadline: float, check: Callable[[], None]) -> bytes:
@@ -191,18 +161,66 @@ def _get(store: dist.Store, key: str, deadline: float, check: Callable[[], None]
             raise ConfigError(f"the process that sets {key!r} has not come; start all ranks")
         time.sleep(0.01)
     value: bytes = store.get(key)
+    if len(value) > MOST_BYTES:
+        raise ConfigError(f"the store of the ranks has {len(value)} bytes as {key!r}")
     return value
 
 
-def connect(store: dist.Store, rank: int) -> tuple[Call, str | None]:
-    """A follower: its connection to rank 0, and the name of the ring, if there is one."""
+def connect(store: dist.Store, rank: int) -> tuple[Call, Shared | None]:
+    """A follower: its connection to rank 0, and what it shares with it, if they are on one host.
+
+    Raises:
+        ConfigError: rank 0 does not come or has another secret, or the store says something else
+            than where it is.
+    """
+    deadline = time.monotonic() + START_SECONDS
     store.set(f"version {rank}", __version__)
     store.set(f"host {rank}", host_identity())
-    address, secret, ring = json.loads(store.get("address"))
-    together = isinstance(address, str)
-    client = socket.socket(socket.AF_UNIX if together else socket.AF_INET)
-    client.connect(address if together else tuple(address))
-    _end_with_host(client)
-    call = Call(client.detach())
-    call.say(bytes.fromhex(secret) + str(rank).encode())
-    return call, ring
+    place = _place(_get(store, "address", deadline, lambda: None))
+    secret = b"" if isinstance(place, str) else given_secret()
+    while True:
+        try:
+            connection = _reach(place)
+            try:
+                proofs = knock(connection, rank, secret)
+                shared = Shared.take_from(connection) if isinstance(place, str) else None
+                return proofs.call(connection, leads=False), shared
+            except BaseException:
+                connection.close()
+                raise
+        except OSError as error:  # it may have no room for more visitors
+            # It listens before it says where, until all have come.
+            has_gone = isinstance(error, (ConnectionRefusedError, FileNotFoundError))
+            if has_gone or time.monotonic() > deadline:
+                raise ConfigError(f"rank {rank} does not reach rank 0: {error}") from None
+            time.sleep(RETRY_SECONDS)
+
+
+def _place(said: bytes) -> str | tuple[str, int]:
+    """Of rank 0: a path, or a host and a port."""
+    try:
+        (place,) = json.loads(said)
+    except (ValueError, TypeError):
+        place = None
+    if isinstance(place, str) and os.path.isabs(place):
+        check_private_folder(os.path.dirname(place))
+        return place
+    match place:
+        case [str(host), int(port)] if 0 < port < 1 << 16:
+            return host, port
+    raise ConfigError("the store of the ranks does not say where rank 0 is")
+
+
+def _reach(place: str | tuple[str, int]) -> socket.socket:
+    if not isinstance(place, str):
+        return socket.create_connection(place, HELLO_SECONDS)
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.settimeout(HELLO_SECONDS)
+        connection.connect(place)
+        if not is_of_this_user(connection):
+            raise ConfigError(f"{place} is a socket of another user")
+    except BaseException:
+        connection.close()
+        raise
+    return connection

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_async import megatron_compat as compat
 from megatron_async.errors import ConfigError
+from megatron_async.ranks import unix_group
 from megatron_async.ranks.layout import Layout
 
 START_TIMEOUT = timedelta(minutes=10)
@@ -16,14 +18,19 @@ START_TIMEOUT = timedelta(minutes=10)
 
 
 def join(
-    layout: Layout, device: torch.device, store: dist.Store | None = None, rank: int = 0
+    layout: Layout,
+    device: torch.device,
+    store: dist.Store | None = None,
+    rank: int = 0,
+    is_on_one_host: bool = False,
 ) -> int:
     """Initialise torch.distributed, unless somebody has, and megatron-core's parallel state.
 
     Args:
-        device: a GPU takes NCCL, a CPU gloo.
+        device: a GPU takes NCCL; a CPU takes gloo, or Unix sockets on one host.
         store: where the ranks meet; None takes the environment of a launcher.
         rank: this process's, with a ``store``.
+        is_on_one_host: all ranks are.
 
     Returns:
         This process's rank.
@@ -35,6 +42,10 @@ def join(
     from megatron.core import parallel_state
 
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if is_on_one_host:
+        # gloo would listen beside NCCL, which listens here at addresses that are this host's alone.
+        backend = "nccl" if device.type == "cuda" else unix_group.BACKEND
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if not dist.is_initialized():
         if store is None:
             dist.init_process_group(backend, timeout=START_TIMEOUT)

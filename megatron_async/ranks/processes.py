@@ -7,11 +7,12 @@ import signal
 import subprocess
 import time
 
+Process = subprocess.Popen[bytes]
 EXIT_SECONDS = 5.0
 """For a rank that was told to end, or has hung up."""
 
 
-def how_ended(process: subprocess.Popen[bytes] | None) -> str:
+def how_ended(process: Process | None) -> str:
     """What to say of a rank that is gone; None is one that somebody else has started."""
     status = None
     if process is not None:
@@ -24,7 +25,7 @@ def how_ended(process: subprocess.Popen[bytes] | None) -> str:
     return f"ended with status {status}"
 
 
-def end_processes(processes: list[subprocess.Popen[bytes]]) -> None:
+def end_processes(processes: list[Process]) -> None:
     """One that hangs in a driver may not end even so, and is not waited for."""
     for process in processes:
         if process.poll() is None:
@@ -32,7 +33,7 @@ def end_processes(processes: list[subprocess.Popen[bytes]]) -> None:
     wait_for(processes)
 
 
-def wait_for(processes: list[subprocess.Popen[bytes]]) -> None:
+def wait_for(processes: list[Process]) -> None:
     """Give them :data:`EXIT_SECONDS` together to end."""
     deadline = time.monotonic() + EXIT_SECONDS
     for process in processes:

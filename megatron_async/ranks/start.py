@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import socket
 import weakref
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from megatron_async.config import DEFAULT_RANK_TIMEOUT_SECONDS
-from megatron_async.errors import ConfigError, RankDiedError
+from megatron_async.errors import ConfigError
+from megatron_async.lifeline import Child
+from megatron_async.ranks.call import WAKE, Call
 from megatron_async.ranks.channel import ConnectionSender, RingSender, Sender
 from megatron_async.ranks.group import RankGroup, check_free
 from megatron_async.ranks.layout import Layout
-from megatron_async.ranks.meeting import (
-    WAKE,
-    Call,
-    accept_all,
-    environment_number,
-    environment_store,
-)
-from megatron_async.ranks.processes import end_processes, how_ended
+from megatron_async.ranks.meeting import accept_all, environment_number, environment_store
+from megatron_async.ranks.processes import end_processes
+from megatron_async.ranks.shared import Shared, make_folder, remove_folder
 
 FOLLOWER_MODULE = "megatron_async.engine.rank_process"
 
@@ -86,30 +81,64 @@ def start_group(layout: Layout, device: str, timeout_seconds: float) -> RankGrou
             "processes of its own: a process that has loaded a model of one rank, or whose group "
             "has died on GPUs, cannot lead one; start a new process"
         )
-    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
-    processes: dict[int, subprocess.Popen[bytes]] = {}
+    calls: dict[int, Call] = {}
+    processes: dict[int, Child] = {}
+    common = Common(layout.world_size, calls)
     try:
         for each in range(1, layout.world_size):
-            processes[each] = _spawn(each, layout, device, store.port)
-        return lead(
-            layout, device_of_rank(device), store, layout.world_size, processes,
-            timeout_seconds=timeout_seconds,
-        )  # fmt: skip
+            processes[each], calls[each] = _spawn(each, layout, device, common.shared)
+        return _begin(layout, device_of_rank(device), calls, processes, common, timeout_seconds)
     except BaseException:
         end_processes(list(processes.values()))
+        common.remove()
         raise
 
 
-def _spawn(rank: int, layout: Layout, device: str, port: int) -> subprocess.Popen[bytes]:
-    package = str(Path(__file__).resolve().parents[2])
-    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-    own = {"RANK": str(rank), "WORLD_SIZE": str(layout.world_size), "LOCAL_RANK": str(rank)}
+def _spawn(rank: int, layout: Layout, device: str, shared: Shared) -> tuple[Child, Call]:
+    """A rank that has its connection from its first line on."""
     sizes = [str(size) for size in (layout.tensor, layout.pipeline, layout.expert)]
-    return subprocess.Popen(
-        [sys.executable, "-m", FOLLOWER_MODULE, device, str(port), str(os.getpid()), *sizes],
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, **own, "PYTHONPATH": path},
-    )
+    own, other = socket.socketpair()
+    with own, other:
+        shared.hand_to(own)
+        process = Child(
+            FOLLOWER_MODULE,
+            [device, str(other.fileno()), *sizes],
+            inherited=[other.fileno()],
+            environment={
+                "RANK": str(rank), "WORLD_SIZE": str(layout.world_size), "LOCAL_RANK": str(rank),
+            },
+        )  # fmt: skip
+        return process, Call(own.detach())
+
+
+class Common:
+    """What ranks of one host share, as rank 0 has made it.
+
+    Args:
+        calls: by rank, as soon as there are any.
+    """
+
+    def __init__(self, world_size: int, calls: dict[int, Call]) -> None:
+        self.group: weakref.ref[RankGroup] | None = None
+
+        def check() -> None:
+            if self.group is not None and (group := self.group()) is not None:
+                group.check()
+
+        self.sender = RingSender(world_size - 1, lambda place: calls[place + 1].say(WAKE), check)
+        self.shared = Shared(make_folder(), self.sender.descriptor)
+        self._is_open = True
+
+    def close(self) -> None:
+        """All have the ring, or never will."""
+        if self._is_open:
+            self.sender.unlink()
+        self._is_open = False
+
+    def remove(self) -> None:
+        """The group has not begun."""
+        self.close()
+        remove_folder(self.shared.folder)
 
 
 def lead(
@@ -117,7 +146,6 @@ def lead(
     device: torch.device,
     store: dist.Store,
     world_size: int,
-    processes: dict[int, subprocess.Popen[bytes]] | None = None,
     *,
     timeout_seconds: float = DEFAULT_RANK_TIMEOUT_SECONDS,
 ) -> RankGroup:
@@ -128,7 +156,8 @@ def lead(
         timeout_seconds: see :class:`RankGroup`.
 
     Raises:
-        ConfigError: they are of another number, or this process leads a group already.
+        ConfigError: they are of another number, or this process leads a group already, or they are
+            on several hosts and have no secret.
         RankDiedError: one did not come.
     """
     if world_size != layout.world_size:
@@ -137,44 +166,51 @@ def lead(
             f"{world_size}; make both equal"
         )
     check_free()
-    started = processes or {}
-    rings: list[RingSender] = []
     calls: dict[int, Call] = {}
+    made: list[Common] = []
 
-    def check() -> None:
-        for rank, process in started.items():
-            if process.poll() is not None:
-                raise RankDiedError(f"rank {rank} did not start: it {how_ended(process)}")
+    def share() -> Shared:
+        made.append(Common(world_size, calls))
+        return made[0].shared
 
-    def make_ring() -> str:
-        rings.append(
-            RingSender(world_size - 1, lambda place: calls[place + 1].say(WAKE), check_all)
-        )
-        return rings[0].name
-
-    def check_all() -> None:
-        if (group := made[0]()) is not None:
-            group.check()
-
-    made: list[weakref.ref[RankGroup]] = []
-    own = dist.PrefixStore("ranks", store)
     try:
-        calls.update(accept_all(own, world_size, make_ring, check)[0])
+        own = dist.PrefixStore("ranks", store)
+        calls.update(accept_all(own, world_size, share, lambda: None)[0])
+        common = made[0] if made else None
+        return _begin(layout, device, calls, {}, common, timeout_seconds, store)
     except BaseException:
-        for ring in rings:
-            ring.unlink()
+        for each in made:
+            each.remove()
         raise
-    senders: list[Sender] = [*rings]
-    if not rings:
-        senders = [ConnectionSender([calls[rank].say for rank in sorted(calls)])]
-    group = RankGroup(layout, senders[0], calls, started, timeout_seconds)
-    made.append(weakref.ref(group))
+
+
+def _begin(
+    layout: Layout,
+    device: torch.device,
+    calls: dict[int, Call],
+    processes: dict[int, Child],
+    common: Common | None,
+    timeout_seconds: float,
+    store: dist.Store | None = None,
+) -> RankGroup:
+    """Meet ranks that are connected; those without anything in ``common`` are on other hosts."""
+    if common is None:
+        assert store is not None
+        sender: Sender = ConnectionSender([calls[rank].say for rank in sorted(calls)])
+        group = RankGroup(layout, sender, calls, processes, timeout_seconds)
+        meeting = dist.PrefixStore("torch", store)
+    else:
+        group = RankGroup(
+            layout, common.sender, calls, processes, timeout_seconds, common.shared.folder
+        )
+        common.group = weakref.ref(group)
+        meeting = dist.FileStore(common.shared.store, layout.world_size)
     try:
-        group.join(device, dist.PrefixStore("torch", store))
+        group.join(device, meeting)
     except BaseException:
         group.close()
         raise
-    finally:  # all have it, or never will, and nothing is left behind whatever happens from now on
-        for ring in rings:
-            ring.unlink()
+    finally:
+        if common is not None:
+            common.close()
     return group

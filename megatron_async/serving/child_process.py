@@ -16,7 +16,7 @@ import msgspec
 
 from megatron_async import errors
 from megatron_async.errors import EngineDeadError, MegatronAsyncError
-from megatron_async.lifeline import start_child
+from megatron_async.lifeline import Child
 from megatron_async.serving.messages import NotStarted, Stop
 
 RESTART_WINDOW_SECONDS = 600.0
@@ -76,7 +76,7 @@ class ChildProcess(Generic[Said]):
     ) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process, self._lifeline = start_child(
+            self._process = Child(
                 module,
                 [str(theirs.fileno())],
                 inherited=[theirs.fileno(), *inherited],
@@ -118,9 +118,7 @@ class ChildProcess(Generic[Said]):
         """Hang up, and wait for the process to end by itself; returns the exit status."""
         self._loop.call_soon_threadsafe(self._loop.remove_reader, self._connection.fileno())
         self._connection.close()
-        status = self._process.wait()
-        self._lifeline.close()
-        return status
+        return self._process.wait()
 
     def kill_now(self) -> None:
         """Kill it; :meth:`receive` says when it is gone."""
@@ -136,7 +134,6 @@ class ChildProcess(Generic[Said]):
                 await asyncio.to_thread(self._process.wait, EXIT_SECONDS)
         self._process.kill()
         status = await asyncio.to_thread(self._process.wait)
-        self._lifeline.close()
         self._connection.close()
         return status
 

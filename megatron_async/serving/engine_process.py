@@ -90,8 +90,7 @@ class EngineProcess:
         self._commands = self._context.socket(zmq.ROUTER)
         self._commands.setsockopt(zmq.LINGER, 0)
         self._commands.setsockopt(zmq.RCVHWM, 0)
-        launch.endpoint.secure(self._commands, serves=True)
-        self._commands.bind(launch.endpoint.commands)
+        launch.endpoint.serve(self._commands, launch.endpoint.commands)
 
     def run(self) -> int:
         """Serve until the supervisor or an error ends it; returns the exit status."""

@@ -175,7 +175,7 @@ class FrontEnds:
 
     def _start(self) -> ChildProcess[FromFrontEnd]:
         self._endpoint.prepare()
-        self._metrics.mkdir(exist_ok=True)
+        self._metrics.mkdir(mode=0o700, exist_ok=True)
         descriptor = self._listening.fileno()
         process: ChildProcess[FromFrontEnd] = ChildProcess(
             MODULE,

@@ -7,18 +7,12 @@ import os
 import secrets
 import shutil
 import socket
-import stat
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
 
-from megatron_async.errors import ConfigError
-
-MAX_SOCKET_PATH = 100
-"""Bytes of a socket's path that every system takes."""
+from megatron_async.private_folder import check_private_folder, make_private_folder
 
 LogProbs = list[tuple[float, dict[int, float]]]
 """For each token its log-probability and the most likely tokens' by id."""
@@ -60,6 +54,13 @@ class Endpoint(msgspec.Struct, frozen=True):
         """A ROUTER's address, for what they get."""
         return f"ipc://{self.directory}/outputs" if self.network is None else self.network.url(1)
 
+    def serve(self, opened: zmq.Socket[bytes], url: str) -> None:
+        """Bind a socket to one of the two addresses."""
+        self.secure(opened, serves=True)
+        opened.bind(url)
+        if self.network is None:
+            os.chmod(url.removeprefix("ipc://"), 0o600)
+
     def secure(self, opened: zmq.Socket[bytes], *, serves: bool) -> None:
         """What passes a network is encrypted, and without the key nobody is heard."""
         if self.network is None:
@@ -74,13 +75,7 @@ class Endpoint(msgspec.Struct, frozen=True):
     @classmethod
     def private(cls) -> Endpoint:
         """In a new directory; raises ConfigError where the path of temporary files is too long."""
-        directory = tempfile.mkdtemp(prefix="megatron-async-")  # of mode 0700
-        if len(os.fsencode(directory)) > MAX_SOCKET_PATH - len("/commands"):
-            Path(directory).rmdir()
-            raise ConfigError(
-                f"TMPDIR={tempfile.gettempdir()!r} is too long for the path of a Unix socket; set "
-                "TMPDIR to a shorter one"
-            )
+        directory = make_private_folder("commands")
         return cls(directory, secrets.token_bytes(16))
 
     @classmethod
@@ -102,12 +97,7 @@ class Endpoint(msgspec.Struct, frozen=True):
             ConfigError: there is something else in its place.
         """
         os.makedirs(self.directory, mode=0o700, exist_ok=True)
-        found = os.lstat(self.directory)
-        is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
-        if not is_ours or stat.S_IMODE(found.st_mode) & 0o077:
-            raise ConfigError(
-                f"{self.directory} is no directory that this user alone may enter; remove it"
-            )
+        check_private_folder(self.directory)
 
     def remove(self) -> None:
         """The directory, with all that is in it."""

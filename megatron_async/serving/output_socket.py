@@ -28,8 +28,7 @@ class OutputSocket:
         self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # say so when a front end is not there
         self._socket.setsockopt(zmq.LINGER, 200)
-        endpoint.secure(self._socket, serves=True)
-        self._socket.bind(endpoint.outputs)
+        endpoint.serve(self._socket, endpoint.outputs)
 
     def send(self, identity: bytes, message: FromEngine) -> bool:
         """False when the front end is not there, or does not read."""

@@ -1,0 +1,140 @@
+"""What connects rank 0 with another rank. No torch: it is there before a rank has imported any."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import os
+import queue
+import select
+import socket
+import threading
+from multiprocessing.connection import Connection
+
+from megatron_async.lifeline import EXIT_ORPHAN
+
+WAKE = b"\1"
+BEAT = b"\2"
+"""A question whether a rank still runs, and its answer."""
+MOST_BYTES = 1 << 28
+"""Of a message: whoever says that more will come is not believed."""
+TAG_BYTES = 16
+
+
+def receive_exactly(connection: socket.socket, count: int) -> bytes:
+    """Bytes of a socket, with a timeout or not; raises OSError when it is closed before."""
+    data = b""
+    while len(data) < count:
+        more = connection.recv(count - len(data))
+        if not more:
+            raise ConnectionError("the other end has hung up")
+        data += more
+    return data
+
+
+class Call(Connection):
+    """A connection of whole messages that any thread may send to."""
+
+    def __init__(self, handle: int) -> None:
+        super().__init__(handle)
+        self._sending = threading.Lock()
+
+    def recv_bytes(self, maxlength: int | None = MOST_BYTES) -> bytes:
+        """The next message; raises EOFError or OSError when there will be none."""
+        return super().recv_bytes(maxlength)
+
+    def say(self, data: bytes) -> None:
+        """Send; nothing happens where nobody listens: whoever reads learns of it."""
+        with self._sending, contextlib.suppress(OSError):
+            self.send_bytes(self._sealed(data))
+
+    def say_at_once(self, data: bytes) -> None:
+        """Send a few bytes, or nothing where that would have to wait."""
+        if not self._sending.acquire(blocking=False):
+            return
+        try:
+            with contextlib.suppress(OSError, ValueError):
+                poll = select.poll()
+                poll.register(self.fileno(), select.POLLOUT)
+                if poll.poll(0):
+                    self.send_bytes(self._sealed(data))
+        finally:
+            self._sending.release()
+
+    def hang_up(self) -> None:
+        """Close, also where another thread waits to send."""
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.fileno())) as own:
+            own.shutdown(socket.SHUT_RDWR)
+        with self._sending:
+            self.close()
+
+    def _sealed(self, data: bytes) -> bytes:
+        """A message as it is sent, in the order of sending."""
+        return data
+
+
+class SealedCall(Call):
+    """A call over a network: each message has a tag, by a key that both ends alone know and its
+    number. What somebody on the way changes, leaves out, repeats or adds ends the call.
+
+    Args:
+        sends, receives: keys, one for each direction.
+    """
+
+    def __init__(self, handle: int, sends: bytes, receives: bytes) -> None:
+        super().__init__(handle)
+        self._keys = sends, receives
+        self._sent = self._received = 0
+
+    def recv_bytes(self, maxlength: int | None = MOST_BYTES) -> bytes:
+        data = super().recv_bytes(maxlength)
+        message, tag = data[:-TAG_BYTES], data[-TAG_BYTES:]
+        if not hmac.compare_digest(tag, _tag(self._keys[1], self._received, message)):
+            self.hang_up()
+            raise OSError("a message is not as the other rank has sent it")
+        self._received += 1
+        return message
+
+    def _sealed(self, data: bytes) -> bytes:
+        tag = _tag(self._keys[0], self._sent, data)
+        self._sent += 1
+        return data + tag
+
+
+def _tag(key: bytes, number: int, message: bytes) -> bytes:
+    content = number.to_bytes(8, "big") + message
+    return hmac.digest(key, content, hashlib.sha256)[:TAG_BYTES]
+
+
+class Line:
+    """A follower's end, from its first moment on: a thread answers whether it runs, and ends the
+    process with rank 0.
+
+    Attributes:
+        wakes: set when there is something to read in the ring.
+        messages: those that came over the connection.
+    """
+
+    def __init__(self, call: Call) -> None:
+        self.wakes = threading.Event()
+        self.messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._call = call
+        threading.Thread(target=self._listen, name="rank 0", daemon=True).start()
+
+    def say(self, data: bytes) -> None:
+        """See :class:`Call`."""
+        self._call.say(data)
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                data = self._call.recv_bytes()
+                if data == WAKE:
+                    self.wakes.set()
+                elif data == BEAT:
+                    self._call.say(BEAT)
+                else:
+                    self.messages.put(data)
+        except (EOFError, OSError):
+            os._exit(EXIT_ORPHAN)  # rank 0 has gone; a collective may wait for it for ever
