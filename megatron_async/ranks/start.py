@@ -198,7 +198,7 @@ def _begin(
         assert store is not None
         sender: Sender = ConnectionSender([calls[rank].say for rank in sorted(calls)])
         group = RankGroup(layout, sender, calls, processes, timeout_seconds)
-        meeting = dist.PrefixStore("torch", store)
+        meeting: dist.Store = dist.PrefixStore("torch", store)
     else:
         group = RankGroup(
             layout, common.sender, calls, processes, timeout_seconds, common.shared.folder

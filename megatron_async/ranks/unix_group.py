@@ -6,20 +6,15 @@ listens once a group has met, and only this user can reach the sockets before. A
 has no socket at all; it takes tensors of any device.
 
 All ranks of a group are connected with each other. Tensors travel whole: sums are added up in the
-order of ranks, so that all have the same bits. What a socket does not take at once goes on in a
-thread, so no send waits for the other end's receive.
+order of ranks, so that all have the same bits.
 """
 
 from __future__ import annotations
 
 import contextlib
-import select
 import shutil
 import socket
-import struct
-import threading
 import weakref
-from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -35,11 +30,11 @@ from megatron_async.private_folder import (
     make_private_folder,
 )
 from megatron_async.ranks.call import receive_exactly
+from megatron_async.ranks.link import SIZE, Done, Link
 
 BACKEND = "megatron_async"
 """The name by which torch.distributed knows it."""
 SOCKET_NAME = "rank"
-SIZE = struct.Struct("<Q")
 _OPERATIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     dist.ReduceOp.SUM: Tensor.add_,
     dist.ReduceOp.PRODUCT: Tensor.mul_,
@@ -48,146 +43,11 @@ _OPERATIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-class Done:
-    """What is over when it is returned, as a ``Work`` of torch.distributed."""
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        return True
-
-    def is_completed(self) -> bool:
-        return True
-
-    def get_future(self) -> Any:
-        found: Any = torch.futures.Future()
-        found.set_result(None)
-        return found
+_ProcessGroup: Any = dist.ProcessGroup
+"""Its methods have overloads, of which torch.distributed calls one."""
 
 
-class Sent(Done):
-    """What a link's thread still sends. The tensor is kept, and must stay as it is until then."""
-
-    def __init__(self, parts: list[memoryview]) -> None:
-        self.parts = parts
-        self.over = threading.Event()
-        self.error: Exception | None = None
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        self.over.wait()
-        if self.error is not None:
-            raise self.error
-        return True
-
-    def is_completed(self) -> bool:
-        return self.over.is_set()
-
-
-class Link:
-    """The connection with one other rank.
-
-    Args:
-        name: of the other end, for errors.
-        seconds: for the other end to send or receive anything.
-    """
-
-    def __init__(self, connection: socket.socket, name: str, seconds: float) -> None:
-        connection.setblocking(False)
-        self._connection = connection
-        self._name = name
-        self._milliseconds = seconds * 1000
-        self._lock = threading.Lock()
-        self._unsent: deque[Sent] = deque()
-
-    def send(self, data: memoryview) -> Done:
-        """Begin to send; what is sent later goes behind.
-
-        Raises:
-            RuntimeError: the other end has gone.
-        """
-        head = memoryview(SIZE.pack(len(data)))
-        with self._lock:
-            sent = 0 if self._unsent else self._send_some([head, data])
-            if sent == len(head) + len(data):
-                return Done()
-            work = Sent([head[sent:], data[max(0, sent - len(head)) :]])
-            self._unsent.append(work)
-            if len(self._unsent) == 1:
-                threading.Thread(target=self._send_rest, name="sends", daemon=True).start()
-            return work
-
-    def receive(self, into: memoryview) -> None:
-        """Wait for what the other end sends next, which is of that size.
-
-        Raises:
-            RuntimeError: it is not, or the other end has gone.
-        """
-        head = bytearray(SIZE.size)
-        self._fill(memoryview(head))
-        (size,) = SIZE.unpack(head)
-        if size != len(into):
-            raise RuntimeError(f"{self._name} sends {size} bytes where {len(into)} are expected")
-        self._fill(into)
-
-    def close(self) -> None:
-        """Hang up; who waits at either end has an error."""
-        with contextlib.suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
-        self._connection.close()
-
-    def _fill(self, into: memoryview) -> None:
-        while into:
-            try:
-                count = self._connection.recv_into(into)
-            except BlockingIOError:
-                self._wait(select.POLLIN)
-                continue
-            except OSError as error:
-                raise self._broken(error) from None
-            if not count:
-                raise RuntimeError(f"{self._name} has closed the connection")
-            into = into[count:]
-
-    def _send_some(self, parts: list[memoryview]) -> int:
-        try:
-            return self._connection.sendmsg(parts)
-        except BlockingIOError:
-            return 0
-        except OSError as error:
-            raise self._broken(error) from None
-
-    def _send_rest(self) -> None:
-        """In a thread, until nothing is left."""
-        error: RuntimeError | None = None
-        while True:
-            work = self._unsent[0]
-            try:
-                for part in work.parts:
-                    while part and error is None:
-                        sent = self._send_some([part])
-                        part = part[sent:]
-                        if not sent:
-                            self._wait(select.POLLOUT)
-            except RuntimeError as raised:
-                error = raised
-            work.error = error
-            with self._lock:
-                self._unsent.popleft()
-                is_last = not self._unsent
-            work.over.set()
-            if is_last:
-                return
-
-    def _wait(self, event: int) -> None:
-        poll = select.poll()
-        poll.register(self._connection, event)
-        if not poll.poll(self._milliseconds):
-            seconds = self._milliseconds / 1000
-            raise RuntimeError(f"{self._name} has timed out: nothing for {seconds:g} seconds")
-
-    def _broken(self, error: OSError) -> RuntimeError:
-        return RuntimeError(f"the connection to {self._name} is broken: {error}")
-
-
-class UnixGroup(dist.ProcessGroup):
+class UnixGroup(_ProcessGroup):  # type: ignore[misc]
     """A group of torch.distributed; see there what its methods do.
 
     Args:
@@ -195,7 +55,7 @@ class UnixGroup(dist.ProcessGroup):
     """
 
     def __init__(self, links: dict[int, Link], rank: int, size: int) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]
+        super().__init__(rank, size)
         self._links = links
         self._rank = rank
         self._all = range(size)
@@ -326,7 +186,8 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     """A tensor's memory; of one that is not contiguous that of a copy."""
     if tensor.device.type != "cpu":
         raise RuntimeError(f"{BACKEND} sends tensors of the CPU, and not of {tensor.device}")
-    return memoryview(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    words: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
+    return memoryview(words)
 
 
 def _close_all(links: list[Link]) -> None:
@@ -352,19 +213,33 @@ def _meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> UnixGr
         for earlier in range(rank):
             folder = store.get(f"folder of {earlier}").decode()
             check_private_folder(folder)
-            found[earlier] = caller = socket.socket(socket.AF_UNIX)
-            caller.settimeout(seconds)
-            caller.connect(f"{folder}/{SOCKET_NAME}")
-            caller.sendall(SIZE.pack(rank))
+            with socket.socket(socket.AF_UNIX) as caller:
+                caller.settimeout(seconds)
+                caller.connect(f"{folder}/{SOCKET_NAME}")
+                caller.sendall(SIZE.pack(rank))
+                found[earlier] = _one_end(caller)
         while len(found) < size - 1:
             caller, _ = server.accept()
-            caller.settimeout(seconds)
-            (number,) = SIZE.unpack(receive_exactly(caller, SIZE.size))
-            if not is_of_this_user(caller) or number not in later or number in found:
-                raise RuntimeError(f"rank {rank} was called by somebody who is no rank behind it")
-            found[number] = caller
+            with caller:
+                caller.settimeout(seconds)
+                (number,) = SIZE.unpack(receive_exactly(caller, SIZE.size))
+                if not is_of_this_user(caller) or number not in later or number in found:
+                    raise RuntimeError(f"rank {rank} was called by what is no rank behind it")
+                found[number], theirs = socket.socketpair()
+                with theirs:
+                    socket.send_fds(caller, [b"."], [theirs.fileno()])
     links = {other: Link(each, f"rank {other}", seconds) for other, each in found.items()}
     return UnixGroup(links, rank, size)
+
+
+def _one_end(caller: socket.socket) -> socket.socket:
+    """Of a pair without a name, which whoever was called hands over."""
+    said, descriptors, _, _ = socket.recv_fds(caller, 1, 1)
+    if not said or len(descriptors) != 1:
+        raise RuntimeError("a rank has hung up while the ranks met")
+    connection = socket.socket(fileno=descriptors[0])
+    connection.set_inheritable(False)
+    return connection
 
 
 dist.Backend.register_backend(BACKEND, _meet, devices=["cpu", "cuda"])

@@ -67,6 +67,7 @@ class EngineOfParent:
 def main(arguments: Sequence[str]) -> int:
     """Serve HTTP until the parent says that it is enough; returns the exit status."""
     leave_signals_to_parent()
+    os.umask(0o077)  # of the files of its metrics
     parent: Parent[ToFrontEnd] = Parent(int(arguments[0]), ToFrontEnd)
     launch = parent.receive()
     assert isinstance(launch, FrontEndLaunch)
