@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
@@ -16,18 +17,25 @@ MAX_SOCKET_PATH = 100
 PREFIX = "megatron-async-"
 
 
-def make_private_folder(longest_name: str) -> str:
+def make_private_folder(longest_name: str, parent: str | None = None) -> str:
     """A new directory of mode 0700, for sockets whose names are not longer than ``longest_name``.
 
+    Args:
+        parent: None is where temporary files are.
+
     Raises:
-        ConfigError: the path of temporary files is too long for them.
+        ConfigError: its path is too long for them, or it cannot be made.
     """
-    folder = tempfile.mkdtemp(prefix=PREFIX)
+    try:
+        folder = tempfile.mkdtemp(prefix=PREFIX, dir=parent)
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: {error.strerror}") from None
     if len(os.fsencode(folder)) > MAX_SOCKET_PATH - len("/" + longest_name):
         Path(folder).rmdir()
+        name = "TMPDIR" if parent is None else "RAY_TMPDIR"
         raise ConfigError(
-            f"TMPDIR={tempfile.gettempdir()!r} is too long for the path of a Unix socket; set "
-            "TMPDIR to a shorter one"
+            f"{name}={parent or tempfile.gettempdir()!r} is too long for the path of a Unix "
+            f"socket; set {name} to a shorter one"
         )
     return folder
 
@@ -41,6 +49,17 @@ def check_private_folder(folder: str) -> None:
     is_ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
     if not is_ours or stat.S_IMODE(found.st_mode) & 0o077:
         raise ConfigError(f"{folder} is no directory that this user alone may enter; remove it")
+
+
+def make_private(folder: str) -> None:
+    """Take what others may do from all that is in a directory of this user's."""
+    for parent, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = os.path.join(parent, name)
+            with contextlib.suppress(OSError):  # it has gone
+                mode = os.lstat(path).st_mode
+                if not stat.S_ISLNK(mode):
+                    os.chmod(path, stat.S_IMODE(mode) & 0o700)
 
 
 def listen_privately(path: str, backlog: int) -> socket.socket:

@@ -1,32 +1,100 @@
-"""Replicas for a server that has its own front end: Ray and its deployments from start to end."""
+"""Replicas for a server that has its own front end: Ray and its deployments from start to end.
+
+A Ray of this machine alone is for this server alone. Ray itself would listen at all addresses, and
+have a directory that all users may change: it listens at the loopback address, wants a token from
+whoever calls it, and has a directory of its own, inside of one that this user alone may enter, for
+Ray makes its own accessible to everybody.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import logging
 import os
+import queue
 import secrets
 import signal
 import socket
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import msgspec
+import psutil
 import ray
 from ray import serve
+from ray._private import ray_constants
+from ray._raylet import Config
 
 from megatron_async.errors import ConfigError
+from megatron_async.private_folder import make_private, make_private_folder
+from megatron_async.replicas.aftermath import Aftermath
 from megatron_async.replicas.engine_replica import ReplicaSettings
-from megatron_async.replicas.ray_serve import ROSTER, Plan, RosterHandle, engines, roster
+from megatron_async.replicas.ray_serve import (
+    LATE_SECONDS,
+    ROSTER,
+    Plan,
+    RosterHandle,
+    engines,
+    roster,
+)
 from megatron_async.replicas.roster import Listing
 from megatron_async.serving.child_process import error_of
 from megatron_async.serving.messages import Kept
 
 WATCH_SECONDS = 5.0
 """Between two looks whether Ray is still there."""
+SILENT_SECONDS = 60.0
+"""For Ray to say whether it is still there."""
 CONNECT_SECONDS = 5.0
 """For a Ray cluster to accept a connection."""
+STOP_SECONDS = 15.0
+"""For Ray to end, beyond what its replicas have."""
+LONGEST_SOCKET = f"ray/session_2000-01-01_00-00-00_000000_{1 << 22}/sockets/plasma_store"
+LOOPBACK = "127.0.0.1"
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class RayThread:
+    """Ray's own functions block, and may do so for ever. They run one after the other in a thread
+    that the process does not wait for. It stays, since Ray's processes end with the thread that has
+    started them."""
+
+    def __init__(self) -> None:
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="ray", daemon=True).start()
+
+    async def call(self, function: Callable[[], T], seconds: float | None = None) -> T:
+        """What ``function`` returns; raises TimeoutError after ``seconds``."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def finish(set_it: Callable[[Any], None], value: Any) -> None:
+            if not future.done():
+                set_it(value)
+
+        def work() -> None:
+            try:
+                found = function()
+            except BaseException as error:
+                done: tuple[Any, Any] = future.set_exception, error
+            else:
+                done = future.set_result, found
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(finish, *done)
+
+        self._work.put(work)
+        async with asyncio.timeout(seconds):
+            return await future
+
+    def _run(self) -> None:
+        while True:
+            self._work.get()()
 
 
 def _check_address(address: str | None) -> None:
@@ -34,6 +102,19 @@ def _check_address(address: str | None) -> None:
     host, colon, port = (address or "").rpartition(":")
     if colon and "/" not in host and port.isdecimal():
         socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+
+
+def _stay_on_this_host() -> None:
+    """Have a Ray that is started from now on listen at the loopback address, as it does on systems
+    where it is for one machine alone, and want a token."""
+    os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"  # for its processes
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    if "RAY_AUTH_MODE" in os.environ:
+        return
+    os.environ["RAY_AUTH_MODE"] = "token"
+    if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+    Config.initialize("")  # it has read the environment before
 
 
 def _take_signals_back() -> None:
@@ -59,6 +140,9 @@ class RayReplicas:
         self._roster: RosterHandle | None = None
         self._is_started = asyncio.Event()
         self._is_connected = False
+        self._thread = RayThread()
+        self._folder: str | None = None
+        self._aftermath: Aftermath | None = None
 
     async def start(self) -> None:
         """Start Ray and the replicas, and wait until one of them serves.
@@ -66,9 +150,9 @@ class RayReplicas:
         Raises:
             MegatronAsyncError: they cannot serve what they are asked to, or Ray cannot be had.
         """
-        await asyncio.to_thread(self._connect)
+        await self._thread.call(self._connect)
         _take_signals_back()
-        await asyncio.to_thread(self._deploy)
+        await self._thread.call(self._deploy)
         handle = RosterHandle(serve.get_deployment_handle(ROSTER, self._name))
         version = 0
         while True:
@@ -86,16 +170,25 @@ class RayReplicas:
         while True:
             await asyncio.sleep(WATCH_SECONDS)
             try:
-                status = await asyncio.to_thread(serve.status)
+                status = await self._thread.call(serve.status, SILENT_SECONDS)
+            except TimeoutError:
+                return f"Ray has not answered for {SILENT_SECONDS:g} seconds"
             except Exception as error:
                 return f"Ray has ended: {error}"
             if self._name not in status.applications:
                 return "the application was deleted from Ray Serve"
 
     async def stop(self) -> None:
-        """End the replicas, and Ray where this has started it."""
+        """End the replicas, and Ray where this has started it; also one that does not answer."""
         if self._is_connected:
-            await asyncio.to_thread(self._disconnect)
+            seconds = self._settings.shutdown_timeout + LATE_SECONDS + STOP_SECONDS
+            try:
+                await self._thread.call(self._disconnect, seconds)
+            except TimeoutError:
+                logger.error("Ray does not end within %g seconds and is killed", seconds)
+                atexit.unregister(ray.shutdown)  # it would wait again
+        if self._aftermath is not None:
+            await asyncio.to_thread(self._aftermath.begin)
 
     async def changed(self, version: int) -> Listing:
         """See ``Directory``."""
@@ -114,23 +207,54 @@ class RayReplicas:
         assert self._roster is not None
         return self._roster
 
-    # --- in threads: Ray's own functions block --------------------------------------------------
+    # --- in Ray's thread ------------------------------------------------------------------------
 
     def _connect(self) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
-        if self._address is None:
-            options |= {"include_dashboard": False}
+        quiet: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
         try:
-            _check_address(self._address)
-            ray.init(self._address or "local", **options)
+            if self._address is None:
+                self._start_ray(quiet)
+            else:
+                _check_address(self._address)
+                ray.init(self._address, **quiet)
+        except ConfigError:
+            raise
         except Exception as error:
-            said = (
-                "Ray cannot be started" if self._address is None else f"no Ray at {self._address}"
-            )
-            raise ConfigError(f"{said}: {error}") from None
+            said = f"no Ray at {self._address}: {error}"
+            if self._aftermath is not None:
+                self._aftermath.keep_folder()
+                said = f"Ray cannot be started: {error}; its log is in {self._folder}"
+            raise ConfigError(said) from None
         self._is_connected = True
         self._check_room()
+
+    def _start_ray(self, options: dict[str, Any]) -> None:
+        self._folder = make_private_folder(LONGEST_SOCKET, os.environ.get("RAY_TMPDIR", "/tmp"))
+        self._aftermath = Aftermath(self._folder)
+        _stay_on_this_host()
+        own = psutil.Process()
+        others = own.children()
+        mask = os.umask(0o077)
+        try:
+            ray.init(
+                "local",
+                include_dashboard=False,
+                _temp_dir=f"{self._folder}/ray",
+                _node_ip_address=LOOPBACK,
+                **options,
+            )
+        finally:
+            os.umask(mask)
+            for each in own.children():
+                if each not in others:
+                    self._aftermath.add([each, *each.children(recursive=True)])
+        make_private(self._folder)
+        logger.info(
+            "the log of Ray and of the replicas is in %s/ray/session_latest/logs", self._folder
+        )
+        if ray.util.get_node_ip_address() != LOOPBACK:
+            logger.warning("this version of Ray listens at addresses that others reach")
 
     def _check_room(self) -> None:
         gpus = ray.cluster_resources().get("GPU", 0.0)

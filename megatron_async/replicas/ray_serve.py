@@ -7,10 +7,13 @@ engine. A call through a handle of Ray costs a hundred times as much as that for
 
 from __future__ import annotations
 
+import ipaddress
 import logging
 import math
+from collections.abc import Callable
 from typing import Any
 
+import grpc.aio
 import msgspec
 import ray
 from fastapi import FastAPI
@@ -99,10 +102,28 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 # --- deployments ------------------------------------------------------------------------------
 
 
+def _listen_where_the_node_does() -> None:
+    """In a replica, before its server of calls begins to listen: Ray Serve has it listen at all
+    addresses, also where the rest of Ray is for this machine alone."""
+    if not ipaddress.ip_address(ray.util.get_node_ip_address()).is_loopback:
+        return
+    server: Any = type(grpc.aio.server())
+    for name in ("add_insecure_port", "add_secure_port"):
+        setattr(server, name, _on_loopback(getattr(server, name)))
+
+
+def _on_loopback(add_port: Callable[..., int]) -> Callable[..., int]:
+    def add(server: Any, address: str, *others: Any) -> int:
+        return add_port(server, address.replace("[::]:", "127.0.0.1:"), *others)
+
+    return add
+
+
 class RosterDeployment:
     """The ``Roster``, which all others call."""
 
     def __init__(self) -> None:
+        _listen_where_the_node_does()
         self._roster = Roster()
 
     async def changed(self, version: int, seconds: float) -> Listing:
@@ -163,6 +184,7 @@ class EngineDeployment:
     """A replica. Ray asks how it is, how much it has to do, and tells it to go."""
 
     async def __init__(self, settings: ReplicaSettings, roster: DeploymentHandle[Any]) -> None:  # type: ignore[misc]
+        _listen_where_the_node_does()
         context = serve.get_replica_context()
         self._replica = EngineReplica(
             context.replica_id.unique_id,
