@@ -25,7 +25,7 @@ from ..cli.options import (
     several,
 )
 from ..cli.output_file import OutputFile
-from ..cli.serve import KEY_VARIABLE
+from ..cli.server_keys import KEY_VARIABLE
 from .drafts import DRAFT_OPTIONS, add_drafting_options, resolve_drafts
 from .loads import Load, RaggedLoad
 

@@ -24,7 +24,7 @@ from megatron_async.errors import ConfigError
 from megatron_async.version import __version__
 
 from ..cli.progress import progress_bar
-from ..cli.serve import KEY_VARIABLE
+from ..cli.server_keys import KEY_VARIABLE
 from ..cli.table import format_table
 from .http_client import Answer, Server, send_all
 from .loads import RaggedLoad, Request, arrivals

@@ -5,19 +5,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
 import sys
 from typing import TYPE_CHECKING, Any
 
 from . import options
 from .serve_replicas import add_replica_options, check_replica_options
+from .server_keys import ADMIN_KEY_VARIABLE, KEY_VARIABLE, keys_of
 
 if TYPE_CHECKING:
     from megatron_async.serving.build import FrontendSettings
     from megatron_async.serving.frontend import ServerConfig
     from megatron_async.serving.messages import Endpoint
 
-KEY_VARIABLE = "MEGATRON_ASYNC_API_KEY"
 MAX_API_SERVERS = 64
 BACKENDS = ("gloo", "nccl")
 EXIT_GIVEN_UP = 1
@@ -46,6 +45,11 @@ def add_command(commands: Any) -> None:
     said = f"clients must send one of these keys (default: those in {KEY_VARIABLE}, if any, with "
     said += "spaces between them; without keys everybody may, but not pause or change the engine)"
     add("--api-key", **several, metavar="KEY", help=said)
+    said = (
+        "who pauses or changes the engine must send one of these keys, which clients do not have "
+    )
+    said += f"(default: those in {ADMIN_KEY_VARIABLE}; without any, clients with a key may)"
+    add("--admin-api-key", **several, metavar="KEY", help=said)
     said = "sequences that may wait beyond those that run; more are answered 429 (default: 1024)"
     add("--max-queue", type=options.integer(0), default=1024, metavar="N", help=said)
     said = "end a request after S seconds, with the text that it has (default: never)"
@@ -158,7 +162,8 @@ def _server_config(args: argparse.Namespace) -> ServerConfig:
 
     return ServerConfig(
         model_names=tuple(args.served_model_name) or (args.model,),
-        api_keys=tuple(args.api_key or os.environ.get(KEY_VARIABLE, "").split()),
+        api_keys=keys_of(args.api_key, KEY_VARIABLE),
+        admin_api_keys=keys_of(args.admin_api_key, ADMIN_KEY_VARIABLE),
         allow_origins=tuple(args.allow_origin),
         request_timeout=args.request_timeout,
         shutdown_timeout=args.shutdown_timeout,

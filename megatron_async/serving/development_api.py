@@ -16,7 +16,9 @@ from megatron_async.errors import ConfigError, RequestError
 from megatron_async.serving.engine_api import PauseMode
 from megatron_async.serving.errors import ApiError, json_response
 from megatron_async.serving.frontend import Frontend
+from megatron_async.serving.keys import Access
 from megatron_async.serving.request_shapes import Body
+from megatron_async.serving.rights import needs
 from megatron_async.serving.sse import until_disconnect
 
 WORLD_SIZE = 1
@@ -94,18 +96,22 @@ async def _ask(front: Frontend, name: str, **arguments: Any) -> dict[str, Any]:
 
 def _add_sleep(app: FastAPI, front: Frontend) -> None:
     @app.post("/sleep", response_model=None)
+    @needs(Access.ADMINISTRATOR)
     async def sleep(level: Annotated[int, Query()] = 1, mode: PauseMode = "keep") -> Response:
         return json_response(await _ask(front, "sleep", level=level, mode=mode))
 
     @app.post("/wake_up", response_model=None)
+    @needs(Access.ADMINISTRATOR)
     async def wake_up(tags: Annotated[list[str] | None, Query()] = None) -> Response:
         return json_response(await _ask(front, "wake_up", tags=tags))
 
     @app.get("/is_sleeping", response_model=None)
+    @needs(Access.CLIENT)
     async def is_sleeping() -> Response:
         return json_response(await _state(front, "is_sleeping"))
 
     @app.post("/abort_requests", response_model=None)
+    @needs(Access.ADMINISTRATOR)
     async def abort_requests(body: AbortRequest | None = None) -> Response:
         if body is not None and body.request_ids:
             said = "request_ids cannot be given yet; leave them out to abort all requests"
@@ -113,6 +119,7 @@ def _add_sleep(app: FastAPI, front: Frontend) -> None:
         return json_response({"status": "aborted", **await _ask(front, "abort_requests")})
 
     @app.get("/is_paused", response_model=None)
+    @needs(Access.CLIENT)
     async def is_paused() -> Response:
         return json_response(await _state(front, "is_paused"))
 
@@ -125,6 +132,7 @@ def _add_weight_transfer(app: FastAPI, front: Frontend) -> None:
     backend = front.config.weight_transfer_backend
 
     @app.get("/server_info", response_model=None)
+    @needs(Access.CLIENT)
     async def server_info() -> Response:
         info = await front.generator.info()
         transfer = None if backend is None else {"backend": backend}
@@ -134,10 +142,12 @@ def _add_weight_transfer(app: FastAPI, front: Frontend) -> None:
         )
 
     @app.get("/get_world_size", response_model=None)
+    @needs(Access.CLIENT)
     async def get_world_size() -> Response:
         return json_response({"world_size": WORLD_SIZE})
 
     @app.post("/init_weight_transfer_engine", response_model=None)
+    @needs(Access.ADMINISTRATOR)
     async def init_weight_transfer_engine(request: Request, body: InitRequest) -> Response:
         if backend is None:
             said = "start the server with --weight-transfer-config"
@@ -152,11 +162,13 @@ def _add_weight_transfer(app: FastAPI, front: Frontend) -> None:
         return json_response({"message": "Weight transfer initialized"})
 
     @app.post("/start_weight_update", response_model=None)
+    @needs(Access.ADMINISTRATOR)
     async def start_weight_update(body: StartRequest | None = None) -> Response:
         await _ask(front, "start_weight_update")
         return json_response({"message": "Weight update started"})
 
     @app.post("/update_weights", response_model=None)
+    @needs(Access.ADMINISTRATOR)
     async def update_weights(body: UpdateRequest) -> Response:
         info = body.update_info
         taken = await _ask(
@@ -166,6 +178,7 @@ def _add_weight_transfer(app: FastAPI, front: Frontend) -> None:
         return json_response({"message": "Weights updated", **taken})
 
     @app.post("/finish_weight_update", response_model=None)
+    @needs(Access.ADMINISTRATOR)
     async def finish_weight_update() -> Response:
         done = await _ask(front, "finish_weight_update")
         return json_response({"message": "Weight update finished", **done})

@@ -14,7 +14,9 @@ from megatron_async.serving import tracing
 from megatron_async.serving.chat import Chat
 from megatron_async.serving.errors import ApiError
 from megatron_async.serving.generation import Generator, Job, Metrics, usage_of
+from megatron_async.serving.keys import check_keys
 from megatron_async.serving.log_prob_shapes import TokenNames
+from megatron_async.serving.pages import check_origins
 
 if TYPE_CHECKING:
     from megatron_async.tokenizer import Tokenizer
@@ -29,6 +31,8 @@ class ServerConfig:
     Args:
         model_names: what the model is called; answers have the first.
         api_keys: one of them must come with a request; none lets everybody in.
+        admin_api_keys: one of them must come with what changes the engine; none lets clients with a
+            key change it.
         allow_origins: web pages from elsewhere that may call the server; "*" for all.
         request_timeout: seconds after which a request ends with the text that it has.
         shutdown_timeout: seconds that requests are given to end when the server is stopped.
@@ -47,6 +51,7 @@ class ServerConfig:
 
     model_names: tuple[str, ...]
     api_keys: tuple[str, ...] = ()
+    admin_api_keys: tuple[str, ...] = ()
     allow_origins: tuple[str, ...] = ()
     request_timeout: float | None = None
     shutdown_timeout: float = 30.0
@@ -61,8 +66,8 @@ class ServerConfig:
     def __post_init__(self) -> None:
         if not self.model_names or not all(self.model_names):
             raise ConfigError("served_model_name must not be empty")
-        if not all(key.isascii() and key.isprintable() and key.strip() for key in self.api_keys):
-            raise ConfigError("api_key must be of printable ASCII characters, and not empty")
+        check_keys(self.api_keys, self.admin_api_keys)
+        check_origins(self.allow_origins)
         for name in ("max_body_bytes", "max_choices", "max_prompts"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)} must be at least 1")
@@ -95,7 +100,7 @@ class Frontend:
 
 def log_jobs(request: Request, jobs: Sequence[Job], model: str) -> None:
     """Say in the request's log line and its span what it was, in numbers known at its end."""
-    tracing.describe_request(request.scope["path"], model, jobs)
+    tracing.describe_request(request.scope["route"].path, model, jobs)
 
     def numbers() -> dict[str, Any]:
         usage = usage_of(jobs)

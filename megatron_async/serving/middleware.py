@@ -1,18 +1,18 @@
-"""What every HTTP request passes: its id and log line, the keys, the limit of its body."""
+"""What every HTTP request passes: its id and log line, and the limit of its body."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import re
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import BaseRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from megatron_async.serving import tracing
@@ -20,6 +20,7 @@ from megatron_async.serving.errors import ApiError, ClientGoneError, error_respo
 from megatron_async.serving.frontend import MIB
 from megatron_async.serving.generation import Metrics
 from megatron_async.serving.logs import logger
+from megatron_async.serving.rights import find_route
 
 BODY_SECONDS = 60.0
 """For each MiB of a body that is begun: a connection must not live for ever."""
@@ -37,12 +38,22 @@ class RequestLog:
     Handlers add to the line by functions in ``request.state.log_more``, called at the end. An error
     that nobody expected becomes a 500 here, and its traceback goes to the log.
 
+    Which route will answer stands in ``request.state.route``, None where there is none.
+
     Args:
-        metrics: count requests of ``counted_paths``.
+        routes: of the application.
+        metrics: count requests of routes with ``counted_paths``.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, counted_paths: Collection[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        routes: Sequence[BaseRoute],
+        metrics: Metrics,
+        counted_paths: Collection[str],
+    ) -> None:
         self._app = app
+        self._routes = routes
         self._metrics = metrics
         self._counted_paths = counted_paths
 
@@ -63,6 +74,7 @@ class RequestLog:
         state = scope.setdefault("state", {})
         more: list[Callable[[], dict[str, Any]]] = []
         state["request_id"], state["log_more"] = request_id, more
+        state["route"] = route = find_route(self._routes, scope)
         status: int | None = None
 
         def describe() -> None:
@@ -79,7 +91,7 @@ class RequestLog:
                 describe()  # the span ends with this message
             await send(message)
 
-        is_counted = scope["path"] in self._counted_paths
+        is_counted = getattr(route, "path", None) in self._counted_paths
         if is_counted:
             self._metrics.opened()
         try:
@@ -100,54 +112,6 @@ class RequestLog:
             fields["status"] = status
             fields["seconds"] = round(time.perf_counter() - started, 6)
             logger.info("request", extra={"fields": fields})
-
-
-class ApiKeys:
-    """Refuses requests without one of the keys, ``Authorization: Bearer KEY``.
-
-    Args:
-        keys: none lets everybody in, but to what only those with a key may do.
-        open_paths: need no key.
-        privileged_paths: change the whole engine, so that without keys nobody may.
-    """
-
-    def __init__(
-        self,
-        app: ASGIApp,
-        keys: Iterable[str],
-        open_paths: frozenset[str],
-        privileged_paths: frozenset[str],
-    ) -> None:
-        self._app = app
-        self._keys = tuple(key.encode() for key in keys)
-        self._open_paths = open_paths
-        self._privileged_paths = privileged_paths
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (error := self._refused(scope)) is not None:
-            response = error_response(error)
-            if error.status == 401:
-                response.headers["WWW-Authenticate"] = "Bearer"
-            await response(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-    def _refused(self, scope: Scope) -> ApiError | None:
-        path = scope["path"]
-        if not self._keys:
-            if path not in self._privileged_paths:
-                return None
-            return ApiError(403, f"{path} needs a key; start the server with --api-key")
-        if path in self._open_paths:
-            return None
-        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        if scheme.lower() == "bearer" and self._is_known(given.strip()):
-            return None
-        return ApiError(401, "give one of the server's keys, as Authorization: Bearer KEY")
-
-    def _is_known(self, given: str) -> bool:
-        # All keys are compared, each in constant time, so that time says nothing of them.
-        return any([hmac.compare_digest(given.encode("latin-1"), key) for key in self._keys])
 
 
 class BodyLimit:

@@ -154,6 +154,7 @@ def served(
     metrics = NotedMetrics()
     servers: list[uvicorn.Server] = []
     listening = open_socket("127.0.0.1", 0)
+    listening.listen()  # clients may connect before the server accepts
     url = url_of(listening)
 
     async def main() -> None:
