@@ -75,6 +75,10 @@ class RankDiedError(MegatronAsyncError, RuntimeError):
     engine."""
 
 
+class EngineStalledError(EngineDeadError):
+    """The engine's process is there and takes no step, though requests wait for one."""
+
+
 class EngineGivenUpError(EngineDeadError):
     """The engine's process has died too often, and is not started again."""
 

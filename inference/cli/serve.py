@@ -8,6 +8,8 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
+from megatron_async.serving.stall_watch import STALL_SECONDS
+
 from . import options
 from .serve_replicas import add_replica_options, check_replica_options
 from .server_keys import ADMIN_KEY_VARIABLE, KEY_VARIABLE, keys_of
@@ -61,6 +63,10 @@ def add_command(commands: Any) -> None:
     add("--api-server-count", type=count, default=1, metavar="N", help=said)
     said = "times within ten minutes that a process of the server is started again (default: 3)"
     add("--max-restarts", type=options.integer(0), default=3, metavar="N", help=said)
+    said = "/health is 503 when requests have waited for S seconds without a step of the engine, "
+    said += "and for nothing that is known (default: 60)"
+    stall = options.number(0, above=True)
+    add("--stall-seconds", type=stall, default=STALL_SECONDS, **seconds, help=said)
     said = "answer 503 when the engine's process cannot be had any more (default: exit with 1)"
     add("--keep-alive-on-engine-death", action="store_true", help=said)
     said = "web pages that may call the server; * is all (default: none)"
@@ -128,7 +134,13 @@ def run(args: argparse.Namespace) -> int:
     listening = open_socket(args.host, args.port)
     endpoint = Endpoint.private()
     settings = _frontend_settings(args, config, endpoint)
-    launch = Launch(args.model, dataclasses.asdict(engine_config), endpoint, args.max_queue)
+    launch = Launch(
+        args.model,
+        dataclasses.asdict(engine_config),
+        endpoint,
+        args.max_queue,
+        stall_seconds=args.stall_seconds,
+    )
     supervisor = Supervisor(launch, max_restarts=args.max_restarts)
 
     def say_ready() -> None:

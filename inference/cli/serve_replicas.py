@@ -111,6 +111,7 @@ def serve_replicas(
         max_queue=args.max_queue,
         max_restarts=args.max_restarts,
         shutdown_timeout=args.shutdown_timeout,
+        stall_seconds=args.stall_seconds,
         across_hosts=args.ray_address is not None,
     )
     listening = open_socket(args.host, args.port)

@@ -47,6 +47,11 @@ class StepLock:
         """``error`` is on its way out and has changed nothing."""
         self._recoverable = error
 
+    @property
+    def is_inside(self) -> bool:
+        """Somebody steps or changes the engine. May be asked by any thread, and is old at once."""
+        return self._entry.locked()
+
     def check_outside(self) -> None:
         """With the mutex: raises :class:`ReentrantCallError` if the caller is inside already."""
         if self._entry.locked():

@@ -222,8 +222,10 @@ class ReplicasClient:
             await replica.client.abort(own_id)
 
     def _candidates(self, tried: Collection[str]) -> dict[str, int]:
-        """The loads of all that may get a request."""
-        return {r.name: r.load for r in self._usable() if r.name not in tried}
+        """The loads of all that may get a request: those that stall only where all do."""
+        usable = [replica for replica in self._usable() if replica.name not in tried]
+        awake = [replica for replica in usable if not replica.is_stalled]
+        return {replica.name: replica.load for replica in awake or usable}
 
     def _choose(self, prompt: list[int], tried: Collection[str]) -> Replica:
         loads = self._candidates(tried)

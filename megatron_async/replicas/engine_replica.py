@@ -10,11 +10,17 @@ from typing import Any, Protocol
 
 import msgspec
 
-from megatron_async.errors import EngineDeadError, EngineGivenUpError, MegatronAsyncError
+from megatron_async.errors import (
+    EngineDeadError,
+    EngineGivenUpError,
+    EngineStalledError,
+    MegatronAsyncError,
+)
 from megatron_async.kv_events_config import kv_events_config
 from megatron_async.replicas.roster import Member
 from megatron_async.serving.engine_client import EngineClient
 from megatron_async.serving.messages import Control, Endpoint, Kept, Launch, NotStarted
+from megatron_async.serving.stall_watch import STALL_SECONDS
 from megatron_async.serving.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
@@ -35,6 +41,7 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
         max_restarts: times within ten minutes that an engine process is started again before the
             replica is replaced.
         shutdown_timeout: seconds that requests have to end when a replica goes.
+        stall_seconds: see ``StallWatch``; a replica whose requests stall is replaced.
         across_hosts: front ends may be on other hosts: over TCP, encrypted, in place of Unix
             sockets.
     """
@@ -44,6 +51,7 @@ class ReplicaSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_queue: int | None = None
     max_restarts: int = 3
     shutdown_timeout: float = 30.0
+    stall_seconds: float = STALL_SECONDS
     across_hosts: bool = False
 
     def config_of(self, rank: int) -> dict[str, Any]:
@@ -130,6 +138,8 @@ class EngineReplica:
         supervisor, client = self._supervisor, self._ready_client
         if supervisor is None or supervisor.gave_up:
             raise EngineGivenUpError("the engine process has died too often")
+        if client.snapshot is not None and client.snapshot.stalled is not None:
+            raise EngineStalledError(client.snapshot.stalled)
         standing = await self._registrar.standing(self.name)
         if standing == "expelled":
             raise EngineDeadError("this replica is not what the others are")
@@ -170,7 +180,14 @@ class EngineReplica:
             endpoint = Endpoint.over_network(self._host)
         else:
             endpoint = Endpoint.private()
-        launch = Launch(settings.model, self._config, endpoint, settings.max_queue, kept=kept)
+        launch = Launch(
+            settings.model,
+            self._config,
+            endpoint,
+            settings.max_queue,
+            kept=kept,
+            stall_seconds=settings.stall_seconds,
+        )
         self._supervisor = Supervisor(launch, max_restarts=settings.max_restarts)
         self._client = EngineClient(endpoint)
         await self._supervisor.start()

@@ -40,6 +40,12 @@ class Replica:
         return True
 
     @property
+    def is_stalled(self) -> bool:
+        """Its requests wait without a step."""
+        snapshot = self.client.snapshot
+        return snapshot is not None and snapshot.stalled is not None
+
+    @property
     def load(self) -> int:
         """Sequences that run or wait: those of this front end, and those of others by the replica's
         last snapshot."""
@@ -62,7 +68,9 @@ def sum_of(each: Sequence[Snapshot]) -> Snapshot:
     gauges = summed([snapshot.gauges for snapshot in each])
     gauges["weight_version"] = max(snapshot.gauges["weight_version"] for snapshot in each)
     counters = summed([snapshot.counters for snapshot in each])
-    return Snapshot(max(snapshot.time for snapshot in each), counters, gauges)
+    stalled = [snapshot.stalled for snapshot in each]
+    reason = None if None in stalled else stalled[0]  # one that goes on serves the others' requests
+    return Snapshot(max(snapshot.time for snapshot in each), counters, gauges, reason)
 
 
 def summed(each: list[dict[str, Any]]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
-from megatron_async.errors import EngineDeadError, RequestError
+from megatron_async.errors import EngineDeadError, EngineStalledError, RequestError
 from megatron_async.parameter_checks import check_vocabulary
 from megatron_async.serving.chat import ToolUse
 from megatron_async.serving.errors import ApiError
@@ -65,8 +65,12 @@ class ProfileRequest(Body):
 
 
 def check_health(front: Frontend) -> dict[str, Any]:
-    """Raises EngineDeadError while requests cannot be served."""
+    """Raises EngineDeadError while requests cannot be served, or are not. Nobody is asked: the
+    engine's process says now and then how it is."""
     front.generator.check_ready()
+    snapshot = front.generator.client.snapshot
+    if snapshot is not None and snapshot.stalled is not None:
+        raise EngineStalledError(snapshot.stalled)
     return {"status": "ok"}
 
 

@@ -15,7 +15,7 @@ import math
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
@@ -51,6 +51,7 @@ from megatron_async.serving.parent_process import (
     Parent,
     leave_signals_to_parent,
 )
+from megatron_async.serving.stall_watch import StallWatch, seen_of
 from megatron_async.version import __version__
 
 logger = logging.getLogger(__name__)
@@ -64,10 +65,18 @@ MESSAGES_AT_ONCE = 256
 
 
 class EngineProcess:
-    """Serves one engine to front ends."""
+    """Serves one engine to front ends.
+
+    Args:
+        clock: by which requests stall.
+    """
 
     def __init__(
-        self, engine: DynamicInferenceEngine, launch: Launch, parent: Parent[FromSupervisor]
+        self,
+        engine: DynamicInferenceEngine,
+        launch: Launch,
+        parent: Parent[FromSupervisor],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._launch = launch
@@ -87,6 +96,7 @@ class EngineProcess:
             self._max_sequences = engine.context.max_requests + launch.max_queue
         self._requests = LiveRequests(engine, self._outputs, self._max_sequences, self._failed)
         self._controls = Controls(engine, self._requests, self._keep)
+        self._stalls = StallWatch(launch.stall_seconds, clock)
         self._commands = self._context.socket(zmq.ROUTER)
         self._commands.setsockopt(zmq.LINGER, 0)
         self._commands.setsockopt(zmq.RCVHWM, 0)
@@ -189,6 +199,7 @@ class EngineProcess:
     def _tick(self) -> None:
         self._parent.send(Beat())
         self._controls.tick()
+        self._stalls.look(len(self._requests), seen_of(self._engine))
         snapshot = self._snapshot()
         for front_end in list(self._front_ends.values()):
             if not front_end.is_gone:
@@ -240,6 +251,8 @@ class EngineProcess:
             "suspended": int(self._engine.suspended),
             "weight_version": self._controls.weight_version,
             "front_ends": len(self._front_ends),
+            "engine_stalled": int(self._stalls.stalled is not None),
+            "engine_stalls": self._stalls.count,
         }
         states, snapshots = self._engine.context.states, scheduler.table.prefixes.snapshots
         if states is not None and snapshots is not None:
@@ -248,7 +261,8 @@ class EngineProcess:
                 "state_snapshots": len(snapshots),
                 "state_snapshots_most": snapshots.count,
             }
-        return Snapshot(time.time(), self._engine.counters.to_dict(), gauges)
+        counters = self._engine.counters.to_dict()
+        return Snapshot(time.time(), counters, gauges, self._stalls.stalled)
 
 
 def main(arguments: Sequence[str]) -> int:

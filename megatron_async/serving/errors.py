@@ -16,6 +16,7 @@ from megatron_async.errors import (
     BusyError,
     EngineDeadError,
     EngineGivenUpError,
+    EngineStalledError,
     MegatronAsyncError,
     QueueFullError,
     RequestError,
@@ -74,6 +75,8 @@ def describe(error: Exception) -> tuple[int, dict[str, Any]]:
         return 409, error_body(409, str(error), code="busy")
     if isinstance(error, EngineGivenUpError):
         return 503, error_body(503, str(error), code=GIVEN_UP)
+    if isinstance(error, EngineStalledError):
+        return 503, error_body(503, str(error), code="engine_stalled")
     if isinstance(error, EngineDeadError):
         return 503, error_body(503, str(error))
     if isinstance(error, UnicodeEncodeError):

@@ -13,6 +13,7 @@ import msgspec
 import zmq
 
 from megatron_async.private_folder import check_private_folder, make_private_folder
+from megatron_async.serving.stall_watch import STALL_SECONDS
 
 LogProbs = list[tuple[float, dict[int, float]]]
 """For each token its log-probability and the most likely tokens' by id."""
@@ -131,6 +132,7 @@ class Launch(msgspec.Struct, frozen=True, tag=True):
         max_queue: sequences that may wait beyond those that ``max_requests`` lets run; None for
             any number.
         kept: what the process before this one was told; None for the first.
+        stall_seconds: see ``StallWatch``.
     """
 
     model: str
@@ -139,6 +141,7 @@ class Launch(msgspec.Struct, frozen=True, tag=True):
     max_queue: int | None = None
     log_level: str = "WARNING"
     kept: Kept | None = None
+    stall_seconds: float = STALL_SECONDS
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -276,11 +279,12 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
 
 class Snapshot(msgspec.Struct, frozen=True, tag=True):
     """The engine's counters and what it holds now, in plain types; ``time`` in seconds since the
-    epoch."""
+    epoch; ``stalled``: why requests wait without a step, None while they do not."""
 
     time: float
     counters: dict[str, Any]
     gauges: dict[str, int | float]
+    stalled: str | None = None
 
 
 class Dropped(msgspec.Struct, frozen=True, tag=True):

@@ -69,6 +69,10 @@ GAUGES = {
     ),
     "steps_in_flight": ("steps_in_flight", "Steps whose tokens the host has not taken"),
     "suspended": ("suspended", "1 while nothing is launched"),
+    "engine_stalled": (
+        "engine_stalled",
+        "1 while requests have waited for long without a step, and for nothing that is known",
+    ),
     "weight_version": ("weight_version", "Weight updates since the start"),
 }
 
@@ -250,6 +254,8 @@ class EngineCollector:
             yield self._by_position(shown, said, counters.get(name, ()))
         for name, (shown, said) in GAUGES.items():
             yield self._gauge(shown, said, gauges.get(name, 0))
+        said = "Times that the engine took no step though requests waited for one"
+        yield self._counter("engine_stalls", said, gauges.get("engine_stalls", 0))
         total = gauges.get("blocks_total", 0)
         used = 1 - gauges.get("blocks_free", 0) / total if total else 0.0
         yield self._gauge("kv_cache_usage_perc", "Share of KV-cache blocks in use", used)

@@ -7,7 +7,8 @@ import contextlib
 import dataclasses
 import shutil
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from megatron_async.config import EngineConfig
@@ -48,11 +49,14 @@ def engine_in_thread(
     max_queue: int | None = None,
     kept: Kept | None = None,
     parent: NoParent | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Endpoint]:
-    """The endpoint of ``engine``, served by a thread of this process."""
+    """The endpoint of ``engine``, served by a thread of this process; ``clock``: by which its
+    requests stall."""
     endpoint = Endpoint.private()
     launch = Launch("", {}, endpoint, max_queue, kept=kept)
-    process = EngineProcess(engine, launch, parent or NoParent())  # type: ignore[arg-type]
+    told: Any = parent or NoParent()
+    process = EngineProcess(engine, launch, told, clock)
     thread = threading.Thread(target=process.run, name="engine process")
     thread.start()
     try:

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import uvicorn
@@ -31,8 +32,13 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def serving(engine: DynamicInferenceEngine, parent: NoParent, **config: Any) -> Iterator[str]:
-    """Its URL; ``config`` is of ServerConfig."""
+def serving(
+    engine: DynamicInferenceEngine,
+    parent: NoParent,
+    clock: Callable[[], float] = time.monotonic,
+    **config: Any,
+) -> Iterator[str]:
+    """Its URL; ``config`` is of ServerConfig, ``clock`` of :func:`engine_in_thread`."""
     listening = open_socket("127.0.0.1", 0)
     servers: list[uvicorn.Server] = []
     started = threading.Event()
@@ -49,7 +55,7 @@ def serving(engine: DynamicInferenceEngine, parent: NoParent, **config: Any) -> 
         await servers[0].serve(sockets=[listening])
         await client.aclose()
 
-    with engine_in_thread(engine, parent=parent) as endpoint:
+    with engine_in_thread(engine, parent=parent, clock=clock) as endpoint:
         thread = threading.Thread(target=lambda: asyncio.run(main(endpoint)))
         thread.start()
         try:
