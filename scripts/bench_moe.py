@@ -27,14 +27,16 @@ from megatron_async.device.bandwidth import copy_bandwidth
 from megatron_async.kernels.gemm.skinny_gemm import statistics_of
 from megatron_async.kernels.gemm.tile_config import RMS_NORM
 from megatron_async.kernels.moe import row
-from megatron_async.kernels.moe.decode import (
-    MoeDecode,
-    MoeShape,
-    MoeWeights,
-    moe_decode_reference,
-)
+from megatron_async.kernels.moe.decode import MoeDecode, moe_decode_reference
 from megatron_async.kernels.moe.settings import ExpertActivation, RouterSettings
-from megatron_async.kernels.moe.tiles import MoeTiles, Tile, choose_tiles, padded_rows
+from megatron_async.kernels.moe.shape import MoeShape, MoeWeights
+from megatron_async.kernels.moe.tiles import (
+    MoeTiles,
+    Tile,
+    choose_tiles,
+    padded_rows,
+    shared_bytes,
+)
 
 EPS, ERROR_LIMIT, SM_SHARED_BYTES = 1e-6, 2e-2, 227 * 1024
 NORMED: dict[str, Any] = {"pre_softmax": True, "normalize": True}
@@ -131,8 +133,9 @@ def _staged(tile: Tile, rows: int, an_sm: int) -> Iterator[Tile]:
     """With as many stages as let so many programs share an SM."""
     stage = (tile.block_n + rows) * tile.block_k * 2
     stages = min(12, (SM_SHARED_BYTES // an_sm - 2048) // stage + 1)
-    if stages >= 3:
-        yield replace(tile, stages=stages)
+    tile = replace(tile, stages=stages)
+    if stages >= 3 and shared_bytes(tile, rows, 2, SM_SHARED_BYTES) <= SM_SHARED_BYTES:
+        yield tile
 
 
 class Bench:

@@ -41,6 +41,8 @@ def launch_fitting(
     except OutOfResources as error:
         refused = error
     for other in smaller(config):
+        if other == config:
+            continue
         try:
             launch(other)
         except OutOfResources:

@@ -18,6 +18,7 @@ from megatron_async.kernels.gemm.skinny_gemm import statistics_of
 from megatron_async.kernels.gemm.tile_config import LAYER_NORM, RMS_NORM
 from megatron_async.kernels.moe.reference import NO_EXPERT, Routing, route
 from megatron_async.kernels.moe.settings import ExpertActivation, RouterSettings
+from megatron_async.kernels.moe.shape import Live, MoeShape, MoeWeights
 from megatron_async.kernels.moe.tiles import MAX_ROWS, MoeTiles, Tile, choose_tiles
 from megatron_async.models.fused import coverage
 from megatron_async.models.fused.decoder import FusedDecoder
@@ -30,11 +31,9 @@ from tests.support.interpreter import HAS_TRITON, INTERPRETED, compiled, interpr
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not built for this platform")
 
 if HAS_TRITON:
+    from megatron_async.kernels.moe import decode
     from megatron_async.kernels.moe.decode import (
-        Live,
         MoeDecode,
-        MoeShape,
-        MoeWeights,
         moe_decode_reference,
         norm_reference,
     )
@@ -181,6 +180,16 @@ SMALL = (
 @pytest.mark.parametrize(("shape", "rows", "options"), SMALL)
 def test_small_layers(device: str, shape: MoeShape, rows: int, options: dict[str, Any]) -> None:
     Case(shape, rows, device, torch.float32, **options).check()
+
+
+@on_devices
+def test_a_layer_on_a_device_with_little_shared_memory(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "block_limit", lambda device: 6000)
+    layer = Case(SMALL[1][0], 5, device, torch.float32, bias=True)
+    assert layer.kernels.tiles(5) != choose_tiles(48, 24, 16, 132)
+    layer.check()
 
 
 @on_devices

@@ -29,7 +29,8 @@ pytestmark = [
 ]
 
 if HAS_TRITON:
-    from megatron_async.kernels.moe.decode import MoeDecode, MoeShape, moe_decode_reference
+    from megatron_async.kernels.moe.decode import MoeDecode, moe_decode_reference
+    from megatron_async.kernels.moe.shape import MoeShape
     from tests.unit.test_moe_kernels import (
         DEEPSEEK,
         EPS,

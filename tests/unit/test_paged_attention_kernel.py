@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.kernels.attention import paged_attention
+from megatron_async.kernels.attention.tiles import SplitTile
 from tests.support.interpreter import compiled, interpreted
 from tests.support.paged_cases import Case, make_case
 
@@ -18,6 +19,7 @@ try:
 except ImportError:
     paged_attention_triton = None  # type: ignore[assignment]
 
+DEVICES = [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=compiled)]
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 
 
@@ -85,6 +87,21 @@ def test_interpreted_kernel_splits_long_rows_into_longer_splits(
         dtype=torch.float32,
         device="cpu",
     )
+    assert_close(case, case.run())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("share", (1, 2))
+def test_programs_may_share_a_head_of_keys(
+    device: str, share: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs whose blocks have too little shared memory for all of its query heads."""
+    tile = SplitTile(share, 16, 2)
+    monkeypatch.setattr(paged_attention_triton, "split_tile", lambda heads, limit: tile)
+    case = make_case(
+        [1, 40], heads=8, kv_heads=2, head_dim=16, block_size=16, dtype=torch.float32,
+        device=device,
+    )  # fmt: skip
     assert_close(case, case.run())
 
 

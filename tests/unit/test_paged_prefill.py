@@ -16,7 +16,9 @@ from tests.support.interpreter import compiled, interpreted
 
 pytest.importorskip("triton", reason="the kernel needs triton")
 
+from megatron_async.kernels.attention import paged_prefill_triton
 from megatron_async.kernels.attention.paged_prefill_triton import paged_mixed_attention_triton
+from megatron_async.kernels.attention.tiles import PrefillTile
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 UNTOUCHED = 7.0
@@ -132,6 +134,22 @@ def test_interpreted_kernel_equals_float64(
         device="cpu",
         kv_heads=1,
     ).check()
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=interpreted), pytest.param("cuda", marks=compiled)]
+)
+@pytest.mark.parametrize(("share", "rows"), [(1, 16), (3, 32)])
+def test_programs_may_share_a_head_of_keys(
+    device: str, share: int, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs whose blocks have too little shared memory for all of its query heads."""
+    tile = PrefillTile(share, rows, 16, 4, 2)
+    monkeypatch.setattr(paged_prefill_triton, "prefill_tile", lambda heads, limit: tile)
+    make_case(
+        [(0, 1), (20, 13)], group=6, head_dim=16, block_size=16, dtype=torch.float32,
+        device=device,
+    ).check()  # fmt: skip
 
 
 @interpreted

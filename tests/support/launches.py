@@ -1,0 +1,114 @@
+"""Launches of the Triton kernels that have tiles, over tensors without contents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_async.kernels.mamba.layer import (
+    LayerStates,
+    MambaParameters,
+    MambaSizes,
+    StateRows,
+)
+from megatron_async.kernels.moe.settings import ExpertActivation, RouterSettings
+from megatron_async.kernels.moe.shape import Live, MoeShape, MoeWeights
+from tests.support.compiled_kernels import empty
+
+
+def experts(
+    hidden: int,
+    inner: int,
+    rows: int,
+    dtype: torch.dtype,
+    *,
+    count: int = 8,
+    shared: int = 2,
+    device: str = "meta",
+    **others: Any,
+) -> Any:
+    """A layer's kernels, and the call that launches them, without the router's if it is told so."""
+    from megatron_async.kernels.moe.decode import MoeDecode
+
+    settings = RouterSettings(num_experts=count, top_k=2)
+    shape = MoeShape(hidden, inner, settings, ExpertActivation(), shared)
+    kernels = MoeDecode(shape, torch.device(device), dtype, one_kernel=False, **others)
+
+    def of(*size: int, dtype: torch.dtype = dtype) -> Tensor:
+        return empty(*size, dtype=dtype, device=device)
+
+    weights = MoeWeights(
+        (of(hidden), None), of(count, hidden), of(count, 2 * inner, hidden),
+        of(count, hidden, inner), shared_w1=of(2 * shared * inner, hidden),
+        shared_w2=of(hidden, shared * inner),
+    )  # fmt: skip
+    x, wide = of(rows, hidden), torch.float32
+    statistics = of(rows, hidden // kernels.statistic_rows(rows), 2, dtype=wide)
+
+    def launch(*, routes: bool = True) -> None:
+        if routes:
+            live = Live(of(rows, dtype=torch.int64), 1)
+            kernels.route(weights, x, of(rows, 4, 2, dtype=wide), 1e-5, live)
+        kernels.up(weights, rows)
+        kernels.down(weights, of(rows, hidden), x, statistics, (of(hidden), of(rows, hidden)))
+
+    return kernels, launch
+
+
+def attention(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    latent: int | None = None,
+    prefill: bool = False,
+    device: str = "meta",
+    block_size: int = 16,
+    tokens: int = 8,
+) -> None:
+    """Decode rows, or the tokens of chunks."""
+    from megatron_async.kernels.attention.paged_decode_triton import paged_decode_attention_triton
+    from megatron_async.kernels.attention.paged_prefill_triton import paged_mixed_attention_triton
+
+    query = empty(tokens, heads, head_dim, dtype=dtype, device=device)
+    keys = empty(9, block_size, kv_heads, head_dim, dtype=dtype, device=device)
+    values = keys if latent else torch.empty_like(keys)
+    table = empty(tokens, 64, device=device)
+    if not prefill:
+        lengths = empty(tokens, device=device)
+        paged_decode_attention_triton(query, keys, values, table, lengths, 0.1, latent=latent)
+        return
+    chunks = empty(4, 4, dtype=torch.int32, device=device)
+    out = empty(tokens, heads, latent or head_dim, dtype=dtype, device=device)
+    paged_mixed_attention_triton(query, keys, values, table, chunks, 0.1, out, latent=latent)
+
+
+def product(rows: int, depth: int, columns: int, dtype: torch.dtype, device: str = "meta") -> None:
+    """A batch-invariant one."""
+    from megatron_async.kernels.gemm.batch_invariant_triton import matmul_by_row
+
+    weight = empty(columns, depth, dtype=dtype, device=device)
+    matmul_by_row(empty(rows, depth, dtype=dtype, device=device), weight.t())
+
+
+def scan(sizes: MambaSizes, dtype: torch.dtype, device: str = "meta") -> None:
+    """Prefill chunks of a Mamba-2 layer."""
+    from megatron_async.kernels.mamba.scan_triton import scan_chunks_triton
+
+    def of(*size: int, dtype: torch.dtype = dtype) -> Tensor:
+        return empty(*size, dtype=dtype, device=device)
+
+    wide = torch.float32
+    parameters = MambaParameters(
+        sizes, of(sizes.conv_channels, sizes.conv_width), of(sizes.conv_channels),
+        of(sizes.heads), of(sizes.heads, dtype=wide), of(sizes.heads, dtype=wide), None,
+    )  # fmt: skip
+    states = LayerStates(
+        of(5, sizes.ring(), sizes.input_width),
+        of(5, sizes.heads, sizes.head_dim, sizes.state_size, dtype=wide),
+    )
+    rows = StateRows(*(of(2, dtype=torch.int64) for _ in range(6)))
+    scan_chunks_triton(of(32, sizes.projection), parameters, states, rows, of(32, sizes.inner))
