@@ -23,7 +23,7 @@ from megatron_async.errors import (
 from megatron_async.replicas.replica import Replica, sum_of
 from megatron_async.replicas.roster import Directory, Listing
 from megatron_async.replicas.routing import PrefixRouter
-from megatron_async.serving.engine_client import EngineClient
+from megatron_async.serving.changes import Changes
 from megatron_async.serving.messages import (
     Control,
     EngineInfo,
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_RETRIES = 1
 ASK_AGAIN_SECONDS = 0.5
-"""After the directory could not be asked, and while a replica's last requests end."""
+"""After the directory could not be asked."""
 UPDATE_SECONDS = 600.0
 """For a replica to come back and take new weights; then it is replaced."""
 OF_ONE = frozenset({"info", "live", "profile"})
@@ -82,7 +82,8 @@ class ReplicasClient:
         self._has_been_ready = False
         self._given_up: str | None = None
         self._failure: NotStarted | None = None
-        self._ready = asyncio.Event()
+        self._changes = Changes()
+        """Of the replicas: all who wait look again at each."""
         self._running: dict[int, tuple[Replica, int]] = {}
         self._changing_weights = asyncio.Lock()
         self._follower: asyncio.Task[None] | None = None
@@ -104,17 +105,22 @@ class ReplicasClient:
         await asyncio.gather(*(replica.client.aclose() for replica in self._replicas.values()))
 
     async def ready(self) -> EngineInfo:
-        """Wait until a replica serves; what it serves."""
-        while not (found := self._usable()):
-            await self._ready.wait()
-            self._ready.clear()
-        return await found[0].client.info()
+        """Wait until a replica serves; what it serves.
+
+        Raises:
+            EngineGivenUpError: none ever will.
+        """
+        await self._changes.until(lambda: self._given_up is not None or self._usable())
+        if self._given_up is not None:
+            raise EngineGivenUpError(self._given_up)
+        return await self._usable()[0].client.info()
 
     def give_up(self, reason: str) -> None:
         """There will be no replicas any more."""
         self._given_up = reason
         for replica in self._replicas.values():
             replica.client.give_up(reason)
+        self._changes.tell()
 
     # --- what they are ------------------------------------------------------------------------
 
@@ -239,14 +245,13 @@ class ReplicasClient:
         sequences = count if isinstance(count, int) else 1  # the engine refuses what is none
         client = replica.client
         own = msgspec.structs.replace(request, request_id=client.next_request_id())
-        replica.own += sequences
         self._running[request.request_id] = replica, own.request_id
         try:
-            async with contextlib.aclosing(client.generate(own)) as outputs:
-                async for output in outputs:
-                    yield output
+            with replica.carries(sequences):
+                async with contextlib.aclosing(client.generate(own)) as outputs:
+                    async for output in outputs:
+                        yield output
         finally:
-            replica.own -= sequences
             del self._running[request.request_id]
 
     # --- controls -----------------------------------------------------------------------------
@@ -314,10 +319,10 @@ class ReplicasClient:
         one that begins with them."""
         try:
             async with asyncio.timeout(UPDATE_SECONDS):
-                while replica.client.state != "ready":  # its engine is being started again
-                    await asyncio.sleep(ASK_AGAIN_SECONDS)
-                    if replica.leaves:
-                        return []
+                client = replica.client  # whose engine may be started again
+                await self._changes.until(lambda: client.state == "ready" or replica.leaves)
+                if replica.leaves:
+                    return []
                 await replica.command("weights", **arguments)
             return []
         except TimeoutError:
@@ -335,12 +340,10 @@ class ReplicasClient:
     async def _follow(self) -> None:
         while True:
             try:
-                listing = await self._directory.changed(self._version)
+                await self._take_over(await self._directory.changed(self._version))
             except Exception as error:
                 logger.warning("the replicas are not known: %s", error)
                 await asyncio.sleep(ASK_AGAIN_SECONDS)
-                continue
-            await self._take_over(listing)
 
     async def _take_over(self, listing: Listing) -> None:
         """See the members of a listing as they are."""
@@ -357,25 +360,18 @@ class ReplicasClient:
             if name in members and members[name].endpoint != replica.endpoint:
                 is_gone = True
             if is_gone and not replica.leaves:
-                replica.leaves = True
+                replica.leave()
                 self._spawn(self._part(replica))
         for name, member in members.items():
             known = self._replicas.get(name)
             if known is None or known.leaves:
-                client = EngineClient(member.endpoint)
-                replica = self._replicas[name] = Replica(member, client)
-                await client.connect()
-                self._spawn(self._greet(replica))
+                replica = self._replicas[name] = Replica(member, self._changes)
+                await replica.client.connect()
         self._router.index.keep_only(self._replicas)
-
-    async def _greet(self, replica: Replica) -> None:
-        await replica.client.ready()
-        self._ready.set()
 
     async def _part(self, replica: Replica) -> None:
         """Let the requests of a replica that leaves end."""
-        while replica.own and replica.client.state == "ready":
-            await asyncio.sleep(ASK_AGAIN_SECONDS)
+        await self._changes.until(lambda: replica.is_over)
         await replica.client.aclose()
         if self._replicas.get(replica.name) is replica:
             del self._replicas[replica.name]

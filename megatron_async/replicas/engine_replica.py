@@ -113,6 +113,7 @@ class EngineReplica:
         self._host = host
         self._supervisor: Supervisor | None = None
         self._client: EngineClient | None = None
+        self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Start the engine process, with what the others were told, and join them.
@@ -191,11 +192,20 @@ class EngineReplica:
         self._supervisor = Supervisor(launch, max_restarts=settings.max_restarts)
         self._client = EngineClient(endpoint)
         await self._supervisor.start()
+        watched = self._give_up(self._supervisor, self._client)
+        self._watching = asyncio.create_task(watched, name="engine of a replica")
         await self._client.connect()
         await self._client.ready()
         return endpoint
 
+    async def _give_up(self, supervisor: Supervisor, client: EngineClient) -> None:
+        """Who waits for an engine that is not started again is told so."""
+        client.give_up(await supervisor.given_up())
+
     async def _end(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait([self._watching])
         if self._client is not None:
             await self._client.aclose()
         if self._supervisor is not None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from megatron_async.errors import EngineDeadError
 from megatron_async.replicas.roster import Member
+from megatron_async.serving.changes import Changes
 from megatron_async.serving.engine_client import EngineClient
 from megatron_async.serving.messages import Control, Snapshot
 
@@ -14,17 +16,21 @@ from megatron_async.serving.messages import Control, Snapshot
 class Replica:
     """One replica, as a front end sees it.
 
+    Args:
+        changes: told of what becomes of it.
+
     Attributes:
         own: sequences that this front end has given it and that have not ended.
         leaves: it gets no more requests.
     """
 
-    def __init__(self, member: Member, client: EngineClient) -> None:
+    def __init__(self, member: Member, changes: Changes) -> None:
         self.name = member.name
         self.endpoint = member.endpoint
-        self.client = client
+        self.client = EngineClient(member.endpoint, changes)
         self.own = 0
         self.leaves = False
+        self._changes = changes
         self._seen: Snapshot | None = None
         self._others = 0
 
@@ -38,6 +44,27 @@ class Replica:
         except EngineDeadError:
             return False
         return True
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more will come of the requests of this front end: they have ended, or failed."""
+        return not self.own or self.client.state != "ready"
+
+    def leave(self) -> None:
+        """It gets no more requests."""
+        self.leaves = True
+        self._changes.tell()
+
+    @contextlib.contextmanager
+    def carries(self, sequences: int) -> Iterator[None]:
+        """So many sequences of this front end are its own meanwhile."""
+        self.own += sequences
+        try:
+            yield
+        finally:
+            self.own -= sequences
+            if not self.own:
+                self._changes.tell()
 
     @property
     def is_stalled(self) -> bool:

@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 THREADS = 4
 """Controls at the same time: one that waits does not hold up the next ones."""
+AT_ONCE = frozenset({"resume", "wake_up", "abort_requests", "suspend", "state"})
+"""Have threads of their own: they end what others may wait for, however many do."""
 CLOSE_SECONDS = 1.0
 """For controls to give their answers when the process ends."""
 MAX_PROFILED_STEPS = 10_000
@@ -88,6 +90,7 @@ class Controls:
         self._keeping = threading.Lock()
         self._first_version = 0
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="control")
+        self._pool_at_once = ThreadPoolExecutor(THREADS, thread_name_prefix="control at once")
         self._running: set[Future[None]] = set()
         self._calls: dict[tuple[ConnectedFrontEnd, int], Call] = {}
         self._call = threading.local()
@@ -129,7 +132,8 @@ class Controls:
         """Begin a control; ``answer`` is called when it is done."""
         key = front_end, control.number
         call = self._calls[key] = Call()
-        future = self._pool.submit(self._run, control, call, answer)
+        pool = self._pool_at_once if control.name in AT_ONCE else self._pool
+        future = pool.submit(self._run, control, call, answer)
         self._running.add(future)
         future.add_done_callback(self._running.discard)
         future.add_done_callback(lambda _: self._calls.pop(key, None))
@@ -147,7 +151,8 @@ class Controls:
 
     def close(self) -> None:
         """Those in progress get a moment to answer."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._pool_at_once):
+            pool.shutdown(wait=False, cancel_futures=True)
         for call in list(self._calls.values()):
             call.cancel()
         wait(list(self._running), CLOSE_SECONDS)

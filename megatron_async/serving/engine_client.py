@@ -6,13 +6,10 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import os
 from collections.abc import AsyncGenerator
 from typing import Any
 
 import msgspec
-import zmq
-from zmq.utils.monitor import recv_monitor_message
 
 from megatron_async.errors import (
     BusyError,
@@ -22,6 +19,8 @@ from megatron_async.errors import (
     QueueFullError,
     RequestError,
 )
+from megatron_async.serving.changes import Changes
+from megatron_async.serving.engine_link import Link
 from megatron_async.serving.messages import (
     Abort,
     Answer,
@@ -45,9 +44,6 @@ logger = logging.getLogger(__name__)
 
 GREETING_SECONDS = 0.05
 """Between two tries to reach the engine process."""
-MESSAGES_AT_ONCE = 64
-"""Taken from the socket before the event loop goes on with other things."""
-HIGH_WATER_MARK = 4096
 GOODBYE_MILLISECONDS = 200
 
 
@@ -61,10 +57,12 @@ class EngineClient:
         endpoint: of the engine process.
         state: "starting" until the engine has answered once, "ready", or "dead" after a break.
         snapshot: the last that the engine has sent; None before the first, and while there is none.
+        changes: told whenever the state, what the engine says of itself, or its end changes.
     """
 
-    def __init__(self, endpoint: Endpoint) -> None:
+    def __init__(self, endpoint: Endpoint, changes: Changes | None = None) -> None:
         self.state = "starting"
+        self.changes = Changes() if changes is None else changes
         self.snapshot: Snapshot | None = None
         self.endpoint = endpoint
         self._info: EngineInfo | None = None
@@ -74,9 +72,6 @@ class EngineClient:
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._numbers = itertools.count()
         self._request_ids = itertools.count()
-        self._is_ready = asyncio.Event()
-        self._is_down = asyncio.Event()
-        self._is_down.set()
         self._greeter: asyncio.Task[None] | None = None
         self._encoder = msgspec.msgpack.Encoder()
 
@@ -100,10 +95,15 @@ class EngineClient:
         self._break("the client is closed", linger=GOODBYE_MILLISECONDS)
 
     async def ready(self) -> EngineInfo:
-        """Wait until the engine serves; what it serves."""
-        while self._info is None or self.state != "ready":
-            await self._is_ready.wait()
-        return self._info
+        """Wait until the engine serves; what it serves.
+
+        Raises:
+            EngineGivenUpError: it never will.
+        """
+        await self.changes.until(lambda: self.state == "ready" or self._given_up is not None)
+        if self._given_up is not None:
+            raise EngineGivenUpError(self._given_up)
+        return await self.info()
 
     async def info(self) -> EngineInfo:
         """What the engine serves; of the last process, if there is none now.
@@ -205,23 +205,23 @@ class EngineClient:
     async def _greet(self) -> None:
         """Look for an engine process whenever there is none."""
         while True:
-            await self._is_down.wait()
+            await self.changes.until(lambda: self.state != "ready")
             if self._link is None:
                 self._link = Link(self.endpoint, self._receive, self._broken)
             with contextlib.suppress(EngineDeadError):
                 self._send(Hello())
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(GREETING_SECONDS):
-                    await self._is_ready.wait()
+                    await self.changes.until(lambda: self.state == "ready")
 
     def _send(self, message: ToEngine) -> None:
         if self._link is None or not self._link.send(self._encoder.encode(message)):
             raise EngineDeadError("the engine does not answer; try again later")
 
-    def _broken(self) -> None:
-        """The process at the other end is gone."""
-        if self.state == "ready":
-            self._break("the engine has died; try again later")
+    def _broken(self, reason: str) -> None:
+        """The process at the other end is gone, whether it had answered or not: the next one does
+        not know this connection, and would not hear what is sent over it."""
+        self._break(f"the engine {reason}; try again later")
 
     def _break(self, reason: str, *, linger: int = 0) -> None:
         """Nothing more will come over this connection."""
@@ -231,14 +231,13 @@ class EngineClient:
         if self.state == "ready":
             self.state = "dead"
         self.snapshot = None
-        self._is_ready.clear()
-        self._is_down.set()
         error = EngineDeadError(reason)
         for mailbox in self._mailboxes.values():
             mailbox.fail(error)
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(EngineDeadError(reason))
+        self.changes.tell()
 
     # --- what comes ---------------------------------------------------------------------------
 
@@ -267,8 +266,7 @@ class EngineClient:
             case EngineInfo():
                 self._info = message
                 self.state = "ready"
-                self._is_down.clear()
-                self._is_ready.set()
+                self.changes.tell()
             case Dropped():
                 logger.error("this front end has not read what the engine sent, and was dropped")
                 self._break("the engine has dropped this front end; try again later")
@@ -340,86 +338,6 @@ def _joined(outputs: list[Output]) -> Output:
         last.stop_reason,
         last.usage,
     )
-
-
-class Link:
-    """The sockets of one connection, under an identity of their own.
-
-    zeromq's descriptors tell of changes only, so all that is there is read before the next wait.
-
-    Args:
-        receive: gets what comes.
-        broken: called when the engine process is gone.
-    """
-
-    def __init__(self, endpoint: Endpoint, receive: Any, broken: Any) -> None:
-        identity = endpoint.secret + os.urandom(8)
-        self._receive = receive
-        self._broken = broken
-        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromEngine)
-        self._loop = asyncio.get_running_loop()
-        self._context = zmq.Context()
-        self._outputs = self._open(identity, endpoint)
-        self._outputs.connect(endpoint.outputs)
-        self._commands = self._open(identity, endpoint)
-        self._monitor = self._commands.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._commands.connect(endpoint.commands)
-        self._is_open = True
-        self._loop.add_reader(self._outputs.FD, self._readable)
-        self._loop.add_reader(self._monitor.FD, self._changed)
-        # A descriptor tells of nothing new before a first look has found nothing.
-        self._loop.call_soon(self._readable)
-        self._loop.call_soon(self._changed)
-
-    def send(self, frame: bytes) -> bool:
-        """False when nobody takes it."""
-        try:
-            self._commands.send(frame, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
-
-    def close(self, linger: int) -> None:
-        """Nothing more comes; what was sent has ``linger`` milliseconds to leave."""
-        if not self._is_open:
-            return
-        self._is_open = False
-        self._loop.remove_reader(self._outputs.FD)
-        self._loop.remove_reader(self._monitor.FD)
-        self._commands.disable_monitor()
-        for each in (self._monitor, self._outputs, self._commands):
-            each.close(linger)
-        self._context.term()
-
-    def _open(self, identity: bytes, endpoint: Endpoint) -> zmq.Socket[bytes]:
-        opened = self._context.socket(zmq.DEALER)
-        endpoint.secure(opened, serves=False)
-        opened.setsockopt(zmq.ROUTING_ID, identity)
-        opened.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
-        opened.setsockopt(zmq.SNDHWM, 0)
-        opened.setsockopt(zmq.IMMEDIATE, 1)  # nothing is kept for a process that is not there
-        opened.setsockopt(zmq.RECONNECT_IVL, 20)
-        opened.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
-        return opened
-
-    def _readable(self) -> None:
-        for _ in range(MESSAGES_AT_ONCE):
-            if not self._is_open:
-                return
-            try:
-                frame = self._outputs.recv(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._receive(self._decoder.decode(frame))
-        self._loop.call_soon(self._readable)
-
-    def _changed(self) -> None:
-        while self._is_open:
-            try:
-                recv_monitor_message(self._monitor, zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            self._broken()
 
 
 _ERRORS: dict[str, type[MegatronAsyncError]] = {

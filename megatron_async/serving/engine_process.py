@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import msgspec
 import zmq
@@ -34,6 +35,7 @@ from megatron_async.serving.messages import (
     Control,
     Dropped,
     EngineInfo,
+    FromEngine,
     FromSupervisor,
     Generate,
     Hello,
@@ -167,8 +169,11 @@ class EngineProcess:
     def _take(self, identity: bytes, message: ToEngine) -> None:
         front_end = self._front_ends.get(identity)
         if front_end is None:
+            if isinstance(message, Bye):
+                return
             if not isinstance(message, Hello):
-                return  # of one that was dropped
+                self._tell_dropped(identity)  # it has not heard of it
+                return
             front_end = self._front_ends[identity] = ConnectedFrontEnd(identity)
         match message:
             case Generate():
@@ -181,11 +186,9 @@ class EngineProcess:
                 self._drop(front_end)
             case Control(name="info"):
                 info = msgspec.structs.asdict(self._info())
-                self._outputs.send(identity, Answer(message.number, info))
+                self._say(front_end, Answer(message.number, info))
             case Control():
-                self._controls.submit(
-                    front_end, message, lambda answer: self._outputs.send(identity, answer)
-                )
+                self._controls.submit(front_end, message, partial(self._say, front_end))
             case Cancel(number=number):
                 self._controls.cancel(front_end, number)
 
@@ -202,8 +205,7 @@ class EngineProcess:
         self._stalls.look(len(self._requests), seen_of(self._engine))
         snapshot = self._snapshot()
         for front_end in list(self._front_ends.values()):
-            if not front_end.is_gone:
-                front_end.is_gone = not self._outputs.send(front_end.identity, snapshot)
+            self._say(front_end, snapshot)
             if front_end.is_gone:
                 self._drop(front_end)
                 self._dropped[front_end.identity] = time.monotonic() + DROPPED_SECONDS
@@ -211,11 +213,21 @@ class EngineProcess:
             if self._outputs.send(identity, Dropped()) or time.monotonic() > end:
                 del self._dropped[identity]
 
+    def _say(self, front_end: ConnectedFrontEnd, message: FromEngine) -> None:
+        """From any thread. One that misses a message would wait for it, so it is dropped with the
+        next tick, and told so when it reads."""
+        if not front_end.is_gone and not self._outputs.send(front_end.identity, message):
+            front_end.is_gone = True
+
+    def _tell_dropped(self, identity: bytes) -> None:
+        if not self._outputs.send(identity, Dropped()):
+            self._dropped[identity] = time.monotonic() + DROPPED_SECONDS
+
     def _keep(self, kept: Kept) -> None:
         """In a control's thread: the next process and all front ends must know."""
         self._parent.send(kept)
         for front_end in list(self._front_ends.values()):
-            self._outputs.send(front_end.identity, self._info())
+            self._say(front_end, self._info())
 
     # --- what it says -------------------------------------------------------------------------
 

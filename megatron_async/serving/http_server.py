@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import uvicorn
 from fastapi import FastAPI
 
-from megatron_async.errors import ConfigError
+from megatron_async.errors import ConfigError, EngineDeadError
 from megatron_async.serving.app import Lifespan, make_app
 from megatron_async.serving.connections import limited_connection, most_connections
 from megatron_async.serving.engine_lifetime import Engine, EngineUser, with_engine
@@ -165,7 +165,7 @@ def connected(connection: Connection, *, waits: bool) -> Lifespan:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await connection.connect()
         if waits:
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(TimeoutError, EngineDeadError):  # it says so to who asks
                 async with asyncio.timeout(FIRST_CONTACT_SECONDS):
                     await connection.ready()
         try:

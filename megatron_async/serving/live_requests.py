@@ -112,6 +112,7 @@ class LiveRequests:
         self._engine_ids = itertools.count()
         self._deadlines: list[tuple[float, int, LiveRequest]] = []
         self._emptied = threading.Condition()
+        self._failure: EngineStoppedError | None = None
 
     def __len__(self) -> int:
         return len(self._routes)
@@ -260,6 +261,9 @@ class LiveRequests:
             by_front_end.setdefault(live.front_end, []).append(refused)
         for front_end, batch in by_front_end.items():
             self._send(front_end, batch)
+        with self._emptied:  # nothing ends any more
+            self._failure = error
+            self._emptied.notify_all()
         self._on_failure(error)
 
     def _forget(self, engine_id: int) -> None:
@@ -291,9 +295,16 @@ class LiveRequests:
     # --- in both ------------------------------------------------------------------------------
 
     def wait_until_empty(self, timeout: float | None) -> bool:
-        """Block until no request is left; False when ``timeout`` seconds were not enough."""
+        """Block until no request is left; False when ``timeout`` seconds were not enough.
+
+        Raises:
+            EngineStoppedError: the engine has stopped before.
+        """
         with self._emptied:
-            return self._emptied.wait_for(lambda: not self._routes, timeout)
+            is_over = self._emptied.wait_for(lambda: not self._routes or self._failure, timeout)
+            if self._routes and self._failure is not None:
+                raise EngineStoppedError(*self._failure.args)
+        return bool(is_over)
 
     def _refuse(
         self, front_end: ConnectedFrontEnd, request_id: int, kind: str, message: str

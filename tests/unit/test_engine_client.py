@@ -379,8 +379,9 @@ def test_a_front_end_that_does_not_read_is_dropped_and_slows_nobody(
                         await asyncio.sleep(0.01)
                 await until_idle(client)  # suspended as it is, so they were aborted
                 await control(client, "resume")
-                (output,) = await outputs_of(client, [2], LONG)
-                assert len(output.token_ids) == 200
+                # Fewer tokens than may be unread: where others keep the machine busy all may be.
+                (output,) = await outputs_of(client, [2], {**LONG, "num_tokens_to_generate": 10})
+                assert len(output.token_ids) == 10
             async with patience():
                 while not isinstance(await asyncio.to_thread(frozen.receive), Dropped):
                     pass
