@@ -84,7 +84,7 @@ class Heads(NamedTuple):
         if rows >= 64 and size == 2 and has_async_products(limit):
             taken = max(taken, (buffers + 1) * stage)  # whose weights are in registers
         sums = rows * (self.value_pad + 4) * (size if isinstance(tile, PrefillTile) else 4)
-        return max(query + taken + 16 * keys + 8 * rows, sums)
+        return max(query + taken + 16 * keys + 8 * rows + 1024, sums)
 
 
 class SplitTile(NamedTuple):
