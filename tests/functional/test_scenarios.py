@@ -23,6 +23,7 @@ from megatron_async.inference.verify.scenarios import (
 )
 from megatron_async.request import FinishReason
 from tests.support.engines import DEPTHS, config_at
+from tests.support.own_thread import stepped_by_its_thread
 
 W = Witness
 PAIRED = (W.ADD, W.PAUSE, W.EVICT, W.ABORT, W.FINISH, W.BOUNDARY, W.PREFIX)
@@ -62,6 +63,26 @@ def test_whatever_happens_each_request_gets_the_tokens_it_gets_alone(
     report = run_at(tiny, prepared[name], depth).report()
     assert report.differences == []
     assert report.missing == []
+
+
+AGAIN = [(name, DEPTHS[number % len(DEPTHS)]) for number, name in enumerate(BY_NAME)]
+
+
+@pytest.mark.parametrize(("name", "depth"), AGAIN)
+def test_the_own_thread_brings_each_scenario_to_its_end(
+    tiny: DynamicInferenceEngine, prepared: dict[str, Prepared], name: str, depth: int
+) -> None:
+    """It never sleeps beside a request that could go on: see ``tests/support/own_thread.py``."""
+    sizes = prepared[name].scenario.sizes
+    config = scenario_config(config_at(depth, debug=True), sizes)
+    with tiny.with_config(config) as engine, stepped_by_its_thread(engine) as thread:
+        run = Run(engine, prepared[name])
+        run.play()
+        thread.run_dry(1000)
+        report = run.report()
+    assert report.differences == []
+    assert report.missing == []
+    assert thread.steps > 10
 
 
 def test_the_table_shows_every_pair_even_without_its_last_scenario() -> None:

@@ -13,6 +13,8 @@ from megatron_async.engine import waiters
 from megatron_async.engine.driver import Driver
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.metrics import Idle
+from megatron_async.engine.output_processor import Taken, TokenOutput
+from megatron_async.errors import EngineStoppedError
 from tests.support.patience import PATIENCE_SECONDS
 
 FOREVER = 1 << 40
@@ -192,6 +194,43 @@ def watched_waiters() -> Iterator[None]:
     """Engines that start their thread meanwhile have waiters that can be watched."""
     with patch.object(waiters, "Waiter", WatchedWaiter):
         yield
+
+
+class TokenSink:
+    """What the steps of an engine's own thread bring."""
+
+    def __init__(self) -> None:
+        self._tokens: list[TokenOutput] = []
+
+    def deliver(self, taken: Taken) -> None:
+        self._tokens += taken.outputs
+
+    def fail(self, error: EngineStoppedError) -> None:
+        """At the close."""
+
+    def take(self) -> dict[str, Any]:
+        """The tokens since the last call, as a step has them."""
+        tokens, self._tokens = self._tokens, []
+        return {"tokens": tokens}
+
+
+@contextmanager
+def stepped_by_its_thread(engine: DynamicInferenceEngine) -> Iterator[OwnThread]:
+    """A step of ``engine`` is one of its own thread meanwhile, or none while that sleeps."""
+    with watched_waiters():
+        sink = TokenSink()
+        engine.deliver_to(sink)
+        thread = OwnThread(engine)
+
+        def step_modern() -> dict[str, Any]:
+            thread.run(1)
+            return sink.take()
+
+        with patch.object(engine, "step_modern", step_modern):
+            try:
+                yield thread
+            finally:
+                thread.stop()
 
 
 def in_another_thread(call: Callable[[], Any]) -> Any:

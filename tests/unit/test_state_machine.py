@@ -30,8 +30,6 @@ from hypothesis.stateful import (
 )
 
 from megatron_async.engine.metrics import EngineCounters
-from megatron_async.engine.output_processor import Taken, TokenOutput
-from megatron_async.errors import EngineStoppedError
 from megatron_async.request import DynamicInferenceRequest, Status
 from megatron_async.sampling_params import MAX_STOP_TOKEN_IDS
 from tests.support.drafting_model import DraftingHashModel
@@ -41,7 +39,12 @@ from tests.support.hash_tokenizer import hash_tokenizer
 from tests.support.hybrid_hash_model import HybridDraftingHashModel
 from tests.support.log_probs import check_log_probs
 from tests.support.oracle import Ask, decode_with_salts
-from tests.support.own_thread import OwnThread, check_idle_for_a_reason, watched_waiters
+from tests.support.own_thread import (
+    OwnThread,
+    TokenSink,
+    check_idle_for_a_reason,
+    watched_waiters,
+)
 from tests.support.token_tickets import TokenTickets
 
 STEPS_PER_EXAMPLE = 110
@@ -207,24 +210,6 @@ EVENTS = (
 """What may happen, as often as it stands here; most of it with steps behind it."""
 
 
-class Sink:
-    """What the steps of the engine's own thread bring."""
-
-    def __init__(self) -> None:
-        self._tokens: list[TokenOutput] = []
-
-    def deliver(self, taken: Taken) -> None:
-        self._tokens += taken.outputs
-
-    def fail(self, error: EngineStoppedError) -> None:
-        """At the close."""
-
-    def take(self) -> dict[str, Any]:
-        """As a step has it."""
-        tokens, self._tokens = self._tokens, []
-        return {"tokens": tokens}
-
-
 class EngineMachine(RuleBasedStateMachine):
     """The engine beside what it must have produced."""
 
@@ -246,7 +231,7 @@ class EngineMachine(RuleBasedStateMachine):
         )
         self.tickets = TokenTickets()
         self.engine.observe(self.tickets)
-        self.sink = Sink()
+        self.sink = TokenSink()
         self.thread: OwnThread | None = None
         self.closing = ExitStack()
         if self.part.own_thread:
