@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import gc
-import json
+import os
+import signal
 import socket
+import tempfile
 import threading
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,7 +28,6 @@ from megatron_async.ranks.heartbeat import BEATS, PREPARING_TIMES, Heartbeats
 from megatron_async.ranks.layout import Layout
 from megatron_async.ranks.meeting import BEAT, Call
 from megatron_async.ranks.start import start_group
-from megatron_async.version import __version__
 from tests.support.patience import PATIENCE_SECONDS
 
 CPU = torch.device("cpu")
@@ -132,6 +135,35 @@ def test_a_rank_that_dies_while_the_others_meet_is_noticed(monkeypatch: pytest.M
     pair.group.close()
 
 
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "has not answered")],
+)
+def test_a_rank_is_watched_from_its_first_line_on(
+    number: signal.Signals, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it has imported anything, it has no more than been started."""
+    spawn, over = start._spawn, threading.Event()
+    pids: list[int] = []
+
+    def spawn_and_signal(*args: Any) -> Any:
+        process, call = spawn(*args)
+        os.kill(process.pid, number)
+        pids.append(process.pid)
+        return process, call
+
+    monkeypatch.setattr(start, "_spawn", spawn_and_signal)
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(process_group, "join", lambda *args: over.wait(PATIENCE_SECONDS))
+    monkeypatch.setattr(group, "_unfinished", [])
+    before = set(Path(tempfile.gettempdir()).glob("megatron-async-*"))
+    with pytest.raises(RankDiedError, match=f"rank 1 of the model {says}"):
+        start_group(Layout(2), "cpu", 0.01 if number == signal.SIGSTOP else 0)
+    over.set()
+    assert len(pids) == 1 and not psutil.pid_exists(pids[0])
+    assert set(Path(tempfile.gettempdir()).glob("megatron-async-*")) <= before
+
+
 def test_a_group_that_nobody_has_any_more_ends() -> None:
     pair = Pair(0.5)
     gone = weakref.ref(pair.group)
@@ -157,39 +189,12 @@ def test_a_second_group_is_refused_and_the_first_one_lives(monkeypatch: pytest.M
         start_group(Layout(2), "cpu", 8.0)
 
 
-def test_strangers_do_not_disturb_the_meeting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over hosts anybody can connect: one says nothing and one says something else."""
-    monkeypatch.setattr(meeting, "HELLO_SECONDS", 0.01)
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    store = dist.HashStore()
-    hosts = iter(["this host", "another host"])
-    monkeypatch.setattr(meeting, "host_identity", lambda: next(hosts))
-    found: list[dict[int, Call]] = []
-
-    def accept() -> None:
-        found.append(meeting.accept_all(store, 2, str, lambda: None)[0])
-
-    store.set("version 1", __version__)
-    store.set("host 1", "another host")
-    thread = threading.Thread(target=accept)
-    thread.start()
-    address = tuple(json.loads(store.get("address"))[0])
-    strangers = [socket.create_connection(address) for _ in range(3)]
-    strangers[1].sendall(b"GET / HTTP/1.1\r\n\r\n")
-    strangers[2].close()
-    call, ring = meeting.connect(store, 1)
-    thread.join(PATIENCE_SECONDS)
-    assert list(found[0]) == [1] and ring is None
-    call.say(b"here")
-    assert found[0][1].recv_bytes() == b"here"
-
-
 def test_ranks_of_another_version_are_refused() -> None:
     store = dist.HashStore()
     store.set("version 1", "0.0.1")
     store.set("host 1", meeting.host_identity())
     with pytest.raises(ConfigError, match=r"rank 1 runs megatron-async 0\.0\.1 and rank 0 "):
-        meeting.accept_all(store, 2, str, lambda: None)
+        meeting.accept_all(store, 2, lambda: pytest.fail("share"), lambda: None)
 
 
 class Changing(np.ndarray[Any, Any]):
