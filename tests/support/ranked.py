@@ -1,7 +1,8 @@
 """Groups of forked ranks for tests: modules are imported once, by a process of one thread.
 
 ``python -m tests.support.ranked FOLDER CASE...`` runs :func:`case` on each layout, such as
-``dense:2,1,1`` (tensor, pipeline, expert), :func:`meeting_case` for ``meeting:1,2,1``, and
+``dense:2,1,1`` (tensor, pipeline, expert), :func:`meeting_case` for ``meeting:1,2,1``,
+:func:`soak_case` for ``soak:2,1,1`` with as many requests as ``SOAK`` says, and
 :func:`kill_case` for ``killed:`` and ``stopped:``, one after the other, and writes what rank 0
 found to ``FOLDER/CASE.json``.
 """
@@ -301,6 +302,18 @@ def meeting_case(
     }
 
 
+def soak_case(folder: Path, layout: Layout, store: dist.Store, count: int) -> Found:
+    """Requests by the engine's own thread over a cache that is always full; which of them got other
+    tokens than in a cache with room for all."""
+    with engine_over(folder / "dense", config_at(1), layout, store) as engine:
+        expected = [list(r.generated_tokens) for r in engine.generate(PROMPTS, params())]
+        found = full_cache(engine, 1, count)
+    return {
+        "served": len(found),
+        "wrong": [n for n, each in enumerate(found) if each != expected[n % len(expected)]],
+    }
+
+
 def kill_case(folder: Path, number: signal.Signals) -> Found:
     """What becomes of requests when a rank that was started here gets a signal; by itself, or by
     the timeout, whose error is the same."""
@@ -351,6 +364,8 @@ def run_layout(folder: Path, name: str) -> None:
                 follow(layout, "cpu", store=store, rank=rank)
             if model in KILLS:
                 found = kill_case(folder, KILLS[model])
+            elif model == "soak":
+                found = soak_case(folder, layout, store, int(os.environ.get("SOAK", "64")))
             elif model == "meeting":
                 found = meeting_case(folder, layout, store, meetings)
             else:

@@ -37,7 +37,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Fou
         folder = folder.parent
     folder /= "ranks"
     names = [f"{m}:{sizes}" for m, several in LAYOUTS.items() for sizes in (ALONE, *several)]
-    names += ["meeting:1,2,1", "killed:", "stopped:"]
+    names += ["meeting:1,2,1", "soak:2,1,1", "killed:", "stopped:"]
     with FileLock(f"{folder}.lock"):
         if not (folder / "complete").exists():
             folder.mkdir(exist_ok=True)
@@ -91,6 +91,14 @@ def test_the_own_thread_serves_all_over_a_full_cache(
     for n, tokens in enumerate(expected):
         for run in found[model, sizes]["full"].values():
             assert run[n] == tokens or (n == ABORTED and run[n][: len(tokens)] == tokens)
+
+
+def test_two_ranks_serve_many_requests_over_a_full_cache(
+    found: dict[tuple[str, str], Found],
+) -> None:
+    """``SOAK=10000`` serves as many."""
+    run = found["soak", "2,1,1"]
+    assert run["served"] == int(os.environ.get("SOAK", "64")) and run["wrong"] == []
 
 
 @pytest.mark.parametrize(("model", "sizes"), CASES)
