@@ -85,6 +85,8 @@ class ReplicasClient:
         self._changes = Changes()
         """Of the replicas: all who wait look again at each."""
         self._running: dict[int, tuple[Replica, int]] = {}
+        self._aborted: set[int] = set()
+        """Of those: they are not tried again when their replica dies, which may not have heard."""
         self._changing_weights = asyncio.Lock()
         self._follower: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -194,36 +196,42 @@ class ReplicasClient:
         tried: set[str] = set()
         deaths, sent = request.deaths, False
         self.retried += bool(deaths)
-        while True:
-            replica = self._choose(request.prompt, tried)
-            outputs = self._generate(replica, request)
-            try:
-                async with contextlib.aclosing(outputs):
-                    async for output in outputs:
-                        if sent and not output.token_ids and output.finish_reason is None:
-                            continue  # a second replica has taken it
-                        yield output
-                        sent = True
-                return
-            except QueueFullError:
-                tried.add(replica.name)
-                if sent or not self._candidates(tried):
-                    raise
-            except EngineDeadError as error:
-                tried.add(replica.name)
-                deaths += 1
-                may = deaths <= self._retries and bool(self._candidates(tried))
-                if sent or not may:
-                    said = f"the replica that served this request has died ({error})"
-                    raise ReplicaDiedError(
-                        f"{said}; try again later", deaths=deaths, may_try_again=may
-                    ) from error
-                self.retried += 1
-                logger.warning("replica %s has died; a request is tried again", replica.name)
+        try:
+            while True:
+                replica = self._choose(request.prompt, tried)
+                try:
+                    async with contextlib.aclosing(self._generate(replica, request)) as outputs:
+                        async for output in outputs:
+                            if sent and not output.token_ids and output.finish_reason is None:
+                                continue  # a second replica has taken it
+                            yield output
+                            sent = True
+                    return
+                except QueueFullError:
+                    tried.add(replica.name)
+                    if sent or not self._may_try(request, tried):
+                        raise
+                except EngineDeadError as error:
+                    tried.add(replica.name)
+                    deaths += 1
+                    may = deaths <= self._retries and self._may_try(request, tried)
+                    if sent or not may:
+                        said = f"the replica that served this request has died ({error})"
+                        raise ReplicaDiedError(
+                            f"{said}; try again later", deaths=deaths, may_try_again=may
+                        ) from error
+                    self.retried += 1
+                    logger.warning("replica %s has died; a request is tried again", replica.name)
+        finally:
+            self._aborted.discard(request.request_id)
+
+    def _may_try(self, request: Generate, tried: Collection[str]) -> bool:
+        return request.request_id not in self._aborted and bool(self._candidates(tried))
 
     async def abort(self, request_id: int) -> None:
         """As ``EngineClient.abort``."""
         if request_id in self._running:
+            self._aborted.add(request_id)
             replica, own_id = self._running[request_id]
             await replica.client.abort(own_id)
 

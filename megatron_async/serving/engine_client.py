@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 GREETING_SECONDS = 0.05
 """Between two tries to reach the engine process."""
+RETRY_SECONDS = 1.0
+"""Between two tries where there is something wrong with this one."""
 GOODBYE_MILLISECONDS = 200
 
 
@@ -206,12 +208,18 @@ class EngineClient:
         """Look for an engine process whenever there is none."""
         while True:
             await self.changes.until(lambda: self.state != "ready")
-            if self._link is None:
-                self._link = Link(self.endpoint, self._receive, self._broken)
-            with contextlib.suppress(EngineDeadError):
+            pause = GREETING_SECONDS
+            try:
+                if self._link is None:
+                    self._link = Link(self.endpoint, self._receive, self._broken)
                 self._send(Hello())
+            except EngineDeadError:
+                pass
+            except Exception as error:  # such as no descriptor that is free: later there may be
+                logger.error("the engine's process cannot be reached: %s", error)
+                pause = RETRY_SECONDS
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(GREETING_SECONDS):
+                async with asyncio.timeout(pause):
                     await self.changes.until(lambda: self.state == "ready")
 
     def _send(self, message: ToEngine) -> None:

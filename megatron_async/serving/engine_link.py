@@ -49,10 +49,14 @@ class Link:
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()
         self._monitors: list[zmq.Socket[bytes]] = []
-        self._outputs = self._open(identity, endpoint)
-        self._outputs.connect(endpoint.outputs)
-        self._commands = self._open(identity, endpoint)
-        self._commands.connect(endpoint.commands)
+        try:
+            self._outputs = self._open(identity, endpoint)
+            self._outputs.connect(endpoint.outputs)
+            self._commands = self._open(identity, endpoint)
+            self._commands.connect(endpoint.commands)
+        except BaseException:
+            self._context.destroy(linger=0)
+            raise
         self._is_open = True
         self._heard: float | None = None
         self._silence: asyncio.TimerHandle | None = None

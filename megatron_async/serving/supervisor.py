@@ -114,7 +114,9 @@ class Supervisor:
         except asyncio.CancelledError:
             self._fail_start(EngineDeadError("the server is stopped"))
             raise
-        except (MegatronAsyncError, OSError) as error:
+        except Exception as error:  # of whatever kind: else who waits for the start would for ever
+            if not isinstance(error, (MegatronAsyncError, OSError)):
+                logger.exception("unexpected error")
             self._give_up(f"the engine process cannot start: {error}", error)
 
     def _give_up(self, said: str, error: Exception | None = None) -> None:

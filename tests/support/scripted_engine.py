@@ -55,7 +55,7 @@ class ScriptedEngine:
         """Wait until ``client`` says hello and can be answered; who it is now."""
         while True:
             identity, message = await self.hear()
-            mine = link_of(client)._outputs.getsockopt(zmq.ROUTING_ID)
+            mine = client._link and client._link._outputs.getsockopt(zmq.ROUTING_ID)
             if isinstance(message, Hello) and identity == mine:
                 with contextlib.suppress(zmq.ZMQError):  # the other connection is not there yet
                     self.say(identity, snapshot())

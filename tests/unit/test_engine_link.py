@@ -5,17 +5,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
+import zmq
 
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import EngineDeadError, EngineGivenUpError, EngineStoppedError
-from megatron_async.serving import engine_link
+from megatron_async.serving import engine_client, engine_link, supervisor
 from megatron_async.serving.changes import Changes
 from megatron_async.serving.engine_client import EngineClient, Mailbox
+from megatron_async.serving.engine_link import Link
 from megatron_async.serving.http_server import connected
 from megatron_async.serving.live_requests import ConnectedFrontEnd, LiveRequests, Route
 from megatron_async.serving.messages import (
@@ -25,6 +28,7 @@ from megatron_async.serving.messages import (
     FromEngine,
     Generate,
     Hello,
+    Launch,
     Output,
     Outputs,
 )
@@ -484,6 +488,46 @@ def test_a_wake_up_that_is_left_out_is_noticed(name: str, monkeypatch: pytest.Mo
             client._link.close(0)
         engine.close()
         endpoint.remove()
+
+    run(test())
+
+
+def test_a_front_end_that_cannot_open_a_socket_tries_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It never looked for the engine again: it had no free descriptor when that was restarted."""
+    failures = [zmq.ZMQError(errno.EMFILE), OSError(errno.EMFILE, "too many open files")]
+
+    def opened(*given: Any) -> Link:
+        if failures:
+            raise failures.pop()
+        return Link(*given)
+
+    monkeypatch.setattr(engine_client, "Link", opened)
+    monkeypatch.setattr(engine_client, "RETRY_SECONDS", 0.0)
+
+    async def test() -> None:
+        async with met() as (engine, client, identity):
+            failures.append(OSError(errno.EMFILE, "too many open files"))
+            client._break("it has died")
+            assert await engine.meet(client) != identity
+
+    run(test())
+
+
+def test_who_waits_for_the_start_of_an_engine_hears_of_any_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise ValueError("of a kind that nobody has thought of")
+
+    monkeypatch.setattr(supervisor, "ChildProcess", fails)
+
+    async def test() -> None:
+        supervised = supervisor.Supervisor(Launch("", {}, Endpoint.private()))
+        with pytest.raises(EngineDeadError, match="nobody has thought of"):
+            await supervised.start()
+        await supervised.stop()
 
     run(test())
 

@@ -208,6 +208,35 @@ def test_a_replica_whose_host_is_gone_keeps_nobody_waiting() -> None:
     run(test())
 
 
+@pytest.mark.parametrize("is_aborted", (False, True))
+def test_an_aborted_request_is_not_tried_again_by_another_replica(is_aborted: bool) -> None:
+    """Its replica died before it had heard, and a server that was stopped waited for it."""
+
+    async def test() -> None:
+        async with replicas("a", "b") as (client, _, members):
+            engines = {name: ScriptedEngine(member.endpoint) for name, member in members.items()}
+            first, second = client._replicas["a"], client._replicas["b"]
+            await engines["a"].meet(first.client)
+            asked = asyncio.create_task(generated(client))
+            await engines["a"].hear_after_hello()
+            second.client._receive(INFO)
+            if is_aborted:
+                await client.abort(1)
+            first.client._break("it has died")
+            if is_aborted:
+                with pytest.raises(ReplicaDiedError) as died:
+                    await asked
+                assert not died.value.may_try_again
+            else:
+                await until(lambda: second.own)
+                asked.cancel()
+            assert not client._aborted
+            for engine in engines.values():
+                engine.close()
+
+    run(test())
+
+
 @pytest.mark.parametrize("end", ("back", "leaves"))
 def test_new_weights_wait_for_a_replica_that_comes_back_or_leaves(end: str) -> None:
     async def test() -> None:
