@@ -34,7 +34,10 @@ def gpu_limit(index: int) -> int:
     """:func:`block_limit` of a GPU, which is asked once."""
     if not torch.cuda.is_available():
         return HOPPER_BYTES
-    return int(torch.cuda.get_device_properties(index).shared_memory_per_block_optin)
+    properties = torch.cuda.get_device_properties(index)
+    return int(
+        getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
+    )
 
 
 def has_async_products(limit: int) -> bool:

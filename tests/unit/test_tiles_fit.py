@@ -9,29 +9,18 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
-import json
 from collections.abc import Iterator
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-import megatron_async
+from megatron_async.kernels import shared_memory
 from megatron_async.kernels.attention import decode_attention
 from megatron_async.kernels.attention import tiles as attention_tiles
 from megatron_async.kernels.gemm.skinny_gemm import defines
 from megatron_async.kernels.gemm.tile_choice import choose
-from megatron_async.kernels.gemm.tile_config import (
-    ADD,
-    GELU_TANH,
-    LAYER_NORM,
-    MAX_ROWS,
-    NO_NORM,
-    RMS_NORM,
-    SILU_GATE,
-    STORE,
-    padded,
-)
+from megatron_async.kernels.gemm.tile_config import RMS_NORM
 from megatron_async.kernels.mamba.layer import MambaSizes
 from megatron_async.kernels.moe import row, tiles
 from megatron_async.kernels.moe.settings import ExpertActivation, RouterSettings
@@ -39,7 +28,6 @@ from megatron_async.kernels.moe.shape import MoeShape
 from megatron_async.kernels.moe.tiles import MoeTiles, Tile
 from megatron_async.kernels.sampling import sample_cuda
 from megatron_async.kernels.shared_memory import HOPPER_BYTES
-from megatron_async.models.config import ModelConfig
 from megatron_async.models.shapes import SHAPES
 from tests.support import emulator, launches
 from tests.support.compiled_kernels import (
@@ -52,68 +40,20 @@ from tests.support.compiled_kernels import (
 )
 from tests.support.cuda_kernels import emulated
 from tests.support.interpreter import HAS_TRITON
+from tests.support.kernel_shapes import (
+    DTYPES,
+    KERNEL_ROWS,
+    MODELS,
+    ROWS,
+    expert_sizes,
+    gemm_shapes,
+    head_shapes,
+    mamba_sizes,
+)
 
 SMS = 132
-ROWS = (1, 2, 3, 4, 6, 7, 8, 16, 32, 33, 48, 63, 64, 65, 128, 256, 512)
-KERNEL_ROWS = sorted({padded(rows) for rows in ROWS if rows <= MAX_ROWS})
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-EMBEDDED = ("tiny", "tiny-moe", "tiny-hybrid")
 on_limits = pytest.mark.parametrize("gpu", LIMITS)
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not built for this platform")
-
-
-def embedded(name: str) -> ModelConfig:
-    path = Path(megatron_async.__file__).parent / "assets" / name / "config.json"
-    return ModelConfig.from_dict(json.loads(path.read_text())["model"])
-
-
-MODELS = [*SHAPES.values(), *map(embedded, EMBEDDED)]
-
-
-def expert_sizes() -> Iterator[tuple[int, int]]:
-    """Hidden sizes, and those of one expert."""
-    for config in MODELS:
-        if config.num_moe_experts:
-            yield config.hidden_size, config.moe_ffn_hidden_size or config.ffn_hidden_size
-    yield from itertools.product(
-        (16, 48, 80, 256, 320, 720, 1536, 7168, 16384), (16, 48, 176, 704, 1408, 28672)
-    )
-
-
-def head_shapes() -> Iterator[tuple[int, int, int, int | None]]:
-    """Query heads, heads of keys, elements of a value, and what latents have behind theirs."""
-    for config in MODELS:
-        latent, heads = config.latent_attention, config.num_attention_heads
-        if latent is not None:
-            yield heads, 1, latent.kv_lora_rank, latent.qk_pos_emb_head_dim
-        else:
-            yield heads, config.num_kv_heads, config.head_dim, None
-    yield from itertools.product((1, 7, 16, 71, 128, 512), (1,), (8, 16, 33, 80, 192, 256), (None,))
-    yield from itertools.product((1, 10, 16, 128), (1,), (16, 256, 384, 512), (8, 64, 128))
-
-
-def mamba_sizes() -> Iterator[MambaSizes]:
-    yield from (config.mamba for config in MODELS if config.hybrid_override_pattern)
-    for head_dim, state in itertools.product((8, 48, 64, 128), (8, 96, 128, 200, 256)):
-        yield MambaSizes(6, head_dim, 2, state)
-
-
-def gemm_shapes() -> set[tuple[int, int, int, int]]:
-    """Rows and columns of weights, the norm of the input and the epilogue."""
-    found = {(96, 64, RMS_NORM, STORE), (1003, 192, RMS_NORM, STORE), (16, 64, NO_NORM, ADD)}
-    for config in MODELS:
-        hidden, wide = config.hidden_size, config.ffn_hidden_size
-        norm = LAYER_NORM if config.normalization == "LayerNorm" else RMS_NORM
-        heads = config.num_attention_heads * config.head_dim
-        up = (2 * wide, SILU_GATE) if config.gated else (wide, GELU_TANH)
-        found |= {
-            (heads + 2 * config.num_kv_heads * config.head_dim, hidden, norm, STORE),
-            (hidden, heads, NO_NORM, ADD),
-            (up[0], hidden, norm, up[1]),
-            (hidden, wide, NO_NORM, ADD),
-            (config.vocab_size, hidden, norm, STORE),
-        }
-    return found
 
 
 def test_the_shapes_are_those_of_all_models() -> None:
@@ -121,6 +61,27 @@ def test_the_shapes_are_those_of_all_models() -> None:
     assert (256, 64) in set(expert_sizes()) and (2048, 768) in set(expert_sizes())
     assert (4, 2, 64, None) in set(head_shapes()) and (16, 1, 512, 64) in set(head_shapes())
     assert MambaSizes(8, 64, 1, 32) in set(mamba_sizes())
+
+
+def test_a_gpu_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def properties(index: int) -> SimpleNamespace:
+        asked.append(index)
+        return SimpleNamespace(
+            shared_memory_per_block=49_152, shared_memory_per_block_optin=101_376
+        )
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    shared_memory.gpu_limit.cache_clear()
+    try:
+        for _ in range(2):
+            assert shared_memory.block_limit(torch.device("cuda", 3)) == 101_376
+        assert shared_memory.block_limit(torch.device("cpu")) == HOPPER_BYTES
+    finally:
+        shared_memory.gpu_limit.cache_clear()
+    assert asked == [3]
 
 
 @on_limits

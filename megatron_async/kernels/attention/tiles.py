@@ -35,15 +35,15 @@ class Heads(NamedTuple):
     """What the heads of a layer are like.
 
     Args:
-        count, kv_count: query heads, and heads of keys.
+        query_heads, kv_heads: how many.
         value_dim: elements of a value. In multi-latent attention a key has so many, which are its
             value, and ``more``.
         more: None elsewhere: keys and values are apart, and equally large.
         element_size: bytes of an element.
     """
 
-    count: int
-    kv_count: int
+    query_heads: int
+    kv_heads: int
     value_dim: int
     more: int | None
     element_size: int
@@ -51,14 +51,14 @@ class Heads(NamedTuple):
     @classmethod
     def of(cls, query: torch.Tensor, kv_heads: int, latent: int | None) -> Heads:
         """Those of a query ``[T, Hq, D]``, see ``paged_attention.paged_decode_attention``."""
-        count, head_dim = query.shape[1:]
+        heads, head_dim = query.shape[1:]
         more = None if latent is None else head_dim - latent
-        return cls(count, kv_heads, latent or head_dim, more, query.element_size())
+        return cls(heads, kv_heads, latent or head_dim, more, query.element_size())
 
     @property
     def group(self) -> int:
         """Query heads that share a head of keys, where a program may have them all."""
-        return self.count if self.more is not None else self.count // self.kv_count
+        return self.query_heads if self.more is not None else self.query_heads // self.kv_heads
 
     @property
     def value_pad(self) -> int:
@@ -133,7 +133,7 @@ def split_tile(heads: Heads, limit: int = HOPPER_BYTES) -> SplitTile:
     if heads.more is None:
         tile = SplitTile(heads.group, _keys(heads, TILE_BYTES), SPLIT_STAGES)
     else:
-        group = heads_at_once(heads.count, LATENT_HEADS)
+        group = heads_at_once(heads.query_heads, LATENT_HEADS)
         tile = SplitTile(group, _keys(heads, LATENT_TILE_BYTES), LATENT_STAGES)
     return first_that_fits(
         itertools.chain((tile,), smaller_splits(tile)),
@@ -164,7 +164,7 @@ def prefill_tile(heads: Heads, limit: int = HOPPER_BYTES) -> PrefillTile:
         rows, keys, warps, stages = 32, 16, 8, 2
     else:
         rows, keys, warps, stages = 64, _keys(heads, TILE_BYTES), 4, 3
-    group = heads_at_once(heads.count, rows) if is_latent else heads.group
+    group = heads_at_once(heads.query_heads, rows) if is_latent else heads.group
     tile = PrefillTile(group, max(rows, padded(group)), keys, warps, stages)
     return first_that_fits(
         itertools.chain((tile,), smaller_prefills(tile)),
