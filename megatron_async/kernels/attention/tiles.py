@@ -81,6 +81,8 @@ class Heads(NamedTuple):
         stage, weights = keys * (self.value_pad + others) * size, rows * keys * size
         buffers = loop_buffers(stages, indirect=True)
         taken = buffers * stage + weights
+        if stages == 1 and size == 2 and self.more is not None:
+            taken += keys * self.value_pad * size  # latents as values, apart from them as keys
         if rows >= 64 and size == 2 and has_async_products(limit):
             taken = max(taken, (buffers + 1) * stage)  # whose weights are in registers
         sums = rows * (self.value_pad + 4) * (size if isinstance(tile, PrefillTile) else 4)
