@@ -1,17 +1,26 @@
-"""``common.pt``: what ``dist_checkpointing.save`` keeps once for all ranks."""
+"""What ``dist_checkpointing.save`` keeps once for all ranks: in ``common.pt``, and since 0.19 beside
+the tensors."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from megatron_async.checkpoint.distributed_metadata import common_object
 from megatron_async.checkpoint.json_file import one_line
 from megatron_async.checkpoint.pickle_reader import Record
-from megatron_async.checkpoint.regular_files import read_file
+from megatron_async.checkpoint.regular_files import (
+    file_size,
+    is_regular_file,
+    read_file,
+    read_range,
+)
 from megatron_async.checkpoint.torch_archive import read_object
 from megatron_async.errors import CheckpointError
+from megatron_async.megatron_compat import checkpoints
+from megatron_async.megatron_compat.checkpoints import COMMON_OBJECT
 
-COMMON_FILE = "common.pt"
+COMMON_FILE = checkpoints.COMMON_FILE
 MOST_COMMON_BYTES = 2**28
 
 
@@ -22,9 +31,17 @@ def read_common(directory: Path) -> Any:
         CheckpointError: it is missing, too large or corrupt, or holds what is not allowed.
     """
     path = directory / COMMON_FILE
-    data = read_file(path, MOST_COMMON_BYTES)
+    stored = None if is_regular_file(path) else common_object(directory)
+    if stored is None:
+        data = read_file(path, MOST_COMMON_BYTES)
+    else:
+        path, start, length = stored
+        if length > MOST_COMMON_BYTES or start + length > file_size(path):
+            raise CheckpointError(f"{path}: {COMMON_OBJECT} is not complete, or too large")
+        data = read_range(path, start, length)
     try:
-        return read_object(data)
+        found = read_object(data)
+        return found if stored is None else found[0]
     except Exception as error:  # a corrupt archive can raise anything
         raise CheckpointError(f"{path}: content refused: {one_line(error)}") from error
 

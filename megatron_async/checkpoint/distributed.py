@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from megatron_async import megatron_compat as compat
 from megatron_async.checkpoint.common_file import read_common
@@ -24,16 +22,15 @@ from megatron_async.checkpoint.regular_files import file_size, read_range
 from megatron_async.checkpoint.targets import Stage
 from megatron_async.checkpoint.torch_archive import read_tensor
 from megatron_async.errors import CheckpointError
+from megatron_async.megatron_compat import checkpoints
 from megatron_async.models.config import ModelConfig
 
-from megatron.core import dist_checkpointing, parallel_state  # isort: skip
+from megatron.core import parallel_state  # isort: skip
 from megatron.core.dist_checkpointing.dict_utils import nested_values  # isort: skip
 from megatron.core.dist_checkpointing.mapping import (  # isort: skip
     ShardedTensor,
     apply_factories,
 )
-from megatron.core.dist_checkpointing.strategies import torch as torch_strategy  # isort: skip
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy  # isort: skip
 from megatron.core.transformer.mlp import MLP  # isort: skip
 
 
@@ -57,30 +54,6 @@ _HYBRID_NAMES = (
 """Those of megatron's ``MambaStack``."""
 
 _NOT_WEIGHTS = re.compile(r"(optimizer|chained_\d+|rng_state|rerun_state_machine)\b")
-
-
-class _SyncSaveStrategy(SaveShardedStrategy):  # type: ignore[misc]
-    """``torch_dist`` written by the calling process: no worker process, no ``__main__`` guard."""
-
-    def __init__(self) -> None:
-        super().__init__("torch_dist", 1)
-
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        return True
-
-    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        by_key, _, _ = torch_strategy._replace_state_dict_keys_with_sharded_keys(
-            sharded_state_dict, keep_only_main_replica=True
-        )
-        dcp_save(
-            torch_strategy.mcore_to_pyt_state_dict(by_key, is_loading=False),
-            storage_writer=FileSystemWriter(checkpoint_dir),
-            planner=torch_strategy.MCoreSavePlanner(
-                dedup_replicated_tensors=False, flatten_state_dict=False
-            ),
-            no_dist=torch.distributed.get_world_size() == 1,
-        )
 
 
 def _no_state(*args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -144,9 +117,7 @@ def save_distributed(
     for value in nested_values(sharded_state_dict):
         if hasattr(value, "key") and not _is_norm_of_experts(value.key, config):
             value.key = _stored_name(value.key, model)
-    dist_checkpointing.save(
-        sharded_state_dict, str(directory), sharded_strategy=_SyncSaveStrategy()
-    )
+    checkpoints.save(sharded_state_dict, directory)
     if torch.distributed.get_rank() == 0:
         copy_tokenizer_files(directory, tokenizer_files)
         write_config(
@@ -229,10 +200,10 @@ def load_weights(directory: Path, model: Any, content: Mapping[str, StoredTensor
     if not parallel_state.model_parallel_is_initialized():
         compat.ensure_parallel_state()
     backend = read_json(directory / BACKEND_FILE).get("sharded_backend")
-    if backend != "torch_dist":
+    if backend != checkpoints.BACKEND:
         raise CheckpointError(
             f"{directory / BACKEND_FILE}: sharded_backend={backend!r} is not supported; "
-            "supported: 'torch_dist'"
+            f"supported: {checkpoints.BACKEND!r}"
         )
     read_common(directory)
     stored = {k: v for k, v in content.items() if not _NOT_WEIGHTS.match(k)}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,10 @@ import torch
 
 from megatron_async.checkpoint.json_file import one_line
 from megatron_async.checkpoint.pickle_reader import PickleReader, Record
-from megatron_async.checkpoint.regular_files import read_file
+from megatron_async.checkpoint.regular_files import is_regular_file, read_file
 from megatron_async.checkpoint.torch_archive import FUNCTIONS
 from megatron_async.errors import CheckpointError
+from megatron_async.megatron_compat import checkpoints
 
 METADATA_FILE = ".metadata"
 MOST_METADATA_BYTES = 2**29
@@ -71,14 +74,14 @@ def _ints(what: str, value: Any) -> tuple[int, ...]:
 
 
 def _storage(metadata: Record, directory: Path) -> dict[Any, tuple[Path, int, int]]:
-    """(name, offsets) to (file, start, length)."""
+    """(name, offsets) to (file, start, length); an object has offsets ``None``."""
     places = {}
     for index, info in metadata.field("storage_data", dict).items():
         if not isinstance(index, Record) or not isinstance(info, Record):
             raise ValueError("storage_data has an entry of another kind")
         name = index.field("fqn", str)
         offsets = index.state.get("offset")
-        if offsets is None:  # an object, which is never read
+        if offsets is None and name != checkpoints.COMMON_OBJECT:  # an object that is never read
             continue
         file = info.field("relative_path", str)
         if not file.isprintable() or Path(file).name != file or file in ("", ".", ".."):
@@ -87,7 +90,8 @@ def _storage(metadata: Record, directory: Path) -> dict[Any, tuple[Path, int, in
             raise ValueError(f"{file}: transformed (compressed) storage is not supported")
         what = f"offset, length of {name}"
         start, length = _ints(what, (info.field("offset", int), info.field("length", int)))
-        places[name, _ints(f"offset of {name}", offsets)] = (directory / file, start, length)
+        at = None if offsets is None else _ints(f"offset of {name}", offsets)
+        places[name, at] = (directory / file, start, length)
     return places
 
 
@@ -121,17 +125,41 @@ def read_metadata(directory: Path) -> dict[str, StoredTensor]:
         CheckpointError: ``.metadata`` is missing, too large or corrupt, or holds anything but the
             metadata classes of torch and megatron-core. Nothing in it has been executed then.
     """
-    path = directory / METADATA_FILE
-    data = read_file(path, MOST_METADATA_BYTES)
-    try:
-        metadata = PickleReader(data, _NAMES.__contains__, FUNCTIONS).load()
-        if not isinstance(metadata, Record) or not _is_a(metadata, "Metadata"):
-            raise ValueError("holds no Metadata")
+    with _refusing(directory / METADATA_FILE):
+        metadata = _metadata(directory / METADATA_FILE)
         places = _storage(metadata, directory)
         return {
             str(name): _stored_tensor(str(name), record, places)
             for name, record in metadata.field("state_dict_metadata", dict).items()
             if _is_a(record, "TensorStorageMetadata")
         }
+
+
+def common_object(directory: Path) -> tuple[Path, int, int] | None:
+    """File, start and length of what all ranks have in common, where it is a stored object, as
+    megatron-core keeps it since 0.19; None where there is none.
+
+    Raises:
+        CheckpointError: as :func:`read_metadata`.
+    """
+    if not is_regular_file(directory / METADATA_FILE):
+        return None
+    with _refusing(directory / METADATA_FILE):
+        places = _storage(_metadata(directory / METADATA_FILE), directory)
+        return places.get((checkpoints.COMMON_OBJECT, None))
+
+
+def _metadata(path: Path) -> Record:
+    data = read_file(path, MOST_METADATA_BYTES)
+    metadata = PickleReader(data, _NAMES.__contains__, FUNCTIONS).load()
+    if not isinstance(metadata, Record) or not _is_a(metadata, "Metadata"):
+        raise ValueError("holds no Metadata")
+    return metadata
+
+
+@contextlib.contextmanager
+def _refusing(path: Path) -> Iterator[None]:
+    try:
+        yield
     except (ValueError, MemoryError) as error:
         raise CheckpointError(f"{path}: refused: {one_line(error)}") from error

@@ -52,8 +52,6 @@ def _pattern(args: Arguments, num_layers: int) -> str:
     shares = [args.number(f"hybrid_{part}_ratio", 0.0) for part in ("attention", "mlp")]
     if min(shares) < 0 or sum(shares) > 1:
         raise args.unsupported("hybrid_attention_ratio", "shares that are at most 1 together")
-    from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
+    from megatron_async.megatron_compat.hybrid import pattern_from_ratios
 
-    from megatron.core.ssm.mamba_hybrid_layer_allocation import allocate_layers  # isort: skip
-
-    return "".join(allocate_layers(num_layers, *shares))
+    return pattern_from_ratios(num_layers, *shares)

@@ -1,4 +1,4 @@
-"""Make a ``GPTModel`` that a megatron-core user has built serveable, in place."""
+"""Make a model that a megatron-core user has built serveable, in place."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from typing import Any
 import torch
 
 from megatron_async.errors import ConfigError
+from megatron_async.megatron_compat.classes import HYBRID_STACK
+from megatron_async.megatron_compat.specs import mtp_inner_layer, number_mtp_layers
 from megatron_async.models.attention import PagedSelfAttention
 from megatron_async.models.build import attach_rotary
-from megatron_async.models.gpt import GPTModel
+from megatron_async.models.gpt import ADAPTED, GPTModel, Inference
 from megatron_async.models.latent_attention import PagedLatentAttention
+from megatron_async.models.mamba.adapt import adapt_mixer, check_mixer, is_mamba_layer
 from megatron_async.models.moe.adapt import adapt_experts, check_experts
 from megatron_async.models.rope import RotaryTable
 
-from megatron.core.models.gpt.gpt_model import GPTModel as MegatronGPTModel  # isort: skip
 from megatron.core.transformer.attention import SelfAttention  # isort: skip
+from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention  # isort: skip
 from megatron.core.transformer.utils import is_layer_window_attention  # isort: skip
 from megatron.core.utils import unwrap_model  # isort: skip
@@ -48,46 +51,70 @@ def unwrapped(model: Any) -> Any:
 
 
 def adapt_model(model: Any) -> GPTModel:
-    """Turn a megatron-core ``GPTModel`` into ours, weights untouched; ours is returned as it is.
+    """Turn a megatron-core model into one that is served, weights untouched; ours is returned as it
+    is.
 
+    It is a ``GPTModel``, a ``HybridModel`` or a ``MambaModel``, and keeps being one.
     ``Float16Module`` and ``DistributedDataParallel`` are taken off. Its attention layers become
-    :class:`PagedSelfAttention` or :class:`PagedLatentAttention`, its class :class:`GPTModel`, and
-    its experts' weights views of stacked ones (``models/moe/adapt.py``). Rotary embeddings
-    ("rope"), learned ones and none are supported. Graphs that megatron-core would capture are
-    turned off.
+    :class:`PagedSelfAttention` or :class:`PagedLatentAttention`, its mixers ones that this package
+    computes (``models/mamba/adapt.py``), and its experts' weights views of stacked ones
+    (``models/moe/adapt.py``). Rotary embeddings ("rope"), learned ones and none are supported.
+    Graphs that megatron-core would capture are turned off.
 
     Raises:
         ConfigError: the model has a part that cannot be served; the message names it. The model
             is unchanged then.
     """
     model = unwrapped(model)
-    if isinstance(model, GPTModel):
-        return model
-    layers = _attention_layers(model)
+    if isinstance(model, Inference):
+        return model  # type: ignore[return-value]
+    layers = _checked_layers(model)
     _turn_off_own_graphs(model)
+    model.__class__ = ADAPTED[type(model)]
+    model.mtp_process = getattr(model, "mtp_process", False)
+    number_mtp_layers(model)
+    attending = [layer for layer in layers if _attends(layer)]
+    for place, layer in enumerate(attending):
+        attention = layer.self_attention
+        attention.__class__ = _OURS[type(attention)]
+        attention.cache_layer = place
     for layer in layers:
-        layer.self_attention.__class__ = _OURS[type(layer.self_attention)]
-        adapt_experts(layer)
-    model.__class__ = GPTModel
-    _attach_own_rotary(model)
-    for layer in layers:
+        if is_mamba_layer(layer):
+            adapt_mixer(layer)
+        else:
+            adapt_experts(layer)
+    if hasattr(model.decoder, "final_norm"):  # of a hybrid stack
+        model.decoder.__class__ = AdaptedHybridStack
+    _attach_own_rotary(model, attending)
+    for layer in attending:
         _limit(layer.self_attention, model.config)
     adapted: GPTModel = model
     return adapted
 
 
-def _attention_layers(model: Any) -> list[Any]:
+class AdaptedHybridStack(HYBRID_STACK):  # type: ignore[misc]
+    """megatron's stack of layers, with the name that a transformer block's last norm has."""
+
+    @property
+    def final_layernorm(self) -> torch.nn.Module:
+        """``final_norm``."""
+        norm: torch.nn.Module = self.final_norm
+        return norm
+
+
+def _attends(layer: Any) -> bool:
+    attention = getattr(layer, "self_attention", None)
+    return attention is not None and not isinstance(attention, IdentityOp)
+
+
+def _checked_layers(model: Any) -> list[Any]:
     """The layers of the decoder and of multi-token prediction; :class:`ConfigError` for a model
     that cannot be served."""
-    if type(model).__name__ == "MambaModel":
+    if type(model) not in ADAPTED:
+        names = " or ".join(dict.fromkeys(theirs.__name__ for theirs in ADAPTED))
         raise ConfigError(
-            "model is a MambaModel, whose mixers need packages of their own to run: save it with "
-            "megatron.core's dist_checkpointing, and load the directory with load_pretrained"
-        )
-    if type(model) is not MegatronGPTModel:
-        raise ConfigError(
-            f"model is a {type(model).__name__}, not megatron.core's GPTModel: pass the GPTModel "
-            "itself"
+            f"model is a {type(model).__name__}, not megatron.core's {names}: pass the model itself, "
+            "or save it with dist_checkpointing, and load the directory with load_pretrained"
         )
     _check_config(model.config)
     if model.position_embedding_type not in ("rope", "learned_absolute", "none"):
@@ -96,19 +123,45 @@ def _attention_layers(model: Any) -> list[Any]:
             "use 'rope', 'learned_absolute' or 'none'"
         )
     layers = list(model.decoder.layers)
-    if model.mtp_process:
-        layers += [layer.transformer_layer for layer in model.mtp.layers]
+    if getattr(model, "mtp_process", False):
+        for layer in model.mtp.layers:
+            layers += _layers_of_mtp(mtp_inner_layer(layer))
     for layer in layers:
-        if type(layer.self_attention) not in _OURS:
+        if is_mamba_layer(layer):
+            _check_unsplit(model.config)
+            check_mixer(layer)
+            continue
+        if _attends(layer) and type(layer.self_attention) not in _OURS:
             raise ConfigError(
                 f"layer {layer.layer_number} has {type(layer.self_attention).__name__}: build the "
                 "layers with megatron.core's SelfAttention or MLASelfAttention, as "
                 "get_gpt_layer_local_spec() does"
             )
-        if isinstance(layer.self_attention, MLASelfAttention):
+        if isinstance(getattr(layer, "self_attention", None), MLASelfAttention):
             _check_latents(layer)
         check_experts(layer)
     return layers
+
+
+def _layers_of_mtp(inner: Any) -> list[Any]:
+    """The layers of one multi-token prediction layer: one, or those of a hybrid model's stack."""
+    if not hasattr(inner, "layers"):
+        return [inner]
+    layers = list(inner.layers)
+    if any(map(is_mamba_layer, layers)) or sum(map(_attends, layers)) != 1:
+        raise ConfigError(
+            "each multi-token prediction layer of a hybrid model must have one attention layer and "
+            "no Mamba layer: build the model without '/' in its pattern, or with one such as '/*-'"
+        )
+    return layers
+
+
+def _check_unsplit(config: Any) -> None:
+    if config.tensor_model_parallel_size != 1:
+        raise ConfigError(
+            "Mamba layers are not divided over tensor-parallel ranks: load the model without "
+            "tensor parallelism"
+        )
 
 
 def _check_config(config: Any) -> None:
@@ -144,11 +197,13 @@ def _check_latents(layer: Any) -> None:
         )
 
 
-def _attach_own_rotary(model: Any) -> None:
+def _attach_own_rotary(model: Any, attending: list[Any]) -> None:
     """Rotations by our table, in the place of megatron-core's."""
     attach_rotary(model, None)
+    if not attending:
+        return
     if model.config.multi_latent_attention:
-        table = _latent_table(model.decoder.layers[0].self_attention, model.max_sequence_length)
+        table = _latent_table(attending[0].self_attention, model.max_sequence_length)
         attach_rotary(model, table.to(next(model.parameters()).device))
     elif model.position_embedding_type == "rope":
         rotary = model.rotary_pos_emb
@@ -158,7 +213,7 @@ def _attach_own_rotary(model: Any) -> None:
             rotary.seq_len_interpolation_factor or 1.0,
         )
         attach_rotary(model, table.to(next(model.parameters()).device))
-        # GPTModel computes no rotary embeddings of its own from here on.
+        # The model computes no rotary embeddings of its own from here on.
         model.position_embedding_type = "none"
 
 

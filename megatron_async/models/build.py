@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from megatron_async import megatron_compat as compat
 from megatron_async.device.memory import GIB, memory_bytes
 from megatron_async.errors import ConfigError
+from megatron_async.megatron_compat.specs import number_mtp_layers
 from megatron_async.models import parallel
 from megatron_async.models.attention import PagedAttention
 from megatron_async.models.config import ModelConfig
@@ -235,6 +236,7 @@ def build_model(
             post_process=parallel_state.is_pipeline_last_stage(),
         )
         model.model_config = config
+        number_mtp_layers(model)
         number_attention_layers(model.decoder.layers)
         link_norms(list(model.decoder.layers), model.decoder.final_layernorm)
         attach_features(model, config)

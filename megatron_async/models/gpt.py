@@ -1,4 +1,8 @@
-"""megatron-core's ``GPTModel``, with inference for models that have multi-token prediction."""
+"""Language models of megatron-core, with inference for those that have multi-token prediction.
+
+On each release a model that we build is of the class that the release wants. Of a model that its
+user has built the class stays a subclass of what it was (``models/adapt.py``).
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,36 @@ from typing import TYPE_CHECKING, Any
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
+from megatron_async.megatron_compat.classes import (
+    GPT_MODEL,
+    HYBRID_MODEL,
+    MAMBA_MODEL,
+    MODEL_BASE,
+)
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.rope import RotaryTable
 
 if TYPE_CHECKING:
     from megatron_async.checkpoint.family import Names
 
-from megatron.core.models.gpt.gpt_model import GPTModel as MegatronGPTModel  # isort: skip
+from megatron.core.models.common.embeddings.language_model_embedding import (  # isort: skip
+    LanguageModelEmbedding,
+)
+from megatron.core.models.common.language_module.language_module import (  # isort: skip
+    LanguageModule,
+)
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear  # isort: skip
+from megatron.core.transformer.enums import ModelType  # isort: skip
+from megatron.core.transformer.multi_token_prediction import (  # isort: skip
+    MultiTokenPredictionBlock,
+)
+from megatron.core.transformer.transformer_block import TransformerBlock  # isort: skip
 
 
-class GPTModel(MegatronGPTModel):  # type: ignore[misc]
-    """A GPTModel whose forward without labels leaves multi-token prediction (MTP) alone.
+class Inference:
+    """A model's forward without labels, which leaves multi-token prediction (MTP) alone.
 
-    megatron's own runs the MTP layers in each forward and needs labels for them. Training (a
+    megatron's own runs the MTP layers in each forward, or needs labels for them. Training (a
     forward with ``labels``) is megatron's.
 
     Attributes:
@@ -36,6 +56,15 @@ class GPTModel(MegatronGPTModel):  # type: ignore[misc]
             all.
     """
 
+    config: Any
+    embedding: Any
+    decoder: Any
+    mtp: Any
+    output_layer: Any
+    pre_process: bool
+    post_process: bool
+    share_embeddings_and_output_weights: bool
+    pg_collection: Any
     decoder_hidden_states: Tensor | None = None
     model_config: ModelConfig | None = None
     token_count: int | None = None
@@ -43,40 +72,51 @@ class GPTModel(MegatronGPTModel):  # type: ignore[misc]
     rotary: RotaryTable | None
     sliding_rotary: RotaryTable | None
 
-    def setup_embeddings_and_output_layer(self) -> None:
-        """As megatron's, but that stages with a tied output layer load their own copies: its
-        collective moves them to a GPU."""
-        if self.config.pipeline_model_parallel_size == 1:
-            super().setup_embeddings_and_output_layer()
-
-    def _postprocess(
+    def forward(
         self,
-        hidden_states: Tensor,
         input_ids: Tensor,
         position_ids: Tensor,
-        labels: Tensor | None,
-        *args: Any,
+        attention_mask: Tensor | None = None,
+        decoder_input: Tensor | None = None,
+        labels: Tensor | None = None,
+        inference_context: Any = None,
+        runtime_gather_output: bool | None = None,
         **kwargs: Any,
     ) -> Tensor:
+        """Logits ``[B, S, vocab]``, of each row's last token where the context asks for those
+        alone; hidden states on a stage that is not the last; losses ``[B, S]`` with ``labels``."""
+        if labels is not None:
+            given: Any = super()
+            losses: Tensor = given.forward(
+                input_ids, position_ids, attention_mask, decoder_input=decoder_input,
+                labels=labels, runtime_gather_output=runtime_gather_output, **kwargs,
+            )  # fmt: skip
+            return losses
+        context = inference_context
+        if context is None:
+            context = kwargs.get("inference_params")
+        if decoder_input is None and self.pre_process:
+            decoder_input = self.embedding(input_ids=input_ids, position_ids=position_ids)
+        hidden_states: Tensor = self.decoder(
+            hidden_states=decoder_input,
+            attention_mask=attention_mask,
+            inference_context=context,
+            **{name: kwargs[name] for name in ("padding_mask",) if kwargs.get(name) is not None},
+        )
         if not self.post_process:
             return hidden_states
-        if labels is not None:
-            result: Tensor = super()._postprocess(
-                hidden_states, input_ids, position_ids, labels, *args, **kwargs
-            )
-            return result
-        context = kwargs.get("inference_context")
         (self if context is None else context).decoder_hidden_states = hidden_states
         if context is not None and context.materialize_only_last_token_logits:
             rows = context.last_token_logits(hidden_states.transpose(0, 1))
             hidden_states = rows.unsqueeze(1)
-        return self.logits(hidden_states, kwargs.get("runtime_gather_output"))
+        return self.logits(hidden_states, runtime_gather_output)
 
     def logits(self, hidden_states: Tensor, gather_output: bool | None = True) -> Tensor:
         """Output layer: normed hidden states ``[S, B, hidden]`` to logits ``[B, S, vocab]``."""
         weight = None
         if self.share_embeddings_and_output_weights:
-            weight = self.shared_embedding_or_output_weight()
+            given: Any = self
+            weight = given.shared_embedding_or_output_weight()
         # Of strided rows torch.matmul makes a product for each, which reads the whole weight.
         logits, _ = self.output_layer(
             hidden_states.contiguous(), weight=weight, runtime_gather_output=gather_output
@@ -118,8 +158,103 @@ class GPTModel(MegatronGPTModel):  # type: ignore[misc]
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Cross entropy: labels ``[B, S]`` and logits ``[S, B, vocab]`` to fp32 ``[B, S]``."""
         if self.pg_collection.tp.size() > 1:
-            sharded: Tensor = super().compute_language_model_loss(labels, logits)
+            given: Any = super()
+            sharded: Tensor = given.compute_language_model_loss(labels, logits)
             return sharded
         # No collective of one rank: it would cost a launch, and on the CPU a round trip.
         flat = logits.transpose(0, 1).float().flatten(0, 1)
         return F.cross_entropy(flat, labels.flatten(), reduction="none").view(labels.shape)
+
+
+class GPTModel(Inference, MODEL_BASE):  # type: ignore[misc]
+    """A model that we build: a transformer block of any layers, MTP layers, one vocabulary.
+
+    Its parameters have the names of megatron-core's ``GPTModel`` on each release.
+
+    Args:
+        config: megatron's.
+        transformer_layer_spec: of the decoder of this stage.
+        vocab_size, max_sequence_length: of the embedding, which has positions where
+            ``position_embedding_type`` is ``"learned_absolute"``.
+        mtp_block_spec: of the MTP layers; None for none.
+        pre_process, post_process: whether this stage has the embedding and the output layer.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        transformer_layer_spec: Any,
+        vocab_size: int,
+        max_sequence_length: int,
+        *,
+        pre_process: bool = True,
+        post_process: bool = True,
+        share_embeddings_and_output_weights: bool = False,
+        position_embedding_type: str = "none",
+        mtp_block_spec: Any = None,
+    ) -> None:
+        LanguageModule.__init__(self, config=config)
+        self.vocab_size, self.max_sequence_length = vocab_size, max_sequence_length
+        self.pre_process, self.post_process = pre_process, post_process
+        self.share_embeddings_and_output_weights = share_embeddings_and_output_weights
+        self.position_embedding_type = position_embedding_type
+        self.parallel_output, self.fp16_lm_cross_entropy = True, False
+        self.disable_param_offloading = True
+        self.model_type = ModelType.encoder_or_decoder
+        self.mtp_process = mtp_block_spec is not None
+        groups = self.pg_collection
+        if pre_process or self.mtp_process:
+            self.embedding = LanguageModelEmbedding(
+                config=config,
+                vocab_size=vocab_size,
+                max_sequence_length=max_sequence_length,
+                position_embedding_type=position_embedding_type,
+                tp_group=groups.tp,
+            )
+        self.decoder = TransformerBlock(
+            config=config,
+            spec=transformer_layer_spec,
+            pre_process=pre_process,
+            post_process=post_process,
+            pg_collection=groups,
+        )
+        if self.mtp_process:
+            self.mtp = MultiTokenPredictionBlock(
+                config=config, spec=mtp_block_spec, pg_collection=groups
+            )
+        if post_process:
+            self.output_layer = ColumnParallelLinear(
+                config.hidden_size,
+                vocab_size,
+                config=config,
+                init_method=config.init_method,
+                bias=False,
+                skip_bias_add=False,
+                gather_output=False,
+                skip_weight_param_allocation=pre_process and share_embeddings_and_output_weights,
+                tp_group=groups.tp,
+            )
+        # Stages with a tied output layer load their own copies: megatron's collective, which would
+        # give it to the last one, moves them to a GPU.
+        if config.pipeline_model_parallel_size == 1:
+            self.setup_embeddings_and_output_layer()
+
+
+class AdaptedGPTModel(Inference, GPT_MODEL):  # type: ignore[misc]
+    """A user's ``GPTModel``."""
+
+
+class AdaptedHybridModel(Inference, HYBRID_MODEL):  # type: ignore[misc]
+    """A user's ``HybridModel``."""
+
+
+class AdaptedMambaModel(Inference, MAMBA_MODEL):  # type: ignore[misc]
+    """A user's ``MambaModel``."""
+
+
+ADAPTED: dict[type, type] = {
+    GPT_MODEL: AdaptedGPTModel,
+    HYBRID_MODEL: AdaptedHybridModel,
+    MAMBA_MODEL: AdaptedMambaModel,
+}
+"""Classes of models that users build, and what adapting makes of them."""

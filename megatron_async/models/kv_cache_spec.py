@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
 from megatron_async.errors import ConfigError
+from megatron_async.megatron_compat.specs import mtp_inner_layer
 
 from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
 
@@ -96,9 +96,11 @@ def _cached(attention: Any) -> tuple[int, int, int | None]:
 def _attention_layers(model: Any) -> Iterator[tuple[str, int, Any]]:
     """Of each layer that attends its name, its layer of the cache, and its attention."""
     decoder = list(model.decoder.layers)
-    predicting = (
-        [layer.transformer_layer for layer in model.mtp.layers] if model.mtp_process else []
-    )
+    predicting: list[Any] = []
+    if model.mtp_process:
+        for layer in model.mtp.layers:
+            inner: Any = mtp_inner_layer(layer)
+            predicting += getattr(inner, "layers", [inner])
     for place, layer in enumerate([*decoder, *predicting]):
         attention = getattr(layer, "self_attention", None)
         if attention is None or isinstance(attention, IdentityOp):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
+from megatron_async.megatron_compat import specs
 from megatron_async.models.activation import (
     GEGLU,
     GELU,
@@ -39,15 +39,13 @@ from megatron.core.tensor_parallel.layers import (  # isort: skip
 from megatron.core.transformer.attention import SelfAttentionSubmodules  # isort: skip
 from megatron.core.transformer.enums import AttnMaskType  # isort: skip
 from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
-from megatron.core.transformer.mlp import MLP, MLPSubmodules  # isort: skip
+from megatron.core.transformer.mlp import MLPSubmodules  # isort: skip
 from megatron.core.transformer.multi_latent_attention import (  # isort: skip
     MLASelfAttentionSubmodules,
 )
 from megatron.core.transformer.multi_token_prediction import (  # isort: skip
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
-    MultiTokenPredictionLayer,
-    MultiTokenPredictionLayerSubmodules,
 )
 from megatron.core.transformer.spec_utils import ModuleSpec  # isort: skip
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules  # isort: skip
@@ -149,16 +147,7 @@ def general_parts(config: ModelConfig, norm: type) -> dict[str, Any] | None:
     return parts or None
 
 
-class _MoESpec(NamedTuple):
-    """A ``ModuleSpec`` in all but its type: of one with an MLP that it does not know megatron warns
-    for each layer."""
-
-    module: type
-    params: dict[str, Any]
-    submodules: MLPSubmodules
-
-
-def mlp_spec(config: ModelConfig, layer: int) -> ModuleSpec | _MoESpec:
+def mlp_spec(config: ModelConfig, layer: int) -> Any:
     """The MLP of ``layer``, counted from 0: dense, or a mixture of experts."""
     has_experts = config.has_experts(layer)
     # Shared experts have no bias in megatron.
@@ -169,8 +158,8 @@ def mlp_spec(config: ModelConfig, layer: int) -> ModuleSpec | _MoESpec:
         activation_func=_ACTIVATIONS[config.activation],
     )
     if has_experts:
-        return _MoESpec(MoELayer, {"model": config}, submodules)
-    return ModuleSpec(module=MLP, submodules=submodules)
+        return specs.moe_spec(MoELayer, {"model": config}, submodules)
+    return specs.mlp_spec(submodules)
 
 
 def _attention_spec(config: ModelConfig, norm: type) -> ModuleSpec:
@@ -249,12 +238,12 @@ def mtp_block_spec(config: ModelConfig, device: torch.device | str = "cpu") -> M
         return None
     norm = _norm(config, device)
     layer = ModuleSpec(
-        module=MultiTokenPredictionLayer,
-        submodules=MultiTokenPredictionLayerSubmodules(
+        module=specs.MultiTokenPredictionLayer,
+        submodules=specs.mtp_submodules(
+            gpt_layer_spec(config, device, config.num_layers - 1),
             enorm=norm,
             hnorm=norm,
             eh_proj=ColumnParallelLinear,
-            transformer_layer=gpt_layer_spec(config, device, config.num_layers - 1),
             layer_norm=norm,
         ),
     )

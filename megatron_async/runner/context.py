@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
 from megatron_async.config import (
     MAX_COUNT,
     MAX_DRAFTS,
@@ -16,6 +15,7 @@ from megatron_async.config import (
     check_paused_buffer_size,
 )
 from megatron_async.device.releasable import Region
+from megatron_async.megatron_compat.contexts import BaseInferenceContext
 from megatron_async.models.kv_cache_spec import KVCacheSpec
 from megatron_async.models.recurrent_state_spec import RecurrentStateSpec
 from megatron_async.runner.attention_metadata import (
@@ -27,8 +27,6 @@ from megatron_async.runner.cache_attention import CacheAttention, warn_if_slow
 from megatron_async.runner.cache_memory import CacheMemory, cache_size
 from megatron_async.runner.recurrent_states import RecurrentStates
 from megatron_async.runner.slot_state import allocate_slots
-
-from megatron.core.inference.contexts import BaseInferenceContext  # isort: skip
 
 DEFAULT_BLOCK_SIZE_TOKENS = 64
 
@@ -94,7 +92,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         cache_mla_latent: bool = False,
         releasable: bool = False,
     ) -> None:
-        super().__init__(materialize_only_last_token_logits=True)
+        super().__init__()
         check_paused_buffer_size(paused_buffer_size_gb)
         max_requests = check_integer("max_requests", max_requests, 1, MAX_REQUESTS)
         block_size_tokens = check_integer("block_size_tokens", block_size_tokens, 1, MAX_COUNT)

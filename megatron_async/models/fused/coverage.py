@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import decode_attention
 from megatron_async.kernels.gemm.tile_config import (
@@ -20,6 +19,7 @@ from megatron_async.kernels.gemm.tile_config import (
     STAGE_K,
 )
 from megatron_async.kernels.shared_memory import block_limit
+from megatron_async.megatron_compat.specs import MTP_LAYERS, mtp_inner_layer
 from megatron_async.models.attention import PagedSelfAttention
 from megatron_async.models.fused.moe_block import experts_why_not, is_mixture
 from megatron_async.models.fused.parts import epilogue_of, norm_kind
@@ -51,9 +51,6 @@ from megatron.core.tensor_parallel.layers import (  # isort: skip
 )
 from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
 from megatron.core.transformer import mlp as megatron_mlp  # isort: skip
-from megatron.core.transformer.multi_token_prediction import (  # isort: skip
-    MultiTokenPredictionLayer,
-)
 from megatron.core.transformer.transformer_block import TransformerBlock  # isort: skip
 from megatron.core.transformer.transformer_layer import TransformerLayer  # isort: skip
 
@@ -119,7 +116,7 @@ def mtp_blocks(model: Any, *, unwanted: str | None = None) -> tuple[Block, ...]:
     off = unwanted or device_why_not(model) or model_why_not(model)
     found = []
     for layer in model.mtp.layers:
-        inner = layer.transformer_layer
+        inner = mtp_inner_layer(layer)
         reason = off or _mtp_layer_why_not(layer)
         inside = reason or layer_why_not(inner)
         number = inner.layer_number
@@ -134,7 +131,7 @@ def mtp_blocks(model: Any, *, unwanted: str | None = None) -> tuple[Block, ...]:
 
 def _mtp_layer_why_not(layer: Any) -> str | None:
     """Why an MTP layer is not its projection, its transformer layer and a norm."""
-    if type(layer) is not MultiTokenPredictionLayer:
+    if type(layer) not in MTP_LAYERS:
         return f"{type(layer).__name__} is not covered"
     return "it has forward hooks" if _has_hooks(layer) else None
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron_async.kernels.attention import decode_attention
 from megatron_async.kernels.drafting.mtp_input import DraftInput, NormParameters
 from megatron_async.kernels.gemm.tile_config import MAX_ROWS, TileConfig, padded
+from megatron_async.megatron_compat.specs import mtp_inner_layer
 from megatron_async.models.fused import coverage, mtp_blocks
 from megatron_async.models.fused.ahead import compile_ahead
 from megatron_async.models.fused.attention_block import AttentionBlock
@@ -129,7 +130,7 @@ class FusedMtp:
 
     def _places_of(self, layer: Any, model: Any, blocks: Sequence[Block]) -> list[Place]:
         projection, attention, mlp, head = blocks
-        gemms, inner = self._gemms, layer.transformer_layer
+        gemms, inner = self._gemms, mtp_inner_layer(layer)
         number: int = inner.layer_number
         rotary = getattr(inner.self_attention, "rotary", None)
         cos_sin = None if rotary is None else rotary.cos_sin

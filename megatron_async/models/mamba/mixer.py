@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
-from megatron_async.kernels.mamba.layer import GatedNorm, MambaParameters
+from megatron_async.kernels.mamba.layer import GatedNorm, MambaParameters, MambaSizes
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.mamba.sequence import mix_sequences
 from megatron_async.models.mamba.shards import mixer_shards
@@ -39,23 +39,84 @@ class ScanNorm(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(channels, dtype=dtype, device=device))
 
 
-class MambaMixer(MegatronModule):  # type: ignore[misc]
+class Mixing:
     """A Mamba-2 mixer: over whole sequences, or through an inference context, whose pool holds the
     state of each request.
-
-    Args:
-        config: megatron's.
-        model: the model's.
 
     Attributes:
         sizes: of the mixer.
         state_layer: its number among the recurrent layers.
+        norm_before_gate: see :class:`~megatron_async.kernels.mamba.layer.GatedNorm`.
+    """
+
+    sizes: MambaSizes
+    epsilon: float
+    state_layer: int = 0
+    norm_before_gate: bool = False
+    in_proj: Any
+    out_proj: Any
+    norm: Any
+    dt_bias: Tensor
+    A_log: Tensor
+    D: Tensor
+
+    @property
+    def convolution(self) -> tuple[Tensor, Tensor | None]:
+        """Its weight ``[channels, 1, width]``, and its bias."""
+        raise NotImplementedError
+
+    @property
+    def parameters_between(self) -> MambaParameters:
+        """What is between the projections."""
+        group = self.sizes.inner // self.sizes.groups
+        return MambaParameters(
+            self.sizes,
+            *self.convolution,
+            self.dt_bias,
+            self.A_log,
+            self.D,
+            GatedNorm(self.norm.weight, self.epsilon, group, self.norm_before_gate),
+        )
+
+    @property
+    def state_tensors(self) -> tuple[StateTensor, ...]:
+        """What it keeps of a request."""
+        return state_tensors(self.sizes, self.in_proj.weight.dtype)
+
+    def forward(
+        self, hidden_states: Tensor, inference_context: Any = None, **_: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Mix tokens with those before them.
+
+        Args:
+            hidden_states: without a context ``[S, B, hidden]``, positions 0 to S - 1; with one
+                ``[T, 1, hidden]``, the tokens that its ``states.step`` is about.
+
+        Returns:
+            Hidden states of the same shape, and the bias still to be added.
+        """
+        projected, _ = self.in_proj(hidden_states)
+        if inference_context is None:
+            mixed = mix_sequences(projected, self.parameters_between)
+        else:
+            mixed = mix_step(
+                projected.squeeze(1), self.parameters_between, inference_context, self.state_layer
+            ).unsqueeze(1)
+        result: tuple[Tensor, Tensor | None] = self.out_proj(mixed)
+        return result
+
+
+class MambaMixer(Mixing, MegatronModule):  # type: ignore[misc]
+    """A mixer that we build.
+
+    Args:
+        config: megatron's.
+        model: the model's.
     """
 
     def __init__(self, config: Any, model: ModelConfig, layer_number: int = 1, **_: Any) -> None:
         super().__init__(config)
         self.layer_number = layer_number
-        self.state_layer = 0
         self.sizes = sizes = model.mamba
         self.epsilon = model.mamba_norm_epsilon
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
@@ -104,48 +165,12 @@ class MambaMixer(MegatronModule):  # type: ignore[misc]
         return result
 
     @property
-    def parameters_between(self) -> MambaParameters:
-        """What is between the projections."""
-        group = self.sizes.inner // self.sizes.groups
-        return MambaParameters(
-            self.sizes,
-            self.conv1d.weight,
-            self.conv1d.bias,
-            self.dt_bias,
-            self.A_log,
-            self.D,
-            GatedNorm(self.norm.weight, self.epsilon, group),
-        )
-
-    @property
-    def state_tensors(self) -> tuple[StateTensor, ...]:
-        """What it keeps of a request."""
-        return state_tensors(self.sizes, self.in_proj.weight.dtype)
+    def convolution(self) -> tuple[Tensor, Tensor | None]:
+        """Its weight ``[channels, 1, width]``, and its bias."""
+        return self.conv1d.weight, self.conv1d.bias
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
         """As megatron's mixer stores its parameters, see :func:`mixer_shards`."""
         return mixer_shards(self, prefix, sharded_offsets)
-
-    def forward(
-        self, hidden_states: Tensor, inference_context: Any = None, **_: Any
-    ) -> tuple[Tensor, Tensor | None]:
-        """Mix tokens with those before them.
-
-        Args:
-            hidden_states: without a context ``[S, B, hidden]``, positions 0 to S - 1; with one
-                ``[T, 1, hidden]``, the tokens that its ``states.step`` is about.
-
-        Returns:
-            Hidden states of the same shape, and the bias still to be added.
-        """
-        projected, _ = self.in_proj(hidden_states)
-        if inference_context is None:
-            mixed = mix_sequences(projected, self.parameters_between)
-        else:
-            mixed = mix_step(
-                projected.squeeze(1), self.parameters_between, inference_context, self.state_layer
-            ).unsqueeze(1)
-        result: tuple[Tensor, Tensor | None] = self.out_proj(mixed)
-        return result

@@ -48,10 +48,11 @@ class AdaptedMoELayer(MegatronMoELayer):  # type: ignore[misc]
         hidden_states: Tensor,
         intermediate_tensors: Any = None,
         padding_mask: Tensor | None = None,
+        **kwargs: Any,
     ) -> Any:
         """As ``MoELayer`` of this package; in training as megatron's."""
         if self.training:
-            return super().forward(hidden_states, intermediate_tensors, padding_mask)
+            return super().forward(hidden_states, intermediate_tensors, padding_mask, **kwargs)
         return mixture(self, hidden_states, padding_mask), None
 
 
@@ -61,7 +62,7 @@ def check_experts(layer: Any) -> None:
     Raises:
         ConfigError: it is one that cannot be served; the message names it.
     """
-    if type(layer.mlp) is not MegatronMoELayer:
+    if type(getattr(layer, "mlp", None)) is not MegatronMoELayer:
         return
     config, experts = layer.config, layer.mlp.experts
     for name, supported, advice in _REQUIRED:
@@ -83,7 +84,7 @@ def check_experts(layer: Any) -> None:
 
 def adapt_experts(layer: Any) -> None:
     """Turn megatron's layer of experts into :class:`AdaptedMoELayer`; others stay as they are."""
-    mlp = layer.mlp
+    mlp = getattr(layer, "mlp", None)
     if type(mlp) is not MegatronMoELayer:
         return
     mlp.__class__ = AdaptedMoELayer

@@ -147,7 +147,9 @@ class MoELayer(MegatronModule):  # type: ignore[misc]
         ranks: those that have some of the experts each; None for one rank.
     """
 
-    def __init__(self, config: Any, model: ModelConfig, submodules: MLPSubmodules) -> None:
+    def __init__(
+        self, config: Any, model: ModelConfig, submodules: MLPSubmodules, **_: Any
+    ) -> None:
         super().__init__(config)
         self.settings = router_settings(model)
         self.activation = expert_activation(model)
