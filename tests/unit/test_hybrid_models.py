@@ -292,7 +292,7 @@ def test_tensor_parallel_hybrids_are_refused(monkeypatch: pytest.MonkeyPatch) ->
         transformer_config(CONFIG, torch.float32, "cpu")
 
 
-def test_given_hybrid_models_are_refused_with_a_way_out() -> None:
+def test_models_of_another_class_are_refused_with_a_way_out() -> None:
     given = type("MambaModel", (torch.nn.Module,), {})()
     with pytest.raises(ConfigError, match=r"is a MambaModel.* load the directory with load_pretr"):
         adapt_model(given)

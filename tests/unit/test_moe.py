@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,9 @@ def stock_layer(config: ModelConfig, ours: MoELayer) -> Any:
     megatron = transformer_config(config, torch.float32, "cpu")
     megatron.use_te_activation_func = False
     spec = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts)
-    stock = build_module(spec, config=megatron, pg_collection=get_default_pg_collection())
+    # Until 0.17 it is a ModuleSpec.
+    build = spec if callable(spec) else functools.partial(build_module, spec)
+    stock = build(config=megatron, pg_collection=get_default_pg_collection())
     for kind in ("linear_fc1", "linear_fc2"):
         weights = getattr(ours.experts, kind).weight
         for expert, weight in zip(stock.experts.local_experts, weights, strict=True):
