@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionLayer as MegatronMtpLayer,
 )
@@ -22,6 +23,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 __all__ = [
     "MTP_LAYERS",
+    "LatentAttention",
     "MultiTokenPredictionLayer",
     "mlp_spec",
     "moe_spec",
@@ -66,6 +68,17 @@ def moe_spec(module: type, params: dict[str, Any], submodules: MLPSubmodules) ->
 def mtp_submodules(transformer_layer: ModuleSpec, **parts: Any) -> Any:
     """The submodules of a multi-token prediction layer; ``parts`` are those of one name."""
     return MultiTokenPredictionLayerSubmodules(**{_MTP_FIELD: transformer_layer}, **parts)
+
+
+class LatentAttention(MLASelfAttention):  # type: ignore[misc]
+    """megatron's multi-latent attention, of the linear layers and norms that its spec names.
+
+    Since 0.19 megatron decides by its config which of them there are, and without Transformer
+    Engine refuses a norm of latents in a model whose queries have none.
+    """
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> Any:
+        return vars(submodules)
 
 
 class MultiTokenPredictionLayer(MegatronMtpLayer):  # type: ignore[misc]

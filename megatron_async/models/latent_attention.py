@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
 from megatron_async.errors import ConfigError
 from megatron_async.kernels import trial
+from megatron_async.megatron_compat.specs import LatentAttention
 from megatron_async.models.attention import AttentionContext, PagedAttention
 from megatron_async.models.norm import RMSNorm, fusable
 from megatron_async.models.rope import apply_rope_to_pairs
@@ -25,10 +25,9 @@ from megatron_async.models.rope import apply_rope_to_pairs
 from megatron.core.tensor_parallel.mappings import (  # isort: skip
     gather_from_tensor_model_parallel_region,
 )
-from megatron.core.transformer.multi_latent_attention import MLASelfAttention  # isort: skip
 
 
-class PagedLatentAttention(PagedAttention, MLASelfAttention):  # type: ignore[misc]
+class PagedLatentAttention(PagedAttention, LatentAttention):  # type: ignore[misc]
     """Causal multi-latent self-attention: over a whole sequence, or through an inference context.
 
     Projections and norms are megatron's: ``linear_q_proj``, or ``linear_q_down_proj``,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from megatron.core.models.gpt import GPTModel  # isort: skip
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
 from megatron.core.transformer.dot_product_attention import DotProductAttention  # isort: skip
 from megatron.core.transformer import MLATransformerConfig, TransformerConfig  # isort: skip
+from megatron.core.transformer.multi_latent_attention import MLASelfAttention  # isort: skip
 
 VOCAB = 96
 
@@ -74,12 +77,19 @@ def stock_model(device: str = "cpu", **changes: Any) -> GPTModel:
     )
     if has_latents:
         spec.submodules.self_attention.submodules.core_attention = OfLatents
-    model = GPTModel(
-        config=config,
-        transformer_layer_spec=spec,
-        vocab_size=VOCAB,
-        max_sequence_length=128,
-        parallel_output=False,
-        position_embedding_type="rope",
-    )
+    # Since 0.19 megatron-core refuses some of them without Transformer Engine.
+    refusal = "_resolve_qk_norm_config"
+    with contextlib.ExitStack() as patches:
+        if hasattr(MLASelfAttention, refusal):
+            patches.enter_context(
+                mock.patch.object(MLASelfAttention, refusal, lambda self, parts: vars(parts))
+            )
+        model = GPTModel(
+            config=config,
+            transformer_layer_spec=spec,
+            vocab_size=VOCAB,
+            max_sequence_length=128,
+            parallel_output=False,
+            position_embedding_type="rope",
+        )
     return model.eval().to(device)
