@@ -35,6 +35,7 @@ setup(
         "megatron_async": [
             "py.typed",
             "assets/**",
+            "megatron_api/*.json",
             "kernels/*/*.cu*",
             "kernels/*/*.json",
             "serving/page/*.html",
@@ -44,7 +45,8 @@ setup(
     python_requires=">=3.11",
     install_requires=[
         "torch>=2.9,<3",
-        "megatron-core==0.16.1",
+        # Python 3.11 has 0.16.1 alone; later releases need 3.12.
+        "megatron-core>=0.16.1,<0.20",
         "jinja2>=3.1.6",
         "llguidance>=1.9,<2",
         "numpy",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import Any
 
 from megatron_async import parameter_checks as checks
@@ -28,6 +28,15 @@ LIMITING = (
     "logit_bias",
 )
 """Sampling parameters that can leave no token."""
+_TAKEN = (
+    "return_prompt_top_n_logprobs",
+    "detokenize_stop_sequence",
+    "return_prompt_tokens",
+    "streaming",
+    "streaming_interval",
+    "do_kv_handoff",
+)
+"""Names of megatron-core's that are no fields of ours."""
 
 
 @dataclass(kw_only=True)
@@ -108,12 +117,39 @@ class SamplingParams:
     num_speculative_tokens: int | None = None
     structured_outputs: Any = None
     logits_processors: Sequence[Callable[..., Any]] | None = None
+    # Of megatron-core's releases; docs/megatron.md says what becomes of each.
+    return_prompt_top_n_logprobs: InitVar[bool] = False
+    detokenize_stop_sequence: InitVar[bool] = False
+    return_prompt_tokens: InitVar[bool] = False
+    streaming: InitVar[bool] = False
+    streaming_interval: InitVar[int | None] = None
+    do_kv_handoff: InitVar[bool | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(
+        self,
+        return_prompt_top_n_logprobs: bool = False,
+        detokenize_stop_sequence: bool = False,
+        return_prompt_tokens: bool = False,
+        streaming: bool = False,
+        streaming_interval: int | None = None,
+        do_kv_handoff: bool | None = None,
+    ) -> None:
+        self._take("do_kv_handoff", do_kv_handoff)
+        self._take("detokenize_stop_sequence", detokenize_stop_sequence)
         default = type(self).__dataclass_fields__["num_tokens_to_generate"].default
         given = as_integer(self.num_tokens_to_generate)
         if self.num_tokens_total is not None and given == default:
             self.num_tokens_to_generate = None
+
+    def _take(self, name: str, value: Any) -> None:
+        """A name of megatron-core's that is no field; most have no effect."""
+        if name == "do_kv_handoff" and value:
+            raise RequestError(
+                "do_kv_handoff=True is not supported: keys and values stay in this engine; leave "
+                "it out"
+            )
+        if name == "detokenize_stop_sequence" and value:
+            self.include_stop_str_in_output = True
 
     def checked(self) -> SamplingParams:
         """An own copy in Python's own types: tuples in place of lists, and the default in place of
@@ -166,6 +202,9 @@ class SamplingParams:
         """Set several attributes at once; an unknown name is an error."""
         names = {f.name for f in dataclasses.fields(self)}
         for name, value in attribute_value_pair.items():
+            if name in _TAKEN:
+                self._take(name, value)
+                continue
             if name not in names:
                 raise RequestError(f"unknown sampling parameter {name}={checks.shown(value)}")
             setattr(self, name, value)

@@ -11,7 +11,7 @@ from collections import defaultdict
 
 from megatron_async.inference.cli import megatron_flags
 from megatron_async.megatron_api import HOMES, main_tables, tables
-from megatron_async.megatron_api.names import ANY, Entry, Table, works
+from megatron_async.megatron_api.names import ANY, Entry, Table, releases, works
 
 INTRO = """\
 # Scripts written for Megatron
@@ -30,20 +30,24 @@ from megatron_async.megatron_api import (
 )
 ```
 
-The same names can be had from `megatron_async`. The model is a megatron-core `GPTModel`, in
-`Float16Module` or `DistributedDataParallel` too; it is adapted in place.
+The same names can be had from `megatron_async`. The model is a megatron-core `GPTModel`,
+`HybridModel` or `MambaModel`, in `Float16Module` or `DistributedDataParallel` too; it is adapted in
+place. megatron-core may be of any release from 0.16.1 to 0.19.2, whatever release a script was
+written for.
 
 **Scheduling.** `DynamicInferenceEngine(..., config=EngineConfig(inference_async_scheduling=True,
 depth=2))` says how many steps may be in flight. Without `config` the environment's
 `MEGATRON_ASYNC_DEPTH` does, so that a script need not be changed; or `async_sched_mode` of the
-context's `InferenceConfig`. Else decoding is serial.
+context's `InferenceConfig`, which is "async" in ours. Else decoding is serial. `MegatronLLM` without
+an `InferenceConfig` decodes asynchronously, as in Megatron's main branch.
 
 **Errors.** In an engine that is built as megatron-core's is, a request that is too long becomes a
 record with the status FAILED, and a step of a suspended engine raises `EngineSuspendedError`.
 `DynamicInferenceEngine.from_pretrained`, the command line and the server raise `RequestError`
 instead, and a step of a suspended engine does nothing. The option is `as_megatron`.
 
-In the tables *works* means that the name does what it does in megatron-core, *accepted* that it may
+In the tables *since* is the first release of megatron-core that has a name ("main" for what none
+has yet), *works* means that the name does what it does in megatron-core, *accepted* that it may
 be given and changes nothing, and *refused* that it raises an error with this reason. Where values
 are named, any other is refused with the reason. This page is made from the tables that the code
 asks (`scripts/megatron_names.py`).
@@ -61,13 +65,17 @@ CLASSES = (
 
 SECTIONS: tuple[tuple[str, str, Table], ...] = (
     ("Classes", "To be imported from `megatron_async.megatron_api`.", CLASSES),
-    ("DynamicInferenceContext", "Its keywords in core_v0.16.1.", tables.CONTEXT),
+    (
+        "DynamicInferenceContext",
+        "Its keywords in core_v0.16, and its two arguments since; all are taken.",
+        tables.CONTEXT,
+    ),
     ("Attributes of DynamicInferenceContext", "", tables.CONTEXT_ATTRIBUTES),
     ("GPTInferenceWrapper", "", tables.WRAPPER),
     ("Attributes of GPTInferenceWrapper", "", tables.WRAPPER_ATTRIBUTES),
     ("TextGenerationController", "", tables.CONTROLLER),
     ("Attributes of TextGenerationController", "", tables.CONTROLLER_ATTRIBUTES),
-    ("DynamicInferenceEngine", "Its arguments in core_v0.16.1.", tables.ENGINE),
+    ("DynamicInferenceEngine", "", tables.ENGINE),
     ("Attributes of DynamicInferenceEngine", "", tables.ENGINE_ATTRIBUTES),
     (
         "SamplingParams",
@@ -80,14 +88,32 @@ SECTIONS: tuple[tuple[str, str, Table], ...] = (
         tables.REQUEST,
     ),
     (
-        "Main branch: InferenceConfig",
+        "InferenceConfig",
         "`DynamicInferenceContext(model_config, inference_config)` takes ours and megatron-core's.",
         main_tables.INFERENCE_CONFIG,
     ),
-    ("Main branch: further attributes of the context", "", main_tables.MAIN_CONTEXT_ATTRIBUTES),
-    ("Main branch: further attributes of the engine", "", main_tables.MAIN_ENGINE_ATTRIBUTES),
-    ("Main branch: MegatronLLM and MegatronAsyncLLM", "", main_tables.LLM),
+    ("Further attributes of the context", "", main_tables.MAIN_CONTEXT_ATTRIBUTES),
+    ("Further attributes of the engine", "", main_tables.MAIN_ENGINE_ATTRIBUTES),
+    ("MegatronLLM and MegatronAsyncLLM", "", main_tables.LLM),
 )
+TITLED = {
+    "Classes": "CLASSES",
+    "DynamicInferenceContext": "CONTEXT",
+    "Attributes of DynamicInferenceContext": "CONTEXT_ATTRIBUTES",
+    "Further attributes of the context": "CONTEXT_ATTRIBUTES",
+    "GPTInferenceWrapper": "WRAPPER",
+    "Attributes of GPTInferenceWrapper": "WRAPPER_ATTRIBUTES",
+    "TextGenerationController": "CONTROLLER",
+    "Attributes of TextGenerationController": "CONTROLLER_ATTRIBUTES",
+    "DynamicInferenceEngine": "ENGINE",
+    "Attributes of DynamicInferenceEngine": "ENGINE_ATTRIBUTES",
+    "Further attributes of the engine": "ENGINE_ATTRIBUTES",
+    "SamplingParams": "SAMPLING_PARAMS",
+    "DynamicInferenceRequest and its record": "REQUEST",
+    "InferenceConfig": "INFERENCE_CONFIG",
+    "MegatronLLM and MegatronAsyncLLM": "LLM",
+}
+"""By its title, what ``since.json`` calls the table."""
 
 
 COMMAND_LINE = (
@@ -112,19 +138,33 @@ def ignored_flags() -> str:
 
 def section(title: str, text: str, table: Table) -> str:
     """A heading, a sentence, and a table; names with equal entries share a row."""
-    rows: dict[tuple[str, str], list[str]] = defaultdict(list)
+    rows: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    known = releases(TITLED[title]) if title in TITLED else None
     for name in sorted(table, key=str.lower):
-        rows[outcome(table[name]), table[name].note].append(f"`{name}`")
+        row = outcome(table[name]), table[name].note, since(name, known)
+        rows[row].append(f"`{name}`")
     lines = [f"## {title}\n"]
     if text:
         lines.append(f"{textwrap.fill(text, 100, break_on_hyphens=False)}\n")
-    lines += ["| name | | |", "|---|---|---|"]
+    has_since = known is not None
+    lines += ["| name | since | | |", "|---|---|---|---|"] if has_since else []
+    lines += [] if has_since else ["| name | | |", "|---|---|---|"]
     order = sorted(
         rows, key=lambda row: ("works", "accepted", "refused").index(row[0].partition(":")[0])
     )
-    for said, note in order:
-        lines.append(f"| {', '.join(rows[said, note])} | {said} | {note.replace('|', '/')} |")
+    for said, note, first in order:
+        names = ", ".join(rows[said, note, first])
+        middle = f" {first} |" if has_since else ""
+        lines.append(f"| {names} |{middle} {said} | {note.replace('|', '/')} |")
     return "\n".join(lines) + "\n"
+
+
+def since(name: str, known: dict[str, tuple[str, str | None]] | None) -> str:
+    """The releases that have a name: "0.16", "0.17 to 0.18", or "main" for what none has yet."""
+    if known is None:
+        return ""
+    first, last = known.get(name, ("main", None))
+    return first if last is None else f"{first} to {last}" if last != first else f"only {first}"
 
 
 def outcome(entry: Entry) -> str:

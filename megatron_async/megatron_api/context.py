@@ -1,4 +1,4 @@
-"""megatron-core's inference context over ours: of core_v0.16.1, and of its main branch."""
+"""megatron-core's inference context over ours: of core_v0.16, and of later releases."""
 
 from __future__ import annotations
 
@@ -53,16 +53,18 @@ class Usage(NamedTuple):
     steps: int = 0
     overlapped_steps: int = 0
     prefilled_tokens: int = 0
+    step_tokens: int = 0
+    """Of the last step that was launched."""
     caches_prefixes: bool = False
 
 
 class DynamicInferenceContext(context.DynamicInferenceContext):
     """KV cache and slots, with megatron-core's keywords. ``docs/megatron.md`` has them all.
 
-    Either with the keywords of core_v0.16.1, or with ``model_config`` (a megatron-core
+    Either with the keywords of core_v0.16, or with ``model_config`` (a megatron-core
     ``TransformerConfig``) and ``inference_config`` (an
     :class:`~megatron_async.megatron_api.inference_config.InferenceConfig`, megatron-core's own
-    too), as in its main branch. The keywords of the class that this one is derived from
+    too), as since 0.17. The keywords of the class that this one is derived from
     (``block_count``, ``slot_count``, ``device``, ...) are taken as well.
 
     Raises:
@@ -98,6 +100,7 @@ class DynamicInferenceContext(context.DynamicInferenceContext):
                 super().__init__(**own)
         except TypeError as error:  # a required keyword is missing
             raise ConfigError(f"DynamicInferenceContext: {error}") from None
+        self.config = inference_config
         layers, tensors, _, _, heads, size = self.kv_cache.shape
         self.num_attention_layers = layers
         self.num_attention_heads_per_partition = heads
@@ -195,6 +198,8 @@ class DynamicInferenceContext(context.DynamicInferenceContext):
             "paused_request_count": usage.paused_requests,
             "waiting_request_count": usage.waiting_requests,
             "block_count_avail": self.block_count - usage.blocks,
+            "active_token_count": usage.step_tokens,
+            "total_request_count": self.total_request_count,
             "max_requests": self.max_requests,
         }
 

@@ -119,6 +119,11 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
         if enable_cuda_graph is False and options.get("device") is None:
             options["device"] = open_device(context.device, config, graphs=False)
         self.cuda_graph_impl = "local" if enable_cuda_graph else "none"
+        self.logging_step_interval = config.inference_logging_step_interval
+        self.num_speculative_tokens = config.num_speculative_tokens
+        self.metrics_writer = getattr(context, "metrics_writer", None)
+        self.materialize_only_last_token_logits = True
+        self.track_generated_token_events = False
         self.unified_memory_level = 0
         self.persist_cuda_graphs = True
         self.rank = 0
@@ -300,8 +305,13 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
             steps=self.counters.steps_launched,
             overlapped_steps=self.counters.steps_overlapped,
             prefilled_tokens=self._prefilled.tokens,
+            step_tokens=self._prefilled.step_tokens,
             caches_prefixes=self.limits.enable_prefix_caching,
         )
+
+    async def shutdown(self) -> None:
+        """Close the engine."""
+        await asyncio.to_thread(self.close)
 
     def __getattr__(self, name: str) -> Any:
         raise no_attribute(self, name, ENGINE_ATTRIBUTES | MAIN_ENGINE_ATTRIBUTES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -99,7 +100,7 @@ class InferenceConfig:
     logging_step_interval: int = 0
     sampling_backend: str = "torch"
     offset_sampling_seed_by_dp_rank: bool = True
-    async_sched_mode: AsyncScheduleMode | str = AsyncScheduleMode.LEGACY
+    async_sched_mode: AsyncScheduleMode | str = AsyncScheduleMode.ASYNC
     logprobs_mode: str = "raw_logprobs"
     request_metadata_types: Any = None
     use_synchronous_zmq_collectives: bool = False
@@ -138,6 +139,9 @@ def _choice(name: str, value: Any, choices: type[Enum]) -> str:
     return str(text)
 
 
+ATTENTION_LETTERS = "*+"
+"""Layers of a hybrid model that keep keys and values."""
+
 _OF_CONTEXT = (
     "block_size_tokens",
     "buffer_size_gb",
@@ -152,15 +156,25 @@ _OF_CONTEXT = (
 )
 
 
+def attention_layers(kinds: Iterable[str]) -> int:
+    """How many layers of a hybrid model keep keys and values. A cache has at least one, also of a
+    model whose layers are all recurrent."""
+    return max(sum(kind in ATTENTION_LETTERS for kind in kinds), 1)
+
+
 def context_keywords(model_config: Any, config: Any) -> dict[str, Any]:
     """The keywords of a context for a model with this ``TransformerConfig``."""
     values = _settings(config)
     keywords = {name: values[name] for name in _OF_CONTEXT}
     heads = getattr(model_config, "num_query_groups", None) or model_config.num_attention_heads
     predicting = getattr(model_config, "mtp_num_layers", None) or 0
+    kinds = getattr(values["mamba_inference_state_config"], "layer_type_list", None)
+    attending = model_config.num_layers
+    if kinds is not None:
+        attending = attention_layers(kinds)
     keywords |= {
         "params_dtype": model_config.params_dtype,
-        "num_layers": model_config.num_layers + predicting,
+        "num_layers": attending + predicting,
         "kv_channels": model_config.kv_channels,
         "num_attention_heads": heads,
     }

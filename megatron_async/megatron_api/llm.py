@@ -13,7 +13,7 @@ from megatron_async.config import EngineConfig
 from megatron_async.errors import ConfigError, RequestError
 from megatron_async.megatron_api.context import DynamicInferenceContext
 from megatron_async.megatron_api.engine import DynamicInferenceEngine
-from megatron_async.megatron_api.inference_config import InferenceConfig
+from megatron_async.megatron_api.inference_config import InferenceConfig, attention_layers
 from megatron_async.megatron_api.main_tables import LLM
 from megatron_async.megatron_api.model import GPTInferenceWrapper, TextGenerationController
 from megatron_async.megatron_api.names import check_keywords, no_attribute
@@ -46,7 +46,7 @@ class _LLM:
             inference_config = InferenceConfig()
             most = getattr(model, "max_sequence_length", inference_config.max_sequence_length)
             inference_config.max_sequence_length = min(inference_config.max_sequence_length, most)
-        context = DynamicInferenceContext(model.config, inference_config)
+        context = DynamicInferenceContext(model.config, inference_config, **_layers(model))
         wrapper = (inference_wrapper_cls or GPTInferenceWrapper)(model, context)
         self.controller = TextGenerationController(wrapper, tokenizer)
         self.context = context
@@ -197,6 +197,15 @@ class MegatronAsyncLLM(_LLM):
 
     async def __aexit__(self, *exc: object) -> None:
         await self.shutdown()
+
+
+def _layers(model: Any) -> dict[str, int]:
+    """How many layers of a hybrid model keep keys and values; of others their config says it."""
+    kinds = getattr(getattr(model, "decoder", None), "layer_type_list", None)
+    if kinds is None:
+        return {}
+    predicting = getattr(model.config, "mtp_num_layers", None) or 0
+    return {"num_layers": attention_layers(kinds) + predicting}
 
 
 def _is_one(prompts: Prompts) -> bool:

@@ -1,4 +1,4 @@
-"""The names that megatron-core's main branch has beyond core_v0.16.1, and what becomes of them."""
+"""Names that came after core_v0.16: ``InferenceConfig``, ``MegatronLLM``, and what main has."""
 
 from __future__ import annotations
 
@@ -58,7 +58,10 @@ INFERENCE_CONFIG: Table = {
     "logging_step_interval": works("steps between two lines of the log"),
     "sampling_backend": accepted("tokens are sampled by kernels of this package"),
     "offset_sampling_seed_by_dp_rank": accepted("one process holds the model"),
-    "async_sched_mode": works('"async" is depth 1, "legacy" depth 0; the tokens are the same'),
+    "async_sched_mode": works(
+        '"async" is depth 1, "legacy" depth 0; the tokens are the same. "async" is the default of '
+        'ours, and of MegatronLLM without one, as in main; 0.19 has "legacy"'
+    ),
     "logprobs_mode": works("of requests that do not say log_probs_mode themselves"),
     "use_synchronous_zmq_collectives": accepted(NO_ZMQ),
     "disable_ep_consensus": accepted("one process holds the model"),
@@ -86,7 +89,7 @@ MAIN_ENGINE_ATTRIBUTES: Table = {
 """Attributes of ``DynamicInferenceEngine`` that scripts of the main branch read."""
 
 LLM: Table = {
-    "model": works("a GPTModel, adapted in place"),
+    "model": works("a GPTModel, HybridModel or MambaModel, adapted in place"),
     "tokenizer": works(""),
     "inference_config": works(""),
     "use_coordinator": works("True: a thread of the engine's own steps it; False: the caller does"),

@@ -62,14 +62,15 @@ class MetricsLog:
 
 
 class PrefilledTokens:
-    """Counts the tokens of prefill chunks."""
+    """Counts the tokens of prefill chunks; ``step_tokens`` are all of the last step."""
 
     def __init__(self) -> None:
-        self.tokens = 0
+        self.tokens = self.step_tokens = 0
 
     def on_launch(self, plan: Plan) -> None:
         """A step was launched."""
         self.tokens += plan.num_tokens - plan.decode_rows
+        self.step_tokens = plan.num_tokens
 
 
 class CaptureStats:

@@ -7,8 +7,11 @@ made from them (``scripts/megatron_names.py``), so neither can say what the othe
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from megatron_async.errors import ConfigError, shown
@@ -48,6 +51,33 @@ def refused(note: str) -> Entry:
 
 
 Table = dict[str, Entry]
+FIRST, LAST = "0.16", "0.19"
+"""Releases that ``since.json`` is about."""
+
+
+@functools.cache
+def releases(table: str) -> dict[str, tuple[str, str | None]]:
+    """Of each name of a table the first release that has it, and the last one if it is gone.
+
+    Args:
+        table: as it is called in ``tables`` and ``main_tables``; ``"CLASSES"`` of classes.
+    """
+    stored = json.loads((Path(__file__).parent / "since.json").read_text())
+    found: dict[str, tuple[str, str | None]] = {}
+    for span, names in stored[table].items():
+        first, _, last = span.partition("-")
+        found |= dict.fromkeys(names, (first, last or None))
+    return found
+
+
+def names_of(table: str, release: str) -> set[str]:
+    """The names that a release such as ``"0.17"`` has."""
+    number = int(release.partition(".")[2])
+
+    def is_there(first: str, last: str | None) -> bool:
+        return int(first.partition(".")[2]) <= number <= int((last or LAST).partition(".")[2])
+
+    return {name for name, span in releases(table).items() if is_there(*span)}
 
 
 def check_keywords(where: str, table: Table, given: Mapping[str, Any]) -> None:

@@ -1,4 +1,7 @@
-"""Every public name of core_v0.16.1's inference, and what becomes of it here."""
+"""Every public name of the inference of megatron-core's releases, and what becomes of it here.
+
+``since.json`` says which releases have a name; the names of ``main_tables`` stand there.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ STATIC = "static batching; the engine batches continuously"
 ATTENTION = "rotary embeddings are computed with the append to the cache"
 
 CONTEXT: Table = {
+    "model_config": works("with inference_config, in place of the keywords of 0.16"),
+    "inference_config": works("an InferenceConfig, ours or megatron-core's"),
     "params_dtype": works("dtype of keys and values"),
     "num_layers": works("attention layers; those for multi-token prediction may be left out"),
     "kv_channels": works("head dimension"),
@@ -37,7 +42,9 @@ CONTEXT: Table = {
     "materialize_only_last_token_logits": works(
         "log-probabilities of prompts are computed for the requests that ask, whatever it says"
     ),
-    "mamba_inference_state_config": accepted(STATE_POOL, None),
+    "mamba_inference_state_config": works(
+        "says which layers attend; recurrent state has a pool of its own, which the engine sizes"
+    ),
     "use_cuda_graphs_for_non_decode_steps": works("False captures no steps with prefill chunks"),
     "use_flashinfer_fused_rope": accepted(ATTENTION + " by kernels of this package", None, False),
     "unified_memory_level": accepted("the KV cache stays in the memory of its device", None, 0),
@@ -48,7 +55,7 @@ CONTEXT: Table = {
     "persist_cuda_graphs": accepted("graphs are kept when the engine is suspended"),
     "offload_kv_cache": accepted("the KV cache stays on its device", None, False),
 }
-"""Keywords of ``DynamicInferenceContext`` in core_v0.16.1."""
+"""Keywords of ``DynamicInferenceContext``."""
 
 CONTEXT_ATTRIBUTES: Table = {
     **dict.fromkeys(
@@ -70,6 +77,7 @@ CONTEXT_ATTRIBUTES: Table = {
     "batch_dimensions": refused(INNER),
     "block_allocator": works("total_count, active_count, paused_count, and what is used of them"),
     "block_size_bytes": works(""),
+    "config": works("the InferenceConfig that it was built with; None with keywords"),
     "cache_mla_latent": works("whether the cache holds latents"),
     "cuda_graph_batch_dimensions_list": works("the row buckets, as numbers"),
     "cuda_graph_token_counts": works("the row buckets"),
@@ -155,9 +163,66 @@ CONTEXT_ATTRIBUTES: Table = {
             "token_to_request_idx",
             "unified_memory_mempool",
             "update_requests",
+            "TMS_TAG",
+            "active_logit_idxs",
+            "active_request_last_token_idxs",
+            "active_request_metadata",
+            "add_dummy_requests_for_expert_parallel_step",
+            "build_active_slices",
+            "calculate_log_probs_tensors",
+            "can_prepare_requests",
+            "commit_sampled_tokens",
+            "copy_async_sched_sample_to_forward",
+            "deallocate_inference_state_buffers",
+            "gpu_view",
+            "hidden_size",
+            "inference_cuda_graph_scope",
+            "inference_grouped_gemm_backend",
+            "initialize_all_tensors",
+            "is_creating_cuda_graphs",
+            "moe_enable_routing_replay",
+            "moe_routing_metadata",
+            "mtp_decoder_hidden_states",
+            "num_last_token_logits",
+            "pad_active_slices",
+            "paused_speculative_tokens",
+            "prepare_requests",
+            "reinitialize_inference_state_buffers",
+            "request_in_prefill_status_tensor",
+            "reset_metadata",
+            "reset_tensors",
+            "resolve_requests",
+            "smallest_non_decode_cuda_graph_size",
+            "speculative_required_logit_indices",
+            "transfer_bookkeeping_to_gpu",
         ),
         refused(INNER),
     ),
+    **dict.fromkeys(
+        ("enable_chunked_prefill", "is_chunked_prefill_enabled"),
+        refused("the engine has enable_chunked_prefill"),
+    ),
+    **dict.fromkeys(
+        (
+            "kv_cache_management_mode",
+            "prefix_caching_coordinator_policy",
+            "prefix_caching_eviction_policy",
+            "prefix_caching_routing_alpha",
+            "static_kv_memory_pointers",
+        ),
+        refused("a field of the InferenceConfig, which is `config`"),
+    ),
+    **dict.fromkeys(
+        (
+            "prefix_cache_blocks_matched",
+            "prefix_cache_hits",
+            "prefix_cache_lru_clock",
+            "prefix_cache_prefill_computed_tokens",
+            "prefix_cache_prefill_skipped_tokens",
+        ),
+        refused("the engine's counters have what the prefix cache saved"),
+    ),
+    "set_ep_zmq_communicator": refused(NO_ZMQ),
     **dict.fromkeys(
         ("apply_fused_qk_rotary_emb", "apply_rotary_emb_key", "apply_rotary_emb_query"),
         refused(ATTENTION),
@@ -183,13 +248,20 @@ CONTEXT_ATTRIBUTES: Table = {
             "mamba_ssm_states",
             "mamba_ssm_states_shape",
             "mamba_states_cache",
+            "mamba_chunk_size",
+            "mamba_conv_states_dtype",
+            "mamba_intermediate_conv_states",
+            "mamba_intermediate_ssm_states",
+            "mamba_slot_allocator",
+            "mamba_ssm_states_dtype",
+            "max_mamba_intermediate_states_per_step",
             "num_mamba_layers",
             "reset_mamba_state",
         ),
         refused(STATE_POOL),
     ),
 }
-"""Attributes and methods of ``DynamicInferenceContext`` in core_v0.16.1."""
+"""Attributes and methods of ``DynamicInferenceContext``."""
 
 WRAPPER: Table = {
     "model": works("a GPTModel; Float16Module and DistributedDataParallel are taken off"),
@@ -215,10 +287,12 @@ WRAPPER_ATTRIBUTES: Table = {
             "forward_pass_with_pipeline_parallel_large_input_batch",
             "forward_pass_with_pipeline_parallel_small_input_batch",
             "forward_pass_without_pipeline_parallel",
+            "forward_pass_with_pipeline_parallel",
             "run_one_forward_step",
         ),
         refused(INNER),
     ),
+    "config": refused("the model has one: model.config"),
     **dict.fromkeys(("get_batch_for_context_window", "prep_inference_input"), refused(STATIC)),
 }
 """Attributes and methods of ``GPTInferenceWrapper``."""
@@ -236,6 +310,14 @@ CONTROLLER_ATTRIBUTES: Table = {
     "pp_group": works("as given"),
     "tokenize_prompt": works(""),
     "tokenizer": works(""),
+    "detokenize": refused("use the tokenizer's; records have generated_text"),
+    "dp_group": refused(NO_GROUPS),
+    "model_config": refused("the model has one: inference_wrapped_model.model.config"),
+    **dict.fromkeys(
+        ("num_mtp_depths", "num_mtp_heads", "num_speculative_tokens"),
+        refused("a number of the engine's: num_speculative_tokens"),
+    ),
+    "vocab_size": refused("the wrapper has it: inference_wrapped_model.vocab_size"),
     **dict.fromkeys(
         (
             "async_generate_output_tokens_dynamic_batch",
@@ -276,7 +358,7 @@ ENGINE: Table = {
     "inference_logging_step_interval": works("steps between two lines of the log"),
     "pg_collection": accepted(NO_GROUPS),
 }
-"""Arguments of ``DynamicInferenceEngine`` in core_v0.16.1."""
+"""Arguments of ``DynamicInferenceEngine``."""
 
 ENGINE_ATTRIBUTES: Table = {
     "add_request": works("a request that is too long becomes a FAILED record"),
@@ -311,6 +393,12 @@ ENGINE_ATTRIBUTES: Table = {
     "stop": works("ends the engine's own thread"),
     "suspend": works("tokens in flight are committed; the KV cache stays on its device"),
     "track_paused_request_events": works(""),
+    "track_generated_token_events": works("False: a request's tpot has the time of each token"),
+    "logging_step_interval": works("as inference_logging_step_interval"),
+    "materialize_only_last_token_logits": works("True: see the keyword of the context"),
+    "metrics_writer": works("that of the context"),
+    "num_speculative_tokens": works("drafts a step of each request"),
+    "shutdown": works("a coroutine function: closes the engine"),
     "unified_memory_level": works("0"),
     "requests": accepted("another object than theirs; use get_request, or add_request's futures"),
     "finished_request_count": refused("count finished_request_records, or see counters"),
@@ -333,8 +421,16 @@ ENGINE_ATTRIBUTES: Table = {
             "stop_word_being_finished_ids",
             "stop_word_finished_request_ids",
             "suspend_resume_ctx",
+            "chunked_prefill_request_id",
+            "cuda_graph_all_prefills",
+            "cuda_graph_modules",
+            "cuda_graph_scope",
+            "inference_cuda_graph_scope",
         ),
         refused(INNER),
+    ),
+    **dict.fromkeys(
+        ("disable_ep_consensus", "ep_consensus_interval"), refused("one process holds the model")
     ),
     **dict.fromkeys(
         (
@@ -362,11 +458,14 @@ ENGINE_ATTRIBUTES: Table = {
             "use_coordinator",
             "zmq_context",
             "zmq_sockets",
+            "get_prefix_coordination_metrics",
+            "use_synchronous_zmq_collectives",
+            "world_zmq_communicator",
         ),
         refused(NO_ZMQ),
     ),
 }
-"""Attributes and methods of ``DynamicInferenceEngine`` in core_v0.16.1."""
+"""Attributes and methods of ``DynamicInferenceEngine``."""
 
 SAMPLING_PARAMS: Table = {
     **dict.fromkeys(
@@ -390,11 +489,11 @@ SAMPLING_PARAMS: Table = {
     ),
     "return_prompt_top_n_logprobs": accepted("skip_prompt_log_probs decides"),
     "stop_words": works("the text is cut before the word"),
-    "detokenize_stop_sequence": works("main: the text is cut behind the word"),
-    "return_prompt_tokens": accepted("main: a record always has its prompt_tokens"),
-    "streaming": accepted("main: engine.stream() streams any request"),
-    "streaming_interval": accepted("main: each token is streamed"),
-    "do_kv_handoff": accepted("main: keys and values stay in this engine", None, False),
+    "detokenize_stop_sequence": works("the text is cut behind the word"),
+    "return_prompt_tokens": accepted("a record always has its prompt_tokens"),
+    "streaming": accepted("engine.stream() streams any request"),
+    "streaming_interval": accepted("each token is streamed"),
+    "do_kv_handoff": accepted("keys and values stay in this engine", None, False),
 }
 """Fields of megatron-core's ``SamplingParams``, whose objects requests may bring."""
 
@@ -429,9 +528,9 @@ REQUEST: Table = {
     "generated_top_n_logprobs": works("by text; by token id where there is no tokenizer"),
     "prompt_top_n_logprobs": works("by text; by token id where there is no tokenizer"),
     "prompt_tokens": works("a list with tolist(), numel(), shape and size()"),
-    "prompt_length": works("main"),
-    "ttft": works("main: seconds from arrival to the first token"),
-    "num_cached_tokens": works("main: prompt tokens found in the prefix cache"),
+    "prompt_length": works(""),
+    "ttft": works("seconds from arrival to the first token"),
+    "num_cached_tokens": works("prompt tokens found in the prefix cache"),
     **dict.fromkeys(
         (
             "add_event_add",
@@ -441,6 +540,10 @@ REQUEST: Table = {
             "add_event_fail",
             "add_event_finish",
             "add_event_pause",
+            "add_event_add_context",
+            "add_event_add_engine",
+            "add_event_generated_token",
+            "event_add_engine",
         ),
         refused("the engine records events; add_event adds one of any type"),
     ),
@@ -450,6 +553,13 @@ REQUEST: Table = {
             "remaining_prompt_length",
             "remaining_prompt_tokens",
             "stop_word_ids",
+            "block_size_tokens",
+            "cg_wait_iters",
+            "enable_prefix_caching",
+            "kv_cache_epoch",
+            "policy_epoch",
+            "precomputed_block_hashes",
+            "routing_indices",
         ),
         refused(INNER),
     ),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -119,7 +120,12 @@ def stock_hybrid(pattern: str, cls: Any = classes.HYBRID_MODEL, **changes: Any) 
         )
     submodules = getattr(block, "HybridStackSubmodules", None) or block.MambaStackSubmodules
     spec = ModuleSpec(classes.HYBRID_STACK, submodules=submodules(**parts))
-    with mock.patch.object(block, "TENorm", norm):
+    # A mixer draws its parameters in a random state of each rank, on a GPU.
+    tracker = SimpleNamespace(fork=contextlib.nullcontext)
+    with (
+        mock.patch.object(block, "TENorm", norm),
+        mock.patch.object(mamba_mixer, "get_cuda_rng_tracker", lambda: tracker),
+    ):
         names = ("hybrid_layer_pattern", "hybrid_override_pattern")
         known = inspect.signature(classes.HYBRID_MODEL.__init__).parameters
         name = next(name for name in names if name in known)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import megatron_async
-from megatron_async.errors import ConfigError
+from megatron_async.errors import ConfigError, RequestError
 from megatron_async.megatron_api import (
     HOMES,
     DynamicInferenceContext,
@@ -24,11 +24,21 @@ from megatron_async.megatron_api import (
     GPTInferenceWrapper,
     InferenceConfig,
     MegatronLLM,
+    SamplingParams,
     TextGenerationController,
     main_tables,
     tables,
 )
-from megatron_async.megatron_api.names import ANY, Table, accepted, check_keywords, works
+from megatron_async.megatron_api.names import (
+    ANY,
+    Table,
+    accepted,
+    check_keywords,
+    names_of,
+    releases,
+    works,
+)
+from megatron_async.megatron_compat import installed
 from tests.support.stock_model import (
     Tokenizer,
     no_gpu,  # noqa: F401
@@ -69,29 +79,113 @@ def attributes(cls: type) -> set[str]:
     return found
 
 
-THEIRS = [
-    (tables.CONTEXT, arguments(theirs_context.DynamicInferenceContext)),
-    (tables.CONTEXT_ATTRIBUTES, attributes(theirs_context.DynamicInferenceContext)),
-    (tables.WRAPPER, arguments(theirs_wrapper.GPTInferenceWrapper)),
-    (tables.WRAPPER_ATTRIBUTES, attributes(theirs_wrapper.GPTInferenceWrapper)),
-    (tables.CONTROLLER, arguments(theirs_controller.TextGenerationController)),
-    (tables.CONTROLLER_ATTRIBUTES, attributes(theirs_controller.TextGenerationController)),
-    (tables.ENGINE, arguments(theirs_engine.DynamicInferenceEngine)),
-    (tables.ENGINE_ATTRIBUTES, attributes(theirs_engine.DynamicInferenceEngine)),
-    (tables.SAMPLING_PARAMS, {field.name for field in dataclasses.fields(TheirParams)}),
-    (
+def of_their_llms() -> set[str]:
+    """Arguments and public names of ``MegatronLLM`` and ``MegatronAsyncLLM``, since 0.18."""
+    try:
+        from megatron.core.inference.apis import MegatronAsyncLLM as TheirAsyncLLM
+        from megatron.core.inference.apis import MegatronLLM as TheirLLM
+    except ImportError:
+        return set()
+    found: set[str] = set()
+    for cls in (TheirLLM, TheirAsyncLLM):
+        found |= attributes(cls) | arguments(cls)
+    return found - {"kwargs"}
+
+
+def of_their_config() -> set[str]:
+    """Of ``InferenceConfig``, since 0.17."""
+    try:
+        from megatron.core.inference.config import InferenceConfig as Theirs
+    except ImportError:
+        return set()
+    return {field.name for field in dataclasses.fields(Theirs)} | arguments(Theirs)
+
+
+RELEASE = ".".join(map(str, installed().numbers[:2]))
+THEIRS: dict[str, tuple[Table, set[str]]] = {
+    "CONTEXT": (tables.CONTEXT, arguments(theirs_context.DynamicInferenceContext)),
+    "CONTEXT_ATTRIBUTES": (
+        tables.CONTEXT_ATTRIBUTES | main_tables.MAIN_CONTEXT_ATTRIBUTES,
+        attributes(theirs_context.DynamicInferenceContext),
+    ),
+    "WRAPPER": (tables.WRAPPER, arguments(theirs_wrapper.GPTInferenceWrapper)),
+    "WRAPPER_ATTRIBUTES": (
+        tables.WRAPPER_ATTRIBUTES,
+        attributes(theirs_wrapper.GPTInferenceWrapper),
+    ),
+    "CONTROLLER": (tables.CONTROLLER, arguments(theirs_controller.TextGenerationController)),
+    "CONTROLLER_ATTRIBUTES": (
+        tables.CONTROLLER_ATTRIBUTES,
+        attributes(theirs_controller.TextGenerationController),
+    ),
+    "ENGINE": (tables.ENGINE, arguments(theirs_engine.DynamicInferenceEngine)),
+    "ENGINE_ATTRIBUTES": (
+        tables.ENGINE_ATTRIBUTES | main_tables.MAIN_ENGINE_ATTRIBUTES,
+        attributes(theirs_engine.DynamicInferenceEngine),
+    ),
+    "SAMPLING_PARAMS": (
+        tables.SAMPLING_PARAMS,
+        {field.name for field in dataclasses.fields(TheirParams)},
+    ),
+    "REQUEST": (
         tables.REQUEST,
         attributes(theirs_request.DynamicInferenceRequest)
         | attributes(theirs_request.DynamicInferenceRequestRecord),
     ),
-]
+    "INFERENCE_CONFIG": (main_tables.INFERENCE_CONFIG, of_their_config()),
+    "LLM": (main_tables.LLM, of_their_llms()),
+}
 
 
-@pytest.mark.parametrize(("table", "names"), THEIRS, ids=[str(n) for n in range(len(THEIRS))])
-def test_each_name_of_megatron_core_is_in_its_table(table: Table, names: set[str]) -> None:
-    assert names - table.keys() == set()
-    beyond = {name for name in table.keys() - names if not table[name].note.startswith("main")}
-    assert beyond == set()
+def test_names_are_those_of_the_installed_release() -> None:
+    for name, (_, theirs) in THEIRS.items():
+        assert names_of(name, RELEASE) == theirs, name
+    # What a context says in numbers.
+    source = textwrap.dedent(
+        inspect.getsource(
+            theirs_context.DynamicInferenceContext.get_kvcache_utilization_stats
+        )
+    )
+    (said,) = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Dict))
+    keys = {key.value for key in said.keys if isinstance(key, ast.Constant)}
+    context = DynamicInferenceContext(**KEYWORDS)
+    assert keys - context.get_kvcache_utilization_stats().keys() == set()
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_each_name_of_each_release_is_in_its_table(name: str) -> None:
+    table, _ = THEIRS[name]
+    known = releases(name)
+    assert known.keys() - table.keys() == set()
+    first = {span[0] for span in known.values()}
+    assert first <= {"0.16", "0.17", "0.18", "0.19"}
+
+
+def test_sampling_params_take_the_names_of_each_release() -> None:
+    values = {name: value for name, value in NEUTRAL.items() if name in releases("SAMPLING_PARAMS")}
+    values |= {name: NEUTRAL[name] for name in ("streaming", "streaming_interval", "do_kv_handoff")}
+    assert releases("SAMPLING_PARAMS").keys() <= values.keys()
+    assert SamplingParams(**values).num_tokens_to_generate == 5
+    assert SamplingParams(detokenize_stop_sequence=True).include_stop_str_in_output
+    assert not SamplingParams(**values).include_stop_str_in_output
+    params = SamplingParams()
+    params.add_attributes({"detokenize_stop_sequence": True, "streaming": True})
+    assert params.include_stop_str_in_output
+    for refused in (
+        lambda: SamplingParams(do_kv_handoff=True),
+        lambda: params.add_attributes({"do_kv_handoff": True}),
+    ):
+        with pytest.raises(RequestError, match="do_kv_handoff=True is not supported"):
+            refused()
+
+
+NEUTRAL: dict[str, Any] = dict(
+    temperature=1.0, top_k=0, top_p=0.0, return_log_probs=False, skip_prompt_log_probs=False,
+    return_segments=False, num_tokens_to_generate=5, num_tokens_total=None, termination_id=None,
+    top_n_logprobs=0, return_prompt_top_n_logprobs=False, add_BOS=False, stop_words=None,
+    detokenize_stop_sequence=False, return_prompt_tokens=True, streaming=True, streaming_interval=2,
+    do_kv_handoff=False,
+)  # fmt: skip
 
 
 def test_each_field_of_the_main_branch_is_in_its_table() -> None:
