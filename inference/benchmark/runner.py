@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from megatron_async import megatron_compat as compat
 from megatron_async.config import EngineConfig
 from megatron_async.device.bandwidth import copy_bandwidth
 from megatron_async.engine.build import resolve_device
@@ -116,7 +117,8 @@ def coverage(model: BenchmarkModel) -> dict[str, Any]:
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions and the device's name."""
     versions = {"megatron-async": __version__, "python": platform.python_version()}
-    for name in ("torch", "megatron-core", "triton", "transformers"):
+    versions["megatron-core"] = compat.installed().version
+    for name in ("torch", "triton", "transformers"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
     if torch.version.cuda is not None:

@@ -72,6 +72,9 @@ def run(args: argparse.Namespace) -> int:
 
     versions = report["versions"]
     print(format_table(("version", ""), list(versions.items())))
+    found = report["megatron_core"]
+    print(f"\nmegatron-core {found['version']}: models are of {found['model_class']}")
+    print(f"  {found['note'] or 'tried with it: ' + ', '.join(found['tried'])}")
     print("\ndevices", *report["devices"], sep="\n  ")
     print("\noptional parts")
     for name, part in report["optional"].items():
@@ -95,8 +98,11 @@ def collect() -> dict[str, Any]:
     """What the command shows, as plain JSON types."""
     import torch
 
+    from megatron_async import megatron_compat as compat
+
     versions: dict[str, str | None] = {"megatron-async": __version__}
     versions |= {"python": platform.python_version(), **{n: _version(n) for n in REQUIRED}}
+    versions["megatron-core"] = compat.installed().version
     versions["torch"] = str(torch.__version__)  # with the build, which metadata may lack
     optional = {}
     for name, part in OPTIONAL.items():
@@ -104,7 +110,12 @@ def collect() -> dict[str, Any]:
         found = all(map(importlib.util.find_spec, dict.fromkeys((package, part.module))))
         version = (_version(name) or "of unknown version") if found else None
         optional[name] = {"version": version, "use": part.installed if found else part.missing}
-    return {"versions": versions, "devices": _devices(), "optional": optional}
+    return {
+        "versions": versions,
+        "megatron_core": compat.found(),
+        "devices": _devices(),
+        "optional": optional,
+    }
 
 
 def _of_model(model: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A model's configuration from the arguments of Megatron-LM's training.
 
 What they mean is what ``core_transformer_config_from_args`` and ``gpt_builder`` of Megatron-LM make
-of them (core_v0.15 and 0.16).
+of them (core_v0.15 and later).
 """
 
 from __future__ import annotations

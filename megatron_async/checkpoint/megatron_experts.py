@@ -1,4 +1,4 @@
-"""Experts of a model from the arguments of Megatron-LM's training (core_v0.15 and 0.16)."""
+"""Experts of a model from the arguments of Megatron-LM's training (core_v0.15 and later)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hybrid models (``MambaModel``) from the arguments of Megatron-LM's training."""
+"""Hybrid models (``MambaModel``, since 0.18 ``HybridModel``) from the arguments of Megatron-LM's training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from megatron_async.models.mamba.sizes import LETTERS
 
 FINAL_NORM = "decoder.final_norm.weight"
 """A stored tensor that such models have, and no other."""
-SPECS = ["megatron.core.models.mamba.mamba_layer_specs"]
+SPECS = (
+    "megatron.core.models.mamba.mamba_layer_specs",
+    "megatron.core.models.hybrid.hybrid_layer_specs",
+)
+_STAGES = "|"
+"""Between layers of a pattern, where a pipeline stage ends."""
 _PATTERNS = ("hybrid_override_pattern", "hybrid_layer_pattern")
 
 
@@ -28,7 +33,7 @@ def hybrid_fields(args: Arguments, num_layers: int) -> dict[str, Any]:
         CheckpointError: an argument asks for what is not supported.
     """
     spec = args.get("spec")
-    if spec is not None and (not isinstance(spec, list | tuple) or list(spec[:1]) != SPECS):
+    if spec is not None and (not isinstance(spec, list | tuple) or not spec or spec[0] not in SPECS):
         raise args.unsupported("spec", f"{SPECS[0]} mamba_stack_spec")
     return {
         "hybrid_override_pattern": _pattern(args, num_layers),
@@ -43,7 +48,7 @@ def hybrid_fields(args: Arguments, num_layers: int) -> dict[str, Any]:
 def _pattern(args: Arguments, num_layers: int) -> str:
     for name in _PATTERNS:
         if args.has(name):
-            pattern = args.word(name, "")
+            pattern = args.word(name, "").replace(_STAGES, "")
             if len(pattern) != num_layers or set(pattern) - set(LETTERS):
                 raise args.unsupported(name, f"one of {LETTERS} for each of {num_layers} layers")
             return pattern

@@ -11,13 +11,27 @@ built. ``contexts``: the base of inference contexts. ``checkpoints``: ``dist_che
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributed as dist
 
 from megatron_async.megatron_compat.process_groups import ensure_parallel_state
 from megatron_async.megatron_compat.release import TRIED, Release, installed, warn_if_not_tried
 from megatron_async.megatron_compat.shims import apply
 
-__all__ = ["TRIED", "Release", "apply", "dist", "ensure_parallel_state", "installed"]
+__all__ = ["TRIED", "Release", "apply", "dist", "ensure_parallel_state", "found", "installed"]
 
 apply()
 warn_if_not_tried()
+
+
+def found() -> dict[str, Any]:
+    """What is known of the installed release, as plain JSON types."""
+    from megatron_async.megatron_compat.classes import MODEL_BASE
+
+    return {
+        "version": installed().version,
+        "tried": list(TRIED),
+        "note": installed().not_tried,
+        "model_class": MODEL_BASE.__name__,
+    }

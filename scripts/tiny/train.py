@@ -31,11 +31,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from megatron_async.checkpoint.native import save_native
+from megatron_async.megatron_compat import installed
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.gpt import GPTModel
-
-from megatron.core import __version__ as MEGATRON_CORE_VERSION  # isort: skip
 
 ASSETS = Path(__file__).parents[2] / "megatron_async" / "assets" / "tiny"
 TOKENIZER_FILES = [ASSETS / "tokenizer.json", ASSETS / "tokenizer_config.json"]
@@ -276,7 +275,7 @@ def main() -> None:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "megatron_core": MEGATRON_CORE_VERSION,
+        "megatron_core": installed().version,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "arguments": {key: str(value) for key, value in vars(args).items() if key != "out"},
         "parameters": sum(p.numel() for p in model.parameters()),

@@ -23,6 +23,7 @@ from megatron_async.inference.cli.writers import JsonWriter
 from megatron_async.inference.verify import decode as decode_module
 from megatron_async.inference.verify.scenarios import TABLE
 from megatron_async.inference.verify.workload import Witnesses
+from megatron_async.megatron_compat import TRIED, installed
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig
 from megatron_async.request import DynamicInferenceRequest
@@ -435,7 +436,13 @@ def test_info_names_versions_and_devices(capsys: Capture) -> None:
     assert main(["info", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["versions"]["torch"] == torch.__version__
-    assert report["versions"]["megatron-core"] == "0.16.1"
+    assert report["versions"]["megatron-core"] == installed().version
+    assert report["megatron_core"] == {
+        "version": installed().version,
+        "tried": list(TRIED),
+        "note": None,
+        "model_class": report["megatron_core"]["model_class"],
+    }
     assert report["devices"][0].startswith("cpu: ")
     assert set(report["optional"]) == {
         "triton",

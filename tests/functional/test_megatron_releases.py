@@ -96,10 +96,12 @@ def test_each_release_serves_the_models_and_checkpoints_of_all(tmp_path: Path) -
         pytest.skip("; ".join(missing))
     failures: dict[str, Any] = {}
     with running(versions, tmp_path) as releases:
-        for phase, ranks in (("save", 2), ("check", 1), ("load", 1)):
-            for release in releases:
+        for phase, ranks in (("save", 2), ("models", 1), ("scripts", 1), ("load", 1)):
+            # The suite runs the scripts of the installed one.
+            chosen = releases[phase == "scripts" :]
+            for release in chosen:
                 release.begin(phase, ranks)
-            for release in releases:
+            for release in chosen:
                 if failed := release.failed(ranks):
                     failures[f"{release.version}, {phase}"] = failed
     assert not failures, "\n".join(

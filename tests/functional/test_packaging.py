@@ -76,7 +76,7 @@ def test_wheel_metadata(wheel: Path) -> None:
     metadata = email.message_from_bytes(archive.read(f"{info}/METADATA"))
     assert (metadata["Name"], metadata["Version"]) == ("megatron-async", __version__)
     assert metadata["Requires-Python"] == ">=3.11"
-    assert "megatron-core==0.16.1" in metadata.get_all("Requires-Dist", [])
+    assert "megatron-core<0.20,>=0.16.1" in metadata.get_all("Requires-Dist", [])
     entry_points = archive.read(f"{info}/entry_points.txt").decode()
     assert "megatron-async = megatron_async.__main__:main" in entry_points
 

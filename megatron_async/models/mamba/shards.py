@@ -1,4 +1,4 @@
-"""Mamba-2 mixers in checkpoints of ``dist_checkpointing``, as megatron-core 0.16.1 lays them out:
+"""Mamba-2 mixers in checkpoints of ``dist_checkpointing``, as megatron-core lays them out:
 what its tensor-parallel ranks divide each for itself has a name of its own."""
 
 from __future__ import annotations

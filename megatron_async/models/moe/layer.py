@@ -3,7 +3,7 @@
 megatron's own layers read on the host how many tokens each expert has, so no graph can hold them.
 This one drops no token, has fixed shapes and reads nothing on the host (``kernels/moe``).
 
-Names, in megatron-core 0.16.1's words: ``router.weight``, ``router.expert_bias``;
+Names, in megatron-core's words: ``router.weight``, ``router.expert_bias``;
 ``experts.linear_fc1.weight`` and ``experts.linear_fc2.weight``, whose first dimension is the
 expert (``TEGroupedMLP`` has ``weight0``, ``weight1``, ...); ``shared_experts``,
 ``fc1_latent_proj``, ``fc2_latent_proj``.

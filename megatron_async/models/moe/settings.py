@@ -18,7 +18,7 @@ _FUNCTIONS = {
 
 
 def router_settings(config: ModelConfig) -> RouterSettings:
-    """How megatron-core 0.16.1 routes with these fields; ``config`` has experts."""
+    """How megatron-core routes with these fields; ``config`` has experts."""
     assert config.num_moe_experts is not None
     top_k, kept = config.moe_router_topk, config.moe_router_group_topk
     return RouterSettings(

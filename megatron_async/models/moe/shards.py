@@ -1,4 +1,4 @@
-"""Experts in checkpoints of ``dist_checkpointing``, as megatron-core 0.16.1 lays them out.
+"""Experts in checkpoints of ``dist_checkpointing``, as megatron-core lays them out.
 
 All of ``SequentialMLP``, ``GroupedMLP`` and ``TEGroupedMLP`` store a layer's experts under the same
 names: stacked over experts in one tensor, or each expert by itself with gate and up projection
