@@ -35,7 +35,6 @@ setup(
         "megatron_async": [
             "py.typed",
             "assets/**",
-            "megatron_api/*.json",
             "kernels/*/*.cu*",
             "kernels/*/*.json",
             "serving/page/*.html",

@@ -36,7 +36,7 @@ _TAKEN = (
     "streaming_interval",
     "do_kv_handoff",
 )
-"""Names of megatron-core's that are no fields of ours."""
+"""Names of megatron-core's that are no fields of ours, in the order of the class."""
 
 
 @dataclass(kw_only=True)
@@ -125,17 +125,9 @@ class SamplingParams:
     streaming_interval: InitVar[int | None] = None
     do_kv_handoff: InitVar[bool | None] = None
 
-    def __post_init__(
-        self,
-        return_prompt_top_n_logprobs: bool = False,
-        detokenize_stop_sequence: bool = False,
-        return_prompt_tokens: bool = False,
-        streaming: bool = False,
-        streaming_interval: int | None = None,
-        do_kv_handoff: bool | None = None,
-    ) -> None:
-        self._take("do_kv_handoff", do_kv_handoff)
-        self._take("detokenize_stop_sequence", detokenize_stop_sequence)
+    def __post_init__(self, *taken: Any) -> None:
+        for name, value in zip(_TAKEN, taken, strict=False):
+            self._take(name, value)
         default = type(self).__dataclass_fields__["num_tokens_to_generate"].default
         given = as_integer(self.num_tokens_to_generate)
         if self.num_tokens_total is not None and given == default:

@@ -124,8 +124,6 @@ def build(shape: dict[str, Any], device: Any, max_length: int) -> Any:
     import torch
 
     from megatron_async import megatron_compat as compat
-    from megatron_async.megatron_compat import engines
-
     from megatron.core.models.gpt import GPTModel  # isort: skip
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec  # isort: skip
     from megatron.core.transformer import TransformerConfig  # isort: skip
@@ -134,11 +132,15 @@ def build(shape: dict[str, Any], device: Any, max_length: int) -> Any:
     values = dict(shape)
     vocab, theta, tied = (values.pop(name) for name in ("vocab", "theta", "tied"))
     on_gpu = device.type == "cuda"
+    graphs: dict[str, Any] = {}
     dtype = torch.bfloat16 if on_gpu else torch.float32
     if on_gpu:
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+        from megatron_async.megatron_compat import engines
+
         model_parallel_cuda_manual_seed(0, inference_rng_tracker=True)
+        graphs = engines.config_options()
     config = TransformerConfig(
         **values, params_dtype=dtype, pipeline_dtype=dtype, bf16=on_gpu, normalization="RMSNorm",
         add_bias_linear=False, gated_linear_unit=True, activation_func=torch.nn.functional.silu,
@@ -146,7 +148,7 @@ def build(shape: dict[str, Any], device: Any, max_length: int) -> Any:
         bias_activation_fusion=on_gpu, bias_dropout_fusion=on_gpu, masked_softmax_fusion=False,
         gradient_accumulation_fusion=False, use_cpu_initialization=not on_gpu,
         perform_initialization=not on_gpu, inference_rng_tracker=True,
-        **(engines.config_options() if on_gpu else {}),
+        **graphs,
     )  # fmt: skip
     spec = get_gpt_layer_local_spec(
         qk_layernorm=config.qk_layernorm, normalization=config.normalization
@@ -246,10 +248,10 @@ def compare(
     name: str, model: Any, prompts: list[list[int]], count: int, tie: float, *, theirs: bool = True
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Rows of the table, and what went beyond near ties."""
-    from megatron_async.megatron_compat import engines
-
     runs = []
     if theirs:
+        from megatron_async.megatron_compat import engines
+
         for mode in engines.MODES:
             runs.append(run_megatron(model, mode, prompts, count))
             gc.collect()

@@ -38,8 +38,8 @@ written for.
 **Scheduling.** `DynamicInferenceEngine(..., config=EngineConfig(inference_async_scheduling=True,
 depth=2))` says how many steps may be in flight. Without `config` the environment's
 `MEGATRON_ASYNC_DEPTH` does, so that a script need not be changed; or `async_sched_mode` of the
-context's `InferenceConfig`, which is "async" in ours. Else decoding is serial. `MegatronLLM` without
-an `InferenceConfig` decodes asynchronously, as in Megatron's main branch.
+context's `InferenceConfig`, which is "async" in ours. Else decoding is serial. A `MegatronLLM`
+without an `InferenceConfig` decodes asynchronously, as in Megatron's main branch.
 
 **Errors.** In an engine that is built as megatron-core's is, a request that is too long becomes a
 record with the status FAILED, and a step of a suspended engine raises `EngineSuspendedError`.
@@ -113,7 +113,7 @@ TITLED = {
     "InferenceConfig": "INFERENCE_CONFIG",
     "MegatronLLM and MegatronAsyncLLM": "LLM",
 }
-"""By its title, what ``since.json`` calls the table."""
+"""By its title, what ``since`` calls the table."""
 
 
 COMMAND_LINE = (

@@ -35,6 +35,7 @@ LONG = (
     "test_checkpoint_distributed.py",
     "test_checkpoint_tensor_parallel.py",
     "test_long_run.py",
+    "test_megatron_releases.py",
     "test_ranks.py",
 )
 """Files of single tests that take long: they begin first, so that processes end together."""

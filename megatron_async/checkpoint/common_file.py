@@ -1,4 +1,4 @@
-"""What ``dist_checkpointing.save`` keeps once for all ranks: in ``common.pt``, and since 0.19 beside
+"""What ``dist_checkpointing.save`` keeps once for all ranks: in ``common.pt``, since 0.19 beside
 the tensors."""
 
 from __future__ import annotations

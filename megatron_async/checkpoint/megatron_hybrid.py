@@ -1,4 +1,4 @@
-"""Hybrid models (``MambaModel``, since 0.18 ``HybridModel``) from the arguments of Megatron-LM's training."""
+"""Hybrid models (``MambaModel``, now ``HybridModel``) from the arguments of its training."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ def hybrid_fields(args: Arguments, num_layers: int) -> dict[str, Any]:
         CheckpointError: an argument asks for what is not supported.
     """
     spec = args.get("spec")
-    if spec is not None and (not isinstance(spec, list | tuple) or not spec or spec[0] not in SPECS):
+    if spec is not None and (
+        not isinstance(spec, list | tuple) or not spec or spec[0] not in SPECS
+    ):
         raise args.unsupported("spec", f"{SPECS[0]} mamba_stack_spec")
     return {
         "hybrid_override_pattern": _pattern(args, num_layers),

@@ -1,4 +1,4 @@
-"""Multi-latent attention of a model from the arguments of Megatron-LM's training (core_v0.16 and later)."""
+"""Multi-latent attention of a model from the arguments of training (since core_v0.16)."""
 
 from __future__ import annotations
 

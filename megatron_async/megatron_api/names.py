@@ -8,13 +8,12 @@ made from them (``scripts/megatron_names.py``), so neither can say what the othe
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from megatron_async.errors import ConfigError, shown
+from megatron_async.megatron_api.since import SINCE
 
 ANY = "any value"
 """Of a keyword whose every value is accepted."""
@@ -52,7 +51,7 @@ def refused(note: str) -> Entry:
 
 Table = dict[str, Entry]
 FIRST, LAST = "0.16", "0.19"
-"""Releases that ``since.json`` is about."""
+"""Releases that ``since`` is about."""
 
 
 @functools.cache
@@ -62,11 +61,10 @@ def releases(table: str) -> dict[str, tuple[str, str | None]]:
     Args:
         table: as it is called in ``tables`` and ``main_tables``; ``"CLASSES"`` of classes.
     """
-    stored = json.loads((Path(__file__).parent / "since.json").read_text())
     found: dict[str, tuple[str, str | None]] = {}
-    for span, names in stored[table].items():
+    for span, names in SINCE[table].items():
         first, _, last = span.partition("-")
-        found |= dict.fromkeys(names, (first, last or None))
+        found |= dict.fromkeys(names.split(), (first, last or None))
     return found
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from typing import Any, NamedTuple
 
-import torch
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.multi_token_prediction import (
@@ -99,7 +98,7 @@ MTP_LAYERS = (MultiTokenPredictionLayer, MegatronMtpLayer)
 """Ours and megatron's."""
 
 
-def mtp_inner_layer(layer: Any) -> torch.nn.Module:
+def mtp_inner_layer(layer: Any) -> Any:
     """The layer of a multi-token prediction layer, of ours or of megatron's."""
     parts = dict(layer.named_children())
     return parts[_FORMER if _FORMER in parts else _PRESENT]

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from megatron_async.megatron_compat import installed
-from tests.support.releases import NoRelease, others, release_path
+from tests.support.releases import NoReleaseError, others, release_path
 
 ROOT = Path(__file__).parents[2]
 
@@ -88,7 +88,7 @@ def test_each_release_serves_the_models_and_checkpoints_of_all(tmp_path: Path) -
     for version in others():
         try:
             release_path(version)
-        except NoRelease as error:
+        except NoReleaseError as error:
             missing.append(f"megatron-core {version}: {error}")
         else:
             versions.append(version)
@@ -105,7 +105,9 @@ def test_each_release_serves_the_models_and_checkpoints_of_all(tmp_path: Path) -
                 if failed := release.failed(ranks):
                     failures[f"{release.version}, {phase}"] = failed
     assert not failures, "\n".join(
-        f"{where}: {name}: {why}" for where, names in failures.items() for name, why in names.items()
+        f"{where}: {name}: {why}"
+        for where, names in failures.items()
+        for name, why in names.items()
     )
     for kind in ("dense", "mtp", "moe", "latents", "hybrid"):
         tokens = {(tmp_path / version / f"{kind}.json").read_text() for version in versions}

@@ -36,6 +36,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     add("--prompts", nargs="+", required=True)
     add("--num-tokens-to-generate", type=int, default=30)
     add("--return-log-probs", action="store_true")
+    add("--top_k", type=int, default=1)
     add("--top-n-logprobs", type=int, default=0)
     add("--stop-words", nargs="+")
     add("--api", choices=("engine", "llm", "coordinator", "async"), default="llm")
@@ -129,7 +130,7 @@ def main(argv: list[str], get_model: Callable[[], Any], tokenizer: Any) -> list[
     args = parse_args(argv)
     params = SamplingParams(
         temperature=1.0,
-        top_k=1,
+        top_k=args.top_k,
         top_p=0.0,
         skip_prompt_log_probs=False,
         return_log_probs=args.return_log_probs,

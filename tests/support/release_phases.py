@@ -110,9 +110,12 @@ def scripts(version: str, folder: Path) -> dict[str, Callable[[], Any]]:
     def run() -> None:
         import pytest
 
+        llm = "tests/functional/test_megatron_llm_script.py"
         tests = [
             "tests/unit/test_megatron_names.py::test_names_are_those_of_the_installed_release",
             "tests/functional/test_megatron_script.py",
+            f"{llm}::test_each_way_to_call_gives_the_tokens_of_the_stock_model[async-async]",
+            f"{llm}::test_hybrid_models_of_megatron_are_served",
         ]
         plugins = ["-p", "no:cacheprovider", "-p", "no:xdist", "-q", "-m", "not gpu"]
         with contextlib.redirect_stdout(sys.stderr):

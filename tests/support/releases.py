@@ -22,7 +22,7 @@ _PYTHON_OF = {"0.16.1": "3.11"}
 _PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_24_x86_64")
 
 
-class NoRelease(Exception):
+class NoReleaseError(Exception):
     """A wheel cannot be had; says why."""
 
 
@@ -35,7 +35,7 @@ def release_path(version: str) -> Path | None:
     """What comes first on the path to import it; None for the installed one.
 
     Raises:
-        NoRelease: it is not there, and pip cannot fetch it.
+        NoReleaseError: it is not there, and pip cannot fetch it.
     """
     if version == installed().version:
         return None
@@ -58,7 +58,7 @@ def _fetch(version: str, place: Path) -> None:
                 command, capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=False
             )
             if found.returncode:
-                raise NoRelease(f"pip: {found.stderr.strip().splitlines()[-1:]}")
+                raise NoReleaseError(f"pip: {found.stderr.strip().splitlines()[-1:]}")
             (wheel,) = Path(folder).glob("*.whl")
             unpacked = Path(folder) / "unpacked"
             with zipfile.ZipFile(wheel) as archive:
@@ -67,4 +67,4 @@ def _fetch(version: str, place: Path) -> None:
             if not place.exists():
                 os.replace(unpacked, place)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise NoRelease(str(error)) from error
+        raise NoReleaseError(str(error)) from error

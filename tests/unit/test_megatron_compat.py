@@ -1,4 +1,4 @@
-"""Releases of megatron-core: which is installed, and that one package alone knows how they differ."""
+"""Releases of megatron-core: which is installed, and that one package alone knows of others."""
 
 from __future__ import annotations
 
@@ -127,8 +127,10 @@ def knowledge_of_releases(source: str) -> Iterator[str]:
             if not any(name in ("ImportError", "ModuleNotFoundError") for name in caught):
                 continue
             for inner in node.body:
-                if isinstance(inner, ast.ImportFrom) and _is_megatron(inner.module) and not any(
-                    isinstance(other, ast.Import) for other in node.body
+                if (
+                    isinstance(inner, ast.ImportFrom)
+                    and _is_megatron(inner.module)
+                    and not any(isinstance(other, ast.Import) for other in node.body)
                 ):
                     yield f"{inner.lineno}: import of {inner.module} that may fail"
 

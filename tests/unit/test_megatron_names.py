@@ -142,9 +142,7 @@ def test_names_are_those_of_the_installed_release() -> None:
         assert names_of(name, RELEASE) == theirs, name
     # What a context says in numbers.
     source = textwrap.dedent(
-        inspect.getsource(
-            theirs_context.DynamicInferenceContext.get_kvcache_utilization_stats
-        )
+        inspect.getsource(theirs_context.DynamicInferenceContext.get_kvcache_utilization_stats)
     )
     (said,) = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Dict))
     keys = {key.value for key in said.keys if isinstance(key, ast.Constant)}

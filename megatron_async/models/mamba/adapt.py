@@ -70,7 +70,8 @@ def check_mixer(layer: Any) -> None:
 def adapt_mixer(layer: Any) -> None:
     """Turn megatron's mixer into one that this package computes."""
     mixer = layer.mixer
-    mixer.__class__ = _adapted(type(mixer))
+    theirs: Any = type(mixer)
+    mixer.__class__ = _adapted(theirs)
     mixer.sizes = MambaSizes(
         heads=mixer.nheads, head_dim=mixer.headdim, groups=mixer.ngroups,
         state_size=mixer.d_state, conv_width=mixer.d_conv,

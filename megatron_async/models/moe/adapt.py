@@ -84,7 +84,7 @@ def check_experts(layer: Any) -> None:
 
 def adapt_experts(layer: Any) -> None:
     """Turn megatron's layer of experts into :class:`AdaptedMoELayer`; others stay as they are."""
-    mlp = getattr(layer, "mlp", None)
+    mlp: Any = getattr(layer, "mlp", None)
     if type(mlp) is not MegatronMoELayer:
         return
     mlp.__class__ = AdaptedMoELayer
