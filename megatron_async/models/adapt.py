@@ -114,7 +114,8 @@ def _checked_layers(model: Any) -> list[Any]:
         names = " or ".join(dict.fromkeys(theirs.__name__ for theirs in ADAPTED))
         raise ConfigError(
             f"model is a {type(model).__name__}, not megatron.core's {names}: pass the "
-            "model itself, or save it with dist_checkpointing, and load the directory with load_pretrained"
+            "model itself, or save it with dist_checkpointing, and load the directory with "
+            "load_pretrained"
         )
     _check_config(model.config)
     if model.position_embedding_type not in ("rope", "learned_absolute", "none"):
