@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from megatron_async.errors import ConfigError
-from megatron_async.ranks.unix_group import BACKEND
 from megatron_async.megatron_compat.shims import apply
+from megatron_async.ranks.unix_group import BACKEND
 
 
 def ensure_parallel_state(tensor: int = 1) -> None:
@@ -64,6 +64,5 @@ def _init_processes(tensor: int) -> None:
             f"tensor parallel size {tensor} needs {tensor} processes: start with "
             f"torchrun --nproc-per-node {tensor}"
         )
-    # One process never communicates: gloo needs no GPU and starts no watchdog thread.
     # One process never communicates: no backend that would listen, or start a watchdog thread.
     dist.init_process_group(BACKEND, store=HashStore(), rank=0, world_size=1)

@@ -151,7 +151,10 @@ def test_embedded_models_decode_at_all_numbers_of_rows(
 
 def test_generate_runs_the_model_of_experts(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--model", "tiny-moe", "--dtype", "bfloat16", "--device", "cuda"]
-    assert main(["generate", *arguments, "--prompt", "def f(x):", "--max-new-tokens", "8"]) == 0
+    assert (
+        main(["generate", *arguments, "--prompt", "def f(x):", "--num-tokens-to-generate", "8"])
+        == 0
+    )
     assert capsys.readouterr().out.strip()
 
 
