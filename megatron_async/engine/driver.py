@@ -209,6 +209,8 @@ class Driver:
 
         await self._requests.compile_grammar(sampling_params)
         key, _ = self._requests.add(request_id, prompt, sampling_params, opened=open_stream)
+        if self._lock.stopped is not None:  # before the stream was there to be told
+            opened[0].fail(self._lock.stopped)
         try:
             with self._thread_lock:
                 if self._thread is None:

@@ -399,6 +399,32 @@ def test_streams_get_tokens_that_a_caller_steps_for() -> None:
         assert asyncio.run(consume(engine)) == decode_alone(Ask((1,), 30))[0]
 
 
+def test_a_stream_that_opens_while_the_engine_stops_ends_with_the_reason() -> None:
+    """The engine stops behind the check, and before the stream is there to be told."""
+    import asyncio
+
+    async def consume(engine: DynamicInferenceEngine) -> None:
+        add = engine.streams.add
+
+        def add_late(*args: Any) -> None:
+            with pytest.raises(EngineStoppedError):
+                in_another_thread(lambda: fail_now(engine))
+            add(*args)
+
+        with patch.object(engine.streams, "add", add_late):
+            async for _ in engine.stream([1], greedy(3)):
+                raise AssertionError("a token of an engine that has stopped")
+
+    def fail_now(engine: DynamicInferenceEngine) -> None:
+        engine.lock.stop(EngineStoppedError("stopped meanwhile"))
+        engine.lock.check()
+
+    with engine_at(1) as engine:
+        engine.start()
+        with pytest.raises(EngineStoppedError, match="stopped meanwhile"):
+            asyncio.run(asyncio.wait_for(consume(engine), PATIENCE_SECONDS))
+
+
 # --- what the loop says -----------------------------------------------------------------------
 
 
