@@ -28,7 +28,7 @@ TILE_BYTES = 16384
 SPLIT_STAGES = 5
 LATENT_TILE_BYTES, LATENT_STAGES = 32768, 3
 LATENT_HEADS = 16
-"""Of a program of multi-latent decode attention."""
+"""Heads of a program of multi-latent decode attention."""
 
 
 class Heads(NamedTuple):
@@ -36,8 +36,8 @@ class Heads(NamedTuple):
 
     Args:
         query_heads, kv_heads: how many.
-        value_dim: elements of a value. In multi-latent attention a key has so many, which are its
-            value, and ``more``.
+        value_dim: elements of a value. In multi-latent attention these are the first of a key, and
+            ``more`` come behind them.
         more: None elsewhere: keys and values are apart, and equally large.
         element_size: bytes of an element.
     """
@@ -90,12 +90,12 @@ class Heads(NamedTuple):
 
 
 class SplitTile(NamedTuple):
-    """Of decode attention."""
+    """The tile of decode attention."""
 
     group: int
     """Heads of a program, which share their keys."""
     keys: int
-    """Of a tile, a power of two."""
+    """Keys of a tile, a power of two."""
     stages: int
 
     @property
@@ -105,7 +105,7 @@ class SplitTile(NamedTuple):
 
 
 class PrefillTile(NamedTuple):
-    """Of prefill attention; chosen so that nothing spills on sm_90."""
+    """The tile of prefill attention; chosen so that nothing spills on sm_90."""
 
     group: int
     rows: int

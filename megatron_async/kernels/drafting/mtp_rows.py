@@ -198,7 +198,7 @@ def sample_draft(logits: Tensor, parameters: Sequence[Tensor], taken: Taken) -> 
             sample_cuda.best_of_rows(logits, parameters, taken=taken)
             return
         except KernelTooLargeError:
-            pass  # who samples next says so
+            pass  # the sampler below says so
     take_draft(sample_splits(logits, *parameters, pdl=uses_pdl(logits.device)), taken)
 
 

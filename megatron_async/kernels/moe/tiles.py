@@ -53,7 +53,7 @@ class MoeTiles:
 
 @dataclass(frozen=True, slots=True)
 class RouterTile:
-    """Of the router.
+    """The tile of the router.
 
     Args:
         block_h: elements of the hidden size in a program.

@@ -26,10 +26,10 @@ def compile_ahead(
     """Compile kernels side by side, each once, and load them, so that later calls find them.
 
     Args:
-        needed: kernels, and who needs each.
+        needed: kernels, each with what needs it.
 
     Returns:
-        Who needs a kernel that the GPU does not run.
+        What needs a kernel that the GPU does not run, and the kernel.
     """
     work: dict[tuple[str, tuple[tuple[str, int], ...]], Work] = {}
     users: dict[tuple[str, tuple[tuple[str, int], ...]], list[User]] = {}
