@@ -1,8 +1,8 @@
 """Shared memory: what a block of threads may have on a device, and how tiles are chosen by it.
 
 Choosers of tiles bound what a kernel takes, before it is compiled, and take what fits the device.
-The bounds hold for what Triton's compiler gives (``tests/unit/test_tiles_fit.py``); where one should
-not, ``fitting.py`` takes smaller tiles.
+The bounds hold for what Triton's compiler gives (``tests/unit/test_tiles_fit.py``); where one
+should not, ``fitting.py`` takes smaller tiles.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 Config = TypeVar("Config")
 
 HOPPER_BYTES = 227 * 1024
-"""What a block may have on an H100, H200 or B200. On an A100 it has 163 KiB, on an L40S 99 KiB, on a
-T4 64 KiB."""
+"""What a block may have on an H100, H200 or B200. On an A100 it has 163 KiB, on an L40S 99 KiB, on
+a T4 64 KiB."""
 
 STATIC_BYTES = 1024
 """Left free by kernels that take shared memory to keep others away: for what a compiler places."""
