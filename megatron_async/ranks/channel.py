@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import re
 import stat
 import struct
 import tempfile
@@ -21,6 +22,9 @@ import numpy as np
 
 from megatron_async.errors import ConfigError, IntegrityError
 
+SHARED_FOLDER = "/dev/shm"
+PREFIX = "megatron-async-ranks-"
+NAME = re.compile(PREFIX + r"\w{1,32}", re.ASCII)
 RING_BYTES = 1 << 24
 """Of the ring. Rank 0 waits where a follower is that far behind, which no steady step is."""
 HEAD = struct.Struct("<Q")
@@ -104,7 +108,7 @@ class RingSender:
         check: Callable[[], None],
         size: int = RING_BYTES,
     ) -> None:
-        self.descriptor, memory = _new_memory(_bytes_of_ring(size, followers))
+        self.descriptor, self.name, memory = _new_memory(_bytes_of_ring(size, followers))
         self._ring = _Ring(memory, followers)
         self._wake, self._check = wake, check
 
@@ -134,44 +138,45 @@ class RingSender:
             time.sleep(0.001)
 
     def unlink(self) -> None:
-        """Nobody will come to it any more; who has it keeps it."""
-        os.close(self.descriptor)
+        """Nobody will find it by its name any more; who has it, or its descriptor, keeps it."""
+        os.unlink(self.name)
 
     def close(self) -> None:
-        pass
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 class RingReceiver:
     """A reader of a ring.
 
     Args:
-        descriptor: of the shared memory; is closed.
+        ring: a descriptor of the shared memory, which is closed, or its name.
         place: which of the ``followers`` this is.
         wakes: set by whoever hears that there is something to read.
         spin_seconds: for how long to look again and again before it sleeps.
 
     Raises:
-        IntegrityError: it is no memory of this user's alone, or not of the size of a ring.
+        IntegrityError: it is no memory of this user's alone, or not of a size that rings have.
     """
 
     def __init__(
         self,
-        descriptor: int,
+        ring: int | str,
         place: int,
         followers: int,
         wakes: threading.Event,
         spin_seconds: float,
-        size: int = RING_BYTES,
     ) -> None:
+        descriptor = _named_memory(ring) if isinstance(ring, str) else ring
         try:
-            found, expected = os.fstat(descriptor), _bytes_of_ring(size, followers)
+            found = os.fstat(descriptor)
             is_own = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()
-            if not is_own or stat.S_IMODE(found.st_mode) != MODE or found.st_size != expected:
-                raise IntegrityError(
-                    f"what rank 0 has given is no ring of {expected} bytes that this user alone "
-                    "may open"
-                )
-            self._ring = _Ring(mmap.mmap(descriptor, expected), followers)
+            fewest, most = (_bytes_of_ring(size, followers) for size in (HEAD.size, RING_BYTES))
+            has_room = fewest < found.st_size <= most
+            if not is_own or stat.S_IMODE(found.st_mode) != MODE or not has_room:
+                raise IntegrityError("this is no ring of rank 0 that this user alone may open")
+            self._ring = _Ring(mmap.mmap(descriptor, found.st_size), followers)
         finally:
             os.close(descriptor)
         self._place = place
@@ -213,28 +218,34 @@ def _bytes_of_ring(size: int, followers: int) -> int:
     return size + 8 * (1 + 2 * followers)
 
 
-def _new_memory(size: int) -> tuple[int, mmap.mmap]:
-    """Memory without a name, filled with zeros, and its descriptor."""
+def _new_memory(size: int) -> tuple[int, str, mmap.mmap]:
+    """A file in memory that nobody but this user may open, filled with zeros: its descriptor, its
+    name. The standard library's shared memory would be removed by whichever process ends first."""
+    folder = _folder()
+    descriptor, name = tempfile.mkstemp(prefix=PREFIX, dir=folder)
     try:
-        descriptor = _unnamed()
-        try:
-            os.fchmod(descriptor, MODE)
-            os.posix_fallocate(descriptor, 0, size)
-            return descriptor, mmap.mmap(descriptor, size)
-        except BaseException:
-            os.close(descriptor)
-            raise
+        os.posix_fallocate(descriptor, 0, size)
+        return descriptor, name, mmap.mmap(descriptor, size)
     except OSError as error:
+        os.unlink(name)
+        os.close(descriptor)
         raise ConfigError(
-            f"there is no room for the {size >> 20} MiB that ranks share: {error.strerror}"
+            f"{folder} has no room for the {size >> 20} MiB that ranks share: {error.strerror}"
         ) from None
 
 
-def _unnamed() -> int:
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("megatron-async-ranks")
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())
+def _named_memory(name: str) -> int:
+    folder, _, last = name.rpartition("/")
+    if folder != _folder() or not NAME.fullmatch(last):
+        raise IntegrityError(f"{name!r} is no name of a ring")
+    try:
+        return os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise IntegrityError(f"the ring {name} cannot be opened: {error.strerror}") from None
+
+
+def _folder() -> str:
+    return SHARED_FOLDER if os.path.isdir(SHARED_FOLDER) else tempfile.gettempdir()
 
 
 class ConnectionSender:

@@ -126,18 +126,12 @@ class Common:
                 group.check()
 
         self.sender = RingSender(world_size - 1, lambda place: calls[place + 1].say(WAKE), check)
+        self.sender.unlink()  # the descriptor is handed over
         self.shared = Shared(make_folder(), self.sender.descriptor)
-        self._is_open = True
-
-    def close(self) -> None:
-        """All have the ring, or never will."""
-        if self._is_open:
-            self.sender.unlink()
-        self._is_open = False
 
     def remove(self) -> None:
         """The group has not begun."""
-        self.close()
+        self.sender.close()
         remove_folder(self.shared.folder)
 
 
@@ -210,7 +204,4 @@ def _begin(
     except BaseException:
         group.close()
         raise
-    finally:
-        if common is not None:
-            common.close()
     return group

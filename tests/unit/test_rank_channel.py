@@ -60,7 +60,7 @@ def ring_of(
             sender.send(b"%d" % number)
 
     wakes = Moments(at, send)
-    reader = RingReceiver(os.dup(sender.descriptor), 0, 1, wakes, 0.0, size=1 << 10)
+    reader = RingReceiver(os.dup(sender.descriptor), 0, 1, wakes, 0.0)
     sender.unlink()
     fence = _Ring.fence
 
@@ -119,7 +119,7 @@ def test_a_late_waking_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
             assert sender._ring.asleep[0]
 
     sender = RingSender(1, wake, lambda: None, size=1 << 10)
-    reader = RingReceiver(os.dup(sender.descriptor), 0, 1, Late(), 0.0, size=1 << 10)
+    reader = RingReceiver(os.dup(sender.descriptor), 0, 1, Late(), 0.0)
     sender.unlink()
     with pytest.raises(SleptError):
         reader.receive()
@@ -138,7 +138,7 @@ def test_no_waking_is_lost_between_two_threads() -> None:
         for end in range(2)
     ]
     readers = [
-        RingReceiver(os.dup(sender.descriptor), 0, 1, wakes[end], 0.0, size=1 << 10)
+        RingReceiver(os.dup(sender.descriptor), 0, 1, wakes[end], 0.0)
         for end, sender in enumerate(senders)
     ]
     found: list[Any] = []

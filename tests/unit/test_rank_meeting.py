@@ -42,8 +42,9 @@ def common() -> Iterator[Shared]:
     """What ranks of one host share, with a ring of some pages."""
     sender = channel.RingSender(1, lambda place: None, lambda: None, size=1 << 12)
     folder = make_folder()
-    yield Shared(folder, sender.descriptor)
     sender.unlink()
+    yield Shared(folder, sender.descriptor)
+    sender.close()
     remove_folder(folder)
 
 
@@ -368,41 +369,66 @@ def test_what_rank_0_hands_over_is_checked(common: Shared, tmp_path: Path) -> No
     assert psutil.Process().num_fds() == before
 
 
+def reader_of(ring: int | str, followers: int = 1) -> channel.RingReceiver:
+    return channel.RingReceiver(ring, 0, followers, threading.Event(), 0.0)
+
+
 def test_a_ring_that_is_none_is_refused(common: Shared, tmp_path: Path) -> None:
-    """It must be memory of this user's alone, and of the size that was agreed on."""
-    wakes = threading.Event()
-
-    def receiver(descriptor: int, followers: int = 1) -> channel.RingReceiver:
-        return channel.RingReceiver(os.dup(descriptor), 0, followers, wakes, 0.0, size=1 << 12)
-
-    before = psutil.Process().num_fds()
-    receiver(common.ring)
-    with pytest.raises(IntegrityError, match="no ring of"):
-        receiver(common.ring, followers=2)
-    readable = tmp_path / "readable"
-    readable.write_bytes(bytes(os.fstat(common.ring).st_size))
-    readable.chmod(0o644)
+    """It must be memory of this user's alone, and of a size that rings have."""
     end, other = os.pipe()
-    with open(readable, "r+b") as file, open(os.devnull, "r+b") as null:
-        for wrong in (file.fileno(), null.fileno(), end):
+    with contextlib.ExitStack() as stack:
+
+        def memory(size: int, mode: int = 0o600) -> int:
+            file = stack.enter_context(tempfile.TemporaryFile())
+            file.truncate(size)
+            os.fchmod(file.fileno(), mode)
+            return file.fileno()
+
+        reader_of(os.dup(common.ring))
+        reader_of(os.dup(memory(channel.RING_BYTES + 8 * 3)))
+        before = psutil.Process().num_fds()
+        wrong = [memory(1 << 12, mode) for mode in (0o644, 0o620, 0o700)]
+        wrong += [memory(channel.RING_BYTES + 8 * 3 + 1), memory(0), memory(8 * 4)]
+        wrong += [stack.enter_context(open(os.devnull, "r+b")).fileno(), end]
+        for each in wrong:
             with pytest.raises(IntegrityError, match="this user alone may open"):
-                receiver(wrong)
+                reader_of(os.dup(each))
+        assert psutil.Process().num_fds() == before + len(wrong) - 1
     os.close(end)
     os.close(other)
-    assert psutil.Process().num_fds() <= before + 1  # the mapping of the first one
+
+
+def test_the_name_of_a_ring_is_one_that_rings_have(tmp_path: Path) -> None:
+    sender = channel.RingSender(1, lambda place: None, lambda: None, size=1 << 12)
+    reader_of(sender.name)
+    folder, _, name = sender.name.rpartition("/")
+    link = f"{folder}/{channel.PREFIX}link{os.getpid()}"
+    file = tmp_path / name
+    file.write_bytes(bytes(1 << 12))
+    file.chmod(0o600)
+    os.symlink(sender.name, link)
+    others = [f"{folder}/passwd", f"{folder}/../{sender.name}", f"{folder}/./{name}", name, ""]
+    for wrong in (link, str(file), f"{sender.name}x", f"{sender.name}\0", *others):
+        with pytest.raises(IntegrityError):
+            reader_of(wrong)
+    os.unlink(link)
+    sender.unlink()
+    with pytest.raises(IntegrityError, match="No such file"):
+        reader_of(sender.name)
+    sender.close()
+    sender.close()
 
 
 def test_a_message_that_is_not_whole_is_not_read() -> None:
     sender = channel.RingSender(1, lambda place: None, lambda: None, size=1 << 10)
-    reader = channel.RingReceiver(
-        os.dup(sender.descriptor), 0, 1, threading.Event(), 0.0, size=1 << 10
-    )
+    reader = reader_of(os.dup(sender.descriptor))
     sender.unlink()
     for length in (1 << 40, (1 << 64) - 1, 100):
         sender._ring.copy_in(0, channel.HEAD.pack(length))
         sender._ring.written[0] = 50
         with pytest.raises(IntegrityError, match="is not in the ring as a whole"):
             reader.receive()
+    sender.close()
 
 
 def test_a_line_answers_from_its_beginning_and_ends_its_process_with_rank_0(
