@@ -193,7 +193,7 @@ def run_megatron(model: Any, mode: str, prompts: list[list[int]], count: int) ->
             if not done and len(result["active_request_ids"]) == len(prompts):
                 steps.append(seconds)
             found |= engines.tokens_of(done)
-    engines.leave_inference()
+    engines.leave_inference(model)
     return Run(f"megatron-core, {mode}", [found[n] for n in range(len(prompts))], steps)
 
 

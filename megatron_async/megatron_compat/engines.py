@@ -128,10 +128,21 @@ def _with_keywords(model: Any, shared: dict[str, Any], heads: int) -> tuple[Any,
     return context, wrapper
 
 
-def leave_inference() -> None:
-    """Take back what its engine sets for the whole process, since 0.18."""
+def leave_inference(model: Any) -> None:
+    """Take back what its engine sets for the whole process, since 0.18, and the graphs that it has
+    captured: each holds the context of the engine that it was captured for."""
     from megatron.core.inference import utils
+    from megatron.core.transformer import cuda_graphs
 
+    for module in model.modules():
+        if isinstance(getattr(module, "cudagraph_manager", None), cuda_graphs.CudaGraphManager):
+            make = getattr(module, "create_mcore_cudagraph_manager", None)
+            if make is None:
+                module.cudagraph_manager = cuda_graphs.CudaGraphManager(module.config)
+            else:
+                make(module.config)
+    if hasattr(cuda_graphs, "delete_cuda_graphs"):
+        cuda_graphs.delete_cuda_graphs()
     mode = getattr(utils, "InferenceMode", None)
     if mode is not None:
         mode.unset_active()
