@@ -15,6 +15,7 @@ from megatron_async.engine.output_sink import SinkQueue
 from megatron_async.engine.request_queue import Prompt, RequestQueue
 from megatron_async.engine.step_lock import StepLock
 from megatron_async.errors import (
+    EngineStoppedError,
     EngineSuspendedError,
     EngineThreadError,
     ReentrantCallError,
@@ -186,7 +187,25 @@ class Driver:
     def _step_for_waiters(self) -> None:
         with self._lock.gate:  # other threads get their turn between two steps
             pass
-        self._step(deliver=True)
+        try:
+            self._step(deliver=True)
+        except Exception as error:
+            self._end(error)
+            raise
+
+    def _end(self, error: Exception) -> None:
+        """The engine's thread ends with an error. One that has not stopped the engine, such as a
+        sink's, stops it here: nobody else steps for those who wait."""
+        with self._lock.gate, self._lock.mutex:
+            if self._lock.stopped is None:
+                reason = f"{type(error).__name__}: {error}".rstrip(": ")
+                stopped = EngineStoppedError(
+                    f"the engine's thread was ended by an error, {reason}; build a new one"
+                )
+                stopped.__cause__ = error
+                self._lock.stop(stopped)
+        self._outputs.resolve_futures()
+        self._loop.commands.waiters.wake()
 
     async def stream(
         self,

@@ -110,7 +110,7 @@ class EngineThread:
     """Runs ``step`` while there is something to do, and waits to be woken otherwise.
 
     Args:
-        step: one step of the engine; an error in it ends the thread.
+        step: one step of the engine; an error in it ends the thread, and has stopped the engine.
         idle: nothing can go on until somebody asks for something. Whoever asks wakes ``waiters``
             afterwards, so a wake-up between a look and the wait ends the wait.
         waiters: the threads that wait for the engine; this one is among them while it runs.
@@ -152,5 +152,5 @@ class EngineThread:
                     continue
                 try:
                     self._step()
-                except Exception:  # the step lock has stopped the engine, and all who wait know
+                except Exception:  # the engine has stopped, and all who wait know
                     return

@@ -150,6 +150,7 @@ class DecodeLoop:
             IntegrityError: none did. An engine that went on would wait for ever.
         """
         if not self._scheduler.can_go_on:
+            self._plans_without_rows = 0
             return
         self._plans_without_rows += 1
         if self._plans_without_rows > self._scheduler.unfinished_count + 1:
@@ -297,6 +298,7 @@ class DecodeLoop:
 
     def apply_commands(self) -> None:
         """Do what users have asked for, in order."""
+        self._plans_without_rows = 0
         while (command := self.commands.take()) is not None:
             self._note(command)
             self._apply(command)

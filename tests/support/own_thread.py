@@ -34,13 +34,12 @@ class WatchedWaiter(waiters.Waiter):
     def __init__(self) -> None:
         super().__init__()
         self.is_waiting = False
-        self.thread: threading.Thread | None = None
+        self.thread = threading.current_thread()
         self.before_wait: Callable[[], None] = lambda: None
         self._sent = self._taken = 0
         self._lock = threading.RLock()
 
     def wait(self) -> None:
-        self.thread = threading.current_thread()
         self.before_wait()
         self.is_waiting = True
         super().wait()
@@ -115,7 +114,8 @@ class OwnThread:
         """The thread's, from its first look on."""
         for waiter in list(self.engine.loop.commands.waiters._waiters.values()):
             assert isinstance(waiter, WatchedWaiter)
-            return waiter
+            if waiter.thread.name == "engine":
+                return waiter
         return None
 
     @property

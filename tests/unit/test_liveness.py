@@ -309,6 +309,7 @@ def woken(call: Callable[[], Any], waits: Callable[[], bool], act: Callable[[], 
     while not waits() and end:
         threading.Event().wait(1e-3)
         end -= 1
+    assert end, "nobody came to wait"
     act()
     thread.join(PATIENCE_SECONDS)
     assert result, "nobody woke the thread"
@@ -323,15 +324,16 @@ def waiting(engine: DynamicInferenceEngine, count: int = 1) -> Callable[[], bool
     return look
 
 
-def resume_and_step(engine: DynamicInferenceEngine) -> None:
-    engine.resume_request(0)
+def resume_both(engine: DynamicInferenceEngine) -> None:
+    for number in (0, 1):
+        engine.resume_request(number)
 
 
 BY_OTHERS: dict[str, Callable[[DynamicInferenceEngine], Any]] = {
-    "resumes": lambda engine: engine.resume_request(0),
-    "resumes and steps": lambda engine: (engine.resume_request(0), drive(engine)),
-    "aborts": lambda engine: engine.abort_request(0),
-    "starts the thread": lambda engine: (engine.resume_request(0), engine.start()),
+    "resumes": resume_both,
+    "resumes and steps": lambda engine: (resume_both(engine), drive(engine)),
+    "aborts": lambda engine: [engine.abort_request(number) for number in (0, 1)],
+    "starts the thread": lambda engine: (resume_both(engine), engine.start()),
     "resets": lambda engine: engine.reset(),
 }
 
@@ -347,25 +349,47 @@ def test_generate_beside_paused_requests_waits_without_a_poll(
 
         def add_paused(*args: Any, **options: Any) -> Any:
             added = original(*args, **options)
-            engine.pause_request(0)
+            for number in (0, 1):
+                engine.pause_request(number)
             return added
 
+        results: list[Any] = []
+
+        def generate() -> None:
+            results.append(engine.generate([[2]], greedy(3)))
+
         with patch.object(engine.requests, "add", add_paused):
-            results: list[Any] = []
-            other = threading.Thread(
-                target=lambda: results.append(engine.generate([[2]], greedy(3))), daemon=True
-            )
-
-            def wait_for_one() -> None:
-                woken(lambda: True, waiting(engine), lambda: None)
-
-            other.start()
-            wait_for_one()
-            before = engine.loop.steps_run
-            act(engine)
-            other.join(PATIENCE_SECONDS)
-            assert results, "nobody woke generate"
+            callers = [threading.Thread(target=generate, daemon=True) for _ in range(2)]
+            for caller in callers:
+                caller.start()
+            woken(lambda: True, waiting(engine, 2), lambda: None)
+        before = engine.loop.steps_run
+        act(engine)
+        for caller in callers:
+            caller.join(PATIENCE_SECONDS)
+        assert len(results) == 2, "nobody woke generate"
         assert engine.loop.steps_run - before < 60
+
+
+def test_an_error_that_stops_no_step_ends_the_thread_and_all_who_wait() -> None:
+    """A sink that breaks its word: it raises outside of the step lock."""
+
+    class Raises:
+        def deliver(self, taken: Any) -> None:
+            raise OSError("the sink is full")
+
+        def fail(self, error: EngineStoppedError) -> None:
+            """At the end."""
+
+    engine = engine_at(1)
+    engine.deliver_to(Raises())
+    with engine:
+        engine.start()
+        future = engine.add_request(0, [1], greedy(40))
+        with pytest.raises(EngineStoppedError, match="the sink is full"):
+            future.result(PATIENCE_SECONDS)
+        with pytest.raises(EngineStoppedError, match="the sink is full"):
+            engine.generate([[1]], greedy(2))
 
 
 def test_generate_takes_over_the_steps_of_a_thread_that_is_stopped() -> None:
