@@ -7,6 +7,7 @@ import socket
 import stat
 
 from megatron_async.errors import ConfigError
+from megatron_async.listening import listen_at
 
 SECRET = "MEGATRON_ASYNC_RANK_SECRET"
 SECRET_FILE = "MEGATRON_ASYNC_RANK_SECRET_FILE"
@@ -70,20 +71,9 @@ def listen_as_leader(port: int) -> socket.socket:
     name = BIND if os.environ.get(BIND) else "MASTER_ADDR"
     address = os.environ.get(BIND) or address_of_leader()
     try:
-        family, kind, protocol, _, place = socket.getaddrinfo(
-            address, port, type=socket.SOCK_STREAM
-        )[0]
-        server = socket.socket(family, kind, protocol)
+        return listen_at(address, port)
     except OSError as error:
-        raise ConfigError(f"{name}={address}: {error.strerror}") from None
-    try:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        server.bind(place)
-        server.listen(socket.SOMAXCONN)
-    except OSError as error:
-        server.close()
         raise ConfigError(
             f"rank 0 cannot listen at {name}={address}, port {port}: {error.strerror}; set {BIND} "
             "to an address of its own host"
         ) from None
-    return server

@@ -155,12 +155,16 @@ def _come_in(
 
 
 def _get(store: dist.Store, key: str, deadline: float, check: Callable[[], None]) -> bytes:
-    while not store.check([key]):
-        check()
-        if time.monotonic() > deadline:
-            raise ConfigError(f"the process that sets {key!r} has not come; start all ranks")
-        time.sleep(0.01)
-    value: bytes = store.get(key)
+    try:
+        while not store.check([key]):
+            check()
+            if time.monotonic() > deadline:
+                raise ConfigError(f"the process that sets {key!r} has not come; start all ranks")
+            time.sleep(0.01)
+        value: bytes = store.get(key)
+    except dist.DistError as error:
+        said = str(error).partition("\n")[0]
+        raise ConfigError(f"the store of the ranks has gone, and rank 0 with it: {said}") from None
     if len(value) > MOST_BYTES:
         raise ConfigError(f"the store of the ranks has {len(value)} bytes as {key!r}")
     return value

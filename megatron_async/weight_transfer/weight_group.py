@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_async.errors import CheckpointError, ConfigError
+from megatron_async.listening import listen_at, own_address
 from megatron_async.weight_transfer.tensor_info import announced, infos_of, weights_of
 
 TRAINER = 0
@@ -31,7 +32,7 @@ class WeightGroup:
     """The members of one group call :meth:`send` and :meth:`receive` together.
 
     Args:
-        address, port: where the trainer listens.
+        address, port: where the trainer listens: of its own host, and at no other address.
         rank: 0 is the trainer.
         world_size: the engine's ranks and one.
         backend: ``"gloo"`` for host memory, ``"nccl"`` for GPUs.
@@ -67,12 +68,14 @@ class WeightGroup:
         self._broken = ""
         limit = datetime.timedelta(seconds=timeout)
         try:
+            listens = listen_at(address, port).detach() if rank == TRAINER else None
             store = dist.TCPStore(
                 address, port, world_size, is_master=rank == TRAINER, timeout=limit,
-                wait_for_workers=False,
+                wait_for_workers=False, master_listen_fd=listens,
             )  # fmt: skip
-            self._group: Any = _process_group(backend, store, rank, world_size, limit)
-        except (RuntimeError, ValueError) as error:
+            own = own_address(address, port)
+            self._group: Any = _process_group(backend, store, rank, world_size, limit, own)
+        except (OSError, RuntimeError, ValueError) as error:
             raise ConfigError(
                 f"no weight group at {address}:{port}: {str(error).splitlines()[0]}"
             ) from error
@@ -172,9 +175,14 @@ class WeightGroup:
 
 
 def _process_group(
-    backend: str, store: Any, rank: int, world_size: int, timeout: datetime.timedelta
+    backend: str, store: Any, rank: int, world_size: int, timeout: datetime.timedelta, address: str
 ) -> Any:
+    """Gloo listens at ``address``, and not where the name of this host leads to."""
     if backend == "gloo":
-        return dist.ProcessGroupGloo(store, rank, world_size, timeout)
+        gloo: Any = dist.ProcessGroupGloo
+        options = vars(gloo)["_Options"]()
+        for name, value in (("devices", [gloo.create_device(address)]), ("timeout", timeout)):
+            setattr(options, f"_{name}", value)
+        return gloo(store, rank, world_size, options)
     nccl: Any = dist.ProcessGroupNCCL
     return nccl(store, rank, world_size, timeout)

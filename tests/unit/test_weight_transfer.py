@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -181,6 +182,30 @@ def test_what_cannot_be_shared_or_sent_is_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             WeightGroup("127.0.0.1", free_port(), **{**options, **wrong})
+
+
+def test_a_group_listens_at_the_address_of_the_trainer_alone() -> None:
+    """Whatever the name of its host leads to."""
+
+    def listening() -> set[tuple[str, int]]:
+        found = psutil.Process().net_connections(kind="tcp")
+        return {tuple(each.laddr) for each in found if each.status == psutil.CONN_LISTEN}
+
+    before, port = listening(), free_port()
+    with ThreadPoolExecutor(2) as pool:
+        made = [
+            pool.submit(
+                WeightGroup, "127.0.0.1", port, rank=rank, world_size=2, timeout=PATIENCE_SECONDS
+            )
+            for rank in range(2)
+        ]
+        groups = [each.result() for each in made]
+    new = listening() - before
+    assert len(new) == 3 and {address for address, _ in new} == {"127.0.0.1"}
+    for group in groups:
+        group.close()
+    with pytest.raises(ConfigError, match=r"no weight group at 192\.0\.2\.77"):
+        WeightGroup("192.0.2.77", port, rank=0, world_size=2)
 
 
 def test_tensor_infos_are_plain_types() -> None:

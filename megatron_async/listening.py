@@ -1,0 +1,34 @@
+"""Sockets that listen at one address, where torch.distributed would listen at all of a host's."""
+
+from __future__ import annotations
+
+import socket
+
+
+def listen_at(address: str, port: int) -> socket.socket:
+    """A socket that accepts connections at a host's name or address.
+
+    Args:
+        port: 0 for any.
+
+    Raises:
+        OSError: that is no address of this host, or somebody else has the port.
+    """
+    family, kind, protocol, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    server = socket.socket(family, kind, protocol)
+    try:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(place)
+        server.listen(socket.SOMAXCONN)
+    except BaseException:
+        server.close()
+        raise
+    return server
+
+
+def own_address(address: str, port: int) -> str:
+    """That of this host from which another one, or this one, is reached; raises OSError."""
+    family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as towards:
+        towards.connect(place)  # nothing is sent
+        return str(towards.getsockname()[0])
