@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import logging
 import secrets
 import select
 import socket
@@ -36,6 +37,8 @@ MOST_VISITORS = 64
 """That have not said it yet; the one that has waited longest goes when there are more."""
 SILENT_SECONDS = 60
 """Until a host that has gone without a word ends its connections."""
+logger = logging.getLogger(__name__)
+
 REFUSED = bytes(PROOF_BYTES)
 HUNG_UP = getattr(select, "POLLRDHUP", 0)
 
@@ -126,6 +129,7 @@ class Door:
         self._secret = secret
         self._admitted = admitted
         self._visitors: dict[int, Visitor] = {}
+        self._has_warned = False
         server.setblocking(False)
 
     def __enter__(self) -> Door:
@@ -189,7 +193,10 @@ class Door:
                 raise PermissionError("another one is that rank")
             visitor.connection.send(proofs.of(b"rank 0"))
             self._admitted(visitor.connection)
-        except OSError:
+        except OSError as error:
+            if isinstance(error, PermissionError) and not self._has_warned:
+                self._has_warned = True  # once: anybody may come again and again
+                logger.warning("somebody who is no rank of this group has come: %s", error)
             self._send_away(descriptor)
             return
         del self._visitors[descriptor]

@@ -75,7 +75,9 @@ def place_of(store: dist.Store) -> tuple[str, int]:
 # --- over hosts -------------------------------------------------------------------------------
 
 
-def test_strangers_neither_come_in_nor_keep_a_rank_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_neither_come_in_nor_keep_a_rank_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """More than there is room for say nothing; others say something else, or a little at a time."""
     monkeypatch.setenv(hosts.SECRET, SECRET)
     store = dist.HashStore()
@@ -104,6 +106,9 @@ def test_strangers_neither_come_in_nor_keep_a_rank_out(monkeypatch: pytest.Monke
         assert own.recv_bytes() == b"there"
         own.close()
         found[1].close()
+    assert [each.message for each in caplog.records] == [
+        "somebody who is no rank of this group has come: it has another secret"
+    ]
     said = b"".join(store.get(key) for key in ("address", "host 1", "version 1"))
     assert SECRET.encode() not in said and store.num_keys() == 3
 
