@@ -24,6 +24,14 @@ F_SETSIG = 10
 """Linux's, which Python does not name."""
 
 
+def environment_of_child(more: Mapping[str, str]) -> dict[str, str]:
+    """The variables of this process and ``more``, with which a child finds this package, also in a
+    checkout that is not installed."""
+    package = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+    return {**os.environ, **more, "PYTHONPATH": path}
+
+
 class Child(subprocess.Popen[bytes]):
     """A running ``python -m module *arguments``, which ends with this process, and with this
     object.
@@ -41,8 +49,6 @@ class Child(subprocess.Popen[bytes]):
         inherited: Sequence[int] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        package = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-        path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
         read_end, write_end = os.pipe()
         self.lifeline = os.fdopen(write_end, "wb", buffering=0)
         """Nobody else has it. The process is killed when it is closed."""
@@ -51,7 +57,7 @@ class Child(subprocess.Popen[bytes]):
                 [sys.executable, "-m", __name__, str(read_end), module, *arguments],
                 pass_fds=[read_end, *inherited],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **(environment or {}), "PYTHONPATH": path},
+                env=environment_of_child(environment or {}),
             )
         finally:
             os.close(read_end)

@@ -144,19 +144,21 @@ def _applied(entries: list[Entry]) -> Iterator[Applied]:
     """The commands of a run."""
     live: dict[int, int] = {}
     """Keys of the requests that have not ended, by their ids."""
+    keys: set[int] = set()
     endings = 0
     for entry in entries:
         if "finished" in entry:
             endings += 1
-            live.pop(entry["finished"]["request_id"], None)
+            keys.discard(live.pop(entry["finished"]["request_id"], -1))
         if "command" not in entry:
             continue
         point = {name: entry[name] for name in ("number", "step", "ticket", "retired")}
         command = from_json({name: entry[name] for name in entry.keys() - point.keys()})
         if isinstance(command, AddRequest):
             live[command.request_id] = command.key
+            keys.add(command.key)
         key = getattr(command, "key", None)
-        has_effect = key is None or key in live.values()
+        has_effect = key is None or key in keys
         yield Applied(int(point["step"]), int(point["ticket"]), command, endings, has_effect)
 
 

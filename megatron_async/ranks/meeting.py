@@ -118,7 +118,9 @@ def accept_all(
     deadline = time.monotonic() + START_SECONDS
     hosts = {_get(store, f"host {rank}", deadline, check) for rank in range(1, world_size)}
     for rank in range(1, world_size):  # set ahead of the host
-        if (version := store.get(f"version {rank}").decode()) != __version__:
+        said = _get(store, f"version {rank}", deadline, check)
+        if said != __version__.encode():
+            version = said[:20].decode(errors="replace")
             raise ConfigError(
                 f"rank {rank} runs megatron-async {version} and rank 0 {__version__}: install one "
                 "version on all hosts"

@@ -16,6 +16,8 @@ from collections.abc import Iterable
 
 import psutil
 
+from megatron_async.lifeline import environment_of_child
+
 KEEP = "keep"
 EXIT_SECONDS = 10.0
 
@@ -25,7 +27,10 @@ class Aftermath:
 
     def __init__(self, folder: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__, folder], stdin=subprocess.PIPE, text=True
+            [sys.executable, "-m", __name__, folder],
+            stdin=subprocess.PIPE,
+            text=True,
+            env=environment_of_child({}),
         )
 
     def add(self, processes: Iterable[psutil.Process]) -> None:
