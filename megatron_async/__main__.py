@@ -32,7 +32,7 @@ def _end() -> None:
     try:
         sys.stdout.flush()
         os.write(2, b"\nmegatron-async: interrupted\n")
-    except (OSError, ValueError, AttributeError):  # closed by who started us
+    except (OSError, ValueError, AttributeError):  # closed by our parent process
         pass
     os._exit(EXIT_INTERRUPTED)
 

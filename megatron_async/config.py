@@ -22,7 +22,7 @@ RECURRENT_STATE_DTYPES = ("float32", "bfloat16")
 SPECULATIVE_METHODS = ("mtp", "ngram")
 MAX_GIB = 2**30
 MAX_COUNT = 2**31 - 1
-"""Of tokens and blocks: packets hold them as int32."""
+"""The largest count of tokens and of blocks: packets hold them as int32."""
 
 
 def as_integer(value: object) -> int | None:
@@ -116,8 +116,8 @@ class EngineConfig:
             none. It is memory of its own, beside ``buffer_size_gb``.
         recurrent_state_dtype: "float32" or "bfloat16" for the states of recurrent layers that sum
             over all tokens; None takes the model's, which is float32.
-        inference_logging_step_interval: log the counters every so many steps; 0 is never. A logged
-            step is a barrier for itself alone.
+        inference_logging_step_interval: log the counters once in this many steps; 0 is never. A
+            logged step is a barrier for itself alone.
         track_paused_request_events: record pauses in the requests' events.
         batch_invariant: a row's results do not depend on the other rows, on padding, or on whether
             a token was prefilled or decoded. Slower.
@@ -129,7 +129,7 @@ class EngineConfig:
         random_seed: seed of the requests that bring none.
         num_speculative_tokens: tokens that are drafted for each row and step, at most 64, and
             verified by the next step. It changes no token.
-        speculative_method: who drafts: "mtp", the model's layers for multi-token prediction, of
+        speculative_method: what drafts: "mtp", the model's layers for multi-token prediction, of
             which the last one drafts what goes beyond their number; or "ngram", what followed when
             the last tokens of the request came before.
         tokenizer_model: a ``tokenizer.json``, or the directory of one, instead of the model's own.

@@ -1,7 +1,8 @@
 """The errors a user can meet. Each message names the value and says what to change."""
 
 MOST_CHARACTERS = 1200
-"""Of a message about a file. A file may hold a megabyte where a word is expected."""
+"""A message about a file has at most this many characters. A file may hold a megabyte where a word
+is expected."""
 
 
 MOST_SHOWN = 200

@@ -79,9 +79,9 @@ class KVEventsConfig:
         return self.enable_kv_cache_events and self.publisher != "null"
 
     def of_rank(self, rank: int) -> KVEventsConfig:
-        """Of one of several engines: its ports are ``rank`` higher, and other addresses end with
-        the rank, as vLLM's are by data-parallel ranks. Two ports that are ``d`` apart would meet
-        at rank ``d``: from there on they are ``2 d`` higher for each ``d`` ranks.
+        """Return the settings of one of several engines: its ports are ``rank`` higher, and other
+        addresses end with the rank, as vLLM's are by data-parallel ranks. Two ports that are ``d``
+        apart would meet at rank ``d``: from there on they are ``2 d`` higher for each ``d`` ranks.
 
         Raises:
             ConfigError: a port would be above 65535.

@@ -169,7 +169,7 @@ class TokenIds(list[int]):
 
     @property
     def shape(self) -> tuple[int]:
-        """Of one dimension."""
+        """The shape of a tensor of one dimension."""
         return (len(self),)
 
     @overload
@@ -190,7 +190,8 @@ _METADATA = {
     "skip_prompt_log_probs": "bool",
     "top_n_logprobs": "int32",
 }
-"""Of ``tracked_metadata``: sampling parameters and their torch dtypes, in megatron-core's order."""
+"""Columns of ``tracked_metadata``: sampling parameters and their torch dtypes, in megatron-core's
+order."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -378,7 +379,7 @@ class Rollout:
 
     @property
     def weight_versions(self) -> tuple[int, ...]:
-        """Of the weights that sampled each generated token."""
+        """The version of the weights that sampled each generated token."""
         ends = [*[span.start for span in self.weight_spans[1:]], len(self.generated_tokens)]
         return tuple(
             span.version
@@ -441,7 +442,7 @@ class RequestFuture(concurrent.futures.Future[DynamicInferenceRequest]):
             return True
         if not super().cancel():
             return False
-        # For those who wait in ``concurrent.futures.wait``; once.
+        # For threads that wait in ``concurrent.futures.wait``; once.
         with contextlib.suppress(concurrent.futures.InvalidStateError, RuntimeError):
             self.set_running_or_notify_cancel()
         return True

@@ -11,7 +11,7 @@ TOKEN_BYTES = 8
 
 
 def block_hash(parent: int | None, tokens: Sequence[int]) -> int:
-    """Of a block, in 63 bits: what it holds, after ``parent``'s; None begins a sequence.
+    """Hash a block, in 63 bits: its tokens after ``parent``'s hash; None begins a sequence.
 
     Two prefixes with the same hash are one in 2**63. Where that is too many, compare tokens.
     """
@@ -19,7 +19,7 @@ def block_hash(parent: int | None, tokens: Sequence[int]) -> int:
 
 
 def prefix_hashes(tokens: Sequence[int], block_size: int, most: int | None = None) -> list[int]:
-    """Of each full block of ``block_size`` tokens, at most ``most`` of them from the beginning."""
+    """Hash each full block of ``block_size`` tokens, at most the first ``most`` of them."""
     count = len(tokens) // block_size
     if most is not None:
         count = min(count, most)

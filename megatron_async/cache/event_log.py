@@ -1,4 +1,4 @@
-"""What becomes known to the prefix cache and is forgotten again, for who follows it."""
+"""Records which blocks the prefix cache learns and forgets, for the clients that follow it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class EventLog:
     def __init__(self, root: int) -> None:
         self._root = root
         self._hashes: dict[int, int] = {}
-        """Of the nodes that are known."""
+        """The hashes of the nodes that are known."""
         self._nodes_with: Counter[int] = Counter()
         """Two nodes can stand for the same tokens: one whose parent was forgotten before it."""
         self._events: deque[CacheEvent] = deque([Cleared()])

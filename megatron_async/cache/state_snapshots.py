@@ -9,7 +9,8 @@ from megatron_async.errors import IntegrityError
 
 
 class StateSnapshots:
-    """Places ``0 .. count - 1`` on the device; who holds which. A node holds at most one.
+    """Places ``0 .. count - 1`` on the device, and which node holds which; a node holds at most
+    one.
 
     Snapshots that somebody has asked for are *wanted*, the others are *spare* until they are used.
     Spare ones give way first, the oldest before the others, and then the wanted one that was used

@@ -44,7 +44,8 @@ _STORED_LATENT_NAMES = {
     "self_attention.q_layernorm.": "self_attention.linear_q_up_proj.layer_norm_",
     "self_attention.kv_layernorm.": "self_attention.linear_kv_up_proj.layer_norm_",
 }
-"""Of layers with multi-latent attention, whose first norm stands before two linear layers."""
+"""Stored names of layers with multi-latent attention, whose first norm stands before two linear
+layers."""
 
 
 _HYBRID_NAMES = (

@@ -22,7 +22,7 @@ METADATA_FILE = ".metadata"
 MOST_METADATA_BYTES = 2**29
 MOST_DIMENSIONS = 16
 MOST_HEADER_BYTES = 2**20
-"""Of a stored tensor, beyond its elements."""
+"""A stored tensor has at most this many bytes beyond its elements."""
 
 _DCP = "torch.distributed.checkpoint"
 _MCORE = "megatron.core.dist_checkpointing.strategies.torch"

@@ -80,7 +80,7 @@ def expert_targets(
 
 
 def _each(targets: Any, config: ModelConfig, names: ExpertNames, theirs: str, ours: str) -> None:
-    """Of each expert by itself, biases included."""
+    """Place the weights of each expert by itself, biases included."""
     assert config.num_moe_experts is not None
     for number in range(config.num_moe_experts):
         expert = theirs + names.expert.format(number)

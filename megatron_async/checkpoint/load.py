@@ -65,7 +65,7 @@ class _Described(NamedTuple):
     distributed: Mapping[str, StoredTensor] | None
 
     def shapes(self, directory: Path) -> Mapping[str, tuple[int, ...]]:
-        """Of the stored tensors of ``directory``, by name."""
+        """Return the shapes of the stored tensors of ``directory``, by name."""
         if self.distributed is None:
             return stored_shapes(directory)
         return {name: tensor.shape for name, tensor in self.distributed.items()}

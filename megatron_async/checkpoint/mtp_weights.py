@@ -27,7 +27,7 @@ class MtpLayer(NamedTuple):
 
 
 def mtp_layers(count: int) -> Iterator[MtpLayer]:
-    """Of a model with ``count`` MTP layers."""
+    """Yield the layers of a model with ``count`` MTP layers."""
     for n in range(count):
         ours = f"mtp.layers.{n}"
         yield MtpLayer(f"model.mtp_layers.{n}", ours, f"{ours}.transformer_layer")

@@ -97,7 +97,8 @@ def save_native(
 
 
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Of a parameter of a model in ``dtype``; a router's bias of experts is always in fp32."""
+    """Return the dtype of a stored parameter of a model in ``dtype``; a router's bias of experts is
+    always in fp32."""
     return torch.float32 if name.endswith(".expert_bias") else dtype
 
 

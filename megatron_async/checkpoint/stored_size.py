@@ -21,7 +21,7 @@ _SIZES = (
     "mtp_num_layers",
 )
 SLACK = 2
-"""A model of up to so many times what is stored is built: its error then names a tensor."""
+"""A model of up to this many times what is stored is built: its error then names a tensor."""
 
 
 def least_parameters(config: ModelConfig) -> int:
@@ -48,7 +48,8 @@ def least_parameters(config: ModelConfig) -> int:
 
 
 def _least_of_parts(config: ModelConfig, attention: int) -> int:
-    """Of the layers of a hybrid model; ``attention`` rows of the hidden size are one's."""
+    """Return the fewest elements of a hybrid model's layers; ``attention`` rows of the hidden size
+    are those of one attention layer."""
     found = len(config.layers_of(ATTENTION)) * attention
     found += len(config.layers_of(MLP)) * 2 * config.ffn_hidden_size
     found += len(config.layers_of(MAMBA)) * (config.mamba.projection + config.mamba.inner)

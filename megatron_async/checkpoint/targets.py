@@ -14,7 +14,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 """Megatron's names of the two parameters that may be tied."""
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-"""Of new weights, for parameters of any of these."""
+"""New weights may have any of these dtypes, for parameters of any of these."""
 
 # The dimension that megatron's linears and embeddings split; other parameters are replicated.
 SPLIT_DIMENSION = {
@@ -186,7 +186,8 @@ class Stage:
         return EMBEDDING if name == OUTPUT and self.tied and self.is_last else name
 
     def is_elsewhere(self, name: str, layers: int) -> bool:
-        """Whether the whole model, which has so many layers, may have ``name`` in other stages."""
+        """Whether the whole model, which has ``layers`` layers, may have ``name`` in other
+        stages."""
         if self.stages == 1 or not name.startswith(_STAGED):
             return False
         if name.startswith(_LAYERS):

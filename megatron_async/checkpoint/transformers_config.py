@@ -69,7 +69,7 @@ def transformers_config(config: ModelConfig) -> Any:
 
 
 def _hybrid(config: ModelConfig, common: dict[str, Any]) -> Any:
-    """Of a model of Mamba-2, attention and MLPs in layers of their own: Nemotron-H."""
+    """Convert a model of Mamba-2, attention and MLPs in layers of their own: Nemotron-H."""
     import transformers
 
     differs = _differs(config, "none")
@@ -91,7 +91,7 @@ def _hybrid(config: ModelConfig, common: dict[str, Any]) -> Any:
 
 
 def _with_experts(config: ModelConfig, common: dict[str, Any], differs: set[str]) -> Any:
-    """Of a model with experts that a softmax weights; ``differs`` are its other features."""
+    """Convert a model with experts that a softmax weights; ``differs`` are its other features."""
     import transformers
 
     kinds = config.moe_layer_freq or ()

@@ -39,8 +39,8 @@ def read_weights(
     all_parameters: bool = False,
 ) -> Callable[[], None]:
     """Read and check new weights as a whole. Calling the result copies them into the parameters of
-    ``model``, whose addresses stay. The caller may be in inference mode or not, and so may those
-    have been who built the model or the new weights.
+    ``model``, whose addresses stay. The caller may be in inference mode or not; the model and the
+    new weights may have been built in it or not.
 
     Args:
         source: a model directory, as :func:`load_pretrained` takes it; a ``.safetensors`` file
@@ -148,8 +148,8 @@ def _check_tensor(name: str, new: Any, target: torch.Tensor) -> None:
 
 
 def check_given_once(targets: Mapping[str, torch.Tensor]) -> None:
-    """Raise where two names are of the same parameter, or one of a part of another's: which came
-    last would say. The tied ones are compared by who calls."""
+    """Raise where two names are of the same parameter, or one of a part of another's: the last one
+    would win. The caller compares the tied ones."""
     last, end = "", 0
     for name, target in sorted(targets.items(), key=lambda item: item[1].data_ptr()):
         if target.data_ptr() < end and {name, last} != {OUTPUT, EMBEDDING}:

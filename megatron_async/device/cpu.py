@@ -110,7 +110,7 @@ class CpuDevice:
     def close(self) -> None:
         _end(self._work, self._thread, self._over)
         self._end.detach()  # not before: a signal may interrupt the wait
-        if self.failure is None:  # else whoever waits now would wait for ever
+        if self.failure is None:  # else a thread that waits now would wait for ever
             self.failure = EngineStoppedError("the device is closed; build a new engine")
             self.wake()
 

@@ -117,7 +117,8 @@ class Device(Protocol):
         """Wait until the device has nothing to do; raises what device work raised."""
 
     def fail(self, error: BaseException) -> None:
-        """From any thread: who waits for the device gets ``error``, now and from now on."""
+        """Raise ``error`` in all waits for the device, now and from now on; any thread may call
+        it."""
 
     def close(self) -> None:
         """Release threads and graphs."""

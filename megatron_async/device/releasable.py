@@ -50,7 +50,7 @@ class Region:
 
     Raises:
         ConfigError: the device, or the system, cannot give memory back this way.
-        CacheTooLargeError: there is not so much memory.
+        CacheTooLargeError: there is not that much memory.
     """
 
     def __init__(self, size: int, device: torch.device, pages: Pages | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Who may launch grids whose CTAs wait for each other, one engine a device.
+"""Decides which engine may launch grids whose CTAs wait for each other, one a device.
 
 All CTAs of such a grid must run at once. The grid of one engine does: what is before it on its
 stream ends without it, what is behind it starts when all its CTAs run (a dependent launch) or have

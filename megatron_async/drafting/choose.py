@@ -31,7 +31,7 @@ class Drafting:
 
 
 def choose_drafting(model: Any, drafts: int, config: EngineConfig) -> Drafting:
-    """How an engine over a wrapped model is to draft so many tokens.
+    """Choose how an engine over a wrapped model drafts ``drafts`` tokens.
 
     Raises:
         ConfigError: the model cannot.

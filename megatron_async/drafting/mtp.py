@@ -58,7 +58,7 @@ class MtpDrafter:
         like: Tensor = next(model.parameters())
         hidden_size: int = model.config.hidden_size
         self._pending = like.new_zeros(max_rows * (self._count + 1), hidden_size)
-        """Of the tokens of the pending logits."""
+        """Hidden states of the tokens of the pending logits."""
         self._tails = like.new_zeros(context.slot_count + 1, self._layers, hidden_size)
         """By slot and layer, what row t of it needs of row t - 1 when that came in an earlier
         forward: what the layer before has put out there."""

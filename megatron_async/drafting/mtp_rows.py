@@ -86,7 +86,7 @@ class DraftRows(NamedTuple):
     lengths_host: list[int] | None = None
 
     def metadata(self, shape: DraftShape, draft: int) -> AttentionMetadata:
-        """Of a draft's forward."""
+        """Return the attention metadata of a draft's forward."""
         span = shape.span(draft)
         host = self.lengths_host
         return AttentionMetadata(

@@ -1,4 +1,4 @@
-"""Who steps an engine: its callers, one step or a whole generation at a time, or its own thread."""
+"""Steps an engine: its callers do, one step or a whole generation at a time, or its own thread."""
 
 from __future__ import annotations
 

@@ -258,7 +258,8 @@ class DynamicInferenceEngine:
         return self.requests.update_sampling_params(request_id, changes)
 
     def get_request(self, request_id: int) -> DynamicInferenceRequest:
-        """The record of a request that has not ended; ended ones belong to who took them.
+        """The record of a request that has not ended; ended ones belong to the caller that took
+        them.
 
         Raises:
             RequestError: there is no such request.
@@ -359,8 +360,8 @@ class DynamicInferenceEngine:
         return self._driver.stream(prompt, sampling_params, request_id)
 
     def deliver_to(self, sink: OutputSink) -> None:
-        """Hand ``sink`` all that the steps of the engine's own thread bring, whoever asked for it,
-        in one call for each step; before :meth:`start`. Streams get theirs all the same."""
+        """Hand ``sink`` all that the steps of the engine's own thread bring, whichever caller
+        asked, in one call for each step; before :meth:`start`. Streams get theirs all the same."""
         self._sinks.sink = sink
 
     @property
@@ -485,8 +486,8 @@ class DynamicInferenceEngine:
         return self.outputs.weight_version
 
     def weights_changed(self) -> None:
-        """Behind new weights, for whoever gives them to all engines: what was in flight is handed
-        out, and the engine's thread goes on."""
+        """Go on behind new weights, for the code that gives them to all engines: hand out what was
+        in flight, and let the engine's thread run."""
         self._driver.changed()
 
     @property

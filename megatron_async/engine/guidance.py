@@ -28,7 +28,7 @@ LogitsProcessor = Callable[[list[int], torch.Tensor], torch.Tensor]
 
 
 class Grammars:
-    """Compiles what structured outputs conform to, in the threads of those who ask.
+    """Compiles what structured outputs conform to, in the threads of the callers that ask.
 
     Args:
         tokenizer: the model's, or None.

@@ -119,7 +119,8 @@ class KVEventPublisher:
         self._sequence += 1
 
     def _answer(self) -> None:
-        """Past batches, to one who asks. A client that is not there any more gets none."""
+        """Send past batches to a client that asks. A client that is not there any more gets
+        none."""
         *envelope, first = self._replay.recv_multipart()
         if len(envelope) != 2 or len(first) != 8:
             return

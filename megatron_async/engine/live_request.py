@@ -62,7 +62,7 @@ class LiveRequest:
         self.future = RequestFuture()
         self.stop_ids = stop_ids
         self.version: int | None = None
-        """Of the weights that its newest token is from."""
+        """The version of the weights that its newest token is from."""
         self.started = self.last_time = time.perf_counter()
         self._tokenizer = tokenizer
         self.text = RequestText(request, tokenizer, stop_ids)

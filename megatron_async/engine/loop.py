@@ -52,7 +52,7 @@ class DecodeLoop:
     micro-batches the steps of others are in flight besides.
 
     Commands are applied in order before a plan, so that decisions depend on ticket numbers and not
-    on when somebody called. Whoever calls holds the engine's step lock.
+    on when somebody called. The caller holds the engine's step lock.
 
     Args:
         on_interrupt: called with an error that interrupted a wait, after which nothing is lost.
@@ -180,8 +180,9 @@ class DecodeLoop:
             self._guide(pending)
 
     def _guide(self, pending: Ticket) -> None:
-        """What S of the pending ticket needs of those who guide its rows. What interrupts it before
-        S is launched has changed nothing: masks are written, and functions called, again."""
+        """Prepare what S of the pending ticket needs of the grammars and functions that guide its
+        rows. What interrupts it before S is launched has changed nothing: masks are written, and
+        functions called, again."""
         try:
             self._guidance.prepare(pending)
         except BaseException as error:
@@ -430,7 +431,8 @@ class DecodeLoop:
         """Why nothing can go on; None if a step can do something.
 
         It follows from the state of the requests alone: no plan is asked, and none is remembered,
-        so the answer is never older than the last change. Whoever changes it wakes all who wait.
+        so the answer is never older than the last change. The thread that changes it wakes all
+        waiters.
         """
         if self._in_flight or self.commands.waiting:
             return None

@@ -50,7 +50,7 @@ class EngineCounters:
     ``tokens_accepted`` counts what rows brought beyond one token, ``tokens_drafted`` the drafts
     that were verified in rows whose tokens were taken; ``accepted_by_position`` and
     ``drafted_by_position`` have the same by the place of the draft; ``steps_by_window`` and
-    ``window_reasons`` say how many tokens a row of a launched step could bring, and why so many.
+    ``window_reasons`` say how many tokens a row of a launched step could bring, and why that many.
     ``step_ns`` is the time spent in steps, ``wait_ns`` the part of it blocked on the device; both
     are for people and steer nothing.
     """
@@ -115,8 +115,8 @@ class EngineCounters:
             self.not_overlapped[report.reason] += 1
 
     def verified(self, rows: Sequence[tuple[int, ...]], windows: Sequence[int]) -> int:
-        """Of these decode rows, each with its window, the tokens were taken; returns their
-        drafts."""
+        """Count the drafts of decode rows whose tokens were taken, each with its window; returns
+        their number."""
         taken = [(len(t) - 1, w - 1) for t, w in zip(rows, windows, strict=False) if t]
         count_drafts(self.drafted_by_position, (drafts for _, drafts in taken))
         count_drafts(self.accepted_by_position, (accepted for accepted, _ in taken))
@@ -153,7 +153,7 @@ class EngineCounters:
 
 
 def count_drafts(counts: list[int], of_rows: Iterable[int]) -> None:
-    """Add 1 to the first so many of ``counts`` for each row."""
+    """Add 1 to the first n of ``counts`` for each row of n drafts."""
     for drafts in of_rows:
         counts += [0] * (drafts - len(counts))
         for place in range(drafts):
@@ -167,7 +167,7 @@ def acceptance(accepted: Sequence[int], drafted: Sequence[int]) -> list[float]:
 
 
 class Observers(NamedTuple):
-    """The methods of those who watch an engine, by name."""
+    """The methods of an engine's observers, by name."""
 
     on_span: tuple[Callable[[str, int, int, int], None], ...] = ()
     on_launch: tuple[Callable[[Plan], None], ...] = ()

@@ -250,7 +250,7 @@ class OutputProcessor:
     def verified(
         self, keys: Sequence[int], rows: Sequence[tuple[int, ...]], windows: Sequence[int]
     ) -> None:
-        """Of these decode rows, each with its window, the tokens are taken."""
+        """Count the drafts of decode rows whose tokens are taken, each with its window."""
         for key, tokens, window in zip(keys, rows, windows, strict=False):
             if tokens:
                 counters = self._entries[key].request.counters

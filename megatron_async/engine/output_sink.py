@@ -1,4 +1,4 @@
-"""What the steps of an engine's own thread bring, on its way to one who takes it all."""
+"""Carries what the steps of an engine's own thread bring to the one consumer that takes it all."""
 
 from __future__ import annotations
 

@@ -72,8 +72,8 @@ def _run(group: Group, device: str, wrapper: GPTInferenceWrapper | None = None) 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Of a process that rank 0 has started: the device, the connection to it, and the sizes of the
-    layout."""
+    """Run a process that rank 0 has started. Its arguments are the device, the connection to rank
+    0, and the sizes of the layout."""
     device, descriptor, *sizes = arguments
     # What a terminal and a service manager send to all processes is for rank 0, which may let
     # requests end first; this one ends with it.

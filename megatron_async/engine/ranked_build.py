@@ -147,8 +147,8 @@ def memory_of(
 
 
 class StopWhenARankDies:
-    """Stops the engine that has these parts, if it does nothing then too; whoever waits for its
-    device gets the error. The engine holds it: the group forgets it with the engine."""
+    """Stops the engine that has these parts, if it does nothing then too; a thread that waits for
+    its device gets the error. The engine holds it: the group forgets it with the engine."""
 
     def __init__(
         self,

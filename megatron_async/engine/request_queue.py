@@ -119,7 +119,7 @@ class RequestQueue:
             self._guidance.close(each.key for each in commands)
             self._siblings.pop(number, None)
             raise
-        # Whoever keeps a future does not keep the engine.
+        # A caller that keeps a future does not keep the engine.
         keys = tuple(each.key for each in commands)
         abort = functools.partial(_abort_if_cancelled, weakref.ref(self._commands), keys)
         future.when_done(abort)

@@ -52,7 +52,7 @@ class StoppingText:
         self._min_tokens = min_tokens
         self._taken = 0
         self._released: deque[str] = deque()
-        """Of tokens that were taken and are not committed."""
+        """Text of tokens that were taken and are not committed."""
         self._error: Exception | None = None
         """Why there is no text any more."""
 

@@ -87,7 +87,7 @@ class RequestValidator:
         self.eos_token_ids = eos_token_ids
         wrapper = getattr(tokenizer, "inference_wrapped_model", None)
         self.sampling_defaults: dict[str, Any] = getattr(wrapper, "sampling_defaults", None) or {}
-        """Of requests without parameters."""
+        """Values for requests without parameters."""
 
     def add(
         self,

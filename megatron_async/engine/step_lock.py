@@ -1,4 +1,4 @@
-"""Who may step or change an engine, and whether it can be stepped at all."""
+"""Decides which thread may step or change an engine, and whether it can be stepped at all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class StepLock:
     handler or a callback makes, is an error and changes nothing.
 
     An error on the way leaves scheduler and device at odds, so it stops the engine for good, unless
-    whoever raised it has called :meth:`recover`: nothing has changed.
+    the code that raised it has called :meth:`recover`: nothing has changed.
 
     Args:
         on_stop: called with an error that stops the engine, still inside.
@@ -35,7 +35,7 @@ class StepLock:
         self._recoverable: BaseException | None = None
         self._entry = threading.Lock()
         self._settled = True
-        """Whoever was inside last has come to the end of :meth:`__exit__`."""
+        """The thread that was inside last has come to the end of :meth:`__exit__`."""
         self._on_stop = on_stop
 
     def check(self) -> None:

@@ -21,7 +21,7 @@ class Waiter:
 
     def wake(self, *_: object) -> None:
         """End this wait, or the next one. A signal's handler may call it anywhere."""
-        # A token that is there has not been taken: whoever takes it looks around after this.
+        # A token that is there has not been taken: the waiter that takes it looks after this.
         if self._wakes.empty():
             self._wakes.put(None)
 
@@ -45,6 +45,6 @@ class Waiters:
             del self._waiters[id(waiter)]
 
     def wake(self) -> None:
-        """Let all who wait look around."""
+        """Let all waiters look around."""
         for waiter in list(self._waiters.values()):
             waiter.wake()

@@ -48,7 +48,7 @@ class Engine(Protocol):
 class SharedWeights:
     """What the engines over one model know of each other.
 
-    ``lock`` is held by whoever replaces the weights, and by an engine that joins.
+    ``lock`` is held by the thread that replaces the weights, and by an engine that joins.
     """
 
     def __init__(self) -> None:

@@ -14,7 +14,7 @@ _NOTHING_CAN_COME = ("NoExtension", "NoExtensionBias")
 
 
 class Masks(NamedTuple):
-    """Of a request; W is the vocabulary's size / 32, rounded up.
+    """Token masks of a request; W is the vocabulary's size / 32, rounded up.
 
     Args:
         text: int32 [W], tokens that stand for text and do not end it.

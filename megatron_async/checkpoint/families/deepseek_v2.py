@@ -36,7 +36,7 @@ def config(fields: Fields) -> dict[str, Any]:
 
 
 def _mscale(fields: Fields) -> float:
-    """Of queries and keys each, beside the factor of their rotations."""
+    """Return the scale of queries and keys each, beside the factor of their rotations."""
     rope = Fields(fields.get("rope_scaling") or fields.get("rope_parameters") or {}, at="rope.")
     is_plain = rope.values.get("rope_type", rope.values.get("type", "default")) == "default"
     share, factor = rope.optional("mscale_all_dim", float), rope.read("factor", float, 1.0)

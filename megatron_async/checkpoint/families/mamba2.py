@@ -10,7 +10,7 @@ from megatron_async.checkpoint.hybrid_fields import mamba_fields, pattern_fields
 from megatron_async.models.mamba.sizes import MAMBA
 
 MOST_TOKENS = 2**17
-"""Of a request, where ``config.json`` does not say."""
+"""A request has at most this many tokens where ``config.json`` does not say."""
 
 
 def config(fields: Fields) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from megatron_async.runner.controller import TextGenerationController
 MOST_REQUESTS = 128
 """At once, where the batch decides."""
 CACHE_SHARE = 0.9
-"""Of a GPU's free memory, that the KV cache of a batch may have."""
+"""The share of a GPU's free memory that the KV cache of a batch may have."""
 
 
 def engine_of(

@@ -10,7 +10,7 @@ INVALID = "probability tensor contains either `inf`, `nan` or element < 0"
 
 
 MOST_PARTS = 96
-"""Of a row of scores whose largest is looked for in parts."""
+"""A row of scores whose largest is looked for in parts has at most this many of them."""
 LEAST_WIDTH = 4096
 
 
