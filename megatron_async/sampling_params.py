@@ -117,7 +117,7 @@ class SamplingParams:
     num_speculative_tokens: int | None = None
     structured_outputs: Any = None
     logits_processors: Sequence[Callable[..., Any]] | None = None
-    # Of megatron-core's releases; docs/megatron.md says what becomes of each.
+    # Fields of megatron-core's releases; docs/megatron.md says what becomes of each.
     return_prompt_top_n_logprobs: InitVar[bool] = False
     detokenize_stop_sequence: InitVar[bool] = False
     return_prompt_tokens: InitVar[bool] = False

@@ -1,9 +1,9 @@
 """Programmatic dependent launch: a kernel's launch overlaps the tail of the kernel before it.
 
 A kernel launched this way may start before its predecessor has ended, so each of its programs waits
-for it before the first write and before it reads what the predecessor writes. Whoever comes after
-may start once all have waited, and waits in turn, so order on the stream is what it was. Hopper and
-later; CUDA programming guide, "Programmatic Dependent Launch".
+for it before the first write and before it reads what the predecessor writes. The kernel that comes
+after may start once all have waited, and waits in turn, so order on the stream is what it was.
+Hopper and later; CUDA programming guide, "Programmatic Dependent Launch".
 """
 
 # mypy: disable-error-code="no-untyped-def"

@@ -10,13 +10,13 @@ MOE = True
 """Those of layers of experts in decode steps."""
 
 MOE_ROW = True
-"""Of these the kernel for a few rows, in place of the three."""
+"""Among these, the kernel for a few rows is used in place of the three."""
 
 LATENT = True
 """Multi-latent attention, in decode steps and in prefill."""
 
 MOE_RANKS = False
-"""Of those of layers of experts their use where each rank has some experts."""
+"""Kernels of layers of experts are used where each rank has some experts."""
 
 PEER_SUM = False
 """Sums over ranks that write into each other's memory."""

@@ -54,7 +54,7 @@ class Usage(NamedTuple):
     overlapped_steps: int = 0
     prefilled_tokens: int = 0
     step_tokens: int = 0
-    """Of the last step that was launched."""
+    """Tokens of the last step that was launched."""
     caches_prefixes: bool = False
 
 
@@ -164,7 +164,7 @@ class DynamicInferenceContext(context.DynamicInferenceContext):
 
     @property
     def async_sched_step_count(self) -> int:
-        """Of the steps committed since then, those behind which another one was in flight."""
+        """Steps committed since then behind which another one was in flight."""
         return self.usage.overlapped_steps
 
     @property
@@ -237,15 +237,15 @@ class BlockAllocator:
         return self._context.usage.paused_blocks
 
     def get_active_avail(self) -> int:
-        """Of ``active_count``, those that running requests do not hold."""
+        """Return how many of the ``active_count`` blocks no running request holds."""
         return self.active_count - self.get_active_used()
 
     def get_paused_avail(self) -> int:
-        """Of ``paused_count``, those that paused requests do not hold."""
+        """Return how many of the ``paused_count`` blocks no paused request holds."""
         return self.paused_count - self.get_paused_used()
 
     def is_memory_available(self, num_blocks: int) -> bool:
-        """Whether so many blocks are free."""
+        """Whether ``num_blocks`` blocks are free."""
         return self.total_avail >= num_blocks
 
     def __str__(self) -> str:

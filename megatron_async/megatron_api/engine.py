@@ -282,7 +282,7 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
 
     @property
     def decode_only(self) -> DecodeOnly:
-        """Of the last step that was launched."""
+        """Whether the last step that was launched had no prefill."""
         return DecodeOnly(self.is_decode_only, self.is_decode_only)
 
     @property
@@ -318,8 +318,8 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
 
 
 def _depth(asynchronous: bool) -> int:
-    """Of an engine that was given no configuration: the environment says it for scripts that are
-    not to be changed."""
+    """Return the depth of an engine that was given no configuration: the environment says it for
+    scripts that are not to be changed."""
     text = os.environ.get(DEPTH_VARIABLE)
     if text is None:
         return DEFAULT_ASYNC_DEPTH if asynchronous else 0

@@ -24,7 +24,7 @@ Prompts = str | list[int] | list[str] | list[list[int]]
 
 
 class _LLM:
-    """An engine, and who steps it: a thread of its own, or with ``use_coordinator=False`` each
+    """An engine, and what steps it: a thread of its own, or with ``use_coordinator=False`` each
     call of ``generate``. Arguments are those of :class:`MegatronLLM`."""
 
     def __init__(

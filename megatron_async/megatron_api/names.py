@@ -16,7 +16,7 @@ from megatron_async.errors import ConfigError, shown
 from megatron_async.megatron_api.since import SINCE
 
 ANY = "any value"
-"""Of a keyword whose every value is accepted."""
+"""Stands for a keyword whose every value is accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ FIRST, LAST = "0.16", "0.19"
 
 @functools.cache
 def releases(table: str) -> dict[str, tuple[str, str | None]]:
-    """Of each name of a table the first release that has it, and the last one if it is gone.
+    """Return for each name of a table the first release that has it, and the last if it is gone.
 
     Args:
         table: as it is called in ``tables`` and ``main_tables``; ``"CLASSES"`` of classes.

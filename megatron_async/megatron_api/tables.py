@@ -351,4 +351,5 @@ REQUEST: Table = {
     "checkpoint": refused("a record has one request, also after evictions"),
     "from_request": refused("a request is its own record"),
 }
-"""Of ``DynamicInferenceRequest`` and ``DynamicInferenceRequestRecord``, which are one here."""
+"""Names of ``DynamicInferenceRequest`` and ``DynamicInferenceRequestRecord``, which are one
+here."""

@@ -105,8 +105,8 @@ class ModelConfig:
             (GPT-OSS; megatron's ``softmax_type`` "learnable").
         latent_attention: keys and values come from a latent, which alone is kept; ``head_dim`` is
             that of queries and keys, rotated part included.
-        activation_limit: of "clamped_swiglu", ``x * sigmoid(1.702 x) * (up + 1)``: x is at most,
-            ``up`` between minus and plus so much.
+        activation_limit: of "clamped_swiglu", ``x * sigmoid(1.702 x) * (up + 1)``: x is at most the
+            limit, ``up`` from minus to plus the limit.
         query_scaling_beta: the query of position p is multiplied by 1 + beta *
             log(1 + floor(p / original_max_position_embeddings)) (Llama 4, Ministral 3).
         residual_multiplier: of what attention and MLP add to the residual stream.
@@ -128,7 +128,7 @@ class ModelConfig:
         moe_router_bias: the router's linear layer has a bias.
         moe_shared_expert_intermediate_size: of an MLP that each token passes; None has none.
             ``moe_shared_expert_gate`` multiplies its output by a sigmoid.
-        moe_latent_size: experts read and write a projection of so many elements; None has none.
+        moe_latent_size: experts read and write a projection of this many elements; None has none.
         position_embedding: "none" leaves the order of tokens to the causal mask and to Mamba.
         hybrid_override_pattern: a letter for each layer, which is one part behind one norm: "M" a
             Mamba-2 mixer (arXiv:2405.21060), "*" attention, "-" an MLP, "E" experts. None for

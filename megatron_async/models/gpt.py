@@ -117,7 +117,7 @@ class Inference:
         if self.share_embeddings_and_output_weights:
             given: Any = self
             weight = given.shared_embedding_or_output_weight()
-        # Of strided rows torch.matmul makes a product for each, which reads the whole weight.
+        # For strided rows torch.matmul makes a product for each, which reads the whole weight.
         logits, _ = self.output_layer(
             hidden_states.contiguous(), weight=weight, runtime_gather_output=gather_output
         )

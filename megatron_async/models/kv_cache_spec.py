@@ -94,7 +94,7 @@ def _cached(attention: Any) -> tuple[int, int, int | None]:
 
 
 def _attention_layers(model: Any) -> Iterator[tuple[str, int, Any]]:
-    """Of each layer that attends its name, its layer of the cache, and its attention."""
+    """Yield name, layer of the cache and attention of each layer that attends."""
     decoder = list(model.decoder.layers)
     predicting: list[Any] = []
     if model.mtp_process:

@@ -31,8 +31,8 @@ def mtp_weight_bytes(config: ModelConfig, itemsize: int, experts: float | None =
 
 
 def expected_experts(config: ModelConfig, tokens: int) -> float | None:
-    """Experts of a layer that so many tokens choose, if all are chosen equally often and each token
-    for itself; None without experts."""
+    """Return the experts of a layer that ``tokens`` tokens choose, if all are chosen equally often
+    and each token for itself; None without experts."""
     if config.num_moe_experts is None:
         return None
     share = config.moe_router_topk / config.num_moe_experts
@@ -45,7 +45,7 @@ def _norm_elements(config: ModelConfig) -> int:
 
 
 def _layer_elements(config: ModelConfig, layer: int, experts: float | None) -> float:
-    """Of a layer of the decoder, or of multi-token prediction behind them."""
+    """Count the elements of a layer of the decoder, or of multi-token prediction behind them."""
     if config.hybrid_override_pattern is not None:
         kind = config.hybrid_override_pattern[layer]
         return _norm_elements(config) + _part_elements(config, kind, experts)
@@ -58,7 +58,7 @@ def _layer_elements(config: ModelConfig, layer: int, experts: float | None) -> f
 
 
 def _part_elements(config: ModelConfig, kind: str, experts: float | None) -> float:
-    """Of a layer of a hybrid model, but for its norm."""
+    """Count the elements of a layer of a hybrid model, but for its norm."""
     if kind == MAMBA:
         return _mamba_elements(config)
     if kind == ATTENTION:
@@ -78,7 +78,7 @@ def _dense_elements(config: ModelConfig) -> int:
 
 
 def _attention_elements(config: ModelConfig) -> int:
-    """Of a layer's attention, but for its norm."""
+    """Count the elements of a layer's attention, but for its norm."""
     hidden, heads, latent = config.hidden_size, config.num_attention_heads, config.latent_attention
     query, key_value = heads * config.head_dim, config.num_kv_heads * config.head_dim
     if latent is not None:
@@ -99,13 +99,13 @@ def _attention_elements(config: ModelConfig) -> int:
 
 
 def _mlp_elements(config: ModelConfig, size: int, ffn: int, bias: bool) -> int:
-    """Of an MLP from ``size`` elements to as many."""
+    """Count the elements of an MLP from ``size`` elements to as many."""
     fc1_rows = 2 * ffn if config.gated else ffn
     return fc1_rows * size + size * ffn + (fc1_rows + size if bias else 0)
 
 
 def _expert_layer_elements(config: ModelConfig, experts: float | None) -> float:
-    """Of a router, ``experts`` of its experts, and what all tokens pass."""
+    """Count the elements of a router, ``experts`` of its experts, and what all tokens pass."""
     count, ffn, hidden = config.num_moe_experts, config.moe_ffn_hidden_size, config.hidden_size
     assert count is not None and ffn is not None
     latent, shared = config.moe_latent_size, config.moe_shared_expert_intermediate_size
@@ -124,7 +124,7 @@ def kv_bytes(
     config: ModelConfig, itemsize: int, batch_size: int, tokens: float, layers: int | None = None
 ) -> float:
     """Bytes of keys and values that attention of ``batch_size`` rows reads, each over ``tokens``
-    tokens or a layer's window, in so many layers; None is all of the decoder."""
+    tokens or a layer's window, in ``layers`` layers; None is all of the decoder."""
     row = 2 * config.num_kv_heads * config.head_dim * itemsize
     if config.latent_attention is not None:
         row = config.latent_attention.cached * itemsize
@@ -161,8 +161,8 @@ def floor_ms(
     take recurrent states and give them back, at ``bandwidth`` bytes per second.
 
     Args:
-        drafts: so many times a layer for multi-token prediction and the output layer are read too,
-            or all of ``draft_model``.
+        drafts: a layer for multi-token prediction and the output layer are read this many times
+            too, or all of ``draft_model``.
         experts: of each layer, those that a step has read; None takes what is to be expected of
             its tokens, see :func:`expected_experts`.
         state_itemsize: bytes of an element of recurrent states.

@@ -76,7 +76,7 @@ class ModelParallel:
         self._source: int = layout.sampling_ranks[self.tensor_rank]
         self._listeners = self._group_of(layout.listeners)
         self._copies = self._group_of(layout.copies)
-        # Of their own: what is broadcast to the listeners may overtake these messages.
+        # A group of their own: what is broadcast to the listeners may overtake these messages.
         self._messages = self._group_of(layout.listeners) if layout.pipeline > 1 else None
         self._told = tuple(
             r for r in layout.listeners(self.tensor_rank) if layout.stage(r) < layout.pipeline - 1

@@ -55,7 +55,7 @@ def _yarn_ramp(rotary_dim: int, theta: float, scaling: RopeScaling) -> Tensor:
     assert tokens is not None
 
     def pair(rotations: float) -> float:
-        """Of so many rotations within ``tokens``."""
+        """Return the pair that makes ``rotations`` rotations within ``tokens``."""
         return rotary_dim * math.log(tokens / (rotations * 2 * math.pi)) / (2 * math.log(theta))
 
     low, high = pair(scaling.beta_fast), pair(scaling.beta_slow)

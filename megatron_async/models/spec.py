@@ -94,7 +94,7 @@ class DecoderLayer(TransformerLayer):  # type: ignore[misc]
 
     def attach(self, next_norm: torch.nn.Module | None) -> None:
         """Take the norm that reads this layer's output; None leaves that addition alone."""
-        # Not a submodule: it belongs to whoever applies it.
+        # Not a submodule: it belongs to the layer that applies it.
         self.__dict__["next_norm"] = next_norm
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:

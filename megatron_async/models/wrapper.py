@@ -170,7 +170,7 @@ class GPTInferenceWrapper:
         return reason is None
 
     def prepare(self, rows: list[int], context: Any) -> None:
-        """Compile what decoding so many rows needs, ahead of their capture."""
+        """Compile what decoding ``rows`` rows needs, ahead of their capture."""
         if self._fused_mtp is not None:
             self._prepare_drafts(self._fused_mtp, rows, context)
         if self._fused is None:
@@ -280,7 +280,8 @@ class GPTInferenceWrapper:
 
     @property
     def hidden_states(self) -> Tensor:
-        """Of the tokens of the last :meth:`forward`, ``[T, hidden]`` after the final norm."""
+        """Hidden states of the tokens of the last :meth:`forward`, ``[T, hidden]`` after the final
+        norm."""
         assert self._hidden_states is not None
         return self._hidden_states.squeeze(1)
 

@@ -22,7 +22,8 @@ LEAST_WARPS = 2
 WARPS_OF_FEW = 8
 """Where CTAs come to no more than a quarter of the SMs, and each row has one token."""
 MAX_ELEMENTS = 3600
-"""Of a group's heads: with more, the sums of so many warps do not fit, and half as many do it."""
+"""Elements of a group's heads: with more, the sums of all warps do not fit, and half as many do
+it."""
 STAGES = 2
 MIN_SHARED_BYTES = 78 * 1024
 """Two CTAs on an SM, not three."""
@@ -34,10 +35,12 @@ WIDE_SPLIT_TOKENS = 1024
 """So where the batch has more rows than a warp has lanes: their splits fill the GPU anyhow, and
 short ones end together."""
 MAX_SPLITS = 32
-"""Of a row: the splits of a longer one are longer. Their weights take the place of a head."""
+"""A row has at most this many splits: those of a longer one are longer. Their weights take the
+place of a head."""
 LANES = 32
 MOST_ROWS = LANES * LANES
-"""Of a batch: each lane of a warp handles several when it looks for a split."""
+"""A batch has at most this many rows: each lane of a warp handles several when it looks for a
+split."""
 FUSED_WINDOWS = True
 """Whether the kernel takes windows of several tokens a row. If not, as in tests, keys and values of
 all tokens are appended first, and each token attends as a row of its own
@@ -47,7 +50,8 @@ MAX_WINDOW = 16
 TILE = 16
 """Tokens that a warp takes at once."""
 MAX_QUERIES = 32
-"""Of a window's tokens and the heads of an item: a warp's sums of them fit into its ring."""
+"""An item has at most this many queries, of a window's tokens and its heads: a warp's sums of them
+fit into its ring."""
 
 
 def unsupported(
@@ -114,7 +118,7 @@ def _least_bytes(head_dim: int, group: int, window: int) -> int:
 
 
 def _takes(head_dim: int, queries: int) -> bool:
-    """Whether an item may have so many queries: heads of each token of a window."""
+    """Whether an item may have ``queries`` queries: heads of each token of a window."""
     return queries <= MAX_QUERIES and head_dim * queries <= MAX_ELEMENTS
 
 
@@ -128,14 +132,14 @@ def head_shares(head_dim: int, group: int, window: int) -> int:
 
 
 def cluster_size(rows: int, items: int, sm_count: int) -> int:
-    """CTAs that share the tokens of a row, which has so many items: a power of two that fills the
-    GPU."""
+    """Return how many CTAs share the tokens of a row of ``items`` items: a power of two that fills
+    the GPU."""
     wanted = CTAS_PER_SM * sm_count // (rows * items)
     return min(MAX_CLUSTER, 1 << max(0, wanted.bit_length() - 1))
 
 
 def kv_splits(tokens: int, cluster: int, split_tokens: int) -> int:
-    """Into how many KV splits a row of so many tokens is divided."""
+    """Return into how many KV splits a row of ``tokens`` tokens is divided."""
     return min(MAX_SPLITS, -(-tokens // (split_tokens * cluster)))
 
 
@@ -197,7 +201,7 @@ class Heads(NamedTuple):
         return head_shares(self.head_dim, self.group, self.window)
 
     def _fits(self, warps: int, limit: int) -> bool:
-        """Whether the rings and sums of so many warps do, in a row of one token."""
+        """Whether the rings and sums of ``warps`` warps fit, in a row of one token."""
         padded_dim = 64 if self.head_dim <= 64 else 128 if self.head_dim <= 128 else 256
         ring, sums = STAGES * 2 * TILE * padded_dim * 2, self.group * self.head_dim * 4
         return warps * (ring + sums) + 16 * self.group * self.head_dim + 8192 <= limit

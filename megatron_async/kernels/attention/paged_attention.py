@@ -32,10 +32,11 @@ TOKENS_AT_ONCE = 16
 
 QUERY_MULTIPLE = 8
 GATHERED_BYTES = 2**28
-"""Of keys that :func:`paged_decode_attention_reference` gathers at once, unless a row has more."""
+"""Bytes of keys that :func:`paged_decode_attention_reference` gathers at once, unless a row has
+more."""
 KERNEL_HEAD_DIM = 256
 MOST_LATENT, MOST_LATENT_ROTATED = 512, 128
-"""Of the kernels: elements of a latent, and of the rotated part behind it."""
+"""What the kernels take at most: elements of a latent, and of the rotated part behind it."""
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 

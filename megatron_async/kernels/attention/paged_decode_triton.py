@@ -37,9 +37,10 @@ LATENT_MIN_SPLIT = 128
 LATENT_MAX_SPLITS = 64
 """As MIN_SPLIT and MAX_SPLITS, where rows have few heads to be divided by."""
 LATENT_WORKSPACE_ELEMENTS = 2**28
-"""Of a launch of multi-latent attention, whose sums are wide: more rows take more launches."""
+"""The workspace of a launch of multi-latent attention, whose sums are wide: more rows take more
+launches."""
 MOST_ROWS = 8192
-"""Of a launch: a grid takes 65,535, and the workspace grows with them."""
+"""A launch has at most this many rows: a grid takes 65,535, and the workspace grows with them."""
 NUM_WARPS = 4
 LOG2_E = math.log2(math.e)
 IN_LOG2 = tl.constexpr(LOG2_E)

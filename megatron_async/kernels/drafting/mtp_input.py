@@ -58,7 +58,7 @@ class DraftInput(NamedTuple):
 
     @property
     def token_count(self) -> int:
-        """Of all rows."""
+        """The number of tokens of all rows."""
         return self.tokens.numel()
 
 

@@ -127,7 +127,7 @@ def candidates(
             continue
         if ctas > max_ctas(sm_count) and not persistent and not waves:
             continue
-        # Of the others none fits.
+        # None of the others fits.
         streams = (False, True) if warps_k == 1 else (False,)
         workspaces = (False, True) if warps_k == 1 < split_k and not waves else (False,)
         for stages, stream_x, workspace in itertools.product(_STAGES, streams, workspaces):
@@ -293,7 +293,7 @@ def spread(
 def deepest(
     problem: GemmProblem, *, tma: bool, sm_count: int, limit: int = SHARED_BYTES
 ) -> list[TileConfig]:
-    """Of each wgmma tile shape the config with the most stages: with one CTA on an SM, and two.
+    """Return, by wgmma tile shape, the config with most stages: with one CTA on an SM, and two.
 
     Raises:
         ValueError: there is none.
@@ -313,8 +313,8 @@ def deepest(
 def balanced(
     problem: GemmProblem, count: int, *, tma: bool, sm_count: int, limit: int = SHARED_BYTES
 ) -> list[TileConfig]:
-    """Of :func:`balanced_configs` the first ``count`` by mma, and half as many by wgmma: at most
-    three that divide the weight in the same way."""
+    """Return of :func:`balanced_configs` the first ``count`` by mma, and half as many by wgmma: at
+    most three that divide the weight in the same way."""
     rows, n, k, norm, epilogue = problem
     assert norm is not None and epilogue is not None
     by_tma = tma_tile_shapes(n, sm_count) if tma else ()

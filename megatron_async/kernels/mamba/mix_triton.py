@@ -303,10 +303,10 @@ class MixTile(NamedTuple):
     """How the state of a head is divided over programs."""
 
     channels: int
-    """Of a head, a power of two."""
+    """Channels of a head, a power of two."""
     warps: int
     registers: int | None = None
-    """Of a thread at most; None leaves it to the compiler."""
+    """Registers of a thread at most; None leaves it to the compiler."""
 
 
 DEFAULT_TILE = MixTile(32, 4)

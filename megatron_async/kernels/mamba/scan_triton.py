@@ -238,7 +238,7 @@ class ScanTile(NamedTuple):
     """How the scan is divided over programs, and over pieces."""
 
     channels: int
-    """Of a head, a power of two from 16 on."""
+    """Channels of a head, a power of two from 16 on."""
     piece: int
     """Tokens, a power of two from 16 on: chunks that begin at its multiples keep all bits."""
     warps: int

@@ -105,7 +105,7 @@ class MoeDecode:
         return torch.zeros(*size, device=self._device)
 
     def tiles(self, rows: int) -> MoeTiles:
-        """Tiles of a step of so many rows."""
+        """Return the tiles of a step of ``rows`` rows."""
         shape = self.shape
         return self._fixed or choose_tiles(
             shape.hidden, shape.inner, padded_rows(rows), self._sm_count,
@@ -120,7 +120,7 @@ class MoeDecode:
         return router_tile(rows, columns, element_size=self._dtype.itemsize, limit=self._limit)
 
     def statistic_rows(self, rows: int) -> int:
-        """Elements that one partial statistic of a step of so many rows covers."""
+        """Return the elements that one partial statistic of a step of ``rows`` rows covers."""
         few = self._of_few(rows)
         return few.statistic_rows if few else self.tiles(rows).down.block_n
 
@@ -143,7 +143,7 @@ class MoeDecode:
         return self.shape.held == self.shape.settings.num_experts
 
     def _of_few(self, rows: int) -> row.MoeRow | None:
-        """The one kernel, if it takes so many rows."""
+        """Return the one kernel, if it takes ``rows`` rows."""
         if self._row is None or not self._holds_all:
             return None
         refused = row.why_not(self.shape, rows, self._dtype, self._sm_count, self._limit)
@@ -192,14 +192,14 @@ class MoeDecode:
         self.down(weights, out, residual, statistics_out, scaled)
 
     def work(self, rows: int, *, gate: bool, one_launch: bool) -> list[tuple[str, dict[str, int]]]:
-        """CUDA kernels of a step of so many rows, for :func:`~.compile.compile_together`; Triton
-        compiles at the first call."""
+        """Return the CUDA kernels of a step of ``rows`` rows, for
+        :func:`~.compile.compile_together`; Triton compiles at the first call."""
         few = self._of_few(rows)
         return [] if few is None else few.work(rows, gate=gate, one_launch=one_launch)
 
     def routing(self, rows: int) -> Routing:
-        """What :meth:`route` chose for so many rows; experts have their number among those that
-        there are weights of, and the others none."""
+        """Return what :meth:`route` chose for ``rows`` rows; experts have their number among those
+        that there are weights of, and the others none."""
         chosen = slice(self.shape.settings.top_k)
         return Routing(self.ids[:rows, chosen], self.weights[:rows, chosen])
 

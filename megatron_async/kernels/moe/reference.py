@@ -22,7 +22,7 @@ NO_EXPERT = -1
 _PADDED_ROWS = 8
 """GEMMs of the CPU give a row the same bits in any number of rows that is a multiple of it."""
 _GROUPED_ALIGNMENT = 8
-"""``grouped_mm`` takes strides of so many bfloat16 elements."""
+"""``grouped_mm`` takes strides that are multiples of this many bfloat16 elements."""
 
 
 class Routing(NamedTuple):

@@ -1,4 +1,5 @@
-"""The router of a decode step in one Triton kernel: norm, logits, choice, and who needs whom.
+"""The router of a decode step in one Triton kernel: norm, logits, choice, and which row needs which
+expert.
 
 Programs take experts by a slice of the hidden size each, and leave partial logits. The last to come
 adds them up in order, so the sums are the same in every run, chooses the experts of all rows, and
@@ -199,7 +200,7 @@ def router_kernel(
         SLOTS: tl.constexpr = TOP_K + SHARED
         # A column is an expert, the first of a group at a multiple of OF_GROUP_PADDED.
         c = tl.arange(0, COLUMNS)
-        # Of one group they are plainly the same, so a warp may have whole rows of logits.
+        # With one group they are plainly the same, so a warp may have whole rows of logits.
         e, valid = c, c < EXPERTS
         if GROUPS > 1:
             e = c // OF_GROUP_PADDED * OF_GROUP + c % OF_GROUP_PADDED

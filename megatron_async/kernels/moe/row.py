@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 SOURCE = "moe_row"
 MOST_ROWS = 4
 THREADS, LOADS = 256, 8
-"""Of a CTA, and of a thread in a step, 16 bytes each: two steps of loads are on their way."""
+"""Threads of a CTA, and loads of a thread in a step, 16 bytes each: two steps of loads are on their
+way."""
 CLAIMED = 2
 """Sixteenths of the rows of the first linear layers that no CTA is dealt: those that come first,
 which the memory served faster, take them."""
@@ -94,7 +95,7 @@ def runs_on(device: torch.device) -> bool:
 def why_not(
     shape: MoeShape, rows: int, dtype: torch.dtype, sm_count: int, limit: int = HOPPER_BYTES
 ) -> str | None:
-    """Why the kernel does not take so many rows of this shape on a GPU whose CTAs have ``limit``
+    """Why the kernel does not take ``rows`` rows of this shape on a GPU whose CTAs have ``limit``
     bytes of shared memory; None if it does."""
     settings = shape.settings
     if dtype != torch.bfloat16:
@@ -159,7 +160,7 @@ class MoeRow:
         self._threads = threads or min(THREADS, 32 * self.statistic_rows)
         logits = shape.settings.num_experts + 1
         with torch.inference_mode(False):
-            # By rows: each launch of so many rows writes all words, see moe_row.cu.
+            # By rows: each launch of as many rows writes all words, see moe_row.cu.
             self._words = [
                 tuple(
                     torch.zeros(size, dtype=torch.int32, device=device)
@@ -186,7 +187,7 @@ class MoeRow:
         }  # fmt: skip
 
     def work(self, rows: int, *, gate: bool, one_launch: bool) -> list[tuple[str, dict[str, int]]]:
-        """Source and macros of the launches for so many rows."""
+        """Return source and macros of the launches for ``rows`` rows."""
         phases = (7,) if one_launch else (1, 2, 4)
         return [(SOURCE, self.defines(rows, gate=gate, phases=each)) for each in phases]
 

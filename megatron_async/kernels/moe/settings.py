@@ -23,7 +23,7 @@ class RouterSettings:
             with a sigmoid and more than one expert a token, never with a softmax.
         num_groups, kept_groups: of group-limited routing: experts are chosen from the groups with
             the highest scores; 1 and 1 choose from all.
-        group_score_experts: a group's score is the sum of the scores of so many of its best
+        group_score_experts: a group's score is the sum of the scores of this many of its best
             experts: ``top_k // kept_groups`` in megatron-core and DeepSeek-V3, 1 in DeepSeek-V2.
         scaling_factor: weights are multiplied by it at the end.
 
@@ -85,7 +85,7 @@ class ExpertActivation:
         function: one of :data:`ACTIVATIONS`; ``"quick_gelu"`` is ``x * sigmoid(1.702 x)``.
         gated: the first layer gives ``[gate, up]``, the gate in the first half, and the result is
             ``function(gate) * (up + offset)``.
-        limit: the gate is at most, ``up`` between minus and plus so much; None leaves both.
+        limit: the gate is at most ``limit``, ``up`` from ``-limit`` to ``limit``; None leaves both.
         offset: added to ``up``, 1 in GPT-OSS.
 
     Raises:

@@ -25,7 +25,7 @@ _MOST_SPLITS, _MOST_STAGES = 16, 12
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Of one grouped GEMM.
+    """Tile sizes of one grouped GEMM.
 
     Args:
         block_n, block_k: rows and columns of the weight in a stage.
@@ -45,7 +45,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class MoeTiles:
-    """Of the first and of the second grouped GEMM of a layer."""
+    """The tiles of the first and of the second grouped GEMM of a layer."""
 
     up: Tile
     down: Tile
@@ -170,6 +170,6 @@ def _fitting(tile: Tile, rows: int, element_size: int, limit: int) -> Tile:
 
 
 def _stages(block_n: int, block_k: int, rows: int, an_sm: int, sm_bytes: int) -> int:
-    """With so many programs on an SM; one stage more than it has buffers."""
+    """Return the stages with ``an_sm`` programs on an SM: one more than it has buffers."""
     stage = (block_n + rows) * block_k * 2
     return max(3, min((sm_bytes // an_sm - _RESERVED_BYTES) // stage + 1, _MOST_STAGES))

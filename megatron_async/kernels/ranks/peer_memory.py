@@ -29,7 +29,7 @@ memory, and a kernel there may wait for a rank that has died."""
 
 
 def why_not(ranks: int, device: torch.device) -> str | None:
-    """Why this process's GPU does not add up over so many ranks by :mod:`.peer_sum`; None if it
+    """Why this process's GPU does not add up over ``ranks`` ranks by :mod:`.peer_sum`; None if it
     does, as far as it can know alone."""
     if not 2 <= ranks <= MOST_RANKS:
         return f"{ranks} ranks are not from 2 to {MOST_RANKS}"

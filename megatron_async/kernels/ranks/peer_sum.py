@@ -17,7 +17,7 @@ from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.compile import Bf16, Fp32, Int32, Int64, kernel
 
 CTAS, THREADS = 128, 128
-"""Of the grid: at 8 elements of each thread, 32 rows of 4,096 at once."""
+"""Size of the grid: at 8 elements of each thread, 32 rows of 4,096 at once."""
 MOST_RANKS = 8
 ONE_LATENCY_BYTES = 800_000
 """What a rank sends in the time that a second step adds, about 1.8 us at 450 GB/s: with more to
@@ -67,19 +67,19 @@ class PeerWords(NamedTuple):
 
     @property
     def ranks(self) -> int:
-        """Of the group."""
+        """The number of ranks of the group."""
         return len(self.memory)
 
 
 def word_count(ranks: int, capacity: int) -> int:
-    """Words of a rank's memory, for so many elements that each rank sends."""
+    """Return the words of a rank's memory, for ``capacity`` elements that each rank sends."""
     if capacity % ALIGNMENT:
         raise ValueError(f"capacity {capacity} must be a multiple of {ALIGNMENT}")
     return 2 * ranks * capacity // 2
 
 
 def why_not(hidden_size: int, rows: int, words: PeerWords) -> str | None:
-    """Why the kernel does not add up so many rows; None if it does."""
+    """Why the kernel does not add up ``rows`` rows; None if it does."""
     if hidden_size % _TILES[-1]:
         return f"a hidden size of {hidden_size} is not a multiple of {_TILES[-1]}"
     if -(-rows * hidden_size // ALIGNMENT) * ALIGNMENT > words.capacity:
@@ -88,7 +88,8 @@ def why_not(hidden_size: int, rows: int, words: PeerWords) -> str | None:
 
 
 def steps(ranks: int, elements: int) -> int:
-    """Steps of a sum of so many elements: of two each rank sends less, and later."""
+    """Return the steps of a sum of ``elements`` elements: in two each rank sends less, and
+    later."""
     to_all = 4 * elements * (ranks - 1)
     saved = to_all - 2 * to_all // ranks
     return 2 if saved > ONE_LATENCY_BYTES else 1

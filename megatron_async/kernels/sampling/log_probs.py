@@ -73,7 +73,7 @@ def _factor(mode, inverse_temperature):
 
 @triton.jit
 def _is_valid(largest):
-    """Of the key of a row's maximum: neither NaN nor minus infinity."""
+    """Whether the key of a row's maximum is neither NaN's nor minus infinity's."""
     return (largest != NAN_KEY) & (largest > NEG_INF_KEY)
 
 
@@ -88,7 +88,7 @@ def _log_prob(x, factor, scaled_max, log_total):
 
 @triton.jit
 def _least_listed(keys, exists, TILES: tl.constexpr):
-    """The TOP-th largest of the tiles' maxima, which so many logits reach."""
+    """Return the TOP-th largest of the tiles' maxima, which at least TOP logits reach."""
     above = tl.sum((keys[None, :] > keys[:, None]).to(tl.int32), 1)
     return tl.min(tl.where((above < TOP) & exists, keys, NAN_KEY), 0)
 
@@ -208,7 +208,7 @@ def _note_of_window(
         counts + slot * vocab_size + token, 1, mask=notes & ((features & PENALTIES) != 0),
         sem="relaxed",
     )  # fmt: skip
-    # Of a window with more tokens than are kept the last ones stay.
+    # Where a window has more tokens than are kept, the last ones stay.
     column = (length + place) & (LENGTH - 1)
     tl.store(
         recent + slot * LENGTH + column, token.to(tl.int32), mask=notes & (place + LENGTH >= count)

@@ -85,7 +85,7 @@ class RowBuffers(NamedTuple):
             of the processed ones but for min-p, NAN_KEY if it holds NaN.
         arrivals: int32 [R], tiles of the row that are processed; 0 between launches.
         largest: int32 [R], that of the whole row of the logits whose log-probabilities are asked.
-        least_listed: int32 [R], a key that at least TOP logits of the row reach, if it has so many.
+        least_listed: int32 [R], a key that at least TOP logits of the row reach, if it has as many.
         threshold: int64 [R], the smallest key that top-k and top-p keep.
         masses: int64 [R, T], the sum of each tile's masses.
         candidates: int64 [R, T, TOP], the most likely ids of each tile.
@@ -105,7 +105,7 @@ class RowBuffers(NamedTuple):
 
     @classmethod
     def make(cls, rows: int, vocab_size: int, device: torch.device) -> RowBuffers:
-        """Room for so many rows."""
+        """Make room for ``rows`` rows."""
         tiles = triton.cdiv(vocab_size, BLOCK)
 
         def room(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:

@@ -14,7 +14,7 @@ from megatron_async.kernels.shared_memory import HOPPER_BYTES, gpu_limit
 
 THREADS = 512
 BLOCKS = 8
-"""Of a cluster: the most that every GPU of this capability runs."""
+"""CTAs of a cluster: the most that every GPU of this capability runs."""
 DTYPES = (torch.bfloat16, torch.float32)
 EXCHANGE_BYTES = 4096
 """What a block takes of shared memory, at most, besides its part of a row."""

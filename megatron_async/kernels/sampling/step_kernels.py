@@ -168,12 +168,13 @@ class StepKernels:
         return 0 if self._buffers is None else self._buffers.memory_bytes
 
     def batch(self, rows: int, window: int = 1) -> DecodeBatch:
-        """What the last :meth:`begin` of so many rows filled; the next one overwrites it."""
+        """Return what the last :meth:`begin` of ``rows`` rows filled; the next one overwrites
+        it."""
         return DecodeBatch(*self._batch[:, : rows * window])
 
     def sampled(self, rows: int, window: int) -> SampledWindows:
-        """What the last S of so many rows sampled, where rows may bring several tokens; the next
-        one overwrites it."""
+        """Return what the last S of ``rows`` rows sampled, where rows may bring several tokens; the
+        next one overwrites it."""
         assert self._sampled is not None
         slots, tokens, last, first = self._sampled
         tokens = tokens.view(-1)[: rows * window].view(rows, window)

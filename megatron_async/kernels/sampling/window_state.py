@@ -49,7 +49,7 @@ class SampledWindows(NamedTuple):
 
     @classmethod
     def make(cls, rows: int, window: int, device: torch.device) -> SampledWindows:
-        """Room for so many rows."""
+        """Make room for ``rows`` rows."""
         shapes = ((rows,), (rows, window), (rows,), (rows,))
         return cls(*(torch.zeros(s, dtype=torch.int64, device=device) for s in shapes))
 

@@ -309,7 +309,7 @@ def _vocabulary_why_not(model: Any) -> str | None:
 
 
 def _norm_why_not(norm: Any, linear: Any) -> str:
-    """Of a norm that is not covered, in front of ``linear``."""
+    """Say why a norm in front of ``linear`` is not covered."""
     if isinstance(norm, IdentityOp) and hasattr(linear, "layer_norm_weight"):
         return f"its norm is inside {type(linear).__name__}"  # Transformer Engine's
     return f"norm {type(norm).__name__} is not covered"

@@ -55,7 +55,7 @@ class Runs(Protocol):
 
     @property
     def norm(self) -> Norm | None:
-        """What it needs of whoever writes the residual stream before it."""
+        """What it needs of the block that writes the residual stream before it."""
 
     def __call__(self, step: Step, given: Tensor | None, reader: Norm | None) -> Tensor | None: ...
 
@@ -181,7 +181,7 @@ class FusedDecoder:
         return defines_of(gemm, rows, reader, tiling)
 
     def compile(self, rows: list[int], context: Any) -> None:
-        """Compile and load what forwards of so many tokens need, side by side; later calls find
+        """Compile and load what forwards of ``rows`` tokens need, side by side; later calls find
         it. Blocks with a kernel that the GPU does not run are left to their modules."""
         while refused := compile_ahead(self._needed(rows, context), self._device):
             for (place, tokens), kernel in refused:
@@ -198,7 +198,7 @@ class FusedDecoder:
                     yield (place, tokens), work
 
     def covered(self, rows: list[int], context: Any) -> DecodeCoverage:
-        """Which blocks are fused in steps of so many rows in such a context. Steps of more rows
+        """Which blocks are fused in steps of ``rows`` rows in such a context. Steps of more rows
         than :data:`MAX_ROWS` have none, and are left aside where there are others."""
         sizes = tuple(sorted({padded(r) for r in rows if 0 < r <= MAX_ROWS}))
         if not sizes:
@@ -217,8 +217,8 @@ class FusedDecoder:
     def off(self, rows: list[int], context: Any) -> str | None:
         """Why decode steps in such a context have no fused block in any layer; None if one has.
 
-        Steps of more rows than :data:`ANY_SHAPE_ROWS` count as such of so many: whether there are
-        tile configs for more is another question.
+        Steps of more rows than :data:`ANY_SHAPE_ROWS` count as steps of that many: whether there
+        are tile configs for more is another question.
         """
         return self.covered([min(r, ANY_SHAPE_ROWS) for r in rows], context).off
 

@@ -1,8 +1,8 @@
 """The blocks that run megatron's modules, where no kernels compute what these do.
 
-They read the residual stream as it is, so they have no norm, and whoever comes before leaves them
-no statistics. Their output is added to the stream by the kernel that computes the statistics for
-the next fused block (``kernels/norm/add_statistics.py``).
+They read the residual stream as it is, so they have no norm, and the block before leaves them no
+statistics. Their output is added to the stream by the kernel that computes the statistics for the
+next fused block (``kernels/norm/add_statistics.py``).
 """
 
 from __future__ import annotations

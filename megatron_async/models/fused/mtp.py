@@ -185,7 +185,7 @@ class FusedMtp:
         return [place.choose(rows, width, context) for place in self._layers[layer]]
 
     def compile(self, rows: Sequence[int], width: int, context: Any) -> None:
-        """Compile and load what drafts in so many rows need, of ``width`` tokens and of one, side
+        """Compile and load what drafts in ``rows`` rows need, of ``width`` tokens and of one, side
         by side; later calls find it. Blocks with a kernel that the GPU does not run are left to
         their modules."""
         while refused := compile_ahead(self._needed(rows, width, context), self._device):
@@ -205,7 +205,7 @@ class FusedMtp:
                         yield (place, (each, tokens)), work
 
     def covered(self, rows: Sequence[int], width: int, context: Any) -> tuple[Block, ...]:
-        """Which blocks are fused when so many rows draft, over ``width`` tokens of each. Rows with
+        """Which blocks are fused when ``rows`` rows draft, over ``width`` tokens of each. Rows with
         more than :data:`MAX_ROWS` tokens have none, and are left aside where there are others."""
         sizes = sorted(each for each in set(rows) if 0 < each * width <= MAX_ROWS)
         if not sizes:

@@ -196,7 +196,7 @@ class GemmHeadBlock:
 
     @property
     def parameters(self) -> NormParameters:
-        """Of the norm that hidden states have not passed."""
+        """The parameters of the norm that hidden states have not passed."""
         return _parameters(self._final)
 
     def __call__(self, step: DraftStep, given: Tensor | None, reader: Norm | None) -> None:

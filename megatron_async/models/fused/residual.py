@@ -1,8 +1,8 @@
 """What the blocks of a decode step hand on: the residual stream, and what the next norm needs.
 
 A fused block norms its input inside its first GEMM. For that it takes the partial statistics of the
-residual stream and, before an RMSNorm, the stream times the norm's weight. Whoever writes the
-stream leaves both for its *reader*, the norm of the next block; a reader that is a module needs
+residual stream and, before an RMSNorm, the stream times the norm's weight. The block that writes
+the stream leaves both for its *reader*, the norm of the next block; a reader that is a module needs
 neither and has no :class:`Norm`.
 """
 
@@ -61,7 +61,7 @@ class Workspace:
         """bfloat16 ``[MAX_ROWS, width]``, the same for all blocks that ask for it."""
         key = role, width
         if key not in self._buffers:
-            with torch.inference_mode(False):  # whoever comes first: others write to it as well
+            with torch.inference_mode(False):  # for all blocks: others write to it too
                 self._buffers[key] = torch.empty(
                     MAX_ROWS, width, dtype=torch.bfloat16, device=self._device
                 )
@@ -73,7 +73,8 @@ class Workspace:
         return Residual(self, self.buffer("hidden", size)[:rows])
 
     def statistics(self, rows: int, where: int, per_tile: int) -> Tensor:
-        """fp32 ``[rows, tiles, 2]`` at the end of a layer or in its middle, of so many elements."""
+        """fp32 ``[rows, tiles, 2]`` at the end of a layer or in its middle, of ``per_tile``
+        elements each."""
         count = rows * (self._hidden_size // per_tile) * 2
         return self._statistics[where][:count].view(rows, -1, 2)
 
@@ -102,7 +103,7 @@ class Residual:
         return reader.weight, self._scaled
 
     def statistics(self, where: int, per_tile: int) -> Tensor:
-        """Where a block leaves the partial statistics of so many elements each."""
+        """Where a block leaves the partial statistics of ``per_tile`` elements each."""
         return self.workspace.statistics(self.hidden.shape[0], where, per_tile)
 
     def add(self, x: Tensor, bias: Tensor | None, reader: Norm | None, where: int) -> Tensor | None:

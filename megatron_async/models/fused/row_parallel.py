@@ -59,7 +59,7 @@ class RowParallel:
         return self._sums.add(partial, bias, residual, reader, self._where)
 
     def statistic_rows(self, rows: int) -> int | None:
-        """Elements that one partial statistic of a step of so many rows covers, if the epilogue
+        """Elements that one partial statistic of a step of ``rows`` rows covers, if the epilogue
         emits any."""
         tiling = self.gemm.tiling(padded(rows))
         if self.gemm.epilogue != ADD or tiling is None:

@@ -77,7 +77,7 @@ class FusedStep:
         return self.decoder.defines(gemm, rows, tiling)
 
     def compile(self, rows: list[int], context: Any) -> None:
-        """Compile what steps of so many rows need, side by side."""
+        """Compile what steps of ``rows`` rows need, side by side."""
         self.decoder.compile(rows, context)
         if self._mtp is not None:
             self._mtp.compile(rows, 1, context)
@@ -296,7 +296,7 @@ class Search:
         self.best: Configs = {}
         for name, product in self.products.items():
             used = product.tiling(self.most)
-            # Of many rows without a config in use, one with large TMA tiles.
+            # Many rows without a config in use take one with large TMA tiles.
             self.best[name] = used or deepest(**self.shape_of(name))[-1]
         self.first_configs = dict(self.best)
         rig.compile(self.best)

@@ -29,7 +29,7 @@ class _OnePart:
 
     def attach(self, next_norm: torch.nn.Module | None) -> None:
         """Take the norm that reads this layer's output; None leaves that addition alone."""
-        # Not a submodule: it belongs to whoever applies it.
+        # Not a submodule: it belongs to the layer that applies it.
         self.__dict__["next_norm"] = next_norm
 
     def _add(self, output: tuple[Tensor, Tensor | None], hidden: Tensor) -> tuple[Tensor, None]:

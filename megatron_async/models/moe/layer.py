@@ -170,7 +170,7 @@ class MoELayer(MegatronModule):  # type: ignore[misc]
 
     @property
     def weights(self) -> ExpertWeights:
-        """Of the experts, as the kernels read them."""
+        """The weights of the experts, as the kernels read them."""
         fc1, fc2 = self.experts.linear_fc1, self.experts.linear_fc2
         return ExpertWeights(fc1.weight, fc2.weight, fc1.bias, fc2.bias)
 
