@@ -164,7 +164,7 @@ def bench_chunks(sizes: MambaSizes, lengths: Sequence[int]) -> float:
 
 
 def state_error(sizes: MambaSizes, tokens: int) -> None:
-    """Print what a bfloat16 state costs after so many tokens."""
+    """Print what a bfloat16 state costs after ``tokens`` tokens."""
     parameters = parameters_of(sizes)
     pools = [pool_of(sizes, 1, 1, dtype, 1)[0] for dtype in (torch.float32, torch.bfloat16)]
     outs = [torch.zeros(1, sizes.inner, device="cuda").bfloat16() for _ in pools]

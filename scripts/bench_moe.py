@@ -130,7 +130,7 @@ def down_tiles(shape: MoeShape, rows: int, sm_count: int) -> Iterator[Tile]:
 
 
 def _staged(tile: Tile, rows: int, an_sm: int) -> Iterator[Tile]:
-    """With as many stages as let so many programs share an SM."""
+    """Yield it with as many stages as let ``an_sm`` programs share an SM."""
     stage = (tile.block_n + rows) * tile.block_k * 2
     stages = min(12, (SM_SHARED_BYTES // an_sm - 2048) // stage + 1)
     tile = replace(tile, stages=stages)
@@ -139,7 +139,7 @@ def _staged(tile: Tile, rows: int, an_sm: int) -> Iterator[Tile]:
 
 
 class Bench:
-    """Layers of one shape under so many rows."""
+    """Layers of one shape under ``rows`` rows."""
 
     def __init__(
         self, shape: MoeShape, rows: int, bandwidth: float, device: torch.device, sm_count: int
@@ -156,7 +156,7 @@ class Bench:
         self.statistics = torch.empty(rows * shape.hidden // 8, 2, device=device)
 
     def line(self, label: str, byte_count: float, call: Callable[[Layer], object]) -> float:
-        """Time and print a launch that reads so many bytes; returns microseconds."""
+        """Time and print a launch that reads ``byte_count`` bytes; returns microseconds."""
         layers = self.layers
         us = microseconds(lambda number: call(layers[number % len(layers)]))
         floor = byte_count / self.bandwidth * 1e6
@@ -210,7 +210,7 @@ class Bench:
         return self.difference(self.out, layer.hidden)
 
     def few(self, sweep: bool) -> float:
-        """The one kernel, or why it does not take so many rows; returns its largest error."""
+        """The one kernel, or why it does not take the rows; returns its largest error."""
         refused = row.why_not(self.shape, self.rows, torch.bfloat16, self.sm_count)
         if refused is not None:
             print(f"one kernel: {refused}")
@@ -230,7 +230,7 @@ class Bench:
 
     @property
     def weight_bytes(self) -> tuple[float, float]:
-        """Of the needed experts: of the first GEMM and of the second."""
+        """Bytes of the needed experts' weights: of the first GEMM and of the second."""
         one = 2.0 * self.shape.hidden * self.shape.inner * self.experts
         return one * (2 if self.shape.activation.gated else 1), one
 

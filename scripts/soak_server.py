@@ -100,7 +100,7 @@ async def slow() -> str:
 
 
 async def bodies() -> str:
-    """Of 100 MB"""
+    """Bodies of 100 MB"""
 
     def send(said: str, chunk: bytes) -> str:  # asyncio's gives up at a write's error
         with socket.create_connection(("127.0.0.1", server.port)) as connection:

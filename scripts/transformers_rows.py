@@ -160,7 +160,7 @@ def measure_batch(row: Row, options: Any, keep: Keep) -> None:
 
 
 def share(spans: list[tuple[int, int]]) -> float:
-    """Of the time from the first span's start to the last one's end, that some span covers."""
+    """Return the share of the time from the first start to the last end that some span covers."""
     covered, reached = 0, spans[0][0]
     for start, end in spans:
         covered += max(0, end - max(start, reached))

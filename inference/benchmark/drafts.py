@@ -55,7 +55,8 @@ PLAIN = Drafts()
 
 
 def add_drafting_options(parser: argparse.ArgumentParser, *, bench: bool) -> None:
-    """Who drafts, and how much; :func:`resolve_drafts` looks at what was given."""
+    """Add the options for what drafts, and how much; :func:`resolve_drafts` looks at what was
+    given."""
     add = parser.add_argument_group("drafts").add_argument
     count: Callable[[str], Any] = integer(1, MAX_DRAFTS)
     said = "tokens that are drafted for each row and step (default: none)"
@@ -78,7 +79,7 @@ def add_drafting_options(parser: argparse.ArgumentParser, *, bench: bool) -> Non
 
 
 def resolve_drafts(args: argparse.Namespace) -> None:
-    """Fill in who drafts where something does.
+    """Fill in what drafts, where something does.
 
     Raises:
         ConfigError: an option needs another one, or contradicts it.
@@ -113,14 +114,15 @@ def all_drafts(args: argparse.Namespace) -> list[Drafts]:
 
 
 def described(args: argparse.Namespace) -> dict[str, Any] | None:
-    """Of the report: the options about drafts; None without drafts."""
+    """Return the options about drafts for the report; None without drafts."""
     if args.num_speculative_tokens is None:
         return None
     return {name: getattr(args, name) for name in DRAFT_OPTIONS}
 
 
 def draft_figures(counters: Iterable[EngineCounters], tokens_per_step: float) -> dict[str, Any]:
-    """Of a row: what rows brought in a step, and what came of the drafts of all its runs."""
+    """Return for a row of the report what rows brought in a step, and what came of the drafts of
+    all its runs."""
     runs = list(counters)
     drafted, accepted = (
         [sum(places) for places in zip_longest(*(getattr(run, name) for run in runs), fillvalue=0)]

@@ -27,10 +27,10 @@ MOST_PREFILL_TOKENS = 8192
 """Prompt tokens of one forward, where a single prompt is not longer."""
 
 MEMORY_SHARE = 0.8
-"""Of the free memory of a GPU: what caches may take."""
+"""The share of a GPU's free memory that caches may take."""
 
 FIRST_PROMPT_TOKENS = 16
-"""Of the request whose first token is timed at the start."""
+"""Prompt tokens of the request whose first token is timed at the start."""
 
 
 @dataclass(slots=True)
@@ -146,7 +146,7 @@ def ragged_config(
 
 
 def _token_bytes(model: BenchmarkModel, drafts: Drafts) -> int:
-    """Of the KV cache, that of a model that drafts included."""
+    """Return the bytes a token takes in the KV cache, that of a model that drafts included."""
     specs = kv_cache_specs(model.wrapper, EngineConfig(**drafts.config))
     return sum(spec.token_bytes for spec in specs if spec is not None)
 

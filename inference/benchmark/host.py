@@ -1,4 +1,4 @@
-"""How fast the host is while something is measured, and who else uses it: its time a step means
+"""How fast the host is while something is measured, and what else uses it: its time a step means
 little without."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ REFERENCE_RUNS = 25
 
 
 class HostConditions(NamedTuple):
-    """Of one round.
+    """The host during one round.
 
     ``reference_us`` is how long :func:`reference_work` took before and after it. Cores are means
     over the round: ``other_threads_cores`` kept busy by this process besides the measuring thread,

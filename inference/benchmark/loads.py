@@ -16,11 +16,12 @@ from megatron_async.request import StepReport
 from megatron_async.sampling_params import SamplingParams
 
 STOPPING = 3
-"""One request in so many of a ragged load ends at a token id."""
+"""One request in this many of a ragged load ends at a token id."""
 
 STOPPING_TEMPERATURE = 1e6
-"""Of those requests. Their own noise alone decides then, whatever the model: in 16 bits greedy
-outputs of random weights differ from run to run, and an end token would seldom come again."""
+"""The temperature of those requests. Their own noise alone decides then, whatever the model: in 16
+bits greedy outputs of random weights differ from run to run, and an end token would seldom come
+again."""
 
 NO_TERMINATION = -1
 
@@ -50,7 +51,7 @@ class HostWork:
 
     @classmethod
     def own_defaults(cls) -> dict[str, Any]:
-        """Of what a kind of load has that others lack."""
+        """Return the defaults of what a kind of load has that others lack."""
         common = {field.name for field in dataclasses.fields(HostWork)}
         return {f.name: f.default for f in dataclasses.fields(cls) if f.name not in common}
 

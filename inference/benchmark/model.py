@@ -37,11 +37,11 @@ class BenchmarkModel:
     dtype: torch.dtype
     build_seconds: float
     draft_config: ModelConfig | None = None
-    """Of the model that drafts."""
+    """The configuration of the model that drafts."""
     tokenizer: Any = None
     """None of a shape."""
     micro_batches: int | None = None
-    """Of its engines; None as they choose."""
+    """Micro-batches of its engines; None as they choose."""
 
     def tokens_of(self, file: str, least: int) -> list[int]:
         """Token ids of a file's text.

@@ -100,10 +100,10 @@ def kernels_of(events: Iterable[Event]) -> list[Kernel]:
 def profile_run(
     engine: Any, requests: Sequence[Request], *, after_tokens: int, steps: int
 ) -> dict[str, float] | None:
-    """The device's timeline of ``steps`` steps after so many committed tokens, all requests there
-    at once, and the device allocations made in a step; None where no step could be told from the
-    next. Times in it hold the profiler's own cost: compare gaps and shares, not milliseconds. Needs
-    CUDA."""
+    """The device's timeline of ``steps`` steps after ``after_tokens`` committed tokens, all
+    requests there at once, and the device allocations made in a step; None where no step could be
+    told from the next. Times in it hold the profiler's own cost: compare gaps and shares, not
+    milliseconds. Needs CUDA."""
     from torch.profiler import ProfilerActivity, profile
 
     def allocations() -> int:

@@ -155,7 +155,7 @@ def _heading(report: dict[str, Any]) -> str:
 
 
 def _drafts(drafts: dict[str, Any] | None) -> str:
-    """Who drafts; that acceptance is synthetic stands before all figures."""
+    """Say what drafts; that acceptance is synthetic stands before all figures."""
     if drafts is None:
         return ""
     who = {"mtp": "multi-token prediction", "ngram": "prompt look-up"}

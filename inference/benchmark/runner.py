@@ -100,7 +100,8 @@ def collect(
 def _full_config(
     model: BenchmarkModel, args: argparse.Namespace, load: Load | RaggedLoad
 ) -> EngineConfig:
-    """Of an engine at the largest batch and depth asked for, with all row buckets."""
+    """Return the configuration of an engine at the largest batch and depth asked for, with all row
+    buckets."""
     depth, drafts = max(args.depths), all_drafts(args)[-1]
     if isinstance(load, Load):
         return decode_config(model, max(args.batch_sizes), depth, load, drafts, all_buckets=True)

@@ -141,7 +141,7 @@ def least_new_tokens(depths: list[int], window: int) -> int:
 
 
 def step_figures(steps: Sequence[float], tokens_per_step: float) -> dict[str, Any]:
-    """Of decode steps of so many milliseconds."""
+    """Return the figures of decode steps, whose times are in milliseconds."""
     mean = statistics.fmean(steps)
     return {
         "steps": len(steps),
@@ -153,7 +153,8 @@ def step_figures(steps: Sequence[float], tokens_per_step: float) -> dict[str, An
 
 
 def request_figures(run: Run) -> dict[str, Any]:
-    """Of throughput and latencies; times in milliseconds unless their name says otherwise."""
+    """Return the figures of throughput and latencies; times in milliseconds unless their name says
+    otherwise."""
     counters = run.counters
     starts = zip(run.handed_out, run.arrived, strict=True)
     pairs = [pair for times in run.handed_out for pair in itertools.pairwise(times)]

@@ -24,7 +24,7 @@ from .progress import Progress
 from .runs import Run, request_figures, run_load, steady_steps, step_figures
 
 LONG_LOAD_TOKENS = 2048
-"""From so many new tokens on marks are set in the timed rounds: they cost next to nothing in a
+"""From this many new tokens on marks are set in the timed rounds: they cost next to nothing in a
 round so long, and a round of their own would take as long again."""
 
 DECODE_WARM_UP_TOKENS = 12
@@ -125,8 +125,8 @@ class Workload(ABC):
                 self.progress.done(f"{here}: {self.said(run, one.depth)}")
 
     def row(self, found: Measured, run: Run, figures: dict[str, Any]) -> dict[str, Any]:
-        """Of the report: what all workloads say, the marks and steps of ``run``, and ``figures``;
-        times in milliseconds unless their name says otherwise."""
+        """Return a row of the report: what all workloads say, the marks and steps of ``run``, and
+        ``figures``; times in milliseconds unless their name says otherwise."""
         return {
             "shape": self.model.name,
             "depth": found.depth,
@@ -274,7 +274,8 @@ class DecodeWorkload(Workload):
         return self.row(found, last, figures | more)
 
     def _experts_read(self, batch_size: int, run: Run, drafts: Drafts) -> float | None:
-        """Of a layer by a step; None without experts, or without a floor."""
+        """Return the experts of a layer that a step reads; None without experts, or without a
+        floor."""
         if self._bandwidth is None:
             return None
         return experts_read(self.model, self._requests(batch_size), run.tokens, drafts.window)
@@ -282,7 +283,7 @@ class DecodeWorkload(Workload):
     def _floor_ms(
         self, batch_size: int, drafts: Drafts, experts: float | None = None
     ) -> float | None:
-        """Of a step. Prompt look-up reads next to nothing."""
+        """Return the floor of a step. Prompt look-up reads next to nothing."""
         if self._bandwidth is None:
             return None
         model = self.model

@@ -56,7 +56,7 @@ def build_parser() -> OneLineErrorParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    if sys.stderr is None:  # closed by who started us: nobody wants to hear
+    if sys.stderr is None:  # closed by our parent: nobody wants to hear
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     parser = build_parser()
     args, further = parser.parse_known_args(argv)
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _drop_stdout()
         return EXIT_BROKEN_PIPE
     except OSError as error:
-        # Of a file that was opened by name, or of a library: that is no stream, but a bug.
+        # The error is of a file that was opened by name, or of a library: no stream, but a bug.
         if error.filename is not None or error.errno is None:
             raise
         _drop_stdout()

@@ -8,8 +8,8 @@ from megatron_async.errors import ConfigError
 
 
 class OutputFile:
-    """The file that ``option`` names. Whoever is cut off while it is written leaves what was there
-    before, not half of the new.
+    """The file that ``option`` names. A process that is cut off while it writes leaves what was
+    there before, not half of the new.
 
     Raises:
         ConfigError: no file can be written there.

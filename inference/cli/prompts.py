@@ -16,7 +16,7 @@ from .options import SAMPLING
 OF_LINES = (*SAMPLING, "num_speculative_tokens")
 """What a line of a .jsonl file may set; the last is the engine's option and the most of it."""
 LENGTH_FIELD = "chatgpt_output_token_length"
-"""Of megatron-core's prompt files: how many tokens to generate."""
+"""The field of megatron-core's prompt files that says how many tokens to generate."""
 
 
 @dataclass(frozen=True, slots=True)

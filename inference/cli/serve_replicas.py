@@ -25,7 +25,7 @@ DEFAULTS = {
     "replica_most_extra": 8,
     "ray_address": None,
 }
-"""Of the options that do nothing without ``--replicas``."""
+"""Defaults of the options that do nothing without ``--replicas``."""
 
 
 def add_replica_options(parser: argparse.ArgumentParser) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatron_async.engine.engine import DynamicInferenceEngine
 
 STANDSTILL_STEPS = 16
-"""A run is given up after so many steps that launch and take nothing."""
+"""A run is given up after this many steps that launch and take nothing."""
 
 
 class Run:

@@ -77,7 +77,7 @@ W = Witness
 class Ask(NamedTuple):
     """One request. ``prompt`` lists pieces as (number, length): requests whose prompts begin with
     the same pieces share that prefix. With ``stop`` it is sampled, and ends by a stop token soon
-    after so many tokens; otherwise by its length, ``new`` tokens."""
+    after ``stop`` tokens; otherwise by its length, ``new`` tokens."""
 
     name: str
     prompt: Prompt

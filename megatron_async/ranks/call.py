@@ -18,7 +18,7 @@ WAKE = b"\1"
 BEAT = b"\2"
 """A question whether a rank still runs, and its answer."""
 MOST_BYTES = 1 << 28
-"""Of a message: whoever says that more will come is not believed."""
+"""A message has at most this many bytes: a peer that says that more will come is not believed."""
 TAG_BYTES = 16
 
 
@@ -45,7 +45,7 @@ class Call(Connection):
         return super().recv_bytes(maxlength)
 
     def say(self, data: bytes) -> None:
-        """Send; nothing happens where nobody listens: whoever reads learns of it."""
+        """Send ``data``; nothing happens where nobody listens: the reader learns of it."""
         with self._sending, contextlib.suppress(OSError):
             self.send_bytes(self._sealed(data))
 

@@ -1,8 +1,8 @@
 """Messages from rank 0 to all others, in order, without waiting for them.
 
 On one host they go through a ring in shared memory that all followers read, each at its own pace;
-who has nothing to read for a while goes to sleep, and is woken through its connection. Over hosts
-the connections carry the messages themselves.
+one that has nothing to read for a while goes to sleep, and is woken through its connection. Over
+hosts the connections carry the messages themselves.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SHARED_FOLDER = "/dev/shm"
 PREFIX = "megatron-async-ranks-"
 NAME = re.compile(PREFIX + r"\w{1,32}", re.ASCII)
 RING_BYTES = 1 << 24
-"""Of the ring. Rank 0 waits where a follower is that far behind, which no steady step is."""
+"""Size of the ring. Rank 0 waits where a follower is that far behind, which no steady step is."""
 HEAD = struct.Struct("<Q")
 FULL_SECONDS = 60.0
 """For a follower to read on, where the ring is full."""
@@ -55,10 +55,10 @@ class _Ring:
     """Shared memory: the bytes written so far, for each follower the bytes that it has read and
     whether it sleeps, all int64; then the data, a length before each message.
 
-    One writer for each word, but for those of who sleeps, and an aligned word of eight bytes is
-    written and read whole. Fences keep the data ahead of the count. And they keep nobody asleep:
-    the writer writes the count and then looks who sleeps, a reader says that it sleeps and then
-    looks at the count, so that one of them sees what the other has written.
+    One writer for each word, but for those that say which follower sleeps, and an aligned word of
+    eight bytes is written and read whole. Fences keep the data ahead of the count. And they keep
+    nobody asleep: the writer writes the count and then looks which followers sleep, a reader says
+    that it sleeps and then looks at the count, so that one of them sees what the other has written.
     """
 
     def __init__(self, memory: mmap.mmap, followers: int) -> None:
@@ -138,7 +138,7 @@ class RingSender:
             time.sleep(0.001)
 
     def unlink(self) -> None:
-        """Nobody will find it by its name any more; who has it, or its descriptor, keeps it."""
+        """Remove its name; a process that has it, or its descriptor, keeps it."""
         os.unlink(self.name)
 
     def close(self) -> None:
@@ -153,7 +153,7 @@ class RingReceiver:
     Args:
         ring: a descriptor of the shared memory, which is closed, or its name.
         place: which of the ``followers`` this is.
-        wakes: set by whoever hears that there is something to read.
+        wakes: set by the thread that hears that there is something to read.
         spin_seconds: for how long to look again and again before it sleeps.
 
     Raises:

@@ -1,8 +1,8 @@
-"""Rank 0's listening socket: who comes in is a rank, and whoever else comes keeps nobody out.
+"""Rank 0's listening socket: a visitor that comes in is a rank, and any other keeps no rank out.
 
 A rank proves that it knows the secret, and rank 0 proves the same, by HMACs over random numbers of
 both, so that the secret itself is never sent. Between processes of one host the secret is empty:
-there a Unix socket of this user says who calls.
+there a Unix socket of this user says which user calls.
 
     rank 0 -> visitor: number of rank 0
     visitor -> rank 0: rank, number of the visitor, proof
@@ -72,7 +72,7 @@ class Proofs(NamedTuple):
 
 
 class Visitor:
-    """Somebody who has connected."""
+    """A process that has connected."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -146,7 +146,7 @@ class Door:
         return len(self._missing)
 
     def wait(self, seconds: float) -> None:
-        """Take who comes, or what somebody says, within ``seconds``.
+        """Take a visitor that comes, or what one says, within ``seconds``.
 
         Raises:
             EOFError: a rank that had come has gone.

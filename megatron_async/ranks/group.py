@@ -147,7 +147,7 @@ class RankGroup:
 
     @property
     def pids(self) -> dict[int, int]:
-        """Of the processes that this one has started, by rank."""
+        """The ids of the processes that this one has started, by rank."""
         return {rank: process.pid for rank, process in self._processes.items()}
 
     # --- what the ranks are told --------------------------------------------------------------
@@ -351,7 +351,7 @@ def _has_gpus() -> bool:
 
 
 def _end_all(processes: list[Process], calls: list[Call], sender: Sender) -> None:
-    """Of a group that is closed, or that nobody has any more."""
+    """End the processes and calls of a group that is closed, or that nobody has any more."""
     end_processes(processes)
     for call in calls:
         call.hang_up()

@@ -61,7 +61,7 @@ class Layout:
         return rank // self.stage_ranks
 
     def neighbour(self, rank: int, stages: int) -> int:
-        """The rank in the same place of a stage so many stages further."""
+        """The rank in the same place of a stage ``stages`` stages further."""
         return rank + stages * self.stage_ranks
 
     @property

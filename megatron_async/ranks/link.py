@@ -100,7 +100,7 @@ class Link:
         self._fill(into)
 
     def close(self) -> None:
-        """Hang up; who waits at either end has an error."""
+        """Hang up; a thread that waits at either end gets an error."""
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()

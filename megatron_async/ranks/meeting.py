@@ -1,8 +1,9 @@
 """How ranks that a launcher has started find each other.
 
-The launcher's store is for all who reach it, so it is told nothing but who is where. On one host
-ranks meet at a Unix socket that this user alone can reach. Over hosts they meet at an address of
-rank 0, and prove to each other that they know a secret, which the user has given to all.
+The launcher's store is for all processes that reach it, so it is told nothing but where each rank
+is. On one host ranks meet at a Unix socket that this user alone can reach. Over hosts they meet at
+an address of rank 0, and prove to each other that they know a secret, which the user has given to
+all.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ START_SECONDS = 600.0
 POLL_SECONDS = 0.2
 RETRY_SECONDS = 0.1
 MOST_BYTES = 4096
-"""Of what the store says."""
+"""The store's answer has at most this many bytes."""
 SOCKET_NAME = "ranks"
 
 
@@ -203,7 +204,7 @@ def connect(store: dist.Store, rank: int) -> tuple[Call, Shared | None]:
 
 
 def _place(said: bytes) -> str | tuple[str, int]:
-    """Of rank 0: a path, or a host and a port."""
+    """Read the place of rank 0: a path, or a host and a port."""
     try:
         (place,) = json.loads(said)
     except (ValueError, TypeError):

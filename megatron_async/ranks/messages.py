@@ -239,7 +239,7 @@ def _chunk(values: Any) -> PrefillChunk:
 
 
 def _values(values: list[Any]) -> tuple[Any, ...]:
-    """Of slot fields."""
+    """Return the values of slot fields."""
     return tuple(tuple(value) if isinstance(value, list) else value for value in values)
 
 

@@ -96,7 +96,7 @@ def _have_awaited(group: Group, tensors: list[list[Any]], all_parameters: bool) 
 
 
 def await_tensors(model: Any, tensors: Sequence[Any], *, all_parameters: bool) -> Replace:
-    """Of another rank: check what is said of tensors; calling the result takes them.
+    """Check, at another rank, what is said of tensors; calling the result takes them.
 
     Raises:
         CheckpointError: as :func:`read_weights`.
@@ -177,6 +177,6 @@ def _lies_well(tensor: Tensor, device: torch.device) -> bool:
 
 
 def _broadcast(tensor: Tensor) -> None:
-    """Of rank 0's, contiguous, to all ranks."""
+    """Broadcast a contiguous tensor of rank 0 to all ranks."""
     if tensor.numel():
         dist.broadcast(tensor.view(-1).view(torch.uint8), src=LEADER)

@@ -233,7 +233,7 @@ def _meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> UnixGr
 
 
 def _one_end(caller: socket.socket) -> socket.socket:
-    """Of a pair without a name, which whoever was called hands over."""
+    """Receive one end of a pair without a name, which the process that was called hands over."""
     said, descriptors, _, _ = socket.recv_fds(caller, 1, 1)
     if not said or len(descriptors) != 1:
         raise RuntimeError("a rank has hung up while the ranks met")

@@ -50,11 +50,11 @@ class ReplicasClient:
     (:class:`~megatron_async.serving.generation.Client`), and so is what belongs where.
 
     Args:
-        directory: who the replicas are.
+        directory: which replicas there are.
         retries: times that a request of which nothing was sent yet is tried again when its replica
             has died; 0 fails it at once. Of one that has brought tokens the error says whether
             it may be sent once more. A replica that is full is always passed over.
-        router: who gets what; None for one of the default.
+        router: which replica gets what; None for one of the default.
 
     Attributes:
         retried: requests that were tried again because their replica had died.
@@ -83,10 +83,11 @@ class ReplicasClient:
         self._given_up: str | None = None
         self._failure: NotStarted | None = None
         self._changes = Changes()
-        """Of the replicas: all who wait look again at each."""
+        """Changes of the replicas: all waiters look again at each."""
         self._running: dict[int, tuple[Replica, int]] = {}
         self._aborted: set[int] = set()
-        """Of those: they are not tried again when their replica dies, which may not have heard."""
+        """Running requests that were aborted: they are not tried again when their replica dies, which
+        may not have heard."""
         self._changing_weights = asyncio.Lock()
         self._follower: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -343,7 +344,7 @@ class ReplicasClient:
     async def _keep(self, replica: Replica) -> Listing:
         return await self._directory.keep((await replica.client.info()).kept)
 
-    # --- who they are -------------------------------------------------------------------------
+    # --- which there are ----------------------------------------------------------------------
 
     async def _follow(self) -> None:
         while True:

@@ -199,7 +199,7 @@ class EngineReplica:
         return endpoint
 
     async def _give_up(self, supervisor: Supervisor, client: EngineClient) -> None:
-        """Who waits for an engine that is not started again is told so."""
+        """Tell the waiters for an engine that it is not started again."""
         client.give_up(await supervisor.given_up())
 
     async def _end(self) -> None:

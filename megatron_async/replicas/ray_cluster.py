@@ -2,8 +2,8 @@
 
 A Ray of this machine alone is for this server alone. Ray itself would listen at all addresses, and
 have a directory that all users may change: it listens at the loopback address, wants a token from
-whoever calls it, and has a directory of its own, inside of one that this user alone may enter, for
-Ray makes its own accessible to everybody.
+every caller, and has a directory of its own, inside of one that this user alone may enter, for Ray
+makes its own accessible to everybody.
 """
 
 from __future__ import annotations

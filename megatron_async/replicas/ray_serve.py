@@ -50,13 +50,13 @@ LOOK_BACK_SECONDS = 12.0
 CONNECT_SECONDS = 5.0
 """For a Ray cluster to accept a connection."""
 MOST_CALLS = 100_000
-"""Of the roster at the same time: each front end always waits for it."""
+"""Calls of the roster at the same time: each front end always waits for it."""
 LATE_SECONDS = 15.0
 """For a replica to go, beyond what its requests have."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """How many replicas there are, what each needs, and who gets a request.
+    """How many replicas there are, what each needs, and which gets a request.
 
     Args:
         replicas: that are started; with ``max_replicas`` the fewest.

@@ -57,7 +57,7 @@ class Replica:
 
     @contextlib.contextmanager
     def carries(self, sequences: int) -> Iterator[None]:
-        """So many sequences of this front end are its own meanwhile."""
+        """Count ``sequences`` sequences of this front end as its own meanwhile."""
         self.own += sequences
         try:
             yield

@@ -32,7 +32,7 @@ class Listing(msgspec.Struct, frozen=True):
         version: another one for each change.
         kept: what all replicas were told, and new ones must know.
         failure: why the last one that could not start did not.
-        is_settled: the roster is old enough to know all members: who is missing has gone.
+        is_settled: the roster is old enough to know all members: a member that is missing has gone.
     """
 
     version: int
@@ -89,7 +89,7 @@ class Roster:
         return Listing(self._version, members, self.kept, self._failure, is_settled)
 
     async def changed(self, version: int, seconds: float) -> Listing:
-        """The members as soon as their version is another one, or after so many seconds."""
+        """The members as soon as their version is another one, or after ``seconds``."""
         if version == self._version:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
@@ -99,7 +99,7 @@ class Roster:
     def join(self, member: Member, kept: Kept) -> bool:
         """A replica serves, and knows ``kept``; False when there is more to know."""
         if kept.weight_version > self.kept.weight_version:
-            # This roster is newer than the weights: who joined without them was too early.
+            # This roster is newer than the weights: one that joined without them was too early.
             self.kept = kept
             for name in [n for n, v in self._weights.items() if v < kept.weight_version]:
                 self.leave(name)
@@ -118,7 +118,7 @@ class Roster:
         self._change()
 
     def standing(self, name: str) -> str:
-        """Of a replica: "member", "expelled", or "unknown"."""
+        """Return the standing of a replica: "member", "expelled", or "unknown"."""
         if name in self._expelled:
             return "expelled"
         if name not in self._members:

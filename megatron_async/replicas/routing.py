@@ -10,9 +10,10 @@ from megatron_async.errors import ConfigError
 from megatron_async.replicas.prefix_index import PrefixIndex
 
 BLOCK_TOKENS = 64
-"""Of prefixes as they are compared; the replicas' own blocks may have another size."""
+"""Tokens of a block of prefixes as they are compared; the replicas' own blocks may have another
+size."""
 MOST_PROMPT_BLOCKS = 512
-"""Of a prompt that are compared: two that share so much go to the same replica."""
+"""Blocks of a prompt that are compared: two that share as much go to the same replica."""
 MOST_INDEX_BLOCKS = 200_000
 """That a front end remembers, in some 70 MB."""
 DEFAULT_MOST_EXTRA = 8

@@ -11,7 +11,8 @@ from megatron_async.runner.slot_state import SlotState
 
 
 class AttentionMetadata(NamedTuple):
-    """Of a forward over T tokens: the decode rows' first, one each, then those of prefill chunks.
+    """Attention metadata of a forward over T tokens: the decode rows' first, one each, then those
+    of prefill chunks.
 
     Args:
         position_ids, token_slots: int64 [T].
@@ -23,7 +24,7 @@ class AttentionMetadata(NamedTuple):
         chunks: int32 [N, 4], the prefill chunks: slot, first token, number of tokens, first
             position; entries without tokens come last. None in a decode step.
         last_token_index: int64 [R], the token whose logits row r wants; None means token r.
-        window: of a decode step whose rows bring so many tokens each, one row after the other, of
+        window: of a decode step whose rows bring this many tokens each, one row after the other, of
             consecutive positions but for padding behind the last ones; None says nothing.
         has_gaps: there may be padding in front of a row's first token too.
     """

@@ -163,7 +163,7 @@ class CacheAttention:
         return self.attend_appended(tokens, query, keys, values, scale, limits)
 
     def _decode_attention(self, heads: Heads, tokens: int) -> DecodeAttention | None:
-        """The kernel for so many tokens; None if the GPU does not run it."""
+        """Return the kernel for ``tokens`` tokens; None if the GPU does not run it."""
         capacity = self._block_table.shape[1] * self.kv_cache.shape[3]
         try:
             return self._decode_attentions.get(heads, tokens // heads.window, capacity)

@@ -13,7 +13,7 @@ from megatron_async.errors import ConfigError
 
 
 class CacheSize(NamedTuple):
-    """Of a KV cache.
+    """The size of a KV cache.
 
     Args:
         block_count: usable blocks, the null block not counted.

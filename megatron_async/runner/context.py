@@ -105,7 +105,7 @@ class DynamicInferenceContext(BaseInferenceContext):
             max_tokens = check_integer("max_tokens", max_tokens, 1)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        # Of "cuda" the current GPU: kernels are loaded for one, and another may be current later.
+        # "cuda" is the current GPU: kernels are loaded for one, and another may be current later.
         self.device = torch.empty(0, device=device).device
         self.max_sequence_length = max_sequence_length
         self.max_requests = max_requests
@@ -119,7 +119,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         self.batch_invariant = batch_invariant
         self._memory = CacheMemory(self.device, releasable=releasable)
         self.decoder_hidden_states: torch.Tensor | None = None
-        """Of the last forward, ``[T, 1, hidden]``; the model sets it."""
+        """Hidden states of the last forward, ``[T, 1, hidden]``; the model sets it."""
         num_drafts = check_integer("num_speculative_tokens", num_speculative_tokens, 0, MAX_DRAFTS)
         self.num_speculative_tokens = num_drafts
 
@@ -158,7 +158,7 @@ class DynamicInferenceContext(BaseInferenceContext):
         self.finished = self.slots.finished
         self.kv_length = self.slots.kv_length
         self.states: RecurrentStates | None = None
-        """Of a model with recurrent layers."""
+        """The states of a model with recurrent layers."""
         self.take_cache(kv_cache)
         warn_if_slow(kv_cache)
 

@@ -131,7 +131,7 @@ class ExtrasTables:
             return torch.from_numpy(words)
         staging = self._staging[slot]
         if len(words) > len(staging):
-            # Of PyTorch's allocator, which gives pinned memory to nobody else before the copy has
+            # From PyTorch's allocator, which gives pinned memory to nobody else before the copy has
             # been made.
             staging = torch.empty(len(words), dtype=torch.int32, pin_memory=True)
         # No WAR hazard: a slot is not used again before its last ticket has retired, and so the

@@ -41,7 +41,7 @@ class ModelRunner:
         model: see :class:`~megatron_async.runner.step_program.Model`.
         max_tokens, max_assignments: of one step.
         depth: steps in flight beyond the one that is being taken.
-        micro_batches: so many less one more steps are in flight.
+        micro_batches: their number less one more steps are in flight.
         poison: fill consumed buffers with garbage.
         extras: keep room for requests with extras, and capture the steps that they need.
         capture_mixed: capture steps with prefill chunks too.
@@ -143,7 +143,7 @@ class ModelRunner:
         """Launched, and not sampled or taken on this rank."""
         parallel = getattr(model, "parallel", None)
         self._held_back = 0 if parallel is None else min(parallel.stages_behind, micro_batches - 1)
-        """For so many launches this stage goes on before it takes what S has sampled: so long the
+        """For this many launches this stage goes on before it takes what S has sampled: so long the
         stages behind it compute, and the last one samples."""
         self._launched = self._skipped = 0
         self._control_count = 0
@@ -310,8 +310,8 @@ class ModelRunner:
                 self._sample_oldest()
 
     def skip_results(self) -> None:
-        """In place of :meth:`take`, for who wants no tokens: leave those of all tickets whose S has
-        been launched. Waits for nothing."""
+        """In place of :meth:`take`, for a caller that wants no tokens: leave those of all tickets
+        whose S has been launched. Waits for nothing."""
         lacking = self._unsampled[0].number if self._unsampled else self._launched
         for number in range(self._skipped, lacking):
             self._results.skip(number)

@@ -12,12 +12,12 @@ from megatron_async.step.plan import Plan
 from megatron_async.step.records import LogProbs
 
 ROWS_AT_ONCE = 64
-"""Of logits: their integer masses take eight bytes each."""
+"""Rows of logits at once: their integer masses take eight bytes each."""
 
 
 class PromptTargets(NamedTuple):
-    """Of the forward of ticket ``number``: logits of its tokens ``tokens`` are those of the prompt
-    tokens ``ids``."""
+    """Prompt tokens of the forward of ticket ``number``: the logits of its tokens ``tokens`` are
+    those of the prompt tokens ``ids``."""
 
     number: int
     tokens: tuple[int, ...]

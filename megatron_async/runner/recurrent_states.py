@@ -137,7 +137,7 @@ class RecurrentStates:
         ):
             self._snapshots = _allocate(spec, (snapshot_count,), zeros)
         self.step: StepStates | None = None
-        """Of the forward that runs now."""
+        """The states of the forward that runs now."""
 
     def layer(self, layer: int) -> Mapping[str, Tensor]:
         """The states of recurrent layer ``layer`` by name, each ``[slots + 1, entries, *shape]``;

@@ -125,7 +125,7 @@ class SamplingStage:
         sampled = logits if processed is None else processed
         if extended:
             sampled = self._process(sampled, window, each, positions.flatten())
-        # Of whole rows each rank samples the same.
+        # From whole rows each rank samples the same.
         sample: Callable[..., torch.Tensor] = sample_tokens
         if self._parallel is not None and not extended:
             sample = partial(self._parallel.sample, sample_tokens)

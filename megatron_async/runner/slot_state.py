@@ -72,7 +72,7 @@ def allocate_slots(
     num_drafts: int,
     device: torch.device,
 ) -> SlotState:
-    """The state of slots for so many tokens, blocks and drafts each.
+    """Allocate the state of slots for the given tokens, blocks and drafts each.
 
     Raises:
         CacheTooLargeError: it does not fit into the device's memory.

@@ -1,4 +1,4 @@
-"""What decode steps cost, measured before the first request: for who chooses how much to draft."""
+"""Measures what decode steps cost, before the first request, to choose how much to draft."""
 
 from __future__ import annotations
 

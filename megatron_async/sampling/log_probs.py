@@ -21,14 +21,14 @@ from megatron_async.sampling import exact_math, filters
 from megatron_async.step.extras import LOG_PROB_WORDS, MAX_TOP_LOG_PROBS
 
 ELEMENTS_AT_ONCE = 1 << 24
-"""Rows are done in groups of about so many logits, to bound the memory of a long prompt."""
+"""Rows are done in groups of about this many logits, to bound the memory of a long prompt."""
 _ID_MASK = 2**31 - 1
 
 LogProbs = tuple[Tensor, Tensor, Tensor]
 
 
 def token_log_probs(logits: Tensor, tokens: Tensor) -> LogProbs:
-    """Of the model's logits.
+    """Compute log-probabilities of the model's logits.
 
     Args:
         logits: ``[N, V]`` of any float type.
@@ -46,8 +46,8 @@ def token_log_probs(logits: Tensor, tokens: Tensor) -> LogProbs:
 def processed_log_probs(
     processed: Tensor, inverse_temperature: Tensor, top_k: Tensor, top_p: Tensor, tokens: Tensor
 ) -> LogProbs:
-    """Of what is sampled from: temperature, top-k and top-p applied; greedy rows have temperature 1
-    and no filter.
+    """Compute log-probabilities of what is sampled from: temperature, top-k and top-p applied;
+    greedy rows have temperature 1 and no filter.
 
     Args:
         processed: float32 ``[N, V]``, of ``process_logits``.
@@ -82,7 +82,8 @@ def unpack(
 
 
 def _log_probs(logits: Tensor, factor: Tensor, threshold: Tensor, tokens: Tensor) -> LogProbs:
-    """Of the logits at or above ``threshold`` times ``factor``, both float32 ``[N]``."""
+    """Compute them of the logits at or above ``threshold``, times ``factor``, both float32
+    ``[N]``."""
     size = max(1, ELEMENTS_AT_ONCE // logits.shape[1])
     groups = [
         _log_probs_of_group(*(t[first : first + size] for t in (logits, factor, threshold, tokens)))
@@ -110,7 +111,7 @@ def _log_probs_of_group(
     log_total = exact_math.log(total.to(torch.float32) * 2.0**-exact_math.MASS_BITS)
 
     def log_prob_of(ids: Tensor) -> Tensor:
-        """Of int64 ``[N, M]``; of a negative id anything."""
+        """Return those of ids int64 ``[N, M]``; of a negative id anything."""
         at = ids.clamp(min=0)
         difference, error = _subtract(scaled.gather(1, at), scaled_max)
         log_prob = difference - (log_total - error)

@@ -130,7 +130,7 @@ def advance(
         slots: int64 ``[R]``, distinct but for those that ask for nothing, of which nothing is
             noted: the null slot is one.
         tokens: int64 ``[R, w]``.
-        counts: int64 ``[R]``; the first so many tokens of each row count.
+        counts: int64 ``[R]``; the first ``counts[r]`` tokens of row r count.
         positions: int64 ``[R]``, the index of the first token of each row in its sequence.
     """
     offsets = torch.arange(tokens.shape[1], device=tokens.device)

@@ -1,4 +1,4 @@
-"""Prompts: who is admitted, and which chunks run next to the rows that decode."""
+"""Admits prompts, and chooses which chunks run next to the rows that decode."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class PromptPlanner:
         micro_batch: int = 0,
     ) -> RowMap:
         """Fill the token budget of step ``number`` with whole chunks, prompts under way first, of
-        its micro-batch and of those who join it. Appends to the lists of ``work``, and returns the
-        rows with those of the chunks."""
+        its micro-batch and of requests that join it. Appends to the lists of ``work``, and returns
+        the rows with those of the chunks."""
         limits, table = self._limits, self._table
         budget = limits.max_tokens - (sum(decode_rows.windows) or len(decode_rows))
         row = len(decode_rows)

@@ -21,9 +21,9 @@ DECAY = 31 / 32
 PRIOR, PRIOR_WEIGHT = 0.8, 2.0
 """Acceptance before anything is known, and how many drafts of the first ticket it counts for."""
 LEAST_GAIN = 1.02
-"""Another window than the last one must bring so much more tokens a second."""
+"""Another window than the last one must bring this many times the tokens a second."""
 TRIAL_TICKETS = 8
-"""For so many steps the largest window is tried again."""
+"""For this many steps the largest window is tried again."""
 FIRST_PAUSE, LONGEST_PAUSE = 32, 1024
 """Tickets before the first trial; each that fails doubles them."""
 FADE = 0.25

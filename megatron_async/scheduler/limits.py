@@ -48,8 +48,8 @@ class Limits:
         return self.windows[-1]
 
     def window_of(self, drafts: int | None) -> int:
-        """Most tokens that the rows of a request may bring, which wants so many drafts; None for
-        all."""
+        """Return the most tokens that the rows of a request may bring that wants ``drafts``; None
+        for all."""
         return self.window if drafts is None else min(1 + drafts, self.window)
 
     @property

@@ -9,7 +9,7 @@ from megatron_async.scheduler.limits import Limits
 from megatron_async.scheduler.request_table import RequestTable
 
 MOST_TIMES = 2
-"""A micro-batch of more than so many times the requests of the smallest one gives some away."""
+"""A micro-batch of more than this many times the requests of the smallest one gives some away."""
 
 
 class MicroBatches:
@@ -58,7 +58,7 @@ class MicroBatches:
             self._table.move(sequence, sizes.index(least))
 
     def _sizes(self) -> list[int]:
-        """Of each the requests that have rows in its steps."""
+        """Count for each the requests that have rows in its steps."""
         sizes = [len(decoding) for decoding in self._table.decoding]
         for sequence in self._table.prefilling:
             sizes[sequence.micro_batch] += 1

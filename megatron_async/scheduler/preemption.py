@@ -1,4 +1,5 @@
-"""Who gives way when KV blocks run short: rows that stall, and requests that are evicted."""
+"""Chooses what gives way when KV blocks run short: rows that stall, and requests that are
+evicted."""
 
 from __future__ import annotations
 

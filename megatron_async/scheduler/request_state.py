@@ -114,7 +114,7 @@ class Sequence:
         self.stop_ids = frozenset(stop_ids)
         self.device_stop_ids = tuple(sorted(self.stop_ids))[:MAX_STOP_TOKEN_IDS]
         self.values = values
-        """Of the REQUEST slot fields."""
+        """Values of the REQUEST slot fields."""
         self.extras = extras
         self.wants_prompt_log_probs = prompt_log_probs
         self.prompt_log_probs = 0 if prompt_log_probs else NO_PROMPT_LOG_PROBS
@@ -140,20 +140,20 @@ class Sequence:
         """It holds a slot and is computed with the rotations of long requests."""
         self.blocks: list[int] = []
         self.freed = 0
-        """Of ``blocks`` the first so many have been given back: no token attends to them."""
+        """The first ``freed`` of ``blocks`` have been given back: no token attends to them."""
         self.node = 0
         self.registered = 0
         self.snapshot: tuple[int, int] | None = None
         """Place and length of a snapshot of its state in flight, whose tokens are not committed."""
         self.snapshot_node = 0
-        """Of its last snapshot behind a generated token."""
+        """The node of its last snapshot behind a generated token."""
         self.last_ticket = -1
         self.evictions = 0
         self.reason: FinishReason | None = None
 
     def take_window(self, window: int) -> None:
-        """Its rows may bring so many tokens from now on; those of a guided request bring one, since
-        S knows the mask of one position."""
+        """Let its rows bring ``window`` tokens from now on; those of a guided request bring one,
+        since S knows the mask of one position."""
         is_guided = self.extras is not None and self.extras.guided
         self.window = 1 if is_guided else window
 

@@ -1,4 +1,4 @@
-"""All requests by state, and who holds which slot and blocks."""
+"""All requests by state, and which request holds which slot and blocks."""
 
 from __future__ import annotations
 
@@ -309,7 +309,7 @@ class RequestTable:
         return keys, blocks, slots
 
     def check(self) -> None:
-        """Every block and slot is held by exactly those who say so.
+        """Check that every block and slot is held by exactly those that say so.
 
         Raises:
             IntegrityError: one is lost, or held twice.

@@ -57,7 +57,7 @@ class Scheduler:
         costs: what decode steps cost, to leave out drafts that do not pay; None drafts all.
 
     Attributes:
-        others: micro-batches that have rows to launch, less the one whose turn it is: so many steps
+        others: micro-batches that have rows to launch, less the one whose turn it is: as many steps
             of others are in flight when one is planned.
     """
 
@@ -94,7 +94,7 @@ class Scheduler:
         """Queue a request; the caller has checked that it can fit an empty cache.
 
         A lower ``priority`` goes first. One step of it is worth ``priority_step`` tickets of
-        waiting, so what overtakes a request is bounded. A row of it has at most so many ``drafts``;
+        waiting, so what overtakes a request is bounded. A row of it has at most ``drafts`` drafts;
         None for the engine's.
         """
         sequence.take_window(self.limits.window_of(drafts))
@@ -158,8 +158,8 @@ class Scheduler:
         return True
 
     def update_values(self, key: int, values: Values, drafts: int | None = None) -> bool:
-        """New values of the REQUEST slot fields, for what the next launch samples and after, and
-        at most so many drafts for a row; None for the engine's."""
+        """Set values of the REQUEST slot fields, for what the next launch samples and after, and at
+        most ``drafts`` drafts for a row; None for the engine's."""
         sequence = self._unfinished(key)
         if sequence is None:
             return False
@@ -218,7 +218,7 @@ class Scheduler:
         return self.table.allocator
 
     def check(self) -> None:
-        """Raises :class:`IntegrityError` unless each block and slot is held by who says so."""
+        """Raises :class:`IntegrityError` unless each block and slot is held by what says so."""
         self.table.check()
 
     def check_idle(self) -> None:

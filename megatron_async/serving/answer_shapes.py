@@ -42,7 +42,7 @@ StopReason = int | str | None
 
 
 class PromptTokens(Shape):
-    """Of the prompt's tokens, those that were found in the prefix cache."""
+    """The prompt's tokens that were found in the prefix cache."""
 
     cached_tokens: int
 
@@ -260,7 +260,7 @@ class HealthAnswer(Shape):
 
 
 class VersionAnswer(Shape):
-    """Of this package."""
+    """The version of this package."""
 
     version: str
 

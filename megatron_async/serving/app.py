@@ -36,12 +36,12 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
 
 OPEN_PATHS = frozenset({"/", "/health", "/v1/health", "/version", "/metrics"})
-"""Of the routes that need no key."""
+"""Paths of the routes that need no key."""
 LIVE_PATH = "/live"
 UNTRACED_PATHS = OPEN_PATHS | {LIVE_PATH}
 """Are asked now and then, or last for as long as somebody looks."""
 GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/responses", "/api"})
-"""Of routes that are counted in the metrics."""
+"""Paths of routes that are counted in the metrics."""
 
 Lifespan = Callable[[FastAPI], AbstractAsyncContextManager[None]]
 

@@ -7,18 +7,18 @@ from collections.abc import Callable
 
 
 class Changes:
-    """Wakes all who wait until something holds, so that nobody asks again and again.
+    """Wakes all tasks that wait until something holds, so that none asks again and again.
 
     A waiter looks and begins to wait without giving up the event loop in between, so no change can
-    fall between the two. Whoever changes something that is waited for calls :meth:`tell` behind it,
-    in the event loop's thread.
+    fall between the two. The code that changes something that is waited for calls :meth:`tell`
+    behind it, in the event loop's thread.
     """
 
     def __init__(self) -> None:
         self._next: asyncio.Future[None] | None = None
 
     def tell(self) -> None:
-        """Let all who wait look again."""
+        """Let all waiters look again."""
         told, self._next = self._next, None
         if told is not None:
             told.set_result(None)
@@ -28,4 +28,4 @@ class Changes:
         while not holds():
             if self._next is None:
                 self._next = asyncio.get_running_loop().create_future()
-            await asyncio.shield(self._next)  # who leaves does not take it from the others
+            await asyncio.shield(self._next)  # a waiter that leaves leaves it to the others

@@ -48,7 +48,7 @@ class ToolUse:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the tools."""
+        """The names of the tools."""
         return tuple(tool["function"]["name"] for tool in self.tools)
 
 

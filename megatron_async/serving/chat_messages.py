@@ -10,7 +10,7 @@ from typing import Any
 from megatron_async.errors import RequestError, shown
 
 MAX_DEPTH = 64
-"""Of lists and objects in each other, in messages and all else that a template gets."""
+"""The depth of lists and objects in each other, in messages and all else that a template gets."""
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 """Types of content parts that are text, and where they have it."""
 

@@ -16,7 +16,7 @@ from megatron_async.tokenizer import TOKENIZER_CONFIG_FILE, Tokenizer
 
 TEMPLATE_FILE = "chat_template.jinja"
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
-"""Of models with random weights."""
+"""The template of models with random weights."""
 TEMPLATE_FOLDER = "chat_templates"
 MOST_TEMPLATE_BYTES = 2**24
 SPECIAL_TOKENS_FILE = "special_tokens_map.json"
@@ -92,7 +92,7 @@ class ChatTemplates:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the templates; empty if the model has none."""
+        """The names of the templates; empty if the model has none."""
         return tuple(self._templates)
 
     def source(self, name: str | None = None, *, tools: bool = False) -> str:
@@ -226,7 +226,7 @@ def _read(file: Path) -> str:
 
 
 def _read_own(file: Path) -> str:
-    """Of a model directory: a regular file. A user's own may be a pipe."""
+    """Read the template of a model directory, a regular file. A user's own may be a pipe."""
     try:
         return read_file(file, MOST_TEMPLATE_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:

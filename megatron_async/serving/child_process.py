@@ -92,7 +92,7 @@ class ChildProcess(Generic[Said]):
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """The id of the process."""
         return self._process.pid
 
     def send(self, message: msgspec.Struct) -> None:

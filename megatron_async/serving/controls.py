@@ -392,7 +392,7 @@ class Controls:
 
 
 def _kind_of(error: Exception) -> str:
-    """Of an :class:`~megatron_async.serving.messages.Answer`."""
+    """Return the kind of an :class:`~megatron_async.serving.messages.Answer`."""
     if isinstance(error, BusyError):
         return "busy"
     if isinstance(error, EngineStoppedError):

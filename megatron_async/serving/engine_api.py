@@ -75,7 +75,7 @@ def check_health(front: Frontend) -> dict[str, Any]:
 
 
 def version() -> dict[str, Any]:
-    """Of this package."""
+    """Return the version of this package."""
     return {"version": __version__}
 
 

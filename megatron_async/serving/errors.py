@@ -164,7 +164,7 @@ def _validation_error(error: RequestValidationError) -> ApiError:
     if param is None:
         said = "the body must be a JSON object, sent with Content-Type: application/json"
         return ApiError(400, said)
-    # Of a union there is an error for each of its types.
+    # A union has an error for each of its types.
     of_param = [each["msg"] for each in error.errors() if _path(each["loc"][1:]) == param]
     return ApiError(400, f"{param}: {', or '.join(dict.fromkeys(of_param))}", param=param)
 

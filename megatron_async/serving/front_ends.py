@@ -98,7 +98,7 @@ class FrontEnds:
 
     @property
     def pids(self) -> list[int]:
-        """Of those that run now."""
+        """The ids of the processes that run now."""
         return [process.pid for process in self._processes.values()]
 
     async def run(self) -> None:

@@ -62,7 +62,7 @@ class Client(Protocol):
         """End a request with what it has."""
 
     async def command(self, message: Control) -> dict[str, Any]:
-        """Of the whole engine."""
+        """Give the whole engine a command."""
 
 
 class Metrics(Protocol):
@@ -160,7 +160,7 @@ class Job:
     first_token: float | None = None
 
     def begin_again(self, deaths: int) -> None:
-        """Another replica is to take it, after so many that have died."""
+        """Begin again at another replica, after ``deaths`` that have died."""
         self.deaths = deaths
         self.prompt_log_probs, self.generated = None, 0
         self.begun.clear()

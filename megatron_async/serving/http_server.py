@@ -165,7 +165,7 @@ def connected(connection: Connection, *, waits: bool) -> Lifespan:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await connection.connect()
         if waits:
-            with contextlib.suppress(TimeoutError, EngineDeadError):  # it says so to who asks
+            with contextlib.suppress(TimeoutError, EngineDeadError):  # it says so to its clients
                 async with asyncio.timeout(FIRST_CONTACT_SECONDS):
                     await connection.ready()
         try:

@@ -6,7 +6,7 @@ import re
 from enum import Enum, auto
 
 MAX_DEPTH = 128
-"""Of lists and objects in each other."""
+"""The depth of lists and objects in each other."""
 
 WHITESPACE = " \t\r\n"
 _LITERAL = re.compile(r"true|false|null|-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")

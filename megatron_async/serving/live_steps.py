@@ -19,11 +19,11 @@ DEVICE_SPANS = 4 * STEPS
 LEASE_SECONDS = 2.0
 """For which a recording goes on after it was last read."""
 SHOWN = frozenset({"plan", "launch", "wait", "commit"})
-"""Of the host's slices: the others are inside of these."""
+"""Slices of the host: the others are inside of these."""
 
 
 class LiveSteps:
-    """One recording for all who look. It begins with the first :meth:`read` and ends when nobody
+    """One recording for all readers. It begins with the first :meth:`read` and ends when nobody
     has read for ``LEASE_SECONDS``; without one a step pays nothing. It holds the last steps alone.
     """
 

@@ -32,7 +32,7 @@ class TokenNames:
         return f"token_id:{token}" if as_id else self._shown(token)[0]
 
     def text(self, token: int) -> str:
-        """Of the token by itself; U+FFFD for parts of characters."""
+        """Return the text of the token by itself; U+FFFD for parts of characters."""
         return self._shown(token)[1]
 
     def text_and_bytes(self, token: int, *, as_id: bool = False) -> tuple[str, list[int]]:

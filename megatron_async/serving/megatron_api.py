@@ -73,7 +73,8 @@ class MegatronRequest(Body):
             raise ApiError(400, "empty prompts need add_BOS=true", param="prompts")
 
     def params(self, index: int) -> SamplingParams:
-        """Of prompt ``index``; raises ApiError. Each prompt has a seed of its own."""
+        """Return the parameters of prompt ``index``; raises ApiError. Each prompt has a seed of its
+        own."""
         stop = ["\n"] * self.stop_on_eol + ["\n\n"] * self.stop_on_double_eol
         seed = self.random_seed
         try:

@@ -20,14 +20,14 @@ LogProbs = list[tuple[float, dict[int, float]]]
 
 
 class Network(msgspec.Struct, frozen=True):
-    """Two ports of a host, and the key pair that all share who may know them."""
+    """Two ports of a host, and the key pair that all processes share that may know them."""
 
     host: str
     ports: tuple[int, int]
     keys: tuple[bytes, bytes]
 
     def url(self, place: int) -> str:
-        """Of one of the ports."""
+        """Return the URL of one of the ports."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"tcp://{host}:{self.ports[place]}"
 
@@ -268,8 +268,8 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True):
-    """Of a :class:`Control`: a result, or an error's message and its kind, which is invalid, busy,
-    dead or internal."""
+    """The answer to a :class:`Control`: a result, or an error's message and its kind, which is
+    invalid, busy, dead or internal."""
 
     number: int
     result: dict[str, Any] = {}

@@ -38,7 +38,7 @@ COUNTERS = {
     "prefill_chunks": ("prefill_chunks", "Prefill chunks launched"),
     "barriers": ("barriers", "Steps that all in flight was taken for"),
 }
-"""Of ``EngineCounters``: what each is called here, and what it is."""
+"""Fields of ``EngineCounters``: what each is called here, and what it is."""
 
 BY_POSITION = {
     "drafted_by_position": (

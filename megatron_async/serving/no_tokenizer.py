@@ -37,7 +37,7 @@ class NoTokenizer:
         return ""
 
     def stream(self, skip_special_tokens: bool = True) -> DetokenizeStream:
-        """Of no text."""
+        """Return a stream of no text."""
         return _NoText()
 
     def token_bytes(self, token_id: int, *, first: bool = False) -> bytes:

@@ -84,7 +84,7 @@ def _is_own(headers: Headers, has_key: bool) -> bool:
 
 
 def _place(url: str) -> Place | None:
-    """Of an http URL without a path; None where there is none."""
+    """Return the place of an http URL without a path; None where there is none."""
     try:
         parts = urlsplit(url)
         port = parts.port

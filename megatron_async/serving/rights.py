@@ -41,7 +41,7 @@ class Rights:
 
 
 UNKNOWN_PATH = Rights(Access.CLIENT)
-"""Of what no route answers: strangers do not learn which paths there are."""
+"""Rights to what no route answers: strangers do not learn which paths there are."""
 
 
 def needs(access: Access, *, own_pages: bool | None = None) -> Callable[[Endpoint], Endpoint]:

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 STALL_SECONDS = 60.0
 STEP_FACTOR = 10
-"""So many times as long may one step, or a change of weights, take: what runs does not sleep."""
+"""One step, or a change of weights, may take this many times as long: what runs does not sleep."""
 
 
 class Seen(NamedTuple):

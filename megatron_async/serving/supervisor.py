@@ -64,7 +64,7 @@ class Supervisor:
 
     @property
     def pid(self) -> int | None:
-        """Of the process that runs now."""
+        """The id of the process that runs now."""
         return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
@@ -114,7 +114,7 @@ class Supervisor:
         except asyncio.CancelledError:
             self._fail_start(EngineDeadError("the server is stopped"))
             raise
-        except Exception as error:  # of whatever kind: else who waits for the start would for ever
+        except Exception as error:  # of whatever kind: else the wait for the start has no end
             if not isinstance(error, (MegatronAsyncError, OSError)):
                 logger.exception("unexpected error")
             self._give_up(f"the engine process cannot start: {error}", error)

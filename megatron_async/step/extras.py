@@ -25,7 +25,7 @@ their log-probabilities; floats as their bits."""
 
 
 class Extras(NamedTuple):
-    """Of one request. The defaults ask for nothing.
+    """The extras of one request. The defaults ask for nothing.
 
     Args:
         log_probs: NO_LOG_PROBS, RAW_LOG_PROBS or PROCESSED_LOG_PROBS.

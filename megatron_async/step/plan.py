@@ -89,10 +89,10 @@ class Plan(NamedTuple):
     them prefill one chunk each, in the order of ``prefills``. ``control`` reaches the S at the head
     of this launch. ``extended``: a request with extras holds a slot, so the S of this step's logits
     is the extended one. ``window`` is that of the forward's decode rows, of which a row may use
-    less; ``drafts`` are what the S of its logits makes for each row; ``reason`` says why so
-    many. Recurrent states are restored ahead of this forward, and snapshots taken behind it.
-    ``after`` is the last ticket whose tokens it needs: of several micro-batches the last ticket is
-    that of another one, and its tokens may come later."""
+    less; ``drafts`` are what the S of its logits makes for each row; ``reason`` says why that many.
+    Recurrent states are restored ahead of this forward, and snapshots taken behind it. ``after`` is
+    the last ticket whose tokens it needs: of several micro-batches the last ticket is that of
+    another one, and its tokens may come later."""
 
     number: int
     rows: RowMap

@@ -16,12 +16,12 @@ BUFFER_BYTES = 1 << 30
 
 
 class Group(Protocol):
-    """Of a trainer, rank 0, and the ranks of an engine."""
+    """A group of a trainer, rank 0, and the ranks of an engine."""
 
     device: torch.device
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """The trainer's, into ``tensor``."""
+        """Broadcast the trainer's tensor into ``tensor``."""
 
     def close(self) -> None:
         """Leave the group."""

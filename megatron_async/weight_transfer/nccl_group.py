@@ -22,7 +22,7 @@ from megatron_async.errors import ConfigError
 ID_BYTES = 128
 ID_KEY = "broadcast_from/0/0"
 _INT8, _FLOAT32, _SUM = 0, 7, 0
-"""Of NCCL's enumerations."""
+"""Values of NCCL's enumerations."""
 
 
 class _UniqueId(ctypes.Structure):

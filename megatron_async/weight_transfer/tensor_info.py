@@ -32,7 +32,7 @@ class TensorInfo(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of its elements, one after the other."""
+        """Bytes of its elements, one after the other."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def to_json(self) -> list[Any]:
@@ -71,7 +71,8 @@ def announced(data: Any) -> list[TensorInfo]:
 
 
 def infos_of(tensors: Mapping[str, Tensor]) -> list[TensorInfo]:
-    """Of each tensor, in their order; raises CheckpointError for a dtype that is not sent."""
+    """Return the info of each tensor, in their order; raises CheckpointError for a dtype that is
+    not sent."""
     infos = []
     for name, tensor in tensors.items():
         if tensor.dtype not in DTYPES.values():

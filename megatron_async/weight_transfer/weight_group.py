@@ -129,8 +129,8 @@ class WeightGroup:
         return tensors
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Of the trainer's, into ``tensor`` of the others, on the group's device; raises
-        CheckpointError when they are not there any more."""
+        """Broadcast the trainer's tensor into ``tensor`` of the others, on the group's device;
+        raises CheckpointError when they are not there any more."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = TRAINER, 0
         with self._together() as group:

@@ -19,9 +19,10 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 HELD_OUT = 0.05
 """Share of the files that go to validation, chosen by a hash of their names."""
 BARE_SHARE = 0.15
-"""Of the documents, that come without ``<|begin|>``: a prompt without it is no surprise then."""
+"""The share of the documents that come without ``<|begin|>``: a prompt without it is no surprise
+then."""
 WINDOW = 24
-"""A row is filled up with one of so many documents that come next."""
+"""A row is filled up with one of this many documents that come next."""
 
 Tokens = npt.NDArray[np.int16]
 

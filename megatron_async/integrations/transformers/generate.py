@@ -30,7 +30,7 @@ class AsyncGenerate:
     """Greedy decoding and sampling with asynchronous stopping, as a ``custom_generate``.
 
     Args:
-        ahead: checks that may be outstanding; the host waits for the oldest when there are so
+        ahead: checks that may be outstanding; the host waits for the oldest when there are that
             many. 1 is synchronous.
         streams: the streams of a device, or None where stopping must be synchronous.
 
