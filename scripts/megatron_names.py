@@ -79,7 +79,7 @@ SECTIONS: tuple[tuple[str, str, Table], ...] = (
     ("Attributes of DynamicInferenceEngine", "", tables.ENGINE_ATTRIBUTES),
     (
         "SamplingParams",
-        "Requests may bring megatron-core's objects or [ours](../README.md#sampling).",
+        "Requests may bring megatron-core's objects or [ours](sampling.md).",
         tables.SAMPLING_PARAMS,
     ),
     (

@@ -1,4 +1,4 @@
-"""What gets installed, and that what the README shows works."""
+"""What gets installed, and that what the README and the pages of its users show works."""
 
 from __future__ import annotations
 
@@ -22,9 +22,20 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-def fenced(language: str) -> list[str]:
-    """The README's code blocks in a language."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+USERS_PAGES = ("README.md", *(f"docs/{n}.md" for n in ("quickstart", "cli", "python", "sampling")))
+
+
+def fenced(language: str, page: str) -> list[str]:
+    """A page's code blocks in a language."""
+    text = (ROOT / page).read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+EXAMPLES = [
+    pytest.param(code, id=f"{Path(page).stem}-{number}")
+    for page in USERS_PAGES
+    for number, code in enumerate(fenced("python", page))
+]
 
 
 @pytest.fixture(scope="module")
@@ -129,21 +140,35 @@ def test_readme_links_lead_somewhere() -> None:
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
-def test_readme_commands_exist() -> None:
-    lines = [line.split("#")[0] for block in fenced("bash") for line in block.splitlines()]
-    commands = [shlex.split(line) for line in lines if line.startswith("megatron-async ")]
-    assert len(commands) >= 4
+def test_commands_of_the_pages_exist() -> None:
+    blocks = [(page, block) for page in USERS_PAGES for block in fenced("bash", page)]
+    lines = [(page, line.split("#")[0]) for page, block in blocks for line in block.splitlines()]
+    commands = [
+        shlex.split(line.removeprefix(".venv/bin/"))
+        for _, line in lines
+        if line.startswith(("megatron-async ", ".venv/bin/megatron-async "))
+    ]
+    assert len(commands) >= 20
     for command in commands:
         arguments = command[1 : command.index(">")] if ">" in command else command[1:]
         build_parser().parse_args(arguments)
-    scripts = [line.split()[0] for line in lines if line.startswith("./")]
-    assert scripts == ["./scripts/run", "./scripts/test", "./scripts/test"]
+    for page in ("README.md", "docs/quickstart.md"):
+        scripts = [line.split()[0] for of, line in lines if of == page and line.startswith("./")]
+        assert scripts == ["./scripts/run", "./scripts/test", "./scripts/test"]
     assert all(os.access(ROOT / script, os.X_OK) for script in (*scripts, ".ci/run"))
 
 
-def test_the_readmes_first_python_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
+def test_each_command_stands_on_the_page_of_commands() -> None:
+    (names,) = (a.choices for a in build_parser()._actions if isinstance(a.choices, dict))
+    page = (ROOT / "docs" / "cli.md").read_text()
+    assert [name for name in names if f"`{name}`" not in page] == []
+
+
+def test_the_readmes_python_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
+    (code,) = fenced("python", "README.md")
+    assert len(code.splitlines()) <= 15
     done = subprocess.run(
-        [sys.executable, "-c", fenced("python")[0]],
+        [sys.executable, "-c", code],
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -152,13 +177,13 @@ def test_the_readmes_first_python_runs_in_a_process_of_its_own(tmp_path: Path) -
     assert done.stdout.strip()
 
 
-@pytest.mark.parametrize("number", range(1, len(fenced("python"))))
-def test_readme_python_runs(
-    number: int,
+@pytest.mark.parametrize("code", EXAMPLES[1:])
+def test_python_of_the_pages_runs(
+    code: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    exec(fenced("python")[number], {"__name__": "__main__"})
+    exec(code, {"__name__": "__main__"})
     assert capsys.readouterr().out.strip()

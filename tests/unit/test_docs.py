@@ -13,7 +13,7 @@ from megatron_async.engine.loop import DecodeLoop
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_async"
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 DESIGN = (ROOT / "docs" / "design.md").read_text()
 
 
@@ -76,3 +76,28 @@ def test_classes_that_design_names_exist() -> None:
     named = set(re.findall(r"`([A-Z]\w*[a-z]\w*)[`.]", DESIGN)) - {"CUDAGraph"}
     assert len(named) > 5
     assert [name for name in named if f"class {name}" not in source] == []
+
+
+def test_front_page_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+
+
+def test_index_links_every_page() -> None:
+    index = ROOT / "docs" / "index.md"
+    links = re.findall(r"\]\(([^)#]+)\)", index.read_text())
+    linked = {(index.parent / link).resolve() for link in links}
+    assert [page.name for page in PAGES if page not in linked | {index}] == []
+
+
+def test_figures_of_the_front_page_are_those_of_performance() -> None:
+    """Each row: floor, this engine, share of the floor, and the others, as in the targets' row."""
+    front, measured = (page.read_text() for page in (PAGES[0], ROOT / "docs" / "performance.md"))
+    rows = re.findall(r"^\| ([\w.-]+) \| (\d+) \| (.*) \|$", front, re.MULTILINE)
+    assert len(rows) >= 4
+    for shape, batch, cells in rows:
+        line = measured[measured.index(f"| {shape} | {batch} | ") :].split("\n", 1)[0]
+        floor, _, _, _, depth1, _, _, share, _ = line.split(" | ")[2:]
+        others = dict(re.findall(r"([\w-]+) ([\d.]+)", line.split(" | ")[3]))
+        expected = [floor, f"**{depth1}**", share]
+        expected += [others.get(name, "not measured") for name in ("vLLM", "Megatron-core")]
+        assert cells.split(" | ") == expected
