@@ -61,7 +61,7 @@ class StreamTable:
 
     @property
     def keys(self) -> frozenset[int]:
-        """Of the requests that have one."""
+        """The keys of the requests that have a stream."""
         with self._lock:
             return frozenset(self.streams)
 

@@ -86,8 +86,8 @@ class ReplicasClient:
         """Changes of the replicas: all waiters look again at each."""
         self._running: dict[int, tuple[Replica, int]] = {}
         self._aborted: set[int] = set()
-        """Running requests that were aborted: they are not tried again when their replica dies, which
-        may not have heard."""
+        """Running requests that were aborted: they are not tried again when their replica dies,
+        which may not have heard."""
         self._changing_weights = asyncio.Lock()
         self._follower: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
