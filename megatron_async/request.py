@@ -318,7 +318,7 @@ class DynamicInferenceRequest:
 
     @property
     def tracked_metadata(self) -> list[Any]:
-        """Those sampling parameters that a slot has on the device, without end token -1."""
+        """The sampling parameters that a slot has on the device, without end token -1."""
         values = [getattr(self.sampling_params, name) for name in _METADATA]
         return [-1 if value is None else value for value in values]
 

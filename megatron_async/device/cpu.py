@@ -144,7 +144,7 @@ class CpuDevice:
             time.sleep(self._jitter.random() * MAX_JITTER_SECONDS)
 
     def run(self, work: Callable[[], None], name: str, ticket: int) -> None:
-        """On the stream's thread: one piece of work."""
+        """Do one piece of work, on the stream's thread."""
         if self.failure is not None and name != "synchronize":
             return
         if self.jitters:

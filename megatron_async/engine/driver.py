@@ -143,7 +143,7 @@ class Driver:
         return self._scheduler.has_unfinished or bool(self._loop.commands.waiting)
 
     def _wait_for(self, future: RequestFuture) -> None:
-        """Until it is done: by steps of this thread, unless the engine has one of its own."""
+        """Wait until it is done: by steps of this thread, unless the engine has one of its own."""
         with self._loop.commands.waiters.waiter() as waiter:
             future.when_done(waiter.wake)
             while not future.done():
@@ -154,7 +154,8 @@ class Driver:
                 self._take()
 
     def _is_idle(self) -> bool:
-        """As the loop's, between two steps: another thread may be in the midst of one."""
+        """Whether the loop is idle, between two steps: another thread may be in the midst of
+        one."""
         with self._lock.gate, self._lock.mutex:
             return self._loop.is_idle()
 
@@ -248,7 +249,7 @@ class Driver:
                     self._end_thread_of_streams()
 
     def _end_thread_of_streams(self) -> None:
-        """Without a wait for its step: the event loop must not stand still."""
+        """End it without a wait for its step: the event loop must not stand still."""
         thread, self._thread = self._thread, None
         if thread is not None:
             atexit.unregister(thread.stop)

@@ -100,8 +100,8 @@ class Guidance:
         return not self._processors.keys().isdisjoint(plan.rows.keys)
 
     def prepare(self, ticket: Ticket) -> None:
-        """Before the S of the pending ``ticket``, with all tokens of its rows before taken: write
-        masks, and launch it where Python functions come first."""
+        """Write masks for the S of the pending ``ticket``, once all earlier tokens of its rows are
+        taken, and launch it where Python functions come first."""
         if not self._matchers and not self._processors:
             return
         masks, masked = self._runner.claim_masks(ticket)

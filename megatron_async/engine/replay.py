@@ -93,7 +93,7 @@ def _free_id(engine: DynamicInferenceEngine, request_id: int) -> None:
 def _let_end(
     engine: DynamicInferenceEngine, recorded: tuple[Ending, ...], entries: list[Entry]
 ) -> None:
-    """Until those have ended that had ended here in the recorded run."""
+    """Step until those have ended that had ended here in the recorded run."""
     wanted = Counter(ending.request_id for ending in recorded)
     while True:
         ended = Counter(e["finished"]["request_id"] for e in entries if "finished" in e)

@@ -43,8 +43,8 @@ def limits_for(
 
 
 def micro_batches_of(wrapper: Any, config: EngineConfig) -> int:
-    """As the configuration says, or one for each pipeline stage. On GPUs, where several have not
-    run yet, one."""
+    """Return what the configuration says, or one for each pipeline stage. On GPUs, where several
+    have not run yet, return one."""
     parallel = getattr(wrapper, "parallel", None)
     if config.pipeline_micro_batches is not None:
         return config.pipeline_micro_batches

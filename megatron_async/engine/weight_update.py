@@ -96,7 +96,8 @@ _lock = threading.RLock()
 
 
 def shared_weights(model: Any) -> SharedWeights:
-    """Those of ``model``, by identity. An object that allows no weak reference shares nothing."""
+    """Return those of ``model``, by identity. An object that allows no weak reference shares
+    nothing."""
     with _lock:
         if id(model) not in _shared:
             found = SharedWeights()

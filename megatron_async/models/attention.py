@@ -78,7 +78,7 @@ class NoCoreAttention(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """As megatron's own core attention stores it: split by heads."""
+        """Return the offset as megatron's own core attention stores it: split by heads."""
         state = self.state_dict(prefix="", keep_vars=True)
         split = {"softmax_offset": 0}
         found: dict[str, Any] = make_sharded_tensors_for_checkpoint(

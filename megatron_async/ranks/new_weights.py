@@ -127,7 +127,7 @@ class Room:
             ) from error
 
     def tensor(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
-        """Over the memory; what was there before is gone."""
+        """Return a tensor over the memory; what was there before is gone."""
         size = torch.Size(shape).numel() * dtype.itemsize
         return self._memory[:size].view(dtype).view(torch.Size(shape))
 

@@ -87,7 +87,7 @@ class ReplicasClient:
         self._running: dict[int, tuple[Replica, int]] = {}
         self._aborted: set[int] = set()
         """Running requests that were aborted: they are not tried again when their replica dies,
-        which may not have heard."""
+        which may not have heard of it."""
         self._changing_weights = asyncio.Lock()
         self._follower: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -186,7 +186,7 @@ class ReplicasClient:
     # --- requests -----------------------------------------------------------------------------
 
     async def generate(self, request: Generate) -> AsyncGenerator[Output, None]:
-        """As ``EngineClient.generate``, by one of the replicas.
+        """Do as ``EngineClient.generate``, by one of the replicas.
 
         Raises:
             RequestError: the request cannot be served.
@@ -230,7 +230,7 @@ class ReplicasClient:
         return request.request_id not in self._aborted and bool(self._candidates(tried))
 
     async def abort(self, request_id: int) -> None:
-        """As ``EngineClient.abort``."""
+        """Do as ``EngineClient.abort``."""
         if request_id in self._running:
             self._aborted.add(request_id)
             replica, own_id = self._running[request_id]

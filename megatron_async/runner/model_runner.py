@@ -199,7 +199,7 @@ class ModelRunner:
             self._extras.tables.reset()
 
     def restart(self) -> None:
-        """As before the first launch: tickets begin at 0. All have been taken."""
+        """Begin again as before the first launch: tickets begin at 0. All have been taken."""
         self.device.synchronize()
         for ring in (self._packets, self._results):
             ring.restart()

@@ -144,8 +144,8 @@ class StepProgram:
             logits.fill_(float("nan") if logits.is_floating_point() else -1)
 
     def finish_sends(self) -> None:
-        """At the end of a graph: wait for what S has begun to tell other stages, since nothing that
-        a graph begins may go on behind it."""
+        """Wait, at the end of a graph, for what S has begun to tell other stages, since nothing
+        that a graph begins may go on behind it."""
         if self._device.captures and self._parallel is not None:
             self._parallel.finish_sends()
 

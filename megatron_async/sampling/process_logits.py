@@ -75,7 +75,7 @@ class _Rows(NamedTuple):
     ahead: Tensor | None
 
     def select(self, rows: Tensor) -> _Rows:
-        """Those of int64 ``[N]``."""
+        """Return the rows of int64 ``[N]``."""
         return _Rows(self.tables, *(None if t is None else t[rows] for t in self[1:]))  # type: ignore[arg-type]
 
 

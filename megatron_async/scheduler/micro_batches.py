@@ -45,9 +45,9 @@ class MicroBatches:
         return sizes[micro_batch] < -(-wanted // self._count)
 
     def _level(self, micro_batch: int) -> None:
-        """Before it is planned: a micro-batch that has grown far beyond the smallest one gives its
-        newest requests away. They miss this step, and go on in the smallest one's next, when their
-        last tokens have been sampled."""
+        """Level a micro-batch before it is planned: one that has grown far beyond the smallest one
+        gives its newest requests away. They miss this step, and go on in the smallest one's next,
+        when their last tokens have been sampled."""
         sizes = self._sizes()
         least = min(sizes)
         surplus = sizes[micro_batch] - least

@@ -32,8 +32,9 @@ class Preemption:
                 table.enter_decoding(sequence)
 
     def stall_short(self, needy: dict[Sequence, int], stalled_before: set[int]) -> list[Sequence]:
-        """Those of ``needy``, each with the blocks it needs, that get them. Lowest key first; from
-        the first one on that finds too few they stall, and the highest keys may be evicted."""
+        """Return those of ``needy``, each with the blocks it needs, that get them. Lowest key
+        first; from the first one on that finds too few they stall, and the highest keys may be
+        evicted."""
         table = self._table
         ordered = sorted(needy, key=lambda s: s.priority_key)
         free = table.allocator.free_count

@@ -400,8 +400,8 @@ class Scheduler:
     def _take_prompt_log_probs(
         self, plan: Plan, words: LogProbs
     ) -> dict[int, tuple[int, LogProbs]]:
-        """By request the first prompt token that its chunk brought log-probabilities of, and these;
-        of those that have not ended."""
+        """Return, by request that has not ended, the first prompt token that its chunk brought
+        log-probabilities of, and these."""
         taken, at = {}, 0
         for chunk in plan.prefills:
             rows = words[at : at + len(chunk.targets)]

@@ -190,7 +190,7 @@ class Usage(NamedTuple):
     cached: int
 
     def to_dict(self) -> dict[str, Any]:
-        """As completions and chat have it."""
+        """Return the usage as completions and chat have it."""
         return {
             "prompt_tokens": self.prompt,
             "completion_tokens": self.generated,

@@ -36,7 +36,7 @@ class TokenNames:
         return self._shown(token)[1]
 
     def text_and_bytes(self, token: int, *, as_id: bool = False) -> tuple[str, list[int]]:
-        """As chat has it."""
+        """Return the text and the bytes of a token as chat has them."""
         _, text, raw = self._shown(token)
         return (f"token_id:{token}" if as_id else text), raw
 

@@ -45,7 +45,7 @@ class TextFormat(Body):
     strict: bool | None = None
 
     def shown(self) -> dict[str, Any]:
-        """As answers repeat it."""
+        """Return the format as answers repeat it."""
         if self.type != "json_schema":
             return {"type": self.type}
         name, description = self.name or "schema", self.description
@@ -251,7 +251,7 @@ class _Answer:
     def _response(
         self, status: str, last: Output | None = None, error: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """As it is now, or with its ``last`` output at its end."""
+        """Return the response as it is now, or with its ``last`` output at its end."""
         response = {
             **self._head,
             "status": status,

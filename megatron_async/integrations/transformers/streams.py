@@ -144,7 +144,7 @@ class AlternatingStreams(CudaStreams):
         return CudaTicket(computed, copied)
 
     def close(self) -> None:
-        """As the base class's; the caller's stream is the current one again."""
+        """Close as the base class does; the caller's stream is the current one again."""
         if self._callers is not None:
             self._callers.wait_stream(self.side)
             torch.cuda.set_stream(self._callers)
@@ -152,7 +152,7 @@ class AlternatingStreams(CudaStreams):
 
 
 def alternating_streams(device: torch.device) -> Streams | None:
-    """As :func:`streams_of`, of streams that take turns."""
+    """Return what :func:`streams_of` does, of streams that take turns."""
     return AlternatingStreams(device) if device.type == "cuda" else None
 
 

@@ -130,8 +130,8 @@ def _function(x: Tensor, name: str) -> Tensor:
 
 
 def held_experts(routing: Routing, begin: int, count: int) -> Routing:
-    """As a rank routes that has ``count`` experts from ``begin`` on: by their numbers among these,
-    and :data:`NO_EXPERT` for the others."""
+    """Route as a rank does that has ``count`` experts from ``begin`` on: by their numbers among
+    these, and :data:`NO_EXPERT` for the others."""
     ids = routing.ids - begin
     return Routing(ids.masked_fill((ids < 0) | (ids >= count), NO_EXPERT), routing.weights)
 

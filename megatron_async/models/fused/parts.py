@@ -1,4 +1,4 @@
-"""As what the fused kernels take norms, activations and the output layer."""
+"""Describes norms, activations and the output layer as the fused kernels take them."""
 
 from __future__ import annotations
 

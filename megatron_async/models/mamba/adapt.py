@@ -29,7 +29,7 @@ class _AdaptedMixing(Mixing):
     def forward(
         self, hidden_states: Tensor, inference_context: Any = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """As :class:`Mixing`."""
+        """Mix as :class:`Mixing` does; in training as megatron's mixer does."""
         if self.training:
             theirs: Any = super(Mixing, self)
             trained: tuple[Tensor, Tensor | None] = theirs.forward(

@@ -172,5 +172,5 @@ class MambaMixer(Mixing, MegatronModule):  # type: ignore[misc]
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """As megatron's mixer stores its parameters, see :func:`mixer_shards`."""
+        """Return the parameters as megatron's mixer stores its own, see :func:`mixer_shards`."""
         return mixer_shards(self, prefix, sharded_offsets)
