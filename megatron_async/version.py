@@ -1,3 +1,3 @@
-"""The package's version, read by setup.py without importing anything else."""
+"""The package's version, which pyproject.toml reads without importing anything."""
 
 __version__ = "0.1.0"

@@ -10,10 +10,12 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 from megatron_async.inference.cli.main import build_parser
 from megatron_async.version import __version__
@@ -42,7 +44,7 @@ EXAMPLES = [
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel of a copy of the sources: building in place would leave files behind."""
     source = tmp_path_factory.mktemp("source")
-    for name in ("setup.py", "pyproject.toml", "README.md"):
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     ignore = shutil.ignore_patterns("__pycache__", ".*")
     for name in ("megatron_async", "inference", "tests"):
@@ -88,8 +90,38 @@ def test_wheel_metadata(wheel: Path) -> None:
     assert (metadata["Name"], metadata["Version"]) == ("megatron-async", __version__)
     assert metadata["Requires-Python"] == ">=3.11"
     assert "megatron-core<0.20,>=0.16.1" in metadata.get_all("Requires-Dist", [])
+    assert (metadata["License-Expression"], metadata["License-File"]) == ("Apache-2.0", "LICENSE")
+    assert archive.read(f"{info}/licenses/LICENSE") == (ROOT / "LICENSE").read_bytes()
+    assert metadata["Author"] == "megatron-async developers"
+    assert metadata["Summary"] and metadata["Keywords"] and metadata["Classifier"]
+    assert metadata.get_payload().strip() == README.strip()
     entry_points = archive.read(f"{info}/entry_points.txt").decode()
     assert "megatron-async = megatron_async.__main__:main" in entry_points
+
+
+@pytest.mark.parametrize("extra", ("replicas", "test"))
+def test_what_starts_a_server_installs_all_that_a_server_needs(wheel: Path, extra: str) -> None:
+    info = f"megatron_async-{__version__}.dist-info"
+    metadata = email.message_from_bytes(zipfile.ZipFile(wheel).read(f"{info}/METADATA"))
+    needs = [Requirement(text) for text in metadata.get_all("Requires-Dist", [])]
+    windows = {"sys_platform": "win32", "platform_system": "Windows"}
+    for platform in ({"sys_platform": "linux", "platform_system": "Linux"}, windows):
+        server, wider = (
+            {
+                str(need.name)
+                for need in needs
+                if need.marker
+                and need.marker.evaluate({**platform, "extra": name})
+                and not need.marker.evaluate({**platform, "extra": ""})
+            }
+            for name in ("server", extra)
+        )
+        assert "uvicorn" in server and server < wider
+
+
+def test_the_license_file_names_the_license_of_the_metadata() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["license"] in (ROOT / "LICENSE").read_text()
 
 
 def test_installed_wheel_runs_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
