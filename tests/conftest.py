@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from tests.support import gpus  # noqa: F401 - before the next one looks for GPUs
 from tests.support.emulator import FOLDER
 from tests.support.interpreter import INTERPRETED, mend_interpreter
+from tests.support.leftovers import watch_for_leftovers
 
 # The same examples in every run of the CI, new ones on everybody's own machine. No verdict depends
 # on speed.
@@ -76,7 +77,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """What one process builds for the emulator, the others need not."""
+    watch_for_leftovers(config)
+    # What one process builds for the emulator, the others need not.
     if FOLDER not in os.environ:
         folder, patch = tempfile.TemporaryDirectory(), pytest.MonkeyPatch()
         patch.setenv(FOLDER, folder.name)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from megatron_async.megatron_compat import installed
+from tests.support.programs import process_group
 from tests.support.releases import NoReleaseError, others, release_path
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 class Ranks:
     """Two processes that import one release; the second one helps to save shards."""
 
-    def __init__(self, version: str, folder: Path) -> None:
+    def __init__(self, version: str, folder: Path, group: int) -> None:
         place = release_path(version)
         (folder / version).mkdir()
         path = [str(ROOT), *([] if place is None else [str(place)])]
@@ -36,6 +37,7 @@ class Ranks:
             subprocess.Popen(
                 [*command, str(rank)], cwd=ROOT, env=environment, text=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log,
+                process_group=group,
             )
             for rank in range(2)
         ]  # fmt: skip
@@ -75,9 +77,9 @@ class Ranks:
 @contextlib.contextmanager
 def running(versions: list[str], folder: Path) -> Iterator[list[Ranks]]:
     with contextlib.ExitStack() as stack:
-        found = []
+        group, found = stack.enter_context(process_group()), []
         for version in versions:
-            found.append(Ranks(version, folder))
+            found.append(Ranks(version, folder, group))
             stack.callback(found[-1].end)
         yield found
 

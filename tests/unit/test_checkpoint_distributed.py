@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import pickle
-import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -23,7 +22,7 @@ from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig
 from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import config_at
-from tests.support.patience import PATIENCE_SECONDS
+from tests.support.programs import run_program
 
 from megatron.core.transformer.enums import LayerType  # isort: skip
 
@@ -66,7 +65,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 # A program of a megatron user: stock model, stock save, nothing of this package.
 STOCK = """
-import argparse, contextlib, functools, multiprocessing, os, sys, types
+import argparse, contextlib, functools, os, sys, types
 import torch
 if not torch.cuda.is_available():
     torch.cuda.current_device = lambda: torch.device("cpu")
@@ -270,9 +269,7 @@ if __name__ == "__main__":
         dist_checkpointing.save(sharded, f"{root}/{name}")
     model.load_state_dict(dist_checkpointing.load(model.sharded_state_dict(), f"{root}/ours"))
     torch.save(dict(model.named_parameters()), f"{root}/loaded.pt")
-    # The interpreter takes a second to end, and what wrote for it would outlive it.
-    for child in multiprocessing.active_children():
-        child.kill()
+    # The interpreter takes a second to end. What wrote for it is killed with its process group.
     os._exit(0)
 """
 
@@ -312,10 +309,9 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_distributed(tmp_path / "ours", build(CONFIG), CONFIG)
     program = tmp_path / "stock.py"
     program.write_text(STOCK)
-    subprocess.run(
+    run_program(
         [sys.executable, "-W", "ignore", str(program), str(tmp_path)],
         check=True,
-        timeout=PATIENCE_SECONDS,
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )

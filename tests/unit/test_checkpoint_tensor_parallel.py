@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from megatron_async.checkpoint import load_pretrained, save_distributed, save_na
 from megatron_async.checkpoint.parallel_layouts import relay
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.latent_config import LatentAttention
-from tests.support.patience import PATIENCE_SECONDS
+from tests.support.programs import run_program
 
 PROGRAM = """
 import os, sys
@@ -122,11 +121,10 @@ def test_two_ranks_give_the_logits_of_one(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     root = str(Path(__file__).parents[2])
-    subprocess.run(
+    run_program(
         [sys.executable, "-W", "ignore", str(program), str(tmp_path), *names],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root},
         check=True,
-        timeout=PATIENCE_SECONDS,
     )
     for name in names:
         expected = logits_of(tmp_path / name)

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
 from pathlib import Path
 
-from tests.support.patience import PATIENCE_SECONDS
+from tests.support.programs import run_program
 
 ROOT = Path(__file__).parents[2]
 STAND_INS = ROOT / "tests" / "support" / "stand_ins"
@@ -107,13 +106,11 @@ def test_models_of_these_packages_give_the_tokens_of_the_stock_model(tmp_path: P
         if importlib.util.find_spec(package) is None:
             (tmp_path / package).symlink_to(STAND_INS / package)
             path.append(str(tmp_path))
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, "-c", BUILD + TRANSFORMER_ENGINE + APEX],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path), "CUDA_VISIBLE_DEVICES": ""},
         cwd=tmp_path,
         capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
     )
     assert done.returncode == 0, done.stderr[-3000:]
 
