@@ -81,7 +81,7 @@ class Message:
                 self.calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the message as OpenAI's API has it: no content where there are calls alone."""
+        """Return it as OpenAI's API has it: without content where there are calls alone."""
         text = "".join(self.content)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
         if self.calls:

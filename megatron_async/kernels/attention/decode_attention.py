@@ -22,8 +22,7 @@ LEAST_WARPS = 2
 WARPS_OF_FEW = 8
 """Where CTAs come to no more than a quarter of the SMs, and each row has one token."""
 MAX_ELEMENTS = 3600
-"""Elements of a group's heads: with more, the sums of all warps do not fit, and half as many do
-it."""
+"""Elements of a group's heads: with more, only half as many warps have room for their sums."""
 STAGES = 2
 MIN_SHARED_BYTES = 78 * 1024
 """Two CTAs on an SM, not three."""
@@ -35,12 +34,10 @@ WIDE_SPLIT_TOKENS = 1024
 """So where the batch has more rows than a warp has lanes: their splits fill the GPU anyhow, and
 short ones end together."""
 MAX_SPLITS = 32
-"""A row has at most this many splits: those of a longer one are longer. Their weights take the
-place of a head."""
+"""Splits of a row: those of a longer one are longer. Their weights take the place of a head."""
 LANES = 32
 MOST_ROWS = LANES * LANES
-"""A batch has at most this many rows: each lane of a warp handles several when it looks for a
-split."""
+"""Rows of a batch: each lane of a warp handles several when it looks for a split."""
 FUSED_WINDOWS = True
 """Whether the kernel takes windows of several tokens a row. If not, as in tests, keys and values of
 all tokens are appended first, and each token attends as a row of its own
@@ -50,8 +47,7 @@ MAX_WINDOW = 16
 TILE = 16
 """Tokens that a warp takes at once."""
 MAX_QUERIES = 32
-"""An item has at most this many queries, of a window's tokens and its heads: a warp's sums of them
-fit into its ring."""
+"""Queries of an item, heads times tokens of a window: a warp's sums of them fit into its ring."""
 
 
 def unsupported(

@@ -118,7 +118,7 @@ class Experts(MegatronModule):  # type: ignore[misc]
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Return weights as megatron's classes of experts do: :func:`expert_shards`."""
+        """Return weights as megatron's experts store theirs, see :func:`expert_shards`."""
         return expert_shards(self, prefix, sharded_offsets, metadata)
 
 
