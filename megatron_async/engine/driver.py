@@ -196,7 +196,7 @@ class Driver:
 
     def _end(self, error: Exception) -> None:
         """The engine's thread ends with an error. One that has not stopped the engine, such as a
-        sink's, stops it here: nobody else steps for those who wait."""
+        sink's, stops it here: nobody else steps for the callers that wait."""
         with self._lock.gate, self._lock.mutex:
             if self._lock.stopped is None:
                 reason = f"{type(error).__name__}: {error}".rstrip(": ")

@@ -1,4 +1,4 @@
-"""The thread that steps an engine for those who wait, and sleeps when there is nothing to do."""
+"""The thread that steps an engine for the threads that wait, and sleeps when there is nothing to do."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def _put(batch: dict[TokenStream, list[TokenOutput]]) -> None:
 
 
 def _tell(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> None:
-    with contextlib.suppress(RuntimeError):  # the event loop is closed, and so is who waited there
+    with contextlib.suppress(RuntimeError):  # the event loop is closed, and nothing waits there
         loop.call_soon_threadsafe(call)
 
 
@@ -111,7 +111,7 @@ class EngineThread:
 
     Args:
         step: one step of the engine; an error in it ends the thread, and has stopped the engine.
-        idle: nothing can go on until somebody asks for something. Whoever asks wakes ``waiters``
+        idle: nothing can go on until somebody asks for something. The caller that asks wakes ``waiters``
             afterwards, so a wake-up between a look and the wait ends the wait.
         waiters: the threads that wait for the engine; this one is among them while it runs.
     """
@@ -152,5 +152,5 @@ class EngineThread:
                     continue
                 try:
                     self._step()
-                except Exception:  # the engine has stopped, and all who wait know
+                except Exception:  # the engine has stopped, and all waiters know
                     return
