@@ -59,6 +59,7 @@ class Child(subprocess.Popen[bytes]):
                 stdin=subprocess.DEVNULL,
                 env=environment_of_child(environment or {}),
             )
+            _kill_at_its_end(read_end, self.pid)  # it may be stopped before its first line
         finally:
             os.close(read_end)
 
@@ -66,12 +67,7 @@ class Child(subprocess.Popen[bytes]):
 def hold_on(descriptor: int) -> None:
     """Have this process killed when the other end of a pipe is closed; end it if it is already."""
     os.set_inheritable(descriptor, False)
-    if sys.platform == "linux":
-        fcntl.fcntl(descriptor, F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
-        flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | fcntl.FASYNC)
-    else:
+    if not _kill_at_its_end(descriptor, os.getpid()):
         import threading
 
         threading.Thread(target=_wait, args=(descriptor,), name="lifeline", daemon=True).start()
@@ -80,6 +76,18 @@ def hold_on(descriptor: int) -> None:
     poll.register(descriptor, 0)
     if poll.poll(0):
         os._exit(EXIT_ORPHAN)
+
+
+def _kill_at_its_end(descriptor: int, pid: int) -> bool:
+    """Have the kernel kill a process when the other end of a pipe is closed; False where it does
+    not know how. This belongs to the pipe, whichever process says so."""
+    if sys.platform != "linux":
+        return False
+    fcntl.fcntl(descriptor, F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(descriptor, fcntl.F_SETOWN, pid)
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | fcntl.FASYNC)
+    return True
 
 
 def _wait(descriptor: int) -> None:

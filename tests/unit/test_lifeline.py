@@ -94,6 +94,13 @@ def test_a_child_whose_parent_has_gone_before_its_first_line_ends_at_once() -> N
     assert status == EXIT_ORPHAN
 
 
+def test_a_child_that_is_stopped_before_its_first_line_ends_too() -> None:
+    child = Child("no.such.module", [])
+    os.kill(child.pid, signal.SIGSTOP)
+    child.lifeline.close()
+    assert child.wait(PATIENCE_SECONDS) == -signal.SIGKILL
+
+
 def test_a_child_that_nobody_has_any_more_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
