@@ -23,7 +23,6 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "serving.md").read_text()
 COMMAND, CURL = re.findall(r"^    ((?:megatron-async|curl) (?:.*\\\n)*.*)", PAGE, re.M)
 (CLIENT,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
-README = (ROOT / "README.md").read_text()
 
 
 def wait_until(ready: Callable[[], bool]) -> None:
@@ -57,8 +56,10 @@ def url() -> Iterator[str]:
         server.communicate()
 
 
-def test_the_readme_begins_with_the_same_commands() -> None:
-    _, shown, *_ = re.findall(r"```bash\n(.*?)```", README, re.S)
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md"])
+def test_the_first_pages_begin_with_the_same_commands(page: str) -> None:
+    _, *blocks = re.findall(r"```bash\n(.*?)```", (ROOT / page).read_text(), re.S)
+    shown = "".join(blocks)[: "".join(blocks).index("}'\n") + 3]
     served, asked = shown.split("\n", 1)
     assert served == f".venv/bin/{COMMAND}"
     assert shlex.split(asked.replace("\\\n", " ")) == shlex.split(CURL.replace("\\\n", " "))
