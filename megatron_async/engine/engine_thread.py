@@ -1,4 +1,4 @@
-"""The thread that steps an engine for the threads that wait, and sleeps when there is nothing to do."""
+"""The thread that steps an engine for all others, and sleeps when there is nothing to do."""
 
 from __future__ import annotations
 
@@ -111,8 +111,8 @@ class EngineThread:
 
     Args:
         step: one step of the engine; an error in it ends the thread, and has stopped the engine.
-        idle: nothing can go on until somebody asks for something. The caller that asks wakes ``waiters``
-            afterwards, so a wake-up between a look and the wait ends the wait.
+        idle: nothing can go on until somebody asks for something. The caller that asks wakes
+            ``waiters`` afterwards, so a wake-up between a look and the wait ends the wait.
         waiters: the threads that wait for the engine; this one is among them while it runs.
     """
 
