@@ -55,7 +55,8 @@ class Pages:
         Args:
             has_key: the request has a known key, which a page has from its user alone. Without one
                 a page must be allowed by name, and its own host must be no name that somebody else
-                can turn to this server's address (DNS rebinding).
+                can turn to this server's address (DNS rebinding). Browsers name the page in what
+                changes something; a page that only reads from its own host they do not name.
         """
         origins = headers.getlist("origin")
         sites = headers.getlist("sec-fetch-site")
