@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -13,6 +14,7 @@ from tests.support import gpus  # noqa: F401 - before the next one looks for GPU
 from tests.support.emulator import FOLDER
 from tests.support.interpreter import INTERPRETED, mend_interpreter
 from tests.support.leftovers import watch_for_leftovers
+from tests.support.selection import LONG, QUICK
 
 # The same examples in every run of the CI, new ones on everybody's own machine. No verdict depends
 # on speed.
@@ -24,22 +26,6 @@ settings.load_profile("ci" if os.environ.get("CI") else "own")
 
 if INTERPRETED:
     mend_interpreter()
-
-LONG = (
-    "test_state_machine.py",
-    "test_interpreted_kernels.py",
-    "test_serving_faults.py",
-    "test_front_ends.py",
-    "test_server.py",
-    "test_serving_docs.py",
-    "test_openapi.py",
-    "test_checkpoint_distributed.py",
-    "test_checkpoint_tensor_parallel.py",
-    "test_long_run.py",
-    "test_megatron_releases.py",
-    "test_ranks.py",
-)
-"""Files of single tests that take long: they begin first, so that processes end together."""
 
 
 def _part(text: str) -> tuple[int, int]:
@@ -70,6 +56,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="decode a million tokens in the long run, instead of a hundred thousand",
     )
     parser.addoption(
+        "--quick",
+        action="store_true",
+        help="collect only a selection of files that covers each package; -m 'not slow' leaves out "
+        "what takes long in them",
+    )
+    parser.addoption(
         "--ray",
         action="store_true",
         help="run the tests that start Ray too, which take minutes",
@@ -86,18 +78,32 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(folder.cleanup)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files that are not in a quick run are not imported either."""
+    is_test = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    return (
+        True
+        if config.getoption("--quick") and is_test and collection_path.name not in QUICK
+        else None
+    )
+
+
 def pytest_collection_finish() -> None:
     """Modules and tests are no garbage: each full collection would look at them again."""
     gc.collect()
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--ray"):
         skipped = pytest.mark.skip(reason="it starts Ray, for minutes; give --ray")
         for item in items:
             if item.get_closest_marker("ray") is not None:
                 item.add_marker(skipped)
+    for item in items:
+        if item.path.name in LONG:
+            item.add_marker(pytest.mark.slow)
     items.sort(key=lambda item: item.path.name not in LONG)
     part, parts = config.getoption("--part")
     items[:] = items[part::parts]

@@ -124,6 +124,7 @@ def test_the_license_file_names_the_license_of_the_metadata() -> None:
     assert project["license"] in (ROOT / "LICENSE").read_text()
 
 
+@pytest.mark.slow
 def test_installed_wheel_runs_away_from_the_checkout(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]

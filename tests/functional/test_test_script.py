@@ -73,10 +73,36 @@ def test_everything_is_run_and_arguments_go_to_pytest(tmp_path: Path) -> None:
     assert lint == [["ruff", "check", "."], ["ruff", "format", "--check", "."]]
     assert sorted((one, other)) == [
         ["mypy"],
-        ["pytest", "-n", "3", "--dist", "worksteal", "tests/unit", "-k", "two words"],
+        [
+            "pytest",
+            "-n",
+            "3",
+            "--dist",
+            "worksteal",
+            "--durations=10",
+            "tests/unit",
+            "-k",
+            "two words",
+        ],
     ]
     assert done.output.index("[test] pytest\nof pytest") < done.output.index("types\nof mypy")
     assert [done.calls[-1][name] for name in THREADS] == ["1", "1"]
+
+
+def test_quick_runs_lint_types_and_what_is_not_slow(tmp_path: Path) -> None:
+    done = run(tmp_path, "-x", "--quick")
+    assert done.status == 0
+    *lint, one, other = [call["arguments"] for call in done.calls]
+    assert [each[0] for each in lint] == ["ruff", "ruff"]
+    pytest_call, types = sorted((one, other), key=lambda each: each == ["mypy"])
+    assert types == ["mypy"]
+    assert pytest_call[5:] == ["--durations=10", "--quick", "-m", "not slow", "-x"]
+
+
+def test_quick_and_gpu_exclude_each_other(tmp_path: Path) -> None:
+    done = run(tmp_path, "--gpu", "--quick", machine="1 8")
+    assert (done.status, done.calls) == (2, [])
+    assert "--quick and --gpu exclude each other" in done.output
 
 
 def test_a_failure_does_not_stop_the_others(tmp_path: Path) -> None:
@@ -109,7 +135,7 @@ def test_gpu_runs_its_tests_alone_with_two_threads_each(tmp_path: Path) -> None:
     assert done.status == 0
     (call,) = done.calls
     assert call["arguments"] == [
-        "pytest", "-n", "14", "--dist", "worksteal", "-m", "gpu", "-x", "tests"
+        "pytest", "-n", "14", "--dist", "worksteal", "--durations=10", "-m", "gpu", "-x", "tests"
     ]  # fmt: skip
     assert [call[name] for name in (*THREADS, "TEST_GPUS")] == ["2", "2", "2"]
 

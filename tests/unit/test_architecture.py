@@ -124,6 +124,7 @@ def test_nothing_imports_the_integrations() -> None:
             assert not [n for n in imports_of(path) if "megatron_async.integrations" in n], path
 
 
+@pytest.mark.slow
 def test_asynchronous_stopping_needs_torch_and_transformers_alone() -> None:
     pytest.importorskip("transformers")
     code = (

@@ -36,6 +36,7 @@ def run(depth: int, asks: list[Ask], **values: object) -> tuple[object, list[obj
     return counters, requests
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_random_workloads_equal_the_oracle(data: st.DataObject) -> None:

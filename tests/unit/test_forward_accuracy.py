@@ -359,6 +359,7 @@ def test_logits_on_a_cpu_are_those_of_a_float64_forward(
     assert max(rig.worst_errors(batch_size)) < TOLERANCE[dtype]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(emulator.COMPILER is None, reason="the emulator needs g++")
 @pytest.mark.parametrize("name", ("qwen3", "gpt2"))
 def test_logits_of_emulated_kernels_are_those_of_a_float64_forward(

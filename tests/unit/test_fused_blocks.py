@@ -107,6 +107,7 @@ CASES: dict[str, tuple[Change, int, dict[str, tuple[int | None, ...]]]] = {
 }
 
 
+@pytest.mark.slow
 @on_both(
     "name",
     "case",

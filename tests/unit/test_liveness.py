@@ -150,6 +150,7 @@ class FreeBlocks:
         self.passed_over += room and table.allocator.free_count >= need
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_soak_over_a_cache_that_is_always_full(depth: int, request: pytest.FixtureRequest) -> None:
     """All requests are there from the beginning, the thread runs free, and the cache never has

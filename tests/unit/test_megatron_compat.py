@@ -56,6 +56,7 @@ def test_a_later_release_is_warned_of_once(
     assert len(caplog.records) == 1 and "0.16.1, 0.17.1, 0.18.2, 0.19.2" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_later_release_warns_when_it_is_imported(tmp_path: Path) -> None:
     """In a process whose megatron-core calls itself one."""
     program = (

@@ -221,6 +221,7 @@ def decode_tiny(
     return [tokens[index] for index in range(count)], engine
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_invariant", (False, True))
 def test_fixed_shapes_change_no_token_of_a_model(batch_invariant: bool) -> None:
     values = {"count": 8, "batch_invariant": batch_invariant}

@@ -60,6 +60,7 @@ def undrafted(tiny: DynamicInferenceEngine) -> list[list[int]]:
     return tokens_of(generate(tiny, 40))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("depth", "drafts"), ((0, 4), (1, 1), (1, 4), (2, 2), (4, 4)))
 def test_drafted_equals_undrafted(
     tiny: DynamicInferenceEngine, undrafted: list[list[int]], depth: int, drafts: int
@@ -82,6 +83,7 @@ def undrafted_chunked(tiny: DynamicInferenceEngine) -> list[list[int]]:
         return tokens_of(generate(engine, 24, ALIKE))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", (0, 2))
 def test_drafted_equals_undrafted_through_evictions_prefix_hits_and_chunks(
     tiny: DynamicInferenceEngine, undrafted_chunked: list[list[int]], depth: int

@@ -465,6 +465,7 @@ def test_a_handler_between_any_two_lines_of_a_step_harms_nothing(name: str, dept
     assert done[True] > 40 and done[False] > 5, done
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ("add_request", "step_modern", "generate", "suspend", "start"))
 def test_a_handler_between_any_two_lines_may_add_and_abort_requests(call: str) -> None:
     """No lock is in its way, those of threading's events included."""
@@ -512,6 +513,7 @@ def may_be_had(lock: Any) -> bool:
     return got[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "depth"),
     [("step_modern", 0), ("step_modern", 2), ("suspend", 1), ("update_weights", 1)],

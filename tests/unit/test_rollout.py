@@ -132,6 +132,7 @@ def nothing(engine: DynamicInferenceEngine, step: int) -> None:
 EVENTS: dict[str, Event] = {"none": nothing, "evictions": evictions, "new weights": new_weights}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event", EVENTS)
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_log_probs_of_rollouts_are_those_of_a_plain_forward(depth: int, event: str) -> None:

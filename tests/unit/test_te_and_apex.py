@@ -11,6 +11,8 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support.programs import run_program
 
 ROOT = Path(__file__).parents[2]
@@ -100,6 +102,7 @@ assert norm_class("RMSNorm", torch.device("cuda")).__module__.startswith("megatr
 """
 
 
+@pytest.mark.slow
 def test_models_of_these_packages_give_the_tokens_of_the_stock_model(tmp_path: Path) -> None:
     path = [str(ROOT)]
     for package in ("transformer_engine", "apex"):

@@ -61,6 +61,7 @@ def stock_and_ours(model: Any, **more: Any) -> tuple[torch.Tensor, torch.Tensor]
     return stock, ours
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_tokens_are_those_of_stock_and_all_is_put_back(
     name: str, said: list[str], monkeypatch: pytest.MonkeyPatch
@@ -115,6 +116,7 @@ def gemma2() -> Any:
     return transformers.Gemma2ForCausalLM(config).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [hooked, bias, gemma2, lambda: sdpa("mistral")])
 def test_other_models_are_equal_too(make: Any, said: list[str]) -> None:
     """With the kernels where they fit, else as before."""

@@ -81,6 +81,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 def test_another_process_gets_the_weights_of_a_divided_trainer(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
