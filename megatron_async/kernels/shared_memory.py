@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import torch
+if TYPE_CHECKING:  # the command line knows tile configs, and its help waits for no torch
+    import torch
 
 Config = TypeVar("Config")
 
@@ -32,6 +33,8 @@ def block_limit(device: torch.device) -> int:
 @functools.cache
 def gpu_limit(index: int) -> int:
     """:func:`block_limit` of a GPU, which is asked once."""
+    import torch
+
     if not torch.cuda.is_available():
         return HOPPER_BYTES
     properties = torch.cuda.get_device_properties(index)
