@@ -125,19 +125,20 @@ def drafted(engine: DynamicInferenceEngine, **values: Any) -> Found:
     return {"tokens": [request.generated_tokens for request in found], "accepted": accepted}
 
 
+Work = list[tuple[str, SamplingParams]]
+
+
 def full_cache(
-    engine: DynamicInferenceEngine, depth: int, count: int = len(PROMPTS)
+    engine: DynamicInferenceEngine, depth: int, work: Work, block_count: int
 ) -> list[list[int]]:
     """The tokens of requests that are all there from the beginning, by the engine's own thread,
     over a cache that never has room for all that could run; nobody asks for anything meanwhile."""
-    with watched_waiters(), engine.with_config(config_at(depth, block_count=11)) as other:
+    config = config_at(depth, block_count=block_count)
+    with watched_waiters(), engine.with_config(config) as other:
         thread = OwnThread(other)
-        futures = [
-            other.add_request(n, PROMPTS[n % len(PROMPTS)], params()[n % len(PROMPTS)])
-            for n in range(count)
-        ]
-        thread.run_dry(100 * count)
-        assert other.counters.evictions, "the cache was not full"
+        futures = [other.add_request(n, *each) for n, each in enumerate(work)]
+        thread.run_dry(100 * len(work))
+        assert other.counters.evictions + other.counters.stalls > len(work) / 10, "not full"
         thread.stop()
     return [list(future.result(timeout=0).generated_tokens) for future in futures]
 
@@ -165,7 +166,8 @@ def case(engine: DynamicInferenceEngine, folder: Path, model: str, *, alone: boo
         with engine.with_config(config_at(2, pipeline_micro_batches=2)) as other:
             result = replay(read_run(record), other)
             found["replay"] = [result.exact, list(result.differences), len(result.endings)]
-    found["full"] = {depth: full_cache(engine, depth) for depth in DEPTHS}
+    work = list(zip(PROMPTS, params(), strict=True))
+    found["full"] = {depth: full_cache(engine, depth, work, 11) for depth in DEPTHS}
     found["ngram"] = drafted(engine, speculative_method="ngram")
     if engine.controller.inference_wrapped_model.kv_cache_spec.num_mtp_layers:
         found["mtp"] = drafted(engine)
@@ -305,9 +307,17 @@ def meeting_case(
 def soak_case(folder: Path, layout: Layout, store: dist.Store, count: int) -> Found:
     """Requests by the engine's own thread over a cache that is always full; which of them got other
     tokens than in a cache with room for all."""
+    kinds: Work = [
+        (f"x = [{n}", SamplingParams(temperature=n % 2, seed=n, num_tokens_to_generate=6 + n % 3,
+                                     termination_id=-1))
+        for n in range(9)
+    ]  # fmt: skip
     with engine_over(folder / "dense", config_at(1), layout, store) as engine:
-        expected = [list(r.generated_tokens) for r in engine.generate(PROMPTS, params())]
-        found = full_cache(engine, 1, count)
+        alone = engine.generate([prompt for prompt, _ in kinds], [each for _, each in kinds])
+        expected = [list(request.generated_tokens) for request in alone]
+        work = [kinds[n % len(kinds)] for n in range(count)]
+        # Each needs a second block on its way, and there are three for three rows.
+        found = full_cache(engine, 1, work, 3)
     return {
         "served": len(found),
         "wrong": [n for n, each in enumerate(found) if each != expected[n % len(expected)]],
