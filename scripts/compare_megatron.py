@@ -5,8 +5,9 @@
 A ``GPTModel`` of megatron-core with random weights is served by its ``DynamicInferenceEngine`` (in
 each mode of the release), is then adapted in place, and served by ours at depth 0 and 1, with the
 same prompts. All decode greedily. Tokens must be equal up to near ties: where two engines part, a
-plain forward over what came before must find both tokens within ``--tie`` of each other. What
-follows is not compared, since prompts differ from there on.
+plain forward in float32 over what came before must find both tokens within ``--tie`` times the
+rounding noise of each other: the standard deviation of what the model's own precision changes in a
+logit. What follows is not compared, since prompts differ from there on.
 
 megatron-core's engine needs flash-attn and flashinfer; ``--stand-ins`` are folders that come first
 on the path and have packages in their place.
@@ -85,7 +86,7 @@ def partings(one: Sequence[Sequence[int]], other: Sequence[Sequence[int]]) -> li
 def beyond_ties(
     found: Sequence[Parting], gap: Callable[[Parting], float], tie: float
 ) -> list[tuple[Parting, float]]:
-    """Those where the logits of the two tokens lie further apart than ``tie``, with the gap."""
+    """Those whose gap of logits exceeds ``tie``, with the gap; both in units of rounding noise."""
     gaps = [(parting, gap(parting)) for parting in found]
     return [(parting, size) for parting, size in gaps if not size <= tie]
 
@@ -228,20 +229,47 @@ def run_ours(model: Any, depth: int, prompts: list[list[int]], count: int) -> Ru
     return Run(f"ours, depth {depth}", tokens, steps)
 
 
-def gap_by_forward(model: Any, prompts: list[list[int]], tokens: list[list[int]]) -> Any:
-    """The gap of two tokens' logits at a parting, by a whole forward of the adapted model."""
-    import torch
+class Logits:
+    """The logits behind what came before a parting, in the model's precision and in float32.
 
-    def gap(parting: Parting) -> float:
-        before = prompts[parting.prompt] + tokens[parting.prompt][: parting.position]
-        device = next(model.parameters()).device
+    Args:
+        model: :meth:`measure` moves it to float32, for good.
+    """
+
+    def __init__(self, model: Any, prompts: list[list[int]], tokens: list[list[int]]) -> None:
+        self._model = model
+        self._prompts, self._tokens = prompts, tokens
+        self._own: dict[tuple[int, int], Any] = {}
+        self._exact: dict[tuple[int, int], Any] = {}
+
+    def _forward(self, parting: Parting) -> Any:
+        import torch
+
+        before = self._prompts[parting.prompt] + self._tokens[parting.prompt][: parting.position]
+        device = next(self._model.parameters()).device
         ids = torch.tensor([before], device=device)
         with torch.no_grad():
-            logits = model(ids, torch.arange(len(before), device=device)[None], None)[0, -1].float()
-        one, other = parting.tokens
-        return abs(float(logits[one] - logits[other]))
+            positions = torch.arange(len(before), device=device)[None]
+            return self._model(ids, positions, None)[0, -1].float().cpu()
 
-    return gap
+    def measure(self, found: Sequence[Parting]) -> None:
+        """Run the forwards that :meth:`gap` needs, in both precisions."""
+        import torch
+
+        places = {(parting.prompt, parting.position): parting for parting in found}
+        self._own = {place: self._forward(parting) for place, parting in places.items()}
+        self._model.float()
+        for field in ("params_dtype", "pipeline_dtype"):
+            setattr(self._model.config, field, torch.float32)
+        self._exact = {place: self._forward(parting) for place, parting in places.items()}
+
+    def gap(self, parting: Parting) -> float:
+        """The gap of the two tokens' logits in float32, in units of rounding noise."""
+        exact = self._exact[parting.prompt, parting.position]
+        noise = float((self._own[parting.prompt, parting.position] - exact).std())
+        one, other = parting.tokens
+        gap = abs(float(exact[one] - exact[other]))
+        return gap / noise if noise else float("inf") if gap else 0.0
 
 
 def compare(
@@ -258,9 +286,11 @@ def compare(
     runs += [run_ours(model, depth, prompts, count) for depth in (0, 1)]
     rows, wrong = [], []
     ours = runs[-1]
-    for run in runs:
-        found = partings(run.tokens, ours.tokens)
-        bad = beyond_ties(found, gap_by_forward(model, prompts, ours.tokens), tie)
+    parted = [partings(run.tokens, ours.tokens) for run in runs]
+    logits = Logits(model, prompts, ours.tokens)
+    logits.measure([parting for found in parted for parting in found])
+    for run, found in zip(runs, parted, strict=True):
+        bad = beyond_ties(found, logits.gap, tie)
         wrong += [f"{name}, batch {len(prompts)}: {run.name}: {each}" for each in bad]
         rows.append(
             {
@@ -278,7 +308,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=256)
-    parser.add_argument("--tie", type=float, default=0.1, help="largest gap of logits of a tie")
+    parser.add_argument(
+        "--tie",
+        type=float,
+        default=6.0,
+        metavar="N",
+        help="largest gap of logits of a tie, in units of rounding noise",
+    )
     parser.add_argument("--stand-ins", type=Path, nargs="*", default=[], metavar="PATH")
     parser.add_argument("--ours-alone", action="store_true", help="without megatron-core's engine")
     parser.add_argument("--json", type=Path, help="where the rows go, too")

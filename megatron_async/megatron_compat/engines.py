@@ -7,6 +7,7 @@ with 0.19.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -75,6 +76,7 @@ def megatron_engine(
         "max_tokens": max_tokens,
         "num_cuda_graphs": None if config.cuda_graph_impl == "none" else 1,
         "use_cuda_graphs_for_non_decode_steps": False,
+        "use_flashinfer_fused_rope": importlib.util.find_spec("flashinfer") is not None,
     }
     tokenizer = types.SimpleNamespace(
         vocab_size=model.vocab_size, eod=-1, bos=None, detokenize=lambda tokens: ""
