@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from megatron_async.config import MAX_COUNT, check_buffer_size, check_integer
@@ -104,7 +105,14 @@ class CacheMemory:
         """A tensor of zeros."""
         size = torch.Size(shape).numel() * dtype.itemsize
         if not self._releasable or not size:
+            if size and self._device.type == "cpu":
+                return _untouched_zeros(size).view(dtype).view(shape)
             return torch.zeros(shape, dtype=dtype, device=self._device)
         region = Region(size, self._device)
         self.regions.append(region)
         return region.part(0, shape, dtype).zero_()
+
+
+def _untouched_zeros(size: int) -> torch.Tensor:
+    """Bytes whose pages take memory when they are first touched, where ``torch.zeros`` writes all."""
+    return torch.from_numpy(np.zeros(size, np.uint8))
