@@ -114,5 +114,5 @@ class CacheMemory:
 
 
 def _untouched_zeros(size: int) -> torch.Tensor:
-    """Bytes whose pages take memory when they are first touched, where ``torch.zeros`` writes all."""
+    """Bytes whose pages take memory when they are first touched; ``torch.zeros`` writes all."""
     return torch.from_numpy(np.zeros(size, np.uint8))
