@@ -1,1 +1,1 @@
-"""This package behind other libraries' interfaces. Nothing else imports it."""
+"""Where other libraries' interfaces were; they are in :mod:`megatron_async.contrib`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from megatron_async.integrations.transformers.graphs import Step
+from megatron_async.contrib.transformers.captured.graphs import Step
 
 
 class CalledGraphs:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_async.integrations.transformers import AsyncGenerate, async_stopping
+from megatron_async.contrib.transformers import AsyncGenerate, async_stopping
 from tests.support.late_streams import LateStreams
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_async.integrations.transformers.streams import Copies, Work
+from megatron_async.contrib.transformers.stopping.streams import Copies, Work
 
 POISON = {torch.bool: True, torch.long: -(2**40)}
 

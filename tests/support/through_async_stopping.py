@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from transformers import GenerationMixin
 
-from megatron_async.integrations.transformers import async_stopping
-from megatron_async.integrations.transformers.decoding import Decoding
+from megatron_async.contrib.transformers import async_stopping
+from megatron_async.contrib.transformers.stopping.decoding import Decoding
 
 if TYPE_CHECKING:
     from tests.support.late_streams import LateStreams

@@ -118,17 +118,32 @@ def test_ray_is_imported_in_two_files() -> None:
             assert not [n for n in imports_of(path) if n.partition(".")[0] == "ray"], path
 
 
-def test_nothing_imports_the_integrations() -> None:
+OUTSIDE = ("contrib", "integrations")
+"""Folders for users of other libraries; the second one is the former address of the first."""
+
+
+def test_nothing_imports_what_stands_outside() -> None:
     for path in (*PACKAGE.rglob("*.py"), *(ROOT / "inference").rglob("*.py")):
-        if "integrations" not in path.relative_to(ROOT).parts:
-            assert not [n for n in imports_of(path) if "megatron_async.integrations" in n], path
+        if not set(path.relative_to(ROOT).parts) & set(OUTSIDE):
+            modules = (f"megatron_async.{name}" for name in OUTSIDE)
+            assert not [n for n in imports_of(path) if n.startswith(tuple(modules))], path
+
+
+def test_stopping_and_captured_steps_import_none_of_our_other_modules() -> None:
+    own = "megatron_async.contrib.transformers."
+    for folder in ("stopping", "captured"):
+        files = sorted((PACKAGE / "contrib" / "transformers" / folder).glob("*.py"))
+        assert 3 < len(files) <= 14
+        for path in files:
+            ours = {n for n in imports_of(path) if n.startswith("megatron_async")}
+            assert {n for n in ours if not n.startswith((own + "stopping.", own + folder))} == set()
 
 
 @pytest.mark.slow
 def test_asynchronous_stopping_needs_torch_and_transformers_alone() -> None:
     pytest.importorskip("transformers")
     code = (
-        "import sys, megatron_async.integrations.transformers as t\n"
+        "import sys, megatron_async.contrib.transformers as t\n"
         "t.async_generate, t.AsyncStoppingCriteriaList\n"
         "bad = [m for m in ('megatron', 'megatron_async.engine') if m in sys.modules]\n"
         "assert not bad, bad\n"

@@ -13,7 +13,11 @@ from megatron_async.engine.loop import DecodeLoop
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron_async"
-PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+PAGES = (
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((PACKAGE / "contrib").rglob("*.md")),
+)
 DESIGN = (ROOT / "docs" / "design.md").read_text()
 INTERNALS = {p.stem: p.read_text() for p in (ROOT / "docs" / "internals").glob("*.md")}
 DETAILED = "\n".join((DESIGN, *INTERNALS.values()))

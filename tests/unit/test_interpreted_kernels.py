@@ -43,6 +43,7 @@ RUNS = (
 of their own, which run side by side."""
 
 
+FILES = {path.name: path for path in HERE.parent.rglob("test_*.py")}
 MARKED = re.compile(r"^\s*(@interpreted|@on_devices|.*marks=interpreted)", re.MULTILINE)
 """In files with tests that are interpreted."""
 
@@ -61,7 +62,7 @@ MARKED = re.compile(r"^\s*(@interpreted|@on_devices|.*marks=interpreted)", re.MU
 def test_kernels_in_tritons_interpreter(files: tuple[str, ...], part: str) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     result = subprocess.run(
-        [*command, f"--part={part}", *(str(HERE.with_name(file)) for file in files)],
+        [*command, f"--part={part}", *(str(FILES[file]) for file in files)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         cwd=HERE.parents[2],
         capture_output=True,
@@ -75,8 +76,6 @@ def test_kernels_in_tritons_interpreter(files: tuple[str, ...], part: str) -> No
 
 def test_no_file_is_forgotten() -> None:
     users = {
-        path.name
-        for path in HERE.parent.glob("test_*.py")
-        if path != HERE and MARKED.search(path.read_text())
+        path.name for path in FILES.values() if path != HERE and MARKED.search(path.read_text())
     }
     assert users == {file for files, _ in RUNS for file in files}

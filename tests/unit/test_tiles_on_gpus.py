@@ -268,7 +268,7 @@ def test_products_and_scans_take_no_more_than_their_bound(dtype: torch.dtype) ->
 
 def test_kernels_whose_tiles_nobody_chooses_take_little() -> None:
     """Less than every GPU gives without being asked."""
-    from megatron_async.integrations.transformers import row_kernels
+    from megatron_async.contrib.transformers.captured import row_kernels
     from megatron_async.kernels.attention.rope_append import rope_append
     from megatron_async.kernels.norm.add_norm import MAX_COLUMNS, add_norm
     from megatron_async.kernels.sampling import sample_triton

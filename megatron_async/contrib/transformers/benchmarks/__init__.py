@@ -1,0 +1,1 @@
+"""Timings beside stock ``generate``, and their plots."""

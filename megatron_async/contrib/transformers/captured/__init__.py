@@ -1,0 +1,1 @@
+"""``generate`` whose decode step is one captured graph; imports torch and transformers alone."""

@@ -1,0 +1,1 @@
+"""Batches and requests of transformers over our engine."""

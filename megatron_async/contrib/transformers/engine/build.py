@@ -1,0 +1,75 @@
+"""The engine over a transformers model object."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from megatron_async.config import EngineConfig
+from megatron_async.contrib.transformers.engine.weights import convert_model
+from megatron_async.engine.build import build_context, resolve_device
+from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.models.wrapper import GPTInferenceWrapper
+from megatron_async.runner.controller import TextGenerationController
+
+MOST_REQUESTS = 128
+"""At once, where the batch decides."""
+CACHE_SHARE = 0.9
+"""The share of a GPU's free memory that the KV cache of a batch may have."""
+
+
+def engine_of(
+    model: Any,
+    config: EngineConfig | None = None,
+    *,
+    weights: str = "copy",
+    lengths: Sequence[int] = (),
+) -> DynamicInferenceEngine:
+    """An engine with the weights of a transformers model, on its device and in its dtype.
+
+    Args:
+        config: None is asynchronous at depth 2 with the defaults of everything else, or with room
+            for a batch of ``lengths``. Its ``device`` and ``dtype`` are the model's.
+        weights: ``"copy"`` or ``"take"``, see :func:`convert_model`.
+        lengths: most tokens of each request, prompt and generation, where they are known.
+
+    Raises:
+        CheckpointError: the model's type, or one of its features, is not supported.
+        ConfigError: the configuration does not suit the model.
+    """
+    device = resolve_device(str(model.device))
+    allow = config is not None and config.allow_non_finite_weights
+    converted = convert_model(model, weights, allow_non_finite=allow)
+    wrapper = GPTInferenceWrapper(converted.model)
+    if config is None:
+        config = config_for(wrapper, lengths, device)
+    return DynamicInferenceEngine(
+        TextGenerationController(wrapper, None),
+        build_context(wrapper, config, device),
+        config=config,
+        model_name=type(model).__name__,
+    )
+
+
+def config_for(
+    wrapper: GPTInferenceWrapper, lengths: Sequence[int], device: torch.device
+) -> EngineConfig:
+    """Depth 2, and on a GPU a KV cache for all requests at once as far as there is memory."""
+    plain = EngineConfig(inference_async_scheduling=True, depth=2)
+    if not lengths or device.type != "cuda":
+        return plain
+    size = plain.block_size_tokens
+    blocks = sorted((-(-length // size) for length in lengths), reverse=True)[:MOST_REQUESTS]
+    free, _ = torch.cuda.mem_get_info(device)
+    affordable = int(free * CACHE_SHARE) // (wrapper.kv_cache_spec.token_bytes * size)
+    # One more for each request: it is taken before the last one's token is known.
+    wanted = sum(blocks) + len(blocks)
+    return replace(
+        plain,
+        max_requests=len(blocks),
+        max_sequence_length=min(max(lengths), wrapper.max_sequence_length),
+        block_count=max(blocks[0] + 1, min(wanted, affordable)),
+    )

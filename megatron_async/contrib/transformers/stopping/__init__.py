@@ -1,0 +1,1 @@
+"""``generate`` whose host does not wait for stop checks; imports torch and transformers alone."""
