@@ -256,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> list[Update]:
     config = EngineConfig(
         device="cpu", dtype="float32", max_requests=rows, max_sequence_length=256,
         block_count=16 * rows * (2 + args.staleness), block_size_tokens=16,
-        inference_async_scheduling=args.depth > 0, depth=args.depth, random_seed=args.seed,
+        depth=args.depth, random_seed=args.seed,
     )  # fmt: skip
     with DynamicInferenceEngine.from_pretrained("tiny", config) as engine:
         engine.start()

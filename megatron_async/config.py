@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_async.errors import ConfigError, shown
 from megatron_async.kv_events_config import KVEventsConfig, kv_events_config
+from megatron_async.testing_options import TestingOptions, as_testing_options
 
 DEFAULT_ASYNC_DEPTH = 1
 MAX_DEPTH = 64
@@ -91,9 +92,10 @@ class EngineConfig:
     """How requests are scheduled and how much memory they may take.
 
     Attributes:
-        inference_async_scheduling: launch a step before the last one is committed. Off by default.
-        depth: steps in flight whose tokens the host has not committed; None means 1 with
-            asynchronous scheduling and 0 without.
+        depth: steps in flight whose tokens the host has not committed; 0 is serial decoding. None
+            is what ``inference_async_scheduling`` says.
+        inference_async_scheduling: the command line's and Megatron's name for a depth: True is 1,
+            False and None are 0. With a ``depth`` it may only agree with it.
         max_requests: slots, which is also the most rows of one forward; at most 65,536.
         max_tokens: most tokens of one forward; None gives room for four chunks next to full decode
             rows. It never has more than ``max_requests`` chunks.
@@ -138,9 +140,6 @@ class EngineConfig:
         adaptive_speculation: leave drafts out where they do not pay, by the costs of steps, which
             are measured at the start, and by how many drafts were accepted lately. It changes no
             token.
-        speculative_step_costs: (rows, window, seconds) of decode steps for
-            ``adaptive_speculation``, in place of what it would measure: the header of a recorded
-            run has them.
         num_cuda_graphs: most row buckets captured; None captures all.
         enable_sampling_extras: keep room on the device for penalties, filters, log-probabilities
             and structured output, and capture the steps of requests that ask for them; the log
@@ -163,17 +162,17 @@ class EngineConfig:
             group; eight times as long while it starts, loads or captures. 0 waits for ever.
         dtype: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None takes the checkpoint's on a GPU
             and float32 on a CPU.
-        jitter_seed: CPU only, for tests: sleep random times around device work.
         record: a file that gets the engine's commands with their ticket numbers; ``megatron-async
             replay`` repeats the run.
         debug: poison consumed buffers and check invariants at every step.
+        testing: knobs for tests and ``bench``; a ``TestingOptions``, or its fields in a mapping.
 
     Raises:
         ConfigError: a value is out of range, or two contradict each other.
     """
 
-    inference_async_scheduling: bool = False
     depth: int | None = None
+    inference_async_scheduling: bool | None = None
     max_requests: int = 64
     max_tokens: int | None = None
     max_sequence_length: int | None = None
@@ -196,7 +195,6 @@ class EngineConfig:
     tokenizer_model: str | None = None
     draft_model: str | None = None
     adaptive_speculation: bool = False
-    speculative_step_costs: tuple[tuple[int, int, float], ...] | None = None
     num_cuda_graphs: int | None = None
     enable_sampling_extras: bool = True
     capture_mixed_steps: bool = True
@@ -209,9 +207,9 @@ class EngineConfig:
     pipeline_micro_batches: int | None = None
     rank_timeout_seconds: float = DEFAULT_RANK_TIMEOUT_SECONDS
     dtype: str | None = None
-    jitter_seed: int | None = None
     record: str | None = None
     debug: bool = False
+    testing: TestingOptions = field(default_factory=TestingOptions)
 
     def __post_init__(self) -> None:
         self._check("max_requests", 1, MAX_REQUESTS)
@@ -239,27 +237,19 @@ class EngineConfig:
             raise ConfigError(f"speculative_method={shown(method)} must be {known}")
         if self.tokenizer_model is not None and not isinstance(self.tokenizer_model, str):
             raise ConfigError(f"tokenizer_model={shown(self.tokenizer_model)} must be a path")
-        self._check_step_costs()
+        options = as_testing_options(self.testing)
+        options.check_windows(set(draft_windows(self.num_speculative_tokens, adaptive=True)))
+        object.__setattr__(self, "testing", options)
         object.__setattr__(self, "kv_events_config", kv_events_config(self.kv_events_config))
         self._check("depth", 0, MAX_DEPTH, optional=True)
         self._check("inference_logging_step_interval", 0)
         self._check("max_tokens", 1, optional=True)
         self._check("random_seed")
-        self._check("jitter_seed", optional=True)
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if isinstance(field.default, bool) and not isinstance(value, bool):
-                raise ConfigError(f"{field.name}={shown(value)} must be True or False")
-        if self.depth and not self.inference_async_scheduling:
-            raise ConfigError(
-                f"depth={self.depth} needs asynchronous scheduling; turn on "
-                "inference_async_scheduling or leave depth out"
-            )
-        if self.depth == 0 and self.inference_async_scheduling:
-            raise ConfigError(
-                "depth=0 is serial decoding and contradicts inference_async_scheduling; "
-                "use a depth of at least 1 or turn it off"
-            )
+        for one in dataclasses.fields(self):
+            value = getattr(self, one.name)
+            if isinstance(one.default, bool) and not isinstance(value, bool):
+                raise ConfigError(f"{one.name}={shown(value)} must be True or False")
+        self._check_async_scheduling()
         if self.buffer_size_gb is not None:
             if self.block_count is not None:
                 raise ConfigError(
@@ -283,28 +273,18 @@ class EngineConfig:
         if self.dtype is not None and not (isinstance(self.dtype, str) and self.dtype in names):
             raise ConfigError(f"dtype={shown(self.dtype)} must be float32, bfloat16 or float16")
 
-    def _check_step_costs(self) -> None:
-        """Numbers of those ranges, Python's own from now on, and at least one for each window."""
-        if self.speculative_step_costs is None:
-            return
-        name = "speculative_step_costs"
-        try:
-            costs = tuple(
-                (int(rows), int(window), float(seconds))
-                for rows, window, seconds in self.speculative_step_costs
+    def _check_async_scheduling(self) -> None:
+        """An alias of ``depth`` that says something else than it is refused."""
+        asynchronous = self.inference_async_scheduling
+        if asynchronous is not None and not isinstance(asynchronous, bool):
+            name = "inference_async_scheduling"
+            raise ConfigError(f"{name}={shown(asynchronous)} must be True or False")
+        if None not in (asynchronous, self.depth) and asynchronous != (self.depth != 0):
+            decoding = "asynchronous" if self.depth else "serial"
+            raise ConfigError(
+                f"depth={self.depth} is {decoding} decoding and contradicts "
+                f"inference_async_scheduling={asynchronous}; leave one of them out"
             )
-        except (TypeError, ValueError):
-            raise ConfigError(f"{name} must be (rows, window, seconds) tuples of numbers") from None
-        if not costs or any(min(cost) <= 0 or cost[2] == float("inf") for cost in costs):
-            raise ConfigError(f"{name} must have rows, window and finite seconds above 0")
-        windows = set(draft_windows(self.num_speculative_tokens, adaptive=True))
-        for rows in {cost[0] for cost in costs}:
-            missing = windows - {cost[1] for cost in costs if cost[0] == rows}
-            if missing:
-                raise ConfigError(
-                    f"{name} has no seconds for {rows} rows and windows {sorted(missing)}; add them"
-                )
-        object.__setattr__(self, name, costs)
 
     def _check(
         self, name: str, low: int | None = None, high: int | None = None, *, optional: bool = False
@@ -317,6 +297,6 @@ class EngineConfig:
     @property
     def effective_depth(self) -> int:
         """Steps that may be in flight uncommitted: 0 is serial decoding."""
-        if not self.inference_async_scheduling:
-            return 0
-        return DEFAULT_ASYNC_DEPTH if self.depth is None else self.depth
+        if self.depth is not None:
+            return self.depth
+        return DEFAULT_ASYNC_DEPTH if self.inference_async_scheduling else 0

@@ -111,7 +111,6 @@ def main() -> None:
     ranges = {"prompt_range": args.prompt_range, "output_range": args.output_range}
     load = RaggedLoad(requests=args.requests, max_requests=args.max_requests, **ranges)
     config = EngineConfig(
-        inference_async_scheduling=args.depth > 0,
         depth=args.depth,
         max_requests=args.max_requests,
         max_sequence_length=load.longest,

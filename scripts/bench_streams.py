@@ -54,7 +54,7 @@ def main() -> None:
     for name, default in (("streams", 32), ("tokens", 100), ("depth", 1)):
         parser.add_argument(f"--{name}", type=int, default=default)
     args = parser.parse_args()
-    config = EngineConfig(inference_async_scheduling=args.depth > 0, depth=args.depth or None)
+    config = EngineConfig(depth=args.depth)
     with DynamicInferenceEngine.from_pretrained(args.model, config) as engine:
         for name, value in asyncio.run(measure(engine, args.streams, args.tokens)).items():
             print(f"{name} {value:.3g}")

@@ -208,8 +208,8 @@ def run_ours(model: Any, depth: int, prompts: list[list[int]], count: int) -> Ru
 
     wrapper = GPTInferenceWrapper(model)
     config = EngineConfig(
-        device=str(wrapper.device), max_requests=len(prompts), depth=depth or None,
-        inference_async_scheduling=depth > 0, enable_prefix_caching=False,
+        device=str(wrapper.device), max_requests=len(prompts), depth=depth,
+        enable_prefix_caching=False,
     )  # fmt: skip
     context = build_context(wrapper, config, resolve_device(config.device))
     steps = []

@@ -43,7 +43,7 @@ def functions_of_step(engine: DynamicInferenceEngine) -> Functions:
 def steady_steps(requests: int = 1, depth: int = 1, steps: int = 5) -> list[Functions]:
     """Return the functions of ``steps`` steps that decode one token for each of ``requests``
     requests."""
-    chain: dict[str, Any] = {"inference_async_scheduling": depth > 0, "depth": depth or None}
+    chain: dict[str, Any] = {"depth": depth}
     config = EngineConfig(**chain, device="cpu", block_size_tokens=256)
     params = SamplingParams(temperature=0.0, num_tokens_to_generate=64, termination_id=-1)
     with DynamicInferenceEngine.from_pretrained("tiny", config) as engine:

@@ -11,6 +11,7 @@ from typing import Any
 from megatron_async.config import MAX_DRAFTS, SPECULATIVE_METHODS, EngineConfig
 from megatron_async.engine.metrics import EngineCounters, acceptance
 from megatron_async.errors import ConfigError
+from megatron_async.testing_options import TestingOptions
 
 from ..cli.options import integer, number, several
 
@@ -48,6 +49,7 @@ class Drafts:
             "num_speculative_tokens": self.count,
             "speculative_method": self.method,
             "draft_model": self.draft_model,
+            "testing": TestingOptions(synthetic_acceptance=self.synthetic_acceptance),
         }
 
 

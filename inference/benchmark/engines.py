@@ -48,10 +48,8 @@ def start_engine(
     model: BenchmarkModel,
     config: EngineConfig,
     work: HostWork,
-    synthetic_acceptance: float | None = None,
 ) -> Started:
-    """Build an engine over the model's weights, and time its parts. With ``synthetic_acceptance``
-    it accepts drafts at that rate, and its tokens mean nothing."""
+    """Build an engine over the model's weights, and time its parts."""
     started = time.perf_counter()
     context = build_context(model.wrapper, config, model.device)
     _synchronize(model.device)
@@ -66,9 +64,7 @@ def start_engine(
         capture_seconds = time.perf_counter() - before
 
     vocab_size = model.wrapper.vocab_size
-    controller = TextGenerationController(
-        model.wrapper, work.tokenizer(vocab_size), synthetic_acceptance=synthetic_acceptance
-    )
+    controller = TextGenerationController(model.wrapper, work.tokenizer(vocab_size))
     engine = DynamicInferenceEngine(
         controller, context, config=config, model_name=model.name, progress=time_capture
     )
@@ -82,7 +78,6 @@ def _config(
     model: BenchmarkModel, depth: int, load: Load | RaggedLoad, drafts: Drafts, **sizes: Any
 ) -> EngineConfig:
     return EngineConfig(
-        inference_async_scheduling=depth > 0,
         depth=depth,
         max_sequence_length=load.longest,
         enable_prefix_caching=False,
@@ -162,7 +157,7 @@ def make_engine(
 ) -> Started:
     """An engine of the decode workload, started."""
     config = decode_config(model, rows, depth, load, drafts, all_buckets=all_buckets)
-    return start_engine(model, config, load, drafts.synthetic_acceptance)
+    return start_engine(model, config, load)
 
 
 def fit_together(

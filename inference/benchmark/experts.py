@@ -59,7 +59,6 @@ def _chosen(model: BenchmarkModel, layers: Sequence[Any], tokens: list[int]) -> 
     """int64 ``[layers, tokens, k]``: what each token chooses, on the CPU."""
     count = len(tokens)
     config = EngineConfig(
-        inference_async_scheduling=False,
         max_requests=1,
         max_sequence_length=count,
         enable_prefix_caching=False,

@@ -365,7 +365,7 @@ class RaggedWorkload(Workload):
 
     def _start(self, depth: int, drafts: Drafts) -> Started:
         config = ragged_config(self.model, depth, self._load, drafts)
-        return start_engine(self.model, config, self._load, drafts.synthetic_acceptance)
+        return start_engine(self.model, config, self._load)
 
     def _measure(self, started: Started, depth: int, drafts: Drafts) -> None:
         few = self._requests[:RAGGED_WARM_UP_REQUESTS]

@@ -151,7 +151,7 @@ def add_model_options(parser: argparse.ArgumentParser, default: str | None = "ti
     """Which model, and where it runs. Without a ``default`` it is the recorded one's."""
     add = parser.add_argument_group("model").add_argument
     said = "'tiny' is the embedded model, a byte-level GPT that writes Python-like code, and "
-    said += "'tiny-moe' one with experts, 'tiny-hybrid' one with Mamba-2 layers; "
+    said += "in a checkout 'tiny-moe' one with experts, 'tiny-hybrid' one with Mamba-2 layers; "
     said += "or a Hugging Face, native or megatron "
     said += "dist_checkpointing directory; random:SHAPE has "
     said += f"random weights in the shape of {', '.join(SHAPES)} "
@@ -391,7 +391,7 @@ def engine_config(args: argparse.Namespace, depth: int, *, random_seed: int = 0)
     """
     names = {field.name for field in dataclasses.fields(EngineConfig)} & vars(args).keys()
     given = {name: getattr(args, name) for name in names}
-    given |= {"inference_async_scheduling": depth > 0, "depth": depth, "random_seed": random_seed}
+    given |= {"inference_async_scheduling": None, "depth": depth, "random_seed": random_seed}
     if not given.get("num_speculative_tokens"):
         for name, unset in (("adaptive_speculation", False), ("speculative_method", "mtp")):
             if given.get(name, unset) != unset:

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     given = ("device", "dtype", *PARALLEL_SIZES, "pipeline_micro_batches", "rank_timeout_seconds")
     changes: dict[str, Any] = {k: v for k in given if (v := getattr(args, k)) is not None}
     if args.depth is not None:
-        changes |= {"inference_async_scheduling": args.depth > 0, "depth": args.depth or None}
+        changes |= {"inference_async_scheduling": None, "depth": args.depth}
     from megatron_async.engine.replay import replay
 
     config = dataclasses.replace(recorded.config, **changes)

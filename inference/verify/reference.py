@@ -37,8 +37,8 @@ def reference_config(config: EngineConfig, sizes: Sizes) -> EngineConfig:
         scenario_config(without_drafts(config), sizes),
         max_requests=1,
         enable_prefix_caching=False,
-        inference_async_scheduling=False,
         depth=0,
+        inference_async_scheduling=None,
         inference_logging_step_interval=0,
     )
 

@@ -18,8 +18,11 @@ from megatron_async.models.shapes import SHAPES
 from megatron_async.tokenizer import TOKENIZER_FILE, Tokenizer
 
 CONFIG_FILE = "config.json"
-EMBEDDED = ("tiny", "tiny-moe", "tiny-hybrid")
+IN_PACKAGE = ("tiny",)
 """The names of the models that are part of the package."""
+IN_CHECKOUT = ("tiny-moe", "tiny-hybrid")
+"""Those that only a checkout has, under ``tests/assets/``: they are there for tests."""
+EMBEDDED = (*IN_PACKAGE, *IN_CHECKOUT)
 RANDOM = "random:"
 """Before the name of a shape: random weights, and a tokenizer of random words."""
 
@@ -91,10 +94,15 @@ def model_directory(path: str | Path) -> Path:
         if not is_directory(directory):
             raise CheckpointError(f"{path}: not a directory; {SUPPORTED}")
         return checkpoint_directory(directory)
-    embedded = importlib.resources.files("megatron_async") / "assets" / str(path)
+    package = importlib.resources.files("megatron_async")
+    if path in IN_PACKAGE:
+        embedded, why = package / "assets" / str(path), "this installation has no embedded model"
+    else:
+        embedded = package / ".." / "tests" / "assets" / str(path)
+        why = "this test model is not installed; it is in a checkout of megatron-async"
     if not isinstance(embedded, Path) or not embedded.is_dir():
         raise CheckpointError(
-            f"{path}: this installation has no embedded model ({embedded}); for a directory "
-            f"of that name write ./{path}"
+            f"{path}: {why} ({embedded}). Run from a checkout, or give its directory; for a "
+            f"directory of that name write ./{path}"
         )
-    return embedded
+    return embedded.resolve()

@@ -25,7 +25,7 @@ def open_device(torch_device: torch.device, config: EngineConfig, *, graphs: boo
     if torch_device.type == "cpu":
         from megatron_async.device.cpu import CpuDevice
 
-        return CpuDevice(jitter_seed=config.jitter_seed, poison=config.debug)
+        return CpuDevice(jitter_seed=config.testing.jitter_seed, poison=config.debug)
     if torch_device.type == "cuda":
         from megatron_async.device.cuda import CudaDevice
 

@@ -100,7 +100,6 @@ def lead_engine(
             context.slot_count,
             enable_chunked_prefill,
             None if context.states is None else context.states.snapshot_count,
-            controller.synthetic_acceptance,
         )
     )
     make = partial(LeadingRunner, group=group, engine=number)
@@ -203,7 +202,7 @@ class RankModel:
     def build(self, message: BuildEngine) -> tuple[Device, ModelRunner]:
         """See :class:`BuildEngine`."""
         assert self._wrapper is not None
-        config = EngineConfig(**_unfrozen(message.config))
+        config = EngineConfig(**message.config)
         wrapper = GPTInferenceWrapper(self._wrapper.model, batch_invariant=config.batch_invariant)
         if config.draft_model is not None and self._wrapper.draft_model is not None:
             wrapper.draft_model = GPTInferenceWrapper(
@@ -216,9 +215,7 @@ class RankModel:
             wrapper, context, config, drafting,
             enable_chunked_prefill=message.enable_chunked_prefill,
         )  # fmt: skip
-        controller = TextGenerationController(
-            wrapper, synthetic_acceptance=message.synthetic_acceptance
-        )
+        controller = TextGenerationController(wrapper)
         device = open_device(self._device, config)
         options = runner_options(config, limits, drafting) | {"progress": None}
         self._memory[message.engine] = Memory(context.regions, self._wrapper.weights_region)
@@ -244,11 +241,3 @@ class RankModel:
     def wake_up(self, message: WakeUp) -> None:
         """See :class:`WakeUp`."""
         self._memory[message.engine].restore(message.tag)
-
-
-def _unfrozen(fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a configuration that came as JSON."""
-    costs = fields.get("speculative_step_costs")
-    if costs is None:
-        return fields
-    return {**fields, "speculative_step_costs": tuple(map(tuple, costs))}

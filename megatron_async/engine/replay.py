@@ -71,7 +71,7 @@ def _pace(config: EngineConfig) -> tuple[Any, ...]:
     pace = config.effective_depth, config.pipeline_micro_batches or 1
     if not config.num_speculative_tokens:
         return pace
-    costs = config.speculative_step_costs if config.adaptive_speculation else None
+    costs = config.testing.speculative_step_costs if config.adaptive_speculation else None
     drafts = config.num_speculative_tokens, config.speculative_method, config.draft_model
     return (*pace, *drafts, config.adaptive_speculation, costs)
 

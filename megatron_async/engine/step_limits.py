@@ -134,6 +134,7 @@ def runner_options(config: EngineConfig, limits: Limits, drafting: Drafting) -> 
         "make_drafter": drafting.make,
         "windows": limits.windows,
         "micro_batches": limits.micro_batches,
+        "synthetic_acceptance": config.testing.synthetic_acceptance,
     }
 
 
@@ -143,18 +144,21 @@ def with_step_costs(
     """A configuration with what decides its plans: the micro-batches, and the costs of steps,
     measured if it needs and lacks them."""
     config = dataclasses.replace(config, pipeline_micro_batches=limits.micro_batches)
-    has_costs = config.speculative_step_costs is not None
+    has_costs = config.testing.speculative_step_costs is not None
     if not config.adaptive_speculation or limits.window == 1 or has_costs:
         return config
     costs = measure_step_costs(runner, runner.row_buckets, limits.windows, context.null_slot)
     for rows, window, seconds in costs:
         logger.info("a decode step of %d rows, window %d: %.3f ms", rows, window, 1e3 * seconds)
-    return dataclasses.replace(config, speculative_step_costs=costs)
+    return dataclasses.replace(
+        config, testing=dataclasses.replace(config.testing, speculative_step_costs=costs)
+    )
 
 
 def step_costs_of(config: EngineConfig, limits: Limits) -> StepCosts | None:
     """What the scheduler is to know of the costs of steps; None to draft all."""
-    if not config.adaptive_speculation or not config.speculative_step_costs:
+    if not config.adaptive_speculation or not config.testing.speculative_step_costs:
         return None
-    costs = {(rows, window): seconds for rows, window, seconds in config.speculative_step_costs}
+    measured = config.testing.speculative_step_costs
+    costs = {(rows, window): seconds for rows, window, seconds in measured}
     return StepCosts(costs, limits.windows)

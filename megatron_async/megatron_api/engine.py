@@ -334,11 +334,9 @@ def _config_of(settings: EngineSettings, context: Any, controller: Any) -> Engin
     seed = None
     if getattr(context, "inference_config", None) is not None:
         seed = getattr(getattr(model, "config", None), "inference_sampling_seed", None)
-    depth = _depth(settings.inference_async_scheduling)
     return EngineConfig(
         max_requests=context.max_requests,
-        inference_async_scheduling=depth > 0,
-        depth=depth,
+        depth=_depth(settings.inference_async_scheduling),
         enable_prefix_caching=settings.enable_prefix_caching,
         track_paused_request_events=settings.track_paused_request_events,
         inference_logging_step_interval=settings.inference_logging_step_interval,

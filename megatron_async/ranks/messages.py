@@ -51,7 +51,6 @@ class BuildEngine:
     slot_count: int
     enable_chunked_prefill: bool
     state_snapshot_count: int | None
-    synthetic_acceptance: float | None
     is_answered: ClassVar[bool] = True
 
 

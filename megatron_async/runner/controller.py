@@ -23,23 +23,15 @@ class TextGenerationController:
             megatron-core ``GPTModel``, or any object with ``vocab_size`` and ``forward``.
         tokenizer: an object with ``tokenize``, ``detokenize``, ``eod`` (and ``bos``), or None when
             prompts are token ids.
-        synthetic_acceptance: see :class:`ModelRunner`; for ``bench`` alone.
     """
 
-    def __init__(
-        self,
-        inference_wrapped_model: Any,
-        tokenizer: Any = None,
-        *,
-        synthetic_acceptance: float | None = None,
-    ) -> None:
+    def __init__(self, inference_wrapped_model: Any, tokenizer: Any = None) -> None:
         if isinstance(inference_wrapped_model, torch.nn.Module):
             from megatron_async.models.wrapper import GPTInferenceWrapper
 
             inference_wrapped_model = GPTInferenceWrapper(inference_wrapped_model)
         self.inference_wrapped_model = inference_wrapped_model
         self.tokenizer = tokenizer
-        self._synthetic_acceptance = synthetic_acceptance
         self._attached = False
 
     def tokenize_prompt(self, prompt: str, add_BOS: bool = False) -> list[int]:
@@ -62,11 +54,6 @@ class TextGenerationController:
             if ids[:1] != [bos]:
                 ids.insert(0, bos)
         return ids
-
-    @property
-    def synthetic_acceptance(self) -> float | None:
-        """The rate at which drafts count as right, for ``bench``."""
-        return self._synthetic_acceptance
 
     def attach(
         self,
@@ -95,13 +82,7 @@ class TextGenerationController:
         reserve = getattr(self.inference_wrapped_model, "reserve_positions", None)
         if reserve is not None:
             reserve(context.max_sequence_length)
-        return make(
-            device,
-            context,
-            self.inference_wrapped_model,
-            synthetic_acceptance=self._synthetic_acceptance,
-            **options,
-        )
+        return make(device, context, self.inference_wrapped_model, **options)
 
     def _check_suits(self, context: DynamicInferenceContext) -> None:
         if context.attached:

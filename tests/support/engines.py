@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -11,18 +12,21 @@ from megatron_async.engine.build import build_context, resolve_device
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.runner.controller import TextGenerationController
 from megatron_async.sampling_params import SamplingParams
+from megatron_async.testing_options import TestingOptions
 from tests.support.hash_model import VOCAB_SIZE, HashModel
 from tests.support.oracle import Ask
 
 DEPTHS = (0, 1, 2, 4)
 
 
+KNOBS = {field.name for field in dataclasses.fields(TestingOptions)}
+
+
 def config_at(depth: int, **values: Any) -> EngineConfig:
-    """A configuration at ``depth``; 0 is serial."""
+    """A configuration at ``depth``; 0 is serial. ``values`` may have those of TestingOptions."""
     values.setdefault("device", "cpu")
-    return EngineConfig(
-        inference_async_scheduling=depth > 0, depth=depth if depth else None, **values
-    )
+    knobs = {name: values.pop(name) for name in KNOBS if name in values}
+    return EngineConfig(depth=depth, testing=TestingOptions(**knobs), **values)
 
 
 def hash_engine(

@@ -5,11 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
-import megatron_async
+from megatron_async.checkpoint.path import EMBEDDED, model_directory
 from megatron_async.kernels.gemm.tile_config import (
     ADD,
     GELU_TANH,
@@ -28,11 +27,10 @@ from megatron_async.models.shapes import SHAPES
 ROWS = (1, 2, 3, 4, 6, 7, 8, 16, 32, 33, 48, 63, 64, 65, 128, 256, 512)
 KERNEL_ROWS = sorted({padded(rows) for rows in ROWS if rows <= MAX_ROWS})
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-EMBEDDED = ("tiny", "tiny-moe", "tiny-hybrid")
 
 
 def embedded(name: str) -> ModelConfig:
-    path = Path(megatron_async.__file__).parent / "assets" / name / "config.json"
+    path = model_directory(name) / "config.json"
     return ModelConfig.from_dict(json.loads(path.read_text())["model"])
 
 

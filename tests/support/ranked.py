@@ -81,7 +81,7 @@ def params() -> list[SamplingParams]:
 
 
 def config_at(depth: int, **values: Any) -> EngineConfig:
-    chain: dict[str, Any] = {"inference_async_scheduling": depth > 0, "depth": depth or None}
+    chain: dict[str, Any] = {"depth": depth}
     return EngineConfig(device="cpu", **chain, **SIZES | values)
 
 

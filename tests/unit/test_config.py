@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import math
 from typing import Any
 
@@ -13,13 +15,15 @@ from megatron_async.config import EngineConfig
 from megatron_async.device import memory
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import CacheTooLargeError, CheckpointError, ConfigError
+from megatron_async.runner.controller import TextGenerationController
+from megatron_async.testing_options import TestingOptions
 from tests.support.engines import engine_at, small_engine
 from tests.support.hash_model import HashModel
 
 BAD_CONFIGS = [
     ({"max_requests": 0}, "max_requests=0"),
-    ({"depth": 2}, "depth=2"),
-    ({"depth": 0, "inference_async_scheduling": True}, "depth=0"),
+    ({"depth": 2, "inference_async_scheduling": False}, "depth=2 is asynchronous"),
+    ({"depth": 0, "inference_async_scheduling": True}, "depth=0 is serial"),
     ({"depth": 65, "inference_async_scheduling": True}, "depth=65"),
     ({"block_size_tokens": 0}, "block_size_tokens=0"),
     ({"buffer_size_gb": -1.0}, "buffer_size_gb=-1.0"),
@@ -36,7 +40,10 @@ BAD_CONFIGS = [
     ({"inference_async_scheduling": "false"}, "inference_async_scheduling='false' must be True"),
     ({"enable_prefix_caching": None}, "enable_prefix_caching=None must be True or False"),
     ({"debug": 1}, "debug=1 must be True or False"),
-    ({"jitter_seed": [1]}, "jitter_seed=[1]"),
+    ({"testing": {"jitter_seed": [1]}}, "jitter_seed=[1]"),
+    ({"testing": {"synthetic_acceptance": 1.5}}, "synthetic_acceptance=1.5 must be between 0"),
+    ({"testing": {"jitter": 1}}, "unexpected keyword argument 'jitter'"),
+    ({"testing": 3}, "testing=3 must be a TestingOptions"),
     *(
         ({name: 2**31}, f"{name}={2**31} must be at most {2**31 - 1}; lower it")
         for name in (
@@ -54,6 +61,34 @@ def test_bad_configuration_names_the_value(values: dict[str, Any], named: str) -
     with pytest.raises(ConfigError) as error:
         EngineConfig(**values)
     assert named in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "depth"),
+    [
+        ({}, 0),
+        ({"depth": 2}, 2),
+        ({"depth": 0}, 0),
+        ({"inference_async_scheduling": True}, 1),
+        ({"inference_async_scheduling": False}, 0),
+        ({"inference_async_scheduling": True, "depth": 3}, 3),
+        ({"inference_async_scheduling": False, "depth": 0}, 0),
+    ],
+)
+def test_depth_alone_decides_and_its_alias_may_agree(values: dict[str, Any], depth: int) -> None:
+    config = EngineConfig(**values)
+    assert config.effective_depth == depth
+    if values.get("inference_async_scheduling") is None:
+        assert dataclasses.replace(config, depth=5).effective_depth == 5
+
+
+def test_knobs_of_tests_stand_in_one_field() -> None:
+    knobs = {field.name for field in dataclasses.fields(TestingOptions)}
+    assert knobs == {"jitter_seed", "speculative_step_costs", "synthetic_acceptance"}
+    assert not knobs & {field.name for field in dataclasses.fields(EngineConfig)}
+    given = EngineConfig(testing=TestingOptions(jitter_seed=3))
+    assert EngineConfig(**dataclasses.asdict(given)) == given
+    assert "synthetic_acceptance" not in inspect.signature(TextGenerationController).parameters
 
 
 def test_unknown_configuration_is_an_error() -> None:

@@ -317,13 +317,13 @@ def test_costs_are_measured_and_a_replay_has_them(tmp_path: Path) -> None:
     path, rng = tmp_path / "run.jsonl", random.Random(3)
     asks = [random_ask(rng, max_prompt=20, max_new=24) for _ in range(6)]
     with adaptive(1, 0.8, speculative_step_costs=None, record=str(path)) as engine:
-        measured = engine.config.speculative_step_costs
+        measured = engine.config.testing.speculative_step_costs
         assert measured is not None
         assert [cost[:2] for cost in measured] == list(product((1, 2, 4, 8), WINDOWS))
         plans = Plans(engine)
         check(asks, engine.generate([list(a.prompt) for a in asks], [*map(sampling_params, asks)]))
     run = read_run(path)
-    assert run.config.speculative_step_costs == measured
+    assert run.config.testing.speculative_step_costs == measured
     with adaptive(1, 0.8, speculative_step_costs=measured) as engine:
         again = Plans(engine)
         result = replay(run, engine)

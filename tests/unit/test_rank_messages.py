@@ -52,7 +52,9 @@ PLAN = Plan(
         messages.Launch(1, Plan(0, RowMap((0,), (0,), (0,)), 1, ())),
         messages.Sample(1, 7),
         messages.Masks(1, bytes(range(256)) * 3),
-        messages.LoadModel("tiny\0\n", {"depth": None, "speculative_step_costs": [[1, 2, 0.5]]}),
+        messages.LoadModel(
+            "tiny\0\n", {"depth": None, "testing": {"speculative_step_costs": [[1, 2, 0.5]]}}
+        ),
         messages.PoisonFreed(1, [4, 5], []),
         messages.AwaitTensors([["decoder.weight", "bfloat16", [2, 3]]], True),
         messages.WakeUp(1, "kv_cache"),

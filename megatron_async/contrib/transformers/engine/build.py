@@ -58,7 +58,7 @@ def config_for(
     wrapper: GPTInferenceWrapper, lengths: Sequence[int], device: torch.device
 ) -> EngineConfig:
     """Depth 2, and on a GPU a KV cache for all requests at once as far as there is memory."""
-    plain = EngineConfig(inference_async_scheduling=True, depth=2)
+    plain = EngineConfig(depth=2)
     if not lengths or device.type != "cuda":
         return plain
     size = plain.block_size_tokens
