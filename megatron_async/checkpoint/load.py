@@ -5,17 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from megatron_async.checkpoint import huggingface, megatron_args, native
-from megatron_async.checkpoint.common_file import COMMON_FILE
-from megatron_async.checkpoint.distributed_metadata import (
-    METADATA_FILE,
-    StoredTensor,
-    read_metadata,
-)
+from megatron_async.checkpoint import native
 from megatron_async.checkpoint.files import (
     SINGLE_FILE,
     Description,
@@ -39,6 +33,9 @@ from megatron_async.checkpoint.stored_size import check_stored_size
 from megatron_async.errors import CheckpointError, shown
 from megatron_async.models.config import ModelConfig
 from megatron_async.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from megatron_async.checkpoint.distributed_metadata import StoredTensor
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +72,9 @@ def _describe(directory: Path) -> _Described:
     config_file = directory / CONFIG_FILE
     if not is_regular_file(config_file):
         if is_regular_file(directory / BACKEND_FILE):
+            from megatron_async.checkpoint import megatron_args
+            from megatron_async.checkpoint.distributed_metadata import read_metadata
+
             stored = read_metadata(directory)
             shapes = {name: tensor.shape for name, tensor in stored.items()}
             return _Described(megatron_args.describe(directory, shapes), True, stored)
@@ -84,11 +84,17 @@ def _describe(directory: Path) -> _Described:
     own = "format" in values
     if own:
         description = native.describe(directory, values)
-        is_distributed = not is_regular_file(directory / SINGLE_FILE) and any(
-            (directory / file).exists() for file in (BACKEND_FILE, METADATA_FILE, COMMON_FILE)
-        )
+        if is_regular_file(directory / SINGLE_FILE):
+            return _Described(description, own, None)
+        from megatron_async.checkpoint.common_file import COMMON_FILE
+        from megatron_async.checkpoint.distributed_metadata import METADATA_FILE, read_metadata
+
+        files = (BACKEND_FILE, METADATA_FILE, COMMON_FILE)
+        is_distributed = any((directory / file).exists() for file in files)
         return _Described(description, own, read_metadata(directory) if is_distributed else None)
     if "model_type" in values or "architectures" in values:
+        from megatron_async.checkpoint import huggingface
+
         return _Described(huggingface.describe(directory, values), own, None)
     raise CheckpointError(
         f"{config_file}: has neither format nor model_type nor architectures; {SUPPORTED}"

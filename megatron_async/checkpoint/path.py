@@ -13,8 +13,6 @@ from megatron_async.checkpoint.megatron_root import (
 from megatron_async.checkpoint.regular_files import is_directory, is_regular_file
 from megatron_async.errors import CheckpointError
 from megatron_async.models.config import ModelConfig
-from megatron_async.models.made_up_tokenizer import made_up_tokenizer
-from megatron_async.models.shapes import SHAPES
 from megatron_async.tokenizer import TOKENIZER_FILE, Tokenizer
 
 CONFIG_FILE = "config.json"
@@ -41,6 +39,8 @@ def random_shape(path: str | Path) -> ModelConfig | None:
     """
     if not isinstance(path, str) or not path.startswith(RANDOM):
         return None
+    from megatron_async.models.shapes import SHAPES
+
     name = path.removeprefix(RANDOM)
     if name not in SHAPES:
         raise CheckpointError(f"{path}: no such shape; there are {', '.join(SHAPES)}")
@@ -52,6 +52,8 @@ def load_tokenizer(path: str | Path, tokenizer_model: str | Path | None = None) 
     given; raises CheckpointError."""
     shape = random_shape(path)
     if shape is not None and tokenizer_model is None:
+        from megatron_async.models.made_up_tokenizer import made_up_tokenizer
+
         return made_up_tokenizer(shape.vocab_size)
     directory = Path() if shape is not None else model_directory(path)
     return Tokenizer.from_directory(tokenizer_directory(directory, tokenizer_model) or directory)

@@ -7,9 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_async.config import EngineConfig
-from megatron_async.drafting.model import ModelDrafter
-from megatron_async.drafting.mtp import MtpDrafter
-from megatron_async.drafting.ngram import NgramDrafter
 from megatron_async.errors import ConfigError
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.drafter import Drafter
@@ -42,9 +39,13 @@ def choose_drafting(model: Any, drafts: int, config: EngineConfig) -> Drafting:
         return Drafting(model.make_drafter)
     draft_model = getattr(model, "draft_model", None)
     if draft_model is not None:
+        from megatron_async.drafting.model import ModelDrafter
+
         # The window's last token and all drafts but the last are written behind the window.
         return Drafting(lambda context, max_rows: ModelDrafter(draft_model, context), drafts)
     if config.speculative_method == "ngram":
+        from megatron_async.drafting.ngram import NgramDrafter
+
         return Drafting(lambda context, max_rows: NgramDrafter(context), wants_tokens=True)
     layers = mtp_layers(model)
     if not layers:
@@ -52,6 +53,8 @@ def choose_drafting(model: Any, drafts: int, config: EngineConfig) -> Drafting:
             f"num_speculative_tokens={drafts} but the model has no layers for multi-token "
             "prediction; leave it out, or add speculative_method='ngram' or draft_model"
         )
+    from megatron_async.drafting.mtp import MtpDrafter
+
     needed: int = model.kv_cache_spec.num_layers
 
     def make(context: DynamicInferenceContext, max_rows: int) -> Drafter:

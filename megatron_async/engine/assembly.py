@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_async.config import EngineConfig
 from megatron_async.device import open_device
@@ -13,20 +13,13 @@ from megatron_async.engine.build import keep_states
 from megatron_async.engine.driver import Driver
 from megatron_async.engine.engine_thread import StreamTable
 from megatron_async.engine.guidance import Grammars, Guidance
-from megatron_async.engine.kv_events import KVEventPublisher, publish_kv_events
 from megatron_async.engine.loop import DecodeLoop
 from megatron_async.engine.output_processor import OutputProcessor
 from megatron_async.engine.output_sink import SinkQueue
-from megatron_async.engine.ranked_build import (
-    filters_need_extras,
-    group_of,
-    lead_engine,
-    memory_of,
-)
 from megatron_async.engine.recording import RunFile
 from megatron_async.engine.request_queue import RequestQueue
 from megatron_async.engine.request_validation import RequestValidator
-from megatron_async.engine.sleep_mode import SleepMode
+from megatron_async.engine.sleep_mode import Memory, SleepMode
 from megatron_async.engine.step_limits import (
     limits_for,
     runner_options,
@@ -35,12 +28,18 @@ from megatron_async.engine.step_limits import (
 )
 from megatron_async.engine.step_lock import StepLock
 from megatron_async.kv_events_config import kv_events_config
-from megatron_async.ranks.group import RankGroup
+from megatron_async.ranks.layout import Layout
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.controller import TextGenerationController
 from megatron_async.runner.model_runner import ModelRunner, Progress
 from megatron_async.scheduler.limits import Limits
 from megatron_async.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_async.engine.kv_events import KVEventPublisher
+    from megatron_async.ranks.group import RankGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +94,7 @@ def assemble(
     limits = limits_for(
         model, context, config, drafting, enable_chunked_prefill=enable_chunked_prefill
     )
-    group = group_of(model, config)
+    group = _group_of(model, config)
     grammars = Grammars(controller.tokenizer, model.vocab_size)
     validator = RequestValidator(
         controller,
@@ -107,7 +106,7 @@ def assemble(
         grammars=grammars,
         extras_enabled=config.enable_sampling_extras,
         has_ranks=group is not None,
-        filters_need_extras=filters_need_extras(group, context.device),
+        filters_need_extras=_filters_need_extras(group, context.device),
     )
     run_file = None if config.record is None else RunFile(config.record)
     options = runner_options(config, limits, drafting) | {"progress": progress}
@@ -160,10 +159,39 @@ def assemble(
         streams=streams,
         sinks=sinks,
         driver=driver,
-        sleep_mode=SleepMode(loop, device, memory_of(model, context, runner, group), lock.recover),
+        sleep_mode=SleepMode(loop, device, _memory_of(model, context, runner, group), lock.recover),
         run_file=run_file,
         kv_events=kv_events,
     )
+
+
+# Modules of ranks are imported where a model or a configuration has several alone.
+
+
+def _group_of(model: Any, config: EngineConfig) -> RankGroup | None:
+    if getattr(model, "rank_group", None) is None and Layout.of(config) == Layout():
+        return None
+    from megatron_async.engine.ranked_build import group_of
+
+    return group_of(model, config)
+
+
+def _filters_need_extras(group: RankGroup | None, device: torch.device) -> bool:
+    if group is None:
+        return False
+    from megatron_async.engine.ranked_build import filters_need_extras
+
+    return filters_need_extras(group, device)
+
+
+def _memory_of(
+    model: Any, context: DynamicInferenceContext, runner: ModelRunner, group: RankGroup | None
+) -> Memory:
+    if group is None:
+        return Memory(context.regions, getattr(model, "weights_region", None))
+    from megatron_async.engine.ranked_build import memory_of
+
+    return memory_of(model, context, runner, group)
 
 
 def _open_runner(
@@ -181,6 +209,8 @@ def _open_runner(
     try:
         if group is None:
             return device, controller.attach(device, context, **options)
+        from megatron_async.engine.ranked_build import lead_engine
+
         return device, lead_engine(
             group, controller, device, context, config, options, enable_chunked_prefill=chunked
         )
@@ -197,6 +227,10 @@ def _publish_kv_events(
     device: Device,
     context: DynamicInferenceContext,
 ) -> KVEventPublisher | None:
+    if config.kv_events_config is None:
+        return None
+    from megatron_async.engine.kv_events import publish_kv_events
+
     try:
         return publish_kv_events(
             kv_events_config(config.kv_events_config),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_async.config import EngineConfig, check_config
 from megatron_async.device.protocol import Device
@@ -21,18 +21,19 @@ from megatron_async.engine.load import EngineParts, load_parts, parts_over_same_
 from megatron_async.engine.metrics import EngineCounters
 from megatron_async.engine.output_processor import TokenOutput
 from megatron_async.engine.output_sink import OutputSink
-from megatron_async.engine.ranked_build import StopWhenARankDies
 from megatron_async.engine.recording import Recorder
 from megatron_async.engine.request_queue import Prompt, checked_id
 from megatron_async.engine.sleep_mode import checked_level, tags_of
 from megatron_async.engine.weight_update import CONTINUE, replace_weights, shared_weights
 from megatron_async.errors import EngineStoppedError, RequestError
-from megatron_async.ranks.group import RankGroup
 from megatron_async.request import DynamicInferenceRequest, RequestFuture
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.controller import TextGenerationController
 from megatron_async.runner.model_runner import Progress
 from megatron_async.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from megatron_async.ranks.group import RankGroup
 
 
 class DynamicInferenceEngine:
@@ -116,6 +117,8 @@ class DynamicInferenceEngine:
         with self._weights.lock:
             self._weights.join(self)
         if parts.group is not None:
+            from megatron_async.engine.ranked_build import StopWhenARankDies
+
             self._stops_with_its_ranks = StopWhenARankDies(
                 parts.group, parts.runner, parts.device, parts.lock, parts.outputs, parts.loop
             )

@@ -6,25 +6,23 @@ import dataclasses
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_async.checkpoint import Pretrained, load_pretrained
-from megatron_async.checkpoint.generation_config import sampling_defaults
 from megatron_async.checkpoint.path import model_directory
 from megatron_async.config import EngineConfig, check_config
 from megatron_async.engine.build import build_context, resolve_device
 from megatron_async.errors import CheckpointError, ConfigError
 from megatron_async.models.config import ModelConfig
-from megatron_async.models.releasable_weights import move_parameters
 from megatron_async.models.wrapper import GPTInferenceWrapper
-from megatron_async.ranks.group import RankGroup
 from megatron_async.ranks.layout import Layout, check_supported
-from megatron_async.ranks.messages import LoadModel
-from megatron_async.ranks.start import device_of_rank, start_group
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.controller import TextGenerationController
+
+if TYPE_CHECKING:
+    from megatron_async.ranks.group import RankGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +50,9 @@ def load_parts(path: str | Path, config: EngineConfig) -> EngineParts:
     if group is None:
         device = resolve_device(config.device)
     else:
+        from megatron_async.ranks.messages import LoadModel
+        from megatron_async.ranks.start import device_of_rank
+
         device = device_of_rank(resolve_device(config.device).type)
         group.tell(LoadModel(str(path), shared_config(config)))
     try:
@@ -85,10 +86,16 @@ def load_wrapper(
         allow_non_finite_weights=config.allow_non_finite_weights,
         tokenizer_model=config.tokenizer_model,
     )
-    weights = move_parameters(pretrained.model) if config.enable_sleep_mode else None
+    weights = None
+    if config.enable_sleep_mode:
+        from megatron_async.models.releasable_weights import move_parameters
+
+        weights = move_parameters(pretrained.model)
     wrapper = GPTInferenceWrapper(pretrained.model, batch_invariant=config.batch_invariant)
     wrapper.weights_region = weights
     if config.generation_config:
+        from megatron_async.checkpoint.generation_config import sampling_defaults
+
         wrapper.sampling_defaults = sampling_defaults(model_directory(path))
     if config.draft_model is not None:
         drafting = load_pretrained(
@@ -180,6 +187,8 @@ def start_ranks(config: EngineConfig) -> RankGroup | None:
     check_supported(layout, config)
     if layout.world_size == 1:
         return None
+    from megatron_async.ranks.start import start_group
+
     device = resolve_device(config.device).type
     return start_group(layout, device, config.rank_timeout_seconds)
 

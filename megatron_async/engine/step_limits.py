@@ -11,7 +11,6 @@ from megatron_async.drafting.choose import Drafting
 from megatron_async.errors import ConfigError
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.model_runner import ModelRunner
-from megatron_async.runner.step_costs import measure_step_costs
 from megatron_async.scheduler.draft_control import StepCosts
 from megatron_async.scheduler.limits import Limits
 
@@ -147,6 +146,8 @@ def with_step_costs(
     has_costs = config.testing.speculative_step_costs is not None
     if not config.adaptive_speculation or limits.window == 1 or has_costs:
         return config
+    from megatron_async.runner.step_costs import measure_step_costs
+
     costs = measure_step_costs(runner, runner.row_buckets, limits.windows, context.null_slot)
     for rows, window, seconds in costs:
         logger.info("a decode step of %d rows, window %d: %.3f ms", rows, window, 1e3 * seconds)

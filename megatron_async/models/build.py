@@ -17,11 +17,8 @@ from megatron_async.models import parallel
 from megatron_async.models.attention import PagedAttention
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.gpt import GPTModel
-from megatron_async.models.mamba.spec import number_attention_layers
 from megatron_async.models.memory_traffic import weight_bytes
 from megatron_async.models.rope import RotaryTable
-from megatron_async.models.scaled_layers import scale_embedding, scale_logits
-from megatron_async.models.sharded_embedding import shard_embedding
 from megatron_async.models.spec import gpt_block_spec, link_norms, mtp_block_spec
 
 from megatron.core import parallel_state  # isort: skip
@@ -237,7 +234,10 @@ def build_model(
         )
         model.model_config = config
         number_mtp_layers(model)
-        number_attention_layers(model.decoder.layers)
+        if config.hybrid_override_pattern is not None:
+            from megatron_async.models.mamba.spec import number_attention_layers
+
+            number_attention_layers(model.decoder.layers)
         link_norms(list(model.decoder.layers), model.decoder.final_layernorm)
         attach_features(model, config)
         model.to(device=device, dtype=dtype)
@@ -297,9 +297,17 @@ def attach_features(model: GPTModel, config: ModelConfig) -> None:
                     if norm is not None:
                         norm.eps = latent.norm_epsilon
     if model.pre_process:
-        scale_embedding(model.embedding, config.embedding_multiplier)
-        shard_embedding(model.embedding)
-    if model.post_process:
+        if config.embedding_multiplier != 1:
+            from megatron_async.models.scaled_layers import scale_embedding
+
+            scale_embedding(model.embedding, config.embedding_multiplier)
+        if parallel_state.get_tensor_model_parallel_world_size() > 1:
+            from megatron_async.models.sharded_embedding import shard_embedding
+
+            shard_embedding(model.embedding)
+    if model.post_process and (config.logit_multiplier != 1 or config.logit_soft_cap is not None):
+        from megatron_async.models.scaled_layers import scale_logits
+
         scale_logits(model.output_layer, config.logit_multiplier, config.logit_soft_cap)
 
 

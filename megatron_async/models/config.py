@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from megatron_async.errors import CheckpointError
-from megatron_async.kernels.mamba.layer import MambaSizes
 from megatron_async.models.config_fields import check_fields
 from megatron_async.models.latent_config import LatentAttention, check_latent
 from megatron_async.models.mamba.sizes import EXPERTS, check_hybrid, mamba_sizes
-from megatron_async.models.moe.check import check_experts
+
+if TYPE_CHECKING:
+    from megatron_async.kernels.mamba.layer import MambaSizes
 
 _NEEDED_BY: dict[str, tuple[str, ...]] = {
     "linear": (),
@@ -252,6 +253,8 @@ class ModelConfig:
         if self.qk_norm_kind == "l2" and self.normalization != "RMSNorm":
             raise CheckpointError("model config: qk_norm_kind='l2' needs normalization='RMSNorm'")
         if self.num_moe_experts is not None:
+            from megatron_async.models.moe.check import check_experts
+
             check_experts(self)
 
     @property

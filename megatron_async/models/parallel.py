@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_async.kernels.ranks import peer_memory
-from megatron_async.kernels.ranks.peer_sum import PeerWords
-from megatron_async.sampling.sharded import sample_tokens_sharded
+if TYPE_CHECKING:
+    from megatron_async.kernels.ranks.peer_sum import PeerWords
+
 
 _CPU = torch.device("cpu")
 
@@ -83,6 +83,8 @@ class ModelParallel:
         )
         self._sends: deque[tuple[Any, Tensor]] = deque()
         """Messages to stages that have not been waited for, with their memory."""
+        from megatron_async.kernels.ranks import peer_memory
+
         self.tensor_words: PeerWords | None = peer_memory.open_words(self._tensor, device)
         self.expert_words = self.tensor_words
         if layout.expert not in (1, layout.tensor):
@@ -198,6 +200,8 @@ class ModelParallel:
         elif self.layout.tensor == 1:
             tokens = whole_rows(logits, *parameters, vocab_size=vocab_size)
         else:
+            from megatron_async.sampling.sharded import sample_tokens_sharded
+
             tokens = sample_tokens_sharded(
                 logits,
                 *parameters,

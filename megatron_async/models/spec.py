@@ -20,16 +20,13 @@ from megatron_async.models.activation import (
 )
 from megatron_async.models.attention import NoCoreAttention, PagedSelfAttention
 from megatron_async.models.config import ModelConfig
-from megatron_async.models.general_layer import GeneralDecoderLayer
-from megatron_async.models.latent_attention import PagedLatentAttention
-from megatron_async.models.mamba.spec import hybrid_layer_specs
-from megatron_async.models.moe.layer import MoELayer, padding_mask
 from megatron_async.models.norm import (
     Norm,
     fusable,
     head_norm_classes,
     norm_class,
 )
+from megatron_async.models.padding import padding_mask
 
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add  # isort: skip
 from megatron.core.tensor_parallel.layers import (  # isort: skip
@@ -40,9 +37,6 @@ from megatron.core.transformer.attention import SelfAttentionSubmodules  # isort
 from megatron.core.transformer.enums import AttnMaskType  # isort: skip
 from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
 from megatron.core.transformer.mlp import MLPSubmodules  # isort: skip
-from megatron.core.transformer.multi_latent_attention import (  # isort: skip
-    MLASelfAttentionSubmodules,
-)
 from megatron.core.transformer.multi_token_prediction import (  # isort: skip
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
@@ -136,7 +130,7 @@ def _norm(config: ModelConfig, device: torch.device | str) -> type:
 
 
 def general_parts(config: ModelConfig, norm: type) -> dict[str, Any] | None:
-    """Arguments of :class:`GeneralDecoderLayer`; None where :class:`DecoderLayer` will do."""
+    """Arguments of a ``GeneralDecoderLayer``; None where :class:`DecoderLayer` will do."""
     parts: dict[str, Any] = {}
     if config.norm_placement != "pre":
         parts["post_norm"] = norm
@@ -158,6 +152,8 @@ def mlp_spec(config: ModelConfig, layer: int) -> Any:
         activation_func=_ACTIVATIONS[config.activation],
     )
     if has_experts:
+        from megatron_async.models.moe.layer import MoELayer
+
         return specs.moe_spec(MoELayer, {"model": config}, submodules)
     return specs.mlp_spec(submodules)
 
@@ -171,6 +167,11 @@ def _attention_spec(config: ModelConfig, norm: type) -> ModuleSpec:
         of_heads = norm if config.qk_norm_kind == "head" else _norm(config, "cpu")
         q_norm, k_norm = head_norm_classes(of_heads, config.qk_norm_kind)
     if config.latent_attention is not None:
+        from megatron_async.models.latent_attention import (
+            MLASelfAttentionSubmodules,
+            PagedLatentAttention,
+        )
+
         latent = MLASelfAttentionSubmodules(
             linear_q_proj=ColumnParallelLinear,
             linear_q_down_proj=ColumnParallelLinear,
@@ -205,8 +206,13 @@ def gpt_layer_spec(
     has_input_norm = config.norm_placement != "post"
     has_mlp_norm = has_input_norm and config.parallel_residual != "one_norm"
     general = general_parts(config, norm)
+    module: type = DecoderLayer
+    if general is not None:
+        from megatron_async.models.general_layer import GeneralDecoderLayer
+
+        module = GeneralDecoderLayer
     return ModuleSpec(
-        module=DecoderLayer if general is None else GeneralDecoderLayer,
+        module=module,
         params=general or {},
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm if has_input_norm else IdentityOp,
@@ -228,6 +234,8 @@ def gpt_block_spec(
     layers = range(first, first + num_layers)
     specs = [gpt_layer_spec(config, device, layer) for layer in layers]
     if config.hybrid_override_pattern is not None:
+        from megatron_async.models.mamba.spec import hybrid_layer_specs
+
         specs = hybrid_layer_specs(config, norm, specs)
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=norm)
 

@@ -6,28 +6,26 @@ import functools
 import logging
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megatron_async.device import waiting_grids
 from megatron_async.device.releasable import Region
-from megatron_async.kernels.gemm.batch_invariant import batch_invariant_mode
-from megatron_async.kernels.gemm.tile_config import MAX_ROWS
 from megatron_async.models import parallel
-from megatron_async.models.adapt import adapt_model
 from megatron_async.models.attention import PagedAttention
-from megatron_async.models.fused import coverage
-from megatron_async.models.fused.decoder import FusedDecoder
-from megatron_async.models.fused.mtp import FusedMtp
-from megatron_async.models.fused.report import DecodeCoverage
-from megatron_async.models.fused.residual import AllReduce
-from megatron_async.models.gpt import GPTModel
+from megatron_async.models.fused import where
+from megatron_async.models.gpt import GPTModel, Inference
 from megatron_async.models.kv_cache_spec import KVCacheSpec, kv_cache_spec
-from megatron_async.models.moe.adapt import AdaptedMoELayer
 from megatron_async.models.parallel import ModelParallel
 from megatron_async.models.recurrent_state_spec import RecurrentStateSpec, recurrent_state_spec
+
+if TYPE_CHECKING:
+    from megatron_async.models.fused.decoder import FusedDecoder
+    from megatron_async.models.fused.mtp import FusedMtp
+    from megatron_async.models.fused.report import DecodeCoverage
+    from megatron_async.models.fused.residual import AllReduce
 
 __all__ = ["GPTInferenceWrapper", "KVCacheSpec"]
 
@@ -35,10 +33,9 @@ logger = logging.getLogger(__name__)
 
 
 @functools.cache
-def _log_many_rows() -> None:
+def _log_many_rows(most: int) -> None:
     logger.info(
-        "decode steps of more than %d rows run the model's own forward, with GEMMs of cuBLAS",
-        MAX_ROWS,
+        "decode steps of more than %d rows run the model's own forward, with GEMMs of cuBLAS", most
     )
 
 
@@ -67,7 +64,11 @@ class GPTInferenceWrapper:
         batch_invariant: bool = False,
         fused_decode: bool = True,
     ) -> None:
-        self.model: GPTModel = adapt_model(model).eval()
+        if not isinstance(model, Inference):
+            from megatron_async.models.adapt import adapt_model
+
+            model = adapt_model(model)
+        self.model: GPTModel = model.eval()
         self.inference_context = inference_context
         self.draft_model: GPTInferenceWrapper | None = None
         """A model over the same vocabulary that drafts for this one."""
@@ -92,27 +93,40 @@ class GPTInferenceWrapper:
         self.device: torch.device = self._like.device
         self.kv_cache_spec: KVCacheSpec = kv_cache_spec(self.model)
         self.recurrent_state_spec: RecurrentStateSpec | None = recurrent_state_spec(self.model)
-        unwanted: str | None = None
+        self._unwanted: str | None = None
+        """Why no block shall be fused."""
         if batch_invariant:
-            unwanted = "batch_invariant=True"
+            self._unwanted = "batch_invariant=True"
         elif not fused_decode:
-            unwanted = "fused_decode=False"
-        self._coverage = DecodeCoverage(
-            coverage.blocks(self.model, parallel=self._all_reduce is not None, unwanted=unwanted),
-            coverage.mtp_blocks(self.model, unwanted=unwanted),
-        )
+            self._unwanted = "fused_decode=False"
+        self._found_coverage: DecodeCoverage | None = None
         self._fused: FusedDecoder | None = None
         self._fused_mtp: FusedMtp | None = None
         self._outgrown: list[FusedDecoder | FusedMtp | None] = []
         self._rows: set[int] = set()
         self._has_adapted_experts = any(
-            isinstance(m, AdaptedMoELayer) for m in self.model.modules()
+            getattr(type(m), "asks_for_padding_mask", False) for m in self.model.modules()
         )
         self._hidden_states: Tensor | None = None
-        if self._coverage.off is None:
+        runs = self._unwanted is None and where.device_why_not(self.model) is None
+        if runs and self._coverage.off is None:
             self._fused = self._fused_decoder()
-        if self.device.type == "cuda" and unwanted is None:
+        if self.device.type == "cuda" and self._unwanted is None:
             self._coverage.log()
+
+    @property
+    def _coverage(self) -> DecodeCoverage:
+        """Found when it is first asked for: where no kernel runs, nobody may."""
+        if self._found_coverage is None:
+            from megatron_async.models.fused import coverage
+            from megatron_async.models.fused.report import DecodeCoverage
+
+            unwanted, divided = self._unwanted, self._all_reduce is not None
+            self._found_coverage = DecodeCoverage(
+                coverage.blocks(self.model, parallel=divided, unwanted=unwanted),
+                coverage.mtp_blocks(self.model, unwanted=unwanted),
+            )
+        return self._found_coverage
 
     @property
     def _all_reduce(self) -> AllReduce | None:
@@ -122,6 +136,8 @@ class GPTInferenceWrapper:
         return self.parallel.sum_
 
     def _fused_decoder(self) -> FusedDecoder:
+        from megatron_async.models.fused.decoder import FusedDecoder
+
         words = None if self.parallel is None else self.parallel.tensor_words
         return FusedDecoder(self.model, all_reduce=self._all_reduce, words=words)
 
@@ -175,25 +191,31 @@ class GPTInferenceWrapper:
             self._prepare_drafts(self._fused_mtp, rows, context)
         if self._fused is None:
             return
+        from megatron_async.kernels.gemm.tile_config import MAX_ROWS
+
         self._fused.compile(rows, context)
         self._rows |= set(rows)
         covered = self._fused.covered(sorted(self._rows), context)
-        self._coverage = replace(covered, drafting=self._coverage.drafting)
+        self._found_coverage = replace(covered, drafting=self._coverage.drafting)
         if min(rows) <= MAX_ROWS:
             self._coverage.log()
         if max(rows) > MAX_ROWS:
-            _log_many_rows()
+            _log_many_rows(MAX_ROWS)
 
     def _prepare_drafts(self, fused: FusedMtp, tokens: list[int], context: Any) -> None:
         window = 1 + context.num_speculative_tokens
         rows = [count // window for count in tokens]
         fused.compile(rows, window, context)
-        self._coverage = replace(self._coverage, drafting=fused.covered(rows, window, context))
+        drafting = fused.covered(rows, window, context)
+        self._found_coverage = replace(self._coverage, drafting=drafting)
 
     def fused_mtp(self) -> FusedMtp | None:
         """The MTP layers in fused kernels, for a drafter; None where these take no block."""
-        blocks = self._coverage.drafting
-        if self._fused_mtp is None and any(block.is_fused for block in blocks):
+        if self._fused_mtp is not None or where.device_why_not(self.model) is not None:
+            return self._fused_mtp
+        if any(block.is_fused for block in self._coverage.drafting):
+            from megatron_async.models.fused.mtp import FusedMtp
+
             self._fused_mtp = FusedMtp(self.model)
         return self._fused_mtp
 
@@ -311,6 +333,10 @@ class GPTInferenceWrapper:
 
     def numerics(self) -> AbstractContextManager[None]:
         """The scope in which all of the model's Python must run, MTP layers included."""
-        return batch_invariant_mode() if self.batch_invariant else nullcontext()
+        if not self.batch_invariant:
+            return nullcontext()
+        from megatron_async.kernels.gemm.batch_invariant import batch_invariant_mode
+
+        return batch_invariant_mode()
 
     __call__ = forward

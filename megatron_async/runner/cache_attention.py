@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_async.kernels import trial
 from megatron_async.kernels.attention import paged_attention
-from megatron_async.kernels.attention.decode_attention import (
-    DecodeAttention,
-    DecodeAttentions,
-    Heads,
-    heads_of,
-)
-from megatron_async.kernels.compile import KernelTooLargeError
 from megatron_async.runner.attention_metadata import AttentionMetadata
+
+if TYPE_CHECKING:
+    from megatron_async.kernels.attention.decode_attention import (
+        DecodeAttention,
+        DecodeAttentions,
+        Heads,
+    )
 
 logger = logging.getLogger(__name__)
 
@@ -34,11 +33,11 @@ def warn_of_slow_attention(kv_channels: int) -> None:
 
 
 @functools.cache
-def _warn_of_latents_on_trial() -> None:
+def _warn_of_latents_on_trial(reason: str) -> None:
     logger.warning(
         "multi-latent attention runs in PyTorch's operations and reads whole block tables, which "
         "is slow: its kernels are %s",
-        trial.REASON,
+        reason,
     )
 
 
@@ -51,9 +50,11 @@ def warn_if_slow(kv_cache: torch.Tensor) -> None:
     """Say so if the cache is on a GPU and none of its kernels reads it."""
     if kv_cache.device.type != "cuda":
         return
+    from megatron_async.kernels import trial
+
     is_latent, kv_channels = kv_cache.shape[1] == 1, kv_cache.shape[-1]
     if is_latent and not trial.LATENT:
-        _warn_of_latents_on_trial()
+        _warn_of_latents_on_trial(trial.REASON)
     elif not is_latent and kv_channels > paged_attention.KERNEL_HEAD_DIM:
         warn_of_slow_attention(kv_channels)
 
@@ -74,7 +75,7 @@ class CacheAttention:
         self.kv_cache = kv_cache
         self._block_table = block_table
         self._batch_invariant = batch_invariant
-        self._decode_attentions = DecodeAttentions(kv_cache.device)
+        self._decode_attentions: DecodeAttentions | None = None
 
     def release(self) -> None:
         """Free the cache."""
@@ -164,6 +165,11 @@ class CacheAttention:
 
     def _decode_attention(self, heads: Heads, tokens: int) -> DecodeAttention | None:
         """Return the kernel for ``tokens`` tokens; None if the GPU does not run it."""
+        from megatron_async.kernels.attention.decode_attention import DecodeAttentions
+        from megatron_async.kernels.compile import KernelTooLargeError
+
+        if self._decode_attentions is None:
+            self._decode_attentions = DecodeAttentions(self.kv_cache.device)
         capacity = self._block_table.shape[1] * self.kv_cache.shape[3]
         try:
             return self._decode_attentions.get(heads, tokens // heads.window, capacity)
@@ -184,6 +190,8 @@ class CacheAttention:
         is_plain_decode = tokens.chunks is None and tokens.decode_lengths_host is None
         if not is_plain_decode or self._batch_invariant or tokens.window is None:
             return None
+        from megatron_async.kernels.attention.decode_attention import heads_of
+
         return heads_of(
             packed, self.kv_cache, cos_sin, q_weight, k_weight, tokens.window,
             gaps=tokens.has_gaps, limits=limits,

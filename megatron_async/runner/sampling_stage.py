@@ -22,7 +22,6 @@ from megatron_async.runner.masks import MaskRing
 from megatron_async.runner.sampler import sample_tokens
 from megatron_async.sampling.log_probs import pack, processed_log_probs, token_log_probs
 from megatron_async.sampling.process_logits import advance, process_logits
-from megatron_async.sampling.synthetic_acceptance import synthetic_bits, threshold
 from megatron_async.step import packet
 from megatron_async.step.extras import LOG_PROB_WORDS, PROCESSED_LOG_PROBS, RAW_LOG_PROBS
 from megatron_async.step.plan import SampleShape
@@ -142,6 +141,8 @@ class SamplingStage:
         # A draft of the row is accepted while it is what was sampled in its place.
         right = tokens[:, :-1] == state.drafts[slots, : window - 1]
         if self._synthetic_acceptance is not None:
+            from megatron_async.sampling.synthetic_acceptance import synthetic_bits, threshold
+
             bits = synthetic_bits(positions[:, 1:], state.seed[slots])
             right = bits < threshold(self._synthetic_acceptance)
         right &= offsets[1:] < samples[:, None]

@@ -169,6 +169,41 @@ def test_the_step_loop_fits_on_one_screen() -> None:
     assert step.end_lineno is not None and step.end_lineno - step.lineno < 25
 
 
+MOST_MODULES = 160
+"""Of ours, that a dense model on a CPU imports with its engine."""
+UNWANTED = (
+    "kernels.compile", "kernels.gemm", "kernels.mamba", "kernels.moe", "kernels.ranks", "grammar",
+    "models.adapt", "models.mamba.mixer", "models.moe", "models.latent_attention",
+    "models.fused.coverage", "drafting.mtp", "drafting.ngram", "drafting.model", "ranks.group",
+    "ranks.messages", "checkpoint.families", "checkpoint.huggingface", "checkpoint.distributed",
+    "contrib", "serving",
+)  # fmt: skip
+"""What a model or a configuration has to ask for."""
+
+
+@pytest.mark.slow
+def test_a_dense_model_imports_what_it_needs() -> None:
+    code = (
+        "import sys\n"
+        "from megatron_async.config import EngineConfig\n"
+        "from megatron_async.engine.engine import DynamicInferenceEngine\n"
+        "config = EngineConfig(device='cpu', max_requests=2, block_count=20)\n"
+        "with DynamicInferenceEngine.from_pretrained('tiny', config) as engine:\n"
+        "    engine.generate([[5, 6]])\n"
+        "print(*(m for m in sys.modules if m.startswith('megatron_async')))\n"
+    )
+    command = [sys.executable, "-c", code]
+    out = subprocess.run(
+        command, check=True, cwd=ROOT, timeout=PATIENCE_SECONDS, capture_output=True, text=True
+    ).stdout
+    modules = out.splitlines()[-1].split()
+    unwanted = tuple(f"megatron_async.{name}" for name in UNWANTED)
+    assert [
+        m for m in modules if m in unwanted or m.startswith(tuple(f"{u}." for u in unwanted))
+    ] == []
+    assert len(modules) <= MOST_MODULES, len(modules)
+
+
 # --- parts ------------------------------------------------------------------------------------
 
 

@@ -143,7 +143,6 @@ def test_engine_options_become_the_configuration() -> None:
     )
     config = engine_config(build_parser().parse_args(arguments.split()), 2, random_seed=5)
     assert config == EngineConfig(
-        inference_async_scheduling=True,
         depth=2,
         max_requests=3,
         max_tokens=99,

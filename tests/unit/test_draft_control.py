@@ -345,4 +345,4 @@ def test_costs_are_measured_and_a_replay_has_them(tmp_path: Path) -> None:
 )
 def test_wrong_costs_are_refused(values: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        EngineConfig(**{"adaptive_speculation": True, "num_speculative_tokens": 2, **values})
+        EngineConfig(adaptive_speculation=True, num_speculative_tokens=2, testing=values)  # type: ignore[arg-type]

@@ -21,8 +21,8 @@ from megatron_async.engine.build import build_context, resolve_device
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig, RopeScaling
-from megatron_async.models.fused import coverage
 from megatron_async.models.fused import decoder as fused_decode
+from megatron_async.models.fused import where
 from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.runner.controller import TextGenerationController
 from megatron_async.sampling_params import SamplingParams
@@ -367,7 +367,7 @@ def test_logits_of_emulated_kernels_are_those_of_a_float64_forward(
 ) -> None:
     """The fused decode forward as a whole, where there is no GPU."""
     emulator.install(monkeypatch)
-    monkeypatch.setattr(coverage, "device_why_not", lambda model: None)
+    monkeypatch.setattr(where, "device_why_not", lambda model: None)
     config = replace(tiny(MODELS[name]), hidden_size=128, head_dim=32, ffn_hidden_size=256)
     rig = Rig(config, torch.bfloat16, "cpu", 3, num_cuda_graphs=1)
     forwards = []

@@ -21,7 +21,7 @@ from megatron_async.kernels.attention import decode_attention
 from megatron_async.kernels.ranks import peer_sum
 from megatron_async.kernels.ranks.peer_sum import PeerSum, PeerWords
 from megatron_async.models.config import ModelConfig
-from megatron_async.models.fused import coverage
+from megatron_async.models.fused import coverage, where
 from megatron_async.models.fused.decoder import FusedDecoder
 from megatron_async.models.fused.report import ATTENTION, EMBEDDING, HEAD, MLP, DecodeCoverage
 from megatron_async.models.wrapper import GPTInferenceWrapper
@@ -43,7 +43,7 @@ NAMES = ("qwen3", "gpt2")
 def _emulator_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a GPU that runs the kernels."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr(coverage, "device_why_not", lambda model: None)
+        monkeypatch.setattr(where, "device_why_not", lambda model: None)
 
 
 class Experts(torch.nn.Module):
@@ -442,7 +442,7 @@ def one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_sum_over_ranks_takes_split_heads_and_leaves_the_vocabulary_to_modules(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(coverage, "device_why_not", lambda model: None)
+    monkeypatch.setattr(where, "device_why_not", lambda model: None)
     model = bfloat16_model(small("qwen3"), torch.device("cpu"))
     monkeypatch.setattr(model.config, "tensor_model_parallel_size", 2)
     alone = DecodeCoverage(coverage.blocks(model))

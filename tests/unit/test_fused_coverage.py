@@ -22,8 +22,7 @@ from megatron_async.kernels.gemm.tile_config import (
 from megatron_async.models import wrapper
 from megatron_async.models.adapt import adapt_model
 from megatron_async.models.build import build_model
-from megatron_async.models.fused import coverage, report
-from megatron_async.models.fused.coverage import device_why_not
+from megatron_async.models.fused import coverage, report, where
 from megatron_async.models.fused.decoder import FusedDecoder
 from megatron_async.models.fused.parts import epilogue_of, norm_kind
 from megatron_async.models.fused.report import (
@@ -35,6 +34,7 @@ from megatron_async.models.fused.report import (
     lines,
     ranges,
 )
+from megatron_async.models.fused.where import device_why_not
 from megatron_async.models.wrapper import GPTInferenceWrapper
 from tests.support import emulator
 from tests.unit.test_forward_accuracy import MODELS, Rig, tiny
@@ -84,7 +84,7 @@ SWIGLU = {
 @pytest.fixture(autouse=True)
 def _any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU that runs the kernels; what is said once is said again."""
-    monkeypatch.setattr(coverage, "device_why_not", lambda model: None)
+    monkeypatch.setattr(where, "device_why_not", lambda model: None)
     for warning in (report.warn_of_own_forward, report.warn_of_module, wrapper._log_many_rows):
         warning.cache_clear()
 

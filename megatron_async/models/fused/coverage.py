@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import decode_attention
 from megatron_async.kernels.gemm.tile_config import (
     RMS_NORM,
@@ -21,6 +20,7 @@ from megatron_async.kernels.gemm.tile_config import (
 from megatron_async.kernels.shared_memory import block_limit
 from megatron_async.megatron_compat.specs import MTP_LAYERS, mtp_inner_layer
 from megatron_async.models.attention import PagedSelfAttention
+from megatron_async.models.fused import where
 from megatron_async.models.fused.moe_block import experts_why_not, is_mixture
 from megatron_async.models.fused.parts import epilogue_of, norm_kind
 from megatron_async.models.fused.report import (
@@ -83,7 +83,7 @@ def blocks(model: Any, *, parallel: bool = False, unwanted: str | None = None) -
         parallel: the ranks of a tensor-parallel group add their partial sums up.
         unwanted: why no block shall be fused.
     """
-    off = unwanted or device_why_not(model) or model_why_not(model, parallel=parallel)
+    off = unwanted or where.device_why_not(model) or model_why_not(model, parallel=parallel)
     found = [Block(EMBEDDING, None, off or embedding_why_not(model))]
     for layer in model.decoder.layers if hasattr(model.decoder, "layers") else ():
         reason = off or layer_why_not(layer)
@@ -113,7 +113,7 @@ def mtp_blocks(model: Any, *, unwanted: str | None = None) -> tuple[Block, ...]:
     """
     if not getattr(model, "mtp_process", False):
         return ()
-    off = unwanted or device_why_not(model) or model_why_not(model)
+    off = unwanted or where.device_why_not(model) or model_why_not(model)
     found = []
     for layer in model.mtp.layers:
         inner = mtp_inner_layer(layer)
@@ -156,14 +156,6 @@ def projection_why_not(layer: Any, model: Any) -> str | None:
         or _linears_why_not(projection)
         or _modules_why_not([*norms, projection])
     )
-
-
-def device_why_not(model: Any) -> str | None:
-    """Why no kernel runs where ``model`` is; None if they do."""
-    weight = next(model.parameters())
-    if weight.device.type != "cuda":
-        return "the model is not on a GPU"
-    return cuda.unavailable(weight.device.index or 0)
 
 
 def model_why_not(model: Any, *, parallel: bool = False) -> str | None:

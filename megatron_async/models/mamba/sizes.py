@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_async.errors import CheckpointError
-from megatron_async.kernels.mamba.layer import MambaSizes
 
 if TYPE_CHECKING:
+    from megatron_async.kernels.mamba.layer import MambaSizes
     from megatron_async.models.config import ModelConfig
 
 MAMBA, ATTENTION, MLP, EXPERTS = LETTERS = "M*-E"
@@ -16,6 +16,8 @@ MAMBA, ATTENTION, MLP, EXPERTS = LETTERS = "M*-E"
 
 def mamba_sizes(config: ModelConfig) -> MambaSizes:
     """Sizes of the Mamba-2 layers of a configuration."""
+    from megatron_async.kernels.mamba.layer import MambaSizes
+
     return MambaSizes(
         heads=config.mamba_num_heads or 2 * config.hidden_size // config.mamba_head_dim,
         head_dim=config.mamba_head_dim,

@@ -43,6 +43,9 @@ class AdaptedMoELayer(MegatronMoELayer):  # type: ignore[misc]
     changes what is computed.
     """
 
+    asks_for_padding_mask = True
+    """megatron's layers around it hand the mask on, if the model is given one."""
+
     def forward(
         self,
         hidden_states: Tensor,

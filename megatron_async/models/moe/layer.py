@@ -213,10 +213,3 @@ def mixture(layer: Any, hidden_states: Tensor, padding_mask: Tensor | None) -> T
 
 def _linear(x: Tensor, linear: Any) -> Tensor:
     return x if linear is None else F.linear(x, linear.weight, linear.bias)
-
-
-def padding_mask(layer: Any, context: Any) -> dict[str, Tensor]:
-    """What the MLP of ``layer`` is called with beside its input: which tokens of the forward that
-    runs now are padding or of requests that have ended, where that matters."""
-    mask = getattr(context, "padding_mask", None)
-    return {"padding_mask": mask} if mask is not None and hasattr(layer.mlp, "settings") else {}
