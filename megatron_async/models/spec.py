@@ -167,9 +167,10 @@ def _attention_spec(config: ModelConfig, norm: type) -> ModuleSpec:
         of_heads = norm if config.qk_norm_kind == "head" else _norm(config, "cpu")
         q_norm, k_norm = head_norm_classes(of_heads, config.qk_norm_kind)
     if config.latent_attention is not None:
-        from megatron_async.models.latent_attention import (
+        from megatron_async.models.latent_attention import PagedLatentAttention
+
+        from megatron.core.transformer.multi_latent_attention import (  # isort: skip
             MLASelfAttentionSubmodules,
-            PagedLatentAttention,
         )
 
         latent = MLASelfAttentionSubmodules(
