@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron_async import DynamicInferenceEngine, EngineConfig, SamplingParams
-from megatron_async.weight_transfer.shared_weights import SharedWeights, open_weights
+from megatron_async.weights.shared_memory import SharedWeights, open_weights
 
 MIB = 1 << 20
 STEPS = 16

@@ -18,22 +18,23 @@ from megatron_async.engine.commands import (
 )
 from megatron_async.engine.driver import prompts_with_params
 from megatron_async.engine.load import EngineParts, load_parts, parts_over_same_weights
-from megatron_async.engine.metrics import EngineCounters
+from megatron_async.engine.metrics import EngineCounters, NotOverlapped
 from megatron_async.engine.output_processor import TokenOutput
 from megatron_async.engine.output_sink import OutputSink
 from megatron_async.engine.recording import Recorder
 from megatron_async.engine.request_queue import Prompt, checked_id
 from megatron_async.engine.sleep_mode import checked_level, tags_of
-from megatron_async.engine.weight_update import CONTINUE, replace_weights, shared_weights
 from megatron_async.errors import EngineStoppedError, RequestError
 from megatron_async.request import DynamicInferenceRequest, RequestFuture
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.controller import TextGenerationController
 from megatron_async.runner.model_runner import Progress
 from megatron_async.sampling_params import SamplingParams
+from megatron_async.weights.swap import CONTINUE, replace_weights, shared_weights
 
 if TYPE_CHECKING:
     from megatron_async.ranks.group import RankGroup
+    from megatron_async.weights.source import WeightSource
 
 
 class DynamicInferenceEngine:
@@ -443,7 +444,7 @@ class DynamicInferenceEngine:
 
     def update_weights(
         self,
-        source: str | Path | Mapping[str, Any],
+        source: str | Path | Mapping[str, Any] | WeightSource,
         *,
         recompute_kv_cache: bool = True,
         partial_rollouts: str = CONTINUE,
@@ -457,7 +458,7 @@ class DynamicInferenceEngine:
 
         Args:
             source: a model directory, a ``.safetensors`` file with megatron-core's parameter
-                names, or a state dict with these.
+                names, a state dict with these, or another source of ``weights/source.py``.
             recompute_kv_cache: evict the running requests, so that what they have so far is
                 computed again with the new weights. Otherwise they go on over the old keys and
                 values. Cached prefixes are forgotten in either case.
@@ -487,6 +488,13 @@ class DynamicInferenceEngine:
             allow_non_finite_weights=allow_non_finite_weights,
         )
         return self.outputs.weight_version
+
+    def drain_for_weights(self) -> None:
+        """Take what is in flight, before new weights, for the code that gives them to all engines.
+        The caller is inside of a step."""
+        self.loop.apply_commands()
+        self.loop.drain(NotOverlapped.WEIGHTS)
+        self.device.synchronize()
 
     def weights_changed(self) -> None:
         """Go on behind new weights, for the code that gives them to all engines: hand out what was

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from enum import Enum, auto
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from megatron_async.config import DEFAULT_ASYNC_DEPTH, MAX_DEPTH, EngineConfig, check_config
 from megatron_async.device import open_device
@@ -33,6 +33,10 @@ from megatron_async.runner.controller import TextGenerationController
 from megatron_async.runner.model_runner import Progress
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.scheduler.request_state import State
+
+if TYPE_CHECKING:
+    from megatron_async.weights.source import WeightSource
+
 
 DEPTH_VARIABLE = "MEGATRON_ASYNC_DEPTH"
 
@@ -253,7 +257,9 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
         with outside_inference_mode():
             super().reset()
 
-    def update_weights(self, source: str | Path | Mapping[str, Any], **options: Any) -> int:
+    def update_weights(
+        self, source: str | Path | Mapping[str, Any] | WeightSource, **options: Any
+    ) -> int:
         """See the class that this one is derived from."""
         with outside_inference_mode():
             return super().update_weights(source, **options)

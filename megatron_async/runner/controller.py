@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +13,9 @@ from megatron_async.device.protocol import Device
 from megatron_async.errors import ConfigError, RequestError
 from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.model_runner import ModelRunner
+
+if TYPE_CHECKING:
+    from megatron_async.weights.source import WeightSource
 
 
 class TextGenerationController:
@@ -119,7 +122,7 @@ class TextGenerationController:
 
     def read_weights(
         self,
-        source: str | Path | Mapping[str, Any],
+        source: str | Path | Mapping[str, Any] | WeightSource,
         *,
         allow_non_finite_weights: bool = False,
         all_parameters: bool = False,
@@ -130,35 +133,21 @@ class TextGenerationController:
         Raises:
             CheckpointError: they do not fit.
         """
-        group = getattr(self.inference_wrapped_model, "rank_group", None)
-        if group is not None:
-            read = functools.partial(
-                self._read_weights, source, allow_non_finite_weights, all_parameters
-            )
-            replace: Callable[[], None] = group.read_weights(
-                self.weights_owner,
-                source,
-                read,
-                allow_non_finite_weights=allow_non_finite_weights,
-                all_parameters=all_parameters,
-            )
-            return replace
-        return self._read_weights(source, allow_non_finite_weights, all_parameters)
+        from megatron_async.weights.place import read_weights
 
-    def _read_weights(
-        self,
-        source: str | Path | Mapping[str, Any],
-        allow_non_finite_weights: bool,
-        all_parameters: bool,
-    ) -> Callable[[], None]:
         own = getattr(self.inference_wrapped_model, "update_weights", None)
-        if own is not None:
-            return functools.partial(own, source)
-        from megatron_async.checkpoint.update import read_weights
+        checks = {
+            "allow_non_finite_weights": allow_non_finite_weights,
+            "all_parameters": all_parameters,
+        }
 
-        return read_weights(
-            self.weights_owner,
-            source,
-            allow_non_finite_weights=allow_non_finite_weights,
-            all_parameters=all_parameters,
-        )
+        def read() -> Callable[[], None]:
+            if own is not None:
+                return functools.partial(own, source)
+            return read_weights(self.weights_owner, source, **checks)
+
+        group = getattr(self.inference_wrapped_model, "rank_group", None)
+        if group is None:
+            return read()
+        replace: Callable[[], None] = group.read_weights(self.weights_owner, source, read, **checks)
+        return replace

@@ -15,9 +15,7 @@ from typing import Any
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
 
-from megatron_async.checkpoint.huggingface_update import targets_of
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.host_timeline import HostTimeline
 from megatron_async.engine.sleep_mode import checked_level
@@ -33,7 +31,9 @@ from megatron_async.request import StepReport
 from megatron_async.serving.live_requests import TIMEOUT, ConnectedFrontEnd, LiveRequests
 from megatron_async.serving.live_steps import LiveSteps
 from megatron_async.serving.messages import Answer, Control, Kept
-from megatron_async.serving.weight_transfer import WeightTransfer
+from megatron_async.weights.source import replaces_all
+from megatron_async.weights.targets import covers
+from megatron_async.weights.transfer import WeightTransfer
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class Controls:
         self._updating = threading.Lock()
         self._profiling = threading.Lock()
         self._live = LiveSteps(engine)
-        self._transfer = WeightTransfer(engine)
+        self._transfer = WeightTransfer(engine.context.device)
 
     @property
     def kept(self) -> Kept:
@@ -215,10 +215,10 @@ class Controls:
     def weights(self, path: str, recompute_kv_cache: bool = True) -> dict[str, Any]:
         """Replace the weights between two steps by those of a model directory or file."""
         with self._only_update():
-            replaces_all = _replaces_all(path, self._engine)
+            is_whole = replaces_all(self._engine.controller.weights_owner, path)
             self._engine.update_weights(path, recompute_kv_cache=recompute_kv_cache)
             paths = (*(each for each in self._kept.weights if each != path), path)
-            if replaces_all:
+            if is_whole:
                 paths = (path,)
                 self.lost = None
             self._change(weights=paths, weight_version=self.weight_version)
@@ -276,7 +276,7 @@ class Controls:
         with self._only_update():
             names = self._transfer.finish(self._engine.update_weights)
             paths = (*(each for each in self._kept.weights if each != SENT), SENT)
-            if _covers(names, self._engine):
+            if covers(self._engine.controller.weights_owner, names):
                 paths = (SENT,)
                 self.lost = None
             if names:
@@ -399,29 +399,6 @@ def _kind_of(error: Exception) -> str:
         return "dead"
     is_known = isinstance(error, MegatronAsyncError) and not isinstance(error, IntegrityError)
     return "invalid" if is_known else "internal"
-
-
-def _replaces_all(path: str, engine: DynamicInferenceEngine) -> bool:
-    """A file may have some of the parameters alone; a model directory has all."""
-    if not path.endswith(".safetensors"):
-        return True
-    try:
-        if not Path(path).is_file():
-            return True
-        with safe_open(path, "pt") as file:
-            names = set(file.keys())
-    except (OSError, SafetensorError):
-        return False
-    return {name for name, _ in engine.controller.weights_owner.named_parameters()} <= names
-
-
-def _covers(names: frozenset[str], engine: DynamicInferenceEngine) -> bool:
-    """Whether weights of these names, megatron-core's or Hugging Face's, are all of the model's."""
-    model = engine.controller.weights_owner
-    if {name for name, _ in model.named_parameters()} <= names:
-        return True
-    theirs = targets_of(model, names)
-    return theirs is not None and theirs.keys() <= names
 
 
 def _device_name(engine: DynamicInferenceEngine) -> str:

@@ -1,6 +1,20 @@
-"""Weights on their way from a trainer's process to an engine's, without a file.
+"""The former address of :mod:`megatron_async.weights`: its names, and a warning."""
 
-``DynamicInferenceEngine.update_weights`` takes what arrives: a state dict with megatron-core's
-parameter names. It is checked as a whole before the first copy, so a transfer that fails on the way
-leaves the old weights.
-"""
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import megatron_async.weights as moved
+
+warnings.warn(
+    "megatron_async.weight_transfer is now megatron_async.weights",
+    DeprecationWarning,
+    stacklevel=2,
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return getattr(moved, name)

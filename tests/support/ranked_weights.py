@@ -24,7 +24,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
-from megatron_async.checkpoint.parallel_layouts import relay, shard_of
 from megatron_async.config import EngineConfig
 from megatron_async.engine.build import build_context
 from megatron_async.engine.engine import DynamicInferenceEngine
@@ -40,8 +39,9 @@ from megatron_async.ranks.messages import LoadModel, Message, ReplaceWeights, Sl
 from megatron_async.ranks.start import lead
 from megatron_async.runner.controller import TextGenerationController
 from megatron_async.sampling_params import SamplingParams
-from megatron_async.weight_transfer.shared_weights import SharedWeights, open_weights
-from megatron_async.weight_transfer.weight_group import WeightGroup
+from megatron_async.weights.group import WeightGroup
+from megatron_async.weights.parallel_layouts import relay, shard_of
+from megatron_async.weights.shared_memory import SharedWeights, open_weights
 from tests.support.patience import PATIENCE_SECONDS
 from tests.support.ranked import Found, refused, write_layers
 from tests.support.served_over_http import free_port

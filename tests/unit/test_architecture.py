@@ -91,6 +91,15 @@ FORBIDDEN = {
         "tests",
     ),
     "replicas": ("megatron_async.inference", "megatron_async.megatron_api", "inference", "tests"),
+    "weights": (
+        "megatron_async.drafting",
+        "megatron_async.engine",
+        "megatron_async.ranks",
+        "megatron_async.runner",
+        "megatron_async.scheduler",
+        "megatron_async.serving",
+    ),
+    "checkpoint": ("megatron_async.weights.place", "megatron_async.weights.swap"),
     "perfetto": ("megatron_async.inference", "inference", "megatron_async.serving"),
     ".": ("megatron_async.inference", "inference", "tests"),
 }

@@ -18,10 +18,10 @@ from megatron_async.checkpoint import load_pretrained
 from megatron_async.checkpoint.huggingface_weights import Targets
 from megatron_async.checkpoint.mtp_weights import mtp_layers, mtp_targets
 from megatron_async.checkpoint.targets import TensorParallel
-from megatron_async.checkpoint.update import read_weights
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import CheckpointError
 from megatron_async.sampling_params import SamplingParams
+from megatron_async.weights.place import read_weights
 from tests.support.engines import config_at
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, THETA, EPSILON = 32, 4, 2, 16, 48, 64, 640000, 1e-5

@@ -11,9 +11,9 @@ import torch
 import transformers
 
 from megatron_async.checkpoint import load_pretrained, save_distributed, save_native
-from megatron_async.checkpoint.parallel_layouts import relay
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.latent_config import LatentAttention
+from megatron_async.weights.parallel_layouts import relay
 from tests.support.programs import run_program
 
 PROGRAM = """

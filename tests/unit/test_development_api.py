@@ -24,10 +24,10 @@ from megatron_async.checkpoint.load import load_pretrained
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import CheckpointError, ConfigError
 from megatron_async.serving.messages import Kept
-from megatron_async.weight_transfer.announced import receive_announced, send_announced
-from megatron_async.weight_transfer.nccl_group import unique_id_of
-from megatron_async.weight_transfer.tensor_info import infos_of
-from megatron_async.weight_transfer.weight_group import WeightGroup
+from megatron_async.weights.announced import receive_announced, send_announced
+from megatron_async.weights.group import WeightGroup
+from megatron_async.weights.nccl_group import unique_id_of
+from megatron_async.weights.tensor_info import infos_of
 from tests.support.engines import config_at
 from tests.support.huggingface_models import SIZES
 from tests.support.patience import PATIENCE_SECONDS
@@ -299,7 +299,7 @@ def test_they_are_there_by_option_alone(directory: Path) -> None:
 
 
 def test_hugging_faces_names_are_checked(directory: Path) -> None:
-    from megatron_async.checkpoint.update import read_weights
+    from megatron_async.weights.place import read_weights
 
     served = load_pretrained(directory, dtype=torch.float32).model
     new = dict(llama(2).state_dict())

@@ -27,7 +27,7 @@ from megatron_async.kernels.gemm.tile_config import (
     STORE,
     padded,
 )
-from megatron_async.models.fused import coverage, embedding, gemms
+from megatron_async.models.fused import embedding, gemms, where
 from megatron_async.models.fused.decoder import FusedDecoder
 from tests.support import emulator
 from tests.support.decode_rig import BLOCK_SIZE, TOKENS, DecodeRig, bfloat16_model, small
@@ -41,7 +41,7 @@ class Recorder:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, names: Mapping[str, torch.Tensor]) -> None:
         emulator.install(monkeypatch)
-        monkeypatch.setattr(coverage, "device_why_not", lambda model: None)
+        monkeypatch.setattr(where, "device_why_not", lambda model: None)
         monkeypatch.setattr(gemms, "SkinnyGemm", self._gemm)
         monkeypatch.setattr(embedding, "Embed", self._embed)
         monkeypatch.setattr(DecodeAttentions, "get", self._attention)

@@ -15,7 +15,7 @@ from megatron_async.kernels import trial
 from megatron_async.kernels.mamba.reference import mix_rows
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig
-from megatron_async.models.fused import coverage, mamba_block
+from megatron_async.models.fused import mamba_block, where
 from megatron_async.models.fused.decoder import FusedDecoder
 from megatron_async.models.fused.report import ATTENTION, MAMBA, MLP
 from megatron_async.models.fused.tuning import first_layers
@@ -61,7 +61,7 @@ def test_fused_mixers_and_modules_make_one_forward(
     config = CONFIG
     if device.type == "cpu":
         config = MIXERS
-        monkeypatch.setattr(coverage, "device_why_not", lambda model: None)
+        monkeypatch.setattr(where, "device_why_not", lambda model: None)
         mixed = torch.zeros(64, CONFIG.mamba.inner, dtype=torch.bfloat16)
         kernels = SimpleNamespace(mixed=lambda rows: mixed[:rows], mix_rows=mix_rows)
         monkeypatch.setattr(mamba_block, "kernels_of", lambda *_: kernels)

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron_async.drafting.mtp import MtpDrafter
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import rope_append
-from megatron_async.models.fused import coverage, mtp_blocks, report
+from megatron_async.models.fused import mtp_blocks, report, where
 from megatron_async.models.fused.report import ATTENTION, HEAD, MLP, PROJECTION
 from megatron_async.models.fused.tuning import FusedStep
 from megatron_async.models.wrapper import GPTInferenceWrapper
@@ -40,7 +40,7 @@ LAYERS = (3, 4)
 def _emulator_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a GPU that runs the kernels; what is said once is said again."""
     report.warn_of_module.cache_clear()
-    monkeypatch.setattr(coverage, "device_why_not", lambda model: None)
+    monkeypatch.setattr(where, "device_why_not", lambda model: None)
     compiled = rope_append.rope_append
 
     def by_device(packed: Tensor, *args: Any) -> Tensor:

@@ -27,7 +27,7 @@ import json, os
 handles, done = os.pipe(), os.pipe()
 if os.fork() == 0:
     import torch
-    from megatron_async.weight_transfer.shared_weights import open_weights
+    from megatron_async.weights.shared_memory import open_weights
     os.close(handles[1])
     tensors = open_weights(json.loads(os.fdopen(handles[0]).read()))
     assert tensors["a"].is_cuda and tensors["a"].tolist() == list(map(float, range(1000)))
@@ -38,7 +38,7 @@ if os.fork() == 0:
     os.write(done[1], b".")
     os._exit(0)
 import torch
-from megatron_async.weight_transfer.shared_weights import SharedWeights
+from megatron_async.weights.shared_memory import SharedWeights
 new = {
     "a": torch.zeros(1000, device="cuda"),
     "b": torch.full((7, 5), 2, dtype=torch.bfloat16, device="cuda"),
@@ -58,10 +58,10 @@ ports = [int(port) for port in sys.argv[1:]]
 rank = int(os.fork() == 0)
 import torch
 import torch.distributed as dist
-from megatron_async.weight_transfer.announced import receive_announced, send_announced
-from megatron_async.weight_transfer.nccl_group import ID_KEY, NcclGroup
-from megatron_async.weight_transfer.tensor_info import infos_of
-from megatron_async.weight_transfer.weight_group import WeightGroup
+from megatron_async.weights.announced import receive_announced, send_announced
+from megatron_async.weights.nccl_group import ID_KEY, NcclGroup
+from megatron_async.weights.tensor_info import infos_of
+from megatron_async.weights.group import WeightGroup
 
 class UniqueId(ctypes.Structure):  # as vLLM's wrapper of NCCL has it
     _fields_ = [("internal", ctypes.c_byte * 128)]

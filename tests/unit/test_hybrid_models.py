@@ -21,7 +21,7 @@ from megatron_async.models.adapt import adapt_model
 from megatron_async.models.build import build_random_model, transformer_config
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.features import features
-from megatron_async.models.fused import coverage
+from megatron_async.models.fused import coverage, where
 from megatron_async.models.fused.report import DecodeCoverage
 from megatron_async.models.mamba.mixer import MambaMixer
 from megatron_async.models.mamba.sequence import CHUNK, mix_sequences
@@ -238,7 +238,7 @@ def test_what_decays_are_made_of_stays_in_fp32(tmp_path: Path) -> None:
 def test_attention_and_mlps_are_fused_and_mixers_say_why_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(coverage, "device_why_not", lambda model: None)
+    monkeypatch.setattr(where, "device_why_not", lambda model: None)
     monkeypatch.setattr(trial, "MAMBA", False)
     config = changed(
         hidden_size=128, head_dim=32, ffn_hidden_size=256, num_layers=5, activation="swiglu",

@@ -18,11 +18,11 @@ from megatron_async.checkpoint.families import families
 from megatron_async.checkpoint.huggingface import convert_config
 from megatron_async.checkpoint.native import save_native
 from megatron_async.checkpoint.transformers_config import transformers_config
-from megatron_async.checkpoint.update import read_weights
 from megatron_async.contrib.transformers.engine.weights import convert_model
 from megatron_async.errors import CheckpointError
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.features import features
+from megatron_async.weights.place import read_weights
 from tests.support.huggingface_models import CONFIGS, random_model
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,6 @@ import torch
 
 from megatron_async.checkpoint.load import load_pretrained
 from megatron_async.checkpoint.native import save_native
-from megatron_async.checkpoint.update import read_weights
 from megatron_async.engine.build import build_context, resolve_device
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import CheckpointError, ConfigError
@@ -27,6 +26,7 @@ from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.request import DynamicInferenceRequest
 from megatron_async.runner.controller import TextGenerationController
 from megatron_async.sampling_params import SamplingParams
+from megatron_async.weights.place import read_weights
 from tests.support.engines import DEPTHS, config_at
 
 from megatron.core.models.gpt import GPTModel as MegatronGPTModel  # isort: skip

@@ -20,7 +20,7 @@ from megatron_async.kernels.moe.reference import NO_EXPERT, Routing, route
 from megatron_async.kernels.moe.settings import ExpertActivation, RouterSettings
 from megatron_async.kernels.moe.shape import Live, MoeShape, MoeWeights
 from megatron_async.kernels.moe.tiles import MAX_ROWS, MoeTiles, Tile, choose_tiles
-from megatron_async.models.fused import coverage
+from megatron_async.models.fused import coverage, where
 from megatron_async.models.fused.decoder import FusedDecoder
 from megatron_async.models.fused.report import MLP
 from tests.support import emulator
@@ -290,7 +290,7 @@ def model_with_experts(device: str, shared: bool) -> Any:
 def experts_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their kernels run interpreted, and the other blocks their modules."""
     emulator.install(monkeypatch)
-    monkeypatch.setattr(coverage, "device_why_not", lambda model: None)
+    monkeypatch.setattr(where, "device_why_not", lambda model: None)
     for name in ("embedding_why_not", "head_why_not", "attention_why_not", "_linears_why_not"):
         monkeypatch.setattr(coverage, name, lambda *_: "another test's")
 

@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 
 from megatron_async.checkpoint import load_pretrained, save_distributed, save_native
 from megatron_async.checkpoint.finite import check_finite
-from megatron_async.checkpoint.update import read_weights
 from megatron_async.engine.build import build_context
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import CheckpointError
@@ -23,6 +22,7 @@ from megatron_async.models.config import ModelConfig
 from megatron_async.models.gpt import GPTModel
 from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.runner.controller import TextGenerationController
+from megatron_async.weights.place import read_weights
 from tests.support.engines import config_at, drive, greedy
 
 CONFIG = ModelConfig(

@@ -18,7 +18,7 @@ from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.compile import KernelTooLargeError
 from megatron_async.kernels.mamba.layer import MambaSizes
 from megatron_async.kernels.moe.row import MoeRow
-from megatron_async.models.fused import coverage
+from megatron_async.models.fused import where
 from megatron_async.models.fused.ahead import Refused
 from megatron_async.models.fused.decoder import FusedDecoder
 from megatron_async.models.fused.moe_block import MoeBlock
@@ -215,7 +215,7 @@ def decoder_that_refuses(
     """One over a model on the CPU whose GPU does not run some kernels; and what was compiled."""
     emulator.install(monkeypatch)
     compiled: list[Any] = []
-    monkeypatch.setattr(coverage, "device_why_not", lambda model: None)
+    monkeypatch.setattr(where, "device_why_not", lambda model: None)
     monkeypatch.setattr(cuda, "compile_together", lambda work, _: compiled.append(work))
     monkeypatch.setattr(
         cuda, "too_large",

@@ -36,7 +36,7 @@ from megatron_async.kernels.gemm.tile_config import (
     save_tuned,
 )
 from megatron_async.models.build import build_random_model
-from megatron_async.models.fused import coverage
+from megatron_async.models.fused import coverage, where
 from megatron_async.models.fused import tuning as tuner
 from megatron_async.models.fused.decoder import FusedDecoder
 from megatron_async.models.fused.gemms import Gemm
@@ -234,7 +234,7 @@ def test_which_experts_are_chosen_does_not_change_a_timed_step() -> None:
 
 
 def test_attention_in_modules_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coverage, "device_why_not", lambda model: None)
+    monkeypatch.setattr(where, "device_why_not", lambda model: None)
     monkeypatch.setattr(coverage, "attention_why_not", lambda layer, model: None)
     config = replace(SHAPES["tiny-llama"], num_layers=2)
     model = build_random_model(config, device=torch.device("cpu"), dtype=torch.bfloat16)

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from megatron_async.checkpoint import save_native
-from megatron_async.checkpoint.update import read_weights
 from megatron_async.engine.build import build_context
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import CheckpointError
@@ -20,6 +19,7 @@ from megatron_async.models.gpt import GPTModel
 from megatron_async.models.wrapper import GPTInferenceWrapper
 from megatron_async.runner.controller import TextGenerationController
 from megatron_async.sampling_params import SamplingParams
+from megatron_async.weights.place import read_weights
 from tests.support.engines import DEPTHS, config_at, hash_engine, sampling_params
 from tests.support.oracle import Ask, decode_with_salts
 

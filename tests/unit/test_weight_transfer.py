@@ -13,11 +13,11 @@ import psutil
 import pytest
 import torch
 
-from megatron_async.checkpoint.parallel_layouts import join_shards, relay, shard_of
 from megatron_async.errors import CheckpointError, ConfigError
-from megatron_async.weight_transfer.shared_weights import SharedWeights, open_weights
-from megatron_async.weight_transfer.tensor_info import TensorInfo
-from megatron_async.weight_transfer.weight_group import WeightGroup
+from megatron_async.weights.group import WeightGroup
+from megatron_async.weights.parallel_layouts import join_shards, relay, shard_of
+from megatron_async.weights.shared_memory import SharedWeights, open_weights
+from megatron_async.weights.tensor_info import TensorInfo
 from tests.support.patience import PATIENCE_SECONDS
 from tests.support.served_over_http import free_port
 
@@ -29,10 +29,10 @@ EMBEDDING = "embedding.word_embeddings.weight"
 PROGRAM = """
 import json, os, sys
 import torch
-from megatron_async.checkpoint.parallel_layouts import relay, shard_of
+from megatron_async.weights.parallel_layouts import relay, shard_of
 from megatron_async.errors import CheckpointError
-from megatron_async.weight_transfer.shared_weights import SharedWeights, open_weights
-from megatron_async.weight_transfer.weight_group import WeightGroup
+from megatron_async.weights.shared_memory import SharedWeights, open_weights
+from megatron_async.weights.group import WeightGroup
 
 root, ports = sys.argv[1], [int(port) for port in sys.argv[2:]]
 torch.manual_seed(0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from megatron_async.weight_transfer.weight_group import WeightGroup
+from megatron_async.weights.group import WeightGroup
 
 
 def trainer_init(init_info: dict[str, Any]) -> Any:

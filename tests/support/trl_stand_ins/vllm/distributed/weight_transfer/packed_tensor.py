@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from megatron_async.weight_transfer.announced import send_announced
+from megatron_async.weights.announced import send_announced
 
 
 def packed_nccl_broadcast_producer(

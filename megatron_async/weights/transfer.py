@@ -1,4 +1,4 @@
-"""New weights that a trainer sends to the server: the engine process's side."""
+"""New weights that a trainer sends to a server: the side of the engine's process."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import CheckpointError, ConfigError, RequestError
-from megatron_async.weight_transfer.announced import BUFFER_BYTES, Group, receive_announced
-from megatron_async.weight_transfer.nccl_group import NcclGroup
-from megatron_async.weight_transfer.tensor_info import announced
-from megatron_async.weight_transfer.weight_group import WeightGroup
+from megatron_async.weights.announced import BUFFER_BYTES, Group
+from megatron_async.weights.group import WeightGroup
+from megatron_async.weights.nccl_group import NcclGroup
+from megatron_async.weights.source import Announced
+from megatron_async.weights.tensor_info import announced
 
 TIMEOUT_SECONDS = 300.0
 PROBE_SECONDS = 5.0
@@ -28,8 +29,8 @@ class WeightTransfer:
     served, which decode on meanwhile; when the update is finished all are checked, and replaced
     together."""
 
-    def __init__(self, engine: DynamicInferenceEngine) -> None:
-        self._engine = engine
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._group: Group | None = None
         self._packed = False
         self._arrived: dict[str, Tensor] | None = None
@@ -54,11 +55,10 @@ class WeightTransfer:
             ConfigError: the trainer does not come.
         """
         _wait_for_trainer(address, port, given_up)
-        device = self._engine.context.device
         where: dict[str, Any] = {"rank": rank, "world_size": world_size, "timeout": TIMEOUT_SECONDS}
         self.close()
         if backend == "nccl":
-            self._group = NcclGroup(address, port, device=device, **where)
+            self._group = NcclGroup(address, port, device=self._device, **where)
         else:
             self._group = WeightGroup(address, port, backend=backend, device="cpu", **where)
         self._packed = packed
@@ -95,12 +95,8 @@ class WeightTransfer:
             )
         each = zip(names, dtypes, shapes, strict=True)
         infos = announced([list(one) for one in each])
-        arrived |= receive_announced(
-            self._group,
-            infos,
-            packed=packed or self._packed,
-            buffer_bytes=buffer_bytes or BUFFER_BYTES,
-        )
+        packed = packed or self._packed
+        arrived |= Announced(self._group, infos, packed, buffer_bytes or BUFFER_BYTES).read()
         self._arrived = arrived
         return len(arrived)
 

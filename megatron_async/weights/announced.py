@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from megatron_async.weight_transfer.tensor_info import TensorInfo
+from megatron_async.weights.tensor_info import TensorInfo
 
 BUFFER_BYTES = 1 << 30
 """A packed buffer is full once it has more bytes than these."""

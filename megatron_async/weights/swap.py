@@ -4,38 +4,112 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from megatron_async.config import EngineConfig
 from megatron_async.device.protocol import Device
-from megatron_async.engine.engine_thread import StreamTable
-from megatron_async.engine.loop import DecodeLoop
-from megatron_async.engine.metrics import NotOverlapped
-from megatron_async.engine.output_processor import OutputProcessor
-from megatron_async.engine.sleep_mode import SleepMode
-from megatron_async.engine.step_lock import StepLock
 from megatron_async.errors import CheckpointError, ConfigError, RequestError
-from megatron_async.runner.controller import TextGenerationController
 
 CONTINUE = "continue"
 RESTART = "restart"
 """What becomes of requests that have generated tokens with the old weights."""
 
 
+if TYPE_CHECKING:
+    from megatron_async.weights.source import WeightSource
+
+    Source = str | Path | Mapping[str, Any] | WeightSource
+
+
+class Controller(Protocol):
+    """Of an engine's model."""
+
+    def read_weights(
+        self, source: Source, *, allow_non_finite_weights: bool, all_parameters: bool
+    ) -> Callable[[], None]:
+        """Read and check new weights; calling the result replaces the model's."""
+
+
+class Lock(Protocol):
+    """An engine's step lock: ``gate``, ``mutex``, then an entry and itself, in this order."""
+
+    @property
+    def gate(self) -> AbstractContextManager[Any]: ...
+
+    @property
+    def mutex(self) -> AbstractContextManager[Any]: ...
+
+    @property
+    def stopped(self) -> BaseException | None: ...
+
+    def entry(self) -> AbstractContextManager[Any]: ...
+
+    def recover(self, error: BaseException) -> None: ...
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *exc: Any) -> Any: ...
+
+
+class Loop(Protocol):
+    """An engine's loop of steps."""
+
+    def adopt_weights(
+        self,
+        path: str | None,
+        *,
+        recompute_kv_cache: bool,
+        restarted: Callable[[int], bool] | None,
+    ) -> None: ...
+
+
+class SleepMode(Protocol):
+    """Whether an engine has its weights."""
+
+    @property
+    def lost_weights(self) -> bool: ...
+
+    def check_weights(self) -> None: ...
+
+    def weights_replaced(self) -> None: ...
+
+
+class Streams(Protocol):
+    """Whose tokens are handed out one by one."""
+
+    @property
+    def keys(self) -> Collection[int]: ...
+
+
 class Engine(Protocol):
     """The parts of an engine that new weights concern."""
 
-    config: EngineConfig
-    controller: TextGenerationController
-    device: Device
-    lock: StepLock
-    loop: DecodeLoop
-    outputs: OutputProcessor
-    sleep_mode: SleepMode
-    streams: StreamTable
+    @property
+    def config(self) -> EngineConfig: ...
+
+    @property
+    def controller(self) -> Controller: ...
+
+    @property
+    def device(self) -> Device: ...
+
+    @property
+    def lock(self) -> Lock: ...
+
+    @property
+    def loop(self) -> Loop: ...
+
+    @property
+    def sleep_mode(self) -> SleepMode: ...
+
+    @property
+    def streams(self) -> Streams: ...
+
+    def drain_for_weights(self) -> None:
+        """Take what is in flight, inside of a step."""
 
     def weights_changed(self) -> None:
         """What was in flight before is handed out, and the engine goes on."""
@@ -112,7 +186,7 @@ def shared_weights(model: Any) -> SharedWeights:
 def replace_weights(
     wanted: Engine,
     weights: SharedWeights,
-    source: str | Path | Mapping[str, Any],
+    source: Source,
     *,
     recompute_kv_cache: bool,
     partial_rollouts: str = CONTINUE,
@@ -127,6 +201,8 @@ def replace_weights(
         CheckpointError: the weights do not fit, or are not finite and must be; the old ones stay.
         RequestError: requests that a sink gets the tokens of were to be restarted.
     """
+    from megatron_async.weights.source import source_of
+
     _check_partial_rollouts(partial_rollouts, weights.engines)
     restarts = partial_rollouts == RESTART
     sharing: list[Engine] = []
@@ -142,7 +218,7 @@ def replace_weights(
                 all_parameters=wanted.sleep_mode.lost_weights,
             )
             sharing = weights.engines
-            path = str(source) if isinstance(source, str | Path) else None
+            path = source_of(source).path
 
             def copy(engines: list[Engine]) -> None:
                 try:
@@ -217,9 +293,7 @@ def _drain(engine: Engine, wanted: Engine) -> bool:
     """Take what is in flight; False if the engine has stopped or does so now, and is not wanted."""
     try:
         with engine.lock.entry(), engine.lock:
-            engine.loop.apply_commands()
-            engine.loop.drain(NotOverlapped.WEIGHTS)
-            engine.device.synchronize()
+            engine.drain_for_weights()
     except Exception:
         if engine is wanted or engine.lock.stopped is None:
             raise

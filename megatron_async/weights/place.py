@@ -1,0 +1,162 @@
+"""New weights are checked as a whole, and copied into the parameters of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron_async.checkpoint.finite import check_finite
+from megatron_async.checkpoint.json_file import one_line
+from megatron_async.checkpoint.native import stored_dtype
+from megatron_async.checkpoint.targets import EMBEDDING, OUTPUT, check_has_values
+from megatron_async.errors import CheckpointError
+from megatron_async.weights.source import WeightSource, source_of
+from megatron_async.weights.targets import Names, Shares, are_the_same
+from megatron_async.weights.tensor_info import TensorInfo, infos_of
+
+if TYPE_CHECKING:
+    from megatron_async.models.gpt import GPTModel
+
+
+def read_weights(
+    model: GPTModel,
+    source: str | Path | Mapping[str, Any] | WeightSource,
+    *,
+    allow_non_finite_weights: bool = False,
+    all_parameters: bool = False,
+) -> Callable[[], None]:
+    """Read and check new weights as a whole. Calling the result copies them into the parameters of
+    ``model``, whose addresses stay. The caller may be in inference mode or not; the model and the
+    new weights may have been built in it or not.
+
+    Args:
+        source: a model directory; a ``.safetensors`` file with megatron-core's parameter names; a
+            state dict with these; or another :class:`WeightSource`. Experts may be stacked, as the
+            model has them, or each by itself. For a model that was loaded from a directory of
+            Hugging Face's the names may be those of its tensors.
+        allow_non_finite_weights: take tensors with NaN or infinite elements as they are.
+        all_parameters: some may not be missing.
+
+    Raises:
+        CheckpointError: a name, a shape, a dtype or a directory's config.json does not fit,
+            elements of a tensor are not finite in the model's dtype, or the first of the copies
+            fails; the model is unchanged.
+    """
+    return place(
+        model,
+        source_of(source).read(model),
+        whole=False,
+        allow_non_finite_weights=allow_non_finite_weights,
+        all_parameters=all_parameters,
+    ).copy
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Checked tensors, each value once, and where this rank's shares of them go."""
+
+    tensors: dict[str, Tensor]
+    shares: Shares
+
+    def copy(self) -> None:
+        """Copy all that is this rank's.
+
+        Raises:
+            CheckpointError: the first copy failed, and nothing was copied.
+        """
+        # Only in inference mode may inference tensors be written to; others may be as well.
+        with torch.inference_mode():
+            for number, (name, tensor) in enumerate(self.tensors.items()):
+                share = self.shares[number]
+                if share is None:
+                    continue
+                try:
+                    share.copy_from(tensor)
+                except RuntimeError as error:
+                    if number:
+                        raise
+                    raise CheckpointError(
+                        f"the new {name} cannot be copied, and nothing was: {one_line(error)}"
+                    ) from error
+
+
+def place(
+    model: GPTModel,
+    given: Any,
+    *,
+    whole: bool,
+    allow_non_finite_weights: bool = False,
+    all_parameters: bool = False,
+) -> Placement:
+    """Check the tensors of a state dict, and find where each goes in ``model``.
+
+    Args:
+        whole: ``model`` is a rank's share, and the tensors are the whole model's, as far as they
+            have megatron-core's names. Rank 0 checks values, and what concerns itself.
+        allow_non_finite_weights, all_parameters: see :func:`read_weights`.
+
+    Raises:
+        CheckpointError: see :func:`read_weights`.
+    """
+    tensors = _with_values(given)
+    names = Names.of(model, tensors, whole=whole)
+    tensors = names.without_doubles(tensors)
+    infos = [
+        TensorInfo(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()
+    ]
+    shares = names.shares(infos, all_parameters=all_parameters)
+    if whole:
+        infos_of(tensors)  # dtypes that can be sent
+    dtype = next(model.parameters()).dtype
+    if not allow_non_finite_weights:
+        each = (
+            (name, tensor, stored_dtype(name, dtype) if share is None else share.view.dtype)
+            for (name, tensor), share in zip(tensors.items(), shares, strict=True)
+        )
+        check_finite("the new weights", each)
+    if model.share_embeddings_and_output_weights and {OUTPUT, EMBEDDING} <= tensors.keys():
+        if not are_the_same(tensors[OUTPUT], tensors[EMBEDDING], dtype):
+            raise CheckpointError(
+                f"the new {OUTPUT} differs from the new {EMBEDDING}, to which the model ties it"
+            )
+        del shares[list(tensors).index(OUTPUT)], tensors[OUTPUT]
+    return Placement(_apart(model, tensors, shares), shares)
+
+
+def _with_values(given: Any) -> dict[str, Tensor]:
+    """The tensors of a state dict: megatron-core's layers have an extra state each, which holds no
+    weights.
+
+    Raises:
+        CheckpointError: it is none, has no tensors, or one without values.
+    """
+    if not isinstance(given, Mapping):
+        raise CheckpointError(f"the new weights are a {type(given).__name__}; give a state dict")
+    tensors = {k: v for k, v in given.items() if not str(k).endswith("_extra_state")}
+    if not tensors:
+        raise CheckpointError("the new weights are empty; give parameters by their names")
+    for name, tensor in tensors.items():
+        if not isinstance(name, str):
+            raise CheckpointError(
+                f"the new weights hold {name!r}, which is no name; give parameters by their names"
+            )
+        check_has_values(name, tensor)
+    return tensors
+
+
+def _apart(model: GPTModel, tensors: dict[str, Tensor], shares: Shares) -> dict[str, Tensor]:
+    """``tensors`` with a copy of each that lies in the model's own memory, and goes to another
+    place there: it would be overwritten before it is read."""
+    served = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    served |= {each.untyped_storage().data_ptr() for each in model.buffers()}
+    apart = dict(tensors)
+    for (name, tensor), share in zip(tensors.items(), shares, strict=True):
+        moves = share is None or tensor.data_ptr() != share.view.data_ptr()
+        if moves and tensor.untyped_storage().data_ptr() in served:
+            apart[name] = tensor.detach().clone()
+    return apart

@@ -1,0 +1,195 @@
+"""Where new weights come from: a directory, a file, a state dict, memory that is shared, a trainer
+that sends them.
+
+Tensors are under megatron-core's names, or under Hugging Face's for a model that was loaded from
+such a directory. Whole tensors of which ranks have shares come by these ways too: rank 0 reads
+them and ``broadcast`` hands them out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+from megatron_async.checkpoint.json_file import one_line
+from megatron_async.checkpoint.regular_files import is_directory, is_regular_file
+from megatron_async.errors import CheckpointError
+from megatron_async.models.config import ModelConfig
+from megatron_async.weights.announced import BUFFER_BYTES, Group, receive_announced
+from megatron_async.weights.shared_memory import open_weights
+from megatron_async.weights.tensor_info import TensorInfo
+
+if TYPE_CHECKING:
+    from megatron_async.models.gpt import GPTModel
+    from megatron_async.weights.group import WeightGroup
+
+# Learned positions are compared by their shape; a table of rotations is the served model's own.
+_MAY_DIFFER = {"max_sequence_length"}
+
+
+@runtime_checkable
+class WeightSource(Protocol):
+    """Where new weights are.
+
+    Attributes:
+        each_rank_reads: each rank of a model reads its own share; else rank 0 reads whole tensors.
+    """
+
+    each_rank_reads: ClassVar[bool]
+
+    @property
+    def path(self) -> str | None:
+        """From where a recorded run reads them again; None if they are in no file."""
+
+    def read(self, model: GPTModel) -> Mapping[str, Any]:
+        """The tensors, by name; raises CheckpointError for what cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDirectory:
+    """A model directory, as :func:`load_pretrained` takes it."""
+
+    path: str
+    each_rank_reads: ClassVar[bool] = True
+
+    def read(self, model: GPTModel) -> Mapping[str, Any]:
+        """The state dict of this rank's share, in the dtype of ``model``."""
+        from megatron_async.checkpoint.load import load_pretrained
+
+        dtype = next(model.parameters()).dtype
+        # What is read here is checked with all the rest.
+        loaded = load_pretrained(
+            self.path, device="cpu", dtype=dtype, allow_non_finite_weights=True
+        )
+        if model.model_config is not None:
+            _check_same_architecture(self.path, loaded.config, model.model_config)
+        state: Mapping[str, Any] = loaded.model.state_dict()
+        return state
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsFile:
+    """A ``.safetensors`` file."""
+
+    path: str
+    each_rank_reads: ClassVar[bool] = False
+
+    def read(self, model: GPTModel | None = None) -> Mapping[str, Any]:
+        """Its tensors; raises CheckpointError for another file."""
+        if Path(self.path).suffix != ".safetensors":
+            raise CheckpointError(
+                f"{self.path}: not a .safetensors file; give one, or a model directory"
+            )
+        try:
+            return safetensors.torch.load_file(self.path)
+        except (safetensors.SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self.path}: cannot be read: {one_line(error)}") from error
+
+
+class _InMemory:
+    """A source that is no file, and is read once."""
+
+    __slots__ = ()
+    each_rank_reads: ClassVar[bool] = False
+    path: ClassVar[None] = None
+
+
+@dataclass(frozen=True, slots=True)
+class StateDict(_InMemory):
+    """Tensors of this process."""
+
+    tensors: Mapping[str, Any]
+
+    def read(self, model: GPTModel | None = None) -> Mapping[str, Any]:
+        """The tensors."""
+        return self.tensors
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory(_InMemory):
+    """Tensors that a trainer on this host shows, by the handles of its ``SharedWeights``."""
+
+    handles: Mapping[str, Any]
+
+    def read(self, model: GPTModel | None = None) -> Mapping[str, Tensor]:
+        """Tensors over the trainer's memory."""
+        return open_weights(self.handles)
+
+
+@dataclass(frozen=True, slots=True)
+class FromGroup(_InMemory):
+    """What the trainer of a ``WeightGroup`` sends next."""
+
+    group: WeightGroup
+
+    def read(self, model: GPTModel | None = None) -> Mapping[str, Tensor]:
+        """Tensors in memory of their own."""
+        return self.group.receive()
+
+
+@dataclass(frozen=True, slots=True)
+class Announced(_InMemory):
+    """Tensors that were announced, and come as plain broadcasts; see :func:`receive_announced`."""
+
+    group: Group
+    infos: Sequence[TensorInfo]
+    packed: bool = False
+    buffer_bytes: int = BUFFER_BYTES
+
+    def read(self, model: GPTModel | None = None) -> Mapping[str, Tensor]:
+        """Tensors in memory of their own."""
+        return receive_announced(
+            self.group, self.infos, packed=self.packed, buffer_bytes=self.buffer_bytes
+        )
+
+
+def source_of(given: object) -> WeightSource:
+    """The source that ``update_weights`` was given: a path, a state dict, or one of these classes.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    if isinstance(given, (str, Path)):
+        path = Path(given)
+        is_file = not is_directory(path) and is_regular_file(path)
+        return WeightsFile(str(given)) if is_file else ModelDirectory(str(given))
+    if isinstance(given, Mapping):
+        return StateDict(given)
+    if isinstance(given, WeightSource):
+        return given
+    raise CheckpointError(
+        f"the new weights are a {type(given).__name__}; give a model directory, a "
+        ".safetensors file or a state dict"
+    )
+
+
+def replaces_all(model: GPTModel, path: str) -> bool:
+    """Whether new weights of ``path`` are all of the model's: a file may have some alone."""
+    if not path.endswith(".safetensors") or not Path(path).is_file():
+        return True
+    try:
+        with safetensors.safe_open(path, "pt") as file:
+            names = set(file.keys())
+    except (OSError, safetensors.SafetensorError):
+        return False
+    return {name for name, _ in model.named_parameters()} <= names
+
+
+def _check_same_architecture(path: str, new: ModelConfig, served: ModelConfig) -> None:
+    differences = [
+        f"{field.name}={getattr(new, field.name)!r} (served: {getattr(served, field.name)!r})"
+        for field in dataclasses.fields(ModelConfig)
+        if field.name not in _MAY_DIFFER and getattr(new, field.name) != getattr(served, field.name)
+    ]
+    if differences:
+        raise CheckpointError(
+            f"{path}: config.json describes another model than the one that is served: "
+            f"{', '.join(differences)}; serve it with an engine of its own"
+        )

@@ -1,0 +1,232 @@
+"""Where new tensors go in the parameters of a model, or of a rank's share of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megatron_async.checkpoint.targets import (
+    EMBEDDING,
+    FLOATS,
+    OUTPUT,
+    Stage,
+    Target,
+    TensorParallel,
+    same_values,
+)
+from megatron_async.errors import CheckpointError
+from megatron_async.weights.tensor_info import TensorInfo
+
+if TYPE_CHECKING:
+    from megatron_async.checkpoint.huggingface_weights import Targets
+    from megatron_async.models.gpt import GPTModel
+
+Shares = list[Target | None]
+"""Where this rank's share of each tensor goes; None where it has none."""
+
+_NUMBERED = re.compile(r"(?<=\.experts\.local_experts\.)\d+|(?<=weight|.{2}bias)\d+$")
+"""An expert's number, in the names of both of megatron-core's classes."""
+
+
+def huggingface_targets(model: GPTModel, names: Collection[str]) -> Targets | None:
+    """Where tensors of Hugging Face's ``names`` go in ``model``; None if it was not loaded from
+    such a directory, or none of the names is known."""
+    family = getattr(model, "huggingface_names", None)
+    if family is None or model.model_config is None:
+        return None
+    from megatron_async.checkpoint.huggingface_weights import weight_targets
+
+    parameters: dict[str, Tensor] = dict(model.named_parameters())
+    targets = weight_targets(
+        model.model_config, parameters, TensorParallel.current(), family, names, Stage.of(model)
+    )
+    return None if (targets.keys() | targets.elsewhere).isdisjoint(names) else targets
+
+
+def covers(model: GPTModel, names: Collection[str]) -> bool:
+    """Whether weights of these names, megatron-core's or Hugging Face's, are all of the model's."""
+    if {name for name, _ in model.named_parameters()} <= set(names):
+        return True
+    theirs = huggingface_targets(model, names)
+    return theirs is not None and theirs.keys() <= set(names)
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What a model knows of the names of new weights.
+
+    Attributes:
+        theirs: the names are Hugging Face's.
+        is_elsewhere: whether another rank has what this one does not.
+    """
+
+    model: GPTModel
+    targets: Mapping[str, Target]
+    theirs: bool
+    is_elsewhere: Callable[[str], bool]
+    whole: bool
+
+    @classmethod
+    def of(cls, model: GPTModel, names: Collection[str], *, whole: bool) -> Names:
+        """Find out whose ``names`` are; ``whole``: they are the whole model's, of which ``model``
+        is a rank's share, and not that share's own."""
+        targets = _own_targets(model, whole=whole)
+        if not targets.keys() >= set(names):
+            theirs = huggingface_targets(model, names)
+            if theirs is not None:
+                return cls(model, theirs, True, theirs.elsewhere.__contains__, whole)
+            targets |= _expert_targets(model, whole=whole)
+        return cls(model, targets, False, _elsewhere(model, targets, whole=whole), whole)
+
+    def without_doubles(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """``tensors`` without those that hold no weights, and with Hugging Face's tied output
+        layer under the embedding's name.
+
+        Raises:
+            CheckpointError: both are given and differ.
+        """
+        family = self.model.huggingface_names if self.theirs else None
+        if family is None:
+            return dict(tensors)
+        kept = {k: tensor for k, tensor in tensors.items() if not k.endswith(family.ignored)}
+        head, embedding = f"{family.head}.weight", f"{family.embedding}.weight"
+        if self.model.share_embeddings_and_output_weights and head in kept:
+            tied = kept.pop(head)
+            other = kept.setdefault(embedding, tied)
+            dtype = next(self.model.parameters()).dtype
+            if other is not tied and not are_the_same(tied, other, dtype):
+                raise CheckpointError(f"the new {head} differs from the tied {embedding}")
+        return kept
+
+    def shares(self, infos: Sequence[TensorInfo], *, all_parameters: bool) -> Shares:
+        """Where each tensor, or this rank's share of it, goes.
+
+        Args:
+            all_parameters: none of this rank's may be missing.
+
+        Raises:
+            CheckpointError: a name, a shape or a dtype does not fit.
+        """
+        shares: Shares = []
+        for info in infos:
+            share = self.targets.get(info.name)
+            if share is not None:
+                _check_fits(info, share, "whole model" if self.whole else "model")
+            elif not self.is_elsewhere(info.name):
+                raise CheckpointError(
+                    f"the new weights hold {info.name}, which the model does not have"
+                )
+            shares.append(share)
+        given = {info.name: each.view for info, each in zip(infos, shares, strict=True) if each}
+        if self.theirs:
+            if all_parameters and (missing := self.targets.keys() - {info.name for info in infos}):
+                raise _missing(min(missing))
+            return shares
+        _check_given_once(given)
+        if all_parameters:
+            stage = Stage.of(self.model) if self.whole else Stage()
+            own = {stage.whole(name): p for name, p in self.model.named_parameters()}
+            _check_complete(own, list(given.values()))
+        return shares
+
+
+def are_the_same(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
+    """Whether two tensors have the same values in ``dtype``."""
+    same = one.shape == other.shape
+    return same and same_values(one.to(dtype), other.to(one.device, dtype))
+
+
+def _own_targets(model: GPTModel, *, whole: bool) -> dict[str, Target]:
+    """Under megatron-core's names, experts stacked; a tied output layer is the embedding."""
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    if not whole:
+        targets = {name: Target(tensor, tuple(tensor.shape)) for name, tensor in named.items()}
+    else:
+        stage, parallel = Stage.of(model), TensorParallel.current()
+        gated, targets = model.config.gated_linear_unit, {}
+        for name, tensor in named.items():
+            groups = 2 if gated and ".linear_fc1." in name else 1
+            view = tensor.detach()
+            targets[stage.whole(name)] = parallel.target(name, view, list(view.shape), groups)
+    # The last of several pipeline stages has a copy, and by itself no embedding.
+    if model.share_embeddings_and_output_weights and EMBEDDING in targets:
+        targets[OUTPUT] = targets[EMBEDDING]
+    return targets
+
+
+def _expert_targets(model: GPTModel, *, whole: bool) -> dict[str, Target]:
+    """Each expert by itself, under the names of megatron-core's classes."""
+    from megatron_async.models.moe.names import expert_views
+
+    stage = Stage.of(model) if whole else Stage()
+    rank = TensorParallel.current().expert_rank if whole else 0
+    views = expert_views(model, rank).items()
+    return {stage.whole(name): Target(view, tuple(view.shape)) for name, view in views}
+
+
+def _elsewhere(model: GPTModel, own: Mapping[str, Target], *, whole: bool) -> Callable[[str], bool]:
+    """Whether a name that this rank does not have is another rank's."""
+    if not whole:
+        return lambda name: False
+    parallel, experts = TensorParallel.current(), model.config.num_moe_experts or 0
+    stage, here = Stage.of(model), max(experts // parallel.expert_ranks, 1)
+    first = parallel.expert_rank * here
+
+    def is_elsewhere(name: str) -> bool:
+        if stage.is_elsewhere(name, model.config.num_layers):
+            return True
+        found = _NUMBERED.search(name)
+        if found is None or int(found[0]) >= experts:
+            return False
+        own_number = first + int(found[0]) % here
+        return f"{name[: found.start()]}{own_number}{name[found.end() :]}" in own
+
+    return is_elsewhere
+
+
+def _check_fits(info: TensorInfo, target: Target, whose: str) -> None:
+    """Raise where a tensor cannot be copied to ``target`` as it is."""
+    if info.shape != tuple(target.shape):
+        raise CheckpointError(
+            f"the new {info.name} has shape {info.shape}, the {whose}'s has {tuple(target.shape)}"
+        )
+    floats = info.dtype in FLOATS and target.view.is_floating_point()
+    if info.dtype != target.view.dtype and not floats:
+        raise CheckpointError(
+            f"the new {info.name} has dtype {info.dtype}, the model's has {target.view.dtype}; "
+            f"give a float of {', '.join(map(str, FLOATS))}"
+        )
+
+
+def _check_given_once(targets: Mapping[str, Tensor]) -> None:
+    """Raise where two names are of the same parameter, or one of a part of another's: the last one
+    would win. The caller compares the tied ones."""
+    last, end = "", 0
+    for name, target in sorted(targets.items(), key=lambda item: item[1].data_ptr()):
+        if target.data_ptr() < end and {name, last} != {OUTPUT, EMBEDDING}:
+            raise CheckpointError(
+                f"the new weights hold {last} and {name}, which are the same values of the model; "
+                "give one of them"
+            )
+        if target.data_ptr() + target.nbytes > end:
+            last, end = name, target.data_ptr() + target.nbytes
+
+
+def _check_complete(parameters: Mapping[str, Tensor], targets: list[Tensor]) -> None:
+    """Raise unless ``targets``, parameters or views of them, are all of ``parameters``."""
+    sizes = {target.data_ptr(): target.numel() for target in targets}
+    for name, parameter in parameters.items():
+        start, end = parameter.data_ptr(), parameter.data_ptr() + parameter.nbytes
+        if sum(size for at, size in sizes.items() if start <= at < end) != parameter.numel():
+            raise _missing(name)
+
+
+def _missing(name: str) -> CheckpointError:
+    return CheckpointError(
+        f"the new weights lack {name}, and the old ones were discarded; give all of them"
+    )
