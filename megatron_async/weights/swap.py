@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Controller(Protocol):
-    """Of an engine's model."""
+    """What reads new weights for an engine's model."""
 
     def read_weights(
         self, source: Source, *, allow_non_finite_weights: bool, all_parameters: bool
