@@ -36,6 +36,7 @@ QUICK = (
     "test_end_check.py",
     "test_engine_api.py",
     "test_engine_parity.py",
+    "test_former_addresses.py",
     "test_generation_config.py",
     "test_grammar.py",
     "test_kv_events.py",

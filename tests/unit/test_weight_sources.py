@@ -1,16 +1,13 @@
-"""The ways in for new weights, and the addresses that their names had."""
+"""The ways in for new weights."""
 
 from __future__ import annotations
 
-import importlib
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron_async import weights
 from megatron_async.errors import CheckpointError
 from megatron_async.weights import source as sources
 from megatron_async.weights.shared_memory import SharedWeights
@@ -65,22 +62,3 @@ def test_a_path_is_a_directory_or_a_file(tmp_path: Path) -> None:
         assert found.each_rank_reads is each
     with pytest.raises(CheckpointError, match="the new weights are a int; give a model directory"):
         source_of(3)
-
-
-@pytest.mark.parametrize(
-    ("former", "names"),
-    [
-        ("megatron_async.weight_transfer", ("SharedWeights", "WeightGroup", "open_weights")),
-        ("megatron_async.weight_transfer.shared_weights", ("SharedWeights", "open_weights")),
-        ("megatron_async.weight_transfer.weight_group", ("WeightGroup",)),
-        ("megatron_async.checkpoint.parallel_layouts", ("join_shards", "relay", "shard_of")),
-    ],
-)
-def test_former_addresses_have_the_same_names_and_warn(
-    former: str, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delitem(sys.modules, former, raising=False)
-    with pytest.warns(DeprecationWarning, match=f"{former} is now megatron_async.weights"):
-        module = importlib.import_module(former)
-    for name in names:
-        assert getattr(module, name) is getattr(weights, name)

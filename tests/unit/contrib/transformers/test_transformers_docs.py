@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import re
 import sys
@@ -132,12 +131,3 @@ def test_figures_are_plotted_and_those_of_a_cpu_are_not(
     table.write_text(json.dumps({"rows": []}))
     assert plot.main([str(table), "-o", str(tmp_path / "no.png")]) == 2
     assert capsys.readouterr().err.count("plot: ") == 2
-
-
-def test_the_former_address_has_the_same_names_and_warns() -> None:
-    sys.modules.pop("megatron_async.integrations.transformers", None)
-    with pytest.warns(DeprecationWarning, match=r"megatron_async\.contrib\.transformers"):
-        former = importlib.import_module("megatron_async.integrations.transformers")
-    assert former.__all__ == contrib.__all__
-    for name in contrib.__all__:
-        assert getattr(former, name) is getattr(contrib, name)
