@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron_async.cache.event_log import CacheEvent, Cleared, EventLog, Removed, Stored
 from megatron_async.cache.prefix_cache import ROOT, PrefixCache
+from megatron_async.codec import encode
 from megatron_async.errors import ConfigError
 from megatron_async.kv_events_config import NAME, KVEventsConfig
 
@@ -59,11 +60,11 @@ class KVEventPublisher:
         log: what is sent.
 
     Raises:
-        ConfigError: pyzmq or msgspec is missing, or an address cannot be used.
+        ConfigError: pyzmq is missing, or an address cannot be used.
     """
 
     def __init__(self, config: KVEventsConfig, log: EventLog, block_size: int, medium: str) -> None:
-        zmq, msgspec = _libraries()
+        zmq = _zmq()
         self.log = log
         self._block_size = block_size
         self._medium = medium
@@ -71,7 +72,6 @@ class KVEventPublisher:
         self._topic = config.topic.encode()
         self._sequence = 0
         self._past: deque[tuple[bytes, bytes]] = deque(maxlen=config.buffer_steps)
-        self._encode = msgspec.msgpack.Encoder().encode
         self._error = zmq.ZMQError
         self._context = zmq.Context()
         self._closing = threading.Event()
@@ -113,7 +113,7 @@ class KVEventPublisher:
             return
         number = self._sequence.to_bytes(8, "big")
         shown = shown_events(events, self._block_size, self._medium)
-        batch = self._encode([time.time(), shown, self._rank])
+        batch = encode([time.time(), shown, self._rank])
         self._publisher.send_multipart((self._topic, number, batch))
         self._past.append((number, batch))
         self._sequence += 1
@@ -181,10 +181,9 @@ def _open(opened: Any, name: str, address: str, zmq: ModuleType, *, binds: bool 
         raise ConfigError(said) from None
 
 
-def _libraries() -> tuple[ModuleType, ModuleType]:
+def _zmq() -> ModuleType:
     try:
-        import msgspec
         import zmq
-    except ImportError as error:
-        raise ConfigError(f"{NAME} needs {error.name}; install megatron-async[server]") from None
-    return zmq, msgspec
+    except ImportError:
+        raise ConfigError(f"{NAME} needs pyzmq; install megatron-async[server]") from None
+    return zmq

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Protocol
 
@@ -19,7 +18,7 @@ from megatron_async.ranks.call import Line
 from megatron_async.ranks.channel import Receiver, RingReceiver
 from megatron_async.ranks.layout import Layout
 from megatron_async.ranks.meeting import connect
-from megatron_async.ranks.messages import Message, decode
+from megatron_async.ranks.messages import ANSWERS, MESSAGES, Done, Failed, Message
 from megatron_async.ranks.shared import Shared
 from megatron_async.runner.model_runner import ModelRunner
 
@@ -64,17 +63,17 @@ class Group:
 
     def receive(self) -> Message:
         """The next message; waits for it."""
-        return decode(self._line.messages.get() if self._ring is None else self._ring.receive())
+        ring = self._ring
+        return MESSAGES.decode(self._line.messages.get() if ring is None else ring.receive())
 
     def answer(self, error: MegatronAsyncError | None) -> None:
         """Say that the last message is done, or why it cannot be."""
-        said = None if error is None else [self.rank, type(error).__name__, str(error)]
-        self._line.say(json.dumps({"error": said}).encode())
+        done = Done() if error is None else Done(type(error).__name__, str(error))
+        self._line.say(ANSWERS.encode(done))
 
     def fail(self, error: BaseException) -> None:
         """Say why this rank ends."""
-        reason = f"failed: {type(error).__name__}: {error}"
-        self._line.say(json.dumps({"failed": reason}).encode())
+        self._line.say(ANSWERS.encode(Failed(f"failed: {type(error).__name__}: {error}")))
 
 
 def join_group(layout: Layout, device: torch.device, store: dist.Store, rank: int) -> Group:

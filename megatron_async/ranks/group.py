@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import queue
 import threading
 import time
@@ -28,7 +27,7 @@ from megatron_async.ranks.call import BEAT, Call
 from megatron_async.ranks.channel import Sender
 from megatron_async.ranks.heartbeat import Heartbeats
 from megatron_async.ranks.layout import Layout
-from megatron_async.ranks.messages import Message, Stop, encode
+from megatron_async.ranks.messages import ANSWERS, MESSAGES, Done, Failed, Message, Stop
 from megatron_async.ranks.processes import (
     EXIT_SECONDS,
     Process,
@@ -82,7 +81,7 @@ class RankGroup:
         self._calls = calls
         self._processes = processes
         self._sending = threading.Lock()
-        self._answers: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[MegatronAsyncError | None] = queue.SimpleQueue()
         self._joined = self._closed = False
         self._engines = 0
         self._steps_of: int | None = None
@@ -163,7 +162,7 @@ class RankGroup:
         Raises:
             RankDiedError: the group has ended.
         """
-        data = encode(message)
+        data = MESSAGES.encode(message)
         with self._sending:
             self.check()
             self._asked += message.is_answered
@@ -197,11 +196,11 @@ class RankGroup:
             MegatronAsyncError: one could not, of the type that it met.
             RankDiedError: the group has ended.
         """
-        failed: str | None = None
+        failed: MegatronAsyncError | None = None
         for _ in self._calls:
             failed = self._answer() or failed
         if failed is not None:
-            raise _error_of(failed)
+            raise failed
 
     def read_weights(
         self, model: object, source: object, read: Callable[[], Callable[[], None]], **checks: bool
@@ -209,7 +208,7 @@ class RankGroup:
         """See :func:`megatron_async.ranks.new_weights.read_weights`."""
         return new_weights.read_weights(self, model, source, read, **checks)
 
-    def _answer(self) -> str | None:
+    def _answer(self) -> MegatronAsyncError | None:
         while True:
             with contextlib.suppress(queue.Empty):
                 return self._answers.get(timeout=0.1)
@@ -257,18 +256,18 @@ class RankGroup:
             rank = ranks[call]  # type: ignore[index]
             try:
                 data = call.recv_bytes()  # type: ignore[union-attr]
-                said = None if data == BEAT else json.loads(data)
+                said = None if data == BEAT else ANSWERS.decode(data)
             except (EOFError, OSError, ValueError):
                 self._died(rank, None)
                 return False
             self._heartbeats.heard(rank)
             if said is None:
                 continue
-            if "failed" in said:
-                self._died(rank, said["failed"])
+            if isinstance(said, Failed):
+                self._died(rank, said.reason)
                 return False
             self._answered[rank] += 1
-            self._answers.put(json.dumps(said["error"]) if said.get("error") else None)
+            self._answers.put(_error_of(rank, said))
         if not ready and not self._heartbeats.wait_seconds(time.monotonic()):
             return self._ask_all()
         return not self._closed
@@ -361,11 +360,12 @@ def _end_all(processes: list[Process], calls: list[Call], sender: Sender) -> Non
         process_group.leave()
 
 
-def _error_of(said: str) -> MegatronAsyncError:
+def _error_of(rank: int, done: Done) -> MegatronAsyncError | None:
     """The error that another rank met."""
-    rank, name, message = json.loads(said)
-    kind = getattr(errors, name, None)
+    if done.error is None:
+        return None
+    kind = getattr(errors, done.error, None)
     if not (isinstance(kind, type) and issubclass(kind, MegatronAsyncError)):
-        return RankDiedError(f"rank {rank}: {name}: {message}")
-    found: MegatronAsyncError = kind(f"rank {rank}: {message}")
+        return RankDiedError(f"rank {rank}: {done.error}: {done.message}")
+    found: MegatronAsyncError = kind(f"rank {rank}: {done.message}")
     return found

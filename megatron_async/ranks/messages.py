@@ -1,30 +1,25 @@
-"""What rank 0 tells the others, as frozen data; JSON on its way, and bytes behind it.
+"""What rank 0 tells the others and what they answer, as frozen data.
 
-The calls that the loop makes on its runner, what an engine is built from, and new weights. Nothing
-that arrives is executed, and nothing is unpickled.
+The calls that the loop makes on its runner, what an engine is built from, and new weights.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megatron_async.step.extras import Extras, SlotExtras
-from megatron_async.step.plan import (
-    Admission,
-    BlockAssignment,
-    Plan,
-    PrefillChunk,
-    RowMap,
-    SlotUpdate,
-    StateCopy,
-)
+import msgspec
+
+from megatron_async.codec import Codec
+from megatron_async.step.plan import Plan
 
 
-@dataclass(frozen=True, slots=True)
-class LoadModel:
+class Told(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
+    """What rank 0 tells. ``is_answered``: rank 0 waits until it is done."""
+
+    is_answered: ClassVar[bool]
+
+
+class LoadModel(Told):
     """Load this rank's share of a model. ``config`` are the fields of an ``EngineConfig``."""
 
     path: str
@@ -32,8 +27,7 @@ class LoadModel:
     is_answered: ClassVar[bool] = True
 
 
-@dataclass(frozen=True, slots=True)
-class BuildModel:
+class BuildModel(Told):
     """Make a model with random weights: the fields of a ``ModelConfig``, and torch's dtype."""
 
     model: dict[str, Any]
@@ -42,8 +36,7 @@ class BuildModel:
     is_answered: ClassVar[bool] = True
 
 
-@dataclass(frozen=True, slots=True)
-class BuildEngine:
+class BuildEngine(Told):
     """Make the runner of engine ``engine`` over the model, with the sizes that rank 0 has."""
 
     engine: int
@@ -54,8 +47,7 @@ class BuildEngine:
     is_answered: ClassVar[bool] = True
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(Told):
     """``ModelRunner.launch``."""
 
     engine: int
@@ -63,8 +55,7 @@ class Launch:
     is_answered: ClassVar[bool] = False
 
 
-@dataclass(frozen=True, slots=True)
-class Sample:
+class Sample(Told):
     """``ModelRunner.sample_until``."""
 
     engine: int
@@ -72,8 +63,7 @@ class Sample:
     is_answered: ClassVar[bool] = False
 
 
-@dataclass(frozen=True, slots=True)
-class Masks:
+class Masks(Told):
     """Allowed-token masks of the pending ticket, ``rows`` of them: int32 words of ``masked`` and
     then of the masks that count are the bytes."""
 
@@ -82,8 +72,7 @@ class Masks:
     is_answered: ClassVar[bool] = False
 
 
-@dataclass(frozen=True, slots=True)
-class PoisonFreed:
+class PoisonFreed(Told):
     """``ModelRunner.poison_freed``."""
 
     engine: int
@@ -92,24 +81,21 @@ class PoisonFreed:
     is_answered: ClassVar[bool] = False
 
 
-@dataclass(frozen=True, slots=True)
-class Restart:
+class Restart(Told):
     """``ModelRunner.restart``."""
 
     engine: int
     is_answered: ClassVar[bool] = False
 
 
-@dataclass(frozen=True, slots=True)
-class Release:
+class Release(Told):
     """``ModelRunner.release``; nothing is in flight."""
 
     engine: int
     is_answered: ClassVar[bool] = False
 
 
-@dataclass(frozen=True, slots=True)
-class ReadWeights:
+class ReadWeights(Told):
     """Read and check new weights."""
 
     source: str
@@ -117,8 +103,7 @@ class ReadWeights:
     is_answered: ClassVar[bool] = True
 
 
-@dataclass(frozen=True, slots=True)
-class AwaitTensors:
+class AwaitTensors(Told):
     """Check what is said of the new weights that rank 0 will send whole: name, dtype and shape of
     each. ``all_parameters``: none may be missing."""
 
@@ -127,15 +112,13 @@ class AwaitTensors:
     is_answered: ClassVar[bool] = True
 
 
-@dataclass(frozen=True, slots=True)
-class ReplaceWeights:
+class ReplaceWeights(Told):
     """Take the weights that were read, or are sent now; nothing is in flight."""
 
     is_answered: ClassVar[bool] = True
 
 
-@dataclass(frozen=True, slots=True)
-class Sleep:
+class Sleep(Told):
     """Give memory back, of the KV caches of engine ``engine`` and of the weights, whose values are
     kept in the host's memory or not; nothing is in flight."""
 
@@ -144,8 +127,7 @@ class Sleep:
     is_answered: ClassVar[bool] = True
 
 
-@dataclass(frozen=True, slots=True)
-class WakeUp:
+class WakeUp(Told):
     """Take memory back: a tag of ``engine/sleep_mode.py``."""
 
     engine: int
@@ -153,8 +135,7 @@ class WakeUp:
     is_answered: ClassVar[bool] = True
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(Told):
     """End."""
 
     is_answered: ClassVar[bool] = False
@@ -178,82 +159,19 @@ Message = (
     | Stop
 )
 
-KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in Message.__args__}
-SEPARATOR = b"\0"
+
+class Done(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
+    """What an answered message asked for is done, or met an error of ``megatron_async.errors``."""
+
+    error: str | None = None
+    message: str = ""
 
 
-def encode(message: Message) -> bytes:
-    """A message as bytes. Named tuples become lists."""
-    if type(message) is Launch:
-        plan = message.plan
-        rows = plan.rows
-        parts = (rows.slots, rows.epochs, rows.keys, rows.windows)
-        return _dump(["Launch", message.engine, parts, plan._replace(rows=None)])  # type: ignore[arg-type]
-    if type(message) is Masks:
-        return _dump(["Masks", message.engine]) + SEPARATOR + message.data
-    values = [getattr(message, field.name) for field in dataclasses.fields(message)]
-    return _dump([type(message).__name__, *values])
+class Failed(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
+    """The rank ends; why."""
+
+    reason: str
 
 
-def _dump(values: Any) -> bytes:
-    return json.dumps(values, separators=(",", ":")).encode()
-
-
-def decode(data: bytes) -> Message:
-    """The inverse of :func:`encode`.
-
-    Raises:
-        ValueError: it is no message.
-    """
-    text, _, rest = data.partition(SEPARATOR)
-    name, *values = json.loads(text)
-    if name == "Launch":
-        engine, rows, plan = values
-        return Launch(engine, _plan(rows, plan))
-    if name == "Masks":
-        return Masks(values[0], rest)
-    if name not in KINDS:
-        raise ValueError(f"{name!r} is not a message")
-    message: Message = KINDS[name](*values)
-    return message
-
-
-def _plan(rows: list[list[int]], values: list[Any]) -> Plan:
-    given: dict[str, Any] = dict(zip(Plan._fields, values, strict=True))
-    given |= {
-        "rows": RowMap(*map(tuple, rows)),
-        "assignments": tuple(BlockAssignment(*each) for each in given["assignments"]),
-        "prefills": tuple(_chunk(each) for each in given["prefills"]),
-        "admissions": tuple(_admission(*each) for each in given["admissions"]),
-        "control": tuple(_update(*each) for each in given["control"]),
-        "restores": tuple(StateCopy(*each) for each in given["restores"]),
-        "snapshots": tuple(StateCopy(*each) for each in given["snapshots"]),
-    }
-    return Plan(**given)
-
-
-def _chunk(values: Any) -> PrefillChunk:
-    chunk = PrefillChunk(*values)
-    return chunk._replace(tokens=tuple(chunk.tokens), targets=tuple(chunk.targets))
-
-
-def _values(values: list[Any]) -> tuple[Any, ...]:
-    """Return the values of slot fields."""
-    return tuple(tuple(value) if isinstance(value, list) else value for value in values)
-
-
-def _admission(slot: int, values: list[Any], extras: Any, tokens: list[int]) -> Admission:
-    return Admission(slot, _values(values), extras and _slot_extras(*extras), tuple(tokens))
-
-
-def _slot_extras(values: list[Any], prompt_length: int, tokens: list[int]) -> SlotExtras:
-    extras = Extras(*_values(values))
-    extras = extras._replace(
-        bias=tuple((token, bias) for token, bias in extras.bias),
-        bad_words=tuple(map(tuple, extras.bad_words)),
-    )
-    return SlotExtras(extras, prompt_length, tuple(tokens))
-
-
-def _update(slot: int, ends: bool, values: list[Any] | None) -> SlotUpdate:
-    return SlotUpdate(slot, ends, None if values is None else _values(values))
+MESSAGES: Codec[Message] = Codec(Message)
+ANSWERS: Codec[Done | Failed] = Codec(Done | Failed)

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from megatron_async import errors
+from megatron_async.codec import Codec, encode
 from megatron_async.errors import EngineDeadError, MegatronAsyncError
 from megatron_async.lifeline import Child
 from megatron_async.serving.messages import NotStarted, Stop
@@ -83,7 +84,7 @@ class ChildProcess(Generic[Said]):
                 environment=environment,
             )
         self._connection = Connection(ours.detach())
-        self._decoder: msgspec.msgpack.Decoder[Said] = msgspec.msgpack.Decoder(said)
+        self._codec: Codec[Said] = Codec(said)
         self._received: asyncio.Queue[Said | None] = asyncio.Queue()
         self._has_hung_up = False
         self._loop = asyncio.get_running_loop()
@@ -98,7 +99,7 @@ class ChildProcess(Generic[Said]):
     def send(self, message: msgspec.Struct) -> None:
         """Nothing happens when it has died: :meth:`receive` says so."""
         with contextlib.suppress(OSError):
-            self._connection.send_bytes(msgspec.msgpack.encode(message))
+            self._connection.send_bytes(encode(message))
 
     async def receive(self) -> Said | None:
         """Its next message; None when it has died."""
@@ -146,8 +147,8 @@ class ChildProcess(Generic[Said]):
     def _readable(self) -> None:
         """A message is there, which its process has written in one go, or its end is."""
         try:
-            self._received.put_nowait(self._decoder.decode(self._connection.recv_bytes()))
-        except (EOFError, OSError, msgspec.MsgspecError):
+            self._received.put_nowait(self._codec.decode(self._connection.recv_bytes()))
+        except (EOFError, OSError, ValueError):
             self._loop.remove_reader(self._connection.fileno())
             self._has_hung_up = True
             self._received.put_nowait(None)

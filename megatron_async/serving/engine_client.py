@@ -22,6 +22,7 @@ from megatron_async.errors import (
 from megatron_async.serving.changes import Changes
 from megatron_async.serving.engine_link import Link
 from megatron_async.serving.messages import (
+    TO_ENGINE,
     Abort,
     Answer,
     Bye,
@@ -75,7 +76,6 @@ class EngineClient:
         self._numbers = itertools.count()
         self._request_ids = itertools.count()
         self._greeter: asyncio.Task[None] | None = None
-        self._encoder = msgspec.msgpack.Encoder()
 
     @property
     def states(self) -> dict[str, bool]:
@@ -223,7 +223,7 @@ class EngineClient:
                     await self.changes.until(lambda: self.state == "ready")
 
     def _send(self, message: ToEngine) -> None:
-        if self._link is None or not self._link.send(self._encoder.encode(message)):
+        if self._link is None or not self._link.send(TO_ENGINE.encode(message)):
             raise EngineDeadError("the engine does not answer; try again later")
 
     def _broken(self, reason: str) -> None:

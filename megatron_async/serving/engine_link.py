@@ -7,13 +7,11 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable
-from typing import Any
 
-import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from megatron_async.serving.messages import Endpoint, FromEngine
+from megatron_async.serving.messages import FROM_ENGINE, Endpoint, FromEngine
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +43,6 @@ class Link:
         identity = endpoint.secret + os.urandom(8)
         self._receive = receive
         self._broken = broken
-        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(FromEngine)
         self._loop = asyncio.get_running_loop()
         self._context = zmq.Context()
         self._monitors: list[zmq.Socket[bytes]] = []
@@ -117,7 +114,7 @@ class Link:
                 return False
             self._hear()
             try:
-                self._receive(self._decoder.decode(frame))
+                self._receive(FROM_ENGINE.decode(frame))
             except Exception:  # what is behind it would lie there without a sign
                 logger.exception("a message of the engine was not understood")
                 self._broken("has said what this front end does not understand")

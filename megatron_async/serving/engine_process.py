@@ -27,6 +27,7 @@ from megatron_async.errors import MegatronAsyncError
 from megatron_async.serving.controls import Controls
 from megatron_async.serving.live_requests import ConnectedFrontEnd, LiveRequests
 from megatron_async.serving.messages import (
+    TO_ENGINE,
     Abort,
     Answer,
     Beat,
@@ -88,7 +89,6 @@ class EngineProcess:
         self._wakes, self._wake = socket.socketpair()
         self._wake.setblocking(False)
         self._exit: int | None = None
-        self._decoder = msgspec.msgpack.Decoder(ToEngine)
         self._front_ends: dict[bytes, ConnectedFrontEnd] = {}
         self._dropped: dict[bytes, float] = {}
         """Front ends that will be told so when they read again, if that is before a time."""
@@ -160,8 +160,8 @@ class EngineProcess:
             if len(frames) != 1 or not hmac.compare_digest(identity[: len(secret)], secret):
                 continue
             try:
-                message = self._decoder.decode(frames[0])
-            except msgspec.MsgspecError as error:
+                message = TO_ENGINE.decode(frames[0])
+            except ValueError as error:
                 logger.warning("a message was not understood: %s", error)
                 continue
             self._take(identity, message)

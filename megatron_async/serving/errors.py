@@ -6,12 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 
+from megatron_async.codec import encode_json
 from megatron_async.errors import (
     BusyError,
     EngineDeadError,
@@ -89,7 +89,7 @@ def json_response(value: Any, status: int = 200) -> Response:
     """``value`` as JSON; ``Retry-After`` where a client may come again."""
     comes_again = status == 429 or (status == 503 and value["error"]["code"] != GIVEN_UP)
     headers = {"Retry-After": str(RETRY_AFTER_SECONDS)} if comes_again else None
-    encoded = msgspec.json.encode(value)
+    encoded = encode_json(value)
     return Response(encoded, status, headers, media_type="application/json")
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from megatron_async.codec import Codec
 from megatron_async.private_folder import check_private_folder, make_private_folder
 from megatron_async.serving.stall_watch import STALL_SECONDS
 
@@ -222,6 +223,7 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 ToEngine = Hello | Bye | Generate | Abort | Control | Cancel
+TO_ENGINE: Codec[ToEngine] = Codec(ToEngine)
 
 
 # --- from the engine process to front ends ----------------------------------------------------
@@ -315,3 +317,4 @@ class EngineInfo(msgspec.Struct, frozen=True, tag=True):
 
 
 FromEngine = Outputs | Answer | Snapshot | Dropped | EngineInfo
+FROM_ENGINE: Codec[FromEngine] = Codec(FromEngine)

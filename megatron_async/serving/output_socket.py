@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 
-import msgspec
 import zmq
 
-from megatron_async.serving.messages import Endpoint, FromEngine
+from megatron_async.serving.messages import FROM_ENGINE, Endpoint, FromEngine
 
 HIGH_WATER_MARK = 4096
 """Messages on their way to one front end; it is dropped when it leaves more unread. At a step each
@@ -22,7 +21,6 @@ class OutputSocket:
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: Endpoint) -> None:
-        self._encoder = msgspec.msgpack.Encoder()
         self._lock = threading.RLock()
         self._socket = context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
@@ -32,7 +30,7 @@ class OutputSocket:
 
     def send(self, identity: bytes, message: FromEngine) -> bool:
         """False when the front end is not there, or does not read."""
-        frames = (identity, self._encoder.encode(message))
+        frames = (identity, FROM_ENGINE.encode(message))
         try:
             with self._lock:
                 self._socket.send_multipart(frames, zmq.NOBLOCK, copy=True)

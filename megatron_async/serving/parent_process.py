@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from megatron_async.codec import Codec, encode
 from megatron_async.lifeline import EXIT_ORPHAN
 
 EXIT_FAILED = 1
@@ -38,18 +39,18 @@ class Parent(Generic[Said]):
     def __init__(self, descriptor: int, said: Any) -> None:
         os.set_inheritable(descriptor, False)  # compilers that a kernel needs must not keep it open
         self._connection = Connection(descriptor)
-        self._decoder: msgspec.msgpack.Decoder[Said] = msgspec.msgpack.Decoder(said)
+        self._codec: Codec[Said] = Codec(said)
         self._sending = threading.Lock()
 
     def receive(self) -> Said:
         """The next message; raises EOFError when there is no parent any more."""
-        return self._decoder.decode(self._connection.recv_bytes())
+        return self._codec.decode(self._connection.recv_bytes())
 
     def send(self, message: msgspec.Struct) -> None:
         """From any thread. Nothing happens where nobody listens: the watching thread ends the
         process."""
         with self._sending, contextlib.suppress(OSError):
-            self._connection.send_bytes(msgspec.msgpack.encode(message))
+            self._connection.send_bytes(encode(message))
 
     def watch(self, take: Callable[[Said], None]) -> None:
         """Call ``take`` with each further message, in a thread of its own, and end the process when

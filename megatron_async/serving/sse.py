@@ -7,17 +7,16 @@ import contextlib
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any, TypeVar
 
-import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from megatron_async.codec import encode_json
 from megatron_async.errors import MegatronAsyncError
 from megatron_async.serving.errors import ClientGoneError, describe
 from megatron_async.serving.logs import logger
 
 DONE = b"data: [DONE]\n\n"
 
-_encode = msgspec.json.Encoder().encode
 
 T = TypeVar("T")
 
@@ -25,8 +24,8 @@ T = TypeVar("T")
 def event(data: Any, name: str | None = None) -> bytes:
     """One event, with ``data`` as JSON on one line."""
     if name is None:
-        return b"data: %b\n\n" % _encode(data)
-    return b"event: %b\ndata: %b\n\n" % (name.encode(), _encode(data))
+        return b"data: %b\n\n" % encode_json(data)
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), encode_json(data))
 
 
 class TextEvents:
@@ -39,11 +38,11 @@ class TextEvents:
     PLACE = "\ue000text\ue000"
 
     def __init__(self, data: Any) -> None:
-        self._before, self._after = event(data).split(_encode(self.PLACE))
+        self._before, self._after = event(data).split(encode_json(self.PLACE))
 
     def event(self, text: str) -> bytes:
         """The event with ``text``."""
-        return b"".join((self._before, _encode(text), self._after))
+        return b"".join((self._before, encode_json(text), self._after))
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -27,6 +27,7 @@ from megatron_async.ranks.group import RankGroup
 from megatron_async.ranks.heartbeat import BEATS, PREPARING_TIMES, Heartbeats
 from megatron_async.ranks.layout import Layout
 from megatron_async.ranks.meeting import BEAT, Call
+from megatron_async.ranks.messages import ANSWERS, Failed
 from megatron_async.ranks.start import start_group
 from tests.support.patience import PATIENCE_SECONDS
 
@@ -121,7 +122,7 @@ def test_a_rank_that_dies_while_the_others_meet_is_noticed(monkeypatch: pytest.M
     over = threading.Event()
 
     def meet(*args: object) -> int:
-        pair.rank.say(b'{"failed": "failed: OutOfMemoryError: too little"}')
+        pair.rank.say(ANSWERS.encode(Failed("failed: OutOfMemoryError: too little")))
         over.wait(PATIENCE_SECONDS)
         return 0
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import threading
 
 import pytest
+from msgspec.msgpack import encode as msgpack
 
 from megatron_async.config import EngineConfig
 from megatron_async.errors import ConfigError, IntegrityError
 from megatron_async.ranks import messages
+from megatron_async.ranks.call import BEAT
 from megatron_async.ranks.channel import RingReceiver, RingSender
 from megatron_async.ranks.layout import Layout, check_supported
-from megatron_async.ranks.messages import decode, encode
+from megatron_async.ranks.messages import ANSWERS, MESSAGES, Done, Failed
 from megatron_async.step.extras import Extras, SlotExtras
 from megatron_async.step.plan import (
     Admission,
@@ -62,13 +64,32 @@ PLAN = Plan(
     ],
 )
 def test_messages_arrive_as_they_were_sent(message: messages.Message) -> None:
-    found = decode(encode(message))
+    found = MESSAGES.decode(MESSAGES.encode(message))
     assert found == message and repr(found) == repr(message)
 
 
-def test_what_is_no_message_is_refused() -> None:
+@pytest.mark.parametrize("answer", [Done(), Done("ConfigError", "why"), Failed("why")])
+def test_answers_arrive_as_they_were_given(answer: Done | Failed) -> None:
+    data = ANSWERS.encode(answer)
+    assert ANSWERS.decode(data) == answer and len(data) > len(BEAT)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b'["os.system", "true"]',
+        msgpack(["os.system", "true"]),
+        msgpack(["Stop", "more"]),
+        msgpack(["Sample", 1]),
+        msgpack(["Sample", 1, "7"]),
+        msgpack(["Launch", 1, list(range(14))]),
+        b"\x91" * 10_000,
+    ],
+)
+def test_what_is_no_message_is_refused(data: bytes) -> None:
     with pytest.raises(ValueError, match="not a message"):
-        decode(b'["os.system", "true"]')
+        MESSAGES.decode(data)
 
 
 def test_ring_hands_everything_to_sleepers_and_to_the_late() -> None:

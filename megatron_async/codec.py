@@ -1,0 +1,66 @@
+"""Messages and records as bytes or as plain data, and back, as their types declare.
+
+Types are msgspec's structs, dataclasses and named tuples over Python's own types; several kinds of
+messages are a union of tagged structs. What arrives has the declared fields and types, or is
+refused. Nothing that arrives is executed, and nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+
+encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
+"""A message as msgpack; from any thread."""
+encode_json: Callable[[Any], bytes] = msgspec.json.Encoder().encode
+"""A value as JSON text, for clients; from any thread."""
+
+
+class Codec(Generic[T]):
+    """Messages as msgpack.
+
+    Args:
+        kinds: the type of the messages that are decoded.
+
+    Attributes:
+        encode: a message as bytes; from any thread.
+    """
+
+    def __init__(self, kinds: Any) -> None:
+        self.encode: Callable[[T], bytes] = encode
+        self._decode = msgspec.msgpack.Decoder(kinds).decode
+
+    def decode(self, data: bytes | memoryview) -> T:
+        """The inverse of :attr:`encode`, from any thread.
+
+        Raises:
+            ValueError: it is no message; says what is wrong where.
+        """
+        try:
+            message: T = self._decode(data)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise ValueError(f"this is not a message: {error}") from None
+        return message
+
+
+def to_plain(value: Any, hook: Callable[[Any], Any] | None = None) -> Any:
+    """A value in the types of JSON, integers as keys of mappings included; sequences may be tuples.
+
+    Args:
+        hook: makes plain data of what no declared type covers.
+    """
+    return msgspec.to_builtins(value, enc_hook=hook)
+
+
+def from_plain(data: Any, kind: Any) -> Any:
+    """A value of type ``kind`` from plain data, which may have gone through JSON text.
+
+    Raises:
+        ValueError: it is none; says what is wrong where.
+    """
+    return msgspec.convert(data, kind, str_keys=True)
