@@ -1,29 +1,33 @@
 """What users ask of an engine, as frozen data that is applied in order before a plan.
 
 Commands are numbered as they are applied, and can be written as JSON and read back: to record and
-replay a run, and to send it to the other ranks of a parallel group.
+replay a run.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections import deque
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
+from megatron_async.codec import from_plain, to_plain
 from megatron_async.engine.waiters import Waiters
 from megatron_async.errors import RequestError
+from megatron_async.step.extras import Extras
 from megatron_async.step.slot_fields import Values
 
 
-@dataclass(frozen=True, slots=True)
-class AddRequest:
+class Asked(msgspec.Struct, frozen=True, tag=True, tag_field="command", forbid_unknown_fields=True):
+    """What a user asks."""
+
+
+class AddRequest(Asked):
     """Queue a request. ``key`` is the scheduler's own number of it, ``values`` are those of the
-    REQUEST slot fields, ``params`` the sampling parameters as they were given. ``extras`` has the
-    fields of :class:`~megatron_async.step.extras.Extras`, None for none; ``prompt_log_probs``: the
-    prompt's are wanted; ``fork_of``: the key of a request with the same prompt, whose prefill it
-    shares."""
+    REQUEST slot fields, ``params`` the sampling parameters as they were given. ``extras`` is None
+    for none; ``prompt_log_probs``: the prompt's are wanted; ``fork_of``: the key of a request with
+    the same prompt, whose prefill it shares."""
 
     key: int
     request_id: int
@@ -34,59 +38,51 @@ class AddRequest:
     values: Values
     priority: int
     params: dict[str, Any]
-    extras: tuple[Any, ...] | None = None
+    extras: Extras | None = None
     prompt_log_probs: bool = False
     fork_of: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class AbortRequest:
+class AbortRequest(Asked):
     """End a request; its tokens in flight are discarded."""
 
     key: int
 
 
-@dataclass(frozen=True, slots=True)
-class PauseRequest:
+class PauseRequest(Asked):
     """Leave a request out of the steps to come."""
 
     key: int
 
 
-@dataclass(frozen=True, slots=True)
-class ResumeRequest:
+class ResumeRequest(Asked):
     """Let a paused request go on."""
 
     key: int
 
 
-@dataclass(frozen=True, slots=True)
-class EvictRequest:
+class EvictRequest(Asked):
     """Free the memory of a request; it is computed again when there is room."""
 
     key: int
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateSamplingParams:
+class UpdateSamplingParams(Asked):
     """Change sampling parameters of a request, from the next launch on."""
 
     key: int
     changes: dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Suspend:
+class Suspend(Asked):
     """Commit what is in flight, and launch nothing until :class:`Resume`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Resume:
+class Resume(Asked):
     """Go on after :class:`Suspend`."""
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateWeights:
+class UpdateWeights(Asked):
     """Commit what is in flight and replace the weights. ``source`` is a path, or None for weights
     that were given in memory: such a run cannot be replayed beyond this point. ``restart``: running
     requests begin again behind their prompts."""
@@ -96,13 +92,11 @@ class UpdateWeights:
     restart: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ResetPrefixCache:
+class ResetPrefixCache(Asked):
     """Forget all cached prefixes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reset:
+class Reset(Asked):
     """Abort every request and commit what is in flight."""
 
 
@@ -120,28 +114,11 @@ Command = (
     | Reset
 )
 
-_KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (
-        AddRequest,
-        AbortRequest,
-        PauseRequest,
-        ResumeRequest,
-        EvictRequest,
-        UpdateSamplingParams,
-        Suspend,
-        Resume,
-        UpdateWeights,
-        ResetPrefixCache,
-        Reset,
-    )
-}
-
 
 def to_json(command: Command) -> dict[str, Any]:
     """A command as plain JSON types; floats are exact."""
-    fields = {f.name: getattr(command, f.name) for f in dataclasses.fields(command)}
-    return {"command": type(command).__name__, **fields}
+    data: dict[str, Any] = to_plain(command)
+    return data
 
 
 def from_json(data: Any) -> Command:
@@ -150,20 +127,11 @@ def from_json(data: Any) -> Command:
     Raises:
         RequestError: it is not a command.
     """
-    kind = _KINDS.get(str(data.get("command"))) if isinstance(data, dict) else None
-    if kind is None:
-        raise RequestError(f"{json.dumps(data)[:80]} is not a command")
-    names = {f.name for f in dataclasses.fields(kind)}
-    given = {name for name in data if name != "command"}
-    needed = {f.name for f in dataclasses.fields(kind) if f.default is dataclasses.MISSING}
-    if not needed <= given <= names:
-        raise RequestError(f"a command {data['command']} has the fields {sorted(names)}")
-    command: Command = kind(**{name: _frozen(data[name]) for name in given})
+    try:
+        command: Command = from_plain(data, Command)
+    except ValueError as error:
+        raise RequestError(f"{json.dumps(data)[:80]} is not a command: {error}") from None
     return command
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(_frozen(item) for item in value) if isinstance(value, list) else value
 
 
 class CommandQueue:

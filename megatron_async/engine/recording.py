@@ -15,8 +15,11 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
+import msgspec
+
+from megatron_async.codec import from_plain, to_plain
 from megatron_async.config import EngineConfig
 from megatron_async.engine.commands import AddRequest, Command, from_json, to_json
 from megatron_async.errors import ConfigError
@@ -39,8 +42,8 @@ class Recorder:
 
     def applied(self, command: Command, step: int, scheduler: Scheduler) -> None:
         """A command was applied when the engine had run ``step`` steps."""
-        point = {"step": step, "ticket": scheduler.next_ticket, "retired": scheduler.retired_ticket}
-        self._write({"number": self._count, **point, **to_json(command)})
+        point = Point(self._count, step, scheduler.next_ticket, scheduler.retired_ticket)
+        self._write({**to_plain(point), **to_json(command)})
         self._count += 1
 
     def on_launch(self, plan: Plan) -> None:
@@ -55,7 +58,7 @@ class Recorder:
             None if reason is None else reason.value,
             list(request.generated_tokens),
         )
-        self._write({"finished": ending._asdict(), "plans": self._plans})
+        self._write({"finished": to_plain(ending), "plans": self._plans})
 
 
 class RunFile:
@@ -87,7 +90,16 @@ class RunFile:
         self._file.close()
 
 
-class Ending(NamedTuple):
+class Point(msgspec.Struct, frozen=True):
+    """Where in a run the command ``number`` was applied."""
+
+    number: int
+    step: int
+    ticket: int
+    retired: int
+
+
+class Ending(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a request got."""
 
     request_id: int
@@ -133,7 +145,7 @@ def read_run(path: str | Path) -> Run:
         raise ConfigError(f"{path}: not a recorded run of this version ({FORMAT})")
     try:
         config = EngineConfig(**header["config"])
-        endings = tuple(Ending(**e["finished"]) for e in entries if "finished" in e)
+        endings = tuple(from_plain(e["finished"], Ending) for e in entries if "finished" in e)
         applied = tuple(_applied(entries))
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{path}: not a recorded run: {error}") from None
@@ -152,14 +164,14 @@ def _applied(entries: list[Entry]) -> Iterator[Applied]:
             keys.discard(live.pop(entry["finished"]["request_id"], -1))
         if "command" not in entry:
             continue
-        point = {name: entry[name] for name in ("number", "step", "ticket", "retired")}
-        command = from_json({name: entry[name] for name in entry.keys() - point.keys()})
+        point: Point = from_plain(entry, Point)
+        command = from_json({k: v for k, v in entry.items() if k not in Point.__struct_fields__})
         if isinstance(command, AddRequest):
             live[command.request_id] = command.key
             keys.add(command.key)
         key = getattr(command, "key", None)
         has_effect = key is None or key in keys
-        yield Applied(int(point["step"]), int(point["ticket"]), command, endings, has_effect)
+        yield Applied(point.step, point.ticket, command, endings, has_effect)
 
 
 def _entries(path: str | Path, lines: list[str]) -> Iterator[dict[str, Any]]:

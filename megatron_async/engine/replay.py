@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from megatron_async.codec import from_plain
 from megatron_async.config import EngineConfig
 from megatron_async.engine.commands import (
     AddRequest,
@@ -61,7 +62,7 @@ def replay(run: Run, engine: DynamicInferenceEngine) -> Replay:
     if not exact:
         _let_all_go_on(engine)
     _run_dry(engine)
-    endings = tuple(Ending(**e["finished"]) for e in entries if "finished" in e)
+    endings = tuple(from_plain(e["finished"], Ending) for e in entries if "finished" in e)
     differences = _parted(run.entries, entries) if exact else _other_tokens(run.endings, endings)
     return Replay(exact, endings, tuple(differences))
 

@@ -121,7 +121,7 @@ class RequestExtras:
     def of_command(self, command: AddRequest) -> Extras | None:
         """What S is asked for a request; None for what the plain S does."""
         if command.extras is not None:
-            return Extras(*command.extras)
+            return command.extras
         if self._needed_by_filters and _has_filters(command.values):
             return NO_EXTRAS
         return None

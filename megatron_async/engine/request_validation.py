@@ -135,7 +135,7 @@ class RequestValidator:
             self.values(request_id, params),
             number,
             sampled.serialize(),
-            None if extras == NO_EXTRAS else tuple(extras),
+            None if extras == NO_EXTRAS else extras,
             sampled.wants_prompt_log_probs,
         )
         return command, params

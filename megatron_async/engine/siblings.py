@@ -10,6 +10,8 @@ import math
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
+import msgspec
+
 from megatron_async.engine.commands import AddRequest
 from megatron_async.engine.request_validation import RequestValidator, derive_seed
 from megatron_async.request import DynamicInferenceRequest, RequestFuture
@@ -40,7 +42,7 @@ def sibling_of(
         seed=sibling_seed(seed, index),
         skip_prompt_log_probs=True,  # the first one brings them
     )
-    sibling = dataclasses.replace(
+    sibling = msgspec.structs.replace(
         command,
         key=key,
         request_id=request_id,

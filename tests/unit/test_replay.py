@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,8 +18,9 @@ from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.recording import Recorder, RunFile, read_run
 from megatron_async.engine.replay import replay
 from megatron_async.errors import ConfigError, RequestError
-from megatron_async.request import DynamicInferenceRequest
+from megatron_async.request import DynamicInferenceRequest, FinishReason
 from megatron_async.sampling_params import SamplingParams
+from megatron_async.step.extras import Extras
 from tests.support.engines import DEPTHS, hash_engine, random_ask, sampling_params
 from tests.support.hash_tokenizer import hash_tokenizer
 
@@ -315,10 +317,70 @@ def test_a_run_that_was_cut_short_is_repeated_as_far_as_it_goes(tmp_path: Path) 
 def test_a_command_comes_back_from_its_json_as_it_was(command: commands.Command) -> None:
     text = json.dumps(commands.to_json(command))
     assert commands.from_json(json.loads(text)) == command
-    assert type(command).__dataclass_params__.frozen  # type: ignore[attr-defined]
+    assert type(command).__struct_config__.frozen
 
 
-@pytest.mark.parametrize("data", (None, {}, {"command": "Nothing"}, {"command": "AbortRequest"}))
+RECORDED = (
+    '{"number": 0, "step": 4, "ticket": 3, "retired": 1, "command": "AddRequest", '
+    '"key": 1, "request_id": 2, "prompt": "text", "tokens": [3, 4], "max_new": 5, '
+    '"stop_ids": [6], "values": [0.1, 0, 1e-37, -9223372036854775808], "priority": -1, '
+    '"params": {"seed": null, "logit_bias": {"5": 1.5}, "bad_words": ["a", [3, 4]]}, '
+    '"extras": [0, 0.5, 1.0, 0.0, 0.0, 0, [], [[5, 1.5]], null, [], [[3, 4]], false], '
+    '"prompt_log_probs": true, "fork_of": null}\n'
+    '{"number": 1, "step": 4, "ticket": 3, "retired": 1, '
+    '"command": "UpdateSamplingParams", "key": 1, "changes": {"temperature": 0.3}}\n'
+    '{"number": 2, "step": 4, "ticket": 3, "retired": 1, "command": "EvictRequest", '
+    '"key": 2}\n'
+    '{"number": 3, "step": 4, "ticket": 3, "retired": 1, "command": "UpdateWeights", '
+    '"source": null, "recompute_kv_cache": true, "restart": true}\n'
+    '{"finished": {"request_id": 2, "reason": "stop", "tokens": [6]}, "plans": 0}\n'
+)
+"""What version 0.1.0 wrote behind its header."""
+
+
+def test_files_of_earlier_versions_are_read_and_written_alike(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    header = {"format": "megatron-async run 1", "model": "m", "config": {"depth": None}}
+    path.write_text(json.dumps(header) + "\n" + RECORDED)
+    run = read_run(path)
+    assert [(a.step, a.ticket, a.endings, a.has_effect) for a in run.applied] == [
+        (4, 3, 0, True), (4, 3, 0, True), (4, 3, 0, False), (4, 3, 0, True),
+    ]  # fmt: skip
+    extras = Extras(min_p=0.5, bias=((5, 1.5),), bad_words=((3, 4),))
+    params = {"seed": None, "logit_bias": {"5": 1.5}, "bad_words": ["a", [3, 4]]}
+    values = (0.1, 0, 1e-37, -(2**63))
+    assert [applied.command for applied in run.applied] == [
+        commands.AddRequest(
+            1, 2, "text", (3, 4), 5, (6,), values, -1, params, extras, prompt_log_probs=True
+        ),
+        commands.UpdateSamplingParams(1, {"temperature": 0.3}),
+        commands.EvictRequest(2),
+        commands.UpdateWeights(None, recompute_kv_cache=True, restart=True),
+    ]
+    assert [(e.request_id, e.reason, e.tokens) for e in run.endings] == [(2, "stop", [6])]
+    file = RunFile(path)
+    recorder = Recorder(file.write)
+    scheduler: Any = SimpleNamespace(next_ticket=3, retired_ticket=1)
+    for applied in run.applied:
+        recorder.applied(applied.command, applied.step, scheduler)
+    recorder.finished(
+        DynamicInferenceRequest(request_id=2, finish_reason=FinishReason.STOP, generated_tokens=[6])
+    )
+    file.close()
+    assert path.read_text() == RECORDED
+
+
+@pytest.mark.parametrize(
+    "data",
+    (
+        None,
+        {},
+        {"command": "Nothing"},
+        {"command": "AbortRequest"},
+        {"command": "AbortRequest", "key": "1"},
+        {"command": "AbortRequest", "key": 1, "more": 2},
+    ),
+)
 def test_what_is_no_command_is_refused(data: Any) -> None:
     with pytest.raises(RequestError, match="command"):
         commands.from_json(data)

@@ -84,7 +84,7 @@ def extras_of(tokenizer: Any = None, prompt: tuple[int, ...] = (1, 2, 3), **para
     """What S is asked; None for nothing."""
     values = {"num_tokens_to_generate": 20, **params}
     command, _ = validator(tokenizer).add(0, 0, list(prompt), SamplingParams(**values), 0)
-    return None if command.extras is None else Extras(*command.extras)
+    return command.extras
 
 
 # --- values by themselves ---------------------------------------------------------------------
@@ -303,7 +303,7 @@ def test_the_door_refuses_what_it_cannot_serve_by_name(name: str, value: Any) ->
     assert isinstance(own, SamplingParams)
     assert json.loads(json.dumps(commands.to_json(command)))["command"] == "AddRequest"
     if command.extras is not None:
-        extras = Extras(*command.extras)
+        extras = command.extras
         assert extras != Extras()
         tokens = [*extras.banned, *(extras.allowed or ()), *(token for token, _ in extras.bias)]
         assert all(0 <= token < VOCABULARY for token in tokens)
@@ -427,5 +427,5 @@ def test_a_bad_word_that_makes_no_token_is_refused() -> None:
 def test_a_greedy_request_keeps_its_min_p_for_when_it_is_sampled() -> None:
     door, greedy = validator(), SamplingParams(temperature=0.0, min_p=0.5, num_tokens_to_generate=9)
     command, params = door.add(0, 0, [1], greedy, 0)
-    assert command.extras is not None and Extras(*command.extras).min_p == 0.5
+    assert command.extras is not None and command.extras.min_p == 0.5
     assert door.update(0, params, {"temperature": 1.0}).changes == {"temperature": 1.0}
