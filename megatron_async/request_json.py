@@ -1,56 +1,48 @@
-"""Requests as plain JSON, and back."""
+"""Requests as plain JSON, and back: most fields as their types say; the others are named here."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_type_hints
 
 from megatron_async import errors
+from megatron_async.codec import from_plain, to_plain
 from megatron_async.errors import RequestError
 from megatron_async.request import (
     DynamicInferenceEvent,
     DynamicInferenceEventType,
     DynamicInferenceRequest,
-    FinishReason,
-    RequestCounters,
     SamplingSpan,
     Status,
-    StepReport,
     TokenIds,
-    WeightSpan,
 )
 from megatron_async.sampling_params import SamplingParams
 
-Convert = Callable[[Any], Any]
+_TOPS = ("generated_top_n_logprobs", "prompt_top_n_logprobs")
 
 
 def request_to_json(request: DynamicInferenceRequest) -> dict[str, Any]:
     """All fields of a request in plain JSON types; of ``choices`` those beyond itself."""
     values = {f.name: getattr(request, f.name) for f in dataclasses.fields(request)}
-    return {name: _to_json(name, value, request) for name, value in values.items()}
-
-
-def _to_json(name: str, value: Any, request: DynamicInferenceRequest) -> Any:
-    if name == "choices":
-        return [request_to_json(choice) for choice in value if choice is not request]
-    if name == "sampling_spans":
-        return [[span.ticket, span.params.serialize()] for span in value]
-    if name == "events":
-        return [_event_to_json(event) for event in value]
-    if name in _TOPS and value is not None:
-        return [_top_to_json(top) for top in value]
-    if isinstance(value, SamplingParams):
-        return value.serialize()
-    if isinstance(value, Status):
-        return value.name
-    if isinstance(value, FinishReason):
-        return value.value
-    if isinstance(value, RequestCounters):
-        return dataclasses.asdict(value)
-    if isinstance(value, list):
-        return [list(each) if isinstance(each, tuple) else each for each in value]
-    return value
+    values |= {
+        "sampling_params": request.sampling_params.serialize(),
+        "choices": [request_to_json(choice) for choice in request.choices if choice is not request],
+        "weight_spans": [list(span) for span in request.weight_spans],
+        "sampling_spans": [[s.ticket, s.params.serialize()] for s in request.sampling_spans],
+        "steps": [list(report) for report in request.steps],
+        "status": request.status.name,
+        "events": [
+            {"type": event.type.name, "timestamp": event.timestamp, "payload": event.payload}
+            for event in request.events
+        ],
+    }
+    for name in _TOPS:
+        if values[name] is not None:
+            values[name] = [_top_to_json(top) for top in values[name]]
+    data: dict[str, Any] = to_plain(values, _error_to_json)
+    return data
 
 
 def _top_to_json(top: dict[Any, float]) -> Any:
@@ -59,11 +51,16 @@ def _top_to_json(top: dict[Any, float]) -> Any:
     return [[token, of] for token, of in top.items()] if by_text else top
 
 
-def _event_to_json(event: DynamicInferenceEvent) -> dict[str, Any]:
-    payload = event.payload
+def _error_to_json(payload: Any) -> Any:
+    """What an event says that is no plain data: mostly an error."""
     if isinstance(payload, Exception):
-        payload = {"type": type(payload).__name__, "message": str(payload)}
-    return {"type": event.type.name, "timestamp": event.timestamp, "payload": payload}
+        return {"type": type(payload).__name__, "message": str(payload)}
+    return str(payload)
+
+
+@functools.cache
+def _types() -> dict[str, Any]:
+    return get_type_hints(DynamicInferenceRequest)
 
 
 def request_from_json(data: dict[str, Any]) -> DynamicInferenceRequest:
@@ -72,33 +69,22 @@ def request_from_json(data: dict[str, Any]) -> DynamicInferenceRequest:
     Raises:
         RequestError: a field is missing or unknown, or has a wrong value.
     """
-    known = {f.name for f in dataclasses.fields(DynamicInferenceRequest)}
-    if not isinstance(data, dict) or not data.keys() <= known or "request_id" not in data:
+    types = _types()
+    if not isinstance(data, dict) or not data.keys() <= types.keys() or "request_id" not in data:
         raise RequestError(
             "this is no serialized request; give what DynamicInferenceRequest.serialize() returned"
         )
     values = {}
     for name, value in data.items():
+        convert = _FROM_JSON.get(name)
         try:
-            values[name] = _FROM_JSON.get(name, _same)(value)
+            values[name] = from_plain(value, types[name]) if convert is None else convert(value)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise RequestError(f"{name} of the serialized request is not valid: {error}") from error
     request = DynamicInferenceRequest(**values)
     if request.choices:
         request.choices.insert(0, request)
     return request
-
-
-def _same(value: Any) -> Any:
-    return value
-
-
-def _each(convert: Convert) -> Convert:
-    return lambda values: [convert(value) for value in values]
-
-
-def _or_none(convert: Convert) -> Convert:
-    return lambda value: None if value is None else convert(value)
 
 
 def _event(data: dict[str, Any]) -> DynamicInferenceEvent:
@@ -112,23 +98,29 @@ def _event(data: dict[str, Any]) -> DynamicInferenceEvent:
     )
 
 
-def _top(top: Any) -> dict[Any, float]:
-    if isinstance(top, list):
-        return {str(token): of for token, of in top}
-    return {int(token): of for token, of in top.items()}
+def _tops(tops: Any) -> list[dict[Any, float]] | None:
+    if tops is None:
+        return None
+    return [
+        from_plain(top, dict[int, float])
+        if isinstance(top, dict)
+        else dict(from_plain(top, list[tuple[str, float]]))
+        for top in tops
+    ]
 
 
-_TOPS = ("generated_top_n_logprobs", "prompt_top_n_logprobs")
-_FROM_JSON: dict[str, Convert] = {
-    "prompt_tokens": TokenIds,
+def _sampling_span(data: Any) -> SamplingSpan:
+    ticket, params = data
+    return SamplingSpan(ticket, SamplingParams.deserialize(params))
+
+
+_FROM_JSON: dict[str, Callable[[Any], Any]] = {
+    "prompt_tokens": lambda tokens: TokenIds(from_plain(tokens, list[int])),
     "sampling_params": SamplingParams.deserialize,
-    **dict.fromkeys(_TOPS, _or_none(_each(_top))),
-    "finish_reason": _or_none(FinishReason),
-    "choices": _each(request_from_json),
-    "weight_spans": _each(lambda span: WeightSpan(*span)),
-    "sampling_spans": _each(lambda s: SamplingSpan(s[0], SamplingParams.deserialize(s[1]))),
-    "steps": _each(lambda report: StepReport(*report)),
+    "choices": lambda choices: [request_from_json(choice) for choice in choices],
+    "sampling_spans": lambda spans: [_sampling_span(span) for span in spans],
     "status": Status.__getitem__,
-    "events": _each(_event),
-    "counters": lambda counters: RequestCounters(**counters),
+    "events": lambda events: [_event(event) for event in events],
+    **dict.fromkeys(_TOPS, _tops),
 }
+"""Fields whose JSON is not that of their types."""

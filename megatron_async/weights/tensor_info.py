@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
+from msgspec import Meta
 from torch import Tensor
 
+from megatron_async.codec import from_plain
 from megatron_async.errors import CheckpointError
 
 DTYPES = {
@@ -21,6 +23,9 @@ DTYPES = {
 """By their names."""
 MAX_DIMENSIONS = 8
 MAX_ELEMENTS = 1 << 40
+Shape = Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=MAX_DIMENSIONS)]
+Plain = tuple[str, str, Shape]
+"""A :class:`TensorInfo` in the types of JSON."""
 
 
 class TensorInfo(NamedTuple):
@@ -42,19 +47,19 @@ class TensorInfo(NamedTuple):
     @classmethod
     def from_json(cls, data: Any) -> TensorInfo:
         """The inverse; raises CheckpointError for what is none."""
-        if not isinstance(data, (list, tuple)) or len(data) != 3 or not isinstance(data[0], str):
-            raise CheckpointError(f"{str(data)[:80]!r} is no name, dtype and shape of a tensor")
-        name, dtype, shape = data
-        if not isinstance(dtype, str) or dtype not in DTYPES:
+        try:
+            name, dtype, shape = from_plain(data, Plain)
+        except ValueError as error:
             raise CheckpointError(
-                f"the new {name} has dtype {str(dtype)[:40]!r}; supported are {', '.join(DTYPES)}"
+                f"{str(data)[:80]!r} is no name, dtype and shape of a tensor: {error}"
+            ) from None
+        if dtype not in DTYPES:
+            raise CheckpointError(
+                f"the new {name} has dtype {dtype[:40]!r}; supported are {', '.join(DTYPES)}"
             )
-        is_shape = isinstance(shape, (list, tuple)) and len(shape) <= MAX_DIMENSIONS
-        if not is_shape or any(type(n) is not int or n < 0 for n in shape):
-            raise CheckpointError(f"the new {name} has shape {str(shape)[:80]}; give its sizes")
         if math.prod(shape) > MAX_ELEMENTS:
             raise CheckpointError(f"the new {name} has {math.prod(shape):,} elements: too many")
-        return cls(name, DTYPES[dtype], tuple(shape))
+        return cls(name, DTYPES[dtype], shape)
 
 
 def announced(data: Any) -> list[TensorInfo]:

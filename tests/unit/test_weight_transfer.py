@@ -213,6 +213,18 @@ def test_tensor_infos_are_plain_types() -> None:
     info = TensorInfo("a", torch.bfloat16, (2, 3))
     assert info.to_json() == ["a", "bfloat16", [2, 3]] and info.nbytes == 12
     assert TensorInfo.from_json(info.to_json()) == info
+    for wrong, said in (
+        (7, "no name, dtype and shape"),
+        (["a", "float32"], "no name, dtype and shape"),
+        ([7, "float32", [2]], r"Expected `str`, got `int` - at `\$\[0\]`"),
+        (["a", "float32", [-1]], "Expected `int` >= 0"),
+        (["a", "float32", [2.5]], "Expected `int`, got `float`"),
+        (["a", "float32", [1] * 9], "length <= 8"),
+        (["a", "float8", [2]], "the new a has dtype 'float8'; supported are float64"),
+        (["a", "float32", [1 << 21, 1 << 21]], "the new a has 4,398,046,511,104 elements: too"),
+    ):
+        with pytest.raises(CheckpointError, match=said):
+            TensorInfo.from_json(wrong)
 
 
 def test_experts_are_divided_like_other_layers() -> None:
