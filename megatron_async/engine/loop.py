@@ -239,9 +239,15 @@ class DecodeLoop:
             drafted = self.counters.verified(rows, windows)
             self._outputs.verified(commit.keys, rows, windows)
         report = StepReport(
-            ticket.number, depth, depth > 0, reason, committed, discarded,
-            drafted, committed + discarded - len(commit.keys),
-        )  # fmt: skip
+            ticket=ticket.number,
+            effective_depth=depth,
+            overlapped=depth > 0,
+            reason=reason,
+            committed=committed,
+            discarded=discarded,
+            drafted=drafted,
+            accepted=committed + discarded - len(commit.keys),
+        )
         self.counters.committed(report)
         self._output(commit, report)
         self._publish_events()

@@ -40,11 +40,13 @@ def measure_step_costs(
 def _seconds(runner: ModelRunner, rows: int, window: int, null_slot: int) -> float:
     """The mean of some steps in a row; the runner is as before."""
     row_map = RowMap((null_slot,) * rows, (0,) * rows, (0,) * rows, (window,) * rows)
+    first = Plan(
+        number=0, rows=row_map, decode_rows=rows, assignments=(), window=window, drafts=window - 1
+    )
     ends = []
-    ticket = runner.launch(Plan(0, row_map, rows, (), window=window, drafts=window - 1))
+    ticket = runner.launch(first)
     for number in range(1, WARM_UP_STEPS + TIMED_STEPS + 1):
-        plan = Plan(number, row_map, rows, (), window=window, drafts=window - 1)
-        following = runner.launch(plan)
+        following = runner.launch(first._replace(number=number))
         runner.take(ticket)
         ends.append(time.perf_counter())
         ticket = following

@@ -250,10 +250,21 @@ class Scheduler:
         if self._most_drafts:
             window, drafts, reason = self._choose_drafts(micro_batch, rows)
         return Plan(
-            number, rows, decode_rows, tuple(work.assignments), tuple(work.prefills),
-            tuple(work.admissions), control, table.extended > 0, window, drafts, reason,
-            tuple(work.restores), tuple(work.snapshots), after,
-        )  # fmt: skip
+            number=number,
+            rows=rows,
+            decode_rows=decode_rows,
+            assignments=tuple(work.assignments),
+            prefills=tuple(work.prefills),
+            admissions=tuple(work.admissions),
+            control=control,
+            extended=table.extended > 0,
+            window=window,
+            drafts=drafts,
+            reason=reason,
+            restores=tuple(work.restores),
+            snapshots=tuple(work.snapshots),
+            after=after,
+        )
 
     def _choose_drafts(self, micro_batch: int, rows: RowMap) -> tuple[int, int, str]:
         """The window that a planned step needs and why; and the drafts that its S makes, for the
@@ -287,7 +298,7 @@ class Scheduler:
         size, lookahead = self.limits.block_size, self.limits.lookahead
         needy: dict[Sequence, int] = {}
         for sequence in decoding:
-            reach = min(window, sequence.window) + lookahead
+            reach = (min(window, sequence.window) if window > 1 else 1) + lookahead
             if sequence.kv_bound + reach > len(sequence.blocks) * size:
                 short = sequence.blocks_short(reach, size)
                 if short > 0:
@@ -307,7 +318,7 @@ class Scheduler:
             after = max((s.last_ticket for s in decoding), default=-1)
         complete = []
         for sequence in decoding:
-            sequence.kv_bound += min(window, sequence.window)
+            sequence.kv_bound += min(window, sequence.window) if window > 1 else 1
             sequence.launched += 1
             sequence.last_ticket = number
             if sequence.launched >= sequence.max_new:
