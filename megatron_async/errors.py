@@ -118,3 +118,11 @@ class CheckpointError(MegatronAsyncError, ValueError):
 
 class IntegrityError(MegatronAsyncError, RuntimeError):
     """An internal invariant does not hold: a bug in this package, never a user's mistake."""
+
+
+def error_named(name: str, message: str) -> MegatronAsyncError | None:
+    """The error of this package whose class has a name; None if there is none."""
+    kind = globals().get(name)
+    if not (isinstance(kind, type) and issubclass(kind, MegatronAsyncError)):
+        return None
+    return kind(message)

@@ -7,9 +7,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, get_type_hints
 
-from megatron_async import errors
 from megatron_async.codec import from_plain, to_plain
-from megatron_async.errors import RequestError
+from megatron_async.errors import RequestError, error_named
 from megatron_async.request import (
     DynamicInferenceEvent,
     DynamicInferenceEventType,
@@ -90,9 +89,8 @@ def request_from_json(data: dict[str, Any]) -> DynamicInferenceRequest:
 def _event(data: dict[str, Any]) -> DynamicInferenceEvent:
     payload = data["payload"]
     if isinstance(payload, dict) and payload.keys() == {"type", "message"}:
-        kind: Any = getattr(errors, str(payload["type"]), None)
-        is_ours = isinstance(kind, type) and issubclass(kind, errors.MegatronAsyncError)
-        payload = kind(payload["message"]) if is_ours else RequestError(payload["message"])
+        said = payload["message"]
+        payload = error_named(str(payload["type"]), said) or RequestError(said)
     return DynamicInferenceEvent(
         DynamicInferenceEventType[data["type"]], timestamp=data["timestamp"], payload=payload
     )

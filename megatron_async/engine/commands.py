@@ -23,7 +23,7 @@ class Asked(msgspec.Struct, frozen=True, tag=True, tag_field="command", forbid_u
     """What a user asks."""
 
 
-class AddRequest(Asked):
+class AddRequest(Asked, frozen=True):
     """Queue a request. ``key`` is the scheduler's own number of it, ``values`` are those of the
     REQUEST slot fields, ``params`` the sampling parameters as they were given. ``extras`` is None
     for none; ``prompt_log_probs``: the prompt's are wanted; ``fork_of``: the key of a request with
@@ -43,46 +43,46 @@ class AddRequest(Asked):
     fork_of: int | None = None
 
 
-class AbortRequest(Asked):
+class AbortRequest(Asked, frozen=True):
     """End a request; its tokens in flight are discarded."""
 
     key: int
 
 
-class PauseRequest(Asked):
+class PauseRequest(Asked, frozen=True):
     """Leave a request out of the steps to come."""
 
     key: int
 
 
-class ResumeRequest(Asked):
+class ResumeRequest(Asked, frozen=True):
     """Let a paused request go on."""
 
     key: int
 
 
-class EvictRequest(Asked):
+class EvictRequest(Asked, frozen=True):
     """Free the memory of a request; it is computed again when there is room."""
 
     key: int
 
 
-class UpdateSamplingParams(Asked):
+class UpdateSamplingParams(Asked, frozen=True):
     """Change sampling parameters of a request, from the next launch on."""
 
     key: int
     changes: dict[str, Any]
 
 
-class Suspend(Asked):
+class Suspend(Asked, frozen=True):
     """Commit what is in flight, and launch nothing until :class:`Resume`."""
 
 
-class Resume(Asked):
+class Resume(Asked, frozen=True):
     """Go on after :class:`Suspend`."""
 
 
-class UpdateWeights(Asked):
+class UpdateWeights(Asked, frozen=True):
     """Commit what is in flight and replace the weights. ``source`` is a path, or None for weights
     that were given in memory: such a run cannot be replayed beyond this point. ``restart``: running
     requests begin again behind their prompts."""
@@ -92,11 +92,11 @@ class UpdateWeights(Asked):
     restart: bool = False
 
 
-class ResetPrefixCache(Asked):
+class ResetPrefixCache(Asked, frozen=True):
     """Forget all cached prefixes."""
 
 
-class Reset(Asked):
+class Reset(Asked, frozen=True):
     """Abort every request and commit what is in flight."""
 
 

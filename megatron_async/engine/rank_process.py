@@ -6,14 +6,15 @@ Nothing that takes long is imported before this process answers rank 0.
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from megatron_async.lifeline import EXIT_ORPHAN
-from megatron_async.ranks.call import Call, Line
+from megatron_async.processes.call import Call
+from megatron_async.processes.lifeline import EXIT_ORPHAN
+from megatron_async.processes.parent import leave_signals_to_parent
+from megatron_async.ranks.call import Line
 from megatron_async.ranks.shared import Shared
 
 if TYPE_CHECKING:
@@ -72,13 +73,10 @@ def _run(group: Group, device: str, wrapper: GPTInferenceWrapper | None = None) 
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run a process that rank 0 has started. Its arguments are the device, the connection to rank
-    0, and the sizes of the layout."""
-    device, descriptor, *sizes = arguments
-    # What a terminal and a service manager send to all processes is for rank 0, which may let
-    # requests end first; this one ends with it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Run a process that rank 0 has started. Its arguments are the connection to rank 0, the
+    device, and the sizes of the layout."""
+    descriptor, device, *sizes = arguments
+    leave_signals_to_parent()
     connection = socket.socket(fileno=int(descriptor))
     connection.set_inheritable(False)
     try:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import hmac
-import os
 import queue
-import select
 import socket
 import threading
-from multiprocessing.connection import Connection
 
-from megatron_async.lifeline import EXIT_ORPHAN
+from megatron_async.processes.call import MOST_BYTES, Call, listen
 
 WAKE = b"\1"
 BEAT = b"\2"
 """A question whether a rank still runs, and its answer."""
-MOST_BYTES = 1 << 28
-"""A message has at most this many bytes: a peer that says that more will come is not believed."""
 TAG_BYTES = 16
 
 
@@ -31,47 +25,6 @@ def receive_exactly(connection: socket.socket, count: int) -> bytes:
             raise ConnectionError("the other end has hung up")
         data += more
     return data
-
-
-class Call(Connection):
-    """A connection of whole messages that any thread may send to."""
-
-    def __init__(self, handle: int) -> None:
-        super().__init__(handle)
-        self._sending = threading.Lock()
-
-    def recv_bytes(self, maxlength: int | None = MOST_BYTES) -> bytes:
-        """The next message; raises EOFError or OSError when there will be none."""
-        return super().recv_bytes(maxlength)
-
-    def say(self, data: bytes) -> None:
-        """Send ``data``; nothing happens where nobody listens: the reader learns of it."""
-        with self._sending, contextlib.suppress(OSError):
-            self.send_bytes(self._sealed(data))
-
-    def say_at_once(self, data: bytes) -> None:
-        """Send a few bytes, or nothing where that would have to wait."""
-        if not self._sending.acquire(blocking=False):
-            return
-        try:
-            with contextlib.suppress(OSError, ValueError):
-                poll = select.poll()
-                poll.register(self.fileno(), select.POLLOUT)
-                if poll.poll(0):
-                    self.send_bytes(self._sealed(data))
-        finally:
-            self._sending.release()
-
-    def hang_up(self) -> None:
-        """Close, also where another thread waits to send."""
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.fileno())) as own:
-            own.shutdown(socket.SHUT_RDWR)
-        with self._sending:
-            self.close()
-
-    def _sealed(self, data: bytes) -> bytes:
-        """A message as it is sent, in the order of sending."""
-        return data
 
 
 class SealedCall(Call):
@@ -109,7 +62,7 @@ def _tag(key: bytes, number: int, message: bytes) -> bytes:
 
 class Line:
     """A follower's end, from its first moment on: a thread answers whether it runs, and ends the
-    process with rank 0.
+    process with rank 0, for which a collective may wait for ever.
 
     Attributes:
         wakes: set when there is something to read in the ring.
@@ -120,21 +73,16 @@ class Line:
         self.wakes = threading.Event()
         self.messages: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._call = call
-        threading.Thread(target=self._listen, name="rank 0", daemon=True).start()
+        listen(call, self._take, "rank 0")
 
     def say(self, data: bytes) -> None:
         """See :class:`Call`."""
         self._call.say(data)
 
-    def _listen(self) -> None:
-        try:
-            while True:
-                data = self._call.recv_bytes()
-                if data == WAKE:
-                    self.wakes.set()
-                elif data == BEAT:
-                    self._call.say(BEAT)
-                else:
-                    self.messages.put(data)
-        except (EOFError, OSError):
-            os._exit(EXIT_ORPHAN)  # rank 0 has gone; a collective may wait for it for ever
+    def _take(self, data: bytes) -> None:
+        if data == WAKE:
+            self.wakes.set()
+        elif data == BEAT:
+            self._call.say(BEAT)
+        else:
+            self.messages.put(data)

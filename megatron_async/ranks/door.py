@@ -24,8 +24,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from megatron_async.errors import ConfigError
-from megatron_async.private_folder import is_of_this_user
-from megatron_async.ranks.call import Call, SealedCall, receive_exactly
+from megatron_async.processes.call import Call
+from megatron_async.processes.private_folder import is_of_this_user
+from megatron_async.ranks.call import SealedCall, receive_exactly
 
 NUMBER_BYTES = 32
 RANK = struct.Struct("<I")

@@ -14,27 +14,28 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from megatron_async import errors
 from megatron_async.errors import (
     ConfigError,
     MegatronAsyncError,
     RankDiedError,
+    error_named,
 )
 from megatron_async.models import parallel
 from megatron_async.models.parallel import ModelParallel
-from megatron_async.ranks import new_weights, process_group
-from megatron_async.ranks.call import BEAT, Call
-from megatron_async.ranks.channel import Sender
-from megatron_async.ranks.heartbeat import Heartbeats
-from megatron_async.ranks.layout import Layout
-from megatron_async.ranks.messages import ANSWERS, MESSAGES, Done, Failed, Message, Stop
-from megatron_async.ranks.processes import (
+from megatron_async.processes.call import Call
+from megatron_async.processes.child import (
     EXIT_SECONDS,
-    Process,
+    Child,
     end_processes,
     how_ended,
     wait_for,
 )
+from megatron_async.processes.heartbeat import Heartbeats
+from megatron_async.ranks import new_weights, process_group
+from megatron_async.ranks.call import BEAT
+from megatron_async.ranks.channel import Sender
+from megatron_async.ranks.layout import Layout
+from megatron_async.ranks.messages import ANSWERS, MESSAGES, Done, Failed, Message, Stop
 from megatron_async.ranks.shared import remove_folder
 
 T = TypeVar("T")
@@ -70,7 +71,7 @@ class RankGroup:
         layout: Layout,
         sender: Sender,
         calls: dict[int, Call],
-        processes: Mapping[int, Process],
+        processes: Mapping[int, Child],
         timeout_seconds: float,
         folder: str | None = None,
     ) -> None:
@@ -349,7 +350,7 @@ def _has_gpus() -> bool:
     return dist.is_nccl_available() and torch.cuda.is_available()
 
 
-def _end_all(processes: list[Process], calls: list[Call], sender: Sender) -> None:
+def _end_all(processes: list[Child], calls: list[Call], sender: Sender) -> None:
     """End the processes and calls of a group that is closed, or that nobody has any more."""
     end_processes(processes)
     for call in calls:
@@ -364,8 +365,5 @@ def _error_of(rank: int, done: Done) -> MegatronAsyncError | None:
     """The error that another rank met."""
     if done.error is None:
         return None
-    kind = getattr(errors, done.error, None)
-    if not (isinstance(kind, type) and issubclass(kind, MegatronAsyncError)):
-        return RankDiedError(f"rank {rank}: {done.error}: {done.message}")
-    found: MegatronAsyncError = kind(f"rank {rank}: {done.message}")
-    return found
+    found = error_named(done.error, f"rank {rank}: {done.message}")
+    return found or RankDiedError(f"rank {rank}: {done.error}: {done.message}")

@@ -7,7 +7,7 @@ import socket
 import stat
 
 from megatron_async.errors import ConfigError
-from megatron_async.listening import listen_at
+from megatron_async.processes.listening import listen_at
 
 SECRET = "MEGATRON_ASYNC_RANK_SECRET"
 SECRET_FILE = "MEGATRON_ASYNC_RANK_SECRET_FILE"

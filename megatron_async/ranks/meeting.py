@@ -19,19 +19,17 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_async.errors import ConfigError, RankDiedError
-from megatron_async.private_folder import (
+from megatron_async.processes.call import Call
+from megatron_async.processes.private_folder import (
     check_private_folder,
     is_of_this_user,
     listen_privately,
 )
-from megatron_async.ranks.call import BEAT, WAKE, Call
 from megatron_async.ranks.door import HELLO_SECONDS, Door, knock
 from megatron_async.ranks.hosts import address_of_leader, given_secret, listen_as_leader
 from megatron_async.ranks.layout import Layout
 from megatron_async.ranks.shared import Shared
 from megatron_async.version import __version__
-
-__all__ = ["BEAT", "WAKE", "Call", "accept_all", "connect", "environment_store"]
 
 START_SECONDS = 600.0
 POLL_SECONDS = 0.2

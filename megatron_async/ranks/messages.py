@@ -19,7 +19,7 @@ class Told(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknow
     is_answered: ClassVar[bool]
 
 
-class LoadModel(Told):
+class LoadModel(Told, frozen=True):
     """Load this rank's share of a model. ``config`` are the fields of an ``EngineConfig``."""
 
     path: str
@@ -27,7 +27,7 @@ class LoadModel(Told):
     is_answered: ClassVar[bool] = True
 
 
-class BuildModel(Told):
+class BuildModel(Told, frozen=True):
     """Make a model with random weights: the fields of a ``ModelConfig``, and torch's dtype."""
 
     model: dict[str, Any]
@@ -36,7 +36,7 @@ class BuildModel(Told):
     is_answered: ClassVar[bool] = True
 
 
-class BuildEngine(Told):
+class BuildEngine(Told, frozen=True):
     """Make the runner of engine ``engine`` over the model, with the sizes that rank 0 has."""
 
     engine: int
@@ -47,7 +47,7 @@ class BuildEngine(Told):
     is_answered: ClassVar[bool] = True
 
 
-class Launch(Told):
+class Launch(Told, frozen=True):
     """``ModelRunner.launch``."""
 
     engine: int
@@ -55,7 +55,7 @@ class Launch(Told):
     is_answered: ClassVar[bool] = False
 
 
-class Sample(Told):
+class Sample(Told, frozen=True):
     """``ModelRunner.sample_until``."""
 
     engine: int
@@ -63,7 +63,7 @@ class Sample(Told):
     is_answered: ClassVar[bool] = False
 
 
-class Masks(Told):
+class Masks(Told, frozen=True):
     """Allowed-token masks of the pending ticket, ``rows`` of them: int32 words of ``masked`` and
     then of the masks that count are the bytes."""
 
@@ -72,7 +72,7 @@ class Masks(Told):
     is_answered: ClassVar[bool] = False
 
 
-class PoisonFreed(Told):
+class PoisonFreed(Told, frozen=True):
     """``ModelRunner.poison_freed``."""
 
     engine: int
@@ -81,21 +81,21 @@ class PoisonFreed(Told):
     is_answered: ClassVar[bool] = False
 
 
-class Restart(Told):
+class Restart(Told, frozen=True):
     """``ModelRunner.restart``."""
 
     engine: int
     is_answered: ClassVar[bool] = False
 
 
-class Release(Told):
+class Release(Told, frozen=True):
     """``ModelRunner.release``; nothing is in flight."""
 
     engine: int
     is_answered: ClassVar[bool] = False
 
 
-class ReadWeights(Told):
+class ReadWeights(Told, frozen=True):
     """Read and check new weights."""
 
     source: str
@@ -103,7 +103,7 @@ class ReadWeights(Told):
     is_answered: ClassVar[bool] = True
 
 
-class AwaitTensors(Told):
+class AwaitTensors(Told, frozen=True):
     """Check what is said of the new weights that rank 0 will send whole: name, dtype and shape of
     each. ``all_parameters``: none may be missing."""
 
@@ -112,13 +112,13 @@ class AwaitTensors(Told):
     is_answered: ClassVar[bool] = True
 
 
-class ReplaceWeights(Told):
+class ReplaceWeights(Told, frozen=True):
     """Take the weights that were read, or are sent now; nothing is in flight."""
 
     is_answered: ClassVar[bool] = True
 
 
-class Sleep(Told):
+class Sleep(Told, frozen=True):
     """Give memory back, of the KV caches of engine ``engine`` and of the weights, whose values are
     kept in the host's memory or not; nothing is in flight."""
 
@@ -127,7 +127,7 @@ class Sleep(Told):
     is_answered: ClassVar[bool] = True
 
 
-class WakeUp(Told):
+class WakeUp(Told, frozen=True):
     """Take memory back: a tag of ``engine/sleep_mode.py``."""
 
     engine: int
@@ -135,7 +135,7 @@ class WakeUp(Told):
     is_answered: ClassVar[bool] = True
 
 
-class Stop(Told):
+class Stop(Told, frozen=True):
     """End."""
 
     is_answered: ClassVar[bool] = False

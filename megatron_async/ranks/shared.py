@@ -11,7 +11,7 @@ import struct
 from typing import NamedTuple
 
 from megatron_async.errors import IntegrityError
-from megatron_async.private_folder import check_private_folder, make_private_folder
+from megatron_async.processes.private_folder import check_private_folder, make_private_folder
 from megatron_async.ranks.call import receive_exactly
 
 SIZE = struct.Struct("<I")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import weakref
 
 import torch
@@ -11,13 +10,13 @@ import torch.distributed as dist
 
 from megatron_async.config import DEFAULT_RANK_TIMEOUT_SECONDS
 from megatron_async.errors import ConfigError
-from megatron_async.lifeline import Child
-from megatron_async.ranks.call import WAKE, Call
+from megatron_async.processes.call import Call
+from megatron_async.processes.child import Child, end_processes
+from megatron_async.ranks.call import WAKE
 from megatron_async.ranks.channel import ConnectionSender, RingSender, Sender
 from megatron_async.ranks.group import RankGroup, check_free
 from megatron_async.ranks.layout import Layout
 from megatron_async.ranks.meeting import accept_all, environment_number, environment_store
-from megatron_async.ranks.processes import end_processes
 from megatron_async.ranks.shared import Shared, make_folder, remove_folder
 
 FOLLOWER_MODULE = "megatron_async.engine.rank_process"
@@ -97,18 +96,9 @@ def start_group(layout: Layout, device: str, timeout_seconds: float) -> RankGrou
 def _spawn(rank: int, layout: Layout, device: str, shared: Shared) -> tuple[Child, Call]:
     """A rank that has its connection from its first line on."""
     sizes = [str(size) for size in (layout.tensor, layout.pipeline, layout.expert)]
-    own, other = socket.socketpair()
-    with own, other:
-        shared.hand_to(own)
-        process = Child(
-            FOLLOWER_MODULE,
-            [device, str(other.fileno()), *sizes],
-            inherited=[other.fileno()],
-            environment={
-                "RANK": str(rank), "WORLD_SIZE": str(layout.world_size), "LOCAL_RANK": str(rank),
-            },
-        )  # fmt: skip
-        return process, Call(own.detach())
+    place = {"RANK": str(rank), "WORLD_SIZE": str(layout.world_size), "LOCAL_RANK": str(rank)}
+    process = Child(FOLLOWER_MODULE, [device, *sizes], environment=place, prepare=shared.hand_to)
+    return process, Call(process.connection.detach())
 
 
 class Common:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_async.private_folder import (
+from megatron_async.processes.private_folder import (
     check_private_folder,
     is_of_this_user,
     listen_privately,

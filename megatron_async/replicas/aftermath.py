@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 import psutil
 
-from megatron_async.lifeline import environment_of_child
+from megatron_async.processes.lifeline import environment_of_child
 
 KEEP = "keep"
 EXIT_SECONDS = 10.0

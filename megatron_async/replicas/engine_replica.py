@@ -17,9 +17,10 @@ from megatron_async.errors import (
     MegatronAsyncError,
 )
 from megatron_async.kv_events_config import kv_events_config
+from megatron_async.processes.messages import NotStarted
 from megatron_async.replicas.roster import Member
 from megatron_async.serving.engine_client import EngineClient
-from megatron_async.serving.messages import Control, Endpoint, Kept, Launch, NotStarted
+from megatron_async.serving.messages import Control, Endpoint, Kept, Launch
 from megatron_async.serving.stall_watch import STALL_SECONDS
 from megatron_async.serving.supervisor import Supervisor
 
@@ -130,7 +131,7 @@ class EngineReplica:
                 await self._end()  # there are new weights since it began
         except MegatronAsyncError as error:
             await self._end()
-            await self._registrar.fail(NotStarted(type(error).__name__, str(error)))
+            await self._registrar.fail(NotStarted.because(error))
             raise
 
     async def check(self) -> None:

@@ -29,7 +29,7 @@ from ray._private import ray_constants
 from ray._raylet import Config
 
 from megatron_async.errors import ConfigError
-from megatron_async.private_folder import make_private, make_private_folder
+from megatron_async.processes.private_folder import make_private, make_private_folder
 from megatron_async.replicas.aftermath import Aftermath
 from megatron_async.replicas.engine_replica import ReplicaSettings
 from megatron_async.replicas.ray_serve import (
@@ -41,7 +41,6 @@ from megatron_async.replicas.ray_serve import (
     roster,
 )
 from megatron_async.replicas.roster import Listing
-from megatron_async.serving.child_process import error_of
 from megatron_async.serving.messages import Kept
 
 WATCH_SECONDS = 5.0
@@ -160,7 +159,7 @@ class RayReplicas:
             if listing.members:
                 break
             if listing.failure is not None:
-                raise error_of(listing.failure)
+                raise listing.failure.to_error()
             version = listing.version
         self._roster = handle
         self._is_started.set()

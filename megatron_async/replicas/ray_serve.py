@@ -23,6 +23,7 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 from ray.serve.handle import DeploymentHandle
 
 from megatron_async.errors import ConfigError
+from megatron_async.processes.messages import NotStarted
 from megatron_async.replicas.client import DEFAULT_RETRIES, ReplicasClient
 from megatron_async.replicas.engine_replica import EngineReplica, ReplicaSettings
 from megatron_async.replicas.metrics import ReplicasCollector
@@ -32,7 +33,7 @@ from megatron_async.serving.app import make_app
 from megatron_async.serving.build import FrontendSettings, frontend_over
 from megatron_async.serving.frontend import Frontend
 from megatron_async.serving.http_server import connected
-from megatron_async.serving.messages import Kept, NotStarted
+from megatron_async.serving.messages import Kept
 from megatron_async.serving.tracing import make_provider
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,8 @@ from typing import Protocol
 
 import msgspec
 
-from megatron_async.serving.messages import Endpoint, Kept, NotStarted
+from megatron_async.processes.messages import NotStarted
+from megatron_async.serving.messages import Endpoint, Kept
 
 LAPSE_SECONDS = 20.0
 """After which a member that gives no sign of life is none any more: several of its health checks,

@@ -23,7 +23,12 @@ import zmq
 
 from megatron_async.config import EngineConfig
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.errors import MegatronAsyncError
+from megatron_async.processes.messages import Started
+from megatron_async.processes.parent import (
+    EXIT_FAILED,
+    Parent,
+    leave_signals_to_parent,
+)
 from megatron_async.serving.controls import Controls
 from megatron_async.serving.live_requests import ConnectedFrontEnd, LiveRequests
 from megatron_async.serving.messages import (
@@ -42,18 +47,10 @@ from megatron_async.serving.messages import (
     Hello,
     Kept,
     Launch,
-    NotStarted,
     Snapshot,
-    Started,
     ToEngine,
 )
 from megatron_async.serving.output_socket import OutputSocket
-from megatron_async.serving.parent_process import (
-    EXIT_FAILED,
-    EXIT_NOT_STARTED,
-    Parent,
-    leave_signals_to_parent,
-)
 from megatron_async.serving.stall_watch import StallWatch, seen_of
 from megatron_async.version import __version__
 
@@ -285,12 +282,9 @@ def main(arguments: Sequence[str]) -> int:
     assert isinstance(launch, Launch)
     form = "%(asctime)s %(levelname)s engine %(name)s: %(message)s"
     logging.basicConfig(level=launch.log_level, format=form)
-    try:
+    with parent.starting():
         config = EngineConfig(**launch.config)
         engine = DynamicInferenceEngine.from_pretrained(launch.model, config)
-    except MegatronAsyncError as error:
-        parent.send(NotStarted(type(error).__name__, str(error)))
-        return EXIT_NOT_STARTED
     gc.collect()
     gc.freeze()  # the model's objects are not looked at again
     return EngineProcess(engine, launch, parent).run()

@@ -12,18 +12,17 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 
-from megatron_async.errors import MegatronAsyncError
+from megatron_async.processes.messages import Started
+from megatron_async.processes.parent import (
+    Parent,
+    leave_signals_to_parent,
+)
 from megatron_async.serving.build import build_frontend
 from megatron_async.serving.engine_client import EngineClient
 from megatron_async.serving.front_ends import FrontEndLaunch, ToFrontEnd
 from megatron_async.serving.http_server import run, serve
 from megatron_async.serving.logs import log_as_json
-from megatron_async.serving.messages import GivenUp, NotStarted, Started
-from megatron_async.serving.parent_process import (
-    EXIT_NOT_STARTED,
-    Parent,
-    leave_signals_to_parent,
-)
+from megatron_async.serving.messages import GivenUp
 from megatron_async.serving.tracing import make_provider
 
 
@@ -73,12 +72,9 @@ def main(arguments: Sequence[str]) -> int:
     assert isinstance(launch, FrontEndLaunch)
     os.set_inheritable(launch.listening, False)
     log_as_json()
-    try:
+    with parent.starting():
         front, client = build_frontend(launch.settings)
         tracer_provider = make_provider(launch.settings.otlp_traces_endpoint)
-    except MegatronAsyncError as error:
-        parent.send(NotStarted(type(error).__name__, str(error)))
-        return EXIT_NOT_STARTED
     listening = socket.socket(proto=socket.IPPROTO_TCP, fileno=launch.listening)
     engine = EngineOfParent(parent, client)
     run(

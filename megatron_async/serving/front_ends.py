@@ -27,22 +27,24 @@ and each ``/metrics`` shows their sums. The engine's own come from its snapshot,
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import signal
 import socket
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
 from prometheus_client.multiprocess import mark_process_dead
 
 from megatron_async.errors import FrontEndDeadError
+from megatron_async.processes.child_process import ChildProcess
+from megatron_async.processes.messages import NotStarted, Started, Stop
+from megatron_async.processes.supervision import Restarts, Supervision
 from megatron_async.serving.build import FrontendSettings
-from megatron_async.serving.child_process import ChildProcess, Restarts, error_of
 from megatron_async.serving.engine_lifetime import Engine, with_engine
 from megatron_async.serving.http_server import ABORT_SECONDS
-from megatron_async.serving.messages import GivenUp, NotStarted, Started, Stop
+from megatron_async.serving.messages import GivenUp
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +72,7 @@ class FrontEnds:
     Args:
         settings: of each, but for its ``metrics_directory``.
         listening: a bound socket.
-        max_restarts, backoff: see :class:`~megatron_async.serving.child_process.Restarts`, for each
+        max_restarts, backoff: see :class:`~megatron_async.processes.supervision.Restarts`, for each
             of them.
     """
 
@@ -89,17 +91,30 @@ class FrontEnds:
         self._metrics = Path(settings.endpoint.directory) / "metrics"
         self._settings = msgspec.structs.replace(settings, metrics_directory=str(self._metrics))
         self._listening = listening
-        self._restarts = [Restarts(max_restarts, backoff) for _ in range(count)]
-        self._processes: dict[int, ChildProcess[FromFrontEnd]] = {}
         self._started: set[int] = set()
         self._all_started = asyncio.Event()
         self._ending = asyncio.Event()
+        self._front_ends = [
+            Supervision(
+                f"front end {index}",
+                self._start,
+                partial(self._take, index),
+                Restarts(max_restarts, backoff),
+                ended=self._ended,
+                ending=self._ending,
+            )
+            for index in range(count)
+        ]
         self._given_up: GivenUp | None = None
 
     @property
     def pids(self) -> list[int]:
         """The ids of the processes that run now."""
-        return [process.pid for process in self._processes.values()]
+        return [process.pid for process in self._processes]
+
+    @property
+    def _processes(self) -> list[ChildProcess[FromFrontEnd]]:
+        return [each.process for each in self._front_ends if each.process is not None]
 
     async def run(self) -> None:
         """Serve until all have ended after :meth:`end`.
@@ -109,7 +124,7 @@ class FrontEnds:
             MegatronAsyncError: they cannot serve what they are asked to.
         """
         self._listening.listen()  # so that clients can connect before the first one accepts
-        tasks = [asyncio.create_task(self._keep(index)) for index in range(len(self._restarts))]
+        tasks = [asyncio.create_task(self._keep(each)) for each in self._front_ends]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             self.end()
@@ -117,7 +132,7 @@ class FrontEnds:
         finally:
             for task in tasks:
                 task.cancel()
-            for process in list(self._processes.values()):
+            for process in self._processes:
                 await process.kill()
         for task in tasks:
             task.result()
@@ -148,30 +163,26 @@ class FrontEnds:
         asyncio.get_running_loop().call_later(seconds, self._kill_all)
 
     def _tell(self, message: GivenUp | Stop) -> None:
-        for process in self._processes.values():
+        for process in self._processes:
             process.send(message)
 
     def _kill_all(self) -> None:
-        for process in self._processes.values():
+        for process in self._processes:
             process.kill_now()
 
-    async def _keep(self, index: int) -> None:
-        """Front end ``index``, one process after the other."""
-        while not self._ending.is_set():
-            process = self._processes[index] = self._start()
-            status = await self._watch(index, process)
-            del self._processes[index]
-            mark_process_dead(process.pid, self._metrics)
-            if self._ending.is_set():
-                return
-            said = f"front end {index} has ended with status {status}"
-            pause = self._restarts[index].take() if index in self._started else None
-            if pause is None:
-                raise FrontEndDeadError(f"{said}; it is not started again")
-            logger.error("%s; it is started again", said)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(pause):
-                    await self._ending.wait()
+    async def _keep(self, front_end: Supervision[FromFrontEnd]) -> None:
+        said = await front_end.run()
+        if not self._ending.is_set():
+            raise FrontEndDeadError(said)
+
+    def _take(self, index: int, _: FromFrontEnd) -> None:
+        """A front end serves."""
+        self._started.add(index)
+        if len(self._started) == len(self._front_ends):
+            self._all_started.set()
+
+    def _ended(self, process: ChildProcess[FromFrontEnd]) -> None:
+        mark_process_dead(process.pid, self._metrics)
 
     def _start(self) -> ChildProcess[FromFrontEnd]:
         self._endpoint.prepare()
@@ -187,16 +198,6 @@ class FrontEnds:
         if self._given_up is not None:
             process.send(self._given_up)
         return process
-
-    async def _watch(self, index: int, process: ChildProcess[FromFrontEnd]) -> int:
-        """From its start to its end; returns its exit status."""
-        while (message := await process.receive()) is not None:
-            if isinstance(message, NotStarted):
-                raise error_of(message)
-            self._started.add(index)
-            if len(self._started) == len(self._restarts):
-                self._all_started.set()
-        return await process.kill()
 
 
 async def serve_together(

@@ -13,7 +13,8 @@ import msgspec
 import zmq
 
 from megatron_async.codec import Codec
-from megatron_async.private_folder import check_private_folder, make_private_folder
+from megatron_async.processes.messages import NotStarted, Started, Stop
+from megatron_async.processes.private_folder import check_private_folder, make_private_folder
 from megatron_async.serving.stall_watch import STALL_SECONDS
 
 LogProbs = list[tuple[float, dict[int, float]]]
@@ -145,29 +146,14 @@ class Launch(msgspec.Struct, frozen=True, tag=True):
     stall_seconds: float = STALL_SECONDS
 
 
-class Stop(msgspec.Struct, frozen=True, tag=True):
-    """End in good order; the second one does not wait for requests."""
-
-
 class GivenUp(msgspec.Struct, frozen=True, tag=True):
     """To front ends: there will be no further engine process, and why."""
 
     reason: str
 
 
-class Started(msgspec.Struct, frozen=True, tag=True):
-    """A process serves."""
-
-
 class Beat(msgspec.Struct, frozen=True, tag=True):
     """The engine process is alive."""
-
-
-class NotStarted(msgspec.Struct, frozen=True, tag=True):
-    """A process cannot serve what it was asked to: a class of ``megatron_async.errors``, why."""
-
-    error: str
-    message: str
 
 
 ToSupervisor = Started | Beat | NotStarted | Kept

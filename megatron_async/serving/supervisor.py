@@ -8,14 +8,10 @@ import logging
 import msgspec
 
 from megatron_async.errors import EngineDeadError, MegatronAsyncError
-from megatron_async.serving.child_process import ChildProcess, Restarts, error_of
-from megatron_async.serving.messages import (
-    Kept,
-    Launch,
-    NotStarted,
-    Started,
-    ToSupervisor,
-)
+from megatron_async.processes.child_process import ChildProcess
+from megatron_async.processes.messages import Started
+from megatron_async.processes.supervision import Restarts, Supervision
+from megatron_async.serving.messages import Kept, Launch, ToSupervisor
 
 logger = logging.getLogger(__name__)
 
@@ -32,15 +28,13 @@ class Supervisor:
     :class:`~megatron_async.serving.messages.Kept`.
 
     Args:
-        max_restarts, backoff: see :class:`~megatron_async.serving.child_process.Restarts`. After
+        max_restarts, backoff: see :class:`~megatron_async.processes.supervision.Restarts`. After
             the last one it is given up.
         heartbeat_timeout: seconds without a sign of life after which the process, once it serves,
             counts as frozen and is killed.
 
     Attributes:
-        state: "starting", "ready", or "dead": between two processes, given up, or stopped.
         gave_up: there will be no further process.
-        starts: how many processes have been started.
     """
 
     def __init__(
@@ -51,13 +45,15 @@ class Supervisor:
         heartbeat_timeout: float = 10.0,
         backoff: float = 0.5,
     ) -> None:
-        self.state = "starting"
         self.gave_up = False
-        self.starts = 0
         self._launch = launch
-        self._heartbeat_timeout = heartbeat_timeout
-        self._restarts = Restarts(max_restarts, backoff)
-        self._process: ChildProcess[ToSupervisor] | None = None
+        self._processes = Supervision(
+            "the engine process",
+            self._start,
+            self._take,
+            Restarts(max_restarts, backoff),
+            heartbeat_timeout=heartbeat_timeout,
+        )
         self._task: asyncio.Task[None] | None = None
         self._ready: asyncio.Future[None] | None = None
         self._given_up: asyncio.Future[str] | None = None
@@ -65,7 +61,18 @@ class Supervisor:
     @property
     def pid(self) -> int | None:
         """The id of the process that runs now."""
-        return None if self._process is None else self._process.pid
+        process = self._processes.process
+        return None if process is None else process.pid
+
+    @property
+    def state(self) -> str:
+        """ "starting", "ready", or "dead": between two processes, given up, or stopped."""
+        return "dead" if self.gave_up else self._processes.state
+
+    @property
+    def starts(self) -> int:
+        """How many processes have been started."""
+        return self._processes.starts
 
     async def start(self) -> None:
         """Start the engine process and wait until it serves.
@@ -90,27 +97,16 @@ class Supervisor:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        self.state, self.gave_up = "dead", True
-        if self._process is not None:
-            await self._process.end(0.0 if is_starting else STOP_SECONDS)
-            self._process = None
+        self.gave_up = True
+        if self._processes.process is not None:
+            await self._processes.process.end(0.0 if is_starting else STOP_SECONDS)
         if self._ready is not None and self._ready.done() and not self._ready.cancelled():
             self._ready.exception()  # somebody has got it
         self._launch.endpoint.remove()
 
     async def _run(self) -> None:
-        assert self._ready is not None
         try:
-            while True:
-                said = await self._serve_once()
-                self.state = "dead"
-                pause = self._restarts.take() if self._ready.done() else None
-                if pause is None:
-                    break
-                logger.error("%s; it is started again", said)
-                await asyncio.sleep(pause)
-                self.state = "starting"
-            self._give_up(f"{said}; it is not started again")
+            self._give_up(await self._processes.run())
         except asyncio.CancelledError:
             self._fail_start(EngineDeadError("the server is stopped"))
             raise
@@ -121,7 +117,7 @@ class Supervisor:
 
     def _give_up(self, said: str, error: Exception | None = None) -> None:
         assert self._ready is not None and self._given_up is not None
-        self.state, self.gave_up = "dead", True
+        self.gave_up = True
         logger.error("%s", said)
         if self._ready.done():
             self._given_up.set_result(said)
@@ -130,39 +126,15 @@ class Supervisor:
                 error if isinstance(error, MegatronAsyncError) else EngineDeadError(said)
             )
 
-    async def _serve_once(self) -> str:
-        """One process from its start to its end; returns how it ended.
-
-        Raises:
-            MegatronAsyncError: it cannot serve what it is asked to.
-        """
-        self.starts += 1
+    def _start(self) -> ChildProcess[ToSupervisor]:
         self._launch.endpoint.prepare()
-        process: ChildProcess[ToSupervisor]
-        self._process = process = ChildProcess(ENGINE_MODULE, ToSupervisor, self._launch)
-        timeout: float | None = None  # a model may take long to load
-        while True:
-            try:
-                async with asyncio.timeout(timeout):
-                    message = await process.receive()
-            except TimeoutError:
-                if process.has_message():  # it was this process that stood still
-                    continue
-                await process.kill()
-                return f"the engine process gave no sign of life for {timeout:g} seconds"
-            if message is None:
-                status = await process.kill()
-                return f"the engine process has ended with status {status}"
-            if isinstance(message, NotStarted):
-                await process.kill()
-                raise error_of(message)
-            timeout = self._heartbeat_timeout
-            if isinstance(message, Kept):
-                self._launch = msgspec.structs.replace(self._launch, kept=message)
-            if isinstance(message, Started):
-                self.state = "ready"
-                if self._ready is not None and not self._ready.done():
-                    self._ready.set_result(None)
+        return ChildProcess(ENGINE_MODULE, ToSupervisor, self._launch)
+
+    def _take(self, message: ToSupervisor) -> None:
+        if isinstance(message, Kept):
+            self._launch = msgspec.structs.replace(self._launch, kept=message)
+        if isinstance(message, Started) and self._ready is not None and not self._ready.done():
+            self._ready.set_result(None)
 
     def _fail_start(self, error: Exception) -> None:
         if self._ready is not None and not self._ready.done():

@@ -8,9 +8,10 @@ import os
 import sys
 from typing import Any
 
+from megatron_async.processes.messages import Started
+from megatron_async.processes.parent import Parent
 from megatron_async.serving.front_ends import ToFrontEnd
-from megatron_async.serving.messages import GivenUp, Started
-from megatron_async.serving.parent_process import Parent
+from megatron_async.serving.messages import GivenUp
 
 if __name__ == "__main__":
     parent: Parent[Any] = Parent(int(sys.argv[1]), ToFrontEnd)

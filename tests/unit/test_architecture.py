@@ -90,6 +90,13 @@ FORBIDDEN = {
         "inference",
         "tests",
     ),
+    "processes": (
+        *ABOVE_STEP,
+        "megatron_async.serving",
+        "megatron_async.ranks",
+        "megatron_async.replicas",
+        "torch",
+    ),
     "replicas": ("megatron_async.inference", "megatron_async.megatron_api", "inference", "tests"),
     "weights": (
         "megatron_async.drafting",

@@ -13,16 +13,17 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_async.lifeline import EXIT_ORPHAN, Child
+from megatron_async.processes.child import Child
+from megatron_async.processes.lifeline import EXIT_ORPHAN
 from tests.support.patience import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 PARENT = """
 import os, sys, threading
-from megatron_async.lifeline import Child
+from megatron_async.processes.child import Child
 
 def start():
-    child = kept.append(Child("busy", sys.argv[1:], inherited=[1]))
+    child = kept.append(Child("busy", inherited=[1]))
 
 kept = []
 thread = threading.Thread(target=start)  # that ends before its child does
@@ -88,14 +89,20 @@ def test_a_child_ends_with_a_parent_that_is_killed(
 def test_a_child_whose_parent_has_gone_before_its_first_line_ends_at_once() -> None:
     read_end, write_end = os.pipe()
     os.close(write_end)
-    command = [sys.executable, "-m", "megatron_async.lifeline", str(read_end), "no.such.module"]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_async.processes.lifeline",
+        str(read_end),
+        "no.such.module",
+    ]
     status = subprocess.run(command, pass_fds=[read_end], cwd=ROOT, check=False).returncode
     os.close(read_end)
     assert status == EXIT_ORPHAN
 
 
 def test_a_child_that_is_stopped_before_its_first_line_ends_too() -> None:
-    child = Child("no.such.module", [])
+    child = Child("no.such.module")
     os.kill(child.pid, signal.SIGSTOP)
     child.lifeline.close()
     assert child.wait(PATIENCE_SECONDS) == -signal.SIGKILL
@@ -108,10 +115,8 @@ def test_a_child_that_nobody_has_any_more_ends(
         "import os, sys, time\nos.write(int(sys.argv[1]), b'.')\ntime.sleep(3600)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    read_end, write_end = os.pipe()
-    child = Child("waits", [str(write_end)], inherited=[write_end])
-    assert os.read(read_end, 1) == b"."
+    child = Child("waits")
+    assert child.connection.recv(1) == b"."
     child.lifeline.close()
     assert child.wait(PATIENCE_SECONDS) == -signal.SIGKILL
-    os.close(read_end)
-    os.close(write_end)
+    child.connection.close()

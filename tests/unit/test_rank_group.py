@@ -22,11 +22,12 @@ import torch.distributed as dist
 from megatron_async.config import EngineConfig
 from megatron_async.errors import ConfigError, RankDiedError
 from megatron_async.models import parallel
+from megatron_async.processes.call import Call
+from megatron_async.processes.heartbeat import BEATS, PREPARING_TIMES, Heartbeats
 from megatron_async.ranks import channel, group, meeting, messages, process_group, start
+from megatron_async.ranks.call import BEAT
 from megatron_async.ranks.group import RankGroup
-from megatron_async.ranks.heartbeat import BEATS, PREPARING_TIMES, Heartbeats
 from megatron_async.ranks.layout import Layout
-from megatron_async.ranks.meeting import BEAT, Call
 from megatron_async.ranks.messages import ANSWERS, Failed
 from megatron_async.ranks.start import start_group
 from tests.support.patience import PATIENCE_SECONDS

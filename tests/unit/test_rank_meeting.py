@@ -19,9 +19,10 @@ import pytest
 import torch.distributed as dist
 
 from megatron_async.errors import ConfigError, IntegrityError, RankDiedError
-from megatron_async.lifeline import EXIT_ORPHAN
+from megatron_async.processes.call import Call
+from megatron_async.processes.lifeline import EXIT_ORPHAN
 from megatron_async.ranks import call, channel, door, hosts, meeting, shared
-from megatron_async.ranks.call import Call, SealedCall
+from megatron_async.ranks.call import SealedCall
 from megatron_async.ranks.door import MOST_VISITORS, Door
 from megatron_async.ranks.shared import Shared, make_folder, remove_folder
 from megatron_async.version import __version__

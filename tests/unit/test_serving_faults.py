@@ -16,19 +16,20 @@ import pytest
 import safetensors.torch
 
 import megatron_async
+from megatron_async.codec import Codec, encode
 from megatron_async.config import EngineConfig
 from megatron_async.errors import CheckpointError, ConfigError, EngineDeadError
-from megatron_async.serving.child_process import ChildProcess, error_of
+from megatron_async.processes.call import Call
+from megatron_async.processes.child import Child
+from megatron_async.processes.lifeline import EXIT_ORPHAN
+from megatron_async.processes.messages import NotStarted, Started
 from megatron_async.serving.engine_client import EngineClient
 from megatron_async.serving.messages import (
     Endpoint,
     Generate,
     Launch,
-    NotStarted,
-    Started,
     ToSupervisor,
 )
-from megatron_async.serving.parent_process import EXIT_ORPHAN
 from megatron_async.serving.supervisor import ENGINE_MODULE, Supervisor
 from tests.support.engines import hash_engine
 from tests.support.hash_model import HashModel
@@ -137,7 +138,7 @@ def test_a_process_is_frozen_killed_and_given_up(tmp_path: Path) -> None:
     + [(name, EngineDeadError) for name in ("OSError", "Any", "annotations", "no_such")],
 )
 def test_the_error_that_kept_a_process_from_starting(name: str, error: type[Exception]) -> None:
-    found = error_of(NotStarted(name, "because"))
+    found = NotStarted(name, "because").to_error()
     assert type(found) is error and str(found) == "because"
 
 
@@ -177,14 +178,17 @@ def test_a_process_without_a_supervisor_ends_and_ignores_a_terminals_signals() -
         endpoint = Endpoint.private()
         fields = dataclasses.asdict(EngineConfig(device="cpu"))
         launch = Launch("tiny", fields, endpoint)
-        handle: ChildProcess[Any] = ChildProcess(ENGINE_MODULE, ToSupervisor, launch)
-        message = await handle.receive()
-        assert isinstance(message, Started)
+        child = Child(ENGINE_MODULE)
+        call = Call(child.connection.detach())
+        call.say(encode(launch))
+        said = await asyncio.to_thread(call.recv_bytes)
+        assert Codec[Any](ToSupervisor).decode(said) == Started()
         for number in (signal.SIGINT, signal.SIGTERM):
-            os.kill(handle.pid, number)
+            os.kill(child.pid, number)
         async with client_of(endpoint) as client:
             await outputs_of(client, [65], {"num_tokens_to_generate": 3})
-        status = await asyncio.to_thread(handle.abandon)
+        call.close()
+        status = await asyncio.to_thread(child.wait)
         assert status == EXIT_ORPHAN
         shutil.rmtree(endpoint.directory)
 

@@ -1,5 +1,6 @@
-"""A child process that ends with its parent: ``python -m megatron_async.lifeline FD MODULE ...``
-ties the process to the parent before anything else is imported, and then runs ``MODULE``.
+"""A child process that ends with its parent: ``python -m megatron_async.processes.lifeline FD
+MODULE ...`` ties the process to the parent before anything else is imported, and then runs
+``MODULE``.
 
 ``FD`` is the read end of a pipe, into which nobody writes, and of which only the parent has the
 other end. When the parent is gone, however it ended, the kernel sends this process the signal that
@@ -15,9 +16,8 @@ import os
 import runpy
 import select
 import signal
-import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 EXIT_ORPHAN = 3
 F_SETSIG = 10
@@ -27,47 +27,17 @@ F_SETSIG = 10
 def environment_of_child(more: Mapping[str, str]) -> dict[str, str]:
     """The variables of this process and ``more``, with which a child finds this package, also in a
     checkout that is not installed."""
-    package = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+    folder = os.path.realpath(__file__)
+    for _ in range(3):  # from this file to what the package is in
+        folder = os.path.dirname(folder)
+    path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
     return {**os.environ, **more, "PYTHONPATH": path}
-
-
-class Child(subprocess.Popen[bytes]):
-    """A running ``python -m module *arguments``, which ends with this process, and with this
-    object.
-
-    Args:
-        inherited: descriptors that it keeps, under the same numbers.
-        environment: variables beside those of this process.
-    """
-
-    def __init__(
-        self,
-        module: str,
-        arguments: Sequence[str],
-        *,
-        inherited: Sequence[int] = (),
-        environment: Mapping[str, str] | None = None,
-    ) -> None:
-        read_end, write_end = os.pipe()
-        self.lifeline = os.fdopen(write_end, "wb", buffering=0)
-        """Nobody else has it. The process is killed when it is closed."""
-        try:
-            super().__init__(
-                [sys.executable, "-m", __name__, str(read_end), module, *arguments],
-                pass_fds=[read_end, *inherited],
-                stdin=subprocess.DEVNULL,
-                env=environment_of_child(environment or {}),
-            )
-            _kill_at_its_end(read_end, self.pid)  # it may be stopped before its first line
-        finally:
-            os.close(read_end)
 
 
 def hold_on(descriptor: int) -> None:
     """Have this process killed when the other end of a pipe is closed; end it if it is already."""
     os.set_inheritable(descriptor, False)
-    if not _kill_at_its_end(descriptor, os.getpid()):
+    if not kill_at_its_end(descriptor, os.getpid()):
         import threading
 
         threading.Thread(target=_wait, args=(descriptor,), name="lifeline", daemon=True).start()
@@ -78,7 +48,7 @@ def hold_on(descriptor: int) -> None:
         os._exit(EXIT_ORPHAN)
 
 
-def _kill_at_its_end(descriptor: int, pid: int) -> bool:
+def kill_at_its_end(descriptor: int, pid: int) -> bool:
     """Have the kernel kill a process when the other end of a pipe is closed; False where it does
     not know how. This belongs to the pipe, whichever process says so."""
     if sys.platform != "linux":
