@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import re
 import stat
 import struct
 import tempfile
@@ -24,7 +23,6 @@ from megatron_async.errors import ConfigError, IntegrityError
 
 SHARED_FOLDER = "/dev/shm"
 PREFIX = "megatron-async-ranks-"
-NAME = re.compile(PREFIX + r"\w{1,32}", re.ASCII)
 RING_BYTES = 1 << 24
 """Size of the ring. Rank 0 waits where a follower is that far behind, which no steady step is."""
 HEAD = struct.Struct("<Q")
@@ -108,7 +106,7 @@ class RingSender:
         check: Callable[[], None],
         size: int = RING_BYTES,
     ) -> None:
-        self.descriptor, self.name, memory = _new_memory(_bytes_of_ring(size, followers))
+        self.descriptor, memory = _new_memory(_bytes_of_ring(size, followers))
         self._ring = _Ring(memory, followers)
         self._wake, self._check = wake, check
 
@@ -137,10 +135,6 @@ class RingSender:
                 raise IntegrityError("a rank does not read what it is told any more")
             time.sleep(0.001)
 
-    def unlink(self) -> None:
-        """Remove its name; a process that has it, or its descriptor, keeps it."""
-        os.unlink(self.name)
-
     def close(self) -> None:
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
@@ -151,7 +145,7 @@ class RingReceiver:
     """A reader of a ring.
 
     Args:
-        ring: a descriptor of the shared memory, which is closed, or its name.
+        ring: a descriptor of the shared memory, which is closed.
         place: which of the ``followers`` this is.
         wakes: set by the thread that hears that there is something to read.
         spin_seconds: for how long to look again and again before it sleeps.
@@ -162,23 +156,22 @@ class RingReceiver:
 
     def __init__(
         self,
-        ring: int | str,
+        ring: int,
         place: int,
         followers: int,
         wakes: threading.Event,
         spin_seconds: float,
     ) -> None:
-        descriptor = _named_memory(ring) if isinstance(ring, str) else ring
         try:
-            found = os.fstat(descriptor)
+            found = os.fstat(ring)
             is_own = stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()
             fewest, most = (_bytes_of_ring(size, followers) for size in (HEAD.size, RING_BYTES))
             has_room = fewest < found.st_size <= most
             if not is_own or stat.S_IMODE(found.st_mode) != MODE or not has_room:
                 raise IntegrityError("this is no ring of rank 0 that this user alone may open")
-            self._ring = _Ring(mmap.mmap(descriptor, found.st_size), followers)
+            self._ring = _Ring(mmap.mmap(ring, found.st_size), followers)
         finally:
-            os.close(descriptor)
+            os.close(ring)
         self._place = place
         self._at = 0
         self._wakes = wakes
@@ -218,34 +211,21 @@ def _bytes_of_ring(size: int, followers: int) -> int:
     return size + 8 * (1 + 2 * followers)
 
 
-def _new_memory(size: int) -> tuple[int, str, mmap.mmap]:
-    """A file in memory that nobody but this user may open, filled with zeros: its descriptor, its
-    name. The standard library's shared memory would be removed by whichever process ends first."""
-    folder = _folder()
+def _new_memory(size: int) -> tuple[int, mmap.mmap]:
+    """Memory that nobody but this user may open, filled with zeros: the descriptor of a file in
+    memory without a name, so that it goes with the last process that has it. The standard library's
+    shared memory would be removed by whichever process ends first."""
+    folder = SHARED_FOLDER if os.path.isdir(SHARED_FOLDER) else tempfile.gettempdir()
     descriptor, name = tempfile.mkstemp(prefix=PREFIX, dir=folder)
+    os.unlink(name)
     try:
         os.posix_fallocate(descriptor, 0, size)
-        return descriptor, name, mmap.mmap(descriptor, size)
+        return descriptor, mmap.mmap(descriptor, size)
     except OSError as error:
-        os.unlink(name)
         os.close(descriptor)
         raise ConfigError(
             f"{folder} has no room for the {size >> 20} MiB that ranks share: {error.strerror}"
         ) from None
-
-
-def _named_memory(name: str) -> int:
-    folder, _, last = name.rpartition("/")
-    if folder != _folder() or not NAME.fullmatch(last):
-        raise IntegrityError(f"{name!r} is no name of a ring")
-    try:
-        return os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError as error:
-        raise IntegrityError(f"the ring {name} cannot be opened: {error.strerror}") from None
-
-
-def _folder() -> str:
-    return SHARED_FOLDER if os.path.isdir(SHARED_FOLDER) else tempfile.gettempdir()
 
 
 class ConnectionSender:

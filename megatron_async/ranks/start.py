@@ -116,7 +116,6 @@ class Common:
                 group.check()
 
         self.sender = RingSender(world_size - 1, lambda place: calls[place + 1].say(WAKE), check)
-        self.sender.unlink()  # the descriptor is handed over
         self.shared = Shared(make_folder(), self.sender.descriptor)
 
     def remove(self) -> None:

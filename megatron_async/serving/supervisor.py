@@ -54,9 +54,10 @@ class Supervisor:
             Restarts(max_restarts, backoff),
             heartbeat_timeout=heartbeat_timeout,
         )
-        self._task: asyncio.Task[None] | None = None
-        self._ready: asyncio.Future[None] | None = None
-        self._given_up: asyncio.Future[str] | None = None
+        self._serves = asyncio.Event()
+        self._failure: Exception | None = None
+        """Why the first process cannot serve, or why there is no further one."""
+        self._task: asyncio.Task[str] | None = None
 
     @property
     def pid(self) -> int | None:
@@ -81,15 +82,19 @@ class Supervisor:
             MegatronAsyncError: it cannot serve what it is asked to, such as a ConfigError.
             EngineDeadError: it died before it served.
         """
-        loop = asyncio.get_running_loop()
-        self._ready, self._given_up = loop.create_future(), loop.create_future()
         self._task = asyncio.create_task(self._run(), name="engine supervisor")
-        await asyncio.shield(self._ready)
+        serves = asyncio.create_task(self._serves.wait())
+        try:
+            await asyncio.wait([self._task, serves], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            serves.cancel()
+        if not self._serves.is_set():
+            raise self._failure or EngineDeadError("the server is stopped")
 
     async def given_up(self) -> str:
         """Wait until an engine that has served is given up; why. To be called after the start."""
-        assert self._given_up is not None
-        return await asyncio.shield(self._given_up)
+        assert self._task is not None
+        return await asyncio.shield(self._task)
 
     async def stop(self) -> None:
         """End the process, at once while it loads the model, and remove its sockets."""
@@ -100,31 +105,22 @@ class Supervisor:
         self.gave_up = True
         if self._processes.process is not None:
             await self._processes.process.end(0.0 if is_starting else STOP_SECONDS)
-        if self._ready is not None and self._ready.done() and not self._ready.cancelled():
-            self._ready.exception()  # somebody has got it
         self._launch.endpoint.remove()
 
-    async def _run(self) -> None:
+    async def _run(self) -> str:
+        """One process after the other; returns why there is no further one."""
         try:
-            self._give_up(await self._processes.run())
-        except asyncio.CancelledError:
-            self._fail_start(EngineDeadError("the server is stopped"))
-            raise
+            said = await self._processes.run()
+            self._failure = EngineDeadError(said)
         except Exception as error:  # of whatever kind: else the wait for the start has no end
             if not isinstance(error, (MegatronAsyncError, OSError)):
                 logger.exception("unexpected error")
-            self._give_up(f"the engine process cannot start: {error}", error)
-
-    def _give_up(self, said: str, error: Exception | None = None) -> None:
-        assert self._ready is not None and self._given_up is not None
+            said = f"the engine process cannot start: {error}"
+            is_ours = isinstance(error, MegatronAsyncError)
+            self._failure = error if is_ours else EngineDeadError(said)
         self.gave_up = True
         logger.error("%s", said)
-        if self._ready.done():
-            self._given_up.set_result(said)
-        else:
-            self._fail_start(
-                error if isinstance(error, MegatronAsyncError) else EngineDeadError(said)
-            )
+        return said
 
     def _start(self) -> ChildProcess[ToSupervisor]:
         self._launch.endpoint.prepare()
@@ -133,9 +129,5 @@ class Supervisor:
     def _take(self, message: ToSupervisor) -> None:
         if isinstance(message, Kept):
             self._launch = msgspec.structs.replace(self._launch, kept=message)
-        if isinstance(message, Started) and self._ready is not None and not self._ready.done():
-            self._ready.set_result(None)
-
-    def _fail_start(self, error: Exception) -> None:
-        if self._ready is not None and not self._ready.done():
-            self._ready.set_exception(error)
+        if isinstance(message, Started):
+            self._serves.set()

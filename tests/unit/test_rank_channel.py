@@ -61,7 +61,6 @@ def ring_of(
 
     wakes = Moments(at, send)
     reader = RingReceiver(os.dup(sender.descriptor), 0, 1, wakes, 0.0)
-    sender.unlink()
     fence = _Ring.fence
 
     def fenced(ring: _Ring) -> None:
@@ -120,7 +119,6 @@ def test_a_late_waking_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
     sender = RingSender(1, wake, lambda: None, size=1 << 10)
     reader = RingReceiver(os.dup(sender.descriptor), 0, 1, Late(), 0.0)
-    sender.unlink()
     with pytest.raises(SleptError):
         reader.receive()
     sender.send(b"first")
@@ -153,8 +151,6 @@ def test_no_waking_is_lost_between_two_threads() -> None:
         senders[0].send(b"%d" % number)
         found.append(readers[1].receive())
     thread.join()
-    for sender in senders:
-        sender.unlink()
     assert found == [b"%d" % number for number in range(ROUNDS)]
 
 
@@ -163,7 +159,6 @@ def test_a_reader_that_is_far_behind_is_waited_for_and_not_for_ever(
 ) -> None:
     monkeypatch.setattr(channel, "FULL_SECONDS", 0.01)
     sender = RingSender(1, lambda place: None, lambda: None, size=1 << 10)
-    sender.unlink()
     with pytest.raises(channel.IntegrityError, match="does not read what it is told"):
         for _ in range(100):
             sender.send(bytes(100))

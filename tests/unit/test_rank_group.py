@@ -210,7 +210,6 @@ class Changing(np.ndarray[Any, Any]):
 def test_a_follower_may_fall_asleep_while_others_are_woken() -> None:
     woken: list[int] = []
     sender = channel.RingSender(3, woken.append, lambda: None, size=1 << 10)
-    sender.unlink()
     sender._ring.asleep[1:] = 1
     sender._ring.asleep = sender._ring.asleep.view(Changing)
     sender.send(b"message")

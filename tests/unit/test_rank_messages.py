@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import pytest
@@ -97,8 +98,7 @@ def test_ring_hands_everything_to_sleepers_and_to_the_late() -> None:
     sent = [bytes([n % 251]) * (1 + n * 37 % 900) for n in range(400)]
     wakes = [threading.Event(), threading.Event()]
     sender = RingSender(2, lambda place: wakes[place].set(), lambda: None, size=2000)
-    receivers = [RingReceiver(sender.name, n, 2, wakes[n], 1e-5) for n in range(2)]
-    sender.unlink()
+    receivers = [RingReceiver(os.dup(sender.descriptor), n, 2, wakes[n], 1e-5) for n in range(2)]
     found: list[list[bytes]] = [[], []]
 
     def read(place: int) -> None:
