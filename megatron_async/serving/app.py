@@ -20,6 +20,7 @@ from megatron_async.serving.completions import create_completion
 from megatron_async.serving.development_api import add_development_endpoints
 from megatron_async.serving.errors import install_error_handlers, json_response
 from megatron_async.serving.frontend import Frontend
+from megatron_async.serving.json_body import JsonRoute
 from megatron_async.serving.keys import Access, Keys
 from megatron_async.serving.live_feed import LiveFeed
 from megatron_async.serving.megatron_api import MegatronRequest, megatron_generate
@@ -68,10 +69,11 @@ def make_app(
         docs_url=None,  # the pages load scripts from elsewhere
         redoc_url=None,
         responses=shapes.ERRORS,
-        lifespan=_checked(lifespan),
+        lifespan=_checked(front, lifespan),
         strict_content_type=True,  # a page elsewhere can send what is not declared as JSON
         telemetry=tracing.telemetry(tracer_provider, UNTRACED_PATHS),
     )
+    app.router.route_class = JsonRoute
     _declare_description(app)
     install_error_handlers(app)
     _add_openai(app, front)
@@ -86,7 +88,7 @@ def make_app(
     return app
 
 
-def _checked(lifespan: Lifespan | None) -> Lifespan:
+def _checked(front: Frontend, lifespan: Lifespan | None) -> Lifespan:
     """Begins with a look at all routes that there are by then."""
 
     @contextlib.asynccontextmanager
@@ -94,6 +96,7 @@ def _checked(lifespan: Lifespan | None) -> Lifespan:
         check_routes(app)
         async with contextlib.nullcontext() if lifespan is None else lifespan(app):
             yield
+        front.chat.close()
 
     return checked
 

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from megatron_async.errors import RequestError
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.serving.errors import ApiError, renamed
+from megatron_async.serving.limited_worker import LimitedWorkers, TooMuchError
 
 Tool = Mapping[str, Any]
 
@@ -128,17 +129,35 @@ def _delta(part: Any) -> dict[str, Any]:
     return {"tool_calls": [call]}
 
 
+class Renderer(Protocol):
+    """Runs templates elsewhere."""
+
+    async def call(self, **arguments: Any) -> str:
+        """What ``Templates.render_chat`` gives, and raises; or TooMuchError."""
+
+    def close(self) -> None:
+        """Nothing is rendered any more."""
+
+
 class Chat:
     """Prompts of chats, and what the texts that answer them are.
 
     Args:
         templates: of the model.
         tool_format: how the model writes tool calls; None for what its template says.
+        renderer: where the templates run, which are programs; None for here.
     """
 
-    def __init__(self, templates: Templates, *, tool_format: str | None = None) -> None:
+    def __init__(
+        self,
+        templates: Templates,
+        *,
+        tool_format: str | None = None,
+        renderer: Renderer | None = None,
+    ) -> None:
         self._templates = templates
         self._tool_format = tool_format
+        self._renderer = renderer
 
     @classmethod
     def from_directory(
@@ -151,13 +170,22 @@ class Chat:
     ) -> Chat:
         """That of a model directory; raises CheckpointError."""
         from megatron_async.serving.chat_template import ChatTemplates
+        from megatron_async.serving.template_sandbox import MAX_SECONDS
 
         templates = ChatTemplates.from_directory(
             path, chat_template=chat_template, tokenizer_model=tokenizer_model
         )
-        return cls(templates, tool_format=tool_format)
+        renderer = LimitedWorkers(
+            ChatTemplates.__module__, templates.to_dict(), seconds=MAX_SECONDS
+        )
+        return cls(templates, tool_format=tool_format, renderer=renderer)
 
-    def prompt(
+    def close(self) -> None:
+        """No prompt is made any more."""
+        if self._renderer is not None:
+            self._renderer.close()
+
+    async def prompt(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: ToolUse,
@@ -176,14 +204,20 @@ class Chat:
         Raises:
             ApiError: names the message and field.
         """
+        arguments: dict[str, Any] = {
+            "messages": messages,
+            "tools": tools.tools or None,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "chat_template_kwargs": chat_template_kwargs,
+        }
         try:
-            return self._templates.render_chat(
-                messages,
-                tools.tools or None,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                chat_template_kwargs=chat_template_kwargs,
-            )
+            if self._renderer is None:
+                return self._templates.render_chat(**arguments)
+            return await self._renderer.call(**arguments)
+        except TooMuchError as error:
+            said = f"messages: chat template: {error}"
+            raise renamed(RequestError(said), names or {}) from None
         except RequestError as error:
             raise renamed(error, names or {}) from None
 

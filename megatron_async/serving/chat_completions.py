@@ -29,7 +29,7 @@ async def create_chat_completion(
         body.with_defaults(front.config.sampling_defaults).params(front.config.max_choices), tools
     )
     await front.generator.check_room(params)
-    text = front.chat.prompt(
+    text = await front.chat.prompt(
         body.messages,
         tools,
         add_generation_prompt=body.add_generation_prompt,

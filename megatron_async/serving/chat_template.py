@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,11 @@ class ChatTemplates:
             name: SandboxedTemplate(source, name) for name, source in templates.items()
         }
         self._special_tokens = dict(special_tokens or {})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the arguments that make such templates."""
+        sources = {name: template.source for name, template in self._templates.items()}
+        return {"templates": sources, "special_tokens": self._special_tokens}
 
     @classmethod
     def from_directory(
@@ -180,6 +185,11 @@ class ChatTemplates:
             f"chat_template={shown(name)}: the model has the templates "
             f"{', '.join(self._templates)}; name one of them"
         )
+
+
+def make_worker(**given: Any) -> Callable[..., str]:
+    """:meth:`ChatTemplates.render_chat`, for ``limited_worker``."""
+    return ChatTemplates(**given).render_chat
 
 
 def _continued(

@@ -17,7 +17,7 @@ from megatron_async.serving.engine_api import PauseMode
 from megatron_async.serving.errors import ApiError, json_response
 from megatron_async.serving.frontend import Frontend
 from megatron_async.serving.keys import Access
-from megatron_async.serving.request_shapes import Body
+from megatron_async.serving.request_shapes import Body, Several
 from megatron_async.serving.rights import needs
 from megatron_async.serving.sse import until_disconnect
 
@@ -55,9 +55,9 @@ class UpdateInfo(Body):
     """The tensors that the trainer sends now, in their order. Packed ones come in buffers that are
     full as the trainer's are."""
 
-    names: list[str] = Field(max_length=MAX_TENSORS)
-    dtype_names: list[str] = Field(max_length=MAX_TENSORS)
-    shapes: list[list[int]] = Field(max_length=MAX_TENSORS)
+    names: Several[str] = Field(max_length=MAX_TENSORS)
+    dtype_names: Several[str] = Field(max_length=MAX_TENSORS)
+    shapes: Several[Several[int]] = Field(max_length=MAX_TENSORS)
     packed: bool = False
     packed_buffer_size_bytes: int | None = Field(default=None, ge=1)
 
@@ -77,7 +77,7 @@ class StartRequest(Body):
 class AbortRequest(Body):
     """``POST /abort_requests``: all of them."""
 
-    request_ids: list[str] | None = None
+    request_ids: Several[str] | None = None
 
 
 def add_development_endpoints(app: FastAPI, front: Frontend) -> None:

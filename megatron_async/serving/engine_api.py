@@ -16,7 +16,7 @@ from megatron_async.parameter_checks import check_vocabulary
 from megatron_async.serving.chat import ToolUse
 from megatron_async.serving.errors import ApiError
 from megatron_async.serving.frontend import Frontend
-from megatron_async.serving.request_shapes import Body, Messages, Token
+from megatron_async.serving.request_shapes import Body, Messages, Several, Token
 from megatron_async.serving.sse import until_disconnect
 from megatron_async.version import __version__
 
@@ -40,7 +40,7 @@ class DetokenizeRequest(Body):
     """``POST /detokenize``."""
 
     model: str | None = None
-    tokens: list[Token]
+    tokens: Several[Token]
 
 
 class PauseRequest(Body):
@@ -110,7 +110,7 @@ async def tokenize(front: Frontend, body: TokenizeRequest) -> dict[str, Any]:
         raise ApiError(400, "send either prompt or messages", param="prompt")
     if text is None:
         field = "messages"
-        text = front.chat.prompt(
+        text = await front.chat.prompt(
             body.messages or [],
             ToolUse(),
             add_generation_prompt=body.add_generation_prompt,

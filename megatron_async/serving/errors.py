@@ -189,7 +189,11 @@ def install_error_handlers(app: FastAPI) -> None:
 
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        response = error_response(ApiError(error.status_code, str(error.detail)))
+        cause = error.__cause__
+        is_ours = isinstance(cause, ApiError)
+        response = error_response(
+            cause if is_ours else ApiError(error.status_code, str(error.detail))
+        )
         response.headers.update(error.headers or {})
         if error.status_code == 405:
             response.headers["Allow"] = ", ".join(_methods_of(app, request))

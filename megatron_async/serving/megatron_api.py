@@ -13,7 +13,7 @@ from megatron_async.sampling_params import SamplingParams
 from megatron_async.serving.errors import ApiError, json_response, renamed
 from megatron_async.serving.frontend import Frontend, log_jobs
 from megatron_async.serving.generation import Choice, Job
-from megatron_async.serving.request_shapes import Body, Integer
+from megatron_async.serving.request_shapes import Body, Integer, Several
 from megatron_async.serving.sse import until_disconnect
 
 MAX_PROMPTS = 128
@@ -38,7 +38,7 @@ class MegatronRequest(Body):
     """``PUT /api``. ``length_penalty`` and ``stop_token`` are of beam search alone, and ``no_log``
     is what this server does."""
 
-    prompts: list[str] = Field(min_length=1, max_length=MAX_PROMPTS)
+    prompts: Several[str] = Field(min_length=1, max_length=MAX_PROMPTS)
     tokens_to_generate: Integer = Field(default=DEFAULT_TOKENS, ge=0)
     logprobs: bool = False
     top_n_logprobs: Integer = Field(default=0, ge=0, le=20)

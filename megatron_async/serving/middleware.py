@@ -24,6 +24,10 @@ from megatron_async.serving.rights import find_route
 
 BODY_SECONDS = 60.0
 """For each MiB of a body that is begun: a connection must not live for ever."""
+SMALL_BODY = 64 * 1024
+"""Of which a server takes as many as it has connections."""
+ALL_BODIES = 128 * MIB
+_ALL_SAID = "the bodies of other requests hold all the memory that they may; try again later"
 STATUS_CLIENT_GONE = 499
 """In the log alone; nginx's."""
 _CLOSE = {"Connection": "close"}
@@ -116,15 +120,25 @@ class RequestLog:
 
 class BodyLimit:
     """Answers 413 to a larger body, before it has been read: by its declared length, else as soon
-    as more has come. One that comes too slowly is answered 408, and a compressed one 415.
+    as more has come. One that comes too slowly is answered 408, and a compressed one 415. A large
+    one is answered 503 while bodies that have not been answered yet hold all that they may.
 
     Args:
+        most_bytes: of one body.
+        all_bytes: of what all bodies have beyond :data:`SMALL_BODY`.
         seconds: in which a body must arrive, and as many more for each MiB that has.
     """
 
-    def __init__(self, app: ASGIApp, most_bytes: int, seconds: float = BODY_SECONDS) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        most_bytes: int,
+        all_bytes: int = ALL_BODIES,
+        seconds: float = BODY_SECONDS,
+    ) -> None:
         self._app = app
         self._most_bytes = most_bytes
+        self._free = max(all_bytes, most_bytes)
         self._seconds = seconds
         self._said = f"the body is larger than {most_bytes:,} bytes, the most this server takes"
 
@@ -141,10 +155,33 @@ class BodyLimit:
             said = "a body with Content-Encoding is not read; send it as it is"
             await self._refuse(ApiError(415, said))(scope, receive, send)
             return
-        await self._app(scope, self._limited(receive), send)
+        limited, give_back = self._limited(receive)
 
-    def _limited(self, receive: Receive) -> Receive:
+        async def send_and_give_back(message: Message) -> None:
+            give_back()  # what is answered has been parsed
+            await send(message)
+
+        try:
+            await self._app(scope, limited, send_and_give_back)
+        finally:
+            give_back()
+
+    def _limited(self, receive: Receive) -> tuple[Receive, Callable[[], None]]:
+        """What receives the body, and what gives back the room that it takes."""
         received, is_whole, start = 0, False, asyncio.get_running_loop().time()
+        taken = 0
+
+        def take(size: int) -> None:
+            nonlocal taken
+            if size > self._free:
+                raise ApiError(503, _ALL_SAID, code="too_many_bodies")
+            self._free -= size
+            taken += size
+
+        def give_back() -> None:
+            nonlocal taken
+            self._free += taken
+            taken = 0
 
         async def receive_within_limits() -> Message:
             nonlocal received, is_whole
@@ -159,9 +196,14 @@ class BodyLimit:
             if received > self._most_bytes:
                 raise HTTPException(413, self._said, _CLOSE)
             is_whole = not message.get("more_body", False)
+            if not is_whole or taken:
+                try:
+                    take(max(received - SMALL_BODY, 0) - taken)
+                except ApiError as error:
+                    raise HTTPException(error.status, str(error), _CLOSE) from error
             return message
 
-        return receive_within_limits
+        return receive_within_limits, give_back
 
     def _refuse(self, error: ApiError) -> Response:
         response = error_response(error)

@@ -7,9 +7,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    WrapValidator,
+)
+from pydantic_core import PydanticCustomError
 
 from megatron_async.errors import RequestError
 from megatron_async.grammar.spec import StructuredOutputs
@@ -22,6 +30,12 @@ MAX_PRIORITY = 10**6
 MAX_TOP_LOG_PROBS = 20
 DEFAULT_COMPLETION_TOKENS = 16
 """What OpenAI's API generates for a completion that names no length."""
+
+
+MAX_MESSAGES = 16_384
+MAX_ENTRIES = 65_536
+"""Of an object or list whose entries are checked one by one."""
+T = TypeVar("T")
 
 
 class Body(BaseModel):
@@ -44,7 +58,23 @@ def range_of(low: float, high: float | None = None) -> Any:
     return schema_of(minimum=low) if high is None else schema_of(minimum=low, maximum=high)
 
 
-Token = Annotated[int, Field(ge=0, lt=2**31)]
+def at_most(most: int) -> BeforeValidator:
+    """Refuses what has more entries before any of them is looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, (list, dict)) and len(value) > most:
+            raise PydanticCustomError(
+                "too_long", f"it has {len(value):,} entries of at most {most:,}"
+            )
+        return value
+
+    return BeforeValidator(check)
+
+
+Several = Annotated[list[T], Field(fail_fast=True)]
+"""A list whose first wrong item is named: errors for a million of them take a gigabyte."""
+MAX_TOKEN = 2**31 - 1
+Token = Annotated[int, Field(ge=0, le=MAX_TOKEN)]
 Integer = Annotated[int, BeforeValidator(_whole)]
 """Some clients know one type of numbers alone, and send 16.0."""
 Text = Annotated[str, schema_of(minLength=1)]
@@ -54,7 +84,8 @@ _PART = {
     "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
 }
 Messages = Annotated[
-    list[dict[str, Any]],
+    Several[dict[str, Any]],
+    at_most(MAX_MESSAGES),
     WithJsonSchema(
         {
             "type": "array",
@@ -108,10 +139,10 @@ class SamplingFields(Body):
     top_p: Annotated[float | None, range_of(0, 1)] = None
     n: Annotated[Integer | None, range_of(1)] = None
     seed: Integer | None = None
-    stop: Text | list[Text] | None = None
+    stop: Text | Several[Text] | None = None
     presence_penalty: Annotated[float | None, range_of(-2, 2)] = None
     frequency_penalty: Annotated[float | None, range_of(-2, 2)] = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], at_most(MAX_ENTRIES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[Integer | None, range_of(0)] = None
@@ -123,9 +154,9 @@ class SamplingFields(Body):
     repetition_penalty: Annotated[float | None, range_of(1e-6)] = None
     ignore_eos: bool | None = None
     min_tokens: Annotated[Integer | None, range_of(0)] = None
-    stop_token_ids: list[Token] | None = None
-    allowed_token_ids: Annotated[list[Token] | None, schema_of(minItems=1)] = None
-    bad_words: list[Text] | None = None
+    stop_token_ids: Several[Token] | None = None
+    allowed_token_ids: Annotated[Several[Token] | None, schema_of(minItems=1)] = None
+    bad_words: Several[Text] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: Annotated[Integer | None, range_of(0, MAX_TOP_LOG_PROBS)] = None
@@ -134,7 +165,7 @@ class SamplingFields(Body):
     priority: Annotated[Integer | None, range_of(-MAX_PRIORITY, MAX_PRIORITY)] = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: Annotated[list[str] | None, schema_of(minItems=1)] = None
+    guided_choice: Annotated[Several[str] | None, schema_of(minItems=1)] = None
     guided_grammar: str | None = None
     guided_json_object: bool | None = None
     guided_whitespace_pattern: str | None = None
@@ -292,14 +323,46 @@ def structure_of_format(format: ResponseFormat | None) -> dict[str, Any] | None:
     return {"json": format.json_schema.schema_}
 
 
+def _check_prompt(value: Any, _: Any) -> Any:
+    """Texts or token ids, told apart by the first: a union would try each type on every item."""
+    if isinstance(value, list) and value and isinstance(value[0], list):
+        for number, tokens in enumerate(value):
+            if not isinstance(tokens, list):
+                raise _wrong_prompt(f"[{number}]", "a list of token ids, as the first is")
+            _check_tokens(tokens, f"[{number}]")
+    elif isinstance(value, list) and value and isinstance(value[0], str):
+        for number, text in enumerate(value):
+            if not isinstance(text, str):
+                raise _wrong_prompt(f"[{number}]", "a text, as the first is")
+    elif isinstance(value, list):
+        _check_tokens(value)
+    elif not isinstance(value, str):
+        raise _wrong_prompt("", "a text, a list of texts, or lists of token ids")
+    return value
+
+
+def _check_tokens(tokens: list[Any], place: str = "") -> None:
+    are_integers = set(map(type, tokens)) <= {int}
+    if are_integers and min(tokens, default=0) >= 0 and max(tokens, default=0) <= MAX_TOKEN:
+        return
+    for number, token in enumerate(tokens):
+        if type(token) is not int or not 0 <= token <= MAX_TOKEN:
+            raise _wrong_prompt(f"{place}[{number}]", f"a token id from 0 to {MAX_TOKEN}")
+
+
+def _wrong_prompt(place: str, wanted: str) -> PydanticCustomError:
+    return PydanticCustomError("prompt", f"prompt{place} must be {wanted}")
+
+
 class CompletionRequest(SamplingFields):
     """``POST /v1/completions``."""
 
-    prompt: (
+    prompt: Annotated[
         Text
         | Annotated[list[Text] | list[Token], schema_of(minItems=1)]
-        | Annotated[list[Annotated[list[Token], schema_of(minItems=1)]], schema_of(minItems=1)]
-    )
+        | Annotated[list[Annotated[list[Token], schema_of(minItems=1)]], schema_of(minItems=1)],
+        WrapValidator(_check_prompt),
+    ]
     best_of: Annotated[Integer | None, range_of(1)] = None
     echo: bool | None = None
     logprobs: Annotated[Integer | None, range_of(0, MAX_TOP_LOG_PROBS)] = None
@@ -353,7 +416,7 @@ class ChatCompletionRequest(SamplingFields):
     messages: Messages
     logprobs: bool | None = None
     top_logprobs: Annotated[Integer | None, range_of(0, MAX_TOP_LOG_PROBS)] = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Several[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -21,12 +21,15 @@ from megatron_async.serving.generation import Job, usage_of
 from megatron_async.serving.log_prob_shapes import chat_log_probs
 from megatron_async.serving.messages import Output
 from megatron_async.serving.request_shapes import (
+    MAX_MESSAGES,
     MAX_TOP_LOG_PROBS,
     Body,
     Integer,
     JsonSchema,
     ResponseFormat,
     SamplingFields,
+    Several,
+    at_most,
     range_of,
     structure_of_format,
 )
@@ -71,14 +74,14 @@ class TextOptions(Body):
 class ResponsesRequest(SamplingFields):
     """``POST /v1/responses``."""
 
-    input: str | list[dict[str, Any]]
+    input: str | Annotated[Several[dict[str, Any]], at_most(MAX_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: Annotated[Integer | None, range_of(1)] = None
     text: TextOptions | None = None
     top_logprobs: Annotated[Integer | None, range_of(0, MAX_TOP_LOG_PROBS)] = None
-    include: list[str] | None = None
+    include: Several[str] | None = None
     metadata: dict[str, Any] | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Several[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
@@ -129,7 +132,7 @@ async def create_response(front: Frontend, request: Request, body: ResponsesRequ
     await front.generator.check_room(params)
     given = InputMessages(body.input, body.instructions)
     try:
-        text = front.chat.prompt(given.messages, tools)
+        text = await front.chat.prompt(given.messages, tools)
     except ApiError as error:
         raise given.in_items(error) from None
     job = await front.generator.job(

@@ -267,7 +267,13 @@ def test_an_unknown_shape_says_which_there_are() -> None:
 def test_a_random_model_has_a_chat_template() -> None:
     chat = Chat.from_directory(SHAPE)
     messages = [{"role": "user", "content": "a "}, {"role": "user", "content": "b"}]
-    assert chat.prompt(messages, ToolUse()) == "a b"
+
+    async def prompt() -> str:
+        made = await chat.prompt(messages, ToolUse())
+        chat.close()
+        return made
+
+    assert asyncio.run(prompt()) == "a b"
 
 
 def test_a_url_is_needed() -> None:

@@ -1,0 +1,106 @@
+"""Bodies of requests: bounded in items and depth before anything is built from them, then parsed.
+
+What is built takes many times the bytes that ask for it, and the event loop stands while it is
+built and checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+import numpy as np
+from fastapi import HTTPException, Request, Response
+from fastapi.routing import APIRoute
+
+from megatron_async.serving.errors import ApiError
+
+MOST_ITEMS = 1 << 20
+"""Values of a body: items of lists, fields of objects, and what holds them."""
+MOST_DEPTH = 64
+"""Lists and objects within each other."""
+MOST_LENIENT = 1 << 20
+"""Bytes of a body that Python's slower parser may look at, too."""
+LARGE = 1 << 18
+"""Bytes of a body that is counted in a thread: NumPy lets the event loop go on."""
+
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+
+def check_size(body: bytes, most_items: int = MOST_ITEMS, most_depth: int = MOST_DEPTH) -> None:
+    """Raise ApiError for a body of more values, or deeper ones. What is no JSON may pass."""
+    opened = body.count(b"[") + body.count(b"{")
+    if opened <= most_depth and opened + body.count(b",") <= most_items:
+        return  # counted in texts too, which only makes it more
+    plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    characters = np.frombuffer(plain, np.uint8)
+    # 1 within texts, at the end of which a second quotation mark makes it even again.
+    in_text = np.cumsum(characters == ord('"'), dtype=np.uint8) & 1
+    outside = characters[in_text == 0]
+    opens = (outside == ord("[")) | (outside == ord("{"))
+    if int(opens.sum() + (outside == ord(",")).sum()) > most_items:
+        said = f"the body has more than {most_items:,} values, the most that this server takes; "
+        raise ApiError(413, said + "send several requests", code="too_many_values")
+    closes = (outside == ord("]")) | (outside == ord("}"))
+    levels = np.cumsum(opens.astype(np.int8) - closes.astype(np.int8), dtype=np.int32)
+    if int(levels.max(initial=0)) > most_depth:
+        said = f"the body has more than {most_depth} lists and objects within each other, the most "
+        raise ApiError(400, said + "that this server takes", code="json_too_deep")
+
+
+def parse(body: bytes) -> Any:
+    """The value of a body of JSON.
+
+    Raises:
+        ApiError: it is no JSON.
+    """
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        said = str(error)
+    if len(body) <= MOST_LENIENT:
+        # It takes lone surrogates and NaN, which are refused by the names of their fields.
+        try:
+            return json.loads(body)
+        except (ValueError, RecursionError) as error:
+            said = str(error)
+    raise ApiError(400, f"the body is not valid JSON: {said}", code="invalid_json")
+
+
+class JsonRequest(Request):
+    """A request whose JSON is parsed by :func:`parse`, and whose bytes are not kept."""
+
+    async def json(self) -> Any:
+        """The value of the body.
+
+        Raises:
+            HTTPException: caused by what :func:`check_size` or :func:`parse` raises.
+        """
+        if not hasattr(self, "_json"):
+            body = await self.body()
+            try:
+                if len(body) < LARGE:
+                    check_size(body)
+                else:
+                    await asyncio.to_thread(check_size, body)
+                self._json = parse(body)
+            except ApiError as error:  # FastAPI lets no other error through
+                raise HTTPException(error.status, str(error)) from error
+            self._body = b""
+        return self._json
+
+
+class JsonRoute(APIRoute):
+    """A route that takes a :class:`JsonRequest`."""
+
+    def get_route_handler(self) -> Handler:
+        """See FastAPI's."""
+        handle = super().get_route_handler()
+
+        async def handle_json(request: Request) -> Response:
+            return await handle(JsonRequest(request.scope, request.receive))
+
+        return handle_json
