@@ -157,7 +157,13 @@ def limited_connection(
         def on_body(self, body: bytes) -> None:
             """Part of a body."""
             self._head.body += len(body)
-            super().on_body(body)
+            if self._head.fields <= HEAD_FIELDS:
+                super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            """A request is whole."""
+            if self._head.fields <= HEAD_FIELDS:
+                super().on_message_complete()
 
         def on_response_complete(self) -> None:
             """An answer has been written: the next request is parsed."""

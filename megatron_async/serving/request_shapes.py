@@ -33,6 +33,8 @@ DEFAULT_COMPLETION_TOKENS = 16
 
 
 MAX_MESSAGES = 16_384
+MAX_TEXTS = 1024
+"""Stop words, or bad ones."""
 MAX_ENTRIES = 65_536
 """Of an object or list whose entries are checked one by one."""
 T = TypeVar("T")
@@ -139,7 +141,7 @@ class SamplingFields(Body):
     top_p: Annotated[float | None, range_of(0, 1)] = None
     n: Annotated[Integer | None, range_of(1)] = None
     seed: Integer | None = None
-    stop: Text | Several[Text] | None = None
+    stop: Text | Annotated[Several[Text], at_most(MAX_TEXTS)] | None = None
     presence_penalty: Annotated[float | None, range_of(-2, 2)] = None
     frequency_penalty: Annotated[float | None, range_of(-2, 2)] = None
     logit_bias: Annotated[dict[str, float], at_most(MAX_ENTRIES)] | None = None
@@ -156,7 +158,7 @@ class SamplingFields(Body):
     min_tokens: Annotated[Integer | None, range_of(0)] = None
     stop_token_ids: Several[Token] | None = None
     allowed_token_ids: Annotated[Several[Token] | None, schema_of(minItems=1)] = None
-    bad_words: Several[Text] | None = None
+    bad_words: Annotated[Several[Text], at_most(MAX_TEXTS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: Annotated[Integer | None, range_of(0, MAX_TOP_LOG_PROBS)] = None
