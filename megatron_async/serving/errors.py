@@ -190,10 +190,8 @@ def install_error_handlers(app: FastAPI) -> None:
     async def http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
         cause = error.__cause__
-        is_ours = isinstance(cause, ApiError)
-        response = error_response(
-            cause if is_ours else ApiError(error.status_code, str(error.detail))
-        )
+        said = cause if isinstance(cause, ApiError) else ApiError(error.status_code, error.detail)
+        response = error_response(said)
         response.headers.update(error.headers or {})
         if error.status_code == 405:
             response.headers["Allow"] = ", ".join(_methods_of(app, request))

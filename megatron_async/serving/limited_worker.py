@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from megatron_async.errors import MegatronAsyncError, RequestError
-from megatron_async.lifeline import Child
+from megatron_async.processes.child import Child
 
 LENGTH_BYTES = 8
 MOST_IDLE = 2
@@ -120,12 +120,9 @@ class _Process:
 
     @classmethod
     async def start(cls, module: str, mib: int) -> _Process:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            descriptor = theirs.fileno()
-            arguments = [str(descriptor), module, str(mib)]
-            child = Child(__name__, arguments, inherited=[descriptor])
-        return cls(child, *await asyncio.open_connection(sock=ours))
+        child = Child(__name__, [module, str(mib)])
+        child.connection.setblocking(False)
+        return cls(child, *await asyncio.open_connection(sock=child.connection))
 
     async def call(self, message: bytes) -> Done:
         self._writer.write(len(message).to_bytes(LENGTH_BYTES, "big") + message)
