@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_async.checkpoint.path import EMBEDDED, RANDOM
-from megatron_async.engine.recording import Run, read_run
 from megatron_async.errors import ConfigError
 
 from .options import (
@@ -18,6 +17,9 @@ from .options import (
     integer,
     load_engine,
 )
+
+if TYPE_CHECKING:
+    from megatron_async.engine.recording import Run
 
 EXIT_DIFFERENT = 1
 
@@ -46,6 +48,8 @@ def add_command(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command. Returns 1 if the replay differs from the recorded run."""
+    from megatron_async.engine.recording import read_run
+
     recorded = read_run(args.file)
     given = ("device", "dtype", *PARALLEL_SIZES, "pipeline_micro_batches", "rank_timeout_seconds")
     changes: dict[str, Any] = {k: v for k in given if (v := getattr(args, k)) is not None}

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megatron_async.processes.call import Call
-from megatron_async.processes.lifeline import EXIT_ORPHAN
-from megatron_async.processes.parent import leave_signals_to_parent
+from megatron_async.processes.lifeline import EXIT_ORPHAN, leave_signals_to_parent
 from megatron_async.ranks.call import Line
 from megatron_async.ranks.shared import Shared
 

@@ -34,6 +34,13 @@ def environment_of_child(more: Mapping[str, str]) -> dict[str, str]:
     return {**os.environ, **more, "PYTHONPATH": path}
 
 
+def leave_signals_to_parent() -> None:
+    """A terminal's and a service manager's signals reach all processes. The first one lets requests
+    end, and tells the others when to."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
 def hold_on(descriptor: int) -> None:
     """Have this process killed when the other end of a pipe is closed; end it if it is already."""
     os.set_inheritable(descriptor, False)

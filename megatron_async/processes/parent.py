@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
@@ -20,13 +19,6 @@ EXIT_FAILED = 1
 EXIT_NOT_STARTED = 2
 
 Said = TypeVar("Said")
-
-
-def leave_signals_to_parent() -> None:
-    """A terminal's and a service manager's signals reach all processes. The first one lets requests
-    end, and tells the others when to."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 class Parent(Generic[Said]):

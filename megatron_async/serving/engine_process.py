@@ -23,12 +23,9 @@ import zmq
 
 from megatron_async.config import EngineConfig
 from megatron_async.engine.engine import DynamicInferenceEngine
+from megatron_async.processes.lifeline import leave_signals_to_parent
 from megatron_async.processes.messages import Started
-from megatron_async.processes.parent import (
-    EXIT_FAILED,
-    Parent,
-    leave_signals_to_parent,
-)
+from megatron_async.processes.parent import EXIT_FAILED, Parent
 from megatron_async.serving.controls import Controls
 from megatron_async.serving.live_requests import ConnectedFrontEnd, LiveRequests
 from megatron_async.serving.messages import (

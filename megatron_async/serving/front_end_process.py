@@ -12,11 +12,9 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 
+from megatron_async.processes.lifeline import leave_signals_to_parent
 from megatron_async.processes.messages import Started
-from megatron_async.processes.parent import (
-    Parent,
-    leave_signals_to_parent,
-)
+from megatron_async.processes.parent import Parent
 from megatron_async.serving.build import build_frontend
 from megatron_async.serving.engine_client import EngineClient
 from megatron_async.serving.front_ends import FrontEndLaunch, ToFrontEnd

@@ -34,7 +34,8 @@ import os, signal, sys, time
 import msgspec
 from megatron_async.errors import ConfigError
 from megatron_async.processes.messages import Started, Stop
-from megatron_async.processes.parent import Parent, leave_signals_to_parent
+from megatron_async.processes.lifeline import leave_signals_to_parent
+from megatron_async.processes.parent import Parent
 
 class Task(msgspec.Struct, frozen=True, tag=True):
     code: str
