@@ -115,4 +115,7 @@ class CacheMemory:
 
 def _untouched_zeros(size: int) -> torch.Tensor:
     """Bytes whose pages take memory when they are first touched; ``torch.zeros`` writes all."""
-    return torch.from_numpy(np.zeros(size, np.uint8))
+    try:
+        return torch.from_numpy(np.zeros(size, np.uint8))
+    except MemoryError as error:
+        raise torch.OutOfMemoryError(f"out of memory: {error}") from None

@@ -71,7 +71,15 @@ def parse(body: bytes) -> Any:
 
 
 class JsonRequest(Request):
-    """A request whose JSON is parsed by :func:`parse`, and whose bytes are not kept."""
+    """A request whose JSON is parsed by :func:`parse`, and whose bytes are not kept then."""
+
+    _bytes: bytes | None = None
+
+    async def body(self) -> bytes:
+        """The whole body; empty once it has been parsed."""
+        if self._bytes is None:
+            self._bytes = b"".join([part async for part in self.stream()])
+        return self._bytes
 
     async def json(self) -> Any:
         """The value of the body.
@@ -79,18 +87,16 @@ class JsonRequest(Request):
         Raises:
             HTTPException: caused by what :func:`check_size` or :func:`parse` raises.
         """
-        if not hasattr(self, "_json"):
-            body = await self.body()
-            try:
-                if len(body) < LARGE:
-                    check_size(body)
-                else:
-                    await asyncio.to_thread(check_size, body)
-                self._json = parse(body)
-            except ApiError as error:  # FastAPI lets no other error through
-                raise HTTPException(error.status, str(error)) from error
-            self._body = b""
-        return self._json
+        body = await self.body()
+        self._bytes = b""
+        try:
+            if len(body) < LARGE:
+                check_size(body)
+            else:
+                await asyncio.to_thread(check_size, body)
+            return parse(body)
+        except ApiError as error:  # FastAPI lets no other error through
+            raise HTTPException(error.status, str(error)) from error
 
 
 class JsonRoute(APIRoute):
