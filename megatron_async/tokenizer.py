@@ -22,6 +22,8 @@ TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 MOST_TOKENIZER_BYTES = 2**28
 
+MOST_CONTEXT = 64
+"""Tokens of a prompt of which at least one has text of its own."""
 _SUPPORTED_DECODERS = ("ByteLevel", "Metaspace", "Replace", "ByteFallback", "Fuse", "Strip")
 
 
@@ -116,12 +118,24 @@ class _WindowStream(DetokenizeStream):
     U+FFFD.
     """
 
-    def __init__(self, tokenizer: tokenizers.Tokenizer, skipped: frozenset[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        skipped: frozenset[int],
+        prompt: Sequence[int] = (),
+    ) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
         self._context: list[int] = []
         self._before = ""
         self._held: list[int] = []
+        for token_id in prompt[: -MOST_CONTEXT - 1 : -1]:
+            if tokenizer.id_to_token(token_id) is None or token_id in skipped:
+                continue
+            self._context.insert(0, token_id)
+            self._before = self._decode(self._context)
+            if self._before and "\ufffd" not in self._before:
+                break
 
     def push(self, token_id: int) -> str:
         token = self._tokenizer.id_to_token(token_id)
@@ -262,6 +276,22 @@ class Tokenizer:
         if not self._byte_level:
             return _WindowStream(self._tokenizer, skipped)
         return _ByteLevelStream(self._visible_bytes if skip_special_tokens else self._bytes)
+
+    def stream_after(
+        self, prompt: Sequence[int], skip_special_tokens: bool = True
+    ) -> DetokenizeStream:
+        """A stream of what continues ``prompt``: prompt and stream together are the text of all
+        ids. A decoder drops the space in front of a text's first word, which is not the first word
+        of what continues it."""
+        if self._byte_level:
+            return self.stream(skip_special_tokens)
+        skipped = self.special_ids if skip_special_tokens else frozenset()
+        return _WindowStream(self._tokenizer, skipped, prompt)
+
+    def token_name(self, token_id: int) -> str | None:
+        """The vocabulary's entry; None for an unknown id."""
+        name: str | None = self._tokenizer.id_to_token(token_id)
+        return name
 
     def token_bytes(self, token_id: int, *, first: bool = False) -> bytes:
         """What ``token_id`` adds to a text, or makes of an empty one (``first``), since a decoder

@@ -152,8 +152,11 @@ class RequestText:
             tokenizer = None
         self._detokenize: Callable[[list[int]], str] | None
         self._detokenize = None if tokenizer is None else tokenizer.detokenize
-        make_stream = getattr(tokenizer, "stream", None)
-        self.stream: TextStream | None = make_stream() if make_stream is not None else None
+        self.stream: TextStream | None = None
+        if (stream_after := getattr(tokenizer, "stream_after", None)) is not None:
+            self.stream = stream_after(request.prompt_tokens)
+        elif (make_stream := getattr(tokenizer, "stream", None)) is not None:
+            self.stream = make_stream()
         self.stopping: StoppingText | None = None
         if params.stop_words and self._detokenize is not None:
             self.stream = self.stopping = StoppingText(

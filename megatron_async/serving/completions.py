@@ -101,7 +101,7 @@ class _Completion:
         body, job = self._body, self._jobs[number]
         parts, log_probs = [], None
         if body.logprobs is not None:
-            shaper = self._shaper()
+            shaper = self._shaper(job)
             if body.echo:
                 parts.append(shaper.prompt(job.prompt, job.prompt_log_probs))
             if body.shows_generated or not parts:
@@ -188,7 +188,7 @@ class _Completion:
         if is_first and body.echo:
             shown["text"] = self._echoed(job) + text
         if body.logprobs is not None:
-            shaper = shapers.get(index) or shapers.setdefault(index, self._shaper())
+            shaper = shapers.get(index) or shapers.setdefault(index, self._shaper(job))
             parts = []
             if is_first and body.echo:
                 parts.append(shaper.prompt(job.prompt, job.prompt_log_probs))
@@ -203,12 +203,14 @@ class _Completion:
                 shown["prompt_token_ids"] = job.prompt
         return shown
 
-    def _shaper(self) -> CompletionLogProbs:
+    def _shaper(self, job: Job) -> CompletionLogProbs:
         return CompletionLogProbs(
             self._front.tokenizer,
             self._front.token_names,
             self._body.logprobs or 0,
             as_ids=self._as_ids,
+            prompt=() if self._body.echo else job.prompt,
+            skip_special_tokens=job.skip_special_tokens,
         )
 
     def _echoed(self, job: Job) -> str:

@@ -123,7 +123,7 @@ async def tokenize(front: Frontend, body: TokenizeRequest) -> dict[str, Any]:
     length = (await front.generator.client.info()).max_sequence_length
     shown: dict[str, Any] = {"count": len(ids), "max_model_len": length, "tokens": ids}
     if body.return_token_strs:
-        shown["token_strs"] = [front.token_names.text(token) for token in ids]
+        shown["token_strs"] = [front.tokenizer.token_name(token) for token in ids]
     return shown
 
 

@@ -107,12 +107,18 @@ class ChoiceText:
 
     Args:
         stop_ids: tokens that end it and add no text.
+        prompt: what it continues.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop_ids: Collection[int], *, skip_special_tokens: bool
+        self,
+        tokenizer: Tokenizer,
+        stop_ids: Collection[int],
+        *,
+        skip_special_tokens: bool,
+        prompt: Sequence[int] = (),
     ) -> None:
-        self._stream = tokenizer.stream(skip_special_tokens)
+        self._stream = tokenizer.stream_after(prompt, skip_special_tokens)
         self._stop_ids = stop_ids
 
     def push(self, output: Output) -> str:
@@ -353,7 +359,12 @@ class Generator:
             stop_ids = frozenset({params.termination_id})
         stop_ids |= frozenset(params.stop_token_ids or ())
         texts = [
-            ChoiceText(self.tokenizer, stop_ids, skip_special_tokens=job.skip_special_tokens)
+            ChoiceText(
+                self.tokenizer,
+                stop_ids,
+                skip_special_tokens=job.skip_special_tokens,
+                prompt=job.prompt,
+            )
             for _ in range(params.n)
         ]
         asked = {k: v for k, v in params.serialize().items() if v != _DEFAULTS[k]}

@@ -18,7 +18,8 @@ LEAST = -9999.0
 class TokenNames:
     """What tokens are called: by their text, or ``token_id:N``.
 
-    A token that is a part of a character has no text of its own. OpenAI's completions call it
+    The text is what a token adds to a text before it, with the space in front of a word. A token
+    that is a part of a character has no text of its own. OpenAI's completions call it
     ``bytes:\\xe2\\x82``, so that two of them are never one.
     """
 
@@ -41,8 +42,10 @@ class TokenNames:
         return (f"token_id:{token}" if as_id else text), raw
 
     def _show(self, token: int) -> tuple[str, str, list[int]]:
-        text = self._tokenizer.detokenize([token], skip_special_tokens=False)
-        raw = self._tokenizer.token_bytes(token) or text.encode()
+        raw = self._tokenizer.token_bytes(token)
+        if not raw:  # special, or unknown
+            raw = self._tokenizer.detokenize([token], skip_special_tokens=False).encode()
+        text = raw.decode(errors="replace")
         try:
             raw.decode()
         except UnicodeDecodeError:
@@ -61,15 +64,24 @@ class CompletionLogProbs:
     Args:
         top: most likely tokens to show at each position; the token itself is shown too. With 0
             nothing is, unless tokens are called by their ids, which is vLLM's: then itself alone.
+        prompt: what the text continues, unless it is a part of it.
+        skip_special_tokens: they are no part of the text, in which offsets count.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, names: TokenNames, top: int, *, as_ids: bool = False
+        self,
+        tokenizer: Tokenizer,
+        names: TokenNames,
+        top: int,
+        *,
+        as_ids: bool = False,
+        prompt: Sequence[int] = (),
+        skip_special_tokens: bool = True,
     ) -> None:
         self._names = names
         self._top = top
         self._as_ids = as_ids
-        self._stream = tokenizer.stream()
+        self._stream = tokenizer.stream_after(prompt, skip_special_tokens)
         self._offset = 0
 
     def part(
@@ -87,8 +99,14 @@ class CompletionLogProbs:
                 tops.append(None)
                 continue
             own, top = known
-            shown = {name(other): _finite(of) for other, of in list(top.items())[: self._top]}
-            tops.append(shown | {name(token): _finite(own)})
+            shown: dict[str, float] = {name(token): _finite(own)}
+            for other, of in list(top.items())[: self._top]:
+                if other != token:
+                    # Two tokens may be written alike, and neither is left out.
+                    called = name(other)
+                    called = f"token_id:{other}" if called in shown else called
+                    shown[called] = _finite(of)
+            tops.append(dict(sorted(shown.items(), key=lambda item: -item[1])))
         return {
             "tokens": [name(token) for token in ids],
             "token_logprobs": [None if known is None else _finite(known[0]) for known in log_probs],

@@ -40,6 +40,16 @@ class NoTokenizer:
         """Return a stream of no text."""
         return _NoText()
 
+    def stream_after(
+        self, prompt: Sequence[int], skip_special_tokens: bool = True
+    ) -> DetokenizeStream:
+        """Return a stream of no text."""
+        return _NoText()
+
+    def token_name(self, token_id: int) -> str | None:
+        """None."""
+        return None
+
     def token_bytes(self, token_id: int, *, first: bool = False) -> bytes:
         """None."""
         return b""

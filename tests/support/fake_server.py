@@ -113,7 +113,7 @@ class Letters:
     def tokenize(self, text: str, add_bos: bool = False, **options: Any) -> list[int]:
         return list(text.encode())
 
-    def stream(self, skip_special_tokens: bool = True) -> Any:
+    def stream_after(self, prompt: list[int], skip_special_tokens: bool = True) -> Any:
         return SimpleNamespace(push=chr, flush=str)
 
 
