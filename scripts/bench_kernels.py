@@ -29,10 +29,13 @@ from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import rope_append
 from megatron_async.kernels.gemm import batch_invariant_triton as gemm
 from megatron_async.models.fused.tuning import ERROR_LIMIT, Rig, Step, in_turns
+from megatron_async.models.kv_cache_spec import KVCacheSpec
 from megatron_async.models.shapes import SHAPES
 from megatron_async.runner.attention_metadata import AttentionMetadata
 from megatron_async.runner.cache_attention import CacheAttention
-from megatron_async.runner.context import DynamicInferenceContext
+from megatron_async.runner.cache_sizes import CacheSizes
+from megatron_async.runner.forward_batch import ForwardBatch
+from megatron_async.runner.kv_cache import KVCache
 
 MOST_COPIES, ROUND_BYTES = 20, 400e6
 """Copies are made up to this size, several times the L2 cache."""
@@ -79,12 +82,14 @@ def attention_calls(
     byte_count = 4.0 * sum(lengths) * kv_heads * head_dim
     rows, needed = len(lengths), [(length + window - 1) // BLOCK_SIZE + 1 for length in lengths]
     layers, scale = copies(byte_count), head_dim**-0.5
-    context = DynamicInferenceContext(
-        params_dtype=torch.bfloat16, num_layers=layers, kv_channels=head_dim,
-        num_attention_heads=kv_heads, max_sequence_length=CAPACITY, block_count=sum(needed),
-        max_requests=rows, block_size_tokens=BLOCK_SIZE, device=device,
-        num_speculative_tokens=window - 1,
+    spec = KVCacheSpec(
+        num_layers=layers, num_kv_heads=kv_heads, head_dim=head_dim, dtype=torch.bfloat16
+    )
+    sizes = CacheSizes.of(
+        spec.token_bytes, max_sequence_length=CAPACITY, block_count=sum(needed), max_requests=rows,
+        block_size_tokens=BLOCK_SIZE, num_speculative_tokens=window - 1,
     )  # fmt: skip
+    context = ForwardBatch(KVCache(sizes, spec, device))
     context.kv_cache.normal_()
     blocks = (torch.randperm(sum(needed), device=device) + 1).split(needed)
     for row, own in enumerate(blocks):

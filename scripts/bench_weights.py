@@ -48,8 +48,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     )  # fmt: skip
     params = SamplingParams(temperature=0.0, num_tokens_to_generate=512, termination_id=-1)
     with DynamicInferenceEngine.from_pretrained(args.model, config) as engine:
-        device = engine.context.device
-        parameters = dict(engine.controller.inference_wrapped_model.model.named_parameters())
+        device = engine.cache.device
+        parameters = dict(engine.model.network.model.named_parameters())
         targets = [parameter.detach() for parameter in parameters.values()]
         new = {name: parameter.detach().clone() for name, parameter in parameters.items()}
 
@@ -110,7 +110,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             "model": args.model,
             "device": str(device),
             "weights_mib": round(weights / MIB, 1),
-            "kv_cache_mib": round(engine.context.kv_cache.nbytes / MIB, 1),
+            "kv_cache_mib": round(engine.cache.kv.nbytes / MIB, 1),
             "ms": {name: round(1e3 * value, 3) for name, value in times.items()},
             "of_plain_copy": {
                 name: round(value / times["plain copy"], 2)

@@ -201,21 +201,18 @@ def run_megatron(model: Any, mode: str, prompts: list[list[int]], count: int) ->
 def run_ours(model: Any, depth: int, prompts: list[list[int]], count: int) -> Run:
     """Our engine over the same object, which is adapted in place."""
     from megatron_async import EngineConfig, SamplingParams
-    from megatron_async.engine.build import build_context, resolve_device
     from megatron_async.engine.engine import DynamicInferenceEngine
-    from megatron_async.models.wrapper import GPTInferenceWrapper
-    from megatron_async.runner.controller import TextGenerationController
+    from megatron_async.models.gpt_network import GPTNetwork
+    from megatron_async.models.served import ServedModel
 
-    wrapper = GPTInferenceWrapper(model)
+    network = GPTNetwork(model)
     config = EngineConfig(
-        device=str(wrapper.device), max_requests=len(prompts), depth=depth,
+        device=str(network.device), max_requests=len(prompts), depth=depth,
         enable_prefix_caching=False,
     )  # fmt: skip
-    context = build_context(wrapper, config, resolve_device(config.device))
     steps = []
     params = SamplingParams(num_tokens_to_generate=count, temperature=0.0, termination_id=-1)
-    controller = TextGenerationController(wrapper, None)
-    with DynamicInferenceEngine(controller, context, config=config) as engine:
+    with DynamicInferenceEngine(ServedModel(network=network), config) as engine:
         futures = [engine.add_request(n, prompt, params) for n, prompt in enumerate(prompts)]
         while engine.has_unfinished_requests():
             started = time.perf_counter()

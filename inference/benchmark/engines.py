@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 
+from megatron_async.build.runner import allocate
+from megatron_async.build.sizes import cached_tokens
+from megatron_async.build.spec import EngineSpec
 from megatron_async.config import EngineConfig
-from megatron_async.engine.build import build_context, kv_cache_specs
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.runner.controller import TextGenerationController
+from megatron_async.models.served import ModelDescription
 from megatron_async.sampling_params import SamplingParams
 
 from ..cli.progress import show_capture
@@ -51,7 +53,8 @@ def start_engine(
 ) -> Started:
     """Build an engine over the model's weights, and time its parts."""
     started = time.perf_counter()
-    context = build_context(model.wrapper, config, model.device)
+    served = model.served(work.tokenizer(model.network.vocab_size))
+    batch = allocate(EngineSpec.of(served, config, model.device.type), served, model.device)
     _synchronize(model.device)
     cache_seconds = time.perf_counter() - started
     capture_seconds = 0.0
@@ -63,10 +66,11 @@ def start_engine(
         _synchronize(model.device)
         capture_seconds = time.perf_counter() - before
 
-    vocab_size = model.wrapper.vocab_size
-    controller = TextGenerationController(model.wrapper, work.tokenizer(vocab_size))
     engine = DynamicInferenceEngine(
-        controller, context, config=config, model_name=model.name, progress=time_capture
+        served,
+        config,
+        batch=batch,
+        progress=time_capture,
     )
     _synchronize(model.device)
     seconds = time.perf_counter() - started
@@ -142,8 +146,10 @@ def ragged_config(
 
 def _token_bytes(model: BenchmarkModel, drafts: Drafts) -> int:
     """Return the bytes a token takes in the KV cache, that of a model that drafts included."""
-    specs = kv_cache_specs(model.wrapper, EngineConfig(**drafts.config))
-    return sum(spec.token_bytes for spec in specs if spec is not None)
+    described = ModelDescription.of(model.network)
+    draft = None if model.draft is None else ModelDescription.of(model.draft)
+    spec, further = cached_tokens(described, draft, EngineConfig(**drafts.config))
+    return spec.token_bytes + further
 
 
 def make_engine(
@@ -211,7 +217,7 @@ def measure_startup(
         phases["cache"].append(one.cache_seconds)
         phases["capture"].append(one.capture_seconds)
         phases["rest"].append(one.seconds - one.cache_seconds - one.capture_seconds)
-        phases["first token"].append(_first_token_seconds(one.engine, model.wrapper.vocab_size))
+        phases["first token"].append(_first_token_seconds(one.engine, model.network.vocab_size))
         graphs = one.engine.runner.graph_count
         close_engines([one])
     started = time.perf_counter()

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_async.build.runner import allocate, keep_states
+from megatron_async.build.spec import EngineSpec
 from megatron_async.config import EngineConfig
-from megatron_async.engine.build import build_context, keep_states
 from megatron_async.kernels.moe.reference import route, router_logits
 from megatron_async.models.fused.moe_block import is_mixture
 from megatron_async.runner.recurrent_states import RecurrentStates, StepStates
@@ -37,7 +38,7 @@ def experts_read(
         generated: the tokens of each request, as many of each.
         window: tokens that a row brings to a step; drafts count as what came in their place.
     """
-    mlps = (getattr(layer, "mlp", None) for layer in model.wrapper.model.decoder.layers)
+    mlps = (getattr(layer, "mlp", None) for layer in model.network.model.decoder.layers)
     layers: list[Any] = [mlp for mlp in mlps if is_mixture(mlp)]
     if not layers or not requests:
         return None
@@ -64,12 +65,14 @@ def _chosen(model: BenchmarkModel, layers: Sequence[Any], tokens: list[int]) -> 
         enable_prefix_caching=False,
         device=str(model.device),
     )
-    context = build_context(model.wrapper, config, model.device)
-    keep_states(model.wrapper, config, context)
+    served = model.served()
+    spec = EngineSpec.of(served, config, model.device.type)
+    context = allocate(spec, served, model.device)
+    keep_states(spec, model.network, context)
     size, device = context.block_size_tokens, model.device
     blocks = -(-count // size)
     context.block_table[0, :blocks] = torch.arange(1, blocks + 1, device=device)
-    context.finished[0] = False
+    context.slots.finished[0] = False
     positions = torch.arange(count, device=device)
     chunk = torch.tensor([[0, 0, count, 0]], dtype=torch.int32, device=device)
     context.begin_forward(
@@ -77,10 +80,10 @@ def _chosen(model: BenchmarkModel, layers: Sequence[Any], tokens: list[int]) -> 
         last_token_index=positions[-1:], read_lengths=device.type != "cuda",
     )  # fmt: skip
     if context.states is not None:
-        _begin_states(context.states, count, context.finished)
+        _begin_states(context.states, count, context.slots.finished)
     found: list[Tensor] = []
     with torch.no_grad(), _routers_watched(layers, found):
-        model.wrapper.forward(torch.tensor(tokens, device=device), positions, context)
+        model.network.forward(torch.tensor(tokens, device=device), positions, context)
     context.release()
     return torch.stack(found).long().cpu()
 
@@ -89,7 +92,7 @@ def _begin_states(states: RecurrentStates, count: int, finished: Tensor) -> None
     """Tell recurrent layers of a prompt of ``count`` tokens in slot 0, and of no decode row."""
     zero = torch.zeros(1, dtype=torch.int64, device=finished.device)
     decode = states.decode_rows(zero[:0], zero[:0], finished, 1, zero[:0, None])
-    states.step = StepStates(decode, states.chunks(zero, zero, zero, zero + count, finished))
+    states.begin(StepStates(decode, states.chunks(zero, zero, zero, zero + count, finished)))
 
 
 @contextmanager

@@ -11,15 +11,18 @@ from typing import Any
 
 import torch
 
+from megatron_async.build.model import check_same_vocabulary, loading_fields
+from megatron_async.build.ranks import start_ranks
 from megatron_async.checkpoint import load_pretrained
 from megatron_async.config import EngineConfig
-from megatron_async.engine.build import resolve_device
-from megatron_async.engine.load import check_same_vocabulary, shared_config, start_ranks
+from megatron_async.device import resolve_device
 from megatron_async.errors import ConfigError
 from megatron_async.models.build import build_random_model
 from megatron_async.models.config import ModelConfig
+from megatron_async.models.gpt_network import GPTNetwork
+from megatron_async.models.served import ServedModel
 from megatron_async.models.shapes import SHAPES
-from megatron_async.models.wrapper import GPTInferenceWrapper
+from megatron_async.ranks.group import RankGroup
 from megatron_async.ranks.messages import BuildModel, LoadModel
 from megatron_async.ranks.start import device_of_rank
 
@@ -32,7 +35,7 @@ class BenchmarkModel:
 
     name: str
     config: ModelConfig
-    wrapper: GPTInferenceWrapper
+    network: GPTNetwork
     device: torch.device
     dtype: torch.dtype
     build_seconds: float
@@ -42,6 +45,18 @@ class BenchmarkModel:
     """None of a shape."""
     micro_batches: int | None = None
     """Micro-batches of its engines; None as they choose."""
+    draft: GPTNetwork | None = None
+    group: RankGroup | None = None
+
+    def served(self, tokenizer: Any = None) -> ServedModel:
+        """The model as an engine takes it."""
+        return ServedModel(
+            network=self.network,
+            tokenizer=tokenizer,
+            name=self.name,
+            draft=self.draft,
+            group=self.group,
+        )
 
     def tokens_of(self, file: str, least: int) -> list[int]:
         """Token ids of a file's text.
@@ -95,7 +110,7 @@ def load_benchmark_model(
         pretrained = None
     else:
         if group is not None:
-            group.tell(LoadModel(args.model or "tiny", shared_config(engine_config)))
+            group.tell(LoadModel(args.model or "tiny", loading_fields(engine_config)))
         pretrained = load_pretrained(args.model or "tiny", device=device, dtype=dtype)
         name, config, model = pretrained.name, pretrained.config, pretrained.model
     if longest > config.max_sequence_length:
@@ -108,24 +123,23 @@ def load_benchmark_model(
             said = str(dtype).removeprefix("torch.")
             group.tell(BuildModel(config.to_dict(), said, seed))
         model = build_random_model(config, device=device, dtype=dtype, seed=seed)
-    wrapper = GPTInferenceWrapper(model)
+    network, draft = GPTNetwork(model), None
     if group is not None:
         group.await_answers()
-        wrapper.rank_group = group
         group.model_path = None if args.shape is not None else args.model or "tiny"
-    dtype, draft_config = wrapper.kv_cache_spec.dtype, None
+    dtype, draft_config = network.kv_cache_spec.dtype, None
     if args.draft_model is not None:
         if group is not None:
             raise ConfigError("bench has no --draft-model with several ranks; leave one out")
         drafting = load_pretrained(args.draft_model, device=device, dtype=dtype)
         draft_config = drafting.config
         check_same_vocabulary(config, pretrained and pretrained.tokenizer, drafting)
-        wrapper.draft_model = GPTInferenceWrapper(drafting.model)
+        draft = GPTNetwork(drafting.model)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     seconds = time.perf_counter() - started
     tokenizer = pretrained and pretrained.tokenizer
     return BenchmarkModel(
-        name, config, wrapper, device, dtype, seconds, draft_config, tokenizer,
-        getattr(args, "pipeline_micro_batches", None),
+        name, config, network, device, dtype, seconds, draft_config, tokenizer,
+        getattr(args, "pipeline_micro_batches", None), draft, group,
     )  # fmt: skip

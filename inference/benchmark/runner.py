@@ -16,8 +16,8 @@ import torch
 
 from megatron_async import megatron_compat as compat
 from megatron_async.config import EngineConfig
+from megatron_async.device import resolve_device
 from megatron_async.device.bandwidth import copy_bandwidth
-from megatron_async.engine.build import resolve_device
 from megatron_async.version import __version__
 
 from .baselines import measure_baselines
@@ -82,9 +82,9 @@ def collect(
     workload.run()
     # Engines may have found a reason that the model alone does not give.
     report |= coverage(model)
-    if model.wrapper.rank_group is not None:
-        report["ranks"] = str(model.wrapper.rank_group.layout)
-        model.wrapper.rank_group.close()
+    if model.group is not None:
+        report["ranks"] = str(model.group.layout)
+        model.group.close()
     if args.baseline:
         batches = workload.batches()
         config, dtype = dataclasses.replace(model.config, mtp_num_layers=0), model.dtype
@@ -110,9 +110,9 @@ def _full_config(
 
 def coverage(model: BenchmarkModel) -> dict[str, Any]:
     """Which blocks of a decode step are fused, and why not all."""
-    wrapper = model.wrapper
-    covered = wrapper.decode_coverage().to_dict()
-    return {"fused_decode_off": wrapper.fused_decode_off, "decode_coverage": covered}
+    network = model.network
+    covered = network.decode_coverage().to_dict()
+    return {"fused_decode_off": network.fused_decode_off, "decode_coverage": covered}
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -209,7 +209,7 @@ class DecodeWorkload(Workload):
         return f"{statistics.fmean(steps.step_ms):.3f} ms/step"
 
     def _requests(self, batch_size: int) -> list[Request]:
-        return self._load.requests(self.model.wrapper.vocab_size, batch_size, self._text)
+        return self._load.requests(self.model.network.vocab_size, batch_size, self._text)
 
     def _groups(self, batch_size: int) -> list[list[tuple[int, Drafts]]]:
         """Depths and drafts whose engines live side by side, so that their rounds alternate. With
@@ -342,7 +342,7 @@ class RaggedWorkload(Workload):
         return 1 + engines * len(self.args.arrival_rate) * int(self.args.rounds)
 
     def run(self) -> None:
-        requests = self._load.make_requests(self.model.wrapper.vocab_size)
+        requests = self._load.make_requests(self.model.network.vocab_size)
         with self.engines("depth 0", {"depth": 0}) as made:
             made.append(self._start(0, PLAIN))
             scouted = run_load(made[0].engine, requests).tokens
@@ -397,7 +397,7 @@ class RaggedWorkload(Workload):
             "round_seconds": [run.seconds for run in found.runs],
             **draft_figures([run.counters for run in found.runs], middle.counters.tokens_per_row),
             "requests_different": differ,
-            "block_count": found.started.engine.context.block_count,
+            "block_count": found.started.engine.cache.sizes.block_count,
         }
         return self.row(found, middle, figures)
 

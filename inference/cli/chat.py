@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     templates.source()  # an error at once if there is none
     system = messages = list[dict[str, str]]()
     with options.load_engine(args.model, config) as engine:
-        if (tokenizer := engine.controller.tokenizer) is None:
+        if (tokenizer := engine.model.tokenizer) is None:
             raise ConfigError(f"--model {args.model} has no tokenizer, and chats are text")
         for turn, line in enumerate(filter(None, _lines(args.system))):
             command, _, text = line.partition(" ")

@@ -48,8 +48,6 @@ def run(args: argparse.Namespace) -> int:
     config = options.engine_config(args, depth, random_seed=args.seed)
     serial_config = options.engine_config(args, 0, random_seed=args.seed)
 
-    from megatron_async.drafting.choose import mtp_layers
-
     from ..verify.decode import Work, decode
     from .writers import InTurnWriter
 
@@ -63,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     warm_up = [works[0].changed(num_tokens_to_generate=4)]
     print(f"Loading model {args.model}.", flush=True)
     with options.load_engine(args.model, config) as engine:
-        if engine.controller.tokenizer is None:
+        if engine.model.tokenizer is None:
             none = f"--model {args.model} has no tokenizer, and the prompts of demo are text"
             raise ConfigError(f"{none}; use verify, which makes token ids of its own")
         decode(engine, warm_up)
@@ -74,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
             decode(serial, warm_up)
             reference = decode(serial, works)
         runs = {_mode(depth): ours, _mode(0): reference}
-        layers = mtp_layers(engine.controller.inference_wrapped_model)
+        layers = engine.model.network.mtp_layers
         if layers and not config.num_speculative_tokens:
             print(f"Decoding them with {layers} drafts a step, {_mode(depth)}.\n", flush=True)
             drafting_config = dataclasses.replace(config, num_speculative_tokens=layers)

@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         if results is not None:
             steps = engine.counters.steps_launched
             ended = [future.result() for future in futures]
-            results.write(results_to_json(ended, steps, engine.controller.tokenizer))
+            results.write(results_to_json(ended, steps, engine.model.tokenizer))
     return EXIT_BAD_INPUT if len(futures) < len(jobs) else 0
 
 
@@ -126,13 +126,13 @@ def _sampling_params(
 ) -> SamplingParams:
     own = options.STRUCTURES if any(name in job.sampling for name in options.STRUCTURES) else ()
     values = {n: vars(args)[n] for n in options.SAMPLING if n not in ("seed", *own)} | job.sampling
-    defaults = getattr(engine.controller.inference_wrapped_model, "sampling_defaults", None) or {}
+    defaults = engine.model.sampling_defaults or {}
     if values["max_new_tokens"] is None:
         values["max_new_tokens"] = defaults.get("num_tokens_to_generate")
     if values["max_new_tokens"] is None:
         # What the model has room for; a prompt that is too long is the engine's to refuse.
         prompt = job.prompt
-        tokens = engine.controller.tokenize_prompt(prompt) if isinstance(prompt, str) else prompt
+        tokens = engine.model.tokenize_prompt(prompt) if isinstance(prompt, str) else prompt
         room = engine.max_sequence_length - len(tokens)
         values["max_new_tokens"] = max(1, min(DEFAULT_MAX_NEW_TOKENS, room))
     given = {k: value for k, value in values.items() if value is not None and value is not False}

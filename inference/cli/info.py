@@ -121,11 +121,11 @@ def collect() -> dict[str, Any]:
 def _of_model(model: str) -> dict[str, Any]:
     """Its features, which blocks are fused, and what the KV cache takes: without drafts, and where
     the layers of multi-token prediction draft."""
+    from megatron_async.build.model import load_model
     from megatron_async.config import EngineConfig
-    from megatron_async.engine.load import load_parts
     from megatron_async.models.features import features
 
-    wrapper = load_parts(model, EngineConfig(max_requests=1)).controller.inference_wrapped_model
+    wrapper: Any = load_model(model, EngineConfig(max_requests=1)).network
     spec = wrapper.kv_cache_spec
     config = wrapper.model.model_config
     assert config is not None

@@ -288,8 +288,8 @@ def followed_rank(args: argparse.Namespace) -> bool:
     engine; then it has, until that one ended it."""
     if os.environ.get("RANK", "0") == "0" or not hasattr(args, PARALLEL_SIZES[0]):
         return False
-    from megatron_async.engine.build import resolve_device
-    from megatron_async.engine.rank_process import follow
+    from megatron_async.build.rank_process import follow
+    from megatron_async.device import resolve_device
     from megatron_async.ranks.layout import Layout
 
     layout = Layout(*(getattr(args, name) or 1 for name in PARALLEL_SIZES))

@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from megatron_async.checkpoint import describe_pretrained
-    from megatron_async.engine.build import resolve_device
+    from megatron_async.device import resolve_device
     from megatron_async.kernels import compile as cuda
     from megatron_async.models.fused.tuning import first_layers
 

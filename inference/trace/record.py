@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
+from megatron_async.device import resolve_device
 from megatron_async.device.kernel_profiler import KernelProfiler
-from megatron_async.engine.build import resolve_device
 from megatron_async.engine.host_timeline import HostTimeline
 from megatron_async.errors import ConfigError
 from megatron_async.perfetto.events import Recording
@@ -67,7 +67,7 @@ class Subject:
         self.title += drafts.said
         self.engine = start_engine(model, config, load).engine
         self._args = args
-        self._requests = load.requests(model.wrapper.vocab_size, args.batch_size + 1)
+        self._requests = load.requests(model.network.vocab_size, args.batch_size + 1)
 
     def run_once(self) -> None:
         """Decode the whole load unrecorded, so that no kernel is compiled while it is recorded."""

@@ -176,7 +176,7 @@ def _verify_random(
     for config in configs:
         with serial.with_config(config) as engine:
             depths.append(report(decode(engine, works)))
-    advice = "" if args.batch_invariant or serial.context.params_dtype.itemsize > 2 else _NEAR_TIES
+    advice = "" if args.batch_invariant or serial.cache.spec.dtype.itemsize > 2 else _NEAR_TIES
     return Report(RANDOM, RANDOM_DESCRIPTION, args.requests, depths, advice)
 
 

@@ -130,9 +130,10 @@ class Run:
         """The same weights again, so that the tokens stay what they are."""
         engine = self._engine
         evictions = engine.counters.evictions
-        model = engine.controller.inference_wrapped_model.model
-        group = getattr(engine.controller.inference_wrapped_model, "rank_group", None)
-        version = engine.update_weights(model.state_dict() if group is None else group.model_path)
+        model = engine.model.weights_owner
+        group = engine.model.group
+        path = None if group is None else group.model_path
+        version = engine.update_weights(model.state_dict() if path is None else path)
         self._scripted_evictions += engine.counters.evictions - evictions
         self._scripted_barriers += 1
         for name in filter(self._goes_on, self.records):

@@ -56,11 +56,11 @@ def _make_work(engine: DynamicInferenceEngine, rng: random.Random, number: int) 
 
 def make_prompt(engine: DynamicInferenceEngine, rng: random.Random, length: int) -> list[int]:
     """A piece of text, or of noise now and then and where there is no tokenizer."""
-    controller = engine.controller
-    if controller.tokenizer is None or rng.random() < 0.25:
-        vocab_size = controller.inference_wrapped_model.vocab_size
+    model = engine.model
+    if model.tokenizer is None or rng.random() < 0.25:
+        vocab_size = model.network.vocab_size
         return [rng.randrange(vocab_size) for _ in range(length)]
-    text = controller.tokenize_prompt(_TEXT)
+    text = model.tokenize_prompt(_TEXT)
     start = rng.randrange(len(text))
     return [text[(start + n) % len(text)] for n in range(length)]
 

@@ -10,6 +10,40 @@ if TYPE_CHECKING:
     from megatron_async.config import EngineConfig
     from megatron_async.device.protocol import Device
 
+TYPES = ("cpu", "cuda")
+
+
+def resolve_device(name: str | None) -> torch.device:
+    """The torch device that ``name`` means; None takes a GPU where there is one.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
+    import torch
+
+    from megatron_async.errors import ConfigError
+
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        device = None
+    if device is None or device.type not in TYPES:
+        raise ConfigError(f"device={name!r} is not known; use cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(f"device={name!r} but PyTorch finds no GPU; use cpu")
+        if device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        if device.index >= torch.cuda.device_count():
+            raise ConfigError(
+                f"device={name!r} but there are {torch.cuda.device_count()} GPUs; use a lower index"
+            )
+        torch.cuda.set_device(device)
+        return device
+    return torch.device("cpu")  # there is one, whatever its number
+
 
 def open_device(torch_device: torch.device, config: EngineConfig, *, graphs: bool = True) -> Device:
     """The device that runs steps on ``torch_device``.

@@ -1,83 +1,82 @@
-"""Which drafter an engine has."""
+"""What drafts in an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Literal, NamedTuple
 
 from megatron_async.config import EngineConfig
 from megatron_async.errors import ConfigError
-from megatron_async.runner.context import DynamicInferenceContext
+from megatron_async.models.served import ModelDescription, ServedModel
 from megatron_async.runner.drafter import Drafter
+from megatron_async.runner.forward_batch import ForwardBatch
+
+Source = Literal["nothing", "itself", "model", "ngram", "mtp"]
 
 
-@dataclass(frozen=True, slots=True)
-class Drafting:
+class Drafting(NamedTuple):
     """How an engine drafts.
 
     Args:
-        make: the drafter, from a context and the most rows of a step.
+        source: the network ``itself``, another ``model``, prompt look-up, or MTP layers.
         lookahead: positions behind the window of a row to which it writes.
         wants_tokens: admissions must bring the tokens of their requests.
     """
 
-    make: Callable[[DynamicInferenceContext, int], Drafter | None]
+    source: Source = "nothing"
     lookahead: int = 0
     wants_tokens: bool = False
 
 
-def choose_drafting(model: Any, drafts: int, config: EngineConfig) -> Drafting:
-    """Choose how an engine over a wrapped model drafts ``drafts`` tokens.
+def choose_drafting(
+    model: ModelDescription, drafts: int, config: EngineConfig, *, has_draft_model: bool
+) -> Drafting:
+    """Choose how an engine over such a model drafts ``drafts`` tokens.
 
     Raises:
         ConfigError: the model cannot.
     """
     if not drafts:
-        return Drafting(lambda context, max_rows: None)
-    if hasattr(model, "make_drafter"):
-        return Drafting(model.make_drafter)
-    draft_model = getattr(model, "draft_model", None)
-    if draft_model is not None:
-        from megatron_async.drafting.model import ModelDrafter
-
+        return Drafting()
+    if model.drafts_itself:
+        return Drafting("itself")
+    if has_draft_model:
         # The window's last token and all drafts but the last are written behind the window.
-        return Drafting(lambda context, max_rows: ModelDrafter(draft_model, context), drafts)
+        return Drafting("model", drafts)
     if config.speculative_method == "ngram":
-        from megatron_async.drafting.ngram import NgramDrafter
-
-        return Drafting(lambda context, max_rows: NgramDrafter(context), wants_tokens=True)
-    layers = mtp_layers(model)
-    if not layers:
+        return Drafting("ngram", wants_tokens=True)
+    if not model.mtp_layers:
         raise ConfigError(
             f"num_speculative_tokens={drafts} but the model has no layers for multi-token "
             "prediction; leave it out, or add speculative_method='ngram' or draft_model"
         )
-    from megatron_async.drafting.mtp import MtpDrafter
-
-    needed: int = model.kv_cache_spec.num_layers
-
-    def make(context: DynamicInferenceContext, max_rows: int) -> Drafter:
-        if (has := context.kv_cache.shape[0]) < needed:
-            raise ConfigError(
-                f"the context has num_layers={has} and drafts by multi-token prediction need "
-                f"{needed}; build it with those, or with num_speculative_tokens=0"
-            )
-        return MtpDrafter(model, context, max_rows)
-
-    return Drafting(make, lookahead=max(0, drafts - layers))
+    return Drafting("mtp", max(0, drafts - model.mtp_layers))
 
 
-def layers_draft(model: Any, config: EngineConfig) -> bool:
-    """Whether a wrapped model's own MTP layers are to draft, so that the KV cache has theirs."""
-    return (
-        config.num_speculative_tokens > 0
-        and config.speculative_method == "mtp"
-        and getattr(model, "draft_model", None) is None
-    )
+def layers_draft(config: EngineConfig, *, has_draft_model: bool) -> bool:
+    """Whether a model's own MTP layers are to draft, so that the KV cache has theirs."""
+    drafts = config.num_speculative_tokens > 0 and config.speculative_method == "mtp"
+    return drafts and not has_draft_model
 
 
-def mtp_layers(model: Any) -> int:
-    """How many MTP layers a wrapped model has."""
-    gpt: Any = getattr(model, "model", None)
-    return len(gpt.mtp.layers) if getattr(gpt, "mtp_process", False) else 0
+def make_drafter(
+    source: Source, model: ServedModel, batch: ForwardBatch, max_rows: int
+) -> Drafter | None:
+    """What drafts in steps of up to ``max_rows`` rows."""
+    match source:
+        case "itself":
+            made: Drafter = model.network.make_drafter(batch, max_rows)
+            return made
+        case "model":
+            from megatron_async.drafting.model import ModelDrafter
+
+            return ModelDrafter(model.draft, batch)
+        case "ngram":
+            from megatron_async.drafting.ngram import NgramDrafter
+
+            return NgramDrafter(batch)
+        case "mtp":
+            from megatron_async.drafting.mtp import MtpDrafter
+
+            return MtpDrafter(model.network, batch, max_rows)
+        case "nothing":
+            return None

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron_async.runner.attention_metadata import metadata_of_mixed
-from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.drafter import MixedTokens, SampledRows
+from megatron_async.runner.forward_batch import ForwardBatch
 from megatron_async.runner.sampler import sample_tokens
 
 
@@ -23,18 +23,18 @@ class ModelDrafter:
     """Drafts the tokens of a row one after the other.
 
     Args:
-        wrapper: the ``GPTInferenceWrapper`` of the model that drafts.
-        context: of the model that verifies.
+        network: of the model that drafts.
+        batch: of the model that verifies.
     """
 
     wants_tokens = False
 
-    def __init__(self, wrapper: Any, context: DynamicInferenceContext) -> None:
-        self._wrapper = wrapper
-        self._context = context.beside(wrapper.kv_cache_spec.decoder)
-        self._state = context.slots
-        slots = context.slot_count + 1
-        self._last = torch.zeros(slots, dtype=torch.int64, device=context.device)
+    def __init__(self, network: Any, batch: ForwardBatch) -> None:
+        self._network = network
+        self._batch = batch.beside(network.kv_cache_spec.decoder)
+        self._state = batch.slots
+        slots = batch.slot_count + 1
+        self._last = torch.zeros(slots, dtype=torch.int64, device=batch.device)
         """By slot, the last token that it has seen: its block may not have been there yet."""
 
     def admit(self, slot: int, tokens: Sequence[int]) -> None:
@@ -44,25 +44,25 @@ class ModelDrafter:
         return None
 
     def prefill(self, tokens: MixedTokens, hidden_states: Tensor | None) -> None:
-        context, null_slot = self._context, self._context.null_slot
+        batch, null_slot = self._batch, self._batch.null_slot
         slots, firsts, lengths, _ = tokens.chunks.long().unbind(1)
         filled = lengths > 0
         lasts = torch.where(filled, firsts + lengths - 1, 0)
         self._last[torch.where(filled, slots, null_slot)] = tokens.ids[lasts]
-        context.begin(
+        batch.begin(
             metadata_of_mixed(
                 self._state,
-                context.block_size_tokens,
+                batch.block_size_tokens,
                 torch.where(tokens.decodes, null_slot, tokens.slots),
                 torch.where(tokens.decodes, 0, tokens.positions),
                 decodes=tokens.decodes,
                 chunks=tokens.chunks,
                 last_token_index=tokens.last_token_index,
                 null_slot=null_slot,
-                read_lengths=context.device.type != "cuda",
+                read_lengths=batch.device.type != "cuda",
             )
         )
-        self._wrapper.forward(tokens.ids, tokens.positions, context)
+        self._network.forward(tokens.ids, tokens.positions, batch)
 
     def draft(self, rows: SampledRows, count: int) -> Tensor:
         slots, sampled, last, first = rows
@@ -84,26 +84,26 @@ class ModelDrafter:
     def _next(self, slots: Tensor, tokens: Tensor, positions: Tensor, end: Tensor) -> Tensor:
         """A draft [R] of what follows position ``end`` [R] of each slot, from ``tokens`` at
         ``positions`` [R, n], of which those up to ``end`` count."""
-        state, context = self._state, self._context
+        state, batch = self._state, self._batch
         rows, width = positions.shape
         valid = (
             (positions <= end[:, None])
-            & (slots != context.null_slot)[:, None]
+            & (slots != batch.null_slot)[:, None]
             & (positions + 1 < state.max_total[slots][:, None])
         ).flatten()
         at = torch.arange(rows, device=slots.device) * width
         if width > 1:
             at = at + end - positions[:, 0]
-        context.begin_forward(
-            torch.where(valid, slots.repeat_interleave(width), context.null_slot),
+        batch.begin_forward(
+            torch.where(valid, slots.repeat_interleave(width), batch.null_slot),
             torch.where(valid, positions.flatten(), 0),
             decode_rows=rows * width,
             last_token_index=at,
-            read_lengths=context.device.type != "cuda",
+            read_lengths=batch.device.type != "cuda",
         )
-        logits = self._wrapper.forward(tokens.flatten(), positions.flatten(), context)
+        logits = self._network.forward(tokens.flatten(), positions.flatten(), batch)
         sample: Callable[..., Tensor] = sample_tokens
-        parallel = getattr(self._wrapper, "parallel", None)
+        parallel = self._network.parallel
         if parallel is not None:
             sample = partial(parallel.sample, sample_tokens)
         found = sample(
@@ -113,6 +113,6 @@ class ModelDrafter:
             state.top_p[slots],
             state.seed[slots],
             end + 1,
-            vocab_size=self._wrapper.vocab_size,
+            vocab_size=self._network.vocab_size,
         )
         return found.clamp(min=0)

@@ -24,8 +24,8 @@ from megatron_async.drafting.mtp_rows import DraftRows, DraftShape, draft_rows
 from megatron_async.kernels.drafting.mtp_input import DraftInput, NormParameters, hidden_before
 from megatron_async.models.parallel import ModelParallel
 from megatron_async.runner.attention_metadata import metadata_of_mixed
-from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.drafter import MixedTokens, SampledRows
+from megatron_async.runner.forward_batch import ForwardBatch
 from megatron_async.runner.sampler import has_triton, sample_tokens
 from megatron_async.sampling.sample import candidates
 
@@ -36,22 +36,22 @@ CHUNK_FIRST, CHUNK_LENGTH, CHUNK_START = 1, 2, 3
 
 
 class MtpDrafter:
-    """Drafts up to ``context.num_speculative_tokens`` tokens a row.
+    """Drafts up to ``batch.num_speculative_tokens`` tokens a row.
 
     Args:
-        wrapper: a ``GPTInferenceWrapper`` over a model that has MTP layers.
-        context: its cache has the MTP layers' layers behind the decoder's.
+        network: a ``GPTNetwork`` over a model that has MTP layers.
+        batch: its cache has the MTP layers' layers behind the decoder's.
         max_rows: most rows of a step.
     """
 
     wants_tokens = False
 
-    def __init__(self, wrapper: Any, context: DynamicInferenceContext, max_rows: int) -> None:
-        self._wrapper = wrapper
-        self._context = context
-        self._state = context.slots
-        self._count = context.num_speculative_tokens
-        model = wrapper.model
+    def __init__(self, network: Any, batch: ForwardBatch, max_rows: int) -> None:
+        self._network = network
+        self._batch = batch
+        self._state = batch.slots
+        self._count = batch.num_speculative_tokens
+        model = network.model
         # Layers that give no draft are left alone.
         self._layers = min(len(model.mtp.layers), self._count)
         self._learns_positions: bool = model.position_embedding_type == "learned_absolute"
@@ -59,15 +59,14 @@ class MtpDrafter:
         hidden_size: int = model.config.hidden_size
         self._pending = like.new_zeros(max_rows * (self._count + 1), hidden_size)
         """Hidden states of the tokens of the pending logits."""
-        self._tails = like.new_zeros(context.slot_count + 1, self._layers, hidden_size)
+        self._tails = like.new_zeros(batch.slot_count + 1, self._layers, hidden_size)
         """By slot and layer, what row t of it needs of row t - 1 when that came in an earlier
         forward: what the layer before has put out there."""
-        self._arrivals = torch.zeros(max_rows, dtype=torch.int32, device=context.device)
+        self._arrivals = torch.zeros(max_rows, dtype=torch.int32, device=batch.device)
         """What the sampler counts by row, zeros between its launches."""
-        make_fused = getattr(wrapper, "fused_mtp", None)
-        self._fused = make_fused() if make_fused is not None else None
-        self._parallel: ModelParallel | None = getattr(wrapper, "parallel", None)
-        on_gpu = context.device.type == "cuda" and has_triton()
+        self._fused = network.fused_mtp()
+        self._parallel: ModelParallel | None = network.parallel
+        on_gpu = batch.device.type == "cuda" and has_triton()
         self._has_kernels = on_gpu and self._parallel is None
 
     def admit(self, slot: int, tokens: Sequence[int]) -> None:
@@ -85,7 +84,7 @@ class MtpDrafter:
         slots, firsts, lengths, starts = chunks.unbind(1)
         filled = lengths > 0
         lasts = torch.where(filled, firsts + lengths - 1, 0)
-        target = torch.where(filled, slots, self._context.null_slot)
+        target = torch.where(filled, slots, self._batch.null_slot)
         for layer in range(self._layers):
             # One row back; the first of a chunk has it from the chunk before.
             before = torch.cat([hidden[:1], hidden[:-1]])
@@ -103,17 +102,17 @@ class MtpDrafter:
             shifted[:, CHUNK_FIRST] += skipped
             shifted[:, CHUNK_LENGTH] -= skipped
             shifted[:, CHUNK_START] += skipped - layer - 1
-            self._context.begin(
+            self._batch.begin(
                 metadata_of_mixed(
                     state,
-                    self._context.block_size_tokens,
-                    torch.where(valid, tokens.slots, self._context.null_slot),
+                    self._batch.block_size_tokens,
+                    torch.where(valid, tokens.slots, self._batch.null_slot),
                     torch.where(valid, positions, 0),
                     decodes=~valid,
                     chunks=shifted,
                     last_token_index=pending,
-                    null_slot=self._context.null_slot,
-                    read_lengths=self._context.device.type != "cuda",
+                    null_slot=self._batch.null_slot,
+                    read_lengths=self._batch.device.type != "cuda",
                 )
             )
             hidden = self._run(layer, before, tokens.ids, tokens.positions)
@@ -149,8 +148,8 @@ class MtpDrafter:
 
     def _rows_of(self, rows: SampledRows, shape: DraftShape) -> tuple[DraftRows, RowsKernel | None]:
         """What drafts run over, and what has yet to fill it: the first one's input does."""
-        context, state = self._context, self._state
-        block_size, null_slot = context.block_size_tokens, context.null_slot
+        batch, state = self._batch, self._state
+        block_size, null_slot = batch.block_size_tokens, batch.null_slot
         if self._has_kernels:
             from megatron_async.kernels.drafting.mtp_rows import rows_kernel
 
@@ -166,7 +165,7 @@ class MtpDrafter:
             shape,
             block_size=block_size,
             null_slot=null_slot,
-            read_lengths=context.device.type != "cuda",
+            read_lengths=batch.device.type != "cuda",
         )
         return found, None
 
@@ -174,7 +173,7 @@ class MtpDrafter:
         return (
             self._fused is not None
             and not self._learns_positions
-            and self._fused.begins(shape.rows, shape.window, self._context)
+            and self._fused.begins(shape.rows, shape.window, self._batch)
         )
 
     def _sample(
@@ -188,7 +187,7 @@ class MtpDrafter:
             drafts.seed,
             drafts.sample_positions[draft],
         )
-        vocab_size: int = self._wrapper.vocab_size
+        vocab_size: int = self._network.vocab_size
         if self._has_kernels:
             from megatron_async.kernels.drafting.mtp_rows import sample_draft
             from megatron_async.kernels.sampling.sample_cuda import Taken
@@ -208,11 +207,11 @@ class MtpDrafter:
     ) -> DraftInput:
         """Begin the forward of the layer that gives a draft."""
         layer, metadata = shape.layer(draft), drafts.metadata(shape, draft)
-        self._context.begin(metadata)
+        self._batch.begin(metadata)
         positions = metadata.position_ids
         if self._learns_positions:
             # Those of tokens behind a request's end may have no embedding.
-            positions = (positions + layer + 1).clamp(max=self._context.max_sequence_length - 1)
+            positions = (positions + layer + 1).clamp(max=self._batch.max_sequence_length - 1)
         tokens = drafts.tokens[:, shape.columns(draft)]
         return DraftInput(
             draft, layer, tokens, positions, hidden, rows.last, rows.slots, self._tails
@@ -221,17 +220,17 @@ class MtpDrafter:
     def _run_draft(self, of: DraftInput) -> tuple[Tensor, Tensor, NormParameters | None]:
         """Hidden states ``[R, n, hidden]`` that the layer puts out, logits ``[R, vocab]`` of the
         last token of each row, and the final norm if the hidden states have not passed it."""
-        if self._fused is not None and self._fused.takes(of.layer, *of.tokens.shape, self._context):
+        if self._fused is not None and self._fused.takes(of.layer, *of.tokens.shape, self._batch):
             found: tuple[Tensor, Tensor, NormParameters | None] = self._fused.forward(
-                of, self._context
+                of, self._batch
             )
             return found
         before = hidden_before(of)
         hidden = self._run(of.layer, before.flatten(0, 1), of.tokens.flatten(), of.position_ids)
         hidden = hidden.view(before.shape)
-        return hidden, self._wrapper.logits(hidden[:, -1]), None
+        return hidden, self._network.logits(hidden[:, -1]), None
 
     def _run(self, layer: int, hidden: Tensor, ids: Tensor, positions: Tensor) -> Tensor:
-        """Layer ``layer`` over tokens ``[T]`` whose attention the context knows."""
-        out: Tensor = self._wrapper.mtp_forward(layer, hidden, ids, positions, self._context)
+        """Layer ``layer`` over tokens ``[T]`` whose attention the batch knows."""
+        out: Tensor = self._network.mtp_forward(layer, hidden, ids, positions, self._batch)
         return out

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron_async.device.memory import must_fit
-from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.drafter import MixedTokens, SampledRows
+from megatron_async.runner.forward_batch import ForwardBatch
 
 LONGEST = 4
 """Most tokens that are compared; the longer the match, the better it is, and then the later."""
@@ -26,17 +26,17 @@ class NgramDrafter:
 
     wants_tokens = True
 
-    def __init__(self, context: DynamicInferenceContext) -> None:
-        self._context = context
-        slots, length = context.slot_count + 1, context.max_sequence_length
+    def __init__(self, batch: ForwardBatch) -> None:
+        self._batch = batch
+        slots, length = batch.slot_count + 1, batch.max_sequence_length
         with must_fit(
-            context.device,
+            batch.device,
             4 * slots * length,
             f"the tokens of {slots} slots for prompt look-up",
             "max_requests, depth or max_sequence_length",
         ):
-            self._tokens = torch.zeros(slots, length, dtype=torch.int32, device=context.device)
-        self._places = torch.arange(length, device=context.device)
+            self._tokens = torch.zeros(slots, length, dtype=torch.int32, device=batch.device)
+        self._places = torch.arange(length, device=batch.device)
 
     def admit(self, slot: int, tokens: Sequence[int]) -> None:
         known = torch.tensor(tokens, dtype=torch.int32, pin_memory=self._tokens.is_cuda)
@@ -51,8 +51,8 @@ class NgramDrafter:
     def draft(self, rows: SampledRows, count: int) -> Tensor:
         slots, tokens, last, first = rows
         index = torch.arange(tokens.shape[1], device=slots.device)
-        counts = (index <= last[:, None]) & (slots != self._context.null_slot)[:, None]
-        target = torch.where(counts, slots[:, None], self._context.null_slot)
+        counts = (index <= last[:, None]) & (slots != self._batch.null_slot)[:, None]
+        target = torch.where(counts, slots[:, None], self._batch.null_slot)
         at = torch.where(counts, first[:, None] + index, 0)
         self._tokens[target, at] = torch.where(counts, tokens, 0).int()
         end = first + last

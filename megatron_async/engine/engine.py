@@ -1,4 +1,4 @@
-"""The engine: what its users call. The work is done by its parts (``assembly``)."""
+"""The engine: what its users call. The work is done by its parts (``build/engine.py``)."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequenc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_async.config import EngineConfig, check_config
+import torch
+
+from megatron_async.build.engine import assemble
+from megatron_async.build.model import load_model, over_same_weights
+from megatron_async.build.spec import EngineSpec
+from megatron_async.config import EngineConfig
+from megatron_async.device import resolve_device
 from megatron_async.device.protocol import Device
-from megatron_async.engine.assembly import assemble
 from megatron_async.engine.commands import (
     AbortRequest,
     EvictRequest,
@@ -17,7 +22,6 @@ from megatron_async.engine.commands import (
     ResumeRequest,
 )
 from megatron_async.engine.driver import prompts_with_params
-from megatron_async.engine.load import EngineParts, load_parts, parts_over_same_weights
 from megatron_async.engine.metrics import EngineCounters, NotOverlapped
 from megatron_async.engine.output_processor import TokenOutput
 from megatron_async.engine.output_sink import OutputSink
@@ -25,9 +29,10 @@ from megatron_async.engine.recording import Recorder
 from megatron_async.engine.request_queue import Prompt, checked_id
 from megatron_async.engine.sleep_mode import checked_level, tags_of
 from megatron_async.errors import EngineStoppedError, RequestError
+from megatron_async.models.served import ServedModel
 from megatron_async.request import DynamicInferenceRequest, RequestFuture
-from megatron_async.runner.context import DynamicInferenceContext
-from megatron_async.runner.controller import TextGenerationController
+from megatron_async.runner.forward_batch import ForwardBatch
+from megatron_async.runner.kv_cache import KVCache
 from megatron_async.runner.model_runner import Progress
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.weights.swap import CONTINUE, replace_weights, shared_weights
@@ -45,8 +50,9 @@ class DynamicInferenceEngine:
     any thread.
 
     Args:
-        controller: model and tokenizer. A controller serves one engine.
-        context: cache and per-slot state; its sizes win over those of ``config``.
+        model: network and tokenizer.
+        batch: with a cache and per-slot state that are there already, whose sizes win over those
+            of ``config``; None makes them.
         random_seed: from which requests that bring no seed derive theirs; None takes ``config``'s.
         enable_chunked_prefill: without it a prompt is prefilled in one forward.
         as_megatron: as in megatron-core a request that is too long is handed out as a failed
@@ -54,10 +60,8 @@ class DynamicInferenceEngine:
             suspended engine that has nothing to hand out raises, where it does nothing else; and
             the ``top_n`` lists of requests are by text, where they are by token id else.
         config: scheduling and debugging.
-        eos_token_ids: tokens that end a request which names no ``termination_id``; None takes the
-            tokenizer's ``eod``.
         progress: shows the capture of graphs.
-        device: where steps run; None opens the context's.
+        device: where steps run; None opens the model's.
         owned_group: the ranks of the model, if they end when the engine is closed.
 
     Raises:
@@ -66,36 +70,41 @@ class DynamicInferenceEngine:
 
     def __init__(
         self,
-        controller: TextGenerationController,
-        context: DynamicInferenceContext,
+        model: ServedModel,
+        config: EngineConfig | None = None,
         *,
+        batch: ForwardBatch | None = None,
         random_seed: int | None = None,
         enable_chunked_prefill: bool = True,
         as_megatron: bool = False,
-        config: EngineConfig | None = None,
-        eos_token_ids: tuple[int, ...] | None = None,
-        model_name: str = "model",
         progress: Progress | None = None,
         device: Device | None = None,
         owned_group: RankGroup | None = None,
     ) -> None:
-        config = EngineConfig(max_requests=context.max_requests) if config is None else config
-        check_config(config)
-        self.controller = controller
-        self.context = context
-        self.model_name = model_name
-        self.eos_token_ids = eos_token_ids
-        parts = assemble(
-            controller,
-            context,
+        given = None if batch is None else batch.cache
+        if config is None:
+            config = EngineConfig() if given is None else _config_over(given)
+        on = _device_of(model, config, given)
+        spec = EngineSpec.of(
+            model,
             config,
-            random_seed=random_seed,
+            on.type,
+            given=given,
             enable_chunked_prefill=enable_chunked_prefill,
-            as_megatron=as_megatron,
-            eos_token_ids=eos_token_ids,
-            progress=progress,
-            device=device,
         )
+        parts = assemble(
+            spec,
+            model,
+            on,
+            batch=batch,
+            random_seed=random_seed,
+            as_megatron=as_megatron,
+            progress=progress,
+            given=device,
+        )
+        self.model = model
+        self.batch = parts.batch
+        self.cache = parts.batch.cache
         self.config = parts.config
         self.limits = parts.limits
         self.device = parts.device
@@ -112,16 +121,16 @@ class DynamicInferenceEngine:
         self._driver = parts.driver
         self._closed_with_it = (owned_group, parts.run_file, parts.kv_events)
         if parts.run_file is not None:
-            parts.run_file.begin(parts.config, model_name)
+            parts.run_file.begin(parts.config, model.name)
             self.record(Recorder(parts.run_file.write))
-        self._weights = shared_weights(controller.weights_owner)
+        self._weights = shared_weights(model.weights_owner)
         with self._weights.lock:
             self._weights.join(self)
-        if parts.group is not None:
-            from megatron_async.engine.ranked_build import StopWhenARankDies
+        if model.group is not None:
+            from megatron_async.engine.rank_group import StopWhenARankDies
 
             self._stops_with_its_ranks = StopWhenARankDies(
-                parts.group, parts.runner, parts.device, parts.lock, parts.outputs, parts.loop
+                model.group, parts.runner, parts.device, parts.lock, parts.outputs, parts.loop
             )
 
     @classmethod
@@ -141,42 +150,42 @@ class DynamicInferenceEngine:
             ConfigError: the configuration does not suit the model or the machine.
         """
         config = EngineConfig() if config is None else config
-        return cls._over(load_parts(path, config), config, progress)
+        model = load_model(path, config)
+        try:
+            return cls._over(model, config, progress, owned_group=model.group)
+        except BaseException:
+            if model.group is not None:
+                model.group.close()
+            raise
 
     def with_config(
         self, config: EngineConfig, *, progress: Progress | None = None
     ) -> DynamicInferenceEngine:
         """Another engine over the same weights."""
         self.sleep_mode.check_awake()
-        parts = parts_over_same_weights(
-            self.controller.inference_wrapped_model,
-            self.controller.tokenizer,
-            config,
-            self.context.device,
-            self.eos_token_ids,
-            self.model_name,
-        )
-        return self._over(parts, config, progress)
+        model = over_same_weights(self.model, config, self.cache.device, self.cache.spec.dtype)
+        return self._over(model, config, progress)
 
     @classmethod
     def _over(
-        cls, parts: EngineParts, config: EngineConfig, progress: Progress | None, **options: Any
+        cls,
+        model: ServedModel,
+        config: EngineConfig,
+        progress: Progress | None,
+        owned_group: RankGroup | None = None,
     ) -> DynamicInferenceEngine:
-        try:
-            return cls(
-                parts.controller,
-                parts.context,
-                config=config,
-                eos_token_ids=parts.eos_token_ids,
-                model_name=parts.model_name,
-                progress=progress,
-                owned_group=parts.group,
-                **options,
-            )
-        except BaseException:
-            if parts.group is not None:
-                parts.group.close()
-            raise
+        return cls(model, config, progress=progress, owned_group=owned_group)
+
+    @property
+    def model_name(self) -> str:
+        """The model's, as the server says it."""
+        return self.model.name
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...] | None:
+        """Tokens that end a request which names no ``termination_id``; None takes the tokenizer's
+        ``eod``."""
+        return self.model.eos_token_ids
 
     # --- requests, from any thread ------------------------------------------------------------
 
@@ -519,7 +528,7 @@ class DynamicInferenceEngine:
     @property
     def max_sequence_length(self) -> int:
         """Most tokens of a request, prompt and generation together."""
-        return self.context.max_sequence_length
+        return self.cache.sizes.max_sequence_length
 
     def observe(self, observer: Any) -> Callable[[], None]:
         """Report what the host does to ``observer`` from the next step on; returns what ends it.
@@ -566,3 +575,14 @@ class DynamicInferenceEngine:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _device_of(model: ServedModel, config: EngineConfig, given: KVCache | None) -> torch.device:
+    """Where the weights, or a cache that is given, or the configuration say that steps run."""
+    if given is not None:
+        return given.device
+    return model.network.device or resolve_device(config.device)
+
+
+def _config_over(given: KVCache) -> EngineConfig:
+    return EngineConfig(max_requests=given.sizes.max_requests)

@@ -36,9 +36,13 @@ ASKED_BY = {
 
 
 class PromptTokenizer(Protocol):
-    """The controller's part that makes token ids of text."""
+    """What a ``ServedModel`` knows of prompts and of requests without parameters."""
 
-    tokenizer: Any
+    @property
+    def tokenizer(self) -> Any: ...
+
+    @property
+    def sampling_defaults(self) -> dict[str, Any] | None: ...
 
     def tokenize_prompt(self, prompt: str, add_BOS: bool = False) -> list[int]:
         """Token ids of a text prompt."""

@@ -85,8 +85,7 @@ class RequestValidator:
             eod = getattr(tokenizer.tokenizer, "eod", None)
             eos_token_ids = () if eod is None else (int(eod),)
         self.eos_token_ids = eos_token_ids
-        wrapper = getattr(tokenizer, "inference_wrapped_model", None)
-        self.sampling_defaults: dict[str, Any] = getattr(wrapper, "sampling_defaults", None) or {}
+        self.sampling_defaults: dict[str, Any] = tokenizer.sampling_defaults or {}
         """Values for requests without parameters."""
 
     def add(

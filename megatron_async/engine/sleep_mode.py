@@ -60,7 +60,7 @@ class SleepMode:
     """What of one engine's memory is there. Its methods are called between two steps, as a step.
 
     Args:
-        memory: of this rank, or of all (``ranked_build.MemoryOfRanks``).
+        memory: of this rank, or of all (``rank_group.MemoryOfRanks``).
         recover: called with an error that changes nothing.
 
     Attributes:

@@ -7,15 +7,18 @@ from typing import Any, NamedTuple
 
 import torch
 
+from megatron_async.build.sizes import CHUNKS_AT_ONCE
 from megatron_async.config import MAX_COUNT, EngineConfig, check_buffer_size, check_integer
-from megatron_async.engine.step_limits import CHUNKS_AT_ONCE
 from megatron_async.errors import ConfigError, shown
 from megatron_async.megatron_api.inference_config import context_keywords
 from megatron_async.megatron_api.model import outside_inference_mode
 from megatron_async.megatron_api.names import check_keywords, no_attribute
 from megatron_async.megatron_api.tables import CONTEXT, CONTEXT_ATTRIBUTES
-from megatron_async.runner import context
+from megatron_async.models.kv_cache_spec import KVCacheSpec
+from megatron_async.runner.cache_sizes import DEFAULT_BLOCK_SIZE_TOKENS, CacheSizes
 from megatron_async.runner.cuda_graphs import row_buckets
+from megatron_async.runner.forward_batch import ForwardBatch
+from megatron_async.runner.kv_cache import KVCache
 
 MAX_DERIVED_REQUESTS = 256
 """Rows that ``max_requests=None`` comes to at most, as many as vLLM runs by default."""
@@ -39,7 +42,16 @@ _OWN = frozenset(
         "further_token_bytes",
     }
 )
-"""Keywords that go to our context as they are."""
+"""Keywords that go to our cache as they are."""
+
+
+_REQUIRED = (
+    "params_dtype",
+    "num_layers",
+    "kv_channels",
+    "num_attention_heads",
+    "max_sequence_length",
+)
 
 
 class Usage(NamedTuple):
@@ -58,7 +70,7 @@ class Usage(NamedTuple):
     caches_prefixes: bool = False
 
 
-class DynamicInferenceContext(context.DynamicInferenceContext):
+class DynamicInferenceContext(ForwardBatch):
     """KV cache and slots, with megatron-core's keywords. ``docs/megatron.md`` has them all.
 
     Either with the keywords of core_v0.16, or with ``model_config`` (a megatron-core
@@ -95,12 +107,19 @@ class DynamicInferenceContext(context.DynamicInferenceContext):
         own["num_cuda_graphs"] = _num_cuda_graphs(keywords.get("num_cuda_graphs"))
         own["max_requests"] = _max_requests(keywords)
         own["max_tokens"] = _max_tokens(keywords, own["max_requests"])
-        try:
-            with outside_inference_mode():
-                super().__init__(**own)
-        except TypeError as error:  # a required keyword is missing
-            raise ConfigError(f"DynamicInferenceContext: {error}") from None
+        missing = [name for name in _REQUIRED if name not in own]
+        if missing:
+            raise ConfigError(f"DynamicInferenceContext needs {', '.join(missing)}")
+        with outside_inference_mode():
+            super().__init__(_cache(**own))
         self.config = inference_config
+        sizes = self.cache.sizes
+        self.params_dtype = self.cache.spec.dtype
+        self.max_requests, self.max_tokens = sizes.max_requests, sizes.max_tokens
+        self.num_cuda_graphs = sizes.num_cuda_graphs
+        self.block_count, self.paused_block_count = sizes.block_count, sizes.paused_block_count
+        self.block_size_bytes = self.cache.block_size_bytes
+        self.max_blocks_per_request = sizes.max_blocks_per_request
         layers, tensors, _, _, heads, size = self.kv_cache.shape
         self.num_attention_layers = layers
         self.num_attention_heads_per_partition = heads
@@ -177,6 +196,10 @@ class DynamicInferenceContext(context.DynamicInferenceContext):
         """Whether requests share the blocks of common prefixes."""
         return self.usage.caches_prefixes
 
+    def reset(self) -> None:
+        """Forget all slots; nothing may be in flight."""
+        self.cache.reset()
+
     def get_active_request_count(self) -> int:
         """Requests that run."""
         return self.usage.running_requests
@@ -204,6 +227,20 @@ class DynamicInferenceContext(context.DynamicInferenceContext):
         }
 
     def __getattr__(self, name: str) -> Any:
+        raise no_attribute(self, name, CONTEXT_ATTRIBUTES)
+
+
+class LoadedContext:
+    """The names of a context for the cache of an engine that was loaded by path."""
+
+    def __init__(self, batch: ForwardBatch) -> None:
+        self._batch = batch
+
+    def __getattr__(self, name: str) -> Any:
+        cache = self._batch.cache
+        for owner in (self._batch, cache, cache.sizes, cache.slots, cache.spec):
+            if hasattr(owner, name):
+                return getattr(owner, name)
         raise no_attribute(self, name, CONTEXT_ATTRIBUTES)
 
 
@@ -256,6 +293,28 @@ class BlockAllocator:
         )
 
 
+def _cache(
+    *,
+    params_dtype: torch.dtype,
+    num_layers: int,
+    kv_channels: int,
+    num_attention_heads: int,
+    device: torch.device | str | None = None,
+    further_token_bytes: int = 0,
+    cache_mla_latent: bool = False,
+    **sizes: Any,
+) -> KVCache:
+    spec = KVCacheSpec(
+        num_layers=num_layers,
+        num_kv_heads=num_attention_heads,
+        head_dim=kv_channels,
+        dtype=params_dtype,
+        latent_rank=0 if cache_mla_latent else None,
+    )
+    made = CacheSizes.of(spec.token_bytes + further_token_bytes, **sizes)
+    return KVCache(made, spec, device, further_token_bytes=further_token_bytes)
+
+
 def _num_cuda_graphs(count: Any) -> int | None:
     """As given; None and -1 are all."""
     if count is None or (count == -1 and not isinstance(count, bool)):
@@ -301,7 +360,7 @@ def _max_requests(keywords: dict[str, Any]) -> Any:
         token_bytes = tensors * keywords["params_dtype"].itemsize
         for name in names[:3]:
             token_bytes *= keywords[name]
-        size = keywords.get("block_size_tokens", context.DEFAULT_BLOCK_SIZE_TOKENS)
+        size = keywords.get("block_size_tokens", DEFAULT_BLOCK_SIZE_TOKENS)
         size = check_integer("block_size_tokens", size, 1, MAX_COUNT)
         blocks = int(keywords["buffer_size_gb"] * 2**30) // max(token_bytes * size, 1) - 1
     return max(1, min(blocks, MAX_DERIVED_REQUESTS))

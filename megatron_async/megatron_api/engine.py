@@ -11,25 +11,27 @@ import warnings
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from enum import Enum, auto
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_async.config import DEFAULT_ASYNC_DEPTH, MAX_DEPTH, EngineConfig, check_config
 from megatron_async.device import open_device
 from megatron_async.engine import engine
-from megatron_async.engine.load import EngineParts
 from megatron_async.engine.output_processor import TokenOutput
 from megatron_async.engine.request_queue import Prompt
 from megatron_async.errors import ConfigError
-from megatron_async.megatron_api.context import DynamicInferenceContext, Usage
+from megatron_async.megatron_api.context import DynamicInferenceContext, LoadedContext, Usage
 from megatron_async.megatron_api.inference_config import EngineSettings, engine_settings
 from megatron_async.megatron_api.main_tables import MAIN_ENGINE_ATTRIBUTES
 from megatron_async.megatron_api.metrics import CaptureStats, MetricsLog, PrefilledTokens
-from megatron_async.megatron_api.model import outside_inference_mode
+from megatron_async.megatron_api.model import TextGenerationController, outside_inference_mode
 from megatron_async.megatron_api.names import no_attribute
 from megatron_async.megatron_api.sampling import own_params, own_params_of_all
 from megatron_async.megatron_api.tables import ENGINE_ATTRIBUTES
+from megatron_async.models.served import ServedModel
+from megatron_async.ranks.group import RankGroup
 from megatron_async.request import DynamicInferenceRequest, RequestFuture
-from megatron_async.runner.controller import TextGenerationController
+from megatron_async.runner.cache_sizes import CacheSizes
+from megatron_async.runner.forward_batch import ForwardBatch
 from megatron_async.runner.model_runner import Progress
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.scheduler.request_state import State
@@ -66,7 +68,8 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
     without ``as_megatron``.
 
     Args:
-        controller, context: the model and its cache.
+        controller, context: the model and its cache; without a context it is made as ``config``
+            says.
         enable_cuda_graph: False launches the kernels of a step one by one; else steps are captured
             on a GPU.
         random_seed: from which requests that bring no seed derive theirs; None takes the model
@@ -78,6 +81,7 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
         config: scheduling, with the depth; None takes what the context's ``InferenceConfig`` says,
             or the depth that the environment's MEGATRON_ASYNC_DEPTH says. What is given here by
             name goes first.
+        model_name, eos_token_ids: see :class:`~megatron_async.models.served.ServedModel`.
         options: of the class that this one is derived from.
 
     Raises:
@@ -98,20 +102,25 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
         config: EngineConfig | None = None,
         progress: Progress | None = None,
         as_megatron: bool = True,
+        model_name: str | None = None,
+        eos_token_ids: tuple[int, ...] | None = None,
         **options: Any,
     ) -> None:
-        settings = engine_settings(getattr(context, "inference_config", None))
+        made_here = isinstance(context, DynamicInferenceContext)
+        inference_config = context.inference_config if made_here else None
+        settings = engine_settings(inference_config)
         if enable_chunked_prefill is None:
             enable_chunked_prefill = settings.enable_chunked_prefill
         if config is None:
             config = _config_of(settings, context, controller)
         check_config(config)
         changes = _changes(context, track_paused_request_events, inference_logging_step_interval)
-        _fit_length(controller, context)
-        chunk = _chunk(context, config, enable_chunked_prefill)
-        if chunk is not None:
-            enable_chunked_prefill = True
-            changes["prefill_chunk_tokens"] = chunk
+        if context is not None:
+            _fit_length(controller.inference_wrapped_model, context)
+            chunk = _chunk(context.cache.sizes, config, enable_chunked_prefill)
+            if chunk is not None:
+                enable_chunked_prefill = True
+                changes["prefill_chunk_tokens"] = chunk
         config = dataclasses.replace(config, **changes)
         self.settings = settings
         self.enable_chunked_prefill = enable_chunked_prefill
@@ -125,7 +134,7 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
         self.cuda_graph_impl = "local" if enable_cuda_graph else "none"
         self.logging_step_interval = config.inference_logging_step_interval
         self.num_speculative_tokens = config.num_speculative_tokens
-        self.metrics_writer = getattr(context, "metrics_writer", None)
+        self.metrics_writer = context.metrics_writer if made_here else None
         self.materialize_only_last_token_logits = True
         self.track_generated_token_events = False
         self.unified_memory_level = 0
@@ -134,19 +143,28 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
         self._stopped: list[Callable[[], object]] = []
         self._capture = CaptureStats(progress)
         self._prefilled = PrefilledTokens()
+        controller.check_free()
+        model = controller.served
+        if model_name is not None:
+            model = dataclasses.replace(model, name=model_name)
+        if eos_token_ids is not None:
+            model = dataclasses.replace(model, eos_token_ids=eos_token_ids)
         with outside_inference_mode():
             super().__init__(
-                controller,
-                context,
+                model,
+                config,
+                batch=context,
                 random_seed=random_seed,
                 enable_chunked_prefill=enable_chunked_prefill,
                 as_megatron=as_megatron,
-                config=config,
                 progress=self._capture,
                 **options,
             )
+        controller.take()
+        self.controller = controller
+        self.context: Any = LoadedContext(self.batch) if context is None else context
         self.capture_stats = self._capture.stats
-        if isinstance(context, DynamicInferenceContext):
+        if made_here:
             context.serve(self._usage)
             self.observe(self._prefilled)
             writer = context.metrics_writer
@@ -155,10 +173,20 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
 
     @classmethod
     def _over(
-        cls, parts: EngineParts, config: EngineConfig, progress: Progress | None, **options: Any
+        cls,
+        model: ServedModel,
+        config: EngineConfig,
+        progress: Progress | None,
+        owned_group: RankGroup | None = None,
     ) -> DynamicInferenceEngine:
-        made = super()._over(parts, config, progress, **{"as_megatron": False, **options})
-        return cast(DynamicInferenceEngine, made)
+        return cls(
+            TextGenerationController.over(model),
+            None,
+            config=config,
+            progress=progress,
+            as_megatron=False,
+            owned_group=owned_group,
+        )
 
     # --- requests and steps -------------------------------------------------------------------
 
@@ -303,7 +331,7 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
             s for s in sequences if s.state in (State.PREFILLING, State.DECODING, State.ENDING)
         ]
         return Usage(
-            blocks=self.context.block_count - self.scheduler.allocator.free_count,
+            blocks=self.cache.sizes.block_count - self.scheduler.allocator.free_count,
             paused_blocks=sum(len(s.blocks) for s in paused),
             running_requests=len(running),
             paused_requests=len(paused),
@@ -338,10 +366,11 @@ def _config_of(settings: EngineSettings, context: Any, controller: Any) -> Engin
     """The configuration of an engine that was given none."""
     model = getattr(controller.inference_wrapped_model, "model", None)
     seed = None
-    if getattr(context, "inference_config", None) is not None:
+    if isinstance(context, DynamicInferenceContext) and context.inference_config is not None:
         seed = getattr(getattr(model, "config", None), "inference_sampling_seed", None)
+    sizes = {} if context is None else {"max_requests": context.cache.sizes.max_requests}
     return EngineConfig(
-        max_requests=context.max_requests,
+        **sizes,
         depth=_depth(settings.inference_async_scheduling),
         enable_prefix_caching=settings.enable_prefix_caching,
         track_paused_request_events=settings.track_paused_request_events,
@@ -358,37 +387,38 @@ def _changes(context: Any, track_paused: bool, logging_interval: int) -> dict[st
         changes["track_paused_request_events"] = True
     if logging_interval:
         changes["inference_logging_step_interval"] = logging_interval
-    if not getattr(context, "use_cuda_graphs_for_non_decode_steps", True):
+    is_ours = isinstance(context, DynamicInferenceContext)
+    if is_ours and not context.use_cuda_graphs_for_non_decode_steps:
         changes["capture_mixed_steps"] = False
     return changes
 
 
-def _fit_length(controller: Any, context: Any) -> None:
+def _fit_length(network: Any, context: ForwardBatch) -> None:
     """Requests may be no longer than the model takes, whatever the context was made for."""
-    most = getattr(controller.inference_wrapped_model, "max_sequence_length", None)
+    most = getattr(network, "max_sequence_length", None)
     if most is not None and context.max_sequence_length > most:
         logger.warning(
             "max_sequence_length=%d of the context exceeds the model's, which is taken: %d",
             context.max_sequence_length,
             most,
         )
-        context.max_sequence_length = most
+        context.limit_length(most)
 
 
-def _chunk(context: Any, config: EngineConfig, chunked: bool) -> int | None:
+def _chunk(sizes: CacheSizes, config: EngineConfig, chunked: bool) -> int | None:
     """Tokens of a prefill chunk where the context's ``max_tokens`` leaves no room for those that
     the configuration asks for, or for whole prompts; None where it does."""
-    if context.max_tokens is None:
+    if sizes.max_tokens is None:
         return None
-    rows = context.max_requests * (1 + context.num_speculative_tokens)
-    length = context.max_sequence_length
+    rows = sizes.max_requests * (1 + sizes.num_speculative_tokens)
+    length = sizes.max_sequence_length
     wanted = min(config.prefill_chunk_tokens, length) if chunked else length
-    room: int = context.max_tokens - rows
+    room: int = sizes.max_tokens - rows
     if room >= wanted:
         return None
     if room < 1:
         raise ConfigError(
-            f"max_tokens={context.max_tokens} must be above max_requests times the tokens of a "
+            f"max_tokens={sizes.max_tokens} must be above max_requests times the tokens of a "
             f"row = {rows}, so that a prompt fits next to the decoding rows"
         )
     return room

@@ -6,11 +6,14 @@ import contextlib
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from megatron_async.errors import ConfigError
 from megatron_async.megatron_api.names import no_attribute
 from megatron_async.megatron_api.tables import CONTROLLER_ATTRIBUTES, WRAPPER_ATTRIBUTES
-from megatron_async.models import wrapper
-from megatron_async.runner import controller
+from megatron_async.models.gpt_network import GPTNetwork
+from megatron_async.models.network import Network
+from megatron_async.models.served import ServedModel
 
 from megatron.core.inference.contexts import BaseInferenceContext  # isort: skip
 
@@ -22,7 +25,7 @@ def outside_inference_mode() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext()
 
 
-class GPTInferenceWrapper(wrapper.GPTInferenceWrapper):
+class GPTInferenceWrapper(GPTNetwork):
     """The model side of the engine, with megatron-core's arguments.
 
     Args:
@@ -50,16 +53,20 @@ class GPTInferenceWrapper(wrapper.GPTInferenceWrapper):
         if inference_context is None and isinstance(inference_wrapper_config, BaseInferenceContext):
             inference_wrapper_config, inference_context = None, inference_wrapper_config
         with outside_inference_mode():
-            super().__init__(
-                model,
-                inference_context,
-                batch_invariant=batch_invariant,
-                fused_decode=fused_decode,
-            )
+            super().__init__(model, batch_invariant=batch_invariant, fused_decode=fused_decode)
+        self.inference_context = inference_context
         self.inference_wrapper_config = inference_wrapper_config
         self.model_is_pipeline_parallel = False
         self.sequence_parallel = False
         self.tp_size = 1
+
+    def forward(self, token_ids: Tensor, position_ids: Tensor, context: Any = None) -> Tensor:
+        """Run the model once, over ``inference_context`` where no other is given."""
+        return super().forward(
+            token_ids, position_ids, self.inference_context if context is None else context
+        )
+
+    __call__ = forward
 
     @property
     def inference_params(self) -> Any:
@@ -73,12 +80,15 @@ class GPTInferenceWrapper(wrapper.GPTInferenceWrapper):
         raise no_attribute(self, name, WRAPPER_ATTRIBUTES)
 
 
-class TextGenerationController(controller.TextGenerationController):
-    """A model that can be served, and its tokenizer, with megatron-core's arguments.
+class TextGenerationController:
+    """A model that can be served, and its tokenizer, with megatron-core's arguments. One serves
+    one engine.
 
     Args:
-        inference_wrapped_model: a :class:`GPTInferenceWrapper`, or the model itself.
-        tokenizer: as of the class that this one is derived from.
+        inference_wrapped_model: a :class:`GPTInferenceWrapper`, the model itself, or any object
+            with ``vocab_size`` and ``forward``.
+        tokenizer: an object with ``tokenize``, ``detokenize``, ``eod`` (and ``bos``), or None when
+            prompts are token ids.
         pp_group: not read.
     """
 
@@ -87,9 +97,52 @@ class TextGenerationController(controller.TextGenerationController):
     ) -> None:
         if isinstance(inference_wrapped_model, torch.nn.Module):
             inference_wrapped_model = GPTInferenceWrapper(inference_wrapped_model)
-        super().__init__(inference_wrapped_model, tokenizer)
+        self.inference_wrapped_model = inference_wrapped_model
+        self.tokenizer = tokenizer
         self.pp_group = pp_group
         self.model_is_pipeline_parallel = False
+        self._is_taken = False
+        network = inference_wrapped_model
+        if not isinstance(network, Network):
+            network = OtherNetwork(network)
+        self.served = ServedModel(network=network, tokenizer=tokenizer)
+
+    @classmethod
+    def over(cls, served: ServedModel) -> TextGenerationController:
+        """That of a model which was loaded."""
+        made = cls(served.network, served.tokenizer)
+        made.served = served
+        return made
+
+    def take(self) -> None:
+        """An engine has it from now on."""
+        self._is_taken = True
+
+    def check_free(self) -> None:
+        """Raises :class:`ConfigError` if it serves an engine already."""
+        if self._is_taken:
+            raise ConfigError(
+                "the controller serves another engine already; build a new "
+                "TextGenerationController over the same model"
+            )
+
+    def tokenize_prompt(self, prompt: str, add_BOS: bool = False) -> list[int]:
+        """Token ids of a text prompt; :class:`RequestError` where there can be none."""
+        return self.served.tokenize_prompt(prompt, add_BOS)
 
     def __getattr__(self, name: str) -> Any:
         raise no_attribute(self, name, CONTROLLER_ATTRIBUTES)
+
+
+class OtherNetwork(Network):
+    """An object of a class of its user's, with ``vocab_size``, ``forward`` and what else it has of
+    :class:`Network`'s names."""
+
+    vocab_size: int = 0
+
+    def __init__(self, given: Any) -> None:
+        names = [name for name in dir(self) if not name.startswith("_")]
+        self.__dict__.update({name: getattr(given, name) for name in names if hasattr(given, name)})
+
+    def forward(self, token_ids: Tensor, position_ids: Tensor, context: Any) -> Tensor:
+        raise NotImplementedError  # the object's own is found before this one

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,7 @@ from torch import Tensor
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
 from megatron_async.errors import ConfigError
 from megatron_async.kernels.attention.paged_attention import masked_attention
+from megatron_async.models.batch import Batch
 from megatron_async.models.norm import AllHeads, RMSNorm, fusable
 from megatron_async.models.rope import RotaryTable, apply_rope
 
@@ -26,38 +27,6 @@ from megatron.core.transformer.utils import (  # isort: skip
 )
 
 _RMS_NORMS = (RMSNorm, torch.nn.RMSNorm)
-
-
-class AttentionContext(Protocol):
-    """What :class:`PagedSelfAttention` needs of an inference context."""
-
-    position_ids: Tensor
-
-    def attend(
-        self,
-        layer_index: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        softmax_scale: float,
-        **limits: Any,
-    ) -> Tensor:
-        """Store ``k``, ``v`` ``[T, kv_heads, head_dim]`` and attend with ``q`` ``[T, heads,
-        head_dim]`` to all tokens of each row's own sequence up to its own position.
-
-        ``layer_index`` counts this pipeline stage's layers from 0; multi-token prediction layers
-        come after the decoder's. ``limits`` are ``window``, ``soft_cap`` and ``sinks`` of a layer
-        that has them. Returns ``[T, heads, head_dim]``.
-        """
-        ...
-
-    def attend_latent(
-        self, layer_index: int, q: Tensor, latent: Tensor | None, softmax_scale: float, rank: int
-    ) -> Tensor:
-        """Likewise of multi-latent attention: store ``latent`` ``[T, 1, size]``, the key of all
-        heads, whose first ``rank`` elements are its value, and attend with ``q`` ``[T, heads,
-        size]``. Returns ``[T, heads, rank]``. Without ``latent`` it is there already."""
-        ...
 
 
 class NoCoreAttention(torch.nn.Module):
@@ -150,11 +119,11 @@ class PagedAttention(MegatronModule):  # type: ignore[misc]
         self.limits = {name: value for name, value in limits.items() if value is not None}
         self.query_scaling = query_scaling
 
-    def rotations(self, context: AttentionContext) -> tuple[Tensor, Tensor]:
+    def rotations(self, context: Batch) -> tuple[Tensor, Tensor]:
         """Cosines and sines of a forward's tokens; the layer rotates."""
         rotary = self.rotary
         assert rotary is not None
-        is_long = getattr(context, "long_rotation", None) if rotary.long is not None else None
+        is_long = context.long_rotation if rotary.long is not None else None
         return rotary.lookup(context.position_ids, is_long)
 
 
@@ -169,7 +138,7 @@ class PagedSelfAttention(PagedAttention, SelfAttention):  # type: ignore[misc]
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         key_value_states: Tensor | None = None,
-        inference_context: AttentionContext | None = None,
+        inference_context: Batch | None = None,
         rotary_pos_emb: Any = None,
         rotary_pos_cos: Tensor | None = None,
         rotary_pos_sin: Tensor | None = None,
@@ -178,7 +147,7 @@ class PagedSelfAttention(PagedAttention, SelfAttention):  # type: ignore[misc]
         packed_seq_params: Any = None,
         sequence_len_offset: Tensor | None = None,
         *,
-        inference_params: AttentionContext | None = None,
+        inference_params: Batch | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend; only ``hidden_states`` and the context are read, the mask is always causal.
 
@@ -241,9 +210,7 @@ class PagedSelfAttention(PagedAttention, SelfAttention):  # type: ignore[misc]
         )
         return output.permute(2, 0, 1, 3).contiguous()
 
-    def _with_context(
-        self, context: AttentionContext, query: Tensor, key: Tensor, value: Tensor
-    ) -> Tensor:
+    def _with_context(self, context: Batch, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key, value = query.squeeze(1), key.squeeze(1), value.squeeze(1)
         if self.rotary is not None:
             cos, sin = self.rotations(context)
@@ -261,7 +228,7 @@ class PagedSelfAttention(PagedAttention, SelfAttention):  # type: ignore[misc]
         beta, tokens = self.query_scaling
         return 1 + beta * torch.log1p((positions // tokens).float())
 
-    def _packs(self, context: AttentionContext, hidden_states: Tensor) -> bool:
+    def _packs(self, context: Batch, hidden_states: Tensor) -> bool:
         """Whether one kernel may take the packed projection to the cache."""
         norms = (self.q_layernorm, self.k_layernorm)
         same = all(x is None or isinstance(x, IdentityOp) for x in norms)

@@ -18,7 +18,8 @@ from torch import Tensor
 from megatron_async.errors import ConfigError
 from megatron_async.kernels import trial
 from megatron_async.megatron_compat.specs import LatentAttention
-from megatron_async.models.attention import AttentionContext, PagedAttention
+from megatron_async.models.attention import PagedAttention
+from megatron_async.models.batch import Batch
 from megatron_async.models.norm import RMSNorm, fusable
 from megatron_async.models.rope import apply_rope_to_pairs
 
@@ -51,7 +52,7 @@ class PagedLatentAttention(PagedAttention, LatentAttention):  # type: ignore[mis
         hidden_states: Tensor,
         attention_mask: Tensor | None = None,
         key_value_states: Tensor | None = None,
-        inference_context: AttentionContext | None = None,
+        inference_context: Batch | None = None,
         rotary_pos_emb: Any = None,
         rotary_pos_cos: Tensor | None = None,
         rotary_pos_sin: Tensor | None = None,
@@ -61,7 +62,7 @@ class PagedLatentAttention(PagedAttention, LatentAttention):  # type: ignore[mis
         position_ids: Tensor | None = None,
         sequence_len_offset: Tensor | None = None,
         *,
-        inference_params: AttentionContext | None = None,
+        inference_params: Batch | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Attend; only ``hidden_states`` and the context are read, the mask is always causal.
 
@@ -129,9 +130,9 @@ class PagedLatentAttention(PagedAttention, LatentAttention):  # type: ignore[mis
         )
         return output.permute(2, 0, 1, 3).contiguous()
 
-    def _with_context(self, context: AttentionContext, hidden_states: Tensor) -> Tensor:
+    def _with_context(self, context: Batch, hidden_states: Tensor) -> Tensor:
         query, query_rotated = (x.squeeze(1) for x in self._queries(hidden_states))
-        one_by_one = not query.is_cuda or getattr(context, "batch_invariant", False)
+        one_by_one = not query.is_cuda or context.batch_invariant
         weight = self.linear_kv_up_proj.weight.view(query.shape[1], -1, self.latent_rank)
         sizes = [self.config.qk_head_dim, self.config.v_head_dim]
         of_keys, of_values = weight.split(sizes, dim=1)
@@ -151,9 +152,7 @@ class PagedLatentAttention(PagedAttention, LatentAttention):  # type: ignore[mis
         by_head(output, of_values.transpose(1, 2), values, one_by_one=one_by_one)
         return values[:, None]
 
-    def _rotated(
-        self, context: AttentionContext, hidden_states: Tensor, query: Tensor, out: Tensor
-    ) -> Tensor:
+    def _rotated(self, context: Batch, hidden_states: Tensor, query: Tensor, out: Tensor) -> Tensor:
         """What goes into the cache, ``[T, 1, rank + rotated]``; rotates ``query`` into ``out``."""
         latent, key = (x.squeeze(1)[:, None] for x in self._latents(hidden_states))
         if self.rotary is not None:
@@ -162,7 +161,7 @@ class PagedLatentAttention(PagedAttention, LatentAttention):  # type: ignore[mis
         out.copy_(query)
         return torch.cat((latent, key), dim=-1)
 
-    def _packs(self, context: AttentionContext, hidden_states: Tensor) -> bool:
+    def _packs(self, context: Batch, hidden_states: Tensor) -> bool:
         """Whether one kernel may take the packed projection to the cache."""
         return (
             trial.LATENT

@@ -70,10 +70,11 @@ class RecurrentStateSpec:
         )
         return replace(self, tensors=tensors)
 
-    def with_dtype(self, dtype: torch.dtype | None) -> RecurrentStateSpec:
-        """The same with its sums kept in ``dtype``; None leaves them as they are."""
-        if dtype is None:
+    def with_dtype(self, name: str | None) -> RecurrentStateSpec:
+        """The same with its sums kept in a dtype of torch's; None leaves them as they are."""
+        if name is None:
             return self
+        dtype = getattr(torch, name)
         tensors = (each._replace(dtype=dtype) if each.is_sum else each for each in self.tensors)
         return replace(self, tensors=tuple(tensors))
 

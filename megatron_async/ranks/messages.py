@@ -37,13 +37,10 @@ class BuildModel(Told, frozen=True):
 
 
 class BuildEngine(Told, frozen=True):
-    """Make the runner of engine ``engine`` over the model, with the sizes that rank 0 has."""
+    """Make the runner of engine ``engine`` over the model: the fields of an ``EngineSpec``."""
 
     engine: int
-    config: dict[str, Any]
-    slot_count: int
-    enable_chunked_prefill: bool
-    state_snapshot_count: int | None
+    spec: dict[str, Any]
     is_answered: ClassVar[bool] = True
 
 

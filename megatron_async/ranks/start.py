@@ -19,7 +19,7 @@ from megatron_async.ranks.layout import Layout
 from megatron_async.ranks.meeting import accept_all, environment_number, environment_store
 from megatron_async.ranks.shared import Shared, make_folder, remove_folder
 
-FOLLOWER_MODULE = "megatron_async.engine.rank_process"
+FOLLOWER_MODULE = "megatron_async.build.rank_process"
 
 
 def launched_rank() -> int | None:
@@ -62,7 +62,7 @@ def start_group(layout: Layout, device: str, timeout_seconds: float) -> RankGrou
         if rank != 0:
             raise ConfigError(
                 f"this process is rank {rank}: only rank 0 has an engine; call "
-                "megatron_async.engine.rank_process.follow() in the others"
+                "megatron_async.build.rank_process.follow() in the others"
             )
         store, _ = environment_store(layout)
         return lead(

@@ -8,14 +8,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from typing import Any
 
 from megatron_async.device.memory import GIB, must_fit
 from megatron_async.device.protocol import Device
-from megatron_async.runner.context import DynamicInferenceContext
+from megatron_async.models.network import Network
 from megatron_async.runner.cuda_graphs import StepGraphs, row_buckets, token_buckets
 from megatron_async.runner.drafter import Drafter
 from megatron_async.runner.extras_tables import ExtrasTables
+from megatron_async.runner.forward_batch import ForwardBatch
 from megatron_async.runner.masks import Mask, MaskRing
 from megatron_async.runner.prompt_log_probs import PromptLogProbs, PromptTargets
 from megatron_async.runner.sampling_stage import SamplingExtras
@@ -38,7 +38,7 @@ class ModelRunner:
     """The rings, buffers and graphs of one engine.
 
     Args:
-        model: see :class:`~megatron_async.runner.step_program.Model`.
+        model: what F runs.
         max_tokens, max_assignments: of one step.
         depth: steps in flight beyond the one that is being taken.
         micro_batches: their number less one more steps are in flight.
@@ -46,8 +46,8 @@ class ModelRunner:
         extras: keep room for requests with extras, and capture the steps that they need.
         capture_mixed: capture steps with prefill chunks too.
         progress: shows the capture of graphs.
-        make_drafter: from the context and the most rows of a step.
-        windows: those that plans may have, ascending; the last one holds the context's drafts.
+        make_drafter: from the batch and the most rows of a step.
+        windows: those that plans may have, ascending; the last one holds the batch's drafts.
         synthetic_acceptance: drafts count as right at this rate, and tokens mean nothing.
 
     Attributes:
@@ -61,8 +61,8 @@ class ModelRunner:
     def __init__(
         self,
         device: Device,
-        context: DynamicInferenceContext,
-        model: Any,
+        batch: ForwardBatch,
+        model: Network,
         *,
         max_tokens: int,
         max_assignments: int,
@@ -71,7 +71,7 @@ class ModelRunner:
         extras: bool,
         capture_mixed: bool,
         progress: Progress | None,
-        make_drafter: Callable[[DynamicInferenceContext, int], Drafter | None],
+        make_drafter: Callable[[ForwardBatch, int], Drafter | None],
         windows: tuple[int, ...] = (1,),
         micro_batches: int = 1,
         synthetic_acceptance: float | None = None,
@@ -80,17 +80,19 @@ class ModelRunner:
         self.wait_ns = 0
         self.launching = False
         self.last_graph_rows: int | None = None
-        self._context = context
+        self._batch = batch
+        self._cache = cache = batch.cache
+        sizes = cache.sizes
         buckets = row_buckets(
-            context.max_requests,
+            sizes.max_requests,
             captures=device.captures,
-            count=context.num_cuda_graphs,
+            count=sizes.num_cuda_graphs,
             window=windows[-1],
         )
         tokens = token_buckets(max_tokens, captures=device.captures)
         max_rows = buckets[-1]
         self._layout = PacketLayout(
-            max_rows, tokens[-1], max_assignments, context.slot_count, windows[-1]
+            max_rows, tokens[-1], max_assignments, sizes.slot_count, windows[-1]
         )
         # A packet is consumed and a result taken before its ticket is committed, and no more than
         # depth + micro_batches tickets are ever in flight: the rings never wrap onto a live entry.
@@ -111,10 +113,10 @@ class ModelRunner:
             masks = MaskRing(entries, max_rows, model.vocab_size, on)
             self._extras = SamplingExtras(self._extras_tables(model.vocab_size), masks)
         self._prompt_log_probs = PromptLogProbs(entries, tokens[-1], on)
-        self._drafter = make_drafter(context, max_rows)
+        self._drafter = make_drafter(batch, max_rows)
         self._program = StepProgram(
             device,
-            context,
+            batch,
             model,
             self._layout,
             self._packets,
@@ -122,7 +124,7 @@ class ModelRunner:
             self._results,
             self._prompt_log_probs,
             self._extras,
-            logits_dtype=getattr(model, "logits_dtype", context.params_dtype),
+            logits_dtype=model.logits_dtype or cache.spec.dtype,
             poison=poison,
             drafter=self._drafter,
             synthetic_acceptance=synthetic_acceptance,
@@ -141,16 +143,14 @@ class ModelRunner:
         self.pending: Ticket | None = None
         self._unsampled: deque[Ticket] = deque()
         """Launched, and not sampled or taken on this rank."""
-        parallel = getattr(model, "parallel", None)
+        parallel = model.parallel
         self._held_back = 0 if parallel is None else min(parallel.stages_behind, micro_batches - 1)
         """For this many launches this stage goes on before it takes what S has sampled: so long the
         stages behind it compute, and the last one samples."""
         self._launched = self._skipped = 0
         self._control_count = 0
         self._on_span: OnSpan | None = None
-        prepare = getattr(model, "prepare", None)
-        if prepare is not None:
-            prepare(sorted({rows * window for rows in buckets for window in windows}), context)
+        model.prepare(sorted({rows * window for rows in buckets for window in windows}), batch)
         # What has been allocated is filled on another stream than that of the graphs.
         device.synchronize()
         captured: Iterable[int] = self._graphs.capture()
@@ -173,15 +173,15 @@ class ModelRunner:
 
     def _extras_tables(self, vocab_size: int) -> ExtrasTables:
         # Token counts are by far the most of them.
-        context = self._context
+        sizes = self._cache.sizes
         with must_fit(
             self.device.torch_device,
-            4 * (context.slot_count + 1) * vocab_size,
-            f"the token counts of {context.slot_count} slots for penalties",
+            4 * (sizes.slot_count + 1) * vocab_size,
+            f"the token counts of {sizes.slot_count} slots for penalties",
             "max_requests or depth, or turn off enable_sampling_extras",
         ):
             return ExtrasTables(
-                context.slot_count, vocab_size, context.max_sequence_length, context.device
+                sizes.slot_count, vocab_size, sizes.max_sequence_length, self._cache.device
             )
 
     def _log_extras(self, extras: SamplingExtras) -> None:
@@ -189,12 +189,12 @@ class ModelRunner:
             "penalties, filters and log-probabilities: %.3f GiB for %d slots, %.3f GiB of the host "
             "for masks",
             (extras.tables.memory_bytes + self._program.extended_bytes) / GIB,
-            self._context.slot_count,
+            self._cache.sizes.slot_count,
             extras.masks.memory_bytes / GIB,
         )
 
     def _reset(self) -> None:
-        self._context.reset()
+        self._cache.reset()
         if self._extras is not None:
             self._extras.tables.reset()
 
@@ -224,7 +224,7 @@ class ModelRunner:
             shape = graphs.mixed_shape(rows, plan.num_tokens + drafts, plan.window)
         tokens = None if is_decode else shape.tokens
         packet = self._packets.claim(plan.number)
-        write_packet(packet, self._layout, plan, shape.rows, tokens, self._context.null_slot)
+        write_packet(packet, self._layout, plan, shape.rows, tokens, self._cache.null_slot)
         self.device.mark_ticket(plan.number)
         if plan.control:
             self._write_control(plan)
@@ -354,19 +354,19 @@ class ModelRunner:
         mode)."""
         if blocks:
             self.device.enqueue(partial(self._program.poison_blocks, blocks), "poison")
-        if slots and self._context.states is not None:
-            self.device.enqueue(partial(self._context.states.poison, slots), "poison")
+        if slots and self._cache.states is not None:
+            self.device.enqueue(partial(self._cache.states.poison, slots), "poison")
 
     def observe(self, on_span: OnSpan | None) -> None:
         """Report how long packing, waiting and a lone S take; None ends it."""
         self._on_span = on_span
 
     def release(self) -> None:
-        """Drop graphs, rings and buffers, and the context's cache; nothing may be in flight. Done
-        by hand: graphs and what they run refer to each other."""
+        """Drop graphs, rings and buffers, and the cache; nothing may be in flight. Done by hand:
+        graphs and what they run refer to each other."""
         if self._graphs is not None:
             self._graphs.release()
-        self._context.release()
+        self._batch.release()
         for name in (
             "_graphs", "_program", "_packets", "_controls", "_results", "_extras",
             "_prompt_log_probs", "_drafter",
@@ -387,7 +387,7 @@ class ModelRunner:
     def _copy_states(self, copies: Iterable[StateCopy], name: str) -> None:
         """Queue copies of recurrent state: restored into slots that nothing in flight names, since
         the last ticket that did has retired; snapshots behind the forward that leaves them."""
-        states = self._context.states
+        states = self._cache.states
         assert states is not None
         copy = states.restore if name == "restore" else states.take_snapshot
         for each in copies:
@@ -396,7 +396,7 @@ class ModelRunner:
     def _write_control(self, plan: Plan) -> None:
         packet = self._controls.claim(self._control_count)
         self._control_count += 1
-        write_control(packet, self._layout, plan.control, self._context.null_slot)
+        write_control(packet, self._layout, plan.control, self._cache.null_slot)
 
     def _sample_oldest(self) -> None:
         ticket, started = self._unsampled[0], time.perf_counter_ns()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from megatron_async.device.memory import must_fit
 from megatron_async.models.recurrent_state_spec import RecurrentStateSpec
+
+if TYPE_CHECKING:
+    from megatron_async.kernels.mamba.kernels import MambaKernels
+    from megatron_async.kernels.mamba.rows import StepRows, WindowRows
 
 ZEROS = -1
 """In place of an entry: begin from a state of zeros."""
@@ -95,6 +99,11 @@ class RecurrentStates:
         snapshot_count: 0 without a prefix cache.
         zeros: makes a tensor of a shape and dtype on ``device``; None takes torch's.
 
+    Attributes:
+        step: the states of the forward that runs now, see :meth:`begin`.
+        step_rows: what its first Mamba-2 layer has made of them for all others; None until then.
+        window_rows, kernels: of all Mamba-2 layers, which make them when they first run.
+
     Raises:
         CacheTooLargeError: they do not fit into the device's memory.
     """
@@ -137,7 +146,14 @@ class RecurrentStates:
         ):
             self._snapshots = _allocate(spec, (snapshot_count,), zeros)
         self.step: StepStates | None = None
-        """The states of the forward that runs now."""
+        self.step_rows: StepRows | None = None
+        self.window_rows: WindowRows | None = None
+        self.kernels: MambaKernels | None = None
+
+    def begin(self, step: StepStates) -> None:
+        """The forward that follows has these states; in stream order."""
+        self.step = step
+        self.step_rows = None
 
     def layer(self, layer: int) -> Mapping[str, Tensor]:
         """The states of recurrent layer ``layer`` by name, each ``[slots + 1, entries, *shape]``;

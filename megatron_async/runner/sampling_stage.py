@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
 from megatron_async.device.cuda import CudaResultRing
 from megatron_async.device.protocol import ResultRing
+from megatron_async.models.network import Network
 from megatron_async.models.parallel import ModelParallel
-from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.drafter import Drafter, SampledRows
 from megatron_async.runner.extras_tables import ExtrasTables
+from megatron_async.runner.forward_batch import ForwardBatch
 from megatron_async.runner.masks import MaskRing
 from megatron_async.runner.sampler import sample_tokens
 from megatron_async.sampling.log_probs import pack, processed_log_probs, token_log_probs
@@ -41,21 +42,6 @@ Its record follows."""
 TOLD_HEAD = 4
 
 
-class Model(Protocol):
-    """What S and F need of a model."""
-
-    vocab_size: int
-
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        position_ids: torch.Tensor,
-        context: DynamicInferenceContext,
-    ) -> torch.Tensor:
-        """Token ids and positions [T] int64 -> logits [R, vocab] of the rows that
-        ``context.last_token_index`` names."""
-
-
 class SamplingExtras(NamedTuple):
     """What the extended S reads besides the state of all slots."""
 
@@ -76,23 +62,23 @@ class SamplingStage:
     def __init__(
         self,
         row_records: torch.Tensor,
-        context: DynamicInferenceContext,
-        model: Model,
+        batch: ForwardBatch,
+        model: Network,
         drafter: Drafter | None,
         results: ResultRing,
         extras: SamplingExtras | None,
         synthetic_acceptance: float | None = None,
     ) -> None:
         self._row_records = row_records
-        self._context = context
-        self._state = context.slots
+        self._batch = batch
+        self._state = batch.slots
         self._model = model
         self._drafter = drafter
         self._results = results
         self._extras = extras
         self._synthetic_acceptance = synthetic_acceptance
-        self._parallel: ModelParallel | None = getattr(model, "parallel", None)
-        widest = 1 + context.num_speculative_tokens
+        self._parallel: ModelParallel | None = model.parallel
+        widest = 1 + batch.num_speculative_tokens
         self._offsets = torch.arange(widest, device=row_records.device)
         self._sampled = 0
         """How often S has run: where it is not captured, the number of its ticket."""
@@ -160,7 +146,7 @@ class SamplingStage:
         status = torch.where(failed, FAILED, torch.where(ended, ENDED, RUNNING))
         status = torch.where(live, status, ENDED)
         # Rows that are not live write to the null slot, which stays finished.
-        target = torch.where(live, slots, self._context.null_slot)
+        target = torch.where(live, slots, self._batch.null_slot)
         state.last_token[target] = last
         state.finished[target] = ended | ~live
         record = torch.cat([torch.stack([counts, status]), tokens.T]).to(torch.int32)

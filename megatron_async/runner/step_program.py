@@ -15,14 +15,15 @@ from torch.nn.functional import pad
 from megatron_async.cache.block_allocator import NULL_BLOCK
 from megatron_async.device.cuda import CudaPacketRing, CudaResultRing
 from megatron_async.device.protocol import Device, PacketRing, ResultRing
+from megatron_async.models.network import Network
 from megatron_async.models.parallel import ModelParallel
 from megatron_async.runner.attention_metadata import AttentionMetadata, metadata_of_mixed
-from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.drafter import Drafter, MixedTokens, SampledRows
+from megatron_async.runner.forward_batch import ForwardBatch
 from megatron_async.runner.padding import padded_tokens
 from megatron_async.runner.prompt_log_probs import PromptLogProbs, PromptTargets
 from megatron_async.runner.recurrent_states import RecurrentStates, StepStates
-from megatron_async.runner.sampling_stage import Model, SamplingExtras, SamplingStage
+from megatron_async.runner.sampling_stage import SamplingExtras, SamplingStage
 from megatron_async.step import packet
 from megatron_async.step.packet import PacketLayout, StepShape
 from megatron_async.step.plan import SampleShape
@@ -57,8 +58,8 @@ class StepProgram:
     def __init__(
         self,
         device: Device,
-        context: DynamicInferenceContext,
-        model: Model,
+        batch: ForwardBatch,
+        model: Network,
         layout: PacketLayout,
         packets: PacketRing,
         controls: PacketRing,
@@ -72,8 +73,8 @@ class StepProgram:
         synthetic_acceptance: float | None = None,
     ) -> None:
         self._device = device
-        self._context = context
-        self._state = context.slots
+        self._batch = batch
+        self._state = batch.slots
         self._model = model
         self._layout = layout
         self._packets = packets
@@ -85,20 +86,20 @@ class StepProgram:
         self._control = torch.zeros(layout.control_size, dtype=torch.int32, device=on)
         self._packet = torch.zeros(layout.width, dtype=torch.int32, device=on)
         self._row_records = self._packet[: layout.admissions].view(-1, packet.ROW_WIDTH)
-        self._row_records[:, packet.ROW_SLOT] = context.null_slot
+        self._row_records[:, packet.ROW_SLOT] = batch.null_slot
         self._offsets = torch.arange(layout.window, device=on)
         self._pending_logits = torch.zeros(
             layout.max_rows * layout.window,
-            getattr(model, "logits_width", model.vocab_size),
+            model.logits_width or model.vocab_size,
             dtype=logits_dtype,
             device=on,
         )
         # Behind these there may be columns of padding.
         self._candidates = self._pending_logits[:, : model.vocab_size]
-        self._parallel: ModelParallel | None = getattr(model, "parallel", None)
+        self._parallel: ModelParallel | None = model.parallel
         self._has_stages = self._parallel is not None and self._parallel.layout.pipeline > 1
         self._stage = SamplingStage(
-            self._row_records, context, model, drafter, results, extras, synthetic_acceptance
+            self._row_records, batch, model, drafter, results, extras, synthetic_acceptance
         )
         self._kernels: StepKernels | None = None
         if isinstance(packets, CudaPacketRing) and isinstance(results, CudaResultRing):
@@ -110,7 +111,7 @@ class StepProgram:
             takes_columns = columns is None or columns.suit_kernels
             if (layout.window == 1 or WINDOW_KERNELS_ON) and takes_columns:
                 self._kernels = StepKernels(
-                    self._row_records, context.slots, context.block_size_tokens, packets, results,
+                    self._row_records, batch.slots, batch.block_size_tokens, packets, results,
                     *(extras or (None, None)), window=layout.window, columns=columns,
                     synthetic_acceptance=synthetic_acceptance,
                 )  # fmt: skip
@@ -124,7 +125,7 @@ class StepProgram:
 
     def load_control(self) -> None:
         """Take the next control packet: slots that have ended, new values of REQUEST fields."""
-        layout, null_slot = self._layout, self._context.null_slot
+        layout, null_slot = self._layout, self._batch.null_slot
         self._controls.read(self._control, layout.control_size)
         records = self._control.view(layout.slot_count, layout.control_width)
         slots = records[:, packet.CONTROL_SLOT].long()
@@ -214,7 +215,7 @@ class StepProgram:
         slots = words[:, packet.ADMIT_SLOT].long()
         values = words[:, packet.ADMIT_HEAD :]
         self._state.write(slots, values, Source.ADMISSION, Source.REQUEST)
-        self._state.finished[slots] = slots == self._context.null_slot
+        self._state.finished[slots] = slots == self._batch.null_slot
         if self._drafter is not None:
             self._state.computed_from[slots] = self._state.kv_length[slots]
             # A drafter may write behind the blocks that a request has.
@@ -225,20 +226,20 @@ class StepProgram:
     def forward_decode(self, rows: int, window: int = 1) -> None:
         """Each row's last token at its slot's length, and its drafts behind it; what a row has less
         than ``window`` is padding."""
-        context, state = self._context, self._state
+        batch, state = self._batch, self._state
         if self._kernels is not None:
-            batch = self._kernels.batch(rows, window)
-            context.begin_decode(
-                batch.slots, batch.position_ids, batch.slot_mapping, batch.lengths, window
+            tokens = self._kernels.batch(rows, window)
+            batch.begin_decode(
+                tokens.slots, tokens.position_ids, tokens.slot_mapping, tokens.lengths, window
             )
-            if context.states is not None:
+            if batch.states is not None:
                 firsts = slice(None, None, window)
                 self._begin_decode(
-                    context.states, batch.slots[firsts], batch.position_ids[firsts], window
+                    batch.states, tokens.slots[firsts], tokens.position_ids[firsts], window
                 )
             hidden = self._hidden_states(rows * window)
             logits = self._pending_logits[: rows * window]
-            self._forward(logits, batch.token_ids, batch.position_ids, hidden)
+            self._forward(logits, tokens.token_ids, tokens.position_ids, hidden)
             return
         records = self._row_records[:rows]
         slots = records[:, packet.ROW_SLOT].long()
@@ -247,23 +248,23 @@ class StepProgram:
         if window > 1:
             offsets = self._offsets[:window]
             is_drafted = offsets < records[:, packet.ROW_SAMPLES, None]
-            token_slots = torch.where(is_drafted, slots[:, None], context.null_slot).flatten()
+            token_slots = torch.where(is_drafted, slots[:, None], batch.null_slot).flatten()
             positions = (lengths[:, None] + offsets).flatten()
             ids = torch.cat([ids[:, None], state.drafts[slots, : window - 1]], dim=1).flatten()
             token_slots, positions = self._within(token_slots, positions)
         if not self._device.captures:
             further = padded_tokens(len(ids)) - len(ids)
-            token_slots = pad(token_slots, (0, further), value=context.null_slot)
+            token_slots = pad(token_slots, (0, further), value=batch.null_slot)
             positions, ids = pad(positions, (0, further)), pad(ids, (0, further))
-        context.begin_forward(
+        batch.begin_forward(
             token_slots,
             positions,
             decode_rows=len(ids),
             read_lengths=not self._device.captures,
             window=window,
         )
-        if context.states is not None:
-            self._begin_decode(context.states, slots, lengths, window)
+        if batch.states is not None:
+            self._begin_decode(batch.states, slots, lengths, window)
         hidden = self._hidden_states(len(ids))
         self._forward(self._pending_logits[: rows * window], ids, positions, hidden)
         state.kv_length[slots] = lengths + (~state.finished[slots]).long()
@@ -271,7 +272,7 @@ class StepProgram:
     def forward_mixed(self, shape: StepShape, targets: PromptTargets | None = None) -> None:
         """Decode rows first, then prefill chunks, then padding. ``targets``: log-probabilities of
         prompt tokens are wanted too."""
-        context, layout, state = self._context, self._layout, self._state
+        batch, layout, state = self._batch, self._layout, self._state
         records = self._row_records[: shape.rows]
         chunks = self._packet[layout.chunks : layout.assignments].view(-1, packet.CHUNK_WIDTH)
         words = self._packet[layout.tokens :][: shape.tokens * packet.TOKEN_WIDTH]
@@ -295,30 +296,29 @@ class StepProgram:
             last_token_index = (last_token_index[:, None] + further).flatten()
         metadata = metadata_of_mixed(
             state,
-            context.block_size_tokens,
+            batch.block_size_tokens,
             token_slots,
             positions,
             decodes=decodes,
             chunks=chunks[: shape.rows],
             last_token_index=last_token_index,
-            null_slot=context.null_slot,
+            null_slot=batch.null_slot,
             read_lengths=not self._device.captures,
         )
-        if context.states is not None:
-            self._begin_mixed(context.states, shape, decodes, chunks[: shape.rows])
+        if batch.states is not None:
+            self._begin_mixed(batch.states, shape, decodes, chunks[: shape.rows])
         logits = self._pending_logits[: shape.rows * shape.window]
         if targets is None:
-            context.begin(metadata)
+            batch.begin(metadata)
             self._forward(logits, ids, positions)
         else:
             self._forward_with_targets(logits, ids, positions, metadata, targets)
         if self._drafter is not None:
-            hidden = getattr(self._model, "hidden_states", None)
             self._drafter.prefill(
                 MixedTokens(
                     ids, positions, token_slots, decodes, chunks[: shape.rows], last_token_index
                 ),
-                hidden,
+                self._model.hidden_states,
             )
         slots = records[:, packet.ROW_SLOT].long()
         lengths = records[:, packet.ROW_QUERY_LENGTH].long()
@@ -337,8 +337,8 @@ class StepProgram:
         index = torch.tensor(targets.tokens, pin_memory=ids.is_cuda)
         index = index.to(ids.device, non_blocking=True)
         index = torch.cat([metadata.last_token_index, index])
-        self._context.begin(metadata._replace(last_token_index=index))
-        logits = self._model.forward(ids, positions, self._context)
+        self._batch.begin(metadata._replace(last_token_index=index))
+        logits = self._model.forward(ids, positions, self._batch)
         count = len(pending)
         pending.copy_(logits[:count])
         vocab_size, prompt_logits = self._model.vocab_size, logits[count:]
@@ -350,7 +350,7 @@ class StepProgram:
         self, states: RecurrentStates, slots: torch.Tensor, positions: torch.Tensor, window: int
     ) -> None:
         """Tell the recurrent layers of a decode step, by rows: ``positions`` are the first ones."""
-        states.step = StepStates(states.decode_rows(slots, positions, self._state.finished, window))
+        states.begin(StepStates(states.decode_rows(slots, positions, self._state.finished, window)))
 
     def _begin_mixed(
         self,
@@ -361,7 +361,7 @@ class StepProgram:
     ) -> None:
         """Tell the recurrent layers of a forward with chunks; ``decodes`` as in
         :func:`metadata_of_mixed`."""
-        state, null_slot = self._state, self._context.null_slot
+        state, null_slot = self._state, self._batch.null_slot
         records = self._row_records[: shape.rows]
         firsts = records[:, packet.ROW_LAST_TOKEN].long()
         slots = torch.where(decodes[firsts], records[:, packet.ROW_SLOT].long(), null_slot)
@@ -372,16 +372,14 @@ class StepProgram:
             slots, state.kv_length[slots], state.finished, shape.window, tokens
         )
         columns = chunks.long()
-        states.step = StepStates(
-            decode,
-            states.chunks(
-                columns[:, packet.CHUNK_SLOT],
-                columns[:, packet.CHUNK_START],
-                columns[:, packet.CHUNK_FIRST],
-                columns[:, packet.CHUNK_LENGTH],
-                state.finished,
-            ),
+        found = states.chunks(
+            columns[:, packet.CHUNK_SLOT],
+            columns[:, packet.CHUNK_START],
+            columns[:, packet.CHUNK_FIRST],
+            columns[:, packet.CHUNK_LENGTH],
+            state.finished,
         )
+        states.begin(StepStates(decode, found))
 
     def _within(
         self, token_slots: torch.Tensor, positions: torch.Tensor
@@ -389,7 +387,7 @@ class StepProgram:
         """Slots and positions [T], where drafts behind the last token but one of a request, which
         has no blocks for them, become padding like those of the null slot."""
         beyond = positions + 1 >= self._state.max_total[token_slots]
-        null_slot = self._context.null_slot
+        null_slot = self._batch.null_slot
         return torch.where(beyond, null_slot, token_slots), torch.where(beyond, 0, positions)
 
     def _hidden_states(self, count: int) -> torch.Tensor | None:
@@ -403,14 +401,9 @@ class StepProgram:
         hidden_states: torch.Tensor | None = None,
     ) -> None:
         """Logits ``[rows * window, vocabulary]`` of these tokens."""
-        into = getattr(self._model, "forward_into", None)
-        if into is not None:
-            into(logits, ids, positions, self._context, hidden_states)
-        else:
-            # Behind those of the rows there may be some of padding.
-            logits.copy_(self._model.forward(ids, positions, self._context)[: len(logits)])
+        self._model.forward_into(logits, ids, positions, self._batch, hidden_states)
 
     def poison_blocks(self, blocks: list[int]) -> None:
         """Fill freed KV blocks with garbage."""
-        cache = self._context.kv_cache
+        cache = self._batch.kv_cache
         cache[:, :, blocks] = float("nan") if cache.is_floating_point() else -1

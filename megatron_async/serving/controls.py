@@ -98,7 +98,7 @@ class Controls:
         self._updating = threading.Lock()
         self._profiling = threading.Lock()
         self._live = LiveSteps(engine)
-        self._transfer = WeightTransfer(engine.context.device)
+        self._transfer = WeightTransfer(engine.cache.device)
 
     @property
     def kept(self) -> Kept:
@@ -215,7 +215,7 @@ class Controls:
     def weights(self, path: str, recompute_kv_cache: bool = True) -> dict[str, Any]:
         """Replace the weights between two steps by those of a model directory or file."""
         with self._only_update():
-            is_whole = replaces_all(self._engine.controller.weights_owner, path)
+            is_whole = replaces_all(self._engine.model.weights_owner, path)
             self._engine.update_weights(path, recompute_kv_cache=recompute_kv_cache)
             paths = (*(each for each in self._kept.weights if each != path), path)
             if is_whole:
@@ -276,7 +276,7 @@ class Controls:
         with self._only_update():
             names = self._transfer.finish(self._engine.update_weights)
             paths = (*(each for each in self._kept.weights if each != SENT), SENT)
-            if covers(self._engine.controller.weights_owner, names):
+            if covers(self._engine.model.weights_owner, names):
                 paths = (SENT,)
                 self.lost = None
             if names:

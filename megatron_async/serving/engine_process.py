@@ -89,7 +89,7 @@ class EngineProcess:
         self._outputs = OutputSocket(self._context, launch.endpoint)
         self._max_sequences: int | None = None
         if launch.max_queue is not None:
-            self._max_sequences = engine.context.max_requests + launch.max_queue
+            self._max_sequences = engine.cache.sizes.max_requests + launch.max_queue
         self._requests = LiveRequests(engine, self._outputs, self._max_sequences, self._failed)
         self._controls = Controls(engine, self._requests, self._keep)
         self._stalls = StallWatch(launch.stall_seconds, clock)
@@ -227,15 +227,14 @@ class EngineProcess:
 
     def _info(self) -> EngineInfo:
         engine = self._engine
-        wrapper = engine.controller.inference_wrapped_model
         return EngineInfo(
             model_name=engine.model_name,
-            vocab_size=wrapper.vocab_size,
+            vocab_size=engine.model.network.vocab_size,
             max_sequence_length=engine.max_sequence_length,
             eos_token_ids=list(engine.eos_token_ids or ()),
-            dtype=str(wrapper.kv_cache_spec.dtype).removeprefix("torch."),
+            dtype=str(engine.cache.spec.dtype).removeprefix("torch."),
             depth=engine.depth,
-            max_requests=engine.context.max_requests,
+            max_requests=engine.cache.sizes.max_requests,
             block_count=engine.scheduler.limits.block_count,
             version=__version__,
             max_sequences=self._max_sequences,
@@ -260,7 +259,7 @@ class EngineProcess:
             "engine_stalled": int(self._stalls.stalled is not None),
             "engine_stalls": self._stalls.count,
         }
-        states, snapshots = self._engine.context.states, scheduler.table.prefixes.snapshots
+        states, snapshots = self._engine.cache.states, scheduler.table.prefixes.snapshots
         if states is not None and snapshots is not None:
             gauges |= {
                 "state_bytes": states.state_bytes,

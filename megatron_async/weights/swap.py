@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megatron_async.config import EngineConfig
 from megatron_async.device.protocol import Device
 from megatron_async.errors import CheckpointError, ConfigError, RequestError
+from megatron_async.models.served import ServedModel
 
 CONTINUE = "continue"
 RESTART = "restart"
@@ -91,7 +92,7 @@ class Engine(Protocol):
     def config(self) -> EngineConfig: ...
 
     @property
-    def controller(self) -> Controller: ...
+    def model(self) -> ServedModel: ...
 
     @property
     def device(self) -> Device: ...
@@ -212,7 +213,7 @@ def replace_weights(
             if allow is None:
                 allow = wanted.config.allow_non_finite_weights
             wanted.sleep_mode.check_weights()
-            replace = wanted.controller.read_weights(
+            replace = wanted.model.read_weights(
                 source,
                 allow_non_finite_weights=allow,
                 all_parameters=wanted.sleep_mode.lost_weights,

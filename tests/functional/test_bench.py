@@ -23,9 +23,9 @@ from megatron_async.inference.benchmark.report import as_table
 from megatron_async.inference.benchmark.runs import run_load, steady_steps
 from megatron_async.inference.cli.main import main
 from megatron_async.models.build import build_random_model
+from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.models.memory_traffic import floor_ms
 from megatron_async.models.shapes import SHAPES
-from megatron_async.models.wrapper import GPTInferenceWrapper
 
 Capture = pytest.CaptureFixture[str]
 SMALL = ("--shape", "tiny-llama", "--prompt-tokens", "8", "--new-tokens", "24", "--device", "cpu")
@@ -203,7 +203,7 @@ def model() -> BenchmarkModel:
     return BenchmarkModel(
         name="tiny-llama",
         config=config,
-        wrapper=GPTInferenceWrapper(built),
+        wrapper=GPTNetwork(built),
         device=device,
         dtype=torch.float32,
         build_seconds=0.0,

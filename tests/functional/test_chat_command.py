@@ -61,7 +61,7 @@ def test_answers_follow_from_the_whole_conversation(
     templates = ChatTemplates.from_directory("tiny")
     params = SamplingParams(temperature=0.0, num_tokens_to_generate=24)
     with DynamicInferenceEngine.from_pretrained("tiny") as engine:
-        prompts = [templates.encode_chat(engine.controller.tokenizer, each) for each in chats[:2]]
+        prompts = [templates.encode_chat(engine.model.tokenizer, each) for each in chats[:2]]
         texts = [request.generated_text for request in engine.generate(prompts, params)]
     assert out == "".join(f"{text}\n" for text in texts)
     assert second[1]["content"] == texts[0]

@@ -10,10 +10,9 @@ import torch
 import transformers
 
 from megatron_async.checkpoint import load_pretrained
-from megatron_async.engine.build import build_context, resolve_device
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.models.wrapper import GPTInferenceWrapper
-from megatron_async.runner.controller import TextGenerationController
+from megatron_async.models.gpt_network import GPTNetwork
+from megatron_async.models.served import ServedModel
 from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import config_at
 from tests.support.huggingface_models import (
@@ -77,11 +76,8 @@ def test_tokens_equal_generate_at_every_depth(compared: Compared) -> None:
             depth, max_requests=3, block_size_tokens=16, block_count=40, prefill_chunk_tokens=32,
             enable_prefix_caching=False, debug=True,
         )  # fmt: skip
-        wrapper = GPTInferenceWrapper(compared.ours)
-        context = build_context(wrapper, config, resolve_device("cpu"))
-        with DynamicInferenceEngine(
-            TextGenerationController(wrapper, None), context, config=config
-        ) as engine:
+        wrapper = GPTNetwork(compared.ours)
+        with DynamicInferenceEngine(ServedModel(network=wrapper), config) as engine:
             requests = engine.generate(
                 [*compared.prompts, compared.prompts[0]],
                 [greedy, greedy, SamplingParams(temperature=1.0, seed=1, **params)],
@@ -139,20 +135,17 @@ def test_blocks_behind_the_window_of_all_layers_come_free(
             depth, max_requests=3, block_size_tokens=4, block_count=blocks,
             enable_prefix_caching=prefix_caching, debug=True,
         )  # fmt: skip
-        wrapper = GPTInferenceWrapper(load_pretrained(tmp_path).model)
+        wrapper = GPTNetwork(load_pretrained(tmp_path).model)
         assert wrapper.attention_window == 20
         if window is None:
             wrapper.__class__ = _WithoutWindow
-        context = build_context(wrapper, config, resolve_device("cpu"))
-        with DynamicInferenceEngine(
-            TextGenerationController(wrapper, None), context, config=config
-        ) as engine:
+        with DynamicInferenceEngine(ServedModel(network=wrapper), config) as engine:
             found.append([r.generated_tokens for r in engine.generate(prompts, params)])
             assert (engine.counters.evictions > 0) == (window is None)
     assert found[0] == found[1] == found[2]
 
 
-class _WithoutWindow(GPTInferenceWrapper):
+class _WithoutWindow(GPTNetwork):
     """A model whose scheduler knows of no window."""
 
     attention_window = None

@@ -22,7 +22,7 @@ from megatron_async.engine.host_timeline import HostTimeline
 from megatron_async.inference.benchmark.loads import Load
 from megatron_async.inference.cli.main import main
 from megatron_async.inference.trace import record
-from megatron_async.models.wrapper import GPTInferenceWrapper
+from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.perfetto.events import (
     DEVICE_LANE,
     FIRST_KERNEL_LANE,
@@ -271,13 +271,13 @@ def test_on_a_gpu(
 ) -> None:
     """Each forward takes some milliseconds more, so that the host commits during it even where
     others use the machine."""
-    forward_into = GPTInferenceWrapper.forward_into
+    forward_into = GPTNetwork.forward_into
 
-    def slow_forward_into(self: GPTInferenceWrapper, *arguments: Any) -> None:
+    def slow_forward_into(self: GPTNetwork, *arguments: Any) -> None:
         torch.cuda._sleep(40_000_000)
         forward_into(self, *arguments)
 
-    monkeypatch.setattr(GPTInferenceWrapper, "forward_into", slow_forward_into)
+    monkeypatch.setattr(GPTNetwork, "forward_into", slow_forward_into)
     path = tmp_path / "trace.json"
     options = ["--shape", "gpt2", "--batch-size", "3", "--depth", str(depth)]
     options += ["--kernels"] if kernels else []
@@ -315,14 +315,14 @@ def test_work_of_the_host_lies_beside_the_next_drafting_step_on_a_gpu(
 def check_host_work_beside_drafts(device: str, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """4 ms of host work in each commit, and forwards that take longer: each commit lies beside a
     later forward, though nobody knows how many drafts that one's rows will accept."""
-    forward_into = GPTInferenceWrapper.forward_into
+    forward_into = GPTNetwork.forward_into
 
-    def slow_forward_into(self: GPTInferenceWrapper, *arguments: Any) -> None:
+    def slow_forward_into(self: GPTNetwork, *arguments: Any) -> None:
         if device == "cuda":
             torch.cuda._sleep(40_000_000)
         forward_into(self, *arguments)
 
-    monkeypatch.setattr(GPTInferenceWrapper, "forward_into", slow_forward_into)
+    monkeypatch.setattr(GPTNetwork, "forward_into", slow_forward_into)
     monkeypatch.setattr(record, "Load", functools.partial(Load, host_work_us=4000.0))
     options = ("--shape", "tiny-llama", "--batch-size", "3", "--num-speculative-tokens", "2")
     assert main(["trace", "--device", device, *SMALL[2:], *options, "-o", str(path)]) == 0

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig
-from megatron_async.runner.context import DynamicInferenceContext
+from megatron_async.runner.forward_batch import ForwardBatch
+from tests.support.batches import new_batch
 from tests.support.cuda_kernels import relative_error
 from tests.unit.test_forward_accuracy import MODELS, Float64Model, draw_weights, tiny
 
@@ -49,10 +50,10 @@ class DecodeRig:
         tokens = torch.randint(0, config.vocab_size, (rows, TOKENS), generator=generator)
         self.tokens = tokens.to(device)
 
-    def context(self, block_size: int = BLOCK_SIZE, window: int = 1) -> DynamicInferenceContext:
+    def context(self, block_size: int = BLOCK_SIZE, window: int = 1) -> ForwardBatch:
         """An empty cache for steps of ``window`` tokens a row; row r is in a slot of its own."""
         columns = -(-TOKENS // block_size)
-        context = DynamicInferenceContext(
+        context = new_batch(
             params_dtype=torch.bfloat16,
             num_layers=self.config.num_layers,
             kv_channels=self.config.head_dim,
@@ -69,7 +70,7 @@ class DecodeRig:
         return context
 
     @torch.no_grad()
-    def decode(self, forward: Forward, context: DynamicInferenceContext | None = None) -> Tensor:
+    def decode(self, forward: Forward, context: ForwardBatch | None = None) -> Tensor:
         """Logits ``[rows, TOKENS, vocab]`` of ``forward``, called once for each token of a row."""
         context = self.context() if context is None else context
         slots = torch.arange(self.rows, device=self.device)
@@ -87,7 +88,7 @@ class DecodeRig:
         return torch.stack(steps, 1)
 
     @torch.no_grad()
-    def decode_windows(self, forward: Forward, context: DynamicInferenceContext) -> Tensor:
+    def decode_windows(self, forward: Forward, context: ForwardBatch) -> Tensor:
         """As :meth:`decode`, a window of each row in a call; behind a row's last token is
         padding."""
         window, slots = context.num_speculative_tokens + 1, torch.arange(self.rows)

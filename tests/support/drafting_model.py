@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.drafter import MixedTokens, SampledRows
+from megatron_async.runner.forward_batch import ForwardBatch
 from megatron_async.sampling.sample import sample_tokens_reference
 from tests.support.hash_model import VOCAB_SIZE, HashModel, hash_logits
 
@@ -26,10 +26,12 @@ class DraftingHashModel(HashModel):
         self._error_rate = error_rate
         self._seed = seed
 
-    def make_drafter(self, context: DynamicInferenceContext, max_rows: int) -> HashDrafter:
+    drafts_itself = True
+
+    def make_drafter(self, context: ForwardBatch, max_rows: int) -> HashDrafter:
         return HashDrafter(self, context)
 
-    def draft_row(self, context: DynamicInferenceContext, slot: int) -> list[int]:
+    def draft_row(self, context: ForwardBatch, slot: int) -> list[int]:
         state = context.slots
         if state.finished[slot]:
             return [0] * self.num_speculative_tokens
@@ -48,9 +50,7 @@ class DraftingHashModel(HashModel):
             drafts.append(tokens[-1])
         return drafts
 
-    def _next_token(
-        self, context: DynamicInferenceContext, slot: int, tokens: list[int], salt: int
-    ) -> int:
+    def _next_token(self, context: ForwardBatch, slot: int, tokens: list[int], salt: int) -> int:
         row, state = hash_logits(self.history(tokens, salt)), context.slots
         if state.inverse_temperature[slot] <= 0:
             return max(range(VOCAB_SIZE), key=lambda v: (row[v], -v))
@@ -73,7 +73,7 @@ class HashDrafter:
 
     wants_tokens = False
 
-    def __init__(self, model: DraftingHashModel, context: DynamicInferenceContext) -> None:
+    def __init__(self, model: DraftingHashModel, context: ForwardBatch) -> None:
         self._model = model
         self._context = context
 

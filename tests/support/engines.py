@@ -8,9 +8,8 @@ from typing import Any
 
 from megatron_async.config import EngineConfig
 from megatron_async.device.protocol import Device
-from megatron_async.engine.build import build_context, resolve_device
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.runner.controller import TextGenerationController
+from megatron_async.models.served import ServedModel
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.testing_options import TestingOptions
 from tests.support.hash_model import VOCAB_SIZE, HashModel
@@ -43,9 +42,8 @@ def hash_engine(
     model = model or HashModel(device_name)
     drafts = getattr(model, "num_speculative_tokens", 0)
     config = config_at(depth, device=device_name, **{"num_speculative_tokens": drafts, **values})
-    context = build_context(model, config, resolve_device(device_name))
     return DynamicInferenceEngine(
-        TextGenerationController(model, tokenizer), context, config=config, device=device
+        ServedModel(network=model, tokenizer=tokenizer), config, device=device
     )
 
 

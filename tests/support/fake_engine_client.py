@@ -64,13 +64,13 @@ class FakeEngineClient:
         engine = self.engine
         return EngineInfo(
             model_name=engine.model_name,
-            vocab_size=engine.controller.inference_wrapped_model.vocab_size,
+            vocab_size=engine.model.network.vocab_size,
             max_sequence_length=engine.max_sequence_length,
             eos_token_ids=list(engine.eos_token_ids or ()),
             dtype="float32",
             depth=engine.depth,
-            max_requests=engine.context.max_requests,
-            block_count=engine.context.block_count,
+            max_requests=engine.cache.sizes.max_requests,
+            block_count=engine.cache.sizes.block_count,
             version=__version__,
             max_sequences=self.max_sequences,
         )

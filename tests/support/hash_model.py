@@ -8,10 +8,15 @@ on the CPU and inside a CUDA graph.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 
-from megatron_async.models.wrapper import KVCacheSpec
-from megatron_async.runner.context import DynamicInferenceContext
+from megatron_async.models.kv_cache_spec import KVCacheSpec
+from megatron_async.models.network import Network
+from megatron_async.runner.forward_batch import ForwardBatch
 
 VOCAB_SIZE = 61
 MODULUS = 2**31 - 1
@@ -33,7 +38,7 @@ def hash_logits(state: int) -> list[float]:
     return [(state * (2 * v + 1) + 7919 * v) % MODULUS % 512 / 64.0 for v in range(VOCAB_SIZE)]
 
 
-class HashModel:
+class HashModel(Network):
     """Reads and writes the cache like a real model; everything else is integer arithmetic.
 
     Two layers: what the second one stores for a token depends on all tokens before it, as the keys
@@ -61,7 +66,7 @@ class HashModel:
         state: torch.Tensor,
         token_ids: torch.Tensor,
         position_ids: torch.Tensor,
-        context: DynamicInferenceContext,
+        context: ForwardBatch,
     ) -> torch.Tensor:
         """What comes behind the attention layers, of which ``state`` [T] is the output."""
         return state
@@ -70,8 +75,11 @@ class HashModel:
         """The only weight is the salt."""
         self._salt.fill_(source["salt"])
 
+    def read_weights(self, source: Any, **checks: bool) -> Callable[[], None]:
+        return partial(self.update_weights, source)
+
     def forward(
-        self, token_ids: torch.Tensor, position_ids: torch.Tensor, context: DynamicInferenceContext
+        self, token_ids: torch.Tensor, position_ids: torch.Tensor, context: ForwardBatch
     ) -> torch.Tensor:
         block_size = context.block_size_tokens
         blocks = context.block_table[context.token_slots][:, self._positions // block_size]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_async.models.recurrent_state_spec import RecurrentStateSpec, StateTensor
-from megatron_async.runner.context import DynamicInferenceContext
+from megatron_async.runner.forward_batch import ForwardBatch
 from megatron_async.runner.recurrent_states import RecurrentStates, StepStates
 from tests.support.drafting_model import DraftingHashModel
 from tests.support.hash_model import MODULUS, WEIGHTS, HashModel
@@ -65,7 +65,7 @@ class HybridLayers(HashModel):
         state: Tensor,
         token_ids: Tensor,
         position_ids: Tensor,
-        context: DynamicInferenceContext,
+        context: ForwardBatch,
     ) -> Tensor:
         states = context.states
         assert states is not None and states.step is not None
@@ -121,7 +121,7 @@ class HybridLayers(HashModel):
 
     @staticmethod
     def _check(
-        expert: Tensor, step: StepStates, states: RecurrentStates, context: DynamicInferenceContext
+        expert: Tensor, step: StepStates, states: RecurrentStates, context: ForwardBatch
     ) -> None:
         dead = context.finished[context.token_slots]
         if bool((expert[dead] != NO_EXPERT).any()):

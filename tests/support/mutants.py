@@ -26,8 +26,8 @@ from megatron_async.errors import IntegrityError
 from megatron_async.request import FinishReason
 from megatron_async.runner import model_runner as runner
 from megatron_async.runner import sampling_stage as stage
-from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.cuda_graphs import StepGraphs
+from megatron_async.runner.forward_batch import ForwardBatch
 from megatron_async.runner.model_runner import ModelRunner
 from megatron_async.runner.recurrent_states import ChunkStates, DecodeStates, RecurrentStates
 from megatron_async.runner.sampling_stage import SamplingStage
@@ -341,8 +341,8 @@ def packet_taken_before_the_pending_logits_are_sampled(original: Any) -> Any:
 def length_not_advanced_at_a_block_boundary(original: Any) -> Any:
     def forward_decode(self: StepProgram, rows: int, window: int) -> None:
         original(self, rows, window)
-        lengths = self._context.kv_length
-        lengths -= (lengths % self._context.block_size_tokens == 0).long() * (lengths > 0)
+        lengths = self._batch.kv_length
+        lengths -= (lengths % self._batch.block_size_tokens == 0).long() * (lengths > 0)
 
     return forward_decode
 
@@ -363,16 +363,16 @@ def noise_at_the_position_the_host_knows(original: Any) -> Any:
 def end_marked_a_step_late(original: Any) -> Any:
     def sample(self: StepProgram, shape: SampleShape) -> None:
         slots = self._row_records[: shape.rows, ROW_SLOT].long()
-        before = self._context.finished[slots]
+        before = self._batch.finished[slots]
         original(self, shape)
-        self._context.finished[slots] = before
+        self._batch.finished[slots] = before
 
     return sample
 
 
-@mutant(DynamicInferenceContext, "begin_forward", "DeadRowWroteError", least_depth=1)
+@mutant(ForwardBatch, "begin_forward", "DeadRowWroteError", least_depth=1)
 def forward_ignores_the_end(original: Any) -> Any:
-    def begin_forward(self: DynamicInferenceContext, *args: Any, **options: Any) -> None:
+    def begin_forward(self: ForwardBatch, *args: Any, **options: Any) -> None:
         finished = self.slots.finished
         self.slots.finished = torch.zeros_like(finished)
         original(self, *args, **options)
@@ -555,7 +555,7 @@ def state_freed_when_its_row_leaves_the_row_map(original: Any) -> Any:
     """Not when its last ticket has retired: the request may be paused, or wait for a block."""
 
     def launch(self: ModelRunner, plan: Plan) -> Ticket:
-        states, mapped = self._context.states, set(plan.rows.slots)
+        states, mapped = self._batch.states, set(plan.rows.slots)
         left = list(getattr(self, "mapped", mapped) - mapped)
         self.mapped = mapped  # type: ignore[attr-defined]
         if left and states is not None:
@@ -642,7 +642,7 @@ def snapshot_overwritten_and_still_known(original: Any) -> Any:
     return take
 
 
-@mutant(DynamicInferenceContext, "padding_mask", "DeadRowReadsExpertError", hybrid=True)
+@mutant(ForwardBatch, "padding_mask", "DeadRowReadsExpertError", hybrid=True)
 def expert_read_for_a_dead_row(original: Any) -> Any:
     return property(lambda self: torch.zeros_like(original.fget(self)))
 

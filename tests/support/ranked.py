@@ -9,6 +9,7 @@ found to ``FOLDER/CASE.json``.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -26,22 +27,20 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
+from megatron_async.build.model import load_share, loading_fields
+from megatron_async.build.rank_process import follow
 from megatron_async.checkpoint.path import model_directory
 from megatron_async.config import EngineConfig
-from megatron_async.engine.build import build_context
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.engine.load import load_wrapper, shared_config
-from megatron_async.engine.rank_process import follow
 from megatron_async.engine.recording import read_run
 from megatron_async.engine.replay import replay
 from megatron_async.errors import MegatronAsyncError
-from megatron_async.models.wrapper import GPTInferenceWrapper
+from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.ranks.group import RankGroup
 from megatron_async.ranks.layout import Layout
 from megatron_async.ranks.messages import LoadModel
 from megatron_async.ranks.start import lead
 from megatron_async.request import DynamicInferenceRequest
-from megatron_async.runner.controller import TextGenerationController
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.step.plan import Plan
 from tests.support.own_thread import OwnThread, check_idle_for_a_reason, watched_waiters
@@ -169,7 +168,7 @@ def case(engine: DynamicInferenceEngine, folder: Path, model: str, *, alone: boo
     work = list(zip(PROMPTS, params(), strict=True))
     found["full"] = {depth: full_cache(engine, depth, work, 11) for depth in DEPTHS}
     found["ngram"] = drafted(engine, speculative_method="ngram")
-    if engine.controller.inference_wrapped_model.kv_cache_spec.num_mtp_layers:
+    if engine.model.network.kv_cache_spec.num_mtp_layers:
         found["mtp"] = drafted(engine)
     elif not alone:
         found["refused drafts"] = refused(lambda: drafted(engine))
@@ -228,18 +227,12 @@ def engine_over(
     group: RankGroup | None = None
     if layout.world_size > 1:
         group = lead(layout, cpu, store, layout.world_size)
-        group.tell(LoadModel(str(path), shared_config(config)))
-    wrapper, pretrained = load_wrapper(path, config, cpu)
+        group.tell(LoadModel(str(path), loading_fields(config)))
+    model = load_share(path, config, cpu)
     if group is not None:
         group.await_answers()
-        wrapper.rank_group = group
-    engine = DynamicInferenceEngine(
-        TextGenerationController(wrapper, pretrained.tokenizer),
-        build_context(wrapper, config, cpu),
-        config=config,
-        eos_token_ids=pretrained.eos_token_ids,
-        owned_group=group,
-    )
+        model = dataclasses.replace(model, group=group)
+    engine = DynamicInferenceEngine(model, config, owned_group=group)
     with engine:
         yield engine
 
@@ -273,13 +266,13 @@ class Meetings:
 
     def patch(self) -> None:
         """Have the models of this process meet where their layers begin."""
-        numerics = GPTInferenceWrapper.numerics
+        numerics = GPTNetwork.numerics
 
-        def met(wrapper: GPTInferenceWrapper) -> Any:
+        def met(wrapper: GPTNetwork) -> Any:
             self.meet()
             return numerics(wrapper)
 
-        GPTInferenceWrapper.numerics = met  # type: ignore[method-assign]
+        GPTNetwork.numerics = met  # type: ignore[method-assign]
 
 
 def meeting_case(
@@ -343,7 +336,7 @@ def kill_case(folder: Path, number: signal.Signals) -> Found:
         futures = [engine.add_request(n, "x", endless) for n in range(3)]
         for _ in range(5):
             engine.step_modern()
-        group: RankGroup = engine.controller.inference_wrapped_model.rank_group
+        group: RankGroup = engine.model.group
         os.kill(group.pids[1], number)
         found = {
             "step": refused(step_for_ever),

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -24,12 +25,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_async import megatron_compat as compat  # noqa: F401  (before megatron)
+from megatron_async.build.model import load_share, loading_fields
+from megatron_async.build.rank_model import RankModel
+from megatron_async.build.rank_process import follow
 from megatron_async.config import EngineConfig
-from megatron_async.engine.build import build_context
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.engine.load import load_wrapper, shared_config
-from megatron_async.engine.rank_process import follow
-from megatron_async.engine.ranked_build import RankModel
 from megatron_async.engine.sleep_mode import KV_CACHE, WEIGHTS
 from megatron_async.errors import CacheTooLargeError
 from megatron_async.ranks.follower import Follower
@@ -37,7 +37,6 @@ from megatron_async.ranks.group import RankGroup
 from megatron_async.ranks.layout import Layout
 from megatron_async.ranks.messages import LoadModel, Message, ReplaceWeights, Sleep, WakeUp
 from megatron_async.ranks.start import lead
-from megatron_async.runner.controller import TextGenerationController
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.weights.group import WeightGroup
 from megatron_async.weights.parallel_layouts import relay, shard_of
@@ -66,18 +65,12 @@ def engine_over(path: Path, layout: Layout, store: dist.Store) -> Iterator[Dynam
     group: RankGroup | None = None
     if layout.world_size > 1:
         group = lead(layout, cpu, store, layout.world_size)
-        group.tell(LoadModel(str(path), shared_config(CONFIG)))
-    wrapper, pretrained = load_wrapper(path, CONFIG, cpu)
+        group.tell(LoadModel(str(path), loading_fields(CONFIG)))
+    model = load_share(path, CONFIG, cpu)
     if group is not None:
         group.await_answers()
-        wrapper.rank_group = group
-    engine = DynamicInferenceEngine(
-        TextGenerationController(wrapper, pretrained.tokenizer),
-        build_context(wrapper, CONFIG, cpu),
-        config=CONFIG,
-        eos_token_ids=pretrained.eos_token_ids,
-        owned_group=group,
-    )
+        model = dataclasses.replace(model, group=group)
+    engine = DynamicInferenceEngine(model, CONFIG, owned_group=group)
     with engine:
         yield engine
 
@@ -101,8 +94,8 @@ def watch_updates(file: Path) -> None:
             return
         if not isinstance(message, ReplaceWeights):
             return prepare(follower, message)
-        assert model._wrapper is not None
-        parameters = dict(model._wrapper.model.named_parameters())
+        assert model._given is not None
+        parameters = dict(model._given.weights_owner.named_parameters())
         before = [parameter.data_ptr() for parameter in parameters.values()]
         prepare(follower, message)
         assert [parameter.data_ptr() for parameter in parameters.values()] == before
@@ -293,7 +286,7 @@ def update(
 ) -> str:
     """What rank 0 has afterwards."""
     way(engine, new)
-    model = engine.controller.inference_wrapped_model.model
+    model = engine.model.network.model
     return digest_of(dict(model.named_parameters()))
 
 

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from megatron_async.engine.build import build_context, resolve_device
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig
-from megatron_async.models.wrapper import GPTInferenceWrapper
-from megatron_async.runner.controller import TextGenerationController
+from megatron_async.models.gpt_network import GPTNetwork
+from megatron_async.models.served import ServedModel
 from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import config_at
 
@@ -77,8 +76,6 @@ def tokens_of(model: Any, depth: int, drafts: int = 0) -> list[list[int]]:
         depth, max_requests=2, block_count=32, block_size_tokens=8, prefill_chunk_tokens=16,
         num_speculative_tokens=drafts, debug=True,
     )  # fmt: skip
-    wrapper = GPTInferenceWrapper(model)
-    context = build_context(wrapper, config, resolve_device("cpu"))
-    controller = TextGenerationController(wrapper, None)
-    with DynamicInferenceEngine(controller, context, config=config) as engine:
+    wrapper = GPTNetwork(model)
+    with DynamicInferenceEngine(ServedModel(network=wrapper), config) as engine:
         return [request.generated_tokens for request in engine.generate(PROMPTS, PARAMS)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +10,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_async.runner.context import DynamicInferenceContext
+from megatron_async.models.network import Network
+from megatron_async.runner.forward_batch import ForwardBatch
 from megatron_async.runner.sampling_stage import SamplingExtras
 from megatron_async.runner.step_program import StepProgram
 from megatron_async.step.packet import PacketLayout
+
+
+class _Given(Network):
+    """A network whose forward is given."""
+
+    def __init__(self, vocab_size: int, forward: Callable[[Tensor, Tensor, Any], Tensor]) -> None:
+        self.vocab_size, self._given = vocab_size, forward
+
+    def forward(self, token_ids: Tensor, position_ids: Tensor, context: Any) -> Tensor:
+        return self._given(token_ids, position_ids, context)
 
 
 class ReferenceProgram:
@@ -28,7 +39,7 @@ class ReferenceProgram:
 
     def __init__(
         self,
-        context: DynamicInferenceContext,
+        context: ForwardBatch,
         layout: PacketLayout,
         records: Tensor,
         packets: Sequence[np.ndarray[Any, np.dtype[np.int32]]],
@@ -46,7 +57,7 @@ class ReferenceProgram:
         self.program = StepProgram(
             SimpleNamespace(torch_device=torch.device("cpu"), captures=True),  # type: ignore[arg-type]
             context,
-            SimpleNamespace(vocab_size=logits[0].shape[1], forward=self._forward),
+            _Given(logits[0].shape[1], self._forward),
             layout,
             SimpleNamespace(read=self._read),  # type: ignore[arg-type]
             SimpleNamespace(),  # type: ignore[arg-type]
@@ -72,7 +83,7 @@ class ReferenceProgram:
                 "position_ids": position_ids,
                 "slots": context.token_slots,
                 "slot_mapping": context.slot_mapping,
-                "lengths": context._metadata.decode_lengths,
+                "lengths": context.metadata.decode_lengths,
             }
         )
         return self._logits.pop(0)

@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async.engine.build import build_context, resolve_device
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import ConfigError
 from megatron_async.megatron_api.context import DynamicInferenceContext
 from megatron_async.megatron_api.inference_config import InferenceConfig
 from megatron_async.models.adapt import adapt_model
-from megatron_async.models.wrapper import GPTInferenceWrapper
-from megatron_async.runner.controller import TextGenerationController
+from megatron_async.models.gpt_network import GPTNetwork
+from megatron_async.models.served import ServedModel
 from tests.support.engines import config_at, greedy
 from tests.support.stock_model import no_gpu, stock_model  # noqa: F401
 
@@ -53,12 +52,9 @@ def test_stock_model_of_megatron_is_adapted(name: str, monkeypatch: pytest.Monke
         expected = model(ids, positions, mask)
         found = adapt_model(model)(ids, positions, mask)
         torch.testing.assert_close(found, expected, atol=2e-5, rtol=1e-4)
-        wrapper = GPTInferenceWrapper(model)
+        wrapper = GPTNetwork(model)
         config = config_at(1, max_requests=2, block_count=8, prefill_chunk_tokens=16)
-        context = build_context(wrapper, config, resolve_device("cpu"))
-        with DynamicInferenceEngine(
-            TextGenerationController(wrapper, None), context, config=config
-        ) as ours:
+        with DynamicInferenceEngine(ServedModel(network=wrapper), config) as ours:
             tokens = ours.generate([ids[0].tolist()], [greedy(6)])[0].generated_tokens
     assert tokens[0] == int(expected[0, -1].argmax())
 
@@ -81,7 +77,7 @@ def test_contexts_of_megatron_hold_latents() -> None:
     with pytest.raises(ConfigError, match="kv_lora_rank=None must be"):
         DynamicInferenceContext(**sizes, block_count=4, cache_mla_latent=True)
     model = adapt_model(stock_model(**LATENTS, rope_type="rope", q_lora_rank=None))
-    spec = GPTInferenceWrapper(model).kv_cache_spec
+    spec = GPTNetwork(model).kv_cache_spec
     config = InferenceConfig(buffer_size_gb=0.001, max_sequence_length=64, block_size_tokens=16)
     for context in (
         DynamicInferenceContext(model.config, config),

@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async.engine.build import build_context, resolve_device
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import ConfigError
 from megatron_async.megatron_compat import classes
 from megatron_async.models.adapt import adapt_model
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig
-from megatron_async.models.wrapper import GPTInferenceWrapper
-from megatron_async.runner.controller import TextGenerationController
+from megatron_async.models.gpt_network import GPTNetwork
+from megatron_async.models.served import ServedModel
 from tests.support.engines import config_at, greedy
 from tests.support.stock_hybrid import EXPERTS, VOCAB, stock_hybrid
 
@@ -62,10 +61,8 @@ def generated(model: Any, depth: int, drafts: int = 0) -> list[list[int]]:
         depth, max_requests=2, block_count=16, prefill_chunk_tokens=16, block_size_tokens=4,
         num_speculative_tokens=drafts, debug=True,
     )  # fmt: skip
-    wrapper = GPTInferenceWrapper(model)
-    context = build_context(wrapper, config, resolve_device("cpu"))
-    controller = TextGenerationController(wrapper, None)
-    with DynamicInferenceEngine(controller, context, config=config) as engine:
+    wrapper = GPTNetwork(model)
+    with DynamicInferenceEngine(ServedModel(network=wrapper), config) as engine:
         requests = engine.generate([IDS[0].tolist(), [5, 6, 7]], [greedy(8)] * 2)
         assert (engine.counters.tokens_drafted > 0) == (drafts > 0)
     return [request.generated_tokens for request in requests]
@@ -132,6 +129,6 @@ def test_a_layer_that_attends_in_another_way_is_named() -> None:
 
 def test_sizes_come_from_the_config_of_the_model() -> None:
     model = adapt_model(stock_hybrid("M", mamba_num_heads=4))
-    assert GPTInferenceWrapper(model).recurrent_state_spec is not None
+    assert GPTNetwork(model).recurrent_state_spec is not None
     sizes: Any = model.decoder.layers[0].mixer.sizes
     assert tuple(sizes) == (4, 16, 2, 8, 4)

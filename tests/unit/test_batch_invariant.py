@@ -8,8 +8,9 @@ from torch import Tensor
 
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig
-from megatron_async.models.wrapper import GPTInferenceWrapper
-from megatron_async.runner.context import DynamicInferenceContext
+from megatron_async.models.gpt_network import GPTNetwork
+from megatron_async.runner.forward_batch import ForwardBatch
+from tests.support.batches import new_batch
 
 BLOCK_SIZE = 4
 COLUMNS = 80
@@ -59,15 +60,15 @@ class Rig:
     def __init__(self, name: str, dtype: torch.dtype, device: str) -> None:
         torch.manual_seed(2)
         model = build_model(MODELS[name], device=device, dtype=dtype)
-        self.wrapper = GPTInferenceWrapper(model, batch_invariant=True)
+        self.wrapper = GPTNetwork(model, batch_invariant=True)
         self.device = device
         generator = torch.Generator().manual_seed(3)
         self.tokens = torch.randint(0, VOCAB_SIZE, (4, BLOCK_SIZE * COLUMNS), generator=generator)
 
-    def context(self, slots: int) -> DynamicInferenceContext:
+    def context(self, slots: int) -> ForwardBatch:
         """Slots own scattered blocks, other ones in each context; NaN in all of them."""
         spec = self.wrapper.kv_cache_spec
-        context = DynamicInferenceContext(
+        context = new_batch(
             params_dtype=spec.dtype,
             num_layers=spec.num_layers,
             kv_channels=spec.head_dim,
@@ -86,9 +87,7 @@ class Rig:
         context.finished[:slots] = False
         return context
 
-    def forward(
-        self, context: DynamicInferenceContext, pieces: list[tuple[int, int, int]]
-    ) -> Tensor:
+    def forward(self, context: ForwardBatch, pieces: list[tuple[int, int, int]]) -> Tensor:
         """Logits [pieces, vocab] after (slot, first position, tokens), decode steps first."""
         pieces = sorted(pieces, key=lambda piece: piece[2] > 1)
         ids, slots, positions, last, chunk_table = [], [], [], [], []

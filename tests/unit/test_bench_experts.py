@@ -15,7 +15,7 @@ from megatron_async.inference.benchmark.loads import Request
 from megatron_async.inference.benchmark.model import BenchmarkModel
 from megatron_async.kernels.moe import reference
 from megatron_async.models.build import build_model
-from megatron_async.models.wrapper import GPTInferenceWrapper
+from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.sampling_params import SamplingParams
 from tests.support.decode_rig import small
 from tests.unit.test_forward_accuracy import draw_weights
@@ -32,7 +32,7 @@ def model() -> BenchmarkModel:
     )  # fmt: skip
     built = build_model(config, device="cpu", dtype=torch.float32, initialize=False)
     draw_weights(built)
-    wrapper = GPTInferenceWrapper(built)
+    wrapper = GPTNetwork(built)
     return BenchmarkModel("", config, wrapper, torch.device("cpu"), torch.float32, 0.0)
 
 
@@ -77,7 +77,7 @@ def test_the_experts_are_those_of_the_decoded_positions(
 
 def test_a_model_without_experts_reads_none(model: BenchmarkModel) -> None:
     dense = build_model(small("llama"), device="cpu", dtype=torch.float32, initialize=False)
-    without = replace(model, wrapper=GPTInferenceWrapper(dense))
+    without = replace(model, wrapper=GPTNetwork(dense))
     assert experts.experts_read(without, *texts(2), 1) is None
 
 
@@ -85,5 +85,5 @@ def test_layers_without_an_mlp_have_no_experts(model: BenchmarkModel) -> None:
     config = replace(HYBRID, num_moe_experts=EXPERTS, moe_router_topk=TOP_K)
     hybrid = build_model(config, device="cpu", dtype=torch.float32, initialize=False)
     draw_weights(hybrid)
-    with_mixers = replace(model, config=config, wrapper=GPTInferenceWrapper(hybrid))
+    with_mixers = replace(model, config=config, wrapper=GPTNetwork(hybrid))
     assert experts.experts_read(with_mixers, *texts(1), 1) == TOP_K

@@ -15,7 +15,6 @@ from megatron_async.config import EngineConfig
 from megatron_async.device import memory
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import CacheTooLargeError, CheckpointError, ConfigError
-from megatron_async.runner.controller import TextGenerationController
 from megatron_async.testing_options import TestingOptions
 from tests.support.engines import engine_at, small_engine
 from tests.support.hash_model import HashModel
@@ -88,7 +87,7 @@ def test_knobs_of_tests_stand_in_one_field() -> None:
     assert not knobs & {field.name for field in dataclasses.fields(EngineConfig)}
     given = EngineConfig(testing=TestingOptions(jitter_seed=3))
     assert EngineConfig(**dataclasses.asdict(given)) == given
-    assert "synthetic_acceptance" not in inspect.signature(TextGenerationController).parameters
+    assert "synthetic_acceptance" not in inspect.signature(DynamicInferenceEngine).parameters
 
 
 def test_unknown_configuration_is_an_error() -> None:

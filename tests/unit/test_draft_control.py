@@ -307,7 +307,7 @@ def test_nothing_is_left_of_the_steps_that_were_measured(
     options: dict[str, Any] = {"tokenizer": hash_tokenizer(), "device": made}
     with adaptive(depth, 0.4, speculative_step_costs=None, **options) as engine:
         assert engine.runner.wait_ns == 0 and engine.scheduler.next_ticket == 0
-        assert engine.context.slots.finished.all() and not engine.context.slots.kv_length.any()
+        assert engine.cache.slots.finished.all() and not engine.cache.slots.kv_length.any()
         check(asks, engine.generate([list(a.prompt) for a in asks], [*map(sampling_params, asks)]))
         assert engine.counters.steps_with_extras
     made.close()

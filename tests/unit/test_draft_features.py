@@ -141,7 +141,7 @@ def commands(engine: DynamicInferenceEngine, step: int) -> None:
 def weights(engine: DynamicInferenceEngine, step: int) -> None:
     """All is computed again by the same weights; the prefixes are forgotten too."""
     if step == 5:
-        model = engine.controller.inference_wrapped_model.model
+        model = engine.model.network.model
         engine.update_weights(dict(model.state_dict()))
     if step == 8:
         engine.reset_prefix_cache()
@@ -228,7 +228,7 @@ def ends() -> tuple[list[SamplingParams], list[Any]]:
     base: dict[str, Any] = {"temperature": 0.0, "termination_id": -1}
     (whole,) = plain().generate([HEAD], SamplingParams(num_tokens_to_generate=16, **base))
     tokens = whole.generated_tokens
-    tokenizer = plain().controller.tokenizer
+    tokenizer = plain().model.tokenizer
     text = [tokenizer.detokenize(tokens[:count]) for count in range(len(tokens) + 1)]
     params = []
     for place in range(1, 11):
@@ -300,7 +300,7 @@ def test_new_sampling_parameters(engine: DynamicInferenceEngine) -> None:
     assert 0 < start < 24
     (before,) = plain().generate([HEAD], params)
     assert tokens[:start] == before.generated_tokens[:start]
-    head = plain().controller.tokenize_prompt(HEAD) + tokens[:start]
+    head = plain().model.tokenize_prompt(HEAD) + tokens[:start]
     changed = SamplingParams(
         num_tokens_to_generate=24 - start, temperature=1.5, top_k=30, seed=9, termination_id=-1
     )

@@ -25,8 +25,8 @@ from megatron_async.drafting.ngram import NgramDrafter
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import IntegrityError
 from megatron_async.runner import attention_metadata, step_program
-from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.drafter import SampledRows
+from megatron_async.runner.forward_batch import ForwardBatch
 from megatron_async.runner.sampling_stage import SamplingStage
 from megatron_async.runner.step_program import StepProgram
 from megatron_async.sampling_params import SamplingParams
@@ -45,7 +45,7 @@ class Tiny:
 
     def __init__(self) -> None:
         self.engine = DynamicInferenceEngine.from_pretrained("tiny", config_at(0, device="cpu"))
-        self._plain = Plain(self.engine.controller.inference_wrapped_model.model)
+        self._plain = Plain(self.engine.model.network.model)
         self._logits: dict[tuple[int, ...], list[torch.Tensor]] = {}
         with drafting(self, 0, 0) as engine:
             self.undrafted = [r.generated_tokens for r in engine.generate(*asked())]
@@ -117,7 +117,7 @@ def steps_of(
     """Tokens, slot and room of a request behind each step that brought some of it; what is drafted
     beyond the room is nobody's token, and is computed without blocks. Its first tokens come without
     drafts."""
-    tokens = engine.controller.tokenize_prompt(prompt)
+    tokens = engine.model.tokenize_prompt(prompt)
     total = len(tokens) + 18
     engine.add_request(1, prompt, params(18, num_speculative_tokens=0 if undrafted else None))
     while engine.has_unfinished_requests():
@@ -128,9 +128,9 @@ def steps_of(
         tokens += new
         if new and len(tokens) < total:
             engine.device.synchronize()
-            state = engine.context.slots
+            state = engine.cache.slots
             live = (state.max_total == total) & ~state.finished
-            live[engine.context.null_slot] = False
+            live[engine.cache.null_slot] = False
             ((slot,),) = live.nonzero().T.tolist()
             yield tokens, slot, total - len(tokens)
 
@@ -180,7 +180,7 @@ def check_ngram_drafts(tiny: Tiny) -> None:
     with drafting(tiny, 0, 3, max_requests=2, speculative_method="ngram") as engine:
         engine.add_request(0, "import sys", params(40))
         for tokens, slot, _ in steps_of(engine, REPEATED):
-            drafts = engine.context.slots.drafts[slot].tolist()
+            drafts = engine.cache.slots.drafts[slot].tolist()
             if drafts != test_ngram.plain(tokens, 3):
                 raise WrongDraftsError(f"{drafts} != {test_ngram.plain(tokens, 3)}")
             compared += 1
@@ -191,9 +191,9 @@ def check_writes(tiny: Tiny) -> None:
     """Each slot writes to blocks of its request alone, when slots change hands."""
     written: set[tuple[int, int]] = set()
     allowed: set[tuple[int, int]] = set()
-    begin, commit = DynamicInferenceContext.begin, Scheduler.commit
+    begin, commit = ForwardBatch.begin, Scheduler.commit
 
-    def watched(self: DynamicInferenceContext, metadata: Any) -> None:
+    def watched(self: ForwardBatch, metadata: Any) -> None:
         blocks = metadata.slot_mapping // self.block_size_tokens
         written.update(zip(metadata.token_slots.tolist(), blocks.tolist(), strict=True))
         begin(self, metadata)
@@ -208,7 +208,7 @@ def check_writes(tiny: Tiny) -> None:
         for i in range(8)
     ]
     with (
-        patch.object(DynamicInferenceContext, "begin", watched),
+        patch.object(ForwardBatch, "begin", watched),
         patch.object(Scheduler, "commit", watched_commit),
         drafting(tiny, 0, 5, block_size_tokens=1, block_count=300) as engine,
     ):

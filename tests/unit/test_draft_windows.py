@@ -195,16 +195,13 @@ def test_drafted_equals_undrafted_through_pauses_evictions_and_aborts(
 
 
 def test_a_context_with_more_drafts_than_the_model_makes_is_refused() -> None:
-    from megatron_async.engine.build import build_context, resolve_device
-    from megatron_async.runner.controller import TextGenerationController
+    from megatron_async.models.served import ServedModel
     from tests.support.engines import config_at
     from tests.support.hash_model import HashModel
 
-    drafting = DraftingHashModel(2, 0.0)
     config = config_at(1, block_count=8, num_speculative_tokens=2)
-    context = build_context(drafting, config, resolve_device("cpu"))
     with pytest.raises(ConfigError, match="num_speculative_tokens=2 but the model has no layers"):
-        DynamicInferenceEngine(TextGenerationController(HashModel()), context, config=config)
+        DynamicInferenceEngine(ServedModel(network=HashModel()), config)
 
 
 def test_a_draft_is_never_shown() -> None:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async.engine.build import build_context
+import megatron_async
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import ConfigError, RequestError
+from megatron_async.models.served import ServedModel
 from megatron_async.request import FinishReason, Status
 from megatron_async.runner.cache_attention import warn_of_slow_attention
-from megatron_async.runner.controller import TextGenerationController
 from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import DEPTHS, config_at, random_ask, sampling_params, small_engine
 from tests.support.hash_model import MAX_LENGTH, VOCAB_SIZE, HashModel
@@ -81,9 +81,9 @@ def test_any_number_of_own_end_tokens_end_a_request(depth: int) -> None:
     late = [tokens for tokens, reason in expected if reason == "stop" and tokens[-1] > own[7]]
     assert len(own) > 8 and late
     config = config_at(depth, max_requests=3, block_size_tokens=4, block_count=60, debug=True)
-    controller = TextGenerationController(HashModel())
-    context = build_context(HashModel(), config, torch.device("cpu"))
-    with DynamicInferenceEngine(controller, context, config=config, eos_token_ids=own) as engine:
+    with DynamicInferenceEngine(
+        ServedModel(network=HashModel(), eos_token_ids=own), config
+    ) as engine:
         params = SamplingParams(temperature=0.0, num_tokens_to_generate=40)
         requests = engine.generate([list(ask.prompt) for ask in asks], params)
     assert [(r.generated_tokens, r.finish_reason) for r in requests] == expected
@@ -106,11 +106,13 @@ def test_request_ids_must_be_free() -> None:
 
 
 def test_controller_serves_one_engine_alone() -> None:
-    with small_engine() as engine:
+    controller = megatron_async.TextGenerationController(HashModel())
+    config = config_at(1, max_requests=2, block_size_tokens=4, block_count=12)
+    with megatron_async.DynamicInferenceEngine(controller, None, config=config) as engine:
         future = engine.add_request(0, list(ASK.prompt), sampling_params(ASK))
         engine.step_modern()
         with pytest.raises(ConfigError, match="new TextGenerationController"):
-            DynamicInferenceEngine(engine.controller, engine.context, config=engine.config)
+            megatron_async.DynamicInferenceEngine(controller, None, config=config)
         while engine.has_unfinished_requests():
             engine.step_modern()
     assert future.result().generated_tokens == decode_alone(ASK)[0]

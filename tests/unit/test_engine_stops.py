@@ -227,7 +227,7 @@ def test_an_engine_that_nobody_refers_to_is_freed_and_so_is_its_thread() -> None
     engine.generate([[1]], greedy(2))
     future = engine.add_request(0, [1], greedy(2))
     drive(engine)
-    context = weakref.ref(engine.context)
+    context = weakref.ref(engine.batch)
     del engine
     assert future.done()
     end = time.monotonic() + PATIENCE_SECONDS
@@ -241,7 +241,7 @@ def test_a_refused_engine_leaves_no_thread() -> None:
     with engine_at(1) as engine:
         threads = threading.active_count()
         with pytest.raises(ConfigError, match="another engine"):
-            DynamicInferenceEngine(engine.controller, engine.context, config=engine.config)
+            DynamicInferenceEngine(engine.model, engine.config, batch=engine.batch)
         assert threading.active_count() <= threads
 
 

@@ -276,10 +276,10 @@ def test_a_closed_and_dropped_engine_kept_its_cache_until_a_collection() -> None
     try:
         engine = engine_at(1)
         engine.generate([[1]], greedy(2))
-        cache = weakref.ref(engine.context.kv_cache)
+        cache = weakref.ref(engine.cache.kv)
         engine.close()
         assert cache() is None, "close() gives the cache back while the engine is still there"
-        parts = [weakref.ref(part) for part in (engine, engine.context, engine.runner)]
+        parts = [weakref.ref(part) for part in (engine, engine.batch, engine.runner)]
         del engine
         assert [part() for part in parts] == [None, None, None]
     finally:
@@ -295,7 +295,7 @@ def test_memory_of_many_engines_over_the_same_weights_comes_back_without_a_colle
             for _ in range(5):
                 with first.with_config(first.config) as engine:
                     engine.generate([[1]], greedy(2))
-                    caches.append(weakref.ref(engine.context.kv_cache))
+                    caches.append(weakref.ref(engine.cache.kv))
                 assert all(cache() is None for cache in caches)
         finally:
             gc.enable()

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_async.engine.build import build_context, resolve_device
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig, RopeScaling
 from megatron_async.models.fused import decoder as fused_decode
 from megatron_async.models.fused import where
-from megatron_async.models.wrapper import GPTInferenceWrapper
-from megatron_async.runner.controller import TextGenerationController
+from megatron_async.models.gpt_network import GPTNetwork
+from megatron_async.models.served import ServedModel
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.step.plan import Plan
 from tests.support import emulator
@@ -234,15 +233,14 @@ class Rig:
         self.reference = Float64Model(config, state)
         self.device = device
         self.vocab_size = config.vocab_size
-        wrapper = GPTInferenceWrapper(model)
+        wrapper = GPTNetwork(model)
         self.model = wrapper.model
         values.setdefault("prefill_chunk_tokens", PROMPT_TOKENS)
         values.setdefault("max_tokens", rows * (PROMPT_TOKENS + 1))
         engine_config = config_at(0, device=device, max_requests=rows, **values)
         self.engine = DynamicInferenceEngine(
-            TextGenerationController(wrapper),
-            build_context(wrapper, engine_config, resolve_device(device)),
-            config=engine_config,
+            ServedModel(network=wrapper),
+            engine_config,
         )
         self._plans: list[Plan] = []
         self.engine.observe(SimpleNamespace(on_launch=self._plans.append))

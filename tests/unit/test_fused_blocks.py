@@ -24,7 +24,7 @@ from megatron_async.models.config import ModelConfig
 from megatron_async.models.fused import coverage, where
 from megatron_async.models.fused.decoder import FusedDecoder
 from megatron_async.models.fused.report import ATTENTION, EMBEDDING, HEAD, MLP, DecodeCoverage
-from megatron_async.models.wrapper import GPTInferenceWrapper
+from megatron_async.models.gpt_network import GPTNetwork
 from tests.support import emulator
 from tests.support.cuda_kernels import device, emulated, on_both, relative_error
 from tests.support.decode_rig import TOKENS, DecodeRig, bfloat16_model, small, state_of
@@ -229,7 +229,7 @@ def test_an_engine_decodes_through_blocks_of_either_kind(device: torch.device, n
 
     rig = Rig(small(name), torch.bfloat16, str(device), 3, change=change, num_cuda_graphs=1)
     with rig.engine:
-        covered = rig.engine.controller.inference_wrapped_model.decode_coverage()
+        covered = rig.engine.model.network.decode_coverage()
         assert covered.fused(ATTENTION) == (1,) and covered.fused(MLP) == (2,)
         assert max(rig.worst_errors(3)) < LIMIT
 
@@ -242,9 +242,9 @@ def test_blocks_behind_an_attention_window_come_free_and_are_not_read(
     values = {"num_cuda_graphs": 1, "block_size_tokens": 16}
     rig = Rig(config, torch.bfloat16, str(device), 2, **values)
     with rig.engine:
-        covered = rig.engine.controller.inference_wrapped_model.decode_coverage()
+        covered = rig.engine.model.network.decode_coverage()
         assert covered.fused(ATTENTION) == (1, 2)
-        rig.engine.context.kv_cache[:, :, 0] = torch.nan
+        rig.engine.cache.kv[:, :, 0] = torch.nan
         assert max(rig.worst_errors(2, prompt_tokens=40)) < LIMIT
 
 
@@ -295,7 +295,7 @@ def test_hidden_states_are_those_after_the_final_norm(
     state = state_of(model)
     if path == "head of modules":
         subclass(model.decoder.final_layernorm)
-    wrapper = GPTInferenceWrapper(model, fused_decode=path != "own forward")
+    wrapper = GPTNetwork(model, fused_decode=path != "own forward")
     assert (wrapper.fused_decode_off is None) == (path != "own forward")
     rig = DecodeRig(config, device)
     found: list[Tensor] = []

@@ -35,7 +35,7 @@ from megatron_async.models.fused.report import (
     ranges,
 )
 from megatron_async.models.fused.where import device_why_not
-from megatron_async.models.wrapper import GPTInferenceWrapper
+from megatron_async.models.gpt_network import GPTNetwork
 from tests.support import emulator
 from tests.unit.test_forward_accuracy import MODELS, Rig, tiny
 
@@ -471,7 +471,7 @@ def test_rows_that_no_tile_config_was_measured_for_are_said_once(
 ) -> None:
     """A shape that nobody measured has estimates up to 32 rows, and none above."""
     emulator.install(monkeypatch)
-    served = GPTInferenceWrapper(our_model("llama"))
+    served = GPTNetwork(our_model("llama"))
     with caplog.at_level(logging.INFO, logger="megatron_async"):
         for _ in range(2):
             served.prepare([1, 8, 32, 40, 64, 128], Steps(16))
@@ -501,7 +501,7 @@ def test_a_cache_that_attention_does_not_read_is_warned_of_once(
         for _ in range(2):
             rig = Rig(config, torch.bfloat16, "cpu", 3, block_size_tokens=8)
             with rig.engine:
-                served = rig.engine.controller.inference_wrapped_model
+                served = rig.engine.model.network
                 assert served.fused_decode_off is None, "the MLPs are fused"
                 covered = served.decode_coverage()
                 assert covered.fused(ATTENTION) == () and covered.fused(MLP) == (1, 2)
@@ -514,6 +514,6 @@ def test_what_was_not_asked_for_is_off_without_a_warning(
     unwanted: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     values = {unwanted: unwanted == "batch_invariant"}
-    served = GPTInferenceWrapper(our_model("llama"), **values)
+    served = GPTNetwork(our_model("llama"), **values)
     assert served.fused_decode_off == f"{unwanted}={values[unwanted]}"
     assert served.decode_coverage().fused(MLP) == () and not caplog.messages

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async.engine.build import build_context, resolve_device
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.kernels import trial
 from megatron_async.kernels.mamba.reference import mix_rows
@@ -19,9 +18,9 @@ from megatron_async.models.fused import mamba_block, where
 from megatron_async.models.fused.decoder import FusedDecoder
 from megatron_async.models.fused.report import ATTENTION, MAMBA, MLP
 from megatron_async.models.fused.tuning import first_layers
+from megatron_async.models.gpt_network import GPTNetwork
+from megatron_async.models.served import ServedModel
 from megatron_async.models.shapes import SHAPES
-from megatron_async.models.wrapper import GPTInferenceWrapper
-from megatron_async.runner.controller import TextGenerationController
 from megatron_async.runner.recurrent_states import StepStates
 from megatron_async.sampling_params import SamplingParams
 from tests.support.cuda_kernels import device, emulated, on_gpu, relative_error
@@ -72,7 +71,7 @@ def test_fused_mixers_and_modules_make_one_forward(
             n + 1 for n, each in enumerate(config.hybrid_override_pattern or "") if each == letter
         ]
         assert fused.coverage.fused(kind) == tuple(layers)
-    plain = GPTInferenceWrapper(model, fused_decode=False)
+    plain = GPTNetwork(model, fused_decode=False)
     rig = DecodeRig(config, device)
 
     def run(forward: Any) -> torch.Tensor:
@@ -83,7 +82,7 @@ def test_fused_mixers_and_modules_make_one_forward(
 
         def step(ids: Any, positions: Any, context: Any, logits: torch.Tensor) -> None:
             rows = states.decode_rows(context.token_slots, positions, context.finished, 1)
-            states.step = StepStates(rows)
+            states.begin(StepStates(rows))
             forward(ids, positions, context, logits)
 
         return rig.decode(step, context)
@@ -103,10 +102,9 @@ class TestOnGpu:
     def engine(self, monkeypatch: pytest.MonkeyPatch, *, kernels: bool, **values: Any) -> Any:
         monkeypatch.setattr(trial, "MAMBA", kernels)
         torch.manual_seed(0)
-        wrapper = GPTInferenceWrapper(model_on("cuda"))
+        wrapper = GPTNetwork(model_on("cuda"))
         config = config_at(1, device="cuda", max_requests=8, **values)
-        context = build_context(wrapper, config, resolve_device("cuda"))
-        return DynamicInferenceEngine(TextGenerationController(wrapper), context, config=config)
+        return DynamicInferenceEngine(ServedModel(network=wrapper), config)
 
     @pytest.mark.parametrize("drafts", (0, 2))
     def test_steady_steps_neither_synchronise_nor_allocate(

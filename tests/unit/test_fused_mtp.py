@@ -17,10 +17,10 @@ from megatron_async.kernels.attention import rope_append
 from megatron_async.models.fused import mtp_blocks, report, where
 from megatron_async.models.fused.report import ATTENTION, HEAD, MLP, PROJECTION
 from megatron_async.models.fused.tuning import FusedStep
-from megatron_async.models.wrapper import GPTInferenceWrapper
-from megatron_async.runner.context import DynamicInferenceContext
+from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.runner.drafter import SampledRows
 from tests.support import emulator
+from tests.support.batches import new_batch
 from tests.support.cuda_kernels import device, emulated, on_both, relative_error
 from tests.support.decode_rig import bfloat16_model, small
 from tests.unit.test_forward_accuracy import TOLERANCE
@@ -66,7 +66,7 @@ class DraftRig:
     def __init__(self, model: Any, device: torch.device, rows: int, count: int) -> None:
         self.device, self.rows, self.count = device, rows, count
         config = model.model_config
-        self.context = DynamicInferenceContext(
+        self.context = new_batch(
             params_dtype=torch.bfloat16,
             num_layers=config.num_layers + config.mtp_num_layers,
             kv_channels=config.head_dim,
@@ -84,7 +84,7 @@ class DraftRig:
         state.max_total[:rows] = 32
         self.logits: list[Tensor] = []
 
-    def run(self, wrapper: GPTInferenceWrapper, *, fused: bool) -> list[Tensor]:
+    def run(self, wrapper: GPTNetwork, *, fused: bool) -> list[Tensor]:
         """Logits of all drafts, and the tails that they leave, if there are any."""
         drafter = MtpDrafter(wrapper, self.context, self.rows)
         if not fused:
@@ -158,7 +158,7 @@ def test_fused_blocks_draft_as_modules_do(
 ) -> None:
     model = mtp_model(name, device)
     CASES[case][0](model)
-    wrapper = GPTInferenceWrapper(model)
+    wrapper = GPTNetwork(model)
     covered = report.DecodeCoverage(wrapper.decode_coverage().drafting)
     for kind in (PROJECTION, ATTENTION, MLP, HEAD):
         assert covered.fused(kind) == CASES[case][1].get(kind, LAYERS), kind
@@ -199,7 +199,7 @@ def test_a_draft_takes_these_kernels(in_gemm: bool, monkeypatch: pytest.MonkeyPa
 
         monkeypatch.setattr(mtp_norms, f"mtp_{name}_reference", norm)
     model, rows, count = mtp_model("qwen3", torch.device("cpu")), 1, 3
-    DraftRig(model, torch.device("cpu"), rows, count).run(GPTInferenceWrapper(model), fused=True)
+    DraftRig(model, torch.device("cpu"), rows, count).run(GPTNetwork(model), fused=True)
     each = ["input", *6 * ["gemm or attention"], *([] if in_gemm else ["output"])]
     assert launched == 2 * count * [*each, "gemm or attention"]
 
@@ -212,7 +212,7 @@ def test_reasons_are_told_for_each_block_of_a_layer(monkeypatch: pytest.MonkeyPa
     first.eh_proj.register_forward_hook(lambda *_: None)
     subclass(first.final_layernorm)
     subclass(second)
-    covered = GPTInferenceWrapper(model).decode_coverage()
+    covered = GPTNetwork(model).decode_coverage()
     assert covered.off is None and covered.fused(MLP) == (1, 2)
     own = "OwnMultiTokenPredictionLayer is not covered"
     assert [str(fallback) for fallback in covered.fallbacks] == [
@@ -225,7 +225,7 @@ def test_reasons_are_told_for_each_block_of_a_layer(monkeypatch: pytest.MonkeyPa
     ]
     drafting = covered.to_dict()["drafting"]
     assert drafting == {"projection": [], "attention": [3], "mlp": [3], "head": []}
-    alone = GPTInferenceWrapper(model, fused_decode=False)
+    alone = GPTNetwork(model, fused_decode=False)
     assert alone.fused_mtp() is None
     heads = [f.layers for f in alone.decode_coverage().fallbacks if f.kind == HEAD]
     assert heads == [(), LAYERS], "the decoder's, and those of MTP layers"
@@ -262,7 +262,7 @@ def test_what_drafts_need_is_compiled_at_start(monkeypatch: pytest.MonkeyPatch) 
     compiled: list[tuple[str, dict[str, int]]] = []
     monkeypatch.setattr(cuda, "compile_together", lambda work, on: compiled.extend(work))
     model = mtp_model("qwen3", torch.device("cpu"), ffn_hidden_size=384)
-    wrapper, rig = GPTInferenceWrapper(model), DraftRig(model, torch.device("cpu"), 2, 2)
+    wrapper, rig = GPTNetwork(model), DraftRig(model, torch.device("cpu"), 2, 2)
     wrapper.prepare([3, 60, 120], rig.context)
     size = 2 * model.config.hidden_size
     assert not [macros for _, macros in compiled if macros.get("K") == size], "nobody drafts"

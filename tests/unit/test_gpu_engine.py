@@ -208,7 +208,7 @@ def test_state_dict_goes_into_captured_graphs() -> None:
     params = SamplingParams(temperature=0, num_tokens_to_generate=40, termination_id=-1)
     with DynamicInferenceEngine.from_pretrained("tiny", config) as engine:
         (before,) = engine.generate([PROMPTS[0]], params)
-        model = engine.controller.inference_wrapped_model.model
+        model = engine.model.network.model
         state = {name: value.clone() for name, value in model.named_parameters()}
         scaled = {name: value * 1.3 for name, value in state.items()}
         engine.update_weights(scaled)

@@ -122,7 +122,7 @@ def test_graphs_are_as_good_as_before_after_a_sleep(level: int) -> None:
         enable_sleep_mode=True, num_cuda_graphs=2,
     )  # fmt: skip
     with DynamicInferenceEngine.from_pretrained("tiny", config) as engine:
-        model = engine.controller.inference_wrapped_model.model
+        model = engine.model.network.model
         state = {name: p.detach().clone() for name, p in model.named_parameters()}
         where = {name: p.data_ptr() for name, p in model.named_parameters()}
         expected = [request.generated_tokens for request in engine.generate(PROMPTS, greedy(24))]

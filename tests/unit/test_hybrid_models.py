@@ -11,7 +11,6 @@ import torch
 
 from megatron_async.checkpoint.load import load_pretrained
 from megatron_async.checkpoint.native import save_native
-from megatron_async.engine.build import build_context, resolve_device
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import CheckpointError, ConfigError
 from megatron_async.kernels import trial
@@ -23,11 +22,11 @@ from megatron_async.models.config import ModelConfig
 from megatron_async.models.features import features
 from megatron_async.models.fused import coverage, where
 from megatron_async.models.fused.report import DecodeCoverage
+from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.models.mamba.mixer import MambaMixer
 from megatron_async.models.mamba.sequence import CHUNK, mix_sequences
-from megatron_async.models.wrapper import GPTInferenceWrapper
+from megatron_async.models.served import ServedModel
 from megatron_async.request import DynamicInferenceRequest
-from megatron_async.runner.controller import TextGenerationController
 from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import DEPTHS, config_at
 
@@ -68,9 +67,8 @@ def model_of(config: ModelConfig, dtype: torch.dtype = torch.float32) -> Any:
 
 def engine_of(model: Any, depth: int, **values: Any) -> DynamicInferenceEngine:
     config = config_at(depth, block_size_tokens=4, prefill_chunk_tokens=16, debug=True, **values)
-    wrapper = GPTInferenceWrapper(model)
-    context = build_context(wrapper, config, resolve_device("cpu"))
-    return DynamicInferenceEngine(TextGenerationController(wrapper, None), context, config=config)
+    wrapper = GPTNetwork(model)
+    return DynamicInferenceEngine(ServedModel(network=wrapper), config)
 
 
 PROMPTS = [[(7 * n + 3 * i) % 96 for i in range(5 + 9 * (n % 4))] for n in range(5)]
@@ -154,7 +152,7 @@ def test_evicted_and_paused_requests_go_on_with_the_same_tokens(
 def test_model_without_attention_has_blocks_that_hold_nothing() -> None:
     model = model_of(changed(**ALL_MAMBA, num_moe_experts=None))
     with engine_of(model, 1, max_requests=2, buffer_size_gb=0.001) as engine:
-        assert engine.context.kv_cache.numel() == 0
+        assert engine.cache.kv.numel() == 0
         found = tokens_of(engine.generate(PROMPTS[:3], PARAMS[:3]))
     with engine_of(model, 0, max_requests=1, block_count=30) as engine:
         assert tokens_of(engine.generate(PROMPTS[:3], PARAMS[:3])) == found

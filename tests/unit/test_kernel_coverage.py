@@ -12,15 +12,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from megatron_async.engine.build import build_context, resolve_device
+from megatron_async.build.spec import EngineSpec
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import MegatronAsyncError
 from megatron_async.kernels.attention.paged_attention import KERNEL_HEAD_DIM
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig
-from megatron_async.models.wrapper import GPTInferenceWrapper
+from megatron_async.models.gpt_network import GPTNetwork
+from megatron_async.models.served import ServedModel
 from megatron_async.runner.cache_attention import warn_of_slow_attention
-from megatron_async.runner.controller import TextGenerationController
 from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import config_at
 from tests.unit.test_forward_accuracy import Rig, draw_weights
@@ -71,7 +71,7 @@ def decode(config: ModelConfig, block_size: int, device: str) -> list[list[int]]
     """Greedy tokens in fp32, the same weights and prompts on every device."""
     model = build_model(config, device=device, dtype=torch.float32, initialize=False)
     draw_weights(model)
-    wrapper = GPTInferenceWrapper(model)
+    wrapper = GPTNetwork(model)
     engine_config = config_at(
         1,
         device=device,
@@ -85,9 +85,8 @@ def decode(config: ModelConfig, block_size: int, device: str) -> list[list[int]]
     prompts = [torch.randint(0, 256, (n,), generator=generator) for n in PROMPT_LENGTHS]
     params = SamplingParams(temperature=0, num_tokens_to_generate=NEW_TOKENS, termination_id=-1)
     with DynamicInferenceEngine(
-        TextGenerationController(wrapper),
-        build_context(wrapper, engine_config, resolve_device(device)),
-        config=engine_config,
+        ServedModel(network=wrapper),
+        engine_config,
     ) as engine:
         requests = engine.generate(list(prompts), params)
         assert engine.counters.prefill_chunks == 1 + 1 + 2
@@ -221,5 +220,5 @@ def test_shapes_that_cannot_be_are_refused_by_name(
         values = {**model_config(16, 1).to_dict(), **model}
         config = ModelConfig.from_dict(values)
         engine_config = config_at(1, device="cpu", **engine)
-        wrapper = GPTInferenceWrapper(build_model(config, device="cpu", dtype=torch.float32))
-        build_context(wrapper, engine_config, torch.device("cpu"))
+        wrapper = GPTNetwork(build_model(config, device="cpu", dtype=torch.float32))
+        EngineSpec.of(ServedModel(network=wrapper), engine_config, "cpu")

@@ -8,17 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async.engine.build import build_context, resolve_device
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import CheckpointError
 from megatron_async.kernels import trial
 from megatron_async.models.build import build_random_model
 from megatron_async.models.config import ModelConfig, RopeScaling
+from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.models.latent_attention import by_head
 from megatron_async.models.latent_config import LatentAttention
 from megatron_async.models.memory_traffic import kv_bytes, weight_bytes
-from megatron_async.models.wrapper import GPTInferenceWrapper
-from megatron_async.runner.controller import TextGenerationController
+from megatron_async.models.served import ServedModel
 from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import config_at, greedy
 
@@ -66,21 +65,20 @@ def wrapped(name: str, device: str = "cpu", dtype: torch.dtype = torch.float32) 
         for parameter_name, parameter in model.named_parameters():
             if "norm" not in parameter_name:
                 parameter.normal_(std=0.3, generator=generator)
-    return GPTInferenceWrapper(model.to(device))
+    return GPTNetwork(model.to(device))
 
 
 @pytest.fixture(scope="module", params=CONFIGS)
-def wrapper(request: pytest.FixtureRequest) -> GPTInferenceWrapper:
-    found: GPTInferenceWrapper = wrapped(request.param)
+def wrapper(request: pytest.FixtureRequest) -> GPTNetwork:
+    found: GPTNetwork = wrapped(request.param)
     return found
 
 
 def engine(
-    wrapper: GPTInferenceWrapper, depth: int, device: str = "cpu", **values: Any
+    wrapper: GPTNetwork, depth: int, device: str = "cpu", **values: Any
 ) -> DynamicInferenceEngine:
     config = config_at(depth, device=device, **{"debug": True, **values})
-    context = build_context(wrapper, config, resolve_device(device))
-    return DynamicInferenceEngine(TextGenerationController(wrapper, None), context, config=config)
+    return DynamicInferenceEngine(ServedModel(network=wrapper), config)
 
 
 def params() -> list[SamplingParams]:
@@ -91,7 +89,7 @@ def params() -> list[SamplingParams]:
 
 
 @pytest.fixture(scope="module")
-def expected(wrapper: GPTInferenceWrapper) -> list[list[int]]:
+def expected(wrapper: GPTNetwork) -> list[list[int]]:
     """Each alone, in one chunk, from the model's forward over the whole sequence where greedy."""
     found = []
     with engine(wrapper, 0, max_requests=1, block_size_tokens=16, block_count=8,
@@ -110,7 +108,7 @@ def expected(wrapper: GPTInferenceWrapper) -> list[list[int]]:
 
 @pytest.mark.parametrize(("depth", "block_size"), [(0, 4), (1, 1), (2, 2), (4, 3)])
 def test_tokens_are_the_same_through_evictions_pauses_and_prefix_hits(
-    wrapper: GPTInferenceWrapper, expected: list[list[int]], depth: int, block_size: int
+    wrapper: GPTNetwork, expected: list[list[int]], depth: int, block_size: int
 ) -> None:
     # The longest request and half a prompt more.
     blocks = -(-(len(PROMPTS[-1]) + NEW_TOKENS + 6) // block_size)
@@ -135,7 +133,7 @@ def test_tokens_are_the_same_through_evictions_pauses_and_prefix_hits(
     assert counters.prefill_chunks > len(PROMPTS)
 
 
-def test_tokens_and_steps_cost_what_is_said(wrapper: GPTInferenceWrapper) -> None:
+def test_tokens_and_steps_cost_what_is_said(wrapper: GPTNetwork) -> None:
     spec, config = wrapper.kv_cache_spec, wrapper.model.model_config
     latent = config.latent_attention
     of_layer = 2 * 2 * 12 if latent is None else 16 + 4
@@ -143,13 +141,12 @@ def test_tokens_and_steps_cost_what_is_said(wrapper: GPTInferenceWrapper) -> Non
     assert kv_bytes(config, 4, 1, 1) == spec.token_bytes
     read = [p for name, p in wrapper.model.named_parameters() if "word_embeddings" not in name]
     assert weight_bytes(config, 4) == 4 * sum(parameter.numel() for parameter in read)
-    context = build_context(wrapper, config_at(0, block_count=3), resolve_device("cpu"))
-    assert context.kv_cache.numel() * 4 == 4 * context.block_size_tokens * spec.token_bytes
+    with engine(wrapper, 0, block_count=3) as built:
+        size = built.cache.sizes.block_size_tokens
+        assert built.cache.kv.numel() * 4 == 4 * size * spec.token_bytes
 
 
-def test_drafts_by_lookup_are_verified(
-    wrapper: GPTInferenceWrapper, expected: list[list[int]]
-) -> None:
+def test_drafts_by_lookup_are_verified(wrapper: GPTNetwork, expected: list[list[int]]) -> None:
     with engine(
         wrapper, 1, max_requests=3, block_size_tokens=4, block_count=60, num_speculative_tokens=2,
         speculative_method="ngram",

@@ -15,12 +15,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_async.build.model import load_model
 from megatron_async.device.cpu import CpuDevice
 from megatron_async.device.protocol import Graph
-from megatron_async.engine.build import build_context
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.engine.load import load_parts
-from megatron_async.runner.controller import TextGenerationController
 from megatron_async.runner.cuda_graphs import MIXED, StepGraphs, token_buckets
 from megatron_async.runner.prompt_log_probs import PromptTargets
 from megatron_async.sampling_params import SamplingParams
@@ -131,7 +129,7 @@ def test_fixed_shapes_give_the_oracles_tokens(depth: int, capture: bool) -> None
         requests = engine.generate(
             [list(a.prompt) for a in asks], [sampling_params(a) for a in asks]
         )
-        context = engine.context
+        context = engine.batch
         null = context.null_slot
         engine.device.synchronize()
         assert bool(context.finished[null]) and not context.kv_length[null]
@@ -154,11 +152,9 @@ def test_progress_counts_every_capture() -> None:
         return steps
 
     config = config_at(0, max_requests=6, prefill_chunk_tokens=40)
-    parts = load_parts("tiny", config)
     with DynamicInferenceEngine(
-        parts.controller,
-        parts.context,
-        config=config,
+        load_model("tiny", config),
+        config,
         device=FixedShapesDevice(),
         progress=progress,
     ):
@@ -191,12 +187,9 @@ def decode_tiny(
     """Tokens of ``count`` requests that come one by one while the others decode."""
     values = {"max_requests": 5, "block_size_tokens": 16, "prefill_chunk_tokens": 24, **values}
     config = config_at(depth, device=device, dtype=dtype, **values)
-    parts = load_parts("tiny", config)
-    wrapper = parts.controller.inference_wrapped_model
     engine = DynamicInferenceEngine(
-        TextGenerationController(wrapper, parts.controller.tokenizer),
-        build_context(wrapper, config, parts.context.device),
-        config=config,
+        load_model("tiny", config),
+        config,
         device=FixedShapesDevice() if fixed_shapes else None,
     )
     tokens: dict[int, list[int]] = {}

@@ -16,12 +16,14 @@ from megatron_async import megatron_compat as compat
 from megatron_async.errors import ConfigError
 from megatron_async.models.activation import gelu, gelu_tanh, silu
 from megatron_async.models.adapt import adapt_model
+from megatron_async.models.batch import Batch
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig, RopeScaling
 from megatron_async.models.gpt import GPTModel
+from megatron_async.models.gpt_network import GPTNetwork
+from megatron_async.models.kv_cache_spec import KVCacheSpec
 from megatron_async.models.norm import LayerNorm, RMSNorm
 from megatron_async.models.rope import RotaryTable, apply_rope
-from megatron_async.models.wrapper import GPTInferenceWrapper, KVCacheSpec
 
 from megatron.core.transformer.identity_op import IdentityOp  # isort: skip
 
@@ -77,7 +79,7 @@ def make(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> GPTMo
     return model
 
 
-class ListContext:
+class ListContext(Batch):
     """Keeps keys and values of each sequence in growing tensors; only the last tokens get logits.
 
     ``chunks`` maps a sequence's name to the number of its tokens in this forward.
@@ -141,7 +143,7 @@ def causal_logits(model: GPTModel, tokens: Tensor) -> Tensor:
 def test_chunked_mixed_batches_equal_one_causal_forward(name: str) -> None:
     model = make(name)
     sequences = {key: torch.randint(0, 101, (n,)) for key, n in (("a", 23), ("b", 11), ("c", 7))}
-    wrapper, context = GPTInferenceWrapper(model), ListContext()
+    wrapper, context = GPTNetwork(model), ListContext()
     steps: list[dict[str, int]] = [
         {"a": 5},
         {"b": 1, "a": 9},
@@ -244,7 +246,7 @@ def test_only_the_biases_asked_for_exist(name: str) -> None:
 
 
 def test_wrapper_describes_the_cache_with_mtp_layers() -> None:
-    wrapper = GPTInferenceWrapper(make("mtp", torch.bfloat16))
+    wrapper = GPTNetwork(make("mtp", torch.bfloat16))
     assert wrapper.kv_cache_spec == KVCacheSpec(
         num_layers=4, num_kv_heads=2, head_dim=16, dtype=torch.bfloat16, num_mtp_layers=2
     )
@@ -255,7 +257,7 @@ def test_wrapper_describes_the_cache_with_mtp_layers() -> None:
 def test_the_cache_is_described_by_the_layers_that_attend() -> None:
     model = make("mtp")
     model.decoder.layers[0].self_attention = IdentityOp()
-    spec = GPTInferenceWrapper(model).kv_cache_spec
+    spec = GPTNetwork(model).kv_cache_spec
     assert spec == KVCacheSpec(
         num_layers=4, num_kv_heads=2, head_dim=16, dtype=torch.float32, num_mtp_layers=2
     )
@@ -283,7 +285,7 @@ def test_attention_layers_that_differ_in_what_they_cache_are_named(
 
     of(model).self_attention = of(other).self_attention
     with pytest.raises(ConfigError, match=message):
-        GPTInferenceWrapper(model)
+        GPTNetwork(model)
 
 
 def test_a_model_without_attention_is_refused() -> None:
@@ -291,7 +293,7 @@ def test_a_model_without_attention_is_refused() -> None:
     for layer in model.decoder.layers:
         layer.self_attention = IdentityOp()
     with pytest.raises(ConfigError, match="no attention layer"):
-        GPTInferenceWrapper(model)
+        GPTNetwork(model)
 
 
 def test_everything_is_bfloat16_but_the_rotary_table() -> None:
@@ -311,14 +313,14 @@ def test_mtp_through_the_context_equals_the_training_pass() -> None:
         model(tokens[None], positions[None], None, labels=tokens[None])
     _, *expected = captured[0].chunk(3)
 
-    wrapper, context = GPTInferenceWrapper(model), ListContext()
+    wrapper, context = GPTNetwork(model), ListContext()
     for rows in (slice(0, 12), slice(12, 18)):
         context.begin({"a": rows.stop - rows.start}, positions[rows])
         wrapper.forward(tokens[rows], positions[rows], context)
         # An engine over the same weights may run in another thread.
         other = ListContext()
         other.begin({"a": 3}, positions[:3])
-        GPTInferenceWrapper(model).forward(tokens[:3], positions[:3], other)
+        GPTNetwork(model).forward(tokens[:3], positions[:3], other)
         hidden = wrapper.hidden_states[:, None]
         for depth in range(2):
             ahead = slice(rows.start + depth + 1, rows.stop + depth + 1)
@@ -441,7 +443,7 @@ def test_adapted_stock_model_keeps_its_logits(
     adapted = adapt_model(model)
     assert adapted is model and adapted.model_config is None
     torch.testing.assert_close(causal_logits(adapted, tokens[0]), expected, atol=2e-5, rtol=1e-5)
-    wrapper, context = GPTInferenceWrapper(adapted), ListContext()
+    wrapper, context = GPTNetwork(adapted), ListContext()
     for rows in (slice(0, 13), slice(13, 30)):
         context.begin({"a": rows.stop - rows.start}, positions[rows])
         logits = wrapper.forward(tokens[0, rows], positions[rows], context)
@@ -510,7 +512,7 @@ def test_rows_of_pointwise_parts_do_not_depend_on_their_number(
 def test_logits_of_a_row_are_the_same_bits_in_every_batch(
     name: str, dtype: torch.dtype, threads: int
 ) -> None:
-    wrapper = GPTInferenceWrapper(make(name, dtype))
+    wrapper = GPTNetwork(make(name, dtype))
     tokens = torch.randint(0, 101, (72,))
 
     def run(count: int) -> Tensor:

@@ -12,7 +12,6 @@ import torch
 
 from megatron_async.checkpoint.load import load_pretrained
 from megatron_async.checkpoint.native import save_native
-from megatron_async.engine.build import build_context, resolve_device
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import CheckpointError, ConfigError
 from megatron_async.kernels.moe.reference import route, router_logits
@@ -20,11 +19,11 @@ from megatron_async.models.adapt import adapt_model
 from megatron_async.models.build import build_random_model, transformer_config
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.features import features
+from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.models.moe import adapt
 from megatron_async.models.moe.layer import MoELayer, mixture
-from megatron_async.models.wrapper import GPTInferenceWrapper
+from megatron_async.models.served import ServedModel
 from megatron_async.request import DynamicInferenceRequest
-from megatron_async.runner.controller import TextGenerationController
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.weights.place import read_weights
 from tests.support.engines import DEPTHS, config_at
@@ -166,7 +165,7 @@ def test_layers_of_a_given_model_compute_the_same_without_reading_on_the_host(
     assert tokens[0] == tokens[1]
     assert all(mask is not None for mask in seen) and any(mask.any() for mask in seen)
     # Its parameters are what is computed with, whoever changes them in place.
-    wrapper = GPTInferenceWrapper(model)
+    wrapper = GPTNetwork(model)
     read_weights(wrapper.model, {name: 2 * tensor for name, tensor in before.items()})()
     doubled = stock_model(CONFIG)
     for parameter in doubled.parameters():
@@ -250,9 +249,8 @@ def model() -> Any:
 
 def engine_of(model: Any, depth: int, **values: Any) -> DynamicInferenceEngine:
     config = config_at(depth, block_size_tokens=4, prefill_chunk_tokens=16, debug=True, **values)
-    wrapper = GPTInferenceWrapper(model)
-    context = build_context(wrapper, config, resolve_device("cpu"))
-    return DynamicInferenceEngine(TextGenerationController(wrapper, None), context, config=config)
+    wrapper = GPTNetwork(model)
+    return DynamicInferenceEngine(ServedModel(network=wrapper), config)
 
 
 PROMPTS = [[(7 * n + 3 * i) % 96 for i in range(5 + 9 * (n % 4))] for n in range(7)]

@@ -13,14 +13,16 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_async.build.runner import allocate
+from megatron_async.build.spec import EngineSpec
 from megatron_async.config import EngineConfig
-from megatron_async.engine.build import build_context
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import ConfigError
 from megatron_async.models.gpt import GPTModel
-from megatron_async.models.wrapper import GPTInferenceWrapper
+from megatron_async.models.gpt_network import GPTNetwork
+from megatron_async.models.served import ServedModel
 from megatron_async.request import DynamicInferenceRequest, FinishReason
-from megatron_async.runner.controller import TextGenerationController
+from megatron_async.runner.forward_batch import ForwardBatch
 from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import DEPTHS, config_at, hash_engine
 
@@ -135,7 +137,7 @@ class Plain:
 def test_drafts_are_those_of_a_forward_without_a_cache(
     tiny: DynamicInferenceEngine, drafts: int, prompt: str, chunk: int
 ) -> None:
-    plain = Plain(tiny.controller.inference_wrapped_model.model)
+    plain = Plain(tiny.model.network.model)
     config = config_of(
         0, drafts, max_requests=2, prefill_chunk_tokens=chunk, block_size_tokens=8, debug=False
     )
@@ -145,7 +147,7 @@ def test_drafts_are_those_of_a_forward_without_a_cache(
         # Another one beside it: rows do not mix.
         engine.add_request(0, "import sys", params)
         engine.add_request(1, prompt, params)
-        tokens = engine.controller.tokenize_prompt(prompt)
+        tokens = engine.model.tokenize_prompt(prompt)
         total = len(tokens) + 24
         while engine.has_unfinished_requests():
             outputs = engine.step_modern()["tokens"]
@@ -153,7 +155,7 @@ def test_drafts_are_those_of_a_forward_without_a_cache(
             tokens += new
             if new and len(tokens) < total:
                 engine.device.synchronize()
-                slots = engine.context.slots
+                slots = engine.cache.slots
                 ((slot,),) = ((slots.max_total == total) & ~slots.finished).nonzero().T.tolist()
                 # Behind the end there is no cache: those drafts never count.
                 room = min(drafts, total - len(tokens))
@@ -235,30 +237,29 @@ def test_a_model_without_layers_for_it_is_refused() -> None:
 
 
 def test_layers_that_do_not_draft_have_no_cache(tiny: DynamicInferenceEngine) -> None:
-    wrapper: Any = tiny.controller.inference_wrapped_model
+    wrapper: Any = tiny.model.network
     spec = wrapper.kv_cache_spec
     layers = spec.num_layers - spec.num_mtp_layers
     assert (spec.num_mtp_layers, spec.decoder.num_layers) == (len(wrapper.model.mtp.layers), layers)
     configs = [config_of(0, 2), config_of(0, 0), config_of(0, 2, speculative_method="ngram")]
-    contexts = [build_context(wrapper, config, torch.device("cpu")) for config in configs]
-    assert [len(each.kv_cache) for each in contexts] == [spec.num_layers, layers, layers]
+    served = ServedModel(network=wrapper)
+
+    def batch_of(config: EngineConfig) -> ForwardBatch:
+        return allocate(EngineSpec.of(served, config, "cpu"), served, torch.device("cpu"))
+
+    batches = [batch_of(config) for config in configs]
+    assert [len(each.kv_cache) for each in batches] == [spec.num_layers, layers, layers]
     # GiB buy more blocks then.
     sized = [
-        build_context(
-            wrapper,
-            config_of(0, drafts, buffer_size_gb=0.01, block_size_tokens=16),
-            torch.device("cpu"),
-        )
+        batch_of(config_of(0, drafts, buffer_size_gb=0.01, block_size_tokens=16))
         for drafts in (2, 0)
     ]
     block_bytes = [16 * each.token_bytes for each in (spec, spec.decoder)]
-    found = [context.block_count + 1 for context in sized]
+    found = [batch.cache.sizes.block_count + 1 for batch in sized]
     assert found == [int(0.01 * 2**30) // size for size in block_bytes]
     with pytest.raises(ConfigError, match="drafts by multi-token prediction need"):
         DynamicInferenceEngine(
-            TextGenerationController(GPTInferenceWrapper(wrapper.model), None),
-            contexts[2],
-            config=config_of(0, 2),
+            ServedModel(network=GPTNetwork(wrapper.model)), config_of(0, 2), batch=batches[2]
         )
 
 
@@ -266,7 +267,7 @@ def test_the_output_layer_reads_its_weight_once_for_the_last_tokens_of_rows(
     tiny: DynamicInferenceEngine,
 ) -> None:
     """Of the strided hidden states of last tokens, ``[R, w, hidden][:, -1]``, as of others."""
-    wrapper: Any = tiny.controller.inference_wrapped_model
+    wrapper: Any = tiny.model.network
     size = wrapper.model.config.hidden_size
     hidden = torch.randn(4, 3, size, generator=torch.Generator().manual_seed(1))
     hidden = hidden.to(next(wrapper.model.parameters()).dtype)

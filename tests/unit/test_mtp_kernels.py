@@ -10,9 +10,9 @@ import torch
 
 from megatron_async.drafting.mtp import MtpDrafter
 from megatron_async.drafting.mtp_rows import DraftShape, draft_rows
-from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.drafter import SampledRows
 from megatron_async.runner.slot_state import SlotState
+from tests.support.batches import new_batch
 from tests.support.interpreter import HAS_TRITON, on_devices
 
 pytestmark = pytest.mark.skipif(not HAS_TRITON, reason="triton is not built for this platform")
@@ -224,6 +224,7 @@ class Wrapper:
             config=config, mtp=mtp, parameters=lambda: iter([self.table]),
             position_embedding_type="rope",
         )  # fmt: skip
+        self.parallel, self.fused_mtp = None, lambda: None
 
     def mtp_forward(
         self, layer: int, hidden: torch.Tensor, ids: torch.Tensor, _: Any, context: Any
@@ -264,7 +265,7 @@ class Blocks:
 def test_drafts_of_the_kernels_are_those_of_torch(device: str) -> None:
     torch.manual_seed(1)
     wrapper, rows, window, found = Wrapper(device, layers=2), 5, 4, []
-    context = DynamicInferenceContext(
+    context = new_batch(
         params_dtype=torch.float32, num_layers=1, kv_channels=8, num_attention_heads=1,
         max_sequence_length=COLUMNS * BLOCK_SIZE, block_count=4, max_requests=rows,
         slot_count=SLOTS, num_speculative_tokens=window - 1, block_size_tokens=BLOCK_SIZE,

@@ -34,7 +34,7 @@ from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.metrics import EngineCounters
 from megatron_async.errors import IntegrityError
 from megatron_async.request import DEVICE_ENDS, DynamicInferenceRequest, FinishReason
-from megatron_async.runner.context import DynamicInferenceContext
+from megatron_async.runner.forward_batch import ForwardBatch
 from megatron_async.scheduler.events import Commit
 from megatron_async.scheduler.scheduler import Scheduler
 from megatron_async.step.plan import Plan
@@ -102,7 +102,7 @@ class WatchfulModel(DraftingHashModel):
         super().__init__(window - 1, error_rate=0.25)
 
     def forward(
-        self, token_ids: torch.Tensor, position_ids: torch.Tensor, context: DynamicInferenceContext
+        self, token_ids: torch.Tensor, position_ids: torch.Tensor, context: ForwardBatch
     ) -> torch.Tensor:
         dead = context.finished[context.token_slots]
         if bool((context.slot_mapping[dead] >= context.block_size_tokens).any()):

@@ -12,7 +12,7 @@ import torch
 from megatron_async.engine.output_processor import TokenOutput
 from megatron_async.errors import ModelOutputError
 from megatron_async.request import DynamicInferenceRequest, FinishReason, Status
-from megatron_async.runner.context import DynamicInferenceContext
+from megatron_async.runner.forward_batch import ForwardBatch
 from megatron_async.sampling_params import SamplingParams
 from tests.support.drafting_model import DraftingHashModel
 from tests.support.engines import DEPTHS, drive, engine_at, sampling_params
@@ -36,7 +36,7 @@ class FailsAt(HashModel):
     position = 10
 
     def forward(
-        self, token_ids: torch.Tensor, position_ids: torch.Tensor, context: DynamicInferenceContext
+        self, token_ids: torch.Tensor, position_ids: torch.Tensor, context: ForwardBatch
     ) -> torch.Tensor:
         logits = super().forward(token_ids, position_ids, context)
         slots = context.token_slots

@@ -13,15 +13,14 @@ from safetensors.torch import save_file
 
 from megatron_async.checkpoint import load_pretrained, save_distributed, save_native
 from megatron_async.checkpoint.finite import check_finite
-from megatron_async.engine.build import build_context
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import CheckpointError
 from megatron_async.inference.cli.main import main
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.gpt import GPTModel
-from megatron_async.models.wrapper import GPTInferenceWrapper
-from megatron_async.runner.controller import TextGenerationController
+from megatron_async.models.gpt_network import GPTNetwork
+from megatron_async.models.served import ServedModel
 from megatron_async.weights.place import read_weights
 from tests.support.engines import config_at, drive, greedy
 
@@ -137,12 +136,11 @@ def test_an_update_is_refused_before_anything_is_replaced(
         save_native(source, other, CONFIG)
     served = model(1)
     before = {name: p.clone() for name, p in served.named_parameters()}
-    wrapper = GPTInferenceWrapper(served)
+    wrapper = GPTNetwork(served)
     config = config_at(1, max_requests=2, block_size_tokens=4, debug=True)
     with DynamicInferenceEngine(
-        TextGenerationController(wrapper),
-        build_context(wrapper, config, torch.device("cpu")),
-        config=config,
+        ServedModel(network=wrapper),
+        config,
     ) as engine:
         expected = engine.generate([[1, 2]], greedy(8))[0].generated_tokens
         future = engine.add_request(0, [1, 2], greedy(8))
@@ -172,7 +170,7 @@ def test_the_flag_of_the_configuration_decides(allowed: bool, tmp_path: Path) ->
             return
         assert engine.update_weights(path) == 1
     with DynamicInferenceEngine.from_pretrained(path, config) as engine:
-        served = engine.controller.inference_wrapped_model.model
+        served = engine.model.network.model
         assert not dict(served.named_parameters())[name].isfinite().all()
 
 

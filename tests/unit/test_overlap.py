@@ -162,4 +162,4 @@ def test_pending_logits_survive_a_finish_beside_them() -> None:
             requests = engine.generate([[1], [2]], [sampling_params(short), sampling_params(long)])
         assert requests[0].generated_tokens == decode_alone(short)[0]
         assert requests[1].generated_tokens == decode_alone(long)[0]
-        assert torch.all(engine.context.finished)
+        assert torch.all(engine.cache.slots.finished)

@@ -10,14 +10,15 @@ from megatron_async.device import memory
 from megatron_async.kernels.attention import paged_attention
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig
-from megatron_async.models.wrapper import GPTInferenceWrapper
-from megatron_async.runner.context import DynamicInferenceContext
+from megatron_async.models.gpt_network import GPTNetwork
+from megatron_async.runner.forward_batch import ForwardBatch
+from tests.support.batches import new_batch
 
 BLOCK_SIZE = 4
 
 
 @pytest.fixture(scope="module")
-def wrapper() -> GPTInferenceWrapper:
+def wrapper() -> GPTNetwork:
     torch.manual_seed(2)
     config = ModelConfig(
         num_layers=3,
@@ -31,13 +32,13 @@ def wrapper() -> GPTInferenceWrapper:
         qk_norm=True,
         qkv_bias=True,
     )
-    return GPTInferenceWrapper(build_model(config, device="cpu", dtype=torch.float32))
+    return GPTNetwork(build_model(config, device="cpu", dtype=torch.float32))
 
 
-def context_for(wrapper: GPTInferenceWrapper, slots: int) -> DynamicInferenceContext:
+def context_for(wrapper: GPTNetwork, slots: int) -> ForwardBatch:
     """A context whose slots own scattered, interleaved blocks; garbage in all of them."""
     spec = wrapper.kv_cache_spec
-    context = DynamicInferenceContext(
+    context = new_batch(
         params_dtype=spec.dtype,
         num_layers=spec.num_layers,
         kv_channels=spec.head_dim,
@@ -59,7 +60,7 @@ def context_for(wrapper: GPTInferenceWrapper, slots: int) -> DynamicInferenceCon
 def test_a_context_on_cuda_is_on_one_gpu_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "memory_bytes", lambda device: None)
     with FakeTensorMode():  # tensors of a GPU that is not there
-        context = DynamicInferenceContext(
+        context = new_batch(
             params_dtype=torch.bfloat16,
             num_layers=1,
             kv_channels=64,
@@ -73,7 +74,7 @@ def test_a_context_on_cuda_is_on_one_gpu_by_name(monkeypatch: pytest.MonkeyPatch
 
 
 @torch.inference_mode()
-def test_mixed_chunks_and_decodes_equal_a_plain_forward(wrapper: GPTInferenceWrapper) -> None:
+def test_mixed_chunks_and_decodes_equal_a_plain_forward(wrapper: GPTNetwork) -> None:
     generator = torch.Generator().manual_seed(3)
     lengths = (37, 22, 9)
     sequences = [torch.randint(0, 97, (n,), generator=generator) for n in lengths]
@@ -141,7 +142,7 @@ def test_static_and_grouped_decode_attention_agree() -> None:
 
 
 @torch.inference_mode()
-def test_a_row_has_the_same_bits_whatever_the_other_rows_are(wrapper: GPTInferenceWrapper) -> None:
+def test_a_row_has_the_same_bits_whatever_the_other_rows_are(wrapper: GPTNetwork) -> None:
     """Row 0 alone, beside short rows and beside long rows."""
     results = []
     for others, length in ((7, 0), (7, 63), (15, 5), (31, 40)):

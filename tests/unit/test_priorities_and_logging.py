@@ -64,7 +64,7 @@ def test_one_line_at_the_start_says_what_extras_take(
         caplog.at_level(logging.INFO, logger="megatron_async.runner.model_runner"),
         hash_engine(1, max_requests=2, block_count=8, enable_sampling_extras=enabled) as engine,
     ):
-        slots = engine.context.slot_count
+        slots = engine.cache.sizes.slot_count
     line = (
         f"penalties, filters and log-probabilities: 7.000 GiB for {slots} slots, 3.000 GiB of the "
         "host for masks"

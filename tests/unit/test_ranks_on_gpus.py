@@ -67,7 +67,7 @@ with DynamicInferenceEngine.from_pretrained(model, config) as engine:
         requests = engine.generate(["def read(path):", "class A:", "x = [1,"], params)
         found.append([request.generated_tokens for request in requests])
     generate()
-    where = engine.context.device
+    where = engine.cache.device
     for weights in (new, {name: value.to(where) for name, value in old.items()}):
         engine.update_weights(weights)
         generate()

@@ -16,6 +16,7 @@ import torch
 from megatron_async.cache.state_snapshots import StateSnapshots
 from megatron_async.config import EngineConfig
 from megatron_async.device import memory
+from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import CacheTooLargeError, ConfigError, IntegrityError
 from megatron_async.inference.cli import info
 from megatron_async.models.recurrent_state_spec import (
@@ -23,10 +24,18 @@ from megatron_async.models.recurrent_state_spec import (
     StateTensor,
     recurrent_state_spec,
 )
+from megatron_async.models.served import ServedModel
 from megatron_async.runner.recurrent_states import ZEROS, RecurrentStates
 from megatron_async.scheduler.request_state import Sequence
 from megatron_async.step.plan import StateCopy
-from tests.support.engines import DEPTHS, greedy, hash_engine, random_ask, sampling_params
+from tests.support.engines import (
+    DEPTHS,
+    config_at,
+    greedy,
+    hash_engine,
+    random_ask,
+    sampling_params,
+)
 from tests.support.hash_model import HashModel
 from tests.support.hybrid_hash_model import (
     HybridDraftingHashModel,
@@ -186,7 +195,7 @@ def test_shapes_and_bytes() -> None:
     }
     assert made.state_bytes == 4 * 4 * SPEC.state_bytes
     assert made.snapshot_bytes == 2 * SPEC.state_bytes
-    assert SPEC.with_dtype(torch.bfloat16).state_bytes == 2 * (3 * 2 + 4 * 2)
+    assert SPEC.with_dtype("bfloat16").state_bytes == 2 * (3 * 2 + 4 * 2)
 
 
 def test_rows_find_the_state_behind_the_tokens_that_were_accepted() -> None:
@@ -317,7 +326,7 @@ def test_the_pool_is_named_at_the_start_and_in_errors(
         caplog.at_level(logging.INFO, "megatron_async"),
         hash_engine(1, model=HybridHashModel(), max_requests=2, block_count=8) as engine,
     ):
-        states = engine.context.states
+        states = engine.cache.states
         assert states is not None and states.snapshot_count == 8
     assert "recurrent state takes" in caplog.text and "for 8 snapshots of it" in caplog.text
     monkeypatch.setattr(memory, "memory_bytes", lambda device: 100_000)
@@ -341,15 +350,14 @@ def test_info_says_what_a_request_takes() -> None:
 
 def test_models_without_recurrent_layers_have_no_pool() -> None:
     with hash_engine(1, model=HashModel(), max_requests=2, block_count=8) as engine:
-        assert engine.context.states is None
+        assert engine.cache.states is None
         assert engine.scheduler.table.prefixes.snapshots is None
 
 
 def test_a_model_with_recurrent_layers_does_not_draft_for_another() -> None:
-    model = HashModel()
-    model.draft_model = HybridHashModel()  # type: ignore[attr-defined]
+    model = ServedModel(network=HashModel(), draft=HybridHashModel())
     with pytest.raises(ConfigError, match="draft_model has recurrent layers"):
-        hash_engine(1, model=model, max_requests=2, block_count=8)
+        DynamicInferenceEngine(model, config_at(1, max_requests=2, block_count=8))
 
 
 @pytest.mark.parametrize(

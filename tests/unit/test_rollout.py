@@ -20,7 +20,7 @@ from torch import Tensor
 from megatron_async.checkpoint.load import load_pretrained
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import IntegrityError, RequestError
-from megatron_async.models.wrapper import GPTInferenceWrapper
+from megatron_async.models.gpt_network import GPTNetwork
 from megatron_async.request import DynamicInferenceRequest, FinishReason, Rollout, WeightSpan
 from megatron_async.rollouts import batch_of
 from megatron_async.sampling_params import SamplingParams
@@ -56,7 +56,7 @@ def params(**values: Any) -> SamplingParams:
 
 
 @functools.cache
-def plain_model(version: int) -> GPTInferenceWrapper:
+def plain_model(version: int) -> GPTNetwork:
     """The embedded model with the weights of a version, in fp32."""
     model = load_pretrained("tiny", dtype=torch.float32, device="cpu").model
     generator = torch.Generator().manual_seed(version)
@@ -64,7 +64,7 @@ def plain_model(version: int) -> GPTInferenceWrapper:
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.add_(noise, alpha=0.02 * version)
-    return GPTInferenceWrapper(model)
+    return GPTNetwork(model)
 
 
 def plain_logits(tokens: tuple[int, ...], version: int) -> Tensor:

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from megatron_async.config import EngineConfig
-from megatron_async.engine.build import build_context
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import ConfigError, EngineStoppedError
-from megatron_async.runner.context import DynamicInferenceContext
-from megatron_async.runner.controller import TextGenerationController
+from megatron_async.models.served import ServedModel
+from tests.support.batches import new_batch
 from tests.support.engines import drive, engine_at, greedy
 from tests.support.hash_model import HashModel
 from tests.support.oracle import Ask, decode_alone
@@ -37,7 +36,7 @@ def test_new_weights_reach_all_engines_over_them() -> None:
         running = other.add_request(7, prompts[0], several)
         other.step_modern()
         generator = torch.Generator().manual_seed(0)
-        state = one.controller.inference_wrapped_model.model.state_dict()
+        state = one.model.network.model.state_dict()
         one.update_weights(
             {
                 name: value + 0.05 * torch.randn(value.shape, generator=generator)
@@ -150,7 +149,7 @@ def test_an_engine_that_is_built_during_an_update_waits_for_it() -> None:
 def test_parameters_may_change_places() -> None:
     config = EngineConfig(device="cpu", block_count=100)
     with DynamicInferenceEngine.from_pretrained("tiny", config) as engine:
-        state = engine.controller.weights_owner.state_dict()
+        state = engine.model.weights_owner.state_dict()
         tensors = {k: v for k, v in state.items() if isinstance(v, torch.Tensor)}
         swap = {"decoder.layers.0.": "decoder.layers.1.", "decoder.layers.1.": "decoder.layers.0."}
         swapped = {
@@ -168,17 +167,15 @@ def test_a_context_serves_one_engine_alone_and_one_that_suits_it() -> None:
     with engine_at(1) as engine:
         config = engine.config
         with pytest.raises(ConfigError, match="new DynamicInferenceContext"):
-            DynamicInferenceEngine(
-                TextGenerationController(HashModel()), engine.context, config=config
-            )
+            DynamicInferenceEngine(ServedModel(network=HashModel()), config, batch=engine.batch)
         model = HashModel()
-        good = build_context(model, config, torch.device("cpu"))
+        good = engine.cache.spec
         values = {
-            "params_dtype": good.params_dtype,
-            "num_layers": good.kv_cache.shape[0],
-            "kv_channels": good.kv_cache.shape[5],
-            "num_attention_heads": good.kv_cache.shape[4],
-            "max_sequence_length": good.max_sequence_length,
+            "params_dtype": good.dtype,
+            "num_layers": good.num_layers,
+            "kv_channels": good.head_dim,
+            "num_attention_heads": good.num_kv_heads,
+            "max_sequence_length": engine.max_sequence_length,
             "block_count": 20,
             "device": "cpu",
         }
@@ -189,9 +186,9 @@ def test_a_context_serves_one_engine_alone_and_one_that_suits_it() -> None:
             ("num_attention_heads", 11),
             ("max_sequence_length", 10**4),
         ):
-            context = DynamicInferenceContext(**{**values, name: value})
+            batch = new_batch(**{**values, name: value})
             with pytest.raises(ConfigError, match=f"{name}={value}"):
-                DynamicInferenceEngine(TextGenerationController(model), context, config=config)
+                DynamicInferenceEngine(ServedModel(network=model), config, batch=batch)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def expected(engine: DynamicInferenceEngine) -> list[list[int]]:
 
 
 def parameters(engine: DynamicInferenceEngine) -> dict[str, torch.Tensor]:
-    return dict(engine.controller.inference_wrapped_model.model.named_parameters())
+    return dict(engine.model.network.model.named_parameters())
 
 
 def resident_bytes() -> int:
@@ -50,7 +50,7 @@ def resident_bytes() -> int:
 def test_running_requests_go_on_after_a_sleep(
     engine: DynamicInferenceEngine, expected: list[list[int]]
 ) -> None:
-    where = engine.context.kv_cache.data_ptr()
+    where = engine.cache.kv.data_ptr()
     futures = [engine.add_request(i, p, greedy(20)) for i, p in enumerate(PROMPTS)]
     for _ in range(9):
         engine.step_modern()
@@ -58,7 +58,7 @@ def test_running_requests_go_on_after_a_sleep(
     before = resident_bytes()
     engine.sleep()
     given_back = before - resident_bytes()
-    assert given_back > 0.9 * engine.context.kv_cache.nbytes > 50e6
+    assert given_back > 0.9 * engine.cache.kv.nbytes > 50e6
     assert engine.is_sleeping and engine.suspended and not engine.in_flight_count
     engine.step_modern()  # does nothing
     late = engine.add_request(7, PROMPTS[0], greedy(20))
@@ -69,7 +69,7 @@ def test_running_requests_go_on_after_a_sleep(
         engine.with_config(sleepy())
     engine.wake_up()
     assert not engine.is_sleeping and not engine.suspended
-    assert engine.context.kv_cache.data_ptr() == where
+    assert engine.cache.kv.data_ptr() == where
     while engine.has_unfinished_requests():
         engine.step_modern()
     assert [future.result(0).generated_tokens for future in futures] == expected
@@ -156,8 +156,8 @@ def test_what_cannot_sleep_says_so(engine: DynamicInferenceEngine) -> None:
 
 def test_recurrent_states_sleep_too() -> None:
     with DynamicInferenceEngine.from_pretrained("tiny-hybrid", sleepy(block_count=20)) as engine:
-        states = engine.context.states
-        assert states is not None and len(engine.context.regions) > 2
+        states = engine.cache.states
+        assert states is not None and len(engine.cache.regions) > 2
         expected = [request.generated_tokens for request in engine.generate(PROMPTS, greedy(12))]
         futures = [engine.add_request(i, p, greedy(12)) for i, p in enumerate(PROMPTS)]
         for _ in range(6):

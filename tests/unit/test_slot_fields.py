@@ -130,7 +130,7 @@ def test_a_slot_field_may_be_read_by_the_sampler_too(
     sampled: list[torch.Tensor] = []
 
     def lifting(logits: torch.Tensor, *parameters: torch.Tensor, vocab_size: int) -> Any:
-        state = engine.context.slots
+        state = engine.cache.slots
         records = engine.runner._program._row_records[: len(logits)]
         lift = state.tensor(lift_field)[records[:, 0].long()]
         sampled.append(lift.clone())

@@ -23,12 +23,13 @@ from megatron_async.kernels.pdl import uses_pdl
 from megatron_async.kernels.sampling import sample_triton as sample_kernel
 from megatron_async.kernels.sampling import step_state
 from megatron_async.kernels.sampling.step_kernels import StepKernels
-from megatron_async.runner.context import DynamicInferenceContext
+from megatron_async.runner.forward_batch import ForwardBatch
 from megatron_async.step import packet
 from megatron_async.step.packet import PacketLayout
 from megatron_async.step.plan import SampleShape
 from megatron_async.step.records import ENDED, FAILED, RECORD_HEAD, RUNNING
 from megatron_async.step.slot_fields import SLOT_FIELDS
+from tests.support.batches import new_batch
 from tests.support.engines import hash_engine, random_ask, sampling_params
 from tests.support.interpreter import compiled, interpreted, on_devices
 from tests.support.oracle import decode_alone
@@ -63,7 +64,7 @@ class Case:
         numbers(state.last_token, 0, vocab_size)
         numbers(state.kv_length, 0, BLOCK_SIZE * COLUMNS - STEPS)
         numbers(state.finished, 0, 2)
-        numbers(state.block_table, 1, context.block_count + 1)
+        numbers(state.block_table, 1, context.cache.sizes.block_count + 1)
         numbers(state.top_k, 0, 9)
         numbers(state.seed, -(2**62), 2**62)
         numbers(state.max_total, 1, BLOCK_SIZE * COLUMNS)
@@ -78,8 +79,8 @@ class Case:
             fails = torch.rand(rows, generator=generator) < 0.1
             logits[fails, rng.randrange(vocab_size)] = torch.nan
 
-    def empty_context(self, device: str) -> DynamicInferenceContext:
-        return DynamicInferenceContext(
+    def empty_context(self, device: str) -> ForwardBatch:
+        return new_batch(
             params_dtype=torch.float32,
             num_layers=1,
             kv_channels=1,
@@ -91,7 +92,7 @@ class Case:
             device=device,
         )
 
-    def copied_context(self, device: str) -> DynamicInferenceContext:
+    def copied_context(self, device: str) -> ForwardBatch:
         context = self.empty_context(device)
         for field in SLOT_FIELDS:
             context.slots.tensor(field).copy_(self.context.slots.tensor(field))
@@ -117,12 +118,12 @@ class Case:
             records[row, packet.ROW_ASSIGNED_SLOT : packet.ROW_ASSIGNED_BLOCK + 1] = (
                 slot,
                 column,
-                rng.randint(1, self.context.block_count),
+                rng.randint(1, self.context.cache.sizes.block_count),
             )
         return words
 
 
-def state_of(context: DynamicInferenceContext) -> dict[str, torch.Tensor]:
+def state_of(context: ForwardBatch) -> dict[str, torch.Tensor]:
     """Copies on the CPU. The reference leaves anything as the null slot's last token."""
     state = {f.name: context.slots.tensor(f).cpu().clone() for f in SLOT_FIELDS}
     state["last_token"][context.null_slot] = 0

@@ -137,7 +137,7 @@ def test_embedded_models_decode_at_all_numbers_of_rows(
     with DynamicInferenceEngine.from_pretrained(model, config) as engine:
         for rows in ROWS:
             found[rows] = decode(engine, PROMPTS[:rows])
-        wrapper: Any = engine.controller.inference_wrapped_model
+        wrapper: Any = engine.model.network
         fuses = dtype == "bfloat16" and not invariant and cuda.unavailable(0) is None
         assert (wrapper.fused_decode_off is None) == fuses
     for rows in ROWS:
@@ -391,7 +391,7 @@ def test_cuda_kernels_that_are_too_large_are_left_out(
             caplog.at_level(logging.WARNING),
             DynamicInferenceEngine.from_pretrained("tiny-moe", config) as engine,
         ):
-            wrapper: Any = engine.controller.inference_wrapped_model
+            wrapper: Any = engine.model.network
             reasons = [each.reason for each in wrapper.decode_coverage().fallbacks]
             assert any("of 60000 bytes of shared memory" in reason for reason in reasons)
             check(decode(engine, PROMPTS[:32]), "tiny-moe", "bfloat16")

@@ -13,9 +13,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from megatron_async import checkpoint
+from megatron_async import checkpoint, device
 from megatron_async.checkpoint import describe_pretrained, load_pretrained
-from megatron_async.engine import build
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.inference.cli.main import main
 from megatron_async.kernels import compile as cuda
@@ -276,7 +275,7 @@ class FewProducts(Rig):
 @pytest.fixture
 def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiled: list[int]) -> None:
     monkeypatch.setenv("MEGATRON_ASYNC_CACHE", str(tmp_path))
-    monkeypatch.setattr(build, "resolve_device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr(device, "resolve_device", lambda name: torch.device("cuda", 0))
     monkeypatch.setattr(cuda, "device_name", lambda index: "A GPU")
     monkeypatch.setattr(cuda, "unavailable", lambda index: None)
     monkeypatch.setattr(FewProducts, "sizes", [])
@@ -446,7 +445,7 @@ def test_engines_use_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         config = config_at(depth, device="cuda", dtype="bfloat16", max_requests=4)
         with DynamicInferenceEngine.from_pretrained("tiny", config) as engine:
             done = engine.generate(["import os", "def f(x):", "class A:"], greedy(60))
-            model = engine.controller.inference_wrapped_model.model
+            model = engine.model.network.model
             products = FusedDecoder(model).gemms
         return [request.generated_tokens for request in done], {
             name: product.tiling(4) for name, product in products.items()

@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_async.engine.build import build_context, resolve_device
+from megatron_async.device import resolve_device
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.models.build import build_random_model
+from megatron_async.models.gpt_network import GPTNetwork
+from megatron_async.models.served import ServedModel
 from megatron_async.models.shapes import SHAPES
-from megatron_async.models.wrapper import GPTInferenceWrapper
-from megatron_async.runner.controller import TextGenerationController
 from megatron_async.sampling_params import SamplingParams
 from tests.support.engines import config_at
 
@@ -39,9 +39,8 @@ def engine_on(name: str, depth: int) -> DynamicInferenceEngine:
         for parameter in model.parameters():  # the same on each GPU
             drawn = torch.randn(parameter.shape, generator=cpu) * 0.05
             parameter.copy_(drawn + 1 if parameter.dim() == 1 else drawn)
-    wrapper = GPTInferenceWrapper(model)
-    context = build_context(wrapper, config, device)
-    return DynamicInferenceEngine(TextGenerationController(wrapper), context, config=config)
+    wrapper = GPTNetwork(model)
+    return DynamicInferenceEngine(ServedModel(network=wrapper), config)
 
 
 def add_all(engine: DynamicInferenceEngine) -> None:
@@ -96,7 +95,7 @@ def test_weights_change_on_the_gpu_where_they_are() -> None:
         torch.cuda.set_device(0)
         add_all(engine)
         before = tokens_of(engine)
-        model = engine.controller.inference_wrapped_model.model
+        model = engine.model.network.model
         state = {name: value.clone() for name, value in model.named_parameters()}
         engine.update_weights({name: value.to("cuda:0") * 1.3 for name, value in state.items()})
         add_all(engine)

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from megatron_async.checkpoint import save_native
-from megatron_async.engine.build import build_context
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import CheckpointError
 from megatron_async.models.build import build_model
 from megatron_async.models.config import ModelConfig
 from megatron_async.models.gpt import GPTModel
-from megatron_async.models.wrapper import GPTInferenceWrapper
-from megatron_async.runner.controller import TextGenerationController
+from megatron_async.models.gpt_network import GPTNetwork
+from megatron_async.models.served import ServedModel
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.weights.place import read_weights
 from tests.support.engines import DEPTHS, config_at, hash_engine, sampling_params
@@ -49,10 +48,9 @@ def model(seed: int, config: ModelConfig = CONFIG) -> GPTModel:
 
 
 def engine_over(weights: GPTModel, depth: int) -> DynamicInferenceEngine:
-    wrapper = GPTInferenceWrapper(weights)
+    wrapper = GPTNetwork(weights)
     config = config_at(depth, max_requests=2, block_size_tokens=4, debug=True)
-    context = build_context(wrapper, config, torch.device("cpu"))
-    return DynamicInferenceEngine(TextGenerationController(wrapper), context, config=config)
+    return DynamicInferenceEngine(ServedModel(network=wrapper), config)
 
 
 def continuation(seed: int, tokens: list[int], count: int) -> list[int]:

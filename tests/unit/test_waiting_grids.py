@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megatron_async.build.runner import open_runner
+from megatron_async.build.spec import EngineSpec
 from megatron_async.device import waiting_grids
-from megatron_async.runner.controller import TextGenerationController
+from megatron_async.models.served import ServedModel
+from tests.support.engines import config_at
+from tests.support.hash_model import HashModel
 
 GPU = torch.device("cuda:0")
 
@@ -57,33 +60,33 @@ def test_not_with_other_ranks_nor_under_mps(monkeypatch: pytest.MonkeyPatch) -> 
     assert "no GPU" in str(waiting_grids.claim(torch.device("cpu"), Owner()))
 
 
-def test_the_context_of_an_engine_knows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A controller asks its model for each engine, and says so before anything is captured."""
+def test_the_batch_of_an_engine_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network is asked for each engine, and its batch knows before anything is captured."""
 
-    class Model(SimpleNamespace):
-        max_sequence_length = None
-
+    class Claiming(HashModel):
         def claim_waiting_grids(self, owner: object) -> bool:
             return waiting_grids.claim(GPU, owner) is None
 
-    monkeypatch.setattr(TextGenerationController, "_check_suits", lambda *_: None)
+    config = config_at(0, max_requests=1, block_count=8)
 
-    def attach(model: Any, device: Owner) -> Any:
-        context = SimpleNamespace(attached=False, max_sequence_length=8)
+    def opened(network: HashModel, device: Owner) -> Any:
         seen = []
-        TextGenerationController(model).attach(
-            device,  # type: ignore[arg-type]
-            context,  # type: ignore[arg-type]
-            make=lambda *_, **__: seen.append(context.grids_may_wait),  # type: ignore[arg-type]
+        model = ServedModel(network=network)
+        open_runner(
+            EngineSpec.of(model, config, "cpu"),
+            model,
+            torch.device("cpu"),
+            given=device,  # type: ignore[arg-type]
+            make=lambda _, batch, *__, **___: seen.append(batch.grids_may_wait),  # type: ignore[func-returns-value]
         )
         return seen[0]
 
-    model = Model(vocab_size=8)
+    model = Claiming()
     first, second = Owner(), Owner()
-    assert attach(model, first) and not attach(model, second)
+    assert opened(model, first) and not opened(model, second)
     waiting_grids.release(first)
-    assert attach(model, second)
-    assert not attach(SimpleNamespace(vocab_size=8), Owner())
+    assert opened(model, second)
+    assert not opened(HashModel(), Owner())
 
 
 @pytest.mark.gpu

@@ -11,8 +11,8 @@ import torch
 from megatron_async.kernels import compile as cuda
 from megatron_async.kernels.attention import decode_attention as cuda_attention
 from megatron_async.kernels.attention import paged_attention, rope_append
-from megatron_async.runner.context import DynamicInferenceContext
 from tests.support import emulator
+from tests.support.batches import new_batch
 from tests.support.cuda_kernels import LIMIT, device, emulated, on_both, relative_error
 
 __all__ = ["device"]
@@ -35,7 +35,7 @@ class Case:
         batch_invariant: bool = False,
     ) -> None:
         rows, columns = len(lengths), max(lengths) // BLOCK_SIZE + 1
-        self.context = DynamicInferenceContext(
+        self.context = new_batch(
             params_dtype=dtype,
             num_layers=2,
             kv_channels=HEAD_DIM,
@@ -75,8 +75,8 @@ class Case:
     def heads(self) -> cuda_attention.Heads | None:
         """What one kernel takes the step's attention as; None if none does."""
         context = self.context
-        return context._attention.heads_of_decode(
-            context._metadata, self.packed, self.cos_sin, *self.norms
+        return context.attention.heads_of_decode(
+            context.metadata, self.packed, self.cos_sin, *self.norms
         )
 
     def attended(self) -> torch.Tensor:
@@ -123,7 +123,7 @@ class TestWide:
         untouched = torch.ones(keys.shape[:2], dtype=torch.bool, device=device).flatten()
         untouched[case.mapping] = False
         assert torch.equal(keys.flatten(0, 1)[untouched], before[1, 0].flatten(0, 1)[untouched])
-        made = case.context._attention._decode_attentions._made
+        made = case.context.attention._decode_attentions._made
         assert len(made) == 1, "one for all layers and steps"
 
 

@@ -15,9 +15,10 @@ from megatron_async.kernels.attention import decode_attention
 from megatron_async.kernels.attention.decode_attention import Heads, head_shares, unsupported
 from megatron_async.kernels.gemm.tile_config import SHARED_BYTES
 from megatron_async.runner.attention_metadata import AttentionMetadata
-from megatron_async.runner.context import DynamicInferenceContext
+from megatron_async.runner.forward_batch import ForwardBatch
 from megatron_async.sampling_params import SamplingParams
 from tests.support import emulator
+from tests.support.batches import new_batch
 from tests.support.cuda_kernels import device, emulated, on_both, relative_error
 from tests.support.decode_rig import small
 from tests.support.drafting_model import DraftingHashModel
@@ -199,11 +200,9 @@ def test_splits_have_room_for_what_a_window_reads(window: int) -> None:
 def test_windows_of_a_step_are_what_the_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """One slot a row, consecutive positions, padding behind them: also at the ends of requests."""
     window, steps, padding = 3, [], []
-    begin = DynamicInferenceContext.begin_forward
+    begin = ForwardBatch.begin_forward
 
-    def begin_forward(
-        self: DynamicInferenceContext, each: Tensor, at: Tensor, **values: Any
-    ) -> None:
+    def begin_forward(self: ForwardBatch, each: Tensor, at: Tensor, **values: Any) -> None:
         if values.get("chunks") is None:
             assert values["window"] == window
             whole = len(each) // window * window
@@ -218,7 +217,7 @@ def test_windows_of_a_step_are_what_the_kernel_takes(monkeypatch: pytest.MonkeyP
             steps.append(1)
         begin(self, each, at, **values)
 
-    monkeypatch.setattr(DynamicInferenceContext, "begin_forward", begin_forward)
+    monkeypatch.setattr(ForwardBatch, "begin_forward", begin_forward)
     asks = [Ask(prompt=(1, 2, 3), max_new=20 + n) for n in range(3)]
     with hash_engine(1, model=DraftingHashModel(window - 1, 0.3), max_requests=3) as engine:
         engine.generate([list(ask.prompt) for ask in asks], [*map(sampling_params, asks)])
@@ -241,7 +240,7 @@ def test_a_models_own_forward_takes_windows_to_the_kernel(
         emulator.install(monkeypatch, sm_count=2)
         monkeypatch.setattr(cuda, "unavailable", lambda index: None)
     case = WindowCase(device, WIDE_SMALL, 2, rows_of(2, lengths), limits=limits)
-    context = DynamicInferenceContext(
+    context = new_batch(
         params_dtype=torch.bfloat16, num_layers=1, kv_channels=32, num_attention_heads=2,
         max_sequence_length=case.capacity, block_count=1, block_size_tokens=16, device=device,
         num_speculative_tokens=1,
@@ -254,7 +253,7 @@ def test_a_models_own_forward_takes_windows_to_the_kernel(
     given = case.packed, case.cos_sin, None, None
 
     def heads(*arguments: Any) -> Heads | None:
-        return context._attention.heads_of_decode(context._metadata, *arguments)
+        return context.attention.heads_of_decode(context.metadata, *arguments)
 
     context.begin(metadata._replace(window=None))
     assert heads(*given) is None, "tokens of a row in another way"

@@ -22,8 +22,8 @@ from megatron_async.kernels.pdl import uses_pdl
 from megatron_async.kernels.sampling import process_logits as logits_kernels
 from megatron_async.kernels.sampling import window_state
 from megatron_async.kernels.sampling.step_kernels import StepKernels
-from megatron_async.runner.context import DynamicInferenceContext
 from megatron_async.runner.drafter import SampledRows
+from megatron_async.runner.forward_batch import ForwardBatch
 from megatron_async.runner.masks import MaskRing
 from megatron_async.runner.sampling_stage import SamplingExtras
 from megatron_async.sampling.process_logits import RECENT
@@ -40,6 +40,7 @@ from megatron_async.step.packet import PacketLayout
 from megatron_async.step.plan import SampleShape
 from megatron_async.step.records import ENDED, FAILED, record_width
 from megatron_async.step.slot_fields import SLOT_FIELDS
+from tests.support.batches import new_batch
 from tests.support.drafting_model import DraftingHashModel
 from tests.support.engines import hash_engine, random_ask, sampling_params
 from tests.support.hash_tokenizer import hash_tokenizer
@@ -93,7 +94,7 @@ class Case:
             field[:count] = torch.tensor(values, dtype=field.dtype)
 
         numbers(state.last_token, 0, vocab_size)
-        numbers(state.block_table, 1, self.context.block_count + 1)
+        numbers(state.block_table, 1, self.context.cache.sizes.block_count + 1)
         numbers(state.seed, -(2**62), 2**62)
         state.kv_length[:] = self.asking.lengths
         drawn((0, 0, 0, 0, 1), state.finished)
@@ -143,8 +144,8 @@ class Case:
             extras = asked.extras._replace(bad_words=words)
             self.asking.asked[slot] = asked._replace(extras=extras)
 
-    def empty_context(self, device: str) -> DynamicInferenceContext:
-        return DynamicInferenceContext(
+    def empty_context(self, device: str) -> ForwardBatch:
+        return new_batch(
             params_dtype=torch.float32,
             num_layers=1,
             kv_channels=1,
@@ -174,11 +175,11 @@ class Case:
         for row, slot in enumerate(rng.sample(slots, count // 2)):
             column = (int(self.context.kv_length[slot]) + self.window) // BLOCK_SIZE
             records[row, packet.ROW_ASSIGNED_SLOT : packet.ROW_ASSIGNED_BLOCK + 1] = (
-                slot, column, rng.randint(1, self.context.block_count),
+                slot, column, rng.randint(1, self.context.cache.sizes.block_count),
             )  # fmt: skip
         return words
 
-    def context_on(self, device: str) -> DynamicInferenceContext:
+    def context_on(self, device: str) -> ForwardBatch:
         context = self.empty_context(device)
         for field in SLOT_FIELDS:
             context.slots.tensor(field).copy_(self.context.slots.tensor(field))
@@ -208,7 +209,7 @@ class Guesses:
         return self.case.drafts[self.step % self.case.steps].to(rows.slots.device)[rows.slots]
 
 
-def state_of(context: DynamicInferenceContext) -> dict[str, Tensor]:
+def state_of(context: ForwardBatch) -> dict[str, Tensor]:
     """Copies on the CPU. Of the null slot the last token and the drafts are anything."""
     state = {f.name: context.slots.tensor(f).cpu().clone() for f in SLOT_FIELDS}
     for name in ("last_token", "drafts"):

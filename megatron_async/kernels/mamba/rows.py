@@ -6,10 +6,19 @@ its prefill chunks.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from megatron_async.kernels.mamba.layer import StateRows
+
+
+class StepRows(NamedTuple):
+    """The rows of a forward, the same for all layers. ``chunks`` is None in a decode step."""
+
+    decode: StateRows
+    chunks: StateRows | None
 
 
 class WindowRows:

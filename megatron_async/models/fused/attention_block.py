@@ -100,7 +100,7 @@ class AttentionBlock:
             norm=self.norm.parameters, statistics=given,
         )  # fmt: skip
         q_weight, k_weight, eps = self._head_norms
-        window = getattr(context, "window", 1)
+        window = context.window
         if window is None or rows % window or self._unsupported(context, window) is not None:
             out = context.attend_packed(
                 self._index, qkv, self._scale, self._rotary, q_weight, k_weight, eps,
@@ -108,7 +108,7 @@ class AttentionBlock:
             )  # fmt: skip
             return self._projection(out.flatten(1), residual, reader)
         keys, values = context.kv_cache[self._index]
-        heads = self._heads_in(context, window, gaps=getattr(context, "has_gaps", False))
+        heads = self._heads_in(context, window, gaps=context.has_gaps)
         self._attentions.get(heads, rows // window, capacity(context))(
             qkv, keys, values, context.block_table, context.token_slots, step.position_ids,
             context.slot_mapping, attended, scale=self._scale, cos_sin=self._rotary,
@@ -120,7 +120,7 @@ class AttentionBlock:
         self, rows: int, context: Any, reader: Norm | None, window: int | None = None
     ) -> Iterator[Work]:
         """What is compiled for ``rows`` tokens. A step of more of them than the GEMMs take has its
-        attention in the same kernel (``runner/context.py``), so that comes by itself.
+        attention in the same kernel (``runner/cache_attention.py``), so that comes by itself.
 
         Args:
             window: tokens of each row when MTP layers draft; None for decode steps.
@@ -159,7 +159,7 @@ class AttentionBlock:
 
 def tokens_of_row(context: Any) -> int:
     """Most tokens that a row brings to a decode step of such a context."""
-    return 1 + int(getattr(context, "num_speculative_tokens", 0))
+    return 1 + int(context.num_speculative_tokens)
 
 
 def capacity(context: Any) -> int:

@@ -225,7 +225,7 @@ class FusedDecoder:
     def takes(self, out: Tensor, context: Any) -> bool:
         """Whether :meth:`forward` may be called."""
         rows = out.shape[0]
-        if not 0 < rows <= MAX_ROWS or getattr(context, "batch_invariant", False):
+        if not 0 < rows <= MAX_ROWS or context.batch_invariant:
             return False
         if out.dtype != torch.bfloat16 or out.shape[1] != self._vocab_size:
             return False

@@ -163,7 +163,7 @@ class FusedMtp:
 
     def takes(self, layer: int, rows: int, width: int, context: Any) -> bool:
         """Whether :meth:`forward` may be called for ``width`` tokens in each of ``rows`` rows."""
-        if not 0 < rows * width <= MAX_ROWS or getattr(context, "batch_invariant", False):
+        if not 0 < rows * width <= MAX_ROWS or context.batch_invariant:
             return False
         key = layer, rows, width, context.block_size_tokens
         if key not in self._chosen:

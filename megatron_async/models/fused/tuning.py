@@ -146,6 +146,10 @@ class Rig:
             slot_mapping=table[:, context // BLOCK_SIZE] * BLOCK_SIZE + context % BLOCK_SIZE,
             block_size_tokens=BLOCK_SIZE,
             last_token_index=None,
+            window=1,
+            has_gaps=False,
+            num_speculative_tokens=0,
+            batch_invariant=False,
             is_decode_only=lambda: True,
             device=self.device,
             position_ids=self.positions,
@@ -182,6 +186,9 @@ class Rig:
             layers=layers,
             layer=layers.__getitem__,
             step=SimpleNamespace(decode=decode, chunks=None),
+            step_rows=None,
+            window_rows=None,
+            kernels=None,
         )
 
     def _restart(self) -> None:

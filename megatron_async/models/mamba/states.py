@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,10 +14,9 @@ from megatron_async.kernels.mamba.layer import (
     LayerStates,
     MambaParameters,
     MambaSizes,
-    StateRows,
 )
 from megatron_async.kernels.mamba.reference import mix_rows, scan_chunks, scan_pieces
-from megatron_async.kernels.mamba.rows import WindowRows, rows_of_chunks
+from megatron_async.kernels.mamba.rows import StepRows, WindowRows, rows_of_chunks
 from megatron_async.models.norm import fusable
 from megatron_async.models.recurrent_state_spec import StateTensor
 
@@ -40,14 +39,6 @@ def state_tensors(sizes: MambaSizes, dtype: torch.dtype) -> tuple[StateTensor, .
         StateTensor(INPUTS, (ring, sizes.input_width), dtype, window_growth=growth),
         StateTensor(SSM, shape, torch.float32, is_sum=True),
     )
-
-
-class StepRows(NamedTuple):
-    """The rows of a forward, the same for all layers; ``of`` is what they were made of."""
-
-    of: Any
-    decode: StateRows
-    chunks: StateRows | None
 
 
 def mix_step(projected: Tensor, parameters: MambaParameters, context: Any, layer: int) -> Tensor:
@@ -95,11 +86,10 @@ def kernels_of(parameters: MambaParameters, context: Any) -> MambaKernels | None
         return None
     from megatron_async.kernels.mamba.kernels import MambaKernels
 
-    kernels: MambaKernels | None = getattr(context, "mamba_kernels", None)
-    if kernels is None:
-        pool = context.states
-        kernels = MambaKernels(pool.null_slot, pool.entries, parameters.sizes, context.device)
-        context.mamba_kernels = kernels
+    pool = context.states
+    if pool.kernels is None:
+        pool.kernels = MambaKernels(pool.null_slot, pool.entries, parameters.sizes, context.device)
+    kernels: MambaKernels = pool.kernels
     return kernels
 
 
@@ -119,19 +109,16 @@ def _log_torch(reason: str) -> None:
 
 def step_rows(context: Any) -> StepRows:
     """Those of the forward that runs now; its first layer makes them."""
-    step = context.states.step
-    rows: StepRows | None = getattr(context, "mamba_rows", None)
-    if rows is None or rows.of is not step:
-        windows: WindowRows | None = getattr(context, "mamba_windows", None)
-        if windows is None:
-            windows = context.mamba_windows = WindowRows()
-        positions, decode, chunks = context.position_ids, step.decode, step.chunks
-        rows = StepRows(
-            step,
-            windows(decode.slots, decode.first, positions, decode.window, decode.tokens),
+    pool = context.states
+    if pool.step_rows is None:
+        if pool.window_rows is None:
+            pool.window_rows = WindowRows()
+        positions, decode, chunks = context.position_ids, pool.step.decode, pool.step.chunks
+        pool.step_rows = StepRows(
+            pool.window_rows(decode.slots, decode.first, positions, decode.window, decode.tokens),
             None
             if chunks is None
             else rows_of_chunks(chunks.slots, chunks.offsets, chunks.lengths, positions),
         )
-        context.mamba_rows = rows
+    rows: StepRows = pool.step_rows
     return rows

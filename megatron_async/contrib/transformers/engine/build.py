@@ -10,10 +10,10 @@ import torch
 
 from megatron_async.config import EngineConfig
 from megatron_async.contrib.transformers.engine.weights import convert_model
-from megatron_async.engine.build import build_context, resolve_device
+from megatron_async.device import resolve_device
 from megatron_async.engine.engine import DynamicInferenceEngine
-from megatron_async.models.wrapper import GPTInferenceWrapper
-from megatron_async.runner.controller import TextGenerationController
+from megatron_async.models.gpt_network import GPTNetwork
+from megatron_async.models.served import ServedModel
 
 MOST_REQUESTS = 128
 """At once, where the batch decides."""
@@ -43,20 +43,13 @@ def engine_of(
     device = resolve_device(str(model.device))
     allow = config is not None and config.allow_non_finite_weights
     converted = convert_model(model, weights, allow_non_finite=allow)
-    wrapper = GPTInferenceWrapper(converted.model)
+    network = GPTNetwork(converted.model)
     if config is None:
-        config = config_for(wrapper, lengths, device)
-    return DynamicInferenceEngine(
-        TextGenerationController(wrapper, None),
-        build_context(wrapper, config, device),
-        config=config,
-        model_name=type(model).__name__,
-    )
+        config = config_for(network, lengths, device)
+    return DynamicInferenceEngine(ServedModel(network=network, name=type(model).__name__), config)
 
 
-def config_for(
-    wrapper: GPTInferenceWrapper, lengths: Sequence[int], device: torch.device
-) -> EngineConfig:
+def config_for(network: GPTNetwork, lengths: Sequence[int], device: torch.device) -> EngineConfig:
     """Depth 2, and on a GPU a KV cache for all requests at once as far as there is memory."""
     plain = EngineConfig(depth=2)
     if not lengths or device.type != "cuda":
@@ -64,12 +57,12 @@ def config_for(
     size = plain.block_size_tokens
     blocks = sorted((-(-length // size) for length in lengths), reverse=True)[:MOST_REQUESTS]
     free, _ = torch.cuda.mem_get_info(device)
-    affordable = int(free * CACHE_SHARE) // (wrapper.kv_cache_spec.token_bytes * size)
+    affordable = int(free * CACHE_SHARE) // (network.kv_cache_spec.token_bytes * size)
     # One more for each request: it is taken before the last one's token is known.
     wanted = sum(blocks) + len(blocks)
     return replace(
         plain,
         max_requests=len(blocks),
-        max_sequence_length=min(max(lengths), wrapper.max_sequence_length),
+        max_sequence_length=min(max(lengths), network.max_sequence_length),
         block_count=max(blocks[0] + 1, min(wanted, affordable)),
     )

@@ -20,7 +20,7 @@ from megatron_async.contrib.transformers import (
 from megatron_async.contrib.transformers.engine.build import config_for
 from megatron_async.contrib.transformers.engine.weights import convert_model
 from megatron_async.errors import CheckpointError
-from megatron_async.models.wrapper import GPTInferenceWrapper
+from megatron_async.models.gpt_network import GPTNetwork
 from tests.support.engines import config_at
 from tests.support.huggingface_models import VOCAB_SIZE, random_model
 
@@ -51,7 +51,7 @@ def generated(model: Any, prompt: list[int], config: GenerationConfig) -> list[i
 def test_the_cache_on_a_gpu_holds_the_batch_or_what_memory_there_is(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    wrapper = GPTInferenceWrapper(convert_model(random_model("llama"), "copy").model)
+    wrapper = GPTNetwork(convert_model(random_model("llama"), "copy").model)
     block = wrapper.kv_cache_spec.token_bytes * 64
     for free, blocks in ((1 << 34, 2 + 3 + 2), (int(6.5 * block / 0.9), 6), (0, 4)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 1 << 34))

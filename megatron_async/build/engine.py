@@ -1,15 +1,18 @@
-"""Which parts an engine has, and how they are put together."""
+"""A spec and a model become the parts of an engine, put together."""
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+import torch
+
+from megatron_async.build.ranks import open_on_all_ranks
+from megatron_async.build.spec import EngineSpec
 from megatron_async.config import EngineConfig
-from megatron_async.device import open_device
 from megatron_async.device.protocol import Device
-from megatron_async.drafting.choose import choose_drafting
-from megatron_async.engine.build import keep_states
 from megatron_async.engine.driver import Driver
 from megatron_async.engine.engine_thread import StreamTable
 from megatron_async.engine.guidance import Grammars, Guidance
@@ -20,26 +23,19 @@ from megatron_async.engine.recording import RunFile
 from megatron_async.engine.request_queue import RequestQueue
 from megatron_async.engine.request_validation import RequestValidator
 from megatron_async.engine.sleep_mode import Memory, SleepMode
-from megatron_async.engine.step_limits import (
-    limits_for,
-    runner_options,
-    step_costs_of,
-    with_step_costs,
-)
 from megatron_async.engine.step_lock import StepLock
 from megatron_async.kv_events_config import kv_events_config
-from megatron_async.ranks.layout import Layout
-from megatron_async.runner.context import DynamicInferenceContext
-from megatron_async.runner.controller import TextGenerationController
+from megatron_async.models.served import ServedModel
+from megatron_async.runner.forward_batch import ForwardBatch
 from megatron_async.runner.model_runner import ModelRunner, Progress
+from megatron_async.scheduler.draft_control import StepCosts
 from megatron_async.scheduler.limits import Limits
 from megatron_async.scheduler.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    import torch
-
     from megatron_async.engine.kv_events import KVEventPublisher
-    from megatron_async.ranks.group import RankGroup
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +44,13 @@ class Assembly:
 
     Args:
         config: with the costs of steps, if they were measured.
-        group: the ranks that the model is spread over.
         run_file, kv_events: what is written and published, if the configuration asks for it.
     """
 
     config: EngineConfig
     limits: Limits
-    group: RankGroup | None
     device: Device
+    batch: ForwardBatch
     runner: ModelRunner
     scheduler: Scheduler
     outputs: OutputProcessor
@@ -72,57 +67,46 @@ class Assembly:
 
 
 def assemble(
-    controller: TextGenerationController,
-    context: DynamicInferenceContext,
-    config: EngineConfig,
+    spec: EngineSpec,
+    model: ServedModel,
+    device: torch.device,
     *,
+    batch: ForwardBatch | None,
     random_seed: int | None,
-    enable_chunked_prefill: bool,
     as_megatron: bool,
-    eos_token_ids: tuple[int, ...] | None,
     progress: Progress | None,
-    device: Device | None,
+    given: Device | None,
 ) -> Assembly:
-    """The parts of an engine with these arguments, see :class:`DynamicInferenceEngine`.
-
-    Raises:
-        ConfigError: two arguments contradict each other.
-    """
-    model = controller.inference_wrapped_model
-    drafting = choose_drafting(model, context.num_speculative_tokens, config)
-    keep_states(model, config, context)
-    limits = limits_for(
-        model, context, config, drafting, enable_chunked_prefill=enable_chunked_prefill
-    )
-    group = _group_of(model, config)
-    grammars = Grammars(controller.tokenizer, model.vocab_size)
+    """The parts of an engine with these arguments, see :class:`DynamicInferenceEngine`."""
+    config, limits = spec.config, spec.limits
+    vocab_size = spec.model.vocab_size
+    grammars = Grammars(model.tokenizer, vocab_size)
     validator = RequestValidator(
-        controller,
+        model,
         limits,
-        vocab_size=model.vocab_size,
-        max_sequence_length=context.max_sequence_length,
+        vocab_size=vocab_size,
+        max_sequence_length=spec.sizes.max_sequence_length,
         random_seed=config.random_seed if random_seed is None else random_seed,
-        eos_token_ids=eos_token_ids,
+        eos_token_ids=model.eos_token_ids,
         grammars=grammars,
         extras_enabled=config.enable_sampling_extras,
-        has_ranks=group is not None,
-        filters_need_extras=_filters_need_extras(group, context.device),
+        has_ranks=model.group is not None,
+        filters_need_extras=spec.has_filters_in_extras,
     )
     run_file = None if config.record is None else RunFile(config.record)
-    options = runner_options(config, limits, drafting) | {"progress": progress}
-    device, runner = _open_runner(
-        controller, context, config, group, options, device, chunked=enable_chunked_prefill
+    runs_on, batch, runner = open_on_all_ranks(
+        spec, model, device, batch=batch, given=given, progress=progress
     )
     outputs = OutputProcessor(
-        controller.tokenizer,
+        model.tokenizer,
         track_pauses=config.track_paused_request_events,
         eos_token_ids=validator.eos_token_ids,
         top_by_text=as_megatron,
     )
-    config = with_step_costs(config, runner, context, limits)
+    config = with_step_costs(config, runner, batch.null_slot, limits)
     costs = step_costs_of(config, limits)
     scheduler = Scheduler(limits, outputs.ends, costs=costs, debug=config.debug)
-    kv_events = _publish_kv_events(config, scheduler, limits, device, context)
+    kv_events = _publish_kv_events(config, scheduler, limits, runs_on)
     guidance = Guidance(runner, grammars)
     streams, sinks = StreamTable(), SinkQueue()
     lock = StepLock((outputs.fail, streams.fail, sinks.fail))
@@ -147,8 +131,8 @@ def assemble(
     return Assembly(
         config=config,
         limits=limits,
-        group=group,
-        device=device,
+        device=runs_on,
+        batch=batch,
         runner=runner,
         scheduler=scheduler,
         outputs=outputs,
@@ -159,7 +143,7 @@ def assemble(
         streams=streams,
         sinks=sinks,
         driver=driver,
-        sleep_mode=SleepMode(loop, device, _memory_of(model, context, runner, group), lock.recover),
+        sleep_mode=SleepMode(loop, runs_on, _memory_of(model, batch, runner), lock.recover),
         run_file=run_file,
         kv_events=kv_events,
     )
@@ -168,56 +152,17 @@ def assemble(
 # Modules of ranks are imported where a model or a configuration has several alone.
 
 
-def _group_of(model: Any, config: EngineConfig) -> RankGroup | None:
-    if getattr(model, "rank_group", None) is None and Layout.of(config) == Layout():
-        return None
-    from megatron_async.engine.ranked_build import group_of
+def _memory_of(model: ServedModel, batch: ForwardBatch, runner: ModelRunner) -> Memory:
+    """What an engine can give back, on all ranks."""
+    own = Memory(batch.cache.regions, model.weights_region)
+    if model.group is None:
+        return own
+    from megatron_async.engine.rank_group import MemoryOfRanks
+    from megatron_async.ranks.leader import LeadingRunner
 
-    return group_of(model, config)
-
-
-def _filters_need_extras(group: RankGroup | None, device: torch.device) -> bool:
-    if group is None:
-        return False
-    from megatron_async.engine.ranked_build import filters_need_extras
-
-    return filters_need_extras(group, device)
-
-
-def _memory_of(
-    model: Any, context: DynamicInferenceContext, runner: ModelRunner, group: RankGroup | None
-) -> Memory:
-    if group is None:
-        return Memory(context.regions, getattr(model, "weights_region", None))
-    from megatron_async.engine.ranked_build import memory_of
-
-    return memory_of(model, context, runner, group)
-
-
-def _open_runner(
-    controller: TextGenerationController,
-    context: DynamicInferenceContext,
-    config: EngineConfig,
-    group: RankGroup | None,
-    options: dict[str, Any],
-    given: Device | None,
-    *,
-    chunked: bool,
-) -> tuple[Device, ModelRunner]:
-    """The device that was ``given``, or one that is opened, and what launches steps on it."""
-    device = given or open_device(context.device, config)
-    try:
-        if group is None:
-            return device, controller.attach(device, context, **options)
-        from megatron_async.engine.ranked_build import lead_engine
-
-        return device, lead_engine(
-            group, controller, device, context, config, options, enable_chunked_prefill=chunked
-        )
-    except BaseException:
-        if given is None:
-            device.close()
-        raise
+    return (
+        MemoryOfRanks(own, model.group, runner.engine) if isinstance(runner, LeadingRunner) else own
+    )
 
 
 def _publish_kv_events(
@@ -225,7 +170,6 @@ def _publish_kv_events(
     scheduler: Scheduler,
     limits: Limits,
     device: Device,
-    context: DynamicInferenceContext,
 ) -> KVEventPublisher | None:
     if config.kv_events_config is None:
         return None
@@ -236,8 +180,34 @@ def _publish_kv_events(
             kv_events_config(config.kv_events_config),
             scheduler.table.prefixes,
             limits.block_size,
-            "CPU" if context.device.type == "cpu" else "GPU",
+            "CPU" if device.torch_device.type == "cpu" else "GPU",
         )
     except BaseException:
         device.close()
         raise
+
+
+def with_step_costs(
+    config: EngineConfig, runner: ModelRunner, null_slot: int, limits: Limits
+) -> EngineConfig:
+    """A configuration with the costs of steps, measured if it needs and lacks them."""
+    has_costs = config.testing.speculative_step_costs is not None
+    if not config.adaptive_speculation or limits.window == 1 or has_costs:
+        return config
+    from megatron_async.runner.step_costs import measure_step_costs
+
+    costs = measure_step_costs(runner, runner.row_buckets, limits.windows, null_slot)
+    for rows, window, seconds in costs:
+        logger.info("a decode step of %d rows, window %d: %.3f ms", rows, window, 1e3 * seconds)
+    return dataclasses.replace(
+        config, testing=dataclasses.replace(config.testing, speculative_step_costs=costs)
+    )
+
+
+def step_costs_of(config: EngineConfig, limits: Limits) -> StepCosts | None:
+    """What the scheduler is to know of the costs of steps; None to draft all."""
+    if not config.adaptive_speculation or not config.testing.speculative_step_costs:
+        return None
+    measured = config.testing.speculative_step_costs
+    costs = {(rows, window): seconds for rows, window, seconds in measured}
+    return StepCosts(costs, limits.windows)

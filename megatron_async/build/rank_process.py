@@ -19,7 +19,7 @@ from megatron_async.ranks.shared import Shared
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from megatron_async.models.wrapper import GPTInferenceWrapper
+    from megatron_async.models.served import ServedModel
     from megatron_async.ranks.follower import Group
     from megatron_async.ranks.layout import Layout
 
@@ -30,14 +30,14 @@ def follow(
     *,
     store: dist.Store | None = None,
     rank: int | None = None,
-    wrapper: GPTInferenceWrapper | None = None,
+    model: ServedModel | None = None,
 ) -> None:
     """Be a rank other than 0 until rank 0 ends the group; then this process ends, with status 0.
 
     Args:
         device: "cpu" or "cuda".
         store: where rank 0 is met; None takes the environment of a launcher.
-        wrapper: the model, where each rank builds its own.
+        model: the model, where each rank builds its own.
 
     Raises:
         ConfigError: the environment is not a launcher's, or is that of rank 0; or ranks of several
@@ -52,17 +52,17 @@ def follow(
         if os.environ.get("RANK") == "0":
             raise ConfigError("RANK=0 has the engine: it leads, and the others follow")
         store, rank = environment_store(layout)
-    _run(join_group(layout, device_of_rank(device), store, rank), device, wrapper)
+    _run(join_group(layout, device_of_rank(device), store, rank), device, model)
 
 
-def _run(group: Group, device: str, wrapper: GPTInferenceWrapper | None = None) -> None:
+def _run(group: Group, device: str, model: ServedModel | None = None) -> None:
     import logging
 
-    from megatron_async.engine.ranked_build import RankModel
+    from megatron_async.build.rank_model import RankModel
     from megatron_async.ranks.follower import Follower
 
     try:
-        Follower(group, RankModel(device, wrapper)).run()
+        Follower(group, RankModel(device, model)).run()
     except BaseException as error:
         logging.getLogger(__name__).exception("rank %d has failed", group.rank)
         group.fail(error)

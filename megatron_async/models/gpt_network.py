@@ -4,30 +4,30 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megatron_async.device import waiting_grids
-from megatron_async.device.releasable import Region
 from megatron_async.models import parallel
 from megatron_async.models.attention import PagedAttention
 from megatron_async.models.fused import where
 from megatron_async.models.gpt import GPTModel, Inference
 from megatron_async.models.kv_cache_spec import KVCacheSpec, kv_cache_spec
-from megatron_async.models.parallel import ModelParallel
-from megatron_async.models.recurrent_state_spec import RecurrentStateSpec, recurrent_state_spec
+from megatron_async.models.network import Network
+from megatron_async.models.recurrent_state_spec import recurrent_state_spec
 
 if TYPE_CHECKING:
     from megatron_async.models.fused.decoder import FusedDecoder
     from megatron_async.models.fused.mtp import FusedMtp
     from megatron_async.models.fused.report import DecodeCoverage
     from megatron_async.models.fused.residual import AllReduce
-
-__all__ = ["GPTInferenceWrapper", "KVCacheSpec"]
+    from megatron_async.weights.source import WeightSource
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +39,12 @@ def _log_many_rows(most: int) -> None:
     )
 
 
-class GPTInferenceWrapper:
-    """The model side of the engine: token ids in, logits out, keys and values in the context.
+class GPTNetwork(Network):
+    """A GPT or hybrid model of megatron-core.
 
     Args:
         model: one of :func:`~megatron_async.models.build.build_model`, or a megatron-core
             ``GPTModel``, which is adapted in place. It is set to evaluation mode.
-        inference_context: used by :meth:`forward` when it is given none.
         batch_invariant: on a GPU, compute with kernels that give each token bits of its own,
             whatever else is in the forward. The context attends, so it needs the same choice.
         fused_decode: decode with the kernels of ``models/fused`` where they take a block of the
@@ -59,7 +58,6 @@ class GPTInferenceWrapper:
     def __init__(
         self,
         model: Any,
-        inference_context: Any = None,
         *,
         batch_invariant: bool = False,
         fused_decode: bool = True,
@@ -69,30 +67,21 @@ class GPTInferenceWrapper:
 
             model = adapt_model(model)
         self.model: GPTModel = model.eval()
-        self.inference_context = inference_context
-        self.draft_model: GPTInferenceWrapper | None = None
-        """A model over the same vocabulary that drafts for this one."""
-        self.weights_region: Region | None = None
-        """Memory of the parameters that can be given back; None if theirs is torch's."""
-        self.sampling_defaults: dict[str, Any] | None = None
-        """Fields of ``SamplingParams`` for requests that bring none; None for megatron-core's."""
         self.batch_invariant = batch_invariant
-        self.logits_width: int = self.model.vocab_size
-        """Columns of the logits, of this rank's alone; those behind the vocabulary are padding, and
-        never sampled."""
-        self.vocab_size: int = self.model.token_count or self.logits_width
-        self.parallel: ModelParallel | None = parallel.current()
-        """This process's place among the ranks of the model; None for one rank."""
-        self.rank_group: Any = None
-        """Rank 0's hold on the others, a ``RankGroup``; None elsewhere."""
+        width: int = self.model.vocab_size
+        self.vocab_size = self.model.token_count or width
+        self.parallel = parallel.current()
         self._has_stages = self.parallel is not None and self.parallel.layout.pipeline > 1
-        if self.parallel is not None:
-            self.logits_width //= self.parallel.layout.tensor
+        ranks = 1 if self.parallel is None else self.parallel.layout.tensor
+        self.logits_width: int = width // ranks
         self.max_sequence_length: int = self.model.max_sequence_length
         self._like: Tensor = next(self.model.parameters())
         self.device: torch.device = self._like.device
         self.kv_cache_spec: KVCacheSpec = kv_cache_spec(self.model)
-        self.recurrent_state_spec: RecurrentStateSpec | None = recurrent_state_spec(self.model)
+        self.recurrent_state_spec = recurrent_state_spec(self.model)
+        self.rotation_limit = self.model.rotary.limit if self.model.rotary is not None else None
+        self.attention_window = _attention_window(self.model)
+        self.mtp_layers = len(self.model.mtp.layers) if self.model.mtp_process else 0
         self._unwanted: str | None = None
         """Why no block shall be fused."""
         if batch_invariant:
@@ -107,7 +96,6 @@ class GPTInferenceWrapper:
         self._has_adapted_experts = any(
             getattr(type(m), "asks_for_padding_mask", False) for m in self.model.modules()
         )
-        self._hidden_states: Tensor | None = None
         runs = self._unwanted is None and where.device_why_not(self.model) is None
         if runs and self._coverage.off is None:
             self._fused = self._fused_decoder()
@@ -142,38 +130,19 @@ class GPTInferenceWrapper:
         return FusedDecoder(self.model, all_reduce=self._all_reduce, words=words)
 
     @property
-    def rotation_limit(self) -> int | None:
-        """Tokens up to which requests are rotated in one way, and longer ones in another
-        (longrope); None for one way alone."""
-        return self.model.rotary.limit if self.model.rotary is not None else None
-
-    @property
-    def attention_window(self) -> int | None:
-        """Tokens that the layer with the largest window attends to; None if one attends to all."""
-        windows = [
-            module.limits.get("window")
-            for module in self.model.modules()
-            if isinstance(module, PagedAttention)
-        ]
-        known = [window for window in windows if window is not None]
-        return max(known) if windows and len(known) == len(windows) else None
-
-    @property
     def fused_decode_off(self) -> str | None:
         """Why no layer decodes in fused kernels; None if one does."""
         return self._coverage.off
 
     def reserve_positions(self, length: int) -> None:
         """Have rotary embeddings for ``length`` positions; called before steps are captured."""
-        tables = self.model.rotary, getattr(self.model, "sliding_rotary", None)
+        tables = self.model.rotary, self.model.sliding_rotary
         if any([table.reserve(length) for table in tables if table is not None]):
             # Steps that another engine has captured go on with the old ones.
             self._outgrown.extend((self._fused, self._fused_mtp))
             self._fused_mtp = None
             if self._fused is not None:
                 self._fused = self._fused_decoder()
-        if self.draft_model is not None:
-            self.draft_model.reserve_positions(length)
 
     def claim_waiting_grids(self, owner: object) -> bool:
         """Whether the engine whose device is ``owner`` may launch kernels whose CTAs wait for each
@@ -239,39 +208,32 @@ class GPTInferenceWrapper:
         context: Any,
         hidden_states: Tensor | None = None,
     ) -> None:
-        """:meth:`forward` into ``logits`` ``[R, vocab]``, those of the first R rows.
-
-        Args:
-            hidden_states: ``[T, hidden]``, filled with the hidden states of all tokens after the
-                final norm, from which the first MTP layer drafts; None leaves them out, and costs
-                nothing.
-        """
         fused = self._fused if len(token_ids) == len(logits) else None
         if fused is not None and fused.takes(logits, context):
             fused.forward(token_ids, position_ids, context, logits, hidden_states)
             return
         logits.copy_(self.forward(token_ids, position_ids, context)[: len(logits)])
         if hidden_states is not None:
+            assert self.hidden_states is not None
             hidden_states.copy_(self.hidden_states)
 
     @torch.no_grad()
-    def forward(self, token_ids: Tensor, position_ids: Tensor, context: Any = None) -> Tensor:
+    def forward(self, token_ids: Tensor, position_ids: Tensor, context: Any) -> Tensor:
         """Run the model once; nothing in it waits for the device.
 
         Args:
             token_ids: int64 ``[T]``, the tokens of all rows one after the other.
             position_ids: int64 ``[T]``, their positions.
             context: holds keys and values; see
-                :class:`~megatron_async.models.attention.AttentionContext`. If its
+                :class:`~megatron_async.models.batch.Batch`. If its
                 ``materialize_only_last_token_logits`` is set, its ``last_token_logits([1, T,
-                hidden]) -> [R, hidden]`` selects the rows that get logits.
+                hidden]) -> [R, hidden]`` selects the rows that get logits. None is a forward over
+                a whole sequence.
 
         Returns:
             Logits ``[R, vocab]`` (or ``[T, vocab]``) in the model's dtype: of several ranks this
             one's columns, and zeros of stages before the last.
         """
-        if context is None:
-            context = self.inference_context
         stages = self.parallel if self._has_stages else None
         if stages is not None and not stages.is_first:
             size = (len(token_ids), 1, self.model.config.hidden_size)
@@ -287,25 +249,20 @@ class GPTInferenceWrapper:
             )
         if stages is not None and not stages.is_last:
             stages.send(logits)
-            self._hidden_states = logits
-            index = getattr(context, "last_token_index", None)
+            self.hidden_states = logits.squeeze(1)
+            index = None if context is None else context.last_token_index
             count = len(token_ids) if index is None else len(index)
             return logits.new_zeros(count, self.logits_width)
         at = self.model if context is None else context
-        self._hidden_states = getattr(at, "decoder_hidden_states", None)
+        assert at.decoder_hidden_states is not None
+        self.hidden_states = at.decoder_hidden_states.squeeze(1)
         return logits.squeeze(0)
 
     def _mask(self, context: Any) -> dict[str, Tensor]:
         """What megatron's layers are told that do not ask the context by themselves."""
-        mask = getattr(context, "padding_mask", None) if self._has_adapted_experts else None
-        return {} if mask is None else {"padding_mask": mask}
-
-    @property
-    def hidden_states(self) -> Tensor:
-        """Hidden states of the tokens of the last :meth:`forward`, ``[T, hidden]`` after the final
-        norm."""
-        assert self._hidden_states is not None
-        return self._hidden_states.squeeze(1)
+        if context is None or not self._has_adapted_experts or context.padding_mask is None:
+            return {}
+        return {"padding_mask": context.padding_mask}
 
     @torch.no_grad()
     def mtp_forward(
@@ -339,4 +296,35 @@ class GPTInferenceWrapper:
 
         return batch_invariant_mode()
 
+    @property
+    def weights_owner(self) -> GPTModel:
+        return self.model
+
+    def read_weights(
+        self,
+        source: str | Path | Mapping[str, Any] | WeightSource,
+        *,
+        allow_non_finite_weights: bool = False,
+        all_parameters: bool = False,
+    ) -> Callable[[], None]:
+        from megatron_async.weights.place import read_weights
+
+        return read_weights(
+            self.model,
+            source,
+            allow_non_finite_weights=allow_non_finite_weights,
+            all_parameters=all_parameters,
+        )
+
     __call__ = forward
+
+
+def _attention_window(model: GPTModel) -> int | None:
+    """Tokens that the layer with the largest window attends to; None if one attends to all."""
+    windows = [
+        module.limits.get("window")
+        for module in model.modules()
+        if isinstance(module, PagedAttention)
+    ]
+    known = [window for window in windows if window is not None]
+    return max(known) if windows and len(known) == len(windows) else None

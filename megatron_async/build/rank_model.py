@@ -1,0 +1,83 @@
+"""The model of a rank other than 0, and the engines over it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from megatron_async.build.model import load_share
+from megatron_async.build.runner import open_runner
+from megatron_async.build.spec import EngineSpec, config_from_dict
+from megatron_async.config import EngineConfig
+from megatron_async.device.protocol import Device
+from megatron_async.engine.sleep_mode import Memory
+from megatron_async.models.build import build_random_model
+from megatron_async.models.config import ModelConfig
+from megatron_async.models.served import ServedModel, network_over
+from megatron_async.ranks.messages import (
+    AwaitTensors,
+    BuildEngine,
+    BuildModel,
+    LoadModel,
+    Sleep,
+    WakeUp,
+)
+from megatron_async.ranks.new_weights import await_tensors
+from megatron_async.ranks.start import device_of_rank
+from megatron_async.runner.model_runner import ModelRunner
+
+
+class RankModel:
+    """This rank's share of a model, and what the engines over it can give back.
+
+    Args:
+        device: "cpu" or "cuda".
+        model: if it has been built already.
+    """
+
+    def __init__(self, device: str, model: ServedModel | None = None) -> None:
+        self._device: torch.device = device_of_rank(device)
+        self._given = model
+        self._memory: dict[int, Memory] = {}
+
+    @property
+    def _model(self) -> ServedModel:
+        assert self._given is not None
+        return self._given
+
+    def load(self, message: LoadModel) -> None:
+        """See :class:`LoadModel`."""
+        self._given = load_share(message.path, config_from_dict(message.config), self._device)
+
+    def make(self, message: BuildModel) -> None:
+        """See :class:`BuildModel`."""
+        config, dtype = ModelConfig.from_dict(message.model), getattr(torch, message.dtype)
+        made = build_random_model(config, device=self._device, dtype=dtype, seed=message.seed)
+        self._given = ServedModel(network=network_over(made, EngineConfig()))
+
+    def build(self, message: BuildEngine) -> tuple[Device, ModelRunner]:
+        """See :class:`BuildEngine`."""
+        spec = EngineSpec.from_dict(message.spec)
+        model = self._model.over(spec.config)
+        device, batch, runner = open_runner(spec, model, self._device)
+        self._memory[message.engine] = Memory(batch.cache.regions, model.weights_region)
+        return device, runner
+
+    def read_weights(self, source: str, allow_non_finite_weights: bool) -> Callable[[], None]:
+        """See ``ServedModel.read_weights``."""
+        return self._model.read_weights(source, allow_non_finite_weights=allow_non_finite_weights)
+
+    def await_tensors(self, message: AwaitTensors) -> Callable[[], None]:
+        """See :class:`AwaitTensors`."""
+        return await_tensors(
+            self._model.weights_owner, message.tensors, all_parameters=message.all_parameters
+        )
+
+    def sleep(self, message: Sleep) -> None:
+        """See :class:`Sleep`."""
+        self._memory[message.engine].release(keep_weights=message.keep_weights)
+
+    def wake_up(self, message: WakeUp) -> None:
+        """See :class:`WakeUp`."""
+        self._memory[message.engine].restore(message.tag)

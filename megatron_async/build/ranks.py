@@ -1,0 +1,58 @@
+"""The other ranks of a model, as rank 0 builds with them."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+
+from megatron_async.build.runner import Opened, open_runner
+from megatron_async.build.spec import EngineSpec
+from megatron_async.config import EngineConfig
+from megatron_async.device import resolve_device
+from megatron_async.device.protocol import Device
+from megatron_async.models.served import ServedModel
+from megatron_async.ranks.group import RankGroup
+from megatron_async.ranks.layout import Layout, check_supported
+from megatron_async.ranks.leader import LeadingRunner
+from megatron_async.ranks.messages import BuildEngine
+from megatron_async.ranks.start import start_group
+from megatron_async.runner.forward_batch import ForwardBatch
+from megatron_async.runner.model_runner import Progress
+
+
+def start_ranks(config: EngineConfig) -> RankGroup | None:
+    """The group that a configuration asks for, of which this process is rank 0; None for one rank.
+
+    Raises:
+        ConfigError: the configuration does not suit a group, or the machine.
+    """
+    layout = Layout.of(config)
+    check_supported(layout, config)
+    if layout.world_size == 1:
+        return None
+    device = resolve_device(config.device).type
+    return start_group(layout, device, config.rank_timeout_seconds)
+
+
+def open_on_all_ranks(
+    spec: EngineSpec,
+    model: ServedModel,
+    device: torch.device,
+    *,
+    batch: ForwardBatch | None,
+    given: Device | None,
+    progress: Progress | None,
+) -> Opened:
+    """:func:`open_runner` on this rank, and on all others at the same time."""
+    open_here = partial(
+        open_runner, spec, model, device, batch=batch, given=given, progress=progress
+    )
+    group = model.group
+    if group is None:
+        return open_here()
+    number = group.next_engine()
+    group.tell(BuildEngine(number, spec.to_dict()))
+    opened = open_here(make=partial(LeadingRunner, group=group, engine=number))
+    group.await_answers()
+    return opened

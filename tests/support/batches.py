@@ -1,0 +1,31 @@
+"""Forward batches over a cache of their own, without an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megatron_async.models.kv_cache_spec import KVCacheSpec
+from megatron_async.runner.cache_sizes import CacheSizes
+from megatron_async.runner.forward_batch import ForwardBatch
+from megatron_async.runner.kv_cache import KVCache
+
+
+def new_batch(
+    *,
+    params_dtype: torch.dtype,
+    num_layers: int,
+    kv_channels: int,
+    num_attention_heads: int,
+    device: torch.device | str | None = None,
+    **sizes: Any,
+) -> ForwardBatch:
+    """A batch over an empty cache of that shape; ``sizes`` are those of ``CacheSizes.of``."""
+    spec = KVCacheSpec(
+        num_layers=num_layers,
+        num_kv_heads=num_attention_heads,
+        head_dim=kv_channels,
+        dtype=params_dtype,
+    )
+    return ForwardBatch(KVCache(CacheSizes.of(spec.token_bytes, **sizes), spec, device))
