@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from megatron_async.build.runner import allocate
-from megatron_async.build.sizes import cached_tokens
-from megatron_async.build.spec import EngineSpec
+from megatron_async.build.spec import EngineSpec, cached_tokens
 from megatron_async.config import EngineConfig
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.models.served import ModelDescription

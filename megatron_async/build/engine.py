@@ -7,9 +7,7 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
-from megatron_async.build.ranks import open_on_all_ranks
+from megatron_async.build.runner import Opened
 from megatron_async.build.spec import EngineSpec
 from megatron_async.config import EngineConfig
 from megatron_async.device.protocol import Device
@@ -19,7 +17,6 @@ from megatron_async.engine.guidance import Grammars, Guidance
 from megatron_async.engine.loop import DecodeLoop
 from megatron_async.engine.output_processor import OutputProcessor
 from megatron_async.engine.output_sink import SinkQueue
-from megatron_async.engine.recording import RunFile
 from megatron_async.engine.request_queue import RequestQueue
 from megatron_async.engine.request_validation import RequestValidator
 from megatron_async.engine.sleep_mode import Memory, SleepMode
@@ -27,7 +24,7 @@ from megatron_async.engine.step_lock import StepLock
 from megatron_async.kv_events_config import kv_events_config
 from megatron_async.models.served import ServedModel
 from megatron_async.runner.forward_batch import ForwardBatch
-from megatron_async.runner.model_runner import ModelRunner, Progress
+from megatron_async.runner.model_runner import ModelRunner
 from megatron_async.scheduler.draft_control import StepCosts
 from megatron_async.scheduler.limits import Limits
 from megatron_async.scheduler.scheduler import Scheduler
@@ -40,18 +37,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """The parts of an engine.
+    """The parts of an engine beside its runner.
 
     Args:
         config: with the costs of steps, if they were measured.
-        run_file, kv_events: what is written and published, if the configuration asks for it.
+        kv_events: what is published, if the configuration asks for it.
     """
 
     config: EngineConfig
     limits: Limits
-    device: Device
-    batch: ForwardBatch
-    runner: ModelRunner
     scheduler: Scheduler
     outputs: OutputProcessor
     guidance: Guidance
@@ -62,23 +56,21 @@ class Assembly:
     sinks: SinkQueue
     driver: Driver
     sleep_mode: SleepMode
-    run_file: RunFile | None
     kv_events: KVEventPublisher | None
 
 
 def assemble(
     spec: EngineSpec,
     model: ServedModel,
-    device: torch.device,
+    opened: Opened,
     *,
-    batch: ForwardBatch | None,
     random_seed: int | None,
     as_megatron: bool,
-    progress: Progress | None,
-    given: Device | None,
 ) -> Assembly:
-    """The parts of an engine with these arguments, see :class:`DynamicInferenceEngine`."""
+    """The parts of an engine around its runner; for the arguments see
+    :class:`DynamicInferenceEngine`."""
     config, limits = spec.config, spec.limits
+    device, batch, runner = opened
     vocab_size = spec.model.vocab_size
     grammars = Grammars(model.tokenizer, vocab_size)
     validator = RequestValidator(
@@ -93,10 +85,6 @@ def assemble(
         has_ranks=model.group is not None,
         filters_need_extras=spec.has_filters_in_extras,
     )
-    run_file = None if config.record is None else RunFile(config.record)
-    runs_on, batch, runner = open_on_all_ranks(
-        spec, model, device, batch=batch, given=given, progress=progress
-    )
     outputs = OutputProcessor(
         model.tokenizer,
         track_pauses=config.track_paused_request_events,
@@ -106,7 +94,7 @@ def assemble(
     config = with_step_costs(config, runner, batch.null_slot, limits)
     costs = step_costs_of(config, limits)
     scheduler = Scheduler(limits, outputs.ends, costs=costs, debug=config.debug)
-    kv_events = _publish_kv_events(config, scheduler, limits, runs_on)
+    kv_events = _publish_kv_events(config, scheduler, limits, device)
     guidance = Guidance(runner, grammars)
     streams, sinks = StreamTable(), SinkQueue()
     lock = StepLock((outputs.fail, streams.fail, sinks.fail))
@@ -131,9 +119,6 @@ def assemble(
     return Assembly(
         config=config,
         limits=limits,
-        device=runs_on,
-        batch=batch,
-        runner=runner,
         scheduler=scheduler,
         outputs=outputs,
         guidance=guidance,
@@ -143,8 +128,7 @@ def assemble(
         streams=streams,
         sinks=sinks,
         driver=driver,
-        sleep_mode=SleepMode(loop, runs_on, _memory_of(model, batch, runner), lock.recover),
-        run_file=run_file,
+        sleep_mode=SleepMode(loop, device, _memory_of(model, batch, runner), lock.recover),
         kv_events=kv_events,
     )
 
@@ -175,22 +159,20 @@ def _publish_kv_events(
         return None
     from megatron_async.engine.kv_events import publish_kv_events
 
-    try:
-        return publish_kv_events(
-            kv_events_config(config.kv_events_config),
-            scheduler.table.prefixes,
-            limits.block_size,
-            "CPU" if device.torch_device.type == "cpu" else "GPU",
-        )
-    except BaseException:
-        device.close()
-        raise
+    return publish_kv_events(
+        kv_events_config(config.kv_events_config),
+        scheduler.table.prefixes,
+        limits.block_size,
+        "CPU" if device.torch_device.type == "cpu" else "GPU",
+    )
 
 
 def with_step_costs(
     config: EngineConfig, runner: ModelRunner, null_slot: int, limits: Limits
 ) -> EngineConfig:
-    """A configuration with the costs of steps, measured if it needs and lacks them."""
+    """A configuration with what decides its plans: the micro-batches, and the costs of steps,
+    measured if it needs and lacks them."""
+    config = dataclasses.replace(config, pipeline_micro_batches=limits.micro_batches)
     has_costs = config.testing.speculative_step_costs is not None
     if not config.adaptive_speculation or limits.window == 1 or has_costs:
         return config

@@ -17,8 +17,10 @@ from megatron_async.config import EngineConfig, check_config
 from megatron_async.device import resolve_device
 from megatron_async.errors import CheckpointError, ConfigError
 from megatron_async.models.config import ModelConfig
+from megatron_async.models.gpt_network import GPTNetwork
+from megatron_async.models.network import Network
 from megatron_async.models.releasable_weights import move_parameters
-from megatron_async.models.served import ServedModel, network_over
+from megatron_async.models.served import ServedModel
 from megatron_async.ranks.messages import LoadModel
 from megatron_async.ranks.start import device_of_rank
 
@@ -64,7 +66,6 @@ def load_share(path: str | Path, config: EngineConfig, device: torch.device) -> 
     defaults = sampling_defaults(model_directory(path)) if config.generation_config else None
     draft = None
     if config.draft_model is not None:
-        assert network.kv_cache_spec is not None
         drafting = load_pretrained(
             config.draft_model,
             device=device,
@@ -81,6 +82,26 @@ def load_share(path: str | Path, config: EngineConfig, device: torch.device) -> 
         draft=draft,
         weights_region=weights,
         sampling_defaults=defaults,
+    )
+
+
+def network_over(model: Any, config: EngineConfig) -> GPTNetwork:
+    """What runs a model of megatron-core in engines of a configuration."""
+    return GPTNetwork(model, batch_invariant=config.batch_invariant)
+
+
+def for_config(model: ServedModel, config: EngineConfig) -> ServedModel:
+    """The same weights for another configuration."""
+
+    def over(network: Network) -> Network:
+        return network_over(network.model, config) if isinstance(network, GPTNetwork) else network
+
+    draft = None if config.draft_model is None else model.draft
+    return dataclasses.replace(
+        model,
+        network=over(model.network),
+        draft=None if draft is None else over(draft),
+        sampling_defaults=model.sampling_defaults if config.generation_config else None,
     )
 
 
@@ -127,11 +148,11 @@ def over_same_weights(
             f"dtype={config.dtype!r} but the weights are {dtype}; leave it out, or load the model "
             "again"
         )
-    if model.network.weights_owner is not model.network:
+    if isinstance(model.network, GPTNetwork):
         if config.generation_config and model.sampling_defaults is None:
             raise ConfigError(
                 "generation_config is read with the model; give it to from_pretrained"
             )
         if config.draft_model is not None and model.draft is None:
             raise ConfigError("draft_model is loaded with the model; give it to from_pretrained")
-    return model.over(config)
+    return for_config(model, config)

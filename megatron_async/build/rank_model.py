@@ -6,15 +6,15 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_async.build.model import load_share
+from megatron_async.build.model import for_config, load_share, network_over
 from megatron_async.build.runner import open_runner
-from megatron_async.build.spec import EngineSpec, config_from_dict
+from megatron_async.build.spec_dict import config_from_dict, spec_from_dict
 from megatron_async.config import EngineConfig
 from megatron_async.device.protocol import Device
 from megatron_async.engine.sleep_mode import Memory
 from megatron_async.models.build import build_random_model
 from megatron_async.models.config import ModelConfig
-from megatron_async.models.served import ServedModel, network_over
+from megatron_async.models.served import ServedModel
 from megatron_async.ranks.messages import (
     AwaitTensors,
     BuildEngine,
@@ -58,8 +58,8 @@ class RankModel:
 
     def build(self, message: BuildEngine) -> tuple[Device, ModelRunner]:
         """See :class:`BuildEngine`."""
-        spec = EngineSpec.from_dict(message.spec)
-        model = self._model.over(spec.config)
+        spec = spec_from_dict(message.spec)
+        model = for_config(self._model, spec.config)
         device, batch, runner = open_runner(spec, model, self._device)
         self._memory[message.engine] = Memory(batch.cache.regions, model.weights_region)
         return device, runner

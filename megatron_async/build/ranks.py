@@ -8,6 +8,7 @@ import torch
 
 from megatron_async.build.runner import Opened, open_runner
 from megatron_async.build.spec import EngineSpec
+from megatron_async.build.spec_dict import spec_to_dict
 from megatron_async.config import EngineConfig
 from megatron_async.device import resolve_device
 from megatron_async.device.protocol import Device
@@ -52,7 +53,7 @@ def open_on_all_ranks(
     if group is None:
         return open_here()
     number = group.next_engine()
-    group.tell(BuildEngine(number, spec.to_dict()))
+    group.tell(BuildEngine(number, spec_to_dict(spec)))
     opened = open_here(make=partial(LeadingRunner, group=group, engine=number))
     group.await_answers()
     return opened

@@ -11,6 +11,7 @@ import torch
 
 from megatron_async.build.engine import assemble
 from megatron_async.build.model import load_model, over_same_weights
+from megatron_async.build.ranks import open_on_all_ranks
 from megatron_async.build.spec import EngineSpec
 from megatron_async.config import EngineConfig
 from megatron_async.device import resolve_device
@@ -25,7 +26,7 @@ from megatron_async.engine.driver import prompts_with_params
 from megatron_async.engine.metrics import EngineCounters, NotOverlapped
 from megatron_async.engine.output_processor import TokenOutput
 from megatron_async.engine.output_sink import OutputSink
-from megatron_async.engine.recording import Recorder
+from megatron_async.engine.recording import Recorder, RunFile
 from megatron_async.engine.request_queue import Prompt, checked_id
 from megatron_async.engine.sleep_mode import checked_level, tags_of
 from megatron_async.errors import EngineStoppedError, RequestError
@@ -92,23 +93,19 @@ class DynamicInferenceEngine:
             given=given,
             enable_chunked_prefill=enable_chunked_prefill,
         )
-        parts = assemble(
-            spec,
-            model,
-            on,
-            batch=batch,
-            random_seed=random_seed,
-            as_megatron=as_megatron,
-            progress=progress,
-            given=device,
-        )
+        # A file that cannot be written is an error before graphs are captured.
+        run_file = None if config.record is None else RunFile(config.record)
+        opened = open_on_all_ranks(spec, model, on, batch=batch, given=device, progress=progress)
         self.model = model
-        self.batch = parts.batch
-        self.cache = parts.batch.cache
+        self.device, self.batch, self.runner = opened
+        self.cache = self.batch.cache
+        try:
+            parts = assemble(spec, model, opened, random_seed=random_seed, as_megatron=as_megatron)
+        except BaseException:
+            self.device.close()
+            raise
         self.config = parts.config
         self.limits = parts.limits
-        self.device = parts.device
-        self.runner = parts.runner
         self.scheduler = parts.scheduler
         self.outputs = parts.outputs
         self.guidance = parts.guidance
@@ -119,10 +116,10 @@ class DynamicInferenceEngine:
         self.sleep_mode = parts.sleep_mode
         self._sinks = parts.sinks
         self._driver = parts.driver
-        self._closed_with_it = (owned_group, parts.run_file, parts.kv_events)
-        if parts.run_file is not None:
-            parts.run_file.begin(parts.config, model.name)
-            self.record(Recorder(parts.run_file.write))
+        self._closed_with_it = (owned_group, run_file, parts.kv_events)
+        if run_file is not None:
+            run_file.begin(parts.config, model.name)
+            self.record(Recorder(run_file.write))
         self._weights = shared_weights(model.weights_owner)
         with self._weights.lock:
             self._weights.join(self)
@@ -130,7 +127,7 @@ class DynamicInferenceEngine:
             from megatron_async.engine.rank_group import StopWhenARankDies
 
             self._stops_with_its_ranks = StopWhenARankDies(
-                model.group, parts.runner, parts.device, parts.lock, parts.outputs, parts.loop
+                model.group, self.runner, self.device, parts.lock, parts.outputs, parts.loop
             )
 
     @classmethod

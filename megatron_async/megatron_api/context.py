@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megatron_async.build.sizes import CHUNKS_AT_ONCE
+from megatron_async.build.spec import CHUNKS_AT_ONCE
 from megatron_async.config import MAX_COUNT, EngineConfig, check_buffer_size, check_integer
 from megatron_async.errors import ConfigError, shown
 from megatron_async.megatron_api.inference_config import context_keywords

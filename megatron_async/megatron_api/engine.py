@@ -27,6 +27,7 @@ from megatron_async.megatron_api.model import TextGenerationController, outside_
 from megatron_async.megatron_api.names import no_attribute
 from megatron_async.megatron_api.sampling import own_params, own_params_of_all
 from megatron_async.megatron_api.tables import ENGINE_ATTRIBUTES
+from megatron_async.models.network import Network
 from megatron_async.models.served import ServedModel
 from megatron_async.ranks.group import RankGroup
 from megatron_async.request import DynamicInferenceRequest, RequestFuture
@@ -116,7 +117,7 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
         check_config(config)
         changes = _changes(context, track_paused_request_events, inference_logging_step_interval)
         if context is not None:
-            _fit_length(controller.inference_wrapped_model, context)
+            _fit_length(controller.served.network, context)
             chunk = _chunk(context.cache.sizes, config, enable_chunked_prefill)
             if chunk is not None:
                 enable_chunked_prefill = True
@@ -362,9 +363,11 @@ def _depth(asynchronous: bool) -> int:
     return int(text)
 
 
-def _config_of(settings: EngineSettings, context: Any, controller: Any) -> EngineConfig:
+def _config_of(
+    settings: EngineSettings, context: Any, controller: TextGenerationController
+) -> EngineConfig:
     """The configuration of an engine that was given none."""
-    model = getattr(controller.inference_wrapped_model, "model", None)
+    model = controller.served.weights_owner
     seed = None
     if isinstance(context, DynamicInferenceContext) and context.inference_config is not None:
         seed = getattr(getattr(model, "config", None), "inference_sampling_seed", None)
@@ -393,9 +396,9 @@ def _changes(context: Any, track_paused: bool, logging_interval: int) -> dict[st
     return changes
 
 
-def _fit_length(network: Any, context: ForwardBatch) -> None:
+def _fit_length(network: Network, context: ForwardBatch) -> None:
     """Requests may be no longer than the model takes, whatever the context was made for."""
-    most = getattr(network, "max_sequence_length", None)
+    most = network.max_sequence_length
     if most is not None and context.max_sequence_length > most:
         logger.warning(
             "max_sequence_length=%d of the context exceeds the model's, which is taken: %d",

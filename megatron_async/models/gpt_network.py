@@ -218,7 +218,7 @@ class GPTNetwork(Network):
             hidden_states.copy_(self.hidden_states)
 
     @torch.no_grad()
-    def forward(self, token_ids: Tensor, position_ids: Tensor, context: Any) -> Tensor:
+    def forward(self, token_ids: Tensor, position_ids: Tensor, context: Any = None) -> Tensor:
         """Run the model once; nothing in it waits for the device.
 
         Args:

@@ -27,7 +27,7 @@ class Network(Protocol):
         vocab_size: token ids; columns of the logits behind them are padding, and never sampled.
         max_sequence_length: most tokens of a request; None says nothing.
         kv_cache_spec: what a token takes in the KV cache, on this rank; None says nothing, and the
-            cache is made by who knows.
+            cache is given.
         recurrent_state_spec: what recurrent layers keep of a request; None without such layers.
         logits_width: columns of this rank's logits; None is ``vocab_size``.
         logits_dtype: dtype of the logits; None is the cache's.

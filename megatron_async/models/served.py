@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +14,6 @@ from megatron_async.models.kv_cache_spec import KVCacheSpec
 from megatron_async.models.network import Network
 
 if TYPE_CHECKING:
-    from megatron_async.config import EngineConfig
     from megatron_async.ranks.group import RankGroup
     from megatron_async.weights.source import WeightSource
 
@@ -50,19 +48,6 @@ class ServedModel:
     def weights_owner(self) -> Any:
         """The object whose weights are replaced: one may be under several engines."""
         return self.network.weights_owner
-
-    def over(self, config: EngineConfig) -> ServedModel:
-        """The same weights for another configuration."""
-        draft = None if self.draft is None else network_over(self.draft.weights_owner, config)
-        network = self.network
-        if network.weights_owner is not network:
-            network = network_over(network.weights_owner, config)
-        return dataclasses.replace(
-            self,
-            network=network,
-            draft=draft if config.draft_model is not None else None,
-            sampling_defaults=self.sampling_defaults if config.generation_config else None,
-        )
 
     def tokenize_prompt(self, prompt: str, add_BOS: bool = False) -> list[int]:
         """Token ids of a text prompt.
@@ -106,13 +91,6 @@ class ServedModel:
         if self.group is None:
             return read()
         return self.group.read_weights(self.weights_owner, source, read, **checks)
-
-
-def network_over(model: Any, config: EngineConfig) -> Network:
-    """What runs a model of megatron-core in engines of a configuration."""
-    from megatron_async.models.gpt_network import GPTNetwork
-
-    return GPTNetwork(model, batch_invariant=config.batch_invariant)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

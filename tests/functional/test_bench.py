@@ -203,7 +203,7 @@ def model() -> BenchmarkModel:
     return BenchmarkModel(
         name="tiny-llama",
         config=config,
-        wrapper=GPTNetwork(built),
+        network=GPTNetwork(built),
         device=device,
         dtype=torch.float32,
         build_seconds=0.0,

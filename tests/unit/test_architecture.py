@@ -82,6 +82,13 @@ FORBIDDEN = {
         "megatron_async.perfetto",
         "megatron_async.megatron_api",
     ),
+    "build": (
+        "megatron_async.serving",
+        "megatron_async.perfetto",
+        "megatron_async.megatron_api",
+        "inference",
+        "tests",
+    ),
     "megatron_api": ("megatron_async.serving", "megatron_async.inference", "inference", "tests"),
     "serving": (
         "megatron_async.inference",
@@ -218,6 +225,36 @@ def test_a_dense_model_imports_what_it_needs() -> None:
         m for m in modules if m in unwanted or m.startswith(tuple(f"{u}." for u in unwanted))
     ] == []
     assert len(modules) <= MOST_MODULES, len(modules)
+
+
+# Objects of others, which have no protocol of ours, and what they may lack.
+ASKED_OF_OTHERS = {
+    ("checkpoint/distributed.py", "model_config"),
+    ("checkpoint/huggingface_update.py", "huggingface_names"),
+    ("checkpoint/targets.py", "config"),
+    ("integrations/transformers/model_calls.py", "_cache"),
+    ("megatron_api/engine.py", "config"),
+    ("megatron_api/llm.py", "decoder"),
+    ("megatron_api/llm.py", "max_sequence_length"),
+    ("megatron_compat/specs.py", "mtp_process"),
+    ("models/adapt.py", "mtp_process"),
+}
+WITH_PROTOCOLS = {"model", "network", "wrapper", "context", "batch", "controller", "draft_model"}
+
+
+def test_models_and_batches_have_what_their_protocols_say() -> None:
+    """Nobody asks whether a network or a forward's batch has a name: ``models/network.py`` and
+    ``models/batch.py`` say what they have."""
+    asked = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call) or ast.unparse(node.func) != "getattr":
+                continue
+            of, name = node.args[0], node.args[1]
+            if ast.unparse(of).split(".")[-1].lstrip("_") in WITH_PROTOCOLS and len(node.args) > 2:
+                assert isinstance(name, ast.Constant)
+                asked.add((path.relative_to(PACKAGE).as_posix(), name.value))
+    assert asked == ASKED_OF_OTHERS
 
 
 # --- parts ------------------------------------------------------------------------------------

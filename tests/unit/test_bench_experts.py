@@ -77,7 +77,7 @@ def test_the_experts_are_those_of_the_decoded_positions(
 
 def test_a_model_without_experts_reads_none(model: BenchmarkModel) -> None:
     dense = build_model(small("llama"), device="cpu", dtype=torch.float32, initialize=False)
-    without = replace(model, wrapper=GPTNetwork(dense))
+    without = replace(model, network=GPTNetwork(dense))
     assert experts.experts_read(without, *texts(2), 1) is None
 
 
@@ -85,5 +85,5 @@ def test_layers_without_an_mlp_have_no_experts(model: BenchmarkModel) -> None:
     config = replace(HYBRID, num_moe_experts=EXPERTS, moe_router_topk=TOP_K)
     hybrid = build_model(config, device="cpu", dtype=torch.float32, initialize=False)
     draw_weights(hybrid)
-    with_mixers = replace(model, config=config, wrapper=GPTNetwork(hybrid))
+    with_mixers = replace(model, config=config, network=GPTNetwork(hybrid))
     assert experts.experts_read(with_mixers, *texts(1), 1) == TOP_K

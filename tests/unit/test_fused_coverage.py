@@ -19,8 +19,9 @@ from megatron_async.kernels.gemm.tile_config import (
     RMS_NORM,
     SILU_GATE,
 )
-from megatron_async.models import wrapper
+from megatron_async.models import gpt_network
 from megatron_async.models.adapt import adapt_model
+from megatron_async.models.batch import Batch
 from megatron_async.models.build import build_model
 from megatron_async.models.fused import coverage, report, where
 from megatron_async.models.fused.decoder import FusedDecoder
@@ -85,7 +86,7 @@ SWIGLU = {
 def _any_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU that runs the kernels; what is said once is said again."""
     monkeypatch.setattr(where, "device_why_not", lambda model: None)
-    for warning in (report.warn_of_own_forward, report.warn_of_module, wrapper._log_many_rows):
+    for warning in (report.warn_of_own_forward, report.warn_of_module, gpt_network._log_many_rows):
         warning.cache_clear()
 
 
@@ -458,7 +459,7 @@ def test_numbers_in_a_row_are_written_as_ranges() -> None:
     assert ranges([1, 2]) == "1-2" and ranges([]) == ""
 
 
-class Steps:
+class Steps(Batch):
     """A context whose blocks have so many tokens."""
 
     def __init__(self, block_size: int) -> None:

@@ -111,7 +111,7 @@ def mtp_blocks(model: Any, *, unwanted: str | None = None) -> tuple[Block, ...]:
     Args:
         unwanted: why no block shall be fused.
     """
-    if not getattr(model, "mtp_process", False):
+    if not model.mtp_process:
         return ()
     off = unwanted or where.device_why_not(model) or model_why_not(model)
     found = []
