@@ -88,6 +88,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"\n{args.model}", *report["features"] or ["as Llama"], sep="\n  ")
         print(f"\ndecode steps of {args.model}", *said, sep="\n  ")
         print(f"\nKV cache of {args.model}", *map(_cache_line, report["kv_cache"]), sep="\n  ")
+        print(f"\nengine of {args.model} with the defaults", _engine_line(report["engine"]),
+              sep="\n  ")  # fmt: skip
         if report["recurrent_state"] is not None:
             print(f"\nrecurrent state of {args.model}", _state_line(report["recurrent_state"]),
                   sep="\n  ")  # fmt: skip
@@ -120,18 +122,21 @@ def collect() -> dict[str, Any]:
 
 def _of_model(model: str) -> dict[str, Any]:
     """Its features, which blocks are fused, and what the KV cache takes: without drafts, and where
-    the layers of multi-token prediction draft."""
+    the layers of multi-token prediction draft; and what an engine of the defaults would be."""
     from megatron_async.build.model import load_model
+    from megatron_async.build.spec import EngineSpec
+    from megatron_async.build.spec_dict import spec_to_dict
     from megatron_async.config import EngineConfig
     from megatron_async.models.features import features
 
-    wrapper: Any = load_model(model, EngineConfig(max_requests=1)).network
-    spec = wrapper.kv_cache_spec
-    config = wrapper.model.model_config
+    served = load_model(model, EngineConfig())
+    network: Any = served.network
+    engine = spec_to_dict(EngineSpec.of(served, EngineConfig(), network.device.type))
+    spec, config = network.kv_cache_spec, network.model.model_config
     assert config is not None
     return {
         "features": features(config),
-        "decode_coverage": {"off": wrapper.fused_decode_off, **wrapper.decode_coverage().to_dict()},
+        "decode_coverage": {"off": network.fused_decode_off, **network.decode_coverage().to_dict()},
         "kv_cache": [
             {
                 "layers": each.num_layers,
@@ -141,7 +146,8 @@ def _of_model(model: str) -> dict[str, Any]:
             }
             for each in dict.fromkeys((spec.decoder, spec))
         ],
-        "recurrent_state": _recurrent_state(wrapper.recurrent_state_spec),
+        "engine": {name: engine[name] for name in ("sizes", "limits", "drafting", "layout")},
+        "recurrent_state": _recurrent_state(network.recurrent_state_spec),
     }
 
 
@@ -153,6 +159,15 @@ def _recurrent_state(spec: RecurrentStateSpec | None) -> dict[str, Any] | None:
         for each in spec.tensors
     }
     return {"layers": spec.num_layers, "request_bytes": spec.state_bytes, "tensors": tensors}
+
+
+def _engine_line(engine: dict[str, Any]) -> str:
+    sizes, limits = engine["sizes"], engine["limits"]
+    return (
+        f"{sizes['max_requests']} requests of up to {sizes['max_sequence_length']:,} tokens, "
+        f"{sizes['block_count']:,} blocks of {sizes['block_size_tokens']} tokens, steps of up to "
+        f"{limits['max_tokens']:,} tokens"
+    )
 
 
 def _state_line(state: dict[str, Any]) -> str:
