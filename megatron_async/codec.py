@@ -15,7 +15,15 @@ import msgspec
 T = TypeVar("T")
 
 
-encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
+def _own(value: Any) -> Any:
+    """Return what is of a subclass of Python's own types, such as numpy's float64, as of those."""
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    raise TypeError(f"an object of type {type(value).__name__} is no data that is sent or written")
+
+
+encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder(enc_hook=_own).encode
 """A message as msgpack; from any thread."""
 encode_json: Callable[[Any], bytes] = msgspec.json.Encoder().encode
 """A value as JSON text, for clients; from any thread."""
@@ -48,11 +56,11 @@ class Codec(Generic[T]):
         return message
 
 
-def to_plain(value: Any, hook: Callable[[Any], Any] | None = None) -> Any:
+def to_plain(value: Any, hook: Callable[[Any], Any] = _own) -> Any:
     """A value in the types of JSON, integers as keys of mappings included; sequences may be tuples.
 
     Args:
-        hook: makes plain data of what no declared type covers.
+        hook: makes plain data of what no type of msgspec's covers.
     """
     return msgspec.to_builtins(value, enc_hook=hook)
 

@@ -54,7 +54,7 @@ def _error_to_json(payload: Any) -> Any:
     """What an event says that is no plain data: mostly an error."""
     if isinstance(payload, Exception):
         return {"type": type(payload).__name__, "message": str(payload)}
-    return str(payload)
+    return to_plain(payload)
 
 
 @functools.cache

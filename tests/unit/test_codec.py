@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import pytest
+import torch
 
 from megatron_async.codec import Codec, from_plain, to_plain
 from megatron_async.errors import RequestError
-from megatron_async.request import DynamicInferenceRequest
+from megatron_async.request import DynamicInferenceRequest, Status
 from tests.unit.test_architecture import PACKAGE, ROOT, imports_of
 
 FILES = [*sorted(PACKAGE.rglob("*.py")), *sorted((ROOT / "inference").rglob("*.py"))]
@@ -66,6 +68,23 @@ def test_messages_come_back_as_they_were(message: First | Second) -> None:
 def test_what_is_no_message_says_so(data: bytes) -> None:
     with pytest.raises(ValueError, match="this is not a message: "):
         BOTH.decode(data)
+
+
+class Name(str):
+    pass
+
+
+def test_subclasses_of_pythons_own_types_are_sent_as_those() -> None:
+    message = Second(b"", {"a": np.float64(0.5), "b": Name("c"), "d": [True, Status.COMPLETED]})
+    own = {"a": 0.5, "b": "c", "d": [True, Status.COMPLETED.value]}
+    found = BOTH.decode(BOTH.encode(message))
+    assert found == Second(b"", own) and to_plain(message.more) == own
+    assert all(type(value) in (float, str, list) for value in to_plain(message.more).values())
+    for wrong in (object(), torch.float32, {1: np.zeros(2)}):
+        with pytest.raises(TypeError, match="is no data that is sent or written"):
+            BOTH.encode(Second(b"", {"a": wrong}))
+        with pytest.raises(TypeError, match="is no data that is sent or written"):
+            to_plain(wrong)
 
 
 def test_a_wrong_value_is_named_by_its_place() -> None:
