@@ -10,5 +10,5 @@ from torch import Tensor
 def padding_mask(layer: Any, context: Any) -> dict[str, Tensor]:
     """What the MLP of ``layer`` is called with beside its input: which tokens of the forward that
     runs now are padding or of requests that have ended, where that matters."""
-    mask = getattr(context, "padding_mask", None)
+    mask = None if context is None else context.padding_mask
     return {"padding_mask": mask} if mask is not None and hasattr(layer.mlp, "settings") else {}

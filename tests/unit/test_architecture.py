@@ -230,14 +230,14 @@ def test_a_dense_model_imports_what_it_needs() -> None:
 # Objects of others, which have no protocol of ours, and what they may lack.
 ASKED_OF_OTHERS = {
     ("checkpoint/distributed.py", "model_config"),
-    ("checkpoint/huggingface_update.py", "huggingface_names"),
-    ("checkpoint/targets.py", "config"),
-    ("integrations/transformers/model_calls.py", "_cache"),
+    ("contrib/transformers/stopping/model_calls.py", "_cache"),
     ("megatron_api/engine.py", "config"),
     ("megatron_api/llm.py", "decoder"),
     ("megatron_api/llm.py", "max_sequence_length"),
     ("megatron_compat/specs.py", "mtp_process"),
     ("models/adapt.py", "mtp_process"),
+    ("weights/targets.py", "config"),
+    ("weights/targets.py", "huggingface_names"),
 }
 WITH_PROTOCOLS = {"model", "network", "wrapper", "context", "batch", "controller", "draft_model"}
 

@@ -72,7 +72,9 @@ def validator(tokenizer: Any = None, **values: Any) -> RequestValidator:
         prefill_chunk_tokens=64,
         max_assignments=64,
     )
-    controller = SimpleNamespace(tokenizer=tokenizer, tokenize_prompt=tokenize_prompt)
+    controller = SimpleNamespace(
+        tokenizer=tokenizer, tokenize_prompt=tokenize_prompt, sampling_defaults=None
+    )
     own = {"grammars": Grammars(tokenizer, VOCABULARY), "extras_enabled": True}
     values = {"random_seed": 0, "eos_token_ids": None, **own, **values}
     return RequestValidator(
