@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass
 from typing import Any
@@ -147,12 +149,14 @@ class SamplingParams:
         """An own copy in Python's own types: tuples in place of lists, and the default in place of
         None where vLLM takes that; raises as :meth:`validate`."""
         own = copy.copy(self)
-        for item in dataclasses.fields(own):
-            value = getattr(own, item.name)
-            if (check := _CHECKS.get(item.name)) is not None:
-                setattr(own, item.name, check(item.name, value))
+        for name, default in _defaults(type(self)).items():
+            value = getattr(own, name)
+            if value is default:
+                continue
+            if (check := _CHECKS.get(name)) is not None:
+                setattr(own, name, check(name, value))
             elif (number := as_integer(value)) is not None:  # of a subclass
-                setattr(own, item.name, number)
+                setattr(own, name, number)
         _check_together(own)
         return own
 
@@ -183,6 +187,19 @@ class SamplingParams:
     def num_sequences(self) -> int:
         """Sequences to generate."""
         return self.n if self.best_of is None else self.best_of
+
+    @property
+    def needs_extras(self) -> bool:
+        """Something is asked that only the extended S does, or that must be prepared for it."""
+        return bool(
+            self.return_log_probs
+            or self.top_n_logprobs
+            or self.min_p
+            or self.repetition_penalty != 1.0
+            or self.presence_penalty
+            or self.frequency_penalty
+            or any(getattr(self, name) for name in LIMITING)
+        )
 
     def for_ranking(self) -> SamplingParams:
         """With log-probabilities of the generated tokens, if sequences are chosen by them."""
@@ -218,6 +235,93 @@ class SamplingParams:
             biases = params.logit_bias.items()
             params.logit_bias = {checks.token_of_key(key): bias for key, bias in biases}
         return params
+
+
+Scalar = bool | int | float | str | None
+Plain = Scalar | tuple[Scalar | tuple[Scalar, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedParams:
+    """Sampling parameters that have been checked, as what nobody changes any more: messages of the
+    server, commands of the engine and recorded runs carry them as they are.
+
+    Args:
+        given: name and value of each parameter that differs from its default. Values are numbers,
+            texts, None, and tuples of them: biases are pairs, a structured output is JSON text, and
+            functions are names.
+    """
+
+    given: tuple[tuple[str, Plain], ...] = ()
+
+    @classmethod
+    def of(cls, params: SamplingParams) -> CheckedParams:
+        """What :meth:`SamplingParams.checked` returned."""
+        given = []
+        for name, default in _defaults(type(params)).items():
+            value = getattr(params, name)
+            if value is not default and value != default:
+                given.append((name, _TO_PLAIN[name](value) if name in _TO_PLAIN else value))
+        return cls(tuple(given))
+
+    def params(self) -> SamplingParams:
+        """The parameters, not checked again.
+
+        Raises:
+            RequestError: they have functions.
+        """
+        values: dict[str, Any] = dict(self.given)
+        for name, read in _FROM_PLAIN.items():
+            if name in values:
+                values[name] = read(values[name])
+        return SamplingParams(**values)
+
+    def serialize(self) -> dict[str, Any]:
+        """What is given in plain JSON types, as :meth:`SamplingParams.serialize` has it."""
+        values: dict[str, Any] = dict(self.given)
+        if "logit_bias" in values:
+            values["logit_bias"] = dict(values["logit_bias"])
+        if "structured_outputs" in values:
+            values["structured_outputs"] = json.loads(values["structured_outputs"])
+        return checks.plain(values)
+
+    @classmethod
+    def deserialize(cls, data: dict[str, Any]) -> CheckedParams:
+        """The inverse of :meth:`serialize`, after a way through JSON text too; what a file of
+        somebody else's says is not checked."""
+        values = {name: checks.frozen(value) for name, value in data.items()}
+        biases = values.get("logit_bias")
+        if isinstance(biases, Mapping):
+            values["logit_bias"] = tuple((checks.token_of_key(k), v) for k, v in biases.items())
+        if values.get("structured_outputs") is not None:
+            values["structured_outputs"] = json.dumps(values["structured_outputs"])
+        return cls(tuple(values.items()))
+
+    def __getitem__(self, name: str) -> Any:
+        """The value of a parameter, its default if it is not given."""
+        for given, value in self.given:
+            if given == name:
+                return _FROM_PLAIN[name](value) if name in _FROM_PLAIN else value
+        return _defaults(SamplingParams)[name]
+
+
+@functools.cache
+def _defaults(kind: type[SamplingParams]) -> dict[str, Any]:
+    """The default of each field, which is checked and of its own type."""
+    return {field.name: field.default for field in dataclasses.fields(kind)}
+
+
+_TO_PLAIN: dict[str, Callable[[Any], Plain]] = {
+    "logit_bias": lambda biases: tuple(biases.items()),
+    "structured_outputs": json.dumps,
+    "logits_processors": lambda processors: tuple(map(checks.plain, processors)),
+}
+_FROM_PLAIN: dict[str, Callable[[Any], Any]] = {
+    "logit_bias": lambda pairs: None if pairs is None else dict(pairs),
+    "structured_outputs": lambda text: None if text is None else json.loads(text),
+    "logits_processors": lambda names: checks.callables("logits_processors", names),
+}
+"""Parameters that are something else as what is written down. Functions do not come back."""
 
 
 def _check_together(params: SamplingParams) -> None:

@@ -15,6 +15,7 @@ import msgspec
 from megatron_async.codec import from_plain, to_plain
 from megatron_async.engine.waiters import Waiters
 from megatron_async.errors import RequestError
+from megatron_async.sampling_params import CheckedParams
 from megatron_async.step.extras import Extras
 from megatron_async.step.slot_fields import Values
 
@@ -25,9 +26,9 @@ class Asked(msgspec.Struct, frozen=True, tag=True, tag_field="command", forbid_u
 
 class AddRequest(Asked, frozen=True):
     """Queue a request. ``key`` is the scheduler's own number of it, ``values`` are those of the
-    REQUEST slot fields, ``params`` the sampling parameters as they were given. ``extras`` is None
-    for none; ``prompt_log_probs``: the prompt's are wanted; ``fork_of``: the key of a request with
-    the same prompt, whose prefill it shares."""
+    REQUEST slot fields, ``params`` the parameters that they are from. ``extras`` is None for none;
+    ``prompt_log_probs``: the prompt's are wanted; ``fork_of``: the key of a request with the same
+    prompt, whose prefill it shares."""
 
     key: int
     request_id: int
@@ -37,7 +38,7 @@ class AddRequest(Asked, frozen=True):
     stop_ids: tuple[int, ...]
     values: Values
     priority: int
-    params: dict[str, Any]
+    params: CheckedParams
     extras: Extras | None = None
     prompt_log_probs: bool = False
     fork_of: int | None = None
@@ -118,6 +119,8 @@ Command = (
 def to_json(command: Command) -> dict[str, Any]:
     """A command as plain JSON types; floats are exact."""
     data: dict[str, Any] = to_plain(command)
+    if isinstance(command, AddRequest):
+        data["params"] = command.params.serialize()
     return data
 
 
@@ -128,7 +131,12 @@ def from_json(data: Any) -> Command:
         RequestError: it is not a command.
     """
     try:
-        command: Command = from_plain(data, Command)
+        if isinstance(data, dict) and isinstance(params := data.get("params"), dict):
+            nothing: dict[str, Any] = {"given": ()}
+            command: Command = from_plain({**data, "params": nothing}, Command)
+            checked = CheckedParams.deserialize(params)
+            return msgspec.structs.replace(command, params=checked)  # type: ignore[no-any-return]
+        command = from_plain(data, Command)
     except ValueError as error:
         raise RequestError(f"{json.dumps(data)[:80]} is not a command: {error}") from None
     return command

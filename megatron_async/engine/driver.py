@@ -12,7 +12,7 @@ from megatron_async.engine.engine_thread import EngineThread, StreamTable, Token
 from megatron_async.engine.loop import DecodeLoop
 from megatron_async.engine.output_processor import OutputProcessor, Taken, TokenOutput
 from megatron_async.engine.output_sink import SinkQueue
-from megatron_async.engine.request_queue import Prompt, RequestQueue
+from megatron_async.engine.request_queue import Prompt, RequestQueue, checked_id
 from megatron_async.engine.step_lock import StepLock
 from megatron_async.errors import (
     EngineStoppedError,
@@ -228,7 +228,8 @@ class Driver:
             self._streams.add(key, opened[0])
 
         await self._requests.compile_grammar(sampling_params)
-        key, _ = self._requests.add(request_id, prompt, sampling_params, opened=open_stream)
+        number = None if request_id is None else checked_id(request_id)
+        key, _ = self._requests.add(number, prompt, sampling_params, opened=open_stream)
         if self._lock.stopped is not None:  # before the stream was there to be told
             opened[0].fail(self._lock.stopped)
         try:

@@ -35,7 +35,7 @@ from megatron_async.request import DynamicInferenceRequest, RequestFuture
 from megatron_async.runner.forward_batch import ForwardBatch
 from megatron_async.runner.kv_cache import KVCache
 from megatron_async.runner.model_runner import Progress
-from megatron_async.sampling_params import SamplingParams
+from megatron_async.sampling_params import CheckedParams, SamplingParams
 from megatron_async.weights.swap import CONTINUE, replace_weights, shared_weights
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class DynamicInferenceEngine:
         self,
         request_id: int,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | CheckedParams | None = None,
         *,
         priority: int = 0,
         opened: Callable[[DynamicInferenceRequest], None] | None = None,
@@ -203,6 +203,7 @@ class DynamicInferenceEngine:
         Args:
             prompt: text, or token ids.
             sampling_params: copied, so later changes of it do nothing; None for the defaults.
+                ``CheckedParams`` are not checked again.
             priority: lower goes first; equal ones are served first come, first served. What
                 overtakes a request is bounded: one step of priority is worth 1,000 tickets.
             opened: called with the request's record, or that of its first sequence with all in

@@ -318,7 +318,7 @@ class DecodeLoop:
         scheduler, outputs = self._scheduler, self._outputs
         match command:
             case AddRequest(key=key) if outputs.knows(key):
-                drafts = command.params.get("num_speculative_tokens")
+                drafts = command.params["num_speculative_tokens"]
                 scheduler.add(self._sequence(command), command.priority, drafts)
             case AbortRequest(key=key):
                 if scheduler.abort(key):

@@ -58,7 +58,7 @@ def _has_filters(values: Values) -> bool:
 
 def _filters(params: SamplingParams) -> bool:
     """:func:`_has_filters` of parameters."""
-    return _has_filters(request_values(dataclasses.replace(params, seed=0)))
+    return _has_filters(request_values(params, 0))
 
 
 class RequestExtras:
@@ -82,7 +82,7 @@ class RequestExtras:
         self._grammars = grammars
         self._vocab_size = vocab_size
         self._enabled = enabled
-        self._needed_by_filters = needed_by_filters
+        self.needed_by_filters = needed_by_filters
 
     def of(self, params: SamplingParams, stop_ids: tuple[int, ...], prompt_length: int) -> Extras:
         """Extras of a request with these parameters. Values that change nothing are left at the
@@ -113,7 +113,7 @@ class RequestExtras:
             bad_words=bad_words,
             guided=self._is_guided(params),
         )
-        if self._needed_by_filters and not self._enabled and _filters(params):
+        if self.needed_by_filters and not self._enabled and _filters(params):
             raise RequestError(
                 "top_k and top_p need enable_sampling_extras=True where the vocabulary is divided "
                 "over GPUs; turn it on, or leave them out"
@@ -126,13 +126,13 @@ class RequestExtras:
         """What S is asked for a request; None for what the plain S does."""
         if command.extras is not None:
             return command.extras
-        if self._needed_by_filters and _has_filters(command.values):
+        if self.needed_by_filters and _has_filters(command.values):
             return NO_EXTRAS
         return None
 
     def check_change(self, before: SamplingParams, after: SamplingParams) -> None:
         """Raises RequestError if the parameters of a running request would need other extras."""
-        if self._needed_by_filters and _filters(after) and not _filters(before):
+        if self.needed_by_filters and _filters(after) and not _filters(before):
             raise RequestError(
                 "top_k and top_p cannot be turned on while a request runs on a model whose "
                 "vocabulary is divided over GPUs; add the request with one of them"
@@ -140,12 +140,12 @@ class RequestExtras:
 
     def check_replay(self, commands: Iterable[Command]) -> None:
         """Raises ConfigError where a recorded run turns on what :meth:`check_change` refuses."""
-        if not self._needed_by_filters:
+        if not self.needed_by_filters:
             return
         plain: dict[int, SamplingParams] = {}
         for command in commands:
             if isinstance(command, AddRequest) and self.of_command(command) is None:
-                plain[command.key] = SamplingParams.deserialize(command.params)
+                plain[command.key] = command.params.params()
             elif isinstance(command, UpdateSamplingParams) and command.key in plain:
                 params = plain[command.key] = dataclasses.replace(
                     plain[command.key], **command.changes

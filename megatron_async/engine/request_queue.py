@@ -15,12 +15,13 @@ from megatron_async.config import as_integer
 from megatron_async.engine.commands import AbortRequest, AddRequest, Command, CommandQueue
 from megatron_async.engine.guidance import Guidance
 from megatron_async.engine.output_processor import OutputProcessor
-from megatron_async.engine.request_validation import RequestValidator, seed_of
+from megatron_async.engine.request_validation import RequestValidator
 from megatron_async.engine.siblings import Siblings, sibling_of
 from megatron_async.engine.step_lock import StepLock
 from megatron_async.errors import RequestError, RequestTooLongError
 from megatron_async.request import DynamicInferenceRequest, RequestFuture, TokenIds
-from megatron_async.sampling_params import SamplingParams
+from megatron_async.sampling_params import CheckedParams, SamplingParams
+from megatron_async.step.slot_fields import seed_of
 
 Prompt = str | list[int] | torch.Tensor
 
@@ -72,7 +73,7 @@ class RequestQueue:
         self,
         request_id: int | None,
         prompt: Prompt,
-        sampling_params: SamplingParams | None,
+        sampling_params: SamplingParams | CheckedParams | None,
         priority: object = 0,
         opened: Callable[[int, DynamicInferenceRequest], None] | None = None,
     ) -> tuple[int, RequestFuture]:
@@ -87,8 +88,10 @@ class RequestQueue:
             EngineStoppedError: the engine has stopped.
         """
         while True:
-            number = next(self._request_ids) if request_id is None else _new_id(request_id)
-            if self._outputs.key_of(number) is not None or number in self._siblings:
+            number = next(self._request_ids) if request_id is None else request_id
+            if number < 0:
+                raise RequestError(f"request_id={number} must be an integer of at least 0")
+            if number in self._outputs.keys or number in self._siblings:
                 if request_id is None:
                     continue
                 raise RequestError(f"request_id={number} is in use; choose another")
@@ -101,8 +104,10 @@ class RequestQueue:
                 if opened is not None or not self._fails_long_requests:
                     raise
                 return key, self._fail(number, prompt, sampling_params, error)
-            self._lock.check()
-            request = _record(command, params.for_ranking())
+            if self._lock.stopped is not None:
+                self._lock.check()
+            sampled = params.for_ranking() if params.num_sequences > 1 else params
+            request = _record(command, sampled)
             future = self._open(command, request)
             if future is not None:
                 break
@@ -132,12 +137,12 @@ class RequestQueue:
         self,
         number: int,
         prompt: Prompt,
-        sampling_params: SamplingParams | None,
+        sampling_params: SamplingParams | CheckedParams | None,
         error: RequestTooLongError,
     ) -> RequestFuture:
         """Hand out a request that no step will see."""
         self._lock.check()
-        params = (sampling_params or SamplingParams()).checked()
+        _, params = self._validator.checked(sampling_params)
         text, tokens = self._validator.tokens(prompt, params)
         request = DynamicInferenceRequest(
             request_id=number, prompt=text, prompt_tokens=TokenIds(tokens), sampling_params=params
@@ -177,7 +182,6 @@ class RequestQueue:
             )
             commands.append(command)
             request = _record(command, own)
-            request.sampling_params.logits_processors = params.logits_processors
             opened = self._open(command, request)
             if opened is None:  # of a replayed run
                 commands.pop()
@@ -198,7 +202,7 @@ class RequestQueue:
     def replay(self, command: Command) -> None:
         """Queue a recorded command."""
         if isinstance(command, AddRequest):
-            params = SamplingParams.deserialize(command.params).checked()
+            params = command.params.params().checked()
             request = _record(command, params)
             if self._open(command, request) is None:
                 raise RequestError(f"request_id={command.request_id} is in use")
@@ -254,13 +258,6 @@ def checked_id(request_id: object) -> int:
     number = as_integer(request_id)
     if number is None:
         raise RequestError(f"request_id={request_id!r} must be an integer")
-    return number
-
-
-def _new_id(request_id: object) -> int:
-    number = checked_id(request_id)
-    if number < 0:
-        raise RequestError(f"request_id={number} must be an integer of at least 0")
     return number
 
 

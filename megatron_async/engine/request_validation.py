@@ -14,10 +14,10 @@ from megatron_async.engine.guidance import Grammars
 from megatron_async.engine.request_extras import PromptTokenizer, RequestExtras
 from megatron_async.errors import RequestError, RequestTooLongError
 from megatron_async.parameter_checks import check_vocabulary
-from megatron_async.sampling_params import SamplingParams
+from megatron_async.sampling_params import CheckedParams, SamplingParams
 from megatron_async.scheduler.limits import Limits
 from megatron_async.step.extras import NO_EXTRAS, Extras
-from megatron_async.step.slot_fields import Source, Values, fields_from, request_values
+from megatron_async.step.slot_fields import Values, request_values
 
 CHANGEABLE = ("temperature", "top_k", "top_p", "seed", "num_speculative_tokens")
 """Parameters of a running request that may change."""
@@ -32,12 +32,6 @@ def derive_seed(engine_seed: int, request_id: int) -> int:
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK64
     z ^= z >> 31
     return z - 2**64 if z >= 2**63 else z
-
-
-def seed_of(values: Values) -> int:
-    """The seed among the values of the REQUEST slot fields."""
-    names = (field.name for field in fields_from(Source.REQUEST))
-    return int(dict(zip(names, values, strict=True))["seed"])  # type: ignore[arg-type]
 
 
 class RequestValidator:
@@ -84,7 +78,7 @@ class RequestValidator:
         if eos_token_ids is None:
             eod = getattr(tokenizer.tokenizer, "eod", None)
             eos_token_ids = () if eod is None else (int(eod),)
-        self.eos_token_ids = eos_token_ids
+        self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
         self.sampling_defaults: dict[str, Any] = tokenizer.sampling_defaults or {}
         """Values for requests without parameters."""
 
@@ -93,19 +87,19 @@ class RequestValidator:
         key: int,
         request_id: int,
         prompt: str | list[int] | torch.Tensor,
-        params: SamplingParams | None,
+        params: SamplingParams | CheckedParams | None,
         priority: object,
     ) -> tuple[AddRequest, SamplingParams]:
         """The command that queues a request, or the first of its sequences, and its parameters,
         checked.
 
+        Args:
+            params: those of whoever checks them are not checked again.
+
         Raises:
             RequestError: names the value that cannot be served and what to change.
         """
-        params = params if params is not None else SamplingParams(**self.sampling_defaults)
-        if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling_params is a {type(params).__name__}, not SamplingParams")
-        params = params.checked()
+        checked, params = self.checked(params)
         if self._has_ranks and params.logits_processors:
             raise RequestError(
                 "logits_processors are functions of rank 0, and a model of several ranks has no "
@@ -119,11 +113,15 @@ class RequestValidator:
         text, tokens = self.tokens(prompt, params)
         max_new = self._max_new(len(tokens), params)
         self._check_fits(len(tokens) + max_new)
-        self._check_texts(params)
-        self._check_drafts(params)
+        if self._tokenizer.tokenizer is None:
+            _check_texts(params)
+        if params.num_speculative_tokens is not None:
+            self._check_drafts(params.num_speculative_tokens)
         stop_ids = self._stop_ids(params)
         sampled = params.for_ranking()
-        extras = self._extras.of(sampled, stop_ids, len(tokens))
+        extras = NO_EXTRAS
+        if sampled.needs_extras or self._extras.needed_by_filters:
+            extras = self._extras.of(sampled, stop_ids, len(tokens))
         command = AddRequest(
             key,
             request_id,
@@ -133,11 +131,24 @@ class RequestValidator:
             stop_ids,
             self.values(request_id, params),
             number,
-            sampled.serialize(),
-            None if extras == NO_EXTRAS else extras,
+            checked if sampled is params else CheckedParams.of(sampled),
+            None if extras is NO_EXTRAS or extras == NO_EXTRAS else extras,
             sampled.wants_prompt_log_probs,
         )
         return command, params
+
+    def checked(
+        self, params: SamplingParams | CheckedParams | None
+    ) -> tuple[CheckedParams, SamplingParams]:
+        """The parameters of a request, checked once, and an own copy of them as a user has them;
+        None takes the model's defaults. Raises :class:`RequestError`."""
+        if isinstance(params, CheckedParams):
+            return params, params.params()
+        params = params if params is not None else SamplingParams(**self.sampling_defaults)
+        if not isinstance(params, SamplingParams):
+            raise RequestError(f"sampling_params is a {type(params).__name__}, not SamplingParams")
+        own = params.checked()
+        return CheckedParams.of(own), own
 
     def compile_grammar(self, params: SamplingParams | None) -> None:
         """Compile what :meth:`add` needs of these parameters, which takes up to a second: for
@@ -163,7 +174,8 @@ class RequestValidator:
                     f"{name} of a running request cannot be changed; {', '.join(CHANGEABLE)} can"
                 )
         checked = dataclasses.replace(params, **changes).checked()
-        self._check_drafts(checked)
+        if checked.num_speculative_tokens is not None:
+            self._check_drafts(checked.num_speculative_tokens)
         self._extras.check_change(params, checked)
         return UpdateSamplingParams(key, {name: getattr(checked, name) for name in changes})
 
@@ -173,7 +185,7 @@ class RequestValidator:
 
     def values(self, request_id: int, params: SamplingParams) -> Values:
         """The values of the REQUEST slot fields."""
-        return request_values(dataclasses.replace(params, seed=self.seed(request_id, params.seed)))
+        return request_values(params, self.seed(request_id, params.seed))
 
     def extras_of(self, command: AddRequest) -> Extras | None:
         """What S is asked for a request; None for what the plain S does."""
@@ -207,7 +219,7 @@ class RequestValidator:
         if not tokens:
             raise RequestError("the prompt is empty; give at least one token")
         for index, token in enumerate(tokens):
-            number = as_integer(token)
+            number = token if type(token) is int else as_integer(token)
             if number is None:
                 raise RequestError(f"the prompt holds {token!r}; every token id must be an integer")
             tokens[index] = number
@@ -255,30 +267,22 @@ class RequestValidator:
         own = ids = self.eos_token_ids
         if params.termination_id is not None:
             ids = () if params.termination_id < 0 else (params.termination_id,)
-            check_vocabulary("termination_id", ids, self._vocab_size)
+            if ids:
+                check_vocabulary("termination_id", ids, self._vocab_size)
         if params.ignore_eos:
             ids = tuple(token for token in ids if token not in own)
-        further = tuple(params.stop_token_ids or ())
-        check_vocabulary("stop_token_ids", further, self._vocab_size)
-        return tuple(dict.fromkeys((*ids, *further)))
+        if params.stop_token_ids:
+            check_vocabulary("stop_token_ids", params.stop_token_ids, self._vocab_size)
+            ids = tuple(dict.fromkeys((*ids, *params.stop_token_ids)))
+        return ids
 
-    def _check_drafts(self, params: SamplingParams) -> None:
-        most, asked = self._limits.window - 1, params.num_speculative_tokens
-        if asked is not None and asked > most:
+    def _check_drafts(self, asked: int) -> None:
+        most = self._limits.window - 1
+        if asked > most:
             raise RequestError(
                 f"num_speculative_tokens={asked} exceeds the engine's {most}; lower it, leave it "
                 "out, or serve the model with more"
             )
-
-    def _check_texts(self, params: SamplingParams) -> None:
-        """Texts that are looked for need a tokenizer."""
-        if self._tokenizer.tokenizer is not None:
-            return
-        for name, instead in (("stop_words", "stop_token_ids"), ("bad_words", "bad_words")):
-            if any(isinstance(text, str) for text in getattr(params, name) or ()):
-                raise RequestError(
-                    f"{name} has texts, and the model has no tokenizer; give token ids in {instead}"
-                )
 
     def _check_fits(self, max_total: int) -> None:
         size = self._limits.block_size
@@ -288,4 +292,13 @@ class RequestValidator:
                 f"the request may need {need} KV blocks of {size} tokens and "
                 f"the cache has {self._limits.block_count}; raise buffer_size_gb or block_count, "
                 "or generate fewer tokens"
+            )
+
+
+def _check_texts(params: SamplingParams) -> None:
+    """Texts that are looked for need a tokenizer, and there is none."""
+    for name, instead in (("stop_words", "stop_token_ids"), ("bad_words", "bad_words")):
+        if any(isinstance(text, str) for text in getattr(params, name) or ()):
+            raise RequestError(
+                f"{name} has texts, and the model has no tokenizer; give token ids in {instead}"
             )

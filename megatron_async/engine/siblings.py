@@ -15,7 +15,7 @@ import msgspec
 from megatron_async.engine.commands import AddRequest
 from megatron_async.engine.request_validation import RequestValidator, derive_seed
 from megatron_async.request import DynamicInferenceRequest, RequestFuture
-from megatron_async.sampling_params import SamplingParams
+from megatron_async.sampling_params import CheckedParams, SamplingParams
 
 
 def sibling_seed(seed: int, index: int) -> int:
@@ -47,7 +47,7 @@ def sibling_of(
         key=key,
         request_id=request_id,
         values=validator.values(request_id, params),
-        params=params.serialize(),
+        params=CheckedParams.of(params),
         prompt_log_probs=False,
         fork_of=command.key,
     )
@@ -110,7 +110,9 @@ class Siblings:
         ranked = sorted(self._requests, key=_likelihood, reverse=True)[: self._asked.n]
         best, *others = (self._shown(request) for request in ranked)
         best.request_id = self.first.request_id
-        best.sampling_params.n, best.sampling_params.best_of = self._asked.n, self._asked.best_of
+        best.sampling_params = dataclasses.replace(
+            best.sampling_params, n=self._asked.n, best_of=self._asked.best_of
+        )
         best.choices = [best, *others]
         return best
 

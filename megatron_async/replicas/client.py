@@ -250,7 +250,7 @@ class ReplicasClient:
         return self._replicas[self._router.choose(prompt, loads)]
 
     async def _generate(self, replica: Replica, request: Generate) -> AsyncGenerator[Output, None]:
-        count = request.params.get("best_of") or request.params.get("n")
+        count = request.params["best_of"] or request.params["n"]
         sequences = count if isinstance(count, int) else 1  # the engine refuses what is none
         client = replica.client
         own = msgspec.structs.replace(request, request_id=client.next_request_id())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from megatron_async import parameter_checks as checks
 from megatron_async.errors import RequestError
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.serving.errors import ApiError, renamed
@@ -59,7 +61,11 @@ def with_tools(params: SamplingParams, tools: ToolUse) -> SamplingParams:
         if params.structured_outputs is not None:
             said = "tool_choice and a structured output contradict each other; send one of them"
             raise ApiError(400, said, param="tool_choice")
-        params.structured_outputs = tools.structure
+        try:
+            structure = checks.structure("structured_outputs", tools.structure)
+        except RequestError as error:
+            raise renamed(error, {"structured_outputs": "tools"}) from None
+        return dataclasses.replace(params, structured_outputs=structure)
     return params
 
 

@@ -62,10 +62,9 @@ async def _jobs(front: Frontend, body: CompletionRequest, params: SamplingParams
         else:
             ids = prompt
             check_vocabulary("prompt", ids, info.vocab_size)
-        # Each with parameters of its own: their length may be cut to fit.
         job = await front.generator.job(
             ids,
-            params.checked(),
+            params,
             names=body.engine_names(),
             priority=body.priority,
             cap_length=body.max_tokens is None and body.max_completion_tokens is None,

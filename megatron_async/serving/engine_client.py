@@ -152,8 +152,7 @@ class EngineClient:
             raise RequestError(f"request_id={request.request_id} is in use; choose another")
         self.check_ready()
         mailbox = self._mailboxes[request.request_id] = Mailbox()
-        count = request.params.get("n")
-        left = count if isinstance(count, int) else 1  # the engine refuses what is none
+        left: int = request.params["n"]
         try:
             self._send(request)
             while left:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import itertools
 import time
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import msgspec
 
 from megatron_async.errors import EngineDeadError, ReplicaDiedError, RequestError
-from megatron_async.sampling_params import LIMITING, SamplingParams
+from megatron_async.sampling_params import LIMITING, CheckedParams, SamplingParams
 from megatron_async.serving.errors import ApiError, renamed
 from megatron_async.serving.messages import Control, EngineInfo, Generate, Output, Snapshot
 
@@ -30,8 +31,6 @@ CUT_SHORT = frozenset({"timeout", "abort"})
 """Ends for which OpenAI's API has no word."""
 
 LogProbs = Sequence[tuple[float, dict[int, float]]]
-
-_DEFAULTS = SamplingParams().serialize()
 
 
 class Client(Protocol):
@@ -312,6 +311,7 @@ class Generator:
         """A prompt that fits the model, ready to run.
 
         Args:
+            params: checked.
             names: what the API calls the engine's parameters.
             cap_length: the most tokens to generate are a default, which gives way to the model's
                 maximum sequence length.
@@ -333,10 +333,13 @@ class Generator:
             raise ApiError(400, said, param="skip_special_tokens")
         most = params.num_tokens_to_generate
         if cap_length and most is not None and len(prompt) + most > limit:
-            params.num_tokens_to_generate = limit - len(prompt)
+            most = limit - len(prompt)
         return Job(
             prompt,
-            params,
+            # The engine makes text for stop words alone.
+            dataclasses.replace(
+                params, num_tokens_to_generate=most, detokenize=bool(params.stop_words)
+            ),
             priority or 0,
             next(self._numbers),
             self._request_timeout,
@@ -367,10 +370,9 @@ class Generator:
             )
             for _ in range(params.n)
         ]
-        asked = {k: v for k, v in params.serialize().items() if v != _DEFAULTS[k]}
         message = Generate(
-            job.request_id, job.prompt, asked, job.priority, job.timeout, job.is_acknowledged,
-            job.deaths,
+            job.request_id, job.prompt, CheckedParams.of(params), job.priority, job.timeout,
+            job.is_acknowledged, job.deaths,
         )  # fmt: skip
         self.running.add(job.request_id)
         started = time.perf_counter()

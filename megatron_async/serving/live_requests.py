@@ -15,7 +15,6 @@ from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.engine.output_processor import Taken
 from megatron_async.errors import EngineStoppedError, QueueFullError, RequestError
 from megatron_async.request import DynamicInferenceRequest, FinishReason, RequestFuture
-from megatron_async.sampling_params import SamplingParams
 from megatron_async.serving.messages import Generate, LogProbs, Output, Outputs, Refused
 from megatron_async.serving.output_socket import OutputSocket
 
@@ -59,12 +58,12 @@ class LiveRequest:
     )
 
     def __init__(
-        self, front_end: ConnectedFrontEnd, request_id: int, engine_id: int, params: SamplingParams
+        self, front_end: ConnectedFrontEnd, request_id: int, engine_id: int, has_text: bool
     ) -> None:
         self.front_end = front_end
         self.request_id = request_id
         self.engine_id = engine_id
-        self.has_text = bool(params.stop_words)
+        self.has_text = has_text
         self.is_ranked = False
         self.left = 1
         self.reason: str | None = None
@@ -172,13 +171,12 @@ class LiveRequests:
             raise RequestError(f"request_id={request_id} is in use; choose another")
         if asked.timeout is not None and not asked.timeout > 0:
             raise RequestError(f"timeout={asked.timeout} must be above 0 seconds")
-        params = SamplingParams.deserialize(asked.params)
-        params.detokenize = bool(params.stop_words)
-        live = LiveRequest(front_end, request_id, next(self._engine_ids), params)
+        has_text = bool(asked.params["stop_words"])
+        live = LiveRequest(front_end, request_id, next(self._engine_ids), has_text)
         future = self._engine.add_request(
             live.engine_id,
             asked.prompt,
-            params,
+            asked.params,
             priority=asked.priority,
             opened=partial(self._opened, live),
         )

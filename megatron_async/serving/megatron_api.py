@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Annotated, Any
 
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
 
+from megatron_async import parameter_checks as checks
 from megatron_async.errors import RequestError
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.serving.errors import ApiError, json_response, renamed
@@ -72,13 +74,13 @@ class MegatronRequest(Body):
         if not self.add_BOS and not all(self.prompts):
             raise ApiError(400, "empty prompts need add_BOS=true", param="prompts")
 
-    def params(self, index: int) -> SamplingParams:
-        """Return the parameters of prompt ``index``; raises ApiError. Each prompt has a seed of its
-        own."""
+    def params(self) -> list[SamplingParams]:
+        """Return the parameters of each prompt, checked; raises ApiError. Each prompt has a seed of
+        its own."""
         stop = ["\n"] * self.stop_on_eol + ["\n\n"] * self.stop_on_double_eol
         seed = self.random_seed
         try:
-            return SamplingParams(
+            first = SamplingParams(
                 temperature=self.temperature,
                 top_k=self.top_k,
                 top_p=self.top_p,
@@ -87,8 +89,13 @@ class MegatronRequest(Body):
                 num_tokens_to_generate=max(1, self.tokens_to_generate),
                 stop_words=stop or None,
                 include_stop_str_in_output=True,
-                seed=None if seed is None else seed + index,
+                seed=seed,
             ).checked()
+            places = range(len(self.prompts))
+            if seed is None:
+                return [first for _ in places]
+            seeds = (checks.seed("seed", seed + place) for place in places)
+            return [dataclasses.replace(first, seed=own) for own in seeds]
         except RequestError as error:
             raise renamed(error, _NAMES) from None
 
@@ -96,10 +103,10 @@ class MegatronRequest(Body):
 async def megatron_generate(front: Frontend, request: Request, body: MegatronRequest) -> Response:
     """The prompts with the texts that continue them."""
     body.check_together()
-    await front.generator.check_room(body.params(0), prompts=len(body.prompts), field="prompts")
+    each_params = body.params()
+    await front.generator.check_room(each_params[0], prompts=len(each_params), field="prompts")
     jobs = []
-    for index, prompt in enumerate(body.prompts):
-        params = body.params(index)
+    for prompt, params in zip(body.prompts, each_params, strict=True):
         ids = await front.generator.tokenize(prompt, add_bos=body.add_BOS, field="prompts")
         alone = not body.tokens_to_generate
         jobs.append(

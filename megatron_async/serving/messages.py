@@ -15,6 +15,7 @@ import zmq
 from megatron_async.codec import Codec
 from megatron_async.processes.messages import NotStarted, Started, Stop
 from megatron_async.processes.private_folder import check_private_folder, make_private_folder
+from megatron_async.sampling_params import CheckedParams
 from megatron_async.serving.stall_watch import STALL_SECONDS
 
 LogProbs = list[tuple[float, dict[int, float]]]
@@ -172,14 +173,14 @@ class Bye(msgspec.Struct, frozen=True, tag=True):
 
 
 class Generate(msgspec.Struct, frozen=True, tag=True):
-    """Decode a prompt. ``request_id`` is the front end's own; ``params`` are the fields of
-    ``SamplingParams``; ``timeout`` in seconds ends the request with what it has by then;
+    """Decode a prompt. ``request_id`` is the front end's own, which has checked ``params``;
+    ``timeout`` in seconds ends the request with what it has by then;
     ``acknowledge``: an empty output says that it has been taken; ``deaths``: replicas that have
     died under it."""
 
     request_id: int
     prompt: list[int]
-    params: dict[str, Any]
+    params: CheckedParams
     priority: int = 0
     timeout: float | None = None
     acknowledge: bool = False

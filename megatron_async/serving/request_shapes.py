@@ -182,6 +182,11 @@ class SamplingFields(Body):
         return 1 if self.n is None else self.n
 
     @property
+    def num_ranked(self) -> int | None:
+        """Texts of which those choices are the likeliest."""
+        return None
+
+    @property
     def wants_usage(self) -> bool:
         """The stream ends with a chunk of usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
@@ -277,6 +282,7 @@ class SamplingFields(Body):
             ignore_eos=bool(self.ignore_eos),
             include_stop_str_in_output=bool(self.include_stop_str_in_output),
             n=self.num_choices,
+            best_of=self.num_ranked,
             num_speculative_tokens=self.num_speculative_tokens,
             structured_outputs=structure,
         )
@@ -372,6 +378,11 @@ class CompletionRequest(SamplingFields):
     add_special_tokens: bool | None = None
 
     @property
+    def num_ranked(self) -> int | None:
+        """See the base."""
+        return self.best_of
+
+    @property
     def log_probs(self) -> int | None:
         """See the base."""
         return self.logprobs
@@ -407,9 +418,7 @@ class CompletionRequest(SamplingFields):
             if self.stream and self.best_of > self.num_choices:
                 said = f"best_of={self.best_of} cannot be streamed; leave it out"
                 raise ApiError(400, said, param="best_of")
-        params = super().params(max_choices)
-        params.best_of = self.best_of
-        return params
+        return super().params(max_choices)
 
 
 class ChatCompletionRequest(SamplingFields):

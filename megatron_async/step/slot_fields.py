@@ -89,12 +89,23 @@ def fields_from(*sources: Source) -> tuple[SlotField, ...]:
     return tuple(field for field in SLOT_FIELDS if field.source in sources)
 
 
-def request_values(params: SamplingParams) -> Values:
-    """The values of the REQUEST fields for checked sampling parameters."""
-    return tuple(
-        getattr(params, field.name) if field.of is None else field.of(params)
-        for field in fields_from(Source.REQUEST)
-    )
+def request_values(params: SamplingParams, seed: int) -> Values:
+    """The values of the REQUEST fields for checked sampling parameters and the request's seed."""
+    values: list[Value] = []
+    for field in SLOT_FIELDS:
+        if field.source is not Source.REQUEST:
+            continue
+        if field.name == "seed":
+            values.append(seed)
+        else:
+            values.append(getattr(params, field.name) if field.of is None else field.of(params))
+    return tuple(values)
+
+
+def seed_of(values: Values) -> int:
+    """The seed among the values of the REQUEST fields."""
+    names = [field.name for field in fields_from(Source.REQUEST)]
+    return int(values[names.index("seed")])  # type: ignore[arg-type]
 
 
 def words_of(fields: Sequence[SlotField], values: Values) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ class FakeEngineClient:
             raise QueueFullError(f"{len(self.running)} sequences run or wait, and {self.most} may")
         # Through the form in which it would reach the engine's process.
         request = msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Generate)
-        asked = SamplingParams.deserialize(request.params).checked()
+        asked = request.params.params()
         if asked.num_sequences > asked.n:
             for output in await self._ranked(request, asked):
                 yield output
@@ -93,10 +94,13 @@ class FakeEngineClient:
         self.running[request.request_id] = []
         self._queues.add(arrived)
         for index in range(asked.n):
-            params = asked.checked()
-            params.n, params.best_of = 1, None
-            params.seed = sibling_seed(seed, index)
-            params.skip_prompt_log_probs |= index > 0
+            params = dataclasses.replace(
+                asked,
+                n=1,
+                best_of=None,
+                seed=sibling_seed(seed, index),
+                skip_prompt_log_probs=asked.skip_prompt_log_probs or index > 0,
+            )
             tasks.append(asyncio.ensure_future(self._run(request, index, params, arrived)))
         left = len(tasks)
         try:

@@ -56,7 +56,7 @@ class ScriptedClient:
     async def generate(self, request: Generate) -> AsyncGenerator[Output, None]:
         """The texts, with invented log-probabilities."""
         self.asked.append(request)
-        count = request.params.get("n", 1)
+        count = request.params["n"]
         left = [self._tokenizer.tokenize(self._texts[index]) for index in range(count)]
         turns = 0
         while any(left):

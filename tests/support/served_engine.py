@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from megatron_async.config import EngineConfig
 from megatron_async.engine.engine import DynamicInferenceEngine
 from megatron_async.errors import RequestError
+from megatron_async.sampling_params import CheckedParams, SamplingParams
 from megatron_async.serving.engine_client import EngineClient, gather
 from megatron_async.serving.engine_process import EngineProcess
 from megatron_async.serving.messages import Control, Endpoint, Generate, Kept, Launch, Output
@@ -114,11 +115,16 @@ def run(test: Coroutine[Any, Any, Result]) -> Result:
     return asyncio.run(patiently())
 
 
+def checked(params: dict[str, Any]) -> CheckedParams:
+    """What a front end makes of sampling parameters; raises RequestError."""
+    return CheckedParams.of(SamplingParams.deserialize(params).checked())
+
+
 async def outputs_of(
     client: EngineClient, prompt: list[int], params: dict[str, Any], **fields: Any
 ) -> list[Output]:
     """All that a request brings, one output for each sequence in order."""
-    request = Generate(client.next_request_id(), prompt, params, **fields)
+    request = Generate(client.next_request_id(), prompt, checked(params), **fields)
     gathered = gather([output async for output in client.generate(request)])
     return sorted(gathered, key=lambda output: output.index)
 

@@ -46,6 +46,7 @@ from megatron_async.serving.metrics import EngineCollector, ServerMetrics
 from tests.support.engines import hash_engine
 from tests.support.served_engine import (
     NoParent,
+    checked,
     client_of,
     control,
     engine_in_thread,
@@ -187,7 +188,7 @@ def test_outputs_that_have_gathered_come_as_one() -> None:
 def test_a_reader_that_is_late_gets_all_tokens_in_one_output() -> None:
     async def test() -> None:
         async with served(small_engine()) as client:
-            request = Generate(client.next_request_id(), [1], LONG)
+            request = Generate(client.next_request_id(), [1], checked(LONG))
             async with contextlib.aclosing(client.generate(request)) as outputs:
                 first = await anext(outputs)
                 await until_idle(client)
@@ -202,7 +203,7 @@ def test_an_acknowledged_request_says_so_before_any_step() -> None:
         async with served(small_engine(), max_queue=3) as client:
             assert (await client.info()).max_sequences == 4 + 3
             await control(client, "suspend")
-            request = Generate(client.next_request_id(), [1], LONG, acknowledge=True)
+            request = Generate(client.next_request_id(), [1], checked(LONG), acknowledge=True)
             async with contextlib.aclosing(client.generate(request)) as outputs:
                 first = await anext(outputs)
                 assert (first.token_ids, first.finish_reason) == ([], None)
@@ -255,7 +256,7 @@ def test_leaving_the_iteration_aborts_the_request() -> None:
     async def test() -> None:
         async with served(small_engine()) as client:
             await control(client, "suspend")
-            request = Generate(client.next_request_id(), [1], {**LONG, "n": 3})
+            request = Generate(client.next_request_id(), [1], checked({**LONG, "n": 3}))
             waits = asyncio.create_task(anext(client.generate(request)))
             async with patience():
                 while client.snapshot is None or not client.snapshot.gauges["requests_waiting"]:
@@ -274,7 +275,7 @@ def test_leaving_the_iteration_aborts_the_request() -> None:
 def test_an_aborted_request_ends_with_what_it_has() -> None:
     async def test() -> None:
         async with served(small_engine()) as client:
-            request = Generate(client.next_request_id(), [1], {**LONG, "n": 2})
+            request = Generate(client.next_request_id(), [1], checked({**LONG, "n": 2}))
             outputs = []
             async for output in client.generate(request):
                 if not outputs:
@@ -371,7 +372,7 @@ def test_a_front_end_that_does_not_read_is_dropped_and_slows_nobody(
             async with client_of(endpoint) as client:
                 await control(client, "suspend")
                 for number in range(4):
-                    frozen.send(Generate(number, [1], LONG))
+                    frozen.send(Generate(number, [1], checked(LONG)))
                 for _ in range(60):
                     frozen.send(Control(0, "x" * 10**6))  # the answer says that there is none
                 async with patience():
@@ -397,7 +398,7 @@ def test_requests_of_a_front_end_that_is_gone_are_aborted() -> None:
                 await control(client, "suspend")
                 gone = RawFrontEnd(endpoint)
                 await asyncio.to_thread(gone.greet)
-                gone.send(Generate(0, [1], {**LONG, "n": 4}))
+                gone.send(Generate(0, [1], checked({**LONG, "n": 4})))
                 async with patience():
                     while client.snapshot is None or not client.snapshot.gauges["requests_waiting"]:
                         await asyncio.sleep(0.01)

@@ -19,7 +19,7 @@ from megatron_async.engine.recording import Recorder, RunFile, read_run
 from megatron_async.engine.replay import replay
 from megatron_async.errors import ConfigError, RequestError
 from megatron_async.request import DynamicInferenceRequest, FinishReason
-from megatron_async.sampling_params import SamplingParams
+from megatron_async.sampling_params import CheckedParams, SamplingParams
 from megatron_async.step.extras import Extras
 from tests.support.engines import DEPTHS, hash_engine, random_ask, sampling_params
 from tests.support.hash_tokenizer import hash_tokenizer
@@ -306,7 +306,15 @@ def test_a_run_that_was_cut_short_is_repeated_as_far_as_it_goes(tmp_path: Path) 
     "command",
     (
         commands.AddRequest(
-            1, 2, "text", (3, 4), 5, (6,), (0.1, 0, 1e-37, -(2**63)), -1, {"seed": None}
+            1,
+            2,
+            "text",
+            (3, 4),
+            5,
+            (6,),
+            (0.1, 0, 1e-37, -(2**63)),
+            -1,
+            CheckedParams((("seed", 3), ("logit_bias", ((5, 1.5),)), ("bad_words", ("a", (3, 4))))),
         ),
         commands.AbortRequest(7),
         commands.UpdateSamplingParams(7, {"temperature": 0.3}),
@@ -455,7 +463,7 @@ def test_a_run_that_turns_filters_on_is_refused_where_ranks_of_gpus_cannot_repea
         while engine.has_unfinished_requests():
             engine.step_modern()
     with hash_engine(1, **SIZES) as engine:
-        monkeypatch.setattr(engine.requests._validator._extras, "_needed_by_filters", True)
+        monkeypatch.setattr(engine.requests._validator._extras, "needed_by_filters", True)
         if added:
             run = read_run(path)
             assert replay(run, engine).endings == run.endings

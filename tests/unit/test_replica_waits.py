@@ -32,7 +32,7 @@ from megatron_async.serving.messages import (
     Outputs,
 )
 from tests.support.scripted_engine import INFO, ScriptedEngine, link_of, snapshot
-from tests.support.served_engine import patience, run
+from tests.support.served_engine import checked, patience, run
 
 PARAMS = {"num_tokens_to_generate": 5}
 
@@ -99,7 +99,7 @@ async def settled() -> None:
 
 
 async def generated(client: ReplicasClient, number: int = 1) -> list[Output]:
-    return [output async for output in client.generate(Generate(number, [1], PARAMS))]
+    return [output async for output in client.generate(Generate(number, [1], checked(PARAMS)))]
 
 
 # --- readiness ----------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ from megatron_async.serving.metrics import ServerMetrics
 from megatron_async.serving.no_tokenizer import NoTokenizer
 from tests.support.engines import hash_engine
 from tests.support.served import NotedMetrics
-from tests.support.served_engine import engine_in_thread, patience, run
+from tests.support.served_engine import checked, engine_in_thread, patience, run
 
 LONG = {"num_tokens_to_generate": 100, "termination_id": -1, "temperature": 0.0}
 SHORT = {**LONG, "num_tokens_to_generate": 3}
@@ -255,7 +255,7 @@ async def fleet(*names: str, **options: Any) -> AsyncIterator[tuple[Fleet, Repli
 async def asked(
     client: ReplicasClient, number: int, tokens: list[int], params: dict[str, Any]
 ) -> list[Output]:
-    return [output async for output in client.generate(Generate(number, tokens, params))]
+    return [output async for output in client.generate(Generate(number, tokens, checked(params)))]
 
 
 def test_requests_are_spread_and_bring_what_one_engine_brings() -> None:
@@ -312,7 +312,7 @@ async def _dies_under(engines: Fleet, client: ReplicasClient, count: int) -> lis
     async def one(number: int) -> list[Output]:
         nonlocal begun
         outputs: list[Output] = []
-        async for output in client.generate(Generate(number, [number], LONG)):
+        async for output in client.generate(Generate(number, [number], checked(LONG))):
             begun += not outputs
             outputs.append(output)
         return outputs
@@ -385,7 +385,7 @@ def test_answers_that_are_not_streamed_begin_again_though_they_had_tokens(retrie
             assert [job.generated for job in jobs] == [100] * 6
             for number, answer in enumerate(answers):
                 assert isinstance(answer, list)
-                alone = await asked(client, 100 + number, [number], LONG)
+                alone = await asked(client, 100 + number, [number], checked(LONG))
                 assert answer[0].token_ids == _tokens(alone)
 
     run(test())
@@ -469,7 +469,7 @@ def test_weights_change_one_replica_after_the_other_without_a_lost_request() -> 
             answers = await asyncio.gather(*tasks)
             assert all(len(_tokens(answer)) == 100 for answer in answers)
             new = [
-                _tokens([o async for o in r.client.generate(Generate(99, [5, 6], SHORT))])
+                _tokens([o async for o in r.client.generate(Generate(99, [5, 6], checked(SHORT)))])
                 for r in client._replicas.values()
             ]
             assert new[0] == new[1] == new[2] != _tokens(before)

@@ -11,17 +11,21 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_async import sampling_params
 from megatron_async.engine import commands
 from megatron_async.engine.guidance import Grammars
 from megatron_async.engine.request_validation import RequestValidator
 from megatron_async.errors import RequestError
-from megatron_async.sampling_params import MAX_SEQUENCES, SamplingParams
+from megatron_async.sampling_params import MAX_SEQUENCES, CheckedParams, SamplingParams
 from megatron_async.scheduler.limits import Limits
+from megatron_async.serving.messages import Generate
+from megatron_async.serving.request_shapes import CompletionRequest
 from megatron_async.step.extras import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -231,6 +235,67 @@ def test_functions_do_not_come_back_from_json_and_the_error_says_so() -> None:
         recorded.checked()
 
 
+# --- checked once, and carried as they are ----------------------------------------------------
+
+ASKED = SamplingParams(
+    temperature=0.5,
+    num_tokens_to_generate=None,
+    num_tokens_total=50,
+    logit_bias={5: 1.5, 3: -1.0},
+    allowed_token_ids=[1, 2, 3],
+    bad_words=["a", [3, 4]],
+    stop_words="x",
+    stop_token_ids=(1, 2),
+    n=2,
+    structured_outputs={"json": {"enum": [1, 2.0, None]}},
+)
+
+
+def test_checked_parameters_are_plain_frozen_and_give_the_parameters_back() -> None:
+    own = ASKED.checked()
+    checked = CheckedParams.of(own)
+    assert own_types(checked.given) and hash(checked)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        checked.given = ()  # type: ignore[misc]
+    assert checked.params() == own
+    assert all(checked[name] == getattr(own, name) for name in FIELDS)
+    assert CheckedParams.of(SamplingParams().checked()).given == ()
+
+
+def test_checked_parameters_pass_msgpack_and_json_as_they_are() -> None:
+    checked = CheckedParams.of(ASKED.checked())
+    packed = msgspec.msgpack.encode(checked)
+    assert msgspec.msgpack.decode(packed, type=CheckedParams) == checked
+    text = json.dumps(checked.serialize())
+    assert CheckedParams.deserialize(json.loads(text)) == checked
+    assert json.loads(text).items() <= ASKED.checked().serialize().items()
+
+
+def test_a_default_needs_no_check() -> None:
+    """Defaults are of their own types, and what a check returns for them."""
+    for name in FIELDS:
+        default = getattr(SamplingParams(), name)
+        check = sampling_params._CHECKS[name]
+        assert check(name, default) == default, name
+        assert type(check(name, default)) is type(default), name
+
+
+def test_parameters_are_checked_once_from_the_body_to_the_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checks = []
+    check = SamplingParams.checked
+    monkeypatch.setattr(SamplingParams, "checked", lambda own: checks.append(own) or check(own))
+    body = CompletionRequest.model_validate({"prompt": "a", "top_p": 0.5, "stop": "b", "seed": 3})
+    params = body.params(8)
+    message = Generate(0, [1], CheckedParams.of(params))
+    arrived = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=Generate)
+    command, own = validator(Letters("ab")).add(0, 0, [1], arrived.params, 0)
+    assert len(checks) == 1
+    assert command.params is arrived.params == message.params
+    assert own == params
+
+
 # --- fuzzing ----------------------------------------------------------------------------------
 
 JUNK = st.recursive(
@@ -290,6 +355,7 @@ def test_any_value_is_accepted_for_good_or_refused_by_its_name(values: dict[str,
     assert own.checked() == own
     if own.logits_processors is None:
         assert all(own_types(getattr(own, name)) for name in FIELDS)
+        assert CheckedParams.of(own).params() == own
         assert through_json(own) == own
 
 

@@ -34,6 +34,7 @@ from megatron_async.serving.supervisor import ENGINE_MODULE, Supervisor
 from tests.support.engines import hash_engine
 from tests.support.hash_model import HashModel
 from tests.support.served_engine import (
+    checked,
     client_of,
     control,
     engine_in_thread,
@@ -223,7 +224,9 @@ def test_memory_stays_flat_over_2000_requests() -> None:
 
                 async def one(number: int) -> None:
                     params = {"num_tokens_to_generate": 4, "seed": number}
-                    request = Generate(client.next_request_id(), [65 + number % 50], params)
+                    request = Generate(
+                        client.next_request_id(), [65 + number % 50], checked(params)
+                    )
                     async with limit, contextlib.aclosing(client.generate(request)) as outputs:
                         async for _ in outputs:
                             if number % 10 == 0:

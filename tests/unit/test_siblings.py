@@ -322,7 +322,7 @@ def test_log_probs_are_switched_on_to_choose_by() -> None:
         ranked, plain = added[:2], added[2:]
         for command in ranked:
             assert command.extras is not None and not command.prompt_log_probs
-            assert SamplingParams.deserialize(command.params).wants_log_probs
+            assert command.params.params().wants_log_probs
         for command in plain:
             assert command.extras is None
 
