@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_async.errors import ConfigError, shown
 from megatron_async.kv_events_config import KVEventsConfig, kv_events_config
+from megatron_async.parameter_checks import as_integer
 from megatron_async.testing_options import TestingOptions, as_testing_options
 
 DEFAULT_ASYNC_DEPTH = 1
@@ -24,15 +24,6 @@ SPECULATIVE_METHODS = ("mtp", "ngram")
 MAX_GIB = 2**30
 MAX_COUNT = 2**31 - 1
 """The largest count of tokens and of blocks: packets hold them as int32."""
-
-
-def as_integer(value: object) -> int | None:
-    """``value`` if it is an integer, one of NumPy's too; None if it is anything else."""
-    if type(value) is int:
-        return value
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        return None
-    return int(value)
 
 
 def check_integer(name: str, value: object, low: int | None = None, high: int | None = None) -> int:

@@ -9,7 +9,6 @@ import numbers
 from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
-from megatron_async.config import as_integer
 from megatron_async.errors import RequestError, shown
 
 Check = Callable[[str, Any], Any]
@@ -24,6 +23,15 @@ _LISTS = (list, tuple, Set, range)
 MAX_TEXTS = 1024
 """Stop words of a request: they are looked for in all of its text."""
 MAX_TEXT_CHARACTERS = 65_536
+
+
+def as_integer(value: object) -> int | None:
+    """``value`` if it is an integer, one of NumPy's too; None if it is anything else."""
+    if type(value) is int:
+        return value
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        return None
+    return int(value)
 
 
 def integer(low: int, high: int = MAX_INTEGER, *, none: int | None = None) -> Check:

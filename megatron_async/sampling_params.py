@@ -11,8 +11,8 @@ from dataclasses import InitVar, dataclass
 from typing import Any
 
 from megatron_async import parameter_checks as checks
-from megatron_async.config import as_integer
 from megatron_async.errors import RequestError
+from megatron_async.parameter_checks import as_integer
 from megatron_async.step.extras import MAX_LOGIT_BIASES, MAX_TOP_LOG_PROBS
 
 MAX_STOP_TOKEN_IDS = 8
@@ -198,7 +198,12 @@ class SamplingParams:
             or self.repetition_penalty != 1.0
             or self.presence_penalty
             or self.frequency_penalty
-            or any(getattr(self, name) for name in LIMITING)
+            or self.structured_outputs
+            or self.logits_processors
+            or self.allowed_token_ids
+            or self.bad_words
+            or self.min_tokens
+            or self.logit_bias
         )
 
     def for_ranking(self) -> SamplingParams:

@@ -158,7 +158,8 @@ class CommandQueue:
         """Queue commands, one behind the other. Atomic: a signal's handler may call it in the midst
         of another call."""
         self.waiting.extend(commands)
-        self.waiters.wake()
+        if self.waiters.waiting:
+            self.waiters.wake()
 
     def take(self) -> Command | None:
         """The oldest command; None if there is none."""

@@ -93,8 +93,8 @@ class Driver:
                 counters = self._loop.counters
                 counters.wait_ns = self._runner.wait_ns
                 counters.step_ns += time.perf_counter_ns() - started
-                if self._outputs.finished:
-                    self._finished()
+                if self._outputs.finished and not self._loop.has_work:
+                    self._scheduler.table.check_idle()
                 if deliver:
                     self._deliver()
         finally:
@@ -102,11 +102,6 @@ class Driver:
                 self._outputs.resolve_futures()
         if self._sinks.waiting:
             self._sinks.flush()
-
-    def _finished(self) -> None:
-        """Requests have ended in this step."""
-        if not self._loop.has_work:
-            self._scheduler.check_idle()
 
     def _take(self) -> Taken:
         """What has been committed since the last call. Streams that are open get their part."""
@@ -263,8 +258,8 @@ class Driver:
         try:
             with self._lock.gate, self._lock.mutex, self._lock.entry(), self._lock:
                 action()
-                if self._outputs.finished:
-                    self._finished()
+                if self._outputs.finished and not self._loop.has_work:
+                    self._scheduler.table.check_idle()
                 if self._thread is not None:
                     self._deliver()
         finally:

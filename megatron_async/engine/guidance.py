@@ -62,9 +62,14 @@ class Grammars:
 
 
 class Guidance:
-    """Grammars and logits processors of live requests, by scheduler key."""
+    """Grammars and logits processors of live requests, by scheduler key.
+
+    Attributes:
+        keys: of the requests that have some.
+    """
 
     def __init__(self, runner: ModelRunner, grammars: Grammars) -> None:
+        self.keys: set[int] = set()
         self._runner = runner
         self._grammars = grammars
         self._matchers: dict[int, tuple[DynamicInferenceRequest, Matcher]] = {}
@@ -76,6 +81,8 @@ class Guidance:
         """Guide a request as its sampling parameters say, if they do. Returns what follows its
         grammar along its tokens. From any thread."""
         params = request.sampling_params
+        if params.logits_processors or params.structured_outputs is not None:
+            self.keys.add(key)
         if params.logits_processors:
             self._processors[key] = request, params.logits_processors
         if params.structured_outputs is None:
@@ -92,6 +99,7 @@ class Guidance:
     def close(self, keys: Iterable[int]) -> None:
         """The last tickets of these requests have retired."""
         for key in keys:
+            self.keys.discard(key)
             self._matchers.pop(key, None)
             self._processors.pop(key, None)
 

@@ -15,18 +15,22 @@ class Watcher(Protocol):
 
 
 class HostEnds:
-    """The watchers of requests that have any, by scheduler key; most have none."""
+    """The watchers of requests that have any; most have none.
+
+    Attributes:
+        watchers: by scheduler key.
+    """
 
     def __init__(self) -> None:
-        self._watchers: dict[int, list[Watcher]] = {}
+        self.watchers: dict[int, list[Watcher]] = {}
 
     def watch(self, key: int, watcher: Watcher) -> None:
         """Ask ``watcher`` too about each token of a request. From any thread, before its first."""
-        self._watchers.setdefault(key, []).append(watcher)
+        self.watchers.setdefault(key, []).append(watcher)
 
     def watches(self, key: int) -> bool:
         """The request has a watcher, so :meth:`keep` must be asked about its tokens."""
-        return key in self._watchers
+        return key in self.watchers
 
     def keep(self, key: int, tokens: Sequence[int]) -> int | None:
         """Show the watchers tokens that will be committed, before they are.
@@ -39,7 +43,7 @@ class HostEnds:
             None when the request takes all of them and goes on; k when it ends with the k-th, and
             what is behind it is to be discarded.
         """
-        watchers = self._watchers.get(key, ())
+        watchers = self.watchers.get(key, ())
         for count, token in enumerate(tokens, 1):
             # A list: one that says it is over does not hide the token from the others.
             if any([watcher.take(token) for watcher in watchers]):
@@ -48,4 +52,4 @@ class HostEnds:
 
     def forget(self, key: int) -> None:
         """The request is gone."""
-        self._watchers.pop(key, None)
+        self.watchers.pop(key, None)

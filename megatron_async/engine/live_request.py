@@ -55,6 +55,8 @@ class LiveRequest:
         "_tokenizer", "future", "last_time", "request", "started", "stop_ids", "text", "version"
     )  # fmt: skip
 
+    text: RequestText
+
     def __init__(
         self, request: DynamicInferenceRequest, tokenizer: Any, stop_ids: frozenset[int]
     ) -> None:
@@ -65,7 +67,13 @@ class LiveRequest:
         """The version of the weights that its newest token is from."""
         self.started = self.last_time = time.perf_counter()
         self._tokenizer = tokenizer
-        self.text = RequestText(request, tokenizer, stop_ids)
+        if request.sampling_params.stop_words:
+            self.start_text()
+
+    def start_text(self) -> None:
+        """Make what makes its text: when it is first admitted, and before if there are stop words
+        to be looked for."""
+        self.text = RequestText(self.request, self._tokenizer, self.stop_ids)
 
     def restart(self) -> None:
         """Forget what has been generated."""
@@ -79,7 +87,7 @@ class LiveRequest:
             of_tokens.clear()
         request.prompt_log_probs = request.prompt_top_n_logprobs = None
         start_log_probs(request)
-        self.text = RequestText(request, self._tokenizer, self.stop_ids)
+        self.start_text()
         self.version = None
         self.last_time = self.started
 
@@ -93,6 +101,8 @@ class LiveRequest:
         counters.evictions += change is Change.EVICT
         if change is Change.ADMIT and request.queue_time is None:
             request.queue_time = time.perf_counter() - self.started
+            if not request.sampling_params.stop_words:
+                self.start_text()
         if change is Change.EVICT:
             request.add_event(DynamicInferenceEventType.EVICT)
         elif track_pauses and change in (Change.PAUSE, Change.STALL):
@@ -115,6 +125,8 @@ class LiveRequest:
             eos_token_ids: the model's own end tokens.
         """
         request = self.request
+        if request.queue_time is None and not request.sampling_params.stop_words:
+            self.start_text()  # it ends without an admission
         tokens = request.generated_tokens
         rest = self.text.finish(tokens if stop_token is None else tokens[:-1])
         if rest is not None:

@@ -265,8 +265,10 @@ class DecodeLoop:
         self.counters.record_events(events)
         self._outputs.record_events(events)
         retired, blocks, slots = self._scheduler.table.take_retired()
-        self._outputs.close(retired)
-        self._guidance.close(retired)
+        if retired:
+            self._outputs.close(retired)
+            if self._guidance.keys:
+                self._guidance.close(retired)
         if self._debug:
             self._runner.poison_freed(blocks, slots)
 
@@ -344,7 +346,7 @@ class DecodeLoop:
             command.values,
             extras=self._validator.extras_of(command),
             prompt_log_probs=command.prompt_log_probs,
-            watched=self._outputs.ends.watches(command.key),
+            watched=command.key in self._outputs.ends.watchers,
             fork_of=command.fork_of,
         )
 

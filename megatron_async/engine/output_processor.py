@@ -120,9 +120,10 @@ class OutputProcessor:
         if self.keys.setdefault(request.request_id, key) != key:
             del self._entries[key]
             return None
-        if entry.text.stopping is not None:
+        if request.sampling_params.stop_words and entry.text.stopping is not None:
             self.ends.watch(key, entry.text.stopping)
-        start_log_probs(request)
+        if request.sampling_params.wants_log_probs:
+            start_log_probs(request)
         request.add_event(DynamicInferenceEventType.ADD)
         return entry.future
 
@@ -314,7 +315,9 @@ class OutputProcessor:
         """End a request with its last token; returns the text of the token's output."""
         stop_token = None
         # What a watcher ends ends with a token like any other.
-        if reason is FinishReason.STOP and (not self.ends.watches(key) or token in entry.stop_ids):
+        if reason is FinishReason.STOP and (
+            key not in self.ends.watchers or token in entry.stop_ids
+        ):
             stop_token = token
         text = None
         if entry.text.stream is not None:
@@ -368,4 +371,5 @@ class OutputProcessor:
         """Drop the records of requests whose last ticket has retired."""
         for key in keys:
             del self._entries[key]
-            self.ends.forget(key)
+            if key in self.ends.watchers:
+                self.ends.forget(key)

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from megatron_async.config import as_integer
 from megatron_async.engine.commands import AbortRequest, AddRequest, Command, CommandQueue
 from megatron_async.engine.guidance import Guidance
 from megatron_async.engine.output_processor import OutputProcessor
@@ -19,6 +18,7 @@ from megatron_async.engine.request_validation import RequestValidator
 from megatron_async.engine.siblings import Siblings, sibling_of
 from megatron_async.engine.step_lock import StepLock
 from megatron_async.errors import RequestError, RequestTooLongError
+from megatron_async.parameter_checks import as_integer
 from megatron_async.request import DynamicInferenceRequest, RequestFuture, TokenIds
 from megatron_async.sampling_params import CheckedParams, SamplingParams
 from megatron_async.step.slot_fields import seed_of
@@ -107,7 +107,8 @@ class RequestQueue:
             if self._lock.stopped is not None:
                 self._lock.check()
             sampled = params.for_ranking() if params.num_sequences > 1 else params
-            request = _record(command, sampled)
+            seed = self._validator.seed(number, params.seed)
+            request = _record(command, sampled, seed)
             future = self._open(command, request)
             if future is not None:
                 break
@@ -125,7 +126,7 @@ class RequestQueue:
             self._siblings.pop(number, None)
             raise
         # A caller that keeps a future does not keep the engine.
-        keys = tuple(each.key for each in commands)
+        keys = (key,) if len(commands) == 1 else tuple(each.key for each in commands)
         abort = functools.partial(_abort_if_cancelled, weakref.ref(self._commands), keys)
         future.when_done(abort)
         if self._lock.stopped is not None:  # meanwhile
@@ -181,7 +182,8 @@ class RequestQueue:
                 seed,
             )
             commands.append(command)
-            request = _record(command, own)
+            assert own.seed is not None
+            request = _record(command, own, own.seed)
             opened = self._open(command, request)
             if opened is None:  # of a replayed run
                 commands.pop()
@@ -203,7 +205,7 @@ class RequestQueue:
         """Queue a recorded command."""
         if isinstance(command, AddRequest):
             params = command.params.params().checked()
-            request = _record(command, params)
+            request = _record(command, params, seed_of(command.values))
             if self._open(command, request) is None:
                 raise RequestError(f"request_id={command.request_id} is in use")
         self._commands.submit(command)
@@ -261,13 +263,13 @@ def checked_id(request_id: object) -> int:
     return number
 
 
-def _record(command: AddRequest, params: SamplingParams) -> DynamicInferenceRequest:
+def _record(command: AddRequest, params: SamplingParams, seed: int) -> DynamicInferenceRequest:
     return DynamicInferenceRequest(
         request_id=command.request_id,
         prompt=command.prompt,
         prompt_tokens=TokenIds(command.tokens),
         sampling_params=params,
-        seed=seed_of(command.values),
+        seed=seed,
     )
 
 

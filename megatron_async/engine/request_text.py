@@ -153,10 +153,13 @@ class RequestText:
         self._detokenize: Callable[[list[int]], str] | None
         self._detokenize = None if tokenizer is None else tokenizer.detokenize
         self.stream: TextStream | None = None
-        if (stream_after := getattr(tokenizer, "stream_after", None)) is not None:
-            self.stream = stream_after(request.prompt_tokens)
-        elif (make_stream := getattr(tokenizer, "stream", None)) is not None:
-            self.stream = make_stream()
+        try:
+            if (stream_after := getattr(tokenizer, "stream_after", None)) is not None:
+                self.stream = stream_after(request.prompt_tokens)
+            elif (make_stream := getattr(tokenizer, "stream", None)) is not None:
+                self.stream = make_stream()
+        except Exception as error:  # in the midst of a step
+            self.go_on_without(error)
         self.stopping: StoppingText | None = None
         if params.stop_words and self._detokenize is not None:
             self.stream = self.stopping = StoppingText(

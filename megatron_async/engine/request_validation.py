@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from megatron_async.config import as_integer
 from megatron_async.engine.commands import AddRequest, Command, UpdateSamplingParams
 from megatron_async.engine.guidance import Grammars
 from megatron_async.engine.request_extras import PromptTokenizer, RequestExtras
 from megatron_async.errors import RequestError, RequestTooLongError
-from megatron_async.parameter_checks import check_vocabulary
+from megatron_async.parameter_checks import as_integer, check_vocabulary
 from megatron_async.sampling_params import CheckedParams, SamplingParams
 from megatron_async.scheduler.limits import Limits
 from megatron_async.step.extras import NO_EXTRAS, Extras
@@ -118,7 +117,7 @@ class RequestValidator:
         if params.num_speculative_tokens is not None:
             self._check_drafts(params.num_speculative_tokens)
         stop_ids = self._stop_ids(params)
-        sampled = params.for_ranking()
+        sampled = params if params.best_of is None else params.for_ranking()
         extras = NO_EXTRAS
         if sampled.needs_extras or self._extras.needed_by_filters:
             extras = self._extras.of(sampled, stop_ids, len(tokens))
@@ -129,11 +128,11 @@ class RequestValidator:
             tuple(tokens),
             max_new,
             stop_ids,
-            self.values(request_id, params),
+            request_values(params, self.seed(request_id, params.seed)),
             number,
             checked if sampled is params else CheckedParams.of(sampled),
             None if extras is NO_EXTRAS or extras == NO_EXTRAS else extras,
-            sampled.wants_prompt_log_probs,
+            sampled.wants_log_probs and not sampled.skip_prompt_log_probs,
         )
         return command, params
 
@@ -189,6 +188,8 @@ class RequestValidator:
 
     def extras_of(self, command: AddRequest) -> Extras | None:
         """What S is asked for a request; None for what the plain S does."""
+        if command.extras is None and not self._extras.needed_by_filters:
+            return None
         return self._extras.of_command(command)
 
     def seed(self, request_id: int, given: int | None) -> int:

@@ -28,23 +28,28 @@ class Waiter:
 
 class Waiters:
     """All threads that wait for one engine. Each has a token of its own, so that none takes the
-    wake-up of another."""
+    wake-up of another.
+
+    Attributes:
+        waiting: the waiters. None need be woken while there are none: one that comes looks around
+            before it waits.
+    """
 
     def __init__(self) -> None:
         # Single calls of a dict are atomic: a signal's handler may come between any two of them.
-        self._waiters: dict[int, Waiter] = {}
+        self.waiting: dict[int, Waiter] = {}
 
     @contextmanager
     def waiter(self) -> Iterator[Waiter]:
         """A waiter that :meth:`wake` wakes while this is entered."""
         waiter = Waiter()
-        self._waiters[id(waiter)] = waiter
+        self.waiting[id(waiter)] = waiter
         try:
             yield waiter
         finally:
-            del self._waiters[id(waiter)]
+            del self.waiting[id(waiter)]
 
     def wake(self) -> None:
         """Let all waiters look around."""
-        for waiter in list(self._waiters.values()):
+        for waiter in list(self.waiting.values()):
             waiter.wake()

@@ -10,10 +10,9 @@ from functools import partial
 from itertools import product
 
 from megatron_async.device.protocol import Device, Graph
-from megatron_async.runner.padding import CPU_ROW_MULTIPLE, padded_tokens
 from megatron_async.runner.prompt_log_probs import PromptTargets
 from megatron_async.runner.step_program import StepProgram
-from megatron_async.step.packet import StepShape
+from megatron_async.step.packet import CPU_ROW_MULTIPLE, StepShape, padded_tokens
 from megatron_async.step.plan import SampleShape
 
 LEAST_TOKENS = 64

@@ -228,7 +228,7 @@ class ModelRunner:
         self.device.mark_ticket(plan.number)
         if plan.control:
             self._write_control(plan)
-        if plan.admissions and self._extras is not None:
+        if plan.admissions and self._extras is not None and (plan.extended or self._extended_slots):
             self._admit_extras(self._extras.tables, plan)
         if plan.admissions and self._drafter is not None and self._drafter.wants_tokens:
             for admission in plan.admissions:
@@ -252,7 +252,7 @@ class ModelRunner:
             if is_decode:
                 graphs.forward(rows, plan.window).replay()
             else:
-                graphs.launch_mixed(shape, PromptTargets.of(plan))
+                graphs.launch_mixed(shape, _prompt_targets(plan))
         if plan.snapshots:
             self._copy_states(plan.snapshots, "snapshot")
         sampled = SampleShape(shape.rows, plan.window, plan.drafts, plan.extended)
@@ -286,7 +286,7 @@ class ModelRunner:
             log_probs = records[head:].T.reshape(-1, window, LOG_PROB_WORDS)
             records = records[:head]
         if ticket.plan.prefills:
-            targets = PromptTargets.of(ticket.plan)
+            targets = _prompt_targets(ticket.plan)
             if targets is not None:
                 prompt_log_probs = self._prompt_log_probs.take(targets)
         columns = records.tolist()
@@ -406,3 +406,11 @@ class ModelRunner:
         self._unsampled.popleft()
         if self._on_span is not None:
             self._on_span("sample", ticket.number, started, time.perf_counter_ns())
+
+
+def _prompt_targets(plan: Plan) -> PromptTargets | None:
+    """The prompt tokens whose log-probabilities a plan asks for; None if it asks for none."""
+    for chunk in plan.prefills:
+        if chunk.targets:
+            return PromptTargets.of(plan)
+    return None

@@ -24,10 +24,8 @@ class PromptTargets(NamedTuple):
     ids: tuple[int, ...]
 
     @classmethod
-    def of(cls, plan: Plan) -> PromptTargets | None:
-        """Those that a plan asks for; None if it asks for none."""
-        if not any(chunk.targets for chunk in plan.prefills):
-            return None
+    def of(cls, plan: Plan) -> PromptTargets:
+        """Those that a plan asks for."""
         tokens: list[int] = []
         ids: list[int] = []
         at = plan.decode_tokens

@@ -20,12 +20,11 @@ from megatron_async.models.parallel import ModelParallel
 from megatron_async.runner.attention_metadata import AttentionMetadata, metadata_of_mixed
 from megatron_async.runner.drafter import Drafter, MixedTokens, SampledRows
 from megatron_async.runner.forward_batch import ForwardBatch
-from megatron_async.runner.padding import padded_tokens
 from megatron_async.runner.prompt_log_probs import PromptLogProbs, PromptTargets
 from megatron_async.runner.recurrent_states import RecurrentStates, StepStates
 from megatron_async.runner.sampling_stage import SamplingExtras, SamplingStage
 from megatron_async.step import packet
-from megatron_async.step.packet import PacketLayout, StepShape
+from megatron_async.step.packet import PacketLayout, StepShape, padded_tokens
 from megatron_async.step.plan import SampleShape
 from megatron_async.step.slot_fields import Source
 

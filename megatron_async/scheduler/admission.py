@@ -60,15 +60,18 @@ class PromptPlanner:
         its micro-batch and of requests that join it. Appends to the lists of ``work``, and returns
         the rows with those of the chunks."""
         limits, table = self._limits, self._table
-        budget = limits.max_tokens - (sum(decode_rows.windows) or len(decode_rows))
-        row = len(decode_rows)
+        budget = limits.max_tokens - (sum(decode_rows.windows) or len(decode_rows.slots))
+        row = len(decode_rows.slots)
         launched: list[Sequence] = []
-        under_way = deque(s for s in table.prefilling if s.micro_batch == micro_batch)
+        under_way: deque[Sequence] = deque()
+        for sequence in table.prefilling:
+            if sequence.micro_batch == micro_batch:
+                under_way.append(sequence)
         while row < limits.max_requests:
             if under_way:
                 sequence = under_way.popleft()
             else:
-                if not self._micro_batches.admits(micro_batch):
+                if limits.micro_batches > 1 and not self._micro_batches.admits(micro_batch):
                     break
                 admitted = self._admit_next(number, budget, work)
                 if admitted is None:
@@ -159,11 +162,13 @@ class PromptPlanner:
             sequence.branch = len(shared) * limits.block_size
             shared, node = table.prefixes.until_snapshot(shared, root)
         total = -(-len(sequence.tokens) // limits.block_size)
-        need = total - len(shared) + sum(not allocator.references(b) for b in shared)
+        need = total - len(shared)
+        for block in shared:
+            need += not allocator.references(block)
         # Leave each running request the blocks of its next row.
         spare = running * limits.blocks_per_row
         if not table.slots.free_count or allocator.free_count < need + spare:
-            if not running and not len(table.retiring):
+            if not running and not table.retiring.heap:
                 # Nothing runs and the head does not fit: paused requests are in its way.
                 short = max(need - allocator.free_count, 1)
                 self._preemption.relieve(short, sequence.priority_key)
@@ -178,7 +183,8 @@ class PromptPlanner:
         sequence.long_rotation = is_long
         slot = sequence.slot
         assigned = work.assignments
-        assigned.extend(BlockAssignment(slot, i, block) for i, block in enumerate(shared))
+        for index, block in enumerate(shared):
+            assigned.append(BlockAssignment(slot, index, block))
         if shared and table.prefixes.snapshots is not None:
             work.restores.append(StateCopy(slot, table.prefixes.snapshots.use(node), cached))
         while len(sequence.blocks) < total:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,6 +22,10 @@ class Limits:
     blocks that stalled requests may keep; None is all. ``state_snapshots``: of a model with
     recurrent layers the places for snapshots of their state; None for other models. Running
     requests are divided into ``micro_batches``, of which each step runs one.
+
+    Attributes:
+        window: most tokens that a decode row may bring.
+        blocks_per_row: that one decode row may need beyond those held.
     """
 
     max_requests: int
@@ -41,18 +45,15 @@ class Limits:
     attention_window: int | None = None
     state_snapshots: int | None = None
     micro_batches: int = 1
+    window: int = field(init=False)
+    blocks_per_row: int = field(init=False)
 
-    @property
-    def window(self) -> int:
-        """Most tokens that a decode row may bring."""
-        return self.windows[-1]
+    def __post_init__(self) -> None:
+        window = self.windows[-1]
+        blocks = -(-(window + self.lookahead) // self.block_size)
+        object.__setattr__(self, "window", window)
+        object.__setattr__(self, "blocks_per_row", blocks)
 
-    def window_of(self, drafts: int | None) -> int:
-        """Return the most tokens that the rows of a request may bring that wants ``drafts``; None
-        for all."""
-        return self.window if drafts is None else min(1 + drafts, self.window)
-
-    @property
-    def blocks_per_row(self) -> int:
-        """Blocks that one decode row may need beyond those held."""
-        return -(-(self.window + self.lookahead) // self.block_size)
+    def window_of(self, drafts: int) -> int:
+        """Return the most tokens that the rows of a request may bring that wants ``drafts``."""
+        return min(1 + drafts, self.window)

@@ -38,8 +38,6 @@ class MicroBatches:
     def admits(self, micro_batch: int) -> bool:
         """Whether a waiting request may join: one that has its share of all that are to run leaves
         it to the others."""
-        if self._count == 1:
-            return True
         sizes = self._sizes()
         wanted = min(sum(sizes) + len(self._table.waiting), self._limits.max_requests)
         return sizes[micro_batch] < -(-wanted // self._count)

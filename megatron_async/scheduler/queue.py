@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator
+from typing import Any
 
 from megatron_async.scheduler.request_state import Sequence
 
@@ -22,15 +23,24 @@ class WaitingQueue:
 
     def add(self, sequence: Sequence) -> None:
         """Take a sequence in, at its place."""
-        bisect.insort(self.items, (sequence.priority_key, sequence), key=lambda item: item[0])
+        key = sequence.priority_key
+        self.items.insert(self._place(key), (key, sequence))
 
     def remove(self, sequence: Sequence) -> None:
         """Take a sequence out."""
-        index = bisect.bisect_left(self.items, sequence.priority_key, key=lambda item: item[0])
+        index = self._place(sequence.priority_key)
         if index == len(self.items) or self.items[index][1] is not sequence:
             raise ValueError(f"request {sequence.key} is not waiting")
         del self.items[index]
 
     def head(self) -> Sequence | None:
         """The next to be admitted: the lowest key that the user has not paused."""
-        return next((sequence for sequence in self if not sequence.held), None)
+        for _, sequence in self.items:
+            if not sequence.held:
+                return sequence
+        return None
+
+    def _place(self, key: tuple[int, int]) -> int:
+        """Where the sequence with this key is, or would be: no two have the same."""
+        items: list[Any] = self.items
+        return bisect.bisect_left(items, (key,))

@@ -137,7 +137,8 @@ class RequestTable:
         self.retire(self.retired_ticket)
 
     def _give_up(self, sequence: Sequence) -> None:
-        self._give_snapshot_back(sequence)
+        if sequence.snapshot is not None:
+            self._give_snapshot_back(sequence)
         blocks, sequence.blocks, sequence.freed = sequence.held_blocks, [], 0
         self.retiring.push(sequence.last_ticket, Holding(sequence, sequence.slot, blocks))
 
@@ -315,14 +316,15 @@ class RequestTable:
             IntegrityError: one is lost, or held twice.
         """
         unfinished = [s for s in self.sequences.values() if s.state is not State.FINISHED]
-        counted = len(unfinished), sum(s.held for s in unfinished)
+        counted = len(unfinished), sum([s.held for s in unfinished])
         if counted != (self.unfinished, self.held):
             raise IntegrityError(
                 f"{counted} requests are unfinished and held, counted {self.unfinished, self.held}"
             )
         holders = [s for s in unfinished if s.state in HOLDING]
-        self.allocator.check([s.held_blocks for s in holders] + [h.blocks for h in self.retiring])
-        self.slots.check([s.slot for s in holders] + [h.slot for h in self.retiring])
+        retiring = [holding for _, _, holding in self.retiring.heap]
+        self.allocator.check([s.held_blocks for s in holders] + [h.blocks for h in retiring])
+        self.slots.check([s.slot for s in holders] + [h.slot for h in retiring])
         self.prefixes.check()
 
     def check_idle(self) -> None:
@@ -331,9 +333,9 @@ class RequestTable:
         Raises:
             IntegrityError: a block, a slot or a request is lost.
         """
-        if self.sequences or len(self.retiring):
+        if self.sequences or self.retiring.heap:
             raise IntegrityError(
-                f"idle with requests {list(self.sequences)}, {len(self.retiring)} retiring"
+                f"idle with requests {list(self.sequences)}, {len(self.retiring.heap)} retiring"
             )
         self.check()
         if self.prefixes.snapshots is not None:

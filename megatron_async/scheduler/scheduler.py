@@ -97,7 +97,8 @@ class Scheduler:
         waiting, so what overtakes a request is bounded. A row of it has at most ``drafts`` drafts;
         None for the engine's.
         """
-        sequence.take_window(self.limits.window_of(drafts))
+        limits = self.limits
+        sequence.take_window(limits.window if drafts is None else limits.window_of(drafts))
         at = self.next_ticket + priority * self.limits.priority_step
         sequence.priority_key = (at, sequence.key)
         self.table.add(sequence)
@@ -163,7 +164,9 @@ class Scheduler:
         sequence = self._unfinished(key)
         if sequence is None:
             return False
-        self.table.update_values(sequence, values, self.limits.window_of(drafts))
+        limits = self.limits
+        window = limits.window if drafts is None else limits.window_of(drafts)
+        self.table.update_values(sequence, values, window)
         return True
 
     def _unfinished(self, key: int) -> Sequence | None:

@@ -9,7 +9,7 @@ reads them all. A control packet holds what S must know before it samples.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -50,7 +50,8 @@ Ints = npt.NDArray[np.int32]
 class PacketLayout:
     """Offsets, in int32 elements, of the sections of a step packet; sizes of a control packet.
 
-    ``window`` is the most tokens that a decode row may bring: 1 without drafts.
+    ``window`` is the most tokens that a decode row may bring: 1 without drafts. ``control_size``
+    holds a control record for each slot.
     """
 
     max_rows: int
@@ -59,38 +60,43 @@ class PacketLayout:
     slot_count: int
     window: int = 1
 
-    @property
-    def admit_width(self) -> int:
-        return ADMIT_HEAD + word_count(fields_from(Source.ADMISSION, Source.REQUEST))
+    admit_width: int = field(init=False)
+    control_width: int = field(init=False)
+    control_size: int = field(init=False)
+    admissions: int = field(init=False)
+    chunks: int = field(init=False)
+    assignments: int = field(init=False)
+    tokens: int = field(init=False)
+    width: int = field(init=False)
 
-    @property
-    def control_width(self) -> int:
-        return CONTROL_HEAD + word_count(fields_from(Source.REQUEST))
+    def __post_init__(self) -> None:
+        admit_width = ADMIT_HEAD + word_count(fields_from(Source.ADMISSION, Source.REQUEST))
+        control_width = CONTROL_HEAD + word_count(fields_from(Source.REQUEST))
+        admissions = self.max_rows * ROW_WIDTH
+        chunks = admissions + self.max_rows * admit_width
+        assignments = chunks + self.max_rows * CHUNK_WIDTH
+        tokens = assignments + self.max_assignments * ASSIGNMENT_WIDTH
+        for name, value in (
+            ("admit_width", admit_width),
+            ("control_width", control_width),
+            ("control_size", self.slot_count * control_width),
+            ("admissions", admissions),
+            ("chunks", chunks),
+            ("assignments", assignments),
+            ("tokens", tokens),
+            ("width", tokens + self.max_tokens * TOKEN_WIDTH),
+        ):
+            object.__setattr__(self, name, value)
 
-    @property
-    def control_size(self) -> int:
-        """Words of a control packet: a record for each slot."""
-        return self.slot_count * self.control_width
 
-    @property
-    def admissions(self) -> int:
-        return self.max_rows * ROW_WIDTH
+CPU_ROW_MULTIPLE = 8
+"""Rows and tokens of a forward on the CPU are padded to a multiple of this: the matrix products
+then give a row the same bits whatever the other rows are."""
 
-    @property
-    def chunks(self) -> int:
-        return self.admissions + self.max_rows * self.admit_width
 
-    @property
-    def assignments(self) -> int:
-        return self.chunks + self.max_rows * CHUNK_WIDTH
-
-    @property
-    def tokens(self) -> int:
-        return self.assignments + self.max_assignments * ASSIGNMENT_WIDTH
-
-    @property
-    def width(self) -> int:
-        return self.tokens + self.max_tokens * TOKEN_WIDTH
+def padded_tokens(count: int) -> int:
+    """Tokens of a forward on the CPU that has to compute ``count``."""
+    return -(-count // CPU_ROW_MULTIPLE) * CPU_ROW_MULTIPLE
 
 
 class StepShape(NamedTuple):
@@ -178,11 +184,13 @@ def _write_sections(
     assignments[len(plan.assignments) :] = (null_slot, 0, NULL_BLOCK)
     if plan.assignments:
         assignments[: len(plan.assignments)] = plan.assignments
-    fields = fields_from(Source.ADMISSION, Source.REQUEST)
     width = layout.admit_width
     admissions = packet[layout.admissions :][: rows * width].reshape(-1, width)
     admissions[len(plan.admissions) :] = 0
     admissions[len(plan.admissions) :, ADMIT_SLOT] = null_slot
+    if not plan.admissions:
+        return
+    fields = fields_from(Source.ADMISSION, Source.REQUEST)
     for record, admission in zip(admissions, plan.admissions, strict=False):
         record[ADMIT_SLOT] = admission.slot
         record[ADMIT_HEAD:] = words_of(fields, admission.values)

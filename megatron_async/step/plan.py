@@ -117,7 +117,10 @@ class Plan(NamedTuple):
     @property
     def num_tokens(self) -> int:
         """Tokens of the forward, without padding and drafts."""
-        return self.decode_rows + sum(len(chunk.tokens) for chunk in self.prefills)
+        count = self.decode_rows
+        for chunk in self.prefills:
+            count += len(chunk.tokens)
+        return count
 
     @property
     def decode_tokens(self) -> int:
@@ -128,7 +131,7 @@ class Plan(NamedTuple):
         """Those of ``rows``, one for each row of the forward, whose logits are sampled."""
         if not self.prefills:
             return rows
-        last_chunks = (chunk.samples for chunk in self.prefills)
+        last_chunks = [chunk.samples for chunk in self.prefills]
         return compress(rows, chain(repeat(True, self.decode_rows), last_chunks))
 
 

@@ -86,7 +86,7 @@ SLOT_FIELDS: tuple[SlotField, ...] = (
 
 def fields_from(*sources: Source) -> tuple[SlotField, ...]:
     """The fields of these sources, in the table's order: that of their values and words."""
-    return tuple(field for field in SLOT_FIELDS if field.source in sources)
+    return tuple([field for field in SLOT_FIELDS if field.source in sources])
 
 
 def request_values(params: SamplingParams, seed: int) -> Values:

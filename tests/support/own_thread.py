@@ -112,7 +112,7 @@ class OwnThread:
     @property
     def waiter(self) -> WatchedWaiter | None:
         """The thread's, from its first look on."""
-        for waiter in list(self.engine.loop.commands.waiters._waiters.values()):
+        for waiter in list(self.engine.loop.commands.waiters.waiting.values()):
             assert isinstance(waiter, WatchedWaiter)
             if waiter.thread.name == "engine":
                 return waiter

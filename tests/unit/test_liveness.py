@@ -319,7 +319,7 @@ def woken(call: Callable[[], Any], waits: Callable[[], bool], act: Callable[[], 
 
 def waiting(engine: DynamicInferenceEngine, count: int = 1) -> Callable[[], bool]:
     def look() -> bool:
-        found = list(engine.loop.commands.waiters._waiters.values())
+        found = list(engine.loop.commands.waiters.waiting.values())
         return sum(isinstance(w, WatchedWaiter) and w.sleeps for w in found) >= count
 
     return look
@@ -543,7 +543,7 @@ def wakes_before_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def one_token_for_all_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     def wake(self: Waiters) -> None:
-        for waiter in list(self._waiters.values())[:1]:
+        for waiter in list(self.waiting.values())[:1]:
             waiter.wake()
 
     monkeypatch.setattr(Waiters, "wake", wake)
@@ -620,7 +620,7 @@ def two_who_wait() -> None:
         thread.start()
         woken(lambda: True, waiting(engine), lambda: None)
         engine.add_request(0, [1], greedy(3))
-        waiters = list(engine.loop.commands.waiters._waiters.values())
+        waiters = list(engine.loop.commands.waiters.waiting.values())
         asleep = [w for w in waiters if isinstance(w, WatchedWaiter) and w.sleeps]
         thread._stopping = True
         for waiter in waiters:

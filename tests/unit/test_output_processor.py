@@ -23,7 +23,7 @@ from megatron_async.request import (
     WeightSpan,
 )
 from megatron_async.sampling_params import SamplingParams
-from megatron_async.scheduler.events import Commit
+from megatron_async.scheduler.events import Change, Commit, Event
 from megatron_async.step.extras import LOG_PROB_WORDS, MAX_TOP_LOG_PROBS
 
 EOD, FAILING = 900, 666
@@ -82,6 +82,7 @@ class Run:
         if stop_ids is None:
             stop_ids = (EOD, *params.get("stop_token_ids", ()))
         self.future = self.outputs.open(KEY, self.request, stop_ids)
+        self.outputs.record_events([Event(KEY, Change.ADMIT)])
         self.tickets = itertools.count()
         self.shown: list[TokenOutput] = []
 
@@ -373,6 +374,7 @@ def test_only_the_models_own_end_tokens_are_no_stop_reason() -> None:
     for key, token in enumerate((7, 8, EOD)):
         request = DynamicInferenceRequest(request_id=key)
         run.outputs.open(key, request, (7, 8))
+        run.outputs.record_events([Event(key, Change.ADMIT)])
         commit = Commit((key,), ((token,),), {key: FinishReason.STOP}, set())
         run.outputs.commit(commit, StepReport(key, 1, True, None, 1, 0))
         assert request.stop_reason == (EOD if token == EOD else None)
@@ -441,6 +443,7 @@ def test_log_probs_are_for_those_who_asked() -> None:
         params = SamplingParams(**ask)
         requests.append(DynamicInferenceRequest(request_id=key, sampling_params=params))
         outputs.open(key, requests[-1], ())
+        outputs.record_events([Event(key, Change.ADMIT)])
     # All rows at once, as one array: those who have not asked have words, too.
     words = np.stack([words_of(FIRST), words_of(FIRST), words_of(SECOND)])
     commit = Commit((0, 1, 2), ((1,), (2,), (3,)), {}, set(), words, None)

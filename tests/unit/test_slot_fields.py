@@ -188,12 +188,14 @@ def test_values_come_out_of_their_words_as_they_were() -> None:
 def test_widths_of_packets_follow_from_the_table(
     lift_field: SlotField, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layout = PacketLayout(4, 8, 6, 5)
-    before = (layout.admit_width, layout.control_width, layout.width, layout.control_size)
+    def widths() -> tuple[int, ...]:
+        layout = PacketLayout(4, 8, 6, 5)
+        return layout.admit_width, layout.control_width, layout.width, layout.control_size
+
+    before = widths()
     fields = (*slot_fields.SLOT_FIELDS, SlotField("x", "int64", Source.ADMISSION))
     monkeypatch.setattr(slot_fields, "SLOT_FIELDS", fields)
-    after = (layout.admit_width, layout.control_width, layout.width, layout.control_size)
-    assert [b - a for a, b in zip(before, after, strict=True)] == [2, 0, 4 * 2, 0]
+    assert [b - a for a, b in zip(before, widths(), strict=True)] == [2, 0, 4 * 2, 0]
     assert words_of((lift_field,), (1.0,)) == [0x3F800000]
 
 

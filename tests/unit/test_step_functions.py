@@ -1,4 +1,5 @@
-"""A steady decode step crosses few functions and files: who reads the loop can follow it."""
+"""A steady decode step, and the whole life of a request, cross few functions and files: whoever
+reads the loop can follow them."""
 
 from __future__ import annotations
 
@@ -31,3 +32,15 @@ def test_a_steady_step_crosses_at_most_13_files_and_40_functions(
         # The counter sees both ends of the step.
         names = {function for _, function in functions}
         assert {"DecodeLoop.step", "Scheduler.commit", "ModelRunner.launch"} <= names
+
+
+@pytest.mark.parametrize("depth", (0, 1))
+def test_a_request_crosses_few_files_and_functions(script: Any, depth: int) -> None:
+    """On the host's thread: one greedy request of token ids for eight tokens, from ``add_request``
+    to the finished future, in an engine that has served another one. Each function counts once;
+    comprehensions are part of theirs."""
+    added, life = script.life_of_a_request(depth)
+    assert len(script.files_of(added)) <= 11 and len(added) <= 40
+    assert len(script.files_of(life)) <= 30 and len(life) <= 150
+    names = {function for _, function in life}
+    assert {"RequestQueue.add", "ModelRunner.launch", "OutputProcessor.resolve_futures"} <= names
