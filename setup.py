@@ -14,6 +14,8 @@ setup(
     package_data={
         "megatron_async": [
             "py.typed",
+            "__init__.pyi",
+            "megatron_api/__init__.pyi",
             "assets/**",
             "kernels/*/*.cu*",
             "kernels/*/*.json",

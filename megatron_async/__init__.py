@@ -10,30 +10,6 @@ import os
 
 from megatron_async.version import __version__
 
-TYPE_CHECKING = False  # typing's takes milliseconds, in which Ctrl-C is a traceback
-
-if TYPE_CHECKING:
-    from typing import Any
-
-    from megatron_async.config import EngineConfig
-    from megatron_async.engine.output_processor import TokenOutput
-    from megatron_async.errors import EngineSuspendedError
-    from megatron_async.grammar.spec import StructuredOutputs
-    from megatron_async.megatron_api.context import DynamicInferenceContext
-    from megatron_async.megatron_api.engine import DynamicInferenceEngine
-    from megatron_async.megatron_api.inference_config import InferenceConfig
-    from megatron_async.megatron_api.llm import MegatronAsyncLLM, MegatronLLM
-    from megatron_async.megatron_api.model import GPTInferenceWrapper, TextGenerationController
-    from megatron_async.request import (
-        DynamicInferenceRequest,
-        FinishReason,
-        RequestFuture,
-        Rollout,
-        StepReport,
-        TokenLogProbs,
-    )
-    from megatron_async.sampling_params import SamplingParams
-
 _package = os.path.dirname(os.path.realpath(__file__))
 _checkout = os.path.dirname(_package)
 _is_installed = os.path.exists(os.path.join(_package, "inference"))
@@ -41,55 +17,43 @@ if not _is_installed and os.path.isdir(os.path.join(_checkout, "inference")):
     # Not installed: the command line lies next to the package and is found from there.
     __path__.append(_checkout)
 
-_HOMES = {
-    "DynamicInferenceContext": "megatron_async.megatron_api.context",
-    "DynamicInferenceEngine": "megatron_async.megatron_api.engine",
-    "DynamicInferenceRequest": "megatron_async.request",
-    "EngineConfig": "megatron_async.config",
-    "EngineSuspendedError": "megatron_async.errors",
-    "FinishReason": "megatron_async.request",
-    "GPTInferenceWrapper": "megatron_async.megatron_api.model",
-    "InferenceConfig": "megatron_async.megatron_api.inference_config",
-    "MegatronAsyncLLM": "megatron_async.megatron_api.llm",
-    "MegatronLLM": "megatron_async.megatron_api.llm",
-    "RequestFuture": "megatron_async.request",
-    "Rollout": "megatron_async.request",
-    "SamplingParams": "megatron_async.sampling_params",
-    "StepReport": "megatron_async.request",
-    "StructuredOutputs": "megatron_async.grammar.spec",
-    "TextGenerationController": "megatron_async.megatron_api.model",
-    "TokenLogProbs": "megatron_async.request",
-    "TokenOutput": "megatron_async.engine.output_processor",
+_OURS = {
+    "DynamicInferenceEngine": "engine.engine",
+    "DynamicInferenceRequest": "request",
+    "EngineConfig": "config",
+    "EngineSuspendedError": "errors",
+    "FinishReason": "request",
+    "RequestFuture": "request",
+    "Rollout": "request",
+    "SamplingParams": "sampling_params",
+    "StepReport": "request",
+    "StructuredOutputs": "grammar.spec",
+    "TokenLogProbs": "request",
+    "TokenOutput": "engine.output_processor",
 }
+_MEGATRONS = {
+    "DynamicInferenceContext": "megatron_api.context",
+    "GPTInferenceWrapper": "megatron_api.model",
+    "InferenceConfig": "megatron_api.inference_config",
+    "MegatronAsyncLLM": "megatron_api.llm",
+    "MegatronLLM": "megatron_api.llm",
+    "TextGenerationController": "megatron_api.model",
+}
+HOMES = _OURS | _MEGATRONS
+"""Where each name lives; ``__init__.pyi`` has the same for type checkers."""
 
-__all__ = [
-    "DynamicInferenceContext",
-    "DynamicInferenceEngine",
-    "DynamicInferenceRequest",
-    "EngineConfig",
-    "EngineSuspendedError",
-    "FinishReason",
-    "GPTInferenceWrapper",
-    "InferenceConfig",
-    "MegatronAsyncLLM",
-    "MegatronLLM",
-    "RequestFuture",
-    "Rollout",
-    "SamplingParams",
-    "StepReport",
-    "StructuredOutputs",
-    "TextGenerationController",
-    "TokenLogProbs",
-    "TokenOutput",
-    "__version__",
-]
+__all__ = [*sorted(HOMES), "__version__"]
 
 
-def __getattr__(name: str) -> Any:
-    home = _HOMES.get(name)
+def __getattr__(name: str) -> object:
+    home = HOMES.get(name)
     if home is None:
         api = importlib.import_module("megatron_async.megatron_api")
         if name in api.HOMES:  # a further name of megatron-core's
             return getattr(api, name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(home), name)
+    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *HOMES})

@@ -30,7 +30,8 @@ from megatron_async.megatron_api import (
 )
 ```
 
-The same names can be had from `megatron_async`. The model is a megatron-core `GPTModel`,
+The same names can be had from `megatron_async`, but for the engine: `megatron_async`'s own is
+another class, [which Python users call](python.md). The model is a megatron-core `GPTModel`,
 `HybridModel` or `MambaModel`, in `Float16Module` or `DistributedDataParallel` too; it is adapted in
 place. megatron-core may be of any release from 0.16.1 to 0.19.2, whatever release a script was
 written for.
@@ -41,10 +42,10 @@ depth=2))` says how many steps may be in flight. Without `config` the environmen
 context's `InferenceConfig`, which is "async" in ours. Else decoding is serial. A `MegatronLLM`
 without an `InferenceConfig` decodes asynchronously, as in Megatron's main branch.
 
-**Errors.** In an engine that is built as megatron-core's is, a request that is too long becomes a
-record with the status FAILED, and a step of a suspended engine raises `EngineSuspendedError`.
-`DynamicInferenceEngine.from_pretrained`, the command line and the server raise `RequestError`
-instead, and a step of a suspended engine does nothing. The option is `as_megatron`.
+**Errors.** In `megatron_api`'s engine a request that is too long becomes a record with the status
+FAILED, a step of a suspended engine raises `EngineSuspendedError`, and lists of the likeliest
+tokens are by text. `megatron_async.DynamicInferenceEngine`, the command line and the server raise
+`RequestError` instead, a step of a suspended engine does nothing, and the lists are by token id.
 
 In the tables *since* is the first release of megatron-core that has a name ("main" for what none
 has yet), *works* means that the name does what it does in megatron-core, *accepted* that it may

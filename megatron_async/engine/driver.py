@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
+from megatron_async.engine.api_style import ApiStyle
 from megatron_async.engine.engine_thread import EngineThread, StreamTable, TokenStream
 from megatron_async.engine.loop import DecodeLoop
 from megatron_async.engine.output_processor import OutputProcessor, Taken, TokenOutput
@@ -31,7 +32,7 @@ class Driver:
     """Runs the loop under the step lock, and resolves futures outside of it.
 
     Args:
-        raises_suspended: a step of a suspended engine with nothing to hand out is an error.
+        style: of the steps of a suspended engine.
     """
 
     def __init__(
@@ -45,9 +46,9 @@ class Driver:
         streams: StreamTable,
         sinks: SinkQueue,
         *,
-        raises_suspended: bool,
+        style: ApiStyle,
     ) -> None:
-        self._raises_suspended = raises_suspended
+        self._raises_suspended = style.raises_suspended
         self._loop = loop
         self._lock = lock
         self._runner = runner

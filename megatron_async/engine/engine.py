@@ -16,6 +16,7 @@ from megatron_async.build.spec import EngineSpec
 from megatron_async.config import EngineConfig
 from megatron_async.device import resolve_device
 from megatron_async.device.protocol import Device
+from megatron_async.engine.api_style import OUR_STYLE, ApiStyle
 from megatron_async.engine.commands import (
     AbortRequest,
     EvictRequest,
@@ -56,10 +57,7 @@ class DynamicInferenceEngine:
             of ``config``; None makes them.
         random_seed: from which requests that bring no seed derive theirs; None takes ``config``'s.
         enable_chunked_prefill: without it a prompt is prefilled in one forward.
-        as_megatron: as in megatron-core a request that is too long is handed out as a failed
-            record, where :meth:`add_request` and :meth:`generate` raise else; and a step of a
-            suspended engine that has nothing to hand out raises, where it does nothing else; and
-            the ``top_n`` lists of requests are by text, where they are by token id else.
+        style: what it does where the ways of its users' APIs differ.
         config: scheduling and debugging.
         progress: shows the capture of graphs.
         device: where steps run; None opens the model's.
@@ -77,7 +75,7 @@ class DynamicInferenceEngine:
         batch: ForwardBatch | None = None,
         random_seed: int | None = None,
         enable_chunked_prefill: bool = True,
-        as_megatron: bool = False,
+        style: ApiStyle = OUR_STYLE,
         progress: Progress | None = None,
         device: Device | None = None,
         owned_group: RankGroup | None = None,
@@ -302,8 +300,8 @@ class DynamicInferenceEngine:
         Raises:
             EngineStoppedError: the engine is closed, or was stopped by an error in an earlier
                 step, which was raised there. The futures of all requests get it too.
-            EngineSuspendedError: the engine is suspended, and all has been handed out (with
-                ``as_megatron``). Commands have been applied.
+            EngineSuspendedError: the engine is suspended, and all has been handed out, where its
+                ``style`` says so. Commands have been applied.
             EngineThreadError: the engine's own thread steps it.
             ReentrantCallError: called in the midst of a step, by a signal's handler.
         """

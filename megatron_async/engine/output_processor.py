@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import InvalidStateError
 from typing import Any, NamedTuple
 
+from megatron_async.engine.api_style import OUR_STYLE, ApiStyle
 from megatron_async.engine.host_ends import HostEnds
 from megatron_async.engine.live_request import LiveRequest
 from megatron_async.engine.log_probs import (
@@ -73,8 +74,7 @@ class OutputProcessor:
 
     Args:
         eos_token_ids: the model's own end tokens.
-        top_by_text: ``top_n`` lists of requests have the texts of tokens, as megatron-core's, where
-            there is a tokenizer.
+        style: of the ``top_n`` lists of requests.
 
     Attributes:
         ends: what ends requests before their tokens are committed: stop words, and what others
@@ -93,7 +93,7 @@ class OutputProcessor:
         *,
         track_pauses: bool,
         eos_token_ids: Iterable[int] = (),
-        top_by_text: bool = False,
+        style: ApiStyle = OUR_STYLE,
     ) -> None:
         self.ends = HostEnds()
         self.weight_version = 0
@@ -103,7 +103,7 @@ class OutputProcessor:
         self.on_finish: Callable[[DynamicInferenceRequest], None] | None = None
         self._tokenizer = tokenizer
         self._token_name: TokenName | None = None
-        if top_by_text and tokenizer is not None:
+        if style.top_by_text and tokenizer is not None:
             self._token_name = lambda token: str(tokenizer.detokenize([token]))
         self._track_pauses = track_pauses
         self._eos_token_ids = frozenset(eos_token_ids)

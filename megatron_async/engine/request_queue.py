@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from megatron_async.engine.api_style import OUR_STYLE, ApiStyle
 from megatron_async.engine.commands import AbortRequest, AddRequest, Command, CommandQueue
 from megatron_async.engine.guidance import Guidance
 from megatron_async.engine.output_processor import OutputProcessor
@@ -34,8 +35,7 @@ class RequestQueue:
     user may choose; what is asked about the request is asked about all of its sequences.
 
     Args:
-        fails_long_requests: a request that is too long is handed out as a failed record, as in
-            megatron-core, where it raises else.
+        style: what becomes of requests that are too long.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class RequestQueue:
         validator: RequestValidator,
         lock: StepLock,
         *,
-        fails_long_requests: bool = False,
+        style: ApiStyle = OUR_STYLE,
     ) -> None:
-        self._fails_long_requests = fails_long_requests
+        self._fails_long_requests = style.fails_long_requests
         self._guidance = guidance
         self._commands = commands
         self._outputs = outputs

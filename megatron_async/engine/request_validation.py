@@ -93,7 +93,7 @@ class RequestValidator:
         checked.
 
         Args:
-            params: those of whoever checks them are not checked again.
+            params: ``CheckedParams`` are not checked again.
 
         Raises:
             RequestError: names the value that cannot be served and what to change.

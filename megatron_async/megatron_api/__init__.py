@@ -7,32 +7,7 @@ first use.
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from megatron_async.errors import EngineSuspendedError
-    from megatron_async.errors import RequestError as ContextOverflowError
-    from megatron_async.errors import RequestTooLongError as MaxSequenceLengthOverflowError
-    from megatron_async.megatron_api.context import BlockAllocator, DynamicInferenceContext
-    from megatron_async.megatron_api.engine import DynamicInferenceEngine, EngineState
-    from megatron_async.megatron_api.inference_config import (
-        AsyncScheduleMode,
-        CudaGraphSizingDistribution,
-        InferenceConfig,
-        KVCacheManagementMode,
-        PrefixCachingCoordinatorPolicy,
-        PrefixCachingEvictionPolicy,
-    )
-    from megatron_async.megatron_api.llm import MegatronAsyncLLM, MegatronLLM
-    from megatron_async.megatron_api.model import GPTInferenceWrapper, TextGenerationController
-    from megatron_async.request import (
-        DynamicInferenceEvent,
-        DynamicInferenceEventType,
-        DynamicInferenceRequest,
-        Status,
-    )
-    from megatron_async.request import DynamicInferenceRequest as DynamicInferenceRequestRecord
-    from megatron_async.sampling_params import SamplingParams
+from typing import Any
 
 _HERE = "megatron_async.megatron_api"
 HOMES = {
@@ -60,33 +35,10 @@ HOMES = {
     "Status": ("megatron_async.request", ""),
     "TextGenerationController": (f"{_HERE}.model", ""),
 }
-"""Where each name lives, and what it is called there if it is called something else."""
+"""Where each name lives, and what it is called there if it is called something else;
+``__init__.pyi`` has the same for type checkers."""
 
-__all__ = [
-    "AsyncScheduleMode",
-    "BlockAllocator",
-    "ContextOverflowError",
-    "CudaGraphSizingDistribution",
-    "DynamicInferenceContext",
-    "DynamicInferenceEngine",
-    "DynamicInferenceEvent",
-    "DynamicInferenceEventType",
-    "DynamicInferenceRequest",
-    "DynamicInferenceRequestRecord",
-    "EngineState",
-    "EngineSuspendedError",
-    "GPTInferenceWrapper",
-    "InferenceConfig",
-    "KVCacheManagementMode",
-    "MaxSequenceLengthOverflowError",
-    "MegatronAsyncLLM",
-    "MegatronLLM",
-    "PrefixCachingCoordinatorPolicy",
-    "PrefixCachingEvictionPolicy",
-    "SamplingParams",
-    "Status",
-    "TextGenerationController",
-]
+__all__ = sorted(HOMES)
 
 
 def __getattr__(name: str) -> Any:
@@ -95,6 +47,10 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module, called = HOMES[name]
     return getattr(importlib.import_module(module), called or name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *HOMES})
 
 
 def _refuse(name: str) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from megatron_async.config import DEFAULT_ASYNC_DEPTH, MAX_DEPTH, EngineConfig, check_config
 from megatron_async.device import open_device
 from megatron_async.engine import engine
+from megatron_async.engine.api_style import ApiStyle
 from megatron_async.engine.output_processor import TokenOutput
 from megatron_async.engine.request_queue import Prompt
 from megatron_async.errors import ConfigError
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
 
 DEPTH_VARIABLE = "MEGATRON_ASYNC_DEPTH"
 
+MEGATRON_STYLE = ApiStyle(fails_long_requests=True, raises_suspended=True, top_by_text=True)
+
 logger = logging.getLogger(__name__)
 
 
@@ -63,10 +66,9 @@ class DecodeOnly(NamedTuple):
 class DynamicInferenceEngine(engine.DynamicInferenceEngine):
     """The engine, called as megatron-core's; ``docs/megatron.md`` has all of its names.
 
-    What differs from the class that this one is derived from: ``as_megatron`` is on (a request that
-    is too long becomes a failed record, a step of a suspended engine raises), and megatron-core's
-    own ``SamplingParams`` are taken. :meth:`from_pretrained` and :meth:`with_config` build engines
-    without ``as_megatron``.
+    What differs from the class that this one is derived from, ``megatron_async``'s own: its
+    :data:`MEGATRON_STYLE`, however it is built, and megatron-core's own ``SamplingParams`` are
+    taken.
 
     Args:
         controller, context: the model and its cache; without a context it is made as ``config``
@@ -102,7 +104,6 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
         pg_collection: Any = None,
         config: EngineConfig | None = None,
         progress: Progress | None = None,
-        as_megatron: bool = True,
         model_name: str | None = None,
         eos_token_ids: tuple[int, ...] | None = None,
         **options: Any,
@@ -157,7 +158,7 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
                 batch=context,
                 random_seed=random_seed,
                 enable_chunked_prefill=enable_chunked_prefill,
-                as_megatron=as_megatron,
+                style=MEGATRON_STYLE,
                 progress=self._capture,
                 **options,
             )
@@ -185,7 +186,6 @@ class DynamicInferenceEngine(engine.DynamicInferenceEngine):
             None,
             config=config,
             progress=progress,
-            as_megatron=False,
             owned_group=owned_group,
         )
 

@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_async import (
+from megatron_async.config import EngineConfig
+from megatron_async.device import open_device
+from megatron_async.engine.engine import DynamicInferenceEngine as OurEngine
+from megatron_async.errors import ConfigError, RequestError, RequestTooLongError
+from megatron_async.megatron_api import (
     DynamicInferenceContext,
     DynamicInferenceEngine,
-    EngineConfig,
+    EngineState,
     EngineSuspendedError,
     GPTInferenceWrapper,
     InferenceConfig,
@@ -22,9 +26,6 @@ from megatron_async import (
     SamplingParams,
     TextGenerationController,
 )
-from megatron_async.device import open_device
-from megatron_async.errors import ConfigError, RequestError, RequestTooLongError
-from megatron_async.megatron_api import EngineState
 from megatron_async.megatron_api import engine as megatron_engine
 from megatron_async.request import DynamicInferenceRequest, RequestFuture, Status
 from tests.support.patience import PATIENCE_SECONDS
@@ -93,11 +94,14 @@ def test_a_request_that_is_too_long_becomes_a_failed_record(model: Any) -> None:
     assert again.failed()
     with pytest.raises(RequestError, match="prompt is empty"):  # the others still raise
         engine.add_request(3, [], GREEDY)
-    ours = engine.with_config(EngineConfig(max_requests=2, max_sequence_length=32))
+    other = engine.with_config(EngineConfig(max_requests=2, max_sequence_length=32))
+    assert other.add_request(0, "a" * 30, GREEDY).result().failed()  # however it is built
+    other.close()
+    engine.close()
+    ours = OurEngine.from_pretrained("tiny", EngineConfig(device="cpu", max_sequence_length=32))
     with pytest.raises(RequestTooLongError, match="exceed the maximum sequence length"):
         ours.add_request(0, "a" * 30, GREEDY)
     ours.close()
-    engine.close()
 
 
 def test_a_request_that_the_cache_never_holds_becomes_a_failed_record(model: Any) -> None:

@@ -296,7 +296,7 @@ def test_classes_that_are_not_here_say_why() -> None:
             getattr(megatron_api, name)
         assert entry.note in str(refused.value)
     assert not hasattr(megatron_api, "Nothing")
-    for name in HOMES:
+    for name in set(HOMES) - {"DynamicInferenceEngine"}:  # the package's own is another class
         assert getattr(megatron_async, name) is getattr(megatron_api, name)
 
 

@@ -23,9 +23,10 @@ import contextlib, sys
 from types import SimpleNamespace
 from unittest import mock
 import torch
-from megatron_async import (
-    DynamicInferenceContext, DynamicInferenceEngine, EngineConfig, GPTInferenceWrapper,
-    SamplingParams, TextGenerationController, megatron_compat,
+from megatron_async import EngineConfig, megatron_compat
+from megatron_async.megatron_api import (
+    DynamicInferenceContext, DynamicInferenceEngine, GPTInferenceWrapper, SamplingParams,
+    TextGenerationController,
 )
 from megatron_async.models.fused import coverage
 from megatron_async.models.norm import norm_class
