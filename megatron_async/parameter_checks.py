@@ -10,11 +10,10 @@ from collections.abc import Callable, Iterable, Mapping, Set
 from typing import Any
 
 from megatron_async.errors import RequestError, shown
+from megatron_async.parameter_ranges import INTEGERS, MAX_TOKEN_ID, NUMBERS
 
 Check = Callable[[str, Any], Any]
 
-MAX_TOKEN_ID = 2**31 - 1
-"""Token ids are int32 on the device."""
 MAX_INTEGER = 2**63 - 1
 
 _LISTS = (list, tuple, Set, range)
@@ -48,6 +47,14 @@ def integer(low: int, high: int = MAX_INTEGER, *, none: int | None = None) -> Ch
         return number
 
     return check
+
+
+def in_range(parameter: str, *, none: Any = None) -> Check:
+    """A value of a sampling parameter's range; None stands for ``none``."""
+    if parameter in NUMBERS:
+        return number(*NUMBERS[parameter], none=none)
+    low, high = INTEGERS[parameter]
+    return integer(low, MAX_INTEGER if high is None else high, none=none)
 
 
 def optional(check: Check) -> Check:
@@ -98,7 +105,8 @@ def seed(name: str, value: Any) -> int | None:
         return None
     if (number := as_integer(value)) is None:
         raise RequestError(f"{name}={shown(value)} must be an integer")
-    if not -(2**63) <= number < 2**63:
+    low, high = INTEGERS["seed"]
+    if high is None or not low <= number <= high:
         raise RequestError(f"{name}={shown(value)} must fit into 64 bits")
     return number
 

@@ -13,12 +13,10 @@ from typing import Any
 from megatron_async import parameter_checks as checks
 from megatron_async.errors import RequestError
 from megatron_async.parameter_checks import as_integer
-from megatron_async.step.extras import MAX_LOGIT_BIASES, MAX_TOP_LOG_PROBS
+from megatron_async.step.extras import MAX_LOGIT_BIASES
 
 MAX_STOP_TOKEN_IDS = 8
 """Width of the stop set kept on the device; further ids are the host's to find."""
-MAX_SEQUENCES = 16384
-"""Sequences that one request may ask for, as in vLLM."""
 MAX_LOGIT_BIAS = 100.0
 """Larger biases are cut to this, as in vLLM."""
 LIMITING = (
@@ -288,7 +286,7 @@ class CheckedParams:
             values["logit_bias"] = dict(values["logit_bias"])
         if "structured_outputs" in values:
             values["structured_outputs"] = json.loads(values["structured_outputs"])
-        return checks.plain(values)
+        return {name: checks.plain(value) for name, value in values.items()}
 
     @classmethod
     def deserialize(cls, data: dict[str, Any]) -> CheckedParams:
@@ -310,10 +308,12 @@ class CheckedParams:
         return _defaults(SamplingParams)[name]
 
 
-@functools.cache
-def _defaults(kind: type[SamplingParams]) -> dict[str, Any]:
-    """The default of each field, which is checked and of its own type."""
+def _read_defaults(kind: Any) -> dict[str, Any]:
+    """The default of each field of a class, which is checked and of its own type."""
     return {field.name: field.default for field in dataclasses.fields(kind)}
+
+
+_defaults: Callable[[Any], dict[str, Any]] = functools.cache(_read_defaults)
 
 
 _TO_PLAIN: dict[str, Callable[[Any], Plain]] = {
@@ -357,37 +357,36 @@ def _check_together(params: SamplingParams) -> None:
 
 
 _CHECKS: dict[str, checks.Check] = {
-    "temperature": checks.number(0.0, 1e6, none=1.0),
-    "top_k": checks.integer(0),
-    "top_p": checks.number(0.0, 1.0, none=0.0),
+    "temperature": checks.in_range("temperature", none=1.0),
+    "top_k": checks.in_range("top_k"),
+    "top_p": checks.in_range("top_p", none=0.0),
     "return_log_probs": checks.flag,
     "skip_prompt_log_probs": checks.flag,
     "return_segments": checks.flag,
-    "num_tokens_to_generate": checks.optional(checks.integer(1)),
-    "num_tokens_total": checks.optional(checks.integer(1)),
-    "termination_id": checks.optional(checks.integer(-1, checks.MAX_TOKEN_ID)),
-    "top_n_logprobs": checks.integer(0, MAX_TOP_LOG_PROBS, none=0),
+    "num_tokens_to_generate": checks.optional(checks.in_range("num_tokens_to_generate")),
+    "num_tokens_total": checks.optional(checks.in_range("num_tokens_total")),
+    "termination_id": checks.optional(checks.in_range("termination_id")),
+    "top_n_logprobs": checks.in_range("top_n_logprobs", none=0),
     "add_BOS": checks.flag,
     "stop_words": checks.texts,
     "stop_token_ids": checks.token_ids,
     "seed": checks.seed,
-    "min_p": checks.number(0.0, 1.0, none=0.0),
-    "repetition_penalty": checks.number(1e-6, 1e6, none=1.0),
-    "presence_penalty": checks.number(-2.0, 2.0, none=0.0),
-    "frequency_penalty": checks.number(-2.0, 2.0, none=0.0),
+    "min_p": checks.in_range("min_p", none=0.0),
+    "repetition_penalty": checks.in_range("repetition_penalty", none=1.0),
+    "presence_penalty": checks.in_range("presence_penalty", none=0.0),
+    "frequency_penalty": checks.in_range("frequency_penalty", none=0.0),
     "logit_bias": checks.logit_bias(MAX_LOGIT_BIAS, MAX_LOGIT_BIASES),
     "allowed_token_ids": checks.allowed_token_ids,
     "bad_words": checks.words,
-    "min_tokens": checks.integer(0, none=0),
+    "min_tokens": checks.in_range("min_tokens", none=0),
     "ignore_eos": checks.flag,
     "include_stop_str_in_output": checks.flag,
     "detokenize": checks.flag,
     "log_probs_mode": checks.one_of("raw", "processed"),
-    "n": checks.integer(1, MAX_SEQUENCES, none=1),
-    "best_of": checks.optional(checks.integer(1, MAX_SEQUENCES)),
-    "num_speculative_tokens": checks.optional(checks.integer(0)),
+    "n": checks.in_range("n", none=1),
+    "best_of": checks.optional(checks.in_range("best_of")),
+    "num_speculative_tokens": checks.optional(checks.in_range("num_speculative_tokens")),
     "structured_outputs": checks.structure,
     "logits_processors": checks.callables,
 }
-"""How each parameter is checked. The ranges are vLLM's, except that its repetition penalty has no
-upper bound; here it is float32, as the logits are that it is applied to."""
+"""How each parameter is checked."""

@@ -26,6 +26,7 @@ from megatron_async.config import (
 )
 from megatron_async.errors import ConfigError, legible
 from megatron_async.models.shapes import SHAPES
+from megatron_async.parameter_ranges import INTEGERS, NUMBERS
 
 if TYPE_CHECKING:
     from megatron_async.engine.engine import DynamicInferenceEngine
@@ -71,6 +72,13 @@ def number(low: float, high: float = math.inf, *, above: bool = False) -> Callab
         raise argparse.ArgumentTypeError(f"{text!r} must be a number {bounds}")
 
     return convert
+
+
+def in_range(parameter: str) -> Callable[[str], Any]:
+    """Converts an argument to a value of a sampling parameter's range."""
+    if parameter in NUMBERS:
+        return number(*NUMBERS[parameter])
+    return integer(*INTEGERS[parameter])
 
 
 def graph_count(text: str) -> int | None:
@@ -144,7 +152,7 @@ def name_options(message: str) -> str:
     return fields.sub(lambda found: FLAGS[found[1]], " ".join(message.split()))
 
 
-SEED = integer(-(2**63), 2**63 - 1)
+SEED = in_range("seed")
 
 
 def add_model_options(parser: argparse.ArgumentParser, default: str | None = "tiny") -> None:
@@ -179,12 +187,23 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     texts: dict[str, Any] = {"action": "extend", "nargs": "+", "metavar": "TEXT"}
     ids: dict[str, Any] = {**texts, "type": int, "metavar": "ID"}
     said = "most tokens to generate (default: 128, or fewer where the model allows no more)"
-    add("--max-new-tokens", "--num-tokens-to-generate", type=integer(1), metavar="N", help=said)
-    add("--temperature", type=number(0), metavar="T", help="default: 0, or 1 with --top-k and such")
+    add(
+        "--max-new-tokens",
+        "--num-tokens-to-generate",
+        type=in_range("num_tokens_to_generate"),
+        metavar="N",
+        help=said,
+    )
+    add(
+        "--temperature",
+        type=in_range("temperature"),
+        metavar="T",
+        help="default: 0, or 1 with --top-k and such",
+    )
     said = "sample from the K most likely"
-    add("--top-k", "--top_k", type=integer(0), default=0, metavar="K", help=said)
+    add("--top-k", "--top_k", type=in_range("top_k"), default=0, metavar="K", help=said)
     said = "from P of the probability"
-    add("--top-p", "--top_p", type=number(0, 1), default=0.0, metavar="P", help=said)
+    add("--top-p", "--top_p", type=in_range("top_p"), default=0.0, metavar="P", help=said)
     add("--min-p", **real, help="sample from tokens at least X times as likely as the likeliest")
     said = "of the randomness; each prompt derives its own from it and its place (default: 0)"
     add("--seed", type=SEED, default=0, metavar="S", help=said)
@@ -198,7 +217,7 @@ def add_sampling_options(parser: argparse.ArgumentParser) -> None:
     add("--ignore-eos", **on, help="go on after the model's own end tokens")
     add("--stop-token-ids", **ids, help="tokens that end the text")
     said = "in place of the model's own end tokens; -1 for none"
-    add("--termination-id", type=integer(-1), metavar="ID", help=said)
+    add("--termination-id", type=in_range("termination_id"), metavar="ID", help=said)
     add("--stop", "--stop-words", **texts, help="texts before which it ends")
     add("--include-stop-str-in-output", **on, help="behind which it ends")
     add("--return-log-probs", **on, help="of the tokens of text and prompt, shown by --json")
@@ -358,7 +377,13 @@ def add_engine_options(parser: argparse.ArgumentParser, **defaults: int) -> None
 
 def _add_drafting_options(add: Callable[..., Any]) -> None:
     said = "tokens that are drafted for each request and step (default: 0)"
-    add("--num-speculative-tokens", type=integer(0), default=0, metavar="K", help=said)
+    add(
+        "--num-speculative-tokens",
+        type=integer(0),
+        default=0,
+        metavar="K",
+        help=said,
+    )
     said = "who drafts: the model's layers for multi-token prediction, or what followed when the "
     said += "last tokens came before (default: mtp)"
     add("--speculative-method", choices=SPECULATIVE_METHODS, default="mtp", help=said)

@@ -11,6 +11,7 @@ from megatron_async.build.runner import Opened
 from megatron_async.build.spec import EngineSpec
 from megatron_async.config import EngineConfig
 from megatron_async.device.protocol import Device
+from megatron_async.engine.api_style import ApiStyle
 from megatron_async.engine.driver import Driver
 from megatron_async.engine.engine_thread import StreamTable
 from megatron_async.engine.guidance import Grammars, Guidance
@@ -65,7 +66,7 @@ def assemble(
     opened: Opened,
     *,
     random_seed: int | None,
-    as_megatron: bool,
+    style: ApiStyle,
 ) -> Assembly:
     """The parts of an engine around its runner; for the arguments see
     :class:`DynamicInferenceEngine`."""
@@ -89,7 +90,7 @@ def assemble(
         model.tokenizer,
         track_pauses=config.track_paused_request_events,
         eos_token_ids=validator.eos_token_ids,
-        top_by_text=as_megatron,
+        style=style,
     )
     config = with_step_costs(config, runner, batch.null_slot, limits)
     costs = step_costs_of(config, limits)
@@ -109,12 +110,10 @@ def assemble(
         logging_interval=config.inference_logging_step_interval,
         debug=config.debug,
     )
-    requests = RequestQueue(
-        loop.commands, outputs, guidance, validator, lock, fails_long_requests=as_megatron
-    )
+    requests = RequestQueue(loop.commands, outputs, guidance, validator, lock, style=style)
     driver = Driver(
         loop, lock, runner, scheduler, outputs, requests, streams, sinks,
-        raises_suspended=as_megatron,
+        style=style,
     )  # fmt: skip
     return Assembly(
         config=config,

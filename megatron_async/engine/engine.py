@@ -98,7 +98,7 @@ class DynamicInferenceEngine:
         self.device, self.batch, self.runner = opened
         self.cache = self.batch.cache
         try:
-            parts = assemble(spec, model, opened, random_seed=random_seed, as_megatron=as_megatron)
+            parts = assemble(spec, model, opened, random_seed=random_seed, style=style)
         except BaseException:
             self.device.close()
             raise

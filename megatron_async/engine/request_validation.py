@@ -13,6 +13,7 @@ from megatron_async.engine.guidance import Grammars
 from megatron_async.engine.request_extras import PromptTokenizer, RequestExtras
 from megatron_async.errors import RequestError, RequestTooLongError
 from megatron_async.parameter_checks import as_integer, check_vocabulary
+from megatron_async.parameter_ranges import INTEGERS
 from megatron_async.sampling_params import CheckedParams, SamplingParams
 from megatron_async.scheduler.limits import Limits
 from megatron_async.step.extras import NO_EXTRAS, Extras
@@ -20,7 +21,6 @@ from megatron_async.step.slot_fields import Values, request_values
 
 CHANGEABLE = ("temperature", "top_k", "top_p", "seed", "num_speculative_tokens")
 """Parameters of a running request that may change."""
-MAX_PRIORITY = 10**6
 MASK64 = 2**64 - 1
 
 
@@ -105,10 +105,9 @@ class RequestValidator:
                 "whole logits there: leave them out, or load the model on one rank"
             )
         number = as_integer(priority)
-        if number is None or abs(number) > MAX_PRIORITY:
-            raise RequestError(
-                f"priority={priority!r} must be an integer of at most {MAX_PRIORITY:,}"
-            )
+        most = INTEGERS["priority"].high or 0
+        if number is None or abs(number) > most:
+            raise RequestError(f"priority={priority!r} must be an integer of at most {most:,}")
         text, tokens = self.tokens(prompt, params)
         max_new = self._max_new(len(tokens), params)
         self._check_fits(len(tokens) + max_new)

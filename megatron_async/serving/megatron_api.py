@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from megatron_async import parameter_checks as checks
 from megatron_async.errors import RequestError
+from megatron_async.parameter_ranges import INTEGERS, NUMBERS
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.serving.errors import ApiError, json_response, renamed
 from megatron_async.serving.frontend import Frontend, log_jobs
@@ -18,6 +19,7 @@ from megatron_async.serving.generation import Choice, Job
 from megatron_async.serving.request_shapes import Body, Integer, Several
 from megatron_async.serving.sse import until_disconnect
 
+TOP_N, TOP_P = INTEGERS["top_n_logprobs"], NUMBERS["top_p"]
 MAX_PROMPTS = 128
 MAX_TOP_K = 1000
 DEFAULT_TOKENS = 64
@@ -43,10 +45,10 @@ class MegatronRequest(Body):
     prompts: Several[str] = Field(min_length=1, max_length=MAX_PROMPTS)
     tokens_to_generate: Integer = Field(default=DEFAULT_TOKENS, ge=0)
     logprobs: bool = False
-    top_n_logprobs: Integer = Field(default=0, ge=0, le=20)
+    top_n_logprobs: Integer = Field(default=0, ge=TOP_N.low, le=TOP_N.high)
     temperature: float = Field(default=1.0, gt=0.0, le=100.0)
     top_k: Integer = Field(default=0, ge=0, le=MAX_TOP_K)
-    top_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    top_p: float = Field(default=0.0, ge=TOP_P.low, le=TOP_P.high)
     top_p_decay: float = 0.0
     top_p_bound: float = 0.0
     add_BOS: bool = False

@@ -21,13 +21,12 @@ from pydantic_core import PydanticCustomError
 
 from megatron_async.errors import RequestError
 from megatron_async.grammar.spec import StructuredOutputs
-from megatron_async.parameter_checks import integer
+from megatron_async.parameter_checks import in_range
+from megatron_async.parameter_ranges import INTEGERS, NUMBERS
 from megatron_async.sampling_params import SamplingParams
 from megatron_async.serving.chat_messages import plain
 from megatron_async.serving.errors import ApiError, renamed
 
-MAX_PRIORITY = 10**6
-MAX_TOP_LOG_PROBS = 20
 DEFAULT_COMPLETION_TOKENS = 16
 """What OpenAI's API generates for a completion that names no length."""
 
@@ -55,9 +54,15 @@ def schema_of(**said: Any) -> Any:
     return Field(json_schema_extra=said)
 
 
-def range_of(low: float, high: float | None = None) -> Any:
-    """:func:`schema_of` a number."""
+def range_of(parameter: str) -> Any:
+    """:func:`schema_of` a sampling parameter's range."""
+    low, high = NUMBERS[parameter] if parameter in NUMBERS else INTEGERS[parameter]
     return schema_of(minimum=low) if high is None else schema_of(minimum=low, maximum=high)
+
+
+def at_least(low: int) -> Any:
+    """:func:`schema_of` a number that is the API's own."""
+    return schema_of(minimum=low)
 
 
 def at_most(most: int) -> BeforeValidator:
@@ -137,34 +142,34 @@ class SamplingFields(Body):
     """What completions and chat have in common."""
 
     model: str | None = None
-    temperature: Annotated[float | None, range_of(0)] = None
-    top_p: Annotated[float | None, range_of(0, 1)] = None
-    n: Annotated[Integer | None, range_of(1)] = None
+    temperature: Annotated[float | None, range_of("temperature")] = None
+    top_p: Annotated[float | None, range_of("top_p")] = None
+    n: Annotated[Integer | None, at_least(1)] = None
     seed: Integer | None = None
     stop: Text | Annotated[Several[Text], at_most(MAX_TEXTS)] | None = None
-    presence_penalty: Annotated[float | None, range_of(-2, 2)] = None
-    frequency_penalty: Annotated[float | None, range_of(-2, 2)] = None
+    presence_penalty: Annotated[float | None, range_of("presence_penalty")] = None
+    frequency_penalty: Annotated[float | None, range_of("frequency_penalty")] = None
     logit_bias: Annotated[dict[str, float], at_most(MAX_ENTRIES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Annotated[Integer | None, range_of(0)] = None
-    max_completion_tokens: Annotated[Integer | None, range_of(0)] = None
+    max_tokens: Annotated[Integer | None, at_least(0)] = None
+    max_completion_tokens: Annotated[Integer | None, at_least(0)] = None
     response_format: ResponseFormat | None = None
     # vLLM's
-    top_k: Annotated[Integer | None, range_of(-1)] = None
-    min_p: Annotated[float | None, range_of(0, 1)] = None
-    repetition_penalty: Annotated[float | None, range_of(1e-6)] = None
+    top_k: Annotated[Integer | None, at_least(-1)] = None
+    min_p: Annotated[float | None, range_of("min_p")] = None
+    repetition_penalty: Annotated[float | None, range_of("repetition_penalty")] = None
     ignore_eos: bool | None = None
-    min_tokens: Annotated[Integer | None, range_of(0)] = None
+    min_tokens: Annotated[Integer | None, range_of("min_tokens")] = None
     stop_token_ids: Several[Token] | None = None
     allowed_token_ids: Annotated[Several[Token] | None, schema_of(minItems=1)] = None
     bad_words: Annotated[Several[Text], at_most(MAX_TEXTS)] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    prompt_logprobs: Annotated[Integer | None, range_of(0, MAX_TOP_LOG_PROBS)] = None
+    prompt_logprobs: Annotated[Integer | None, range_of("top_n_logprobs")] = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    priority: Annotated[Integer | None, range_of(-MAX_PRIORITY, MAX_PRIORITY)] = None
+    priority: Annotated[Integer | None, range_of("priority")] = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[Several[str] | None, schema_of(minItems=1)] = None
@@ -172,7 +177,7 @@ class SamplingFields(Body):
     guided_json_object: bool | None = None
     guided_whitespace_pattern: str | None = None
     structured_outputs: dict[str, Any] | None = None
-    num_speculative_tokens: Annotated[Integer | None, range_of(0)] = None
+    num_speculative_tokens: Annotated[Integer | None, range_of("num_speculative_tokens")] = None
 
     names: ClassVar[dict[str, str]] = {}
 
@@ -229,7 +234,7 @@ class SamplingFields(Body):
             said = "stream_options goes with stream=true alone"
             raise ApiError(400, said, param="stream_options")
         try:
-            integer(-MAX_PRIORITY, MAX_PRIORITY, none=0)("priority", self.priority)
+            in_range("priority", none=0)("priority", self.priority)
             for name in ("stop", "bad_words"):
                 plain(name, getattr(self, name))
             plain("structured_outputs", dict.fromkeys(self.structured_outputs or ()))
@@ -256,7 +261,7 @@ class SamplingFields(Body):
     def _params(self, structure: dict[str, Any] | None) -> SamplingParams:
         asked, of_prompt = self.log_probs, self.prompt_log_probs
         for name, value in (("logprobs", asked), ("prompt_logprobs", of_prompt)):
-            integer(0, MAX_TOP_LOG_PROBS, none=0)(self.names.get(name, name), value)
+            in_range("top_n_logprobs", none=0)(self.names.get(name, name), value)
         top_k, top_p = self.top_k, self.top_p
         if top_p == 0:
             top_k = 1  # the smallest set of at least no probability has one token; 0 is off to us
@@ -371,9 +376,9 @@ class CompletionRequest(SamplingFields):
         | Annotated[list[Annotated[list[Token], schema_of(minItems=1)]], schema_of(minItems=1)],
         WrapValidator(_check_prompt),
     ]
-    best_of: Annotated[Integer | None, range_of(1)] = None
+    best_of: Annotated[Integer | None, at_least(1)] = None
     echo: bool | None = None
-    logprobs: Annotated[Integer | None, range_of(0, MAX_TOP_LOG_PROBS)] = None
+    logprobs: Annotated[Integer | None, range_of("top_n_logprobs")] = None
     suffix: str | None = None
     add_special_tokens: bool | None = None
 
@@ -426,7 +431,7 @@ class ChatCompletionRequest(SamplingFields):
 
     messages: Messages
     logprobs: bool | None = None
-    top_logprobs: Annotated[Integer | None, range_of(0, MAX_TOP_LOG_PROBS)] = None
+    top_logprobs: Annotated[Integer | None, range_of("top_n_logprobs")] = None
     tools: Several[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None

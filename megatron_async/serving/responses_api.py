@@ -22,13 +22,13 @@ from megatron_async.serving.log_prob_shapes import chat_log_probs
 from megatron_async.serving.messages import Output
 from megatron_async.serving.request_shapes import (
     MAX_MESSAGES,
-    MAX_TOP_LOG_PROBS,
     Body,
     Integer,
     JsonSchema,
     ResponseFormat,
     SamplingFields,
     Several,
+    at_least,
     at_most,
     range_of,
     structure_of_format,
@@ -76,9 +76,9 @@ class ResponsesRequest(SamplingFields):
 
     input: str | Annotated[Several[dict[str, Any]], at_most(MAX_MESSAGES)]
     instructions: str | None = None
-    max_output_tokens: Annotated[Integer | None, range_of(1)] = None
+    max_output_tokens: Annotated[Integer | None, at_least(1)] = None
     text: TextOptions | None = None
-    top_logprobs: Annotated[Integer | None, range_of(0, MAX_TOP_LOG_PROBS)] = None
+    top_logprobs: Annotated[Integer | None, range_of("top_n_logprobs")] = None
     include: Several[str] | None = None
     metadata: dict[str, Any] | None = None
     tools: Several[dict[str, Any]] | None = None

@@ -22,7 +22,8 @@ from megatron_async.engine import commands
 from megatron_async.engine.guidance import Grammars
 from megatron_async.engine.request_validation import RequestValidator
 from megatron_async.errors import RequestError
-from megatron_async.sampling_params import MAX_SEQUENCES, CheckedParams, SamplingParams
+from megatron_async.parameter_ranges import MAX_SEQUENCES
+from megatron_async.sampling_params import CheckedParams, SamplingParams
 from megatron_async.scheduler.limits import Limits
 from megatron_async.serving.messages import Generate
 from megatron_async.serving.request_shapes import CompletionRequest
